@@ -47,7 +47,7 @@ def _node(bed: Bed) -> Path:
 
 def ours(bed: Bed) -> dict[str, Any]:
     path = _node(bed)
-    return _plugin("moonpool", "moonpool.connectors.lmcache.remote", "MoonpoolAdapter", node=str(path))
+    return _plugin("moonpool", "moonpool.connectors.lmcache.adapter_entry", "MoonpoolAdapter", node=str(path))
 
 
 def in_process(bed: Bed) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from lmcache.v1.memory_management import MemoryObj, TensorMemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from moonpool import _native
-from moonpool.connectors.lmcache.expected import ambiguous
-from moonpool.connectors.lmcache.form import described
+from moonpool.connectors.lmcache.chunk_format import described
 from moonpool.connectors.lmcache.identity import fingerprint, layout_mark, name_of
-from moonpool.connectors.lmcache.lanes import Lane
+from moonpool.connectors.lmcache.job_queue import JobQueue
+from moonpool.connectors.lmcache.layout_check import ambiguous
 from moonpool.connectors.lmcache.listing import Listing
 from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S, Lock, Locks
 from moonpool.connectors.lmcache.native import PLUG
-from moonpool.connectors.lmcache.pieces import Pieces
+from moonpool.connectors.lmcache.parallel_chunks import ParallelChunks
 from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.core.errors import Closed, Error, InvalidArgument
@@ -113,14 +113,14 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._numbers = itertools.count(1)
         self._listing = Listing(self._stored)
         self._ambiguous_said = threading.Event()
-        self._pieces = Pieces(settings.threads)
+        self._chunks = ParallelChunks(settings.threads)
         mark = fingerprint(PLUG, {"form": settings.form})
         self._pool = open_pool(settings, lambda: settings.dial(mark, settings.timeout_s), log=log)
-        self._stores: Lane[L2StoreResult] = Lane("store", create_event_notifier(), log)
-        self._lookups: Lane[tuple[Bitmap, Lock | None]] = Lane(
+        self._stores: JobQueue[L2StoreResult] = JobQueue("store", create_event_notifier(), log)
+        self._lookups: JobQueue[tuple[Bitmap, Lock | None]] = JobQueue(
             "lookup", create_event_notifier(), log, self._expire
         )
-        self._loads: Lane[Bitmap] = Lane("load", create_event_notifier(), log)
+        self._loads: JobQueue[Bitmap] = JobQueue("load", create_event_notifier(), log)
 
     def get_store_event_fd(self) -> int:
         return self._stores.notifier.fileno()
@@ -150,7 +150,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return L2StoreResult(False, 0)
         parts = [_bytes_of(memory) for memory in objects]
         try:
-            told = self._pieces.run(
+            told = self._chunks.run(
                 [memory.get_size() for memory in objects],
                 lambda first, end: client.put(names[first:end], parts[first:end])[:2],
             )
@@ -282,7 +282,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 return [size for i in range(first, end) for size in fitting(i, i + 1)]
 
         try:
-            told = self._pieces.run([_size_of(part) for part in into], fitting)
+            told = self._chunks.run([_size_of(part) for part in into], fitting)
         except Error as error:
             self._pool.heard(error)
             return [None] * len(names)
@@ -350,7 +350,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         for lane in (self._stores, self._lookups, self._loads):
             lane.close()
-        self._pieces.close()
+        self._chunks.close()
         self._locks.clear()
         self._pool.close()
 

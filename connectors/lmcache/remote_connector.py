@@ -23,14 +23,14 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from moonpool import _native
 from moonpool.connectors.lmcache import lora, vllm_engine
-from moonpool.connectors.lmcache.expected import Expected, ambiguous
-from moonpool.connectors.lmcache.form import HEADER_BYTES_MAX, Form, described, form_of
+from moonpool.connectors.lmcache.chunk_format import HEADER_BYTES_MAX, ChunkFormat, chunk_format_of, described
 from moonpool.connectors.lmcache.identity import name_of, remote_identity
-from moonpool.connectors.lmcache.lent import Lent
+from moonpool.connectors.lmcache.layout_check import LayoutCheck, ambiguous
 from moonpool.connectors.lmcache.lora import tagged
 from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.connectors.lmcache.vllm_engine import identity_with
+from moonpool.connectors.lmcache.zero_copy import ZeroCopy
 from moonpool.connectors.weights import Pending, wait_for
 from moonpool.core.errors import Error
 
@@ -38,7 +38,7 @@ log = init_logger("lmcache.moonpool.remote")
 LIST_MAX = 1_000_000
 FINISH_S = 10.0  # for stores that are under way when the engine ends
 FULL = "@@full"  # behind the name of a full chunk as the fingerprint has it: it needs no header
-LENT_SHARE = 4  # at most one part in so many of the node's memory is pinned by what is lent
+ZERO_COPY_SHARE = 4  # at most one part in so many of the node's memory is pinned by what is lent
 
 
 class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         super().__init__(config, metadata)
         self._loop: asyncio.AbstractEventLoop = context.loop
         self._memory = context.local_cpu_backend  # None in a process that only looks up
-        self._expected = Expected(config, metadata)
+        self._layout = LayoutCheck(config, metadata)
         self._form = settings.form
         self._plain = config.remote_serde == "naive"
         # LMCache keeps what it gets in its own cache with local_cpu, and blending writes into it.
@@ -63,7 +63,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             and self._plain
             and not (config.local_cpu or config.enable_blending or config.enable_pd)
         )
-        self._lent = Lent(0)
+        self._zero_copy = ZeroCopy(0)
         self._waiting: dict[int, asyncio.Future[tuple[bool, str, list[bool] | None]]] = {}
         self._idle = threading.Event()
         self._idle.set()
@@ -112,7 +112,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def _joined(self, client: _native.Client) -> None:
         if self._may_lend:
-            self._lent.bytes_max = client.stat()["arena_bytes"] // LENT_SHARE
+            self._zero_copy.bytes_max = client.stat()["arena_bytes"] // ZERO_COPY_SHARE
         self._batches.attach(client)
 
     def _before_memory_is_freed(self) -> None:
@@ -172,11 +172,11 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             return
         forms = [_form(memory) for memory in memory_objs]
         names = [
-            _full_name(key) if form == self._expected.told else _name(key)
+            _full_name(key) if form == self._layout.told else _name(key)
             for key, form in zip(keys, forms, strict=True)
         ]
         parts = [
-            _bytes_of(memory) if form == self._expected.told else [form.header(), _bytes_of(memory)]
+            _bytes_of(memory) if form == self._layout.told else [form.header(), _bytes_of(memory)]
             for form, memory in zip(forms, memory_objs, strict=True)
         ]
         number = self._batches.submit_batch_set(names, parts)
@@ -197,7 +197,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
                 self._lora_said = True
                 log.warning("moonpool: %s", lora.SENTENCE)
             return True
-        if self._form or not ambiguous(self._expected.dtypes):
+        if self._form or not ambiguous(self._layout.dtypes):
             return False
         self._say_refusal(
             "nothing is stored or retrieved: some layers are of a type of 8 bits that LMCache does not name; "
@@ -226,7 +226,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             return found
         try:
             rest = builtins.list(range(len(keys)))
-            if self._plain and self._expected.full() == self._expected.told:
+            if self._plain and self._layout.full() == self._layout.told:
                 rest = await self._get_full(keys, found)
             if rest:
                 await self._get_rest(keys, rest, found)
@@ -249,19 +249,17 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     ) -> builtins.list[int]:
         """Fills in full chunks; which keys are still open. What LMCache has no memory for is a miss."""
         names = [_full_name(key) for key in keys]
-        lent = min(self._lent.room_for(self._expected.told.size), len(names))
+        lent = min(self._zero_copy.room_for(self._layout.told.size), len(names))
         if lent:
             views = await self._views(names[:lent])
             if views is None:
                 return []
             for i, view in enumerate(views):
-                if view is not None and len(view) == self._expected.told.size:
-                    found[i] = self._lent.lend(view, self._expected.told, self._expected.memory_format)
+                if view is not None and len(view) == self._layout.told.size:
+                    found[i] = self._zero_copy.lend(view, self._layout.told, self._layout.memory_format)
         memory_objs: builtins.list[MemoryObj] = []
         for _ in names[lent:]:
-            memory = self._allocate(
-                self._expected.shapes, self._expected.dtypes, self._expected.memory_format
-            )
+            memory = self._allocate(self._layout.shapes, self._layout.dtypes, self._layout.memory_format)
             if memory is None:
                 break
             memory_objs.append(memory)
@@ -282,8 +280,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         views = await self._views([_name(keys[i]) for i in rest])
         places, names, buffers, heads, memory_objs = [], [], [], [], []
         for i, view in zip(rest, views or (), strict=False):
-            form = None if view is None else Form.parse(view[:HEADER_BYTES_MAX], len(view))
-            if form is None or not self._expected.could_be(form):
+            form = None if view is None else ChunkFormat.parse(view[:HEADER_BYTES_MAX], len(view))
+            if form is None or not self._layout.could_be(form):
                 continue
             memory = self._room_for(form)
             if memory is None:
@@ -338,7 +336,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             self._pool.heard(error)
             return None
 
-    def _room_for(self, form: Form) -> MemoryObj | None:
+    def _room_for(self, form: ChunkFormat) -> MemoryObj | None:
         import torch
 
         memory_format = MemoryFormat(form.memory_format)
@@ -447,8 +445,8 @@ def _give_back(found: Sequence[MemoryObj | None]) -> None:
             memory.ref_count_down()
 
 
-def _form(memory: MemoryObj) -> Form:
-    return form_of(memory.get_memory_format().value, *described(memory), memory.get_size())
+def _form(memory: MemoryObj) -> ChunkFormat:
+    return chunk_format_of(memory.get_memory_format().value, *described(memory), memory.get_size())
 
 
 def _bytes_of(memory: MemoryObj) -> Any:

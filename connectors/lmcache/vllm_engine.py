@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from moonpool.connectors.vllm import facts, identity
+from moonpool.connectors.vllm import engine_config, identity
 from moonpool.core.errors import ConfigError
 from moonpool.core.store.keys import Json
 
@@ -43,7 +43,7 @@ def identity_with(config: Any, role: str | None) -> dict[str, Json] | None:
         )
     if getattr(config, "model_config", None) is None:
         return None
-    if why := facts.context_refusal(config) or facts.weights_refusal(config):
+    if why := engine_config.context_refusal(config) or engine_config.weights_refusal(config):
         raise ConfigError(why, operation="fingerprint", key="model")
     cache = config.cache_config
     skipped = sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ())

@@ -4,16 +4,19 @@ manual.
     plugin       what vLLM's entry point calls: registers the name
     connector    the class vLLM talks to; delegates, and survives what goes wrong below
     scheduler    the half in the scheduler's process: lookups, pins, what to load and save when
-    scheduled    which requests a step computes, how far, and in which blocks
+    step_progress
+                 which requests a step computes, how far, and in which blocks
+    free_block_wait
+                 how long an engine without room waits for blocks before it preempts a request
     worker       the half beside the KV memory: layout, loads and saves on native threads
     requests     the life of one request, as a state machine without clocks, sockets or threads
     layout       where the bytes of (layer, head, block) lie, as plain values
-    facts        what the connector needs to know about the engine, read once from its configuration
+    engine_config
+                 what the connector needs to know about the engine, read once from its configuration
     identity     the fingerprint: which model, weights and form of bytes
     arguments    which of vLLM's arguments change the numbers, and why the others do not
     adapters     LoRA adapters: which bytes stand behind a request's
     settings     kv_connector_extra_config, checked
-    link         the connection to the node, made again in the background
     pd           the hand-over between prefill and decode engines, a package of its own
     pool         the native pieces as a Protocol
     messages     what the halves tell each other
@@ -22,5 +25,5 @@ manual.
     compat       every difference between vLLM versions
 
 Threads: both halves run on their engine's thread and never block it; bytes are moved by the threads of
-``moonpool._native.Worker``; ``link`` may own one Python thread while there is no node.
+``moonpool._native.Worker``; a NodeConnection owns one Python thread while there is no node.
 """

@@ -12,11 +12,11 @@ from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.adapters import Adapters
-from moonpool.connectors.vllm.facts import EngineFacts, read_facts
+from moonpool.connectors.vllm.engine_config import EngineConfig, read_engine_config
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
-from moonpool.connectors.vllm.pd.station import KvMemory, Station
+from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
@@ -45,18 +45,18 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         self._survived = 0
         self._sched: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        facts = read_facts(vllm_config, kv_cache_config)
+        engine_config = read_engine_config(vllm_config, kv_cache_config)
         if role is compat.ConnectorRole.SCHEDULER:
-            self._sched = self._scheduler_half(facts, vllm_config)
+            self._sched = self._scheduler_half(engine_config, vllm_config)
             self._tally = self._sched.tally
         else:
-            self._worker = self._worker_half(facts, vllm_config)
+            self._worker = self._worker_half(engine_config, vllm_config)
             self._tally = self._worker.tally
 
-    def _scheduler_half(self, facts: EngineFacts, vllm_config: Any) -> SchedulerHalf:
+    def _scheduler_half(self, engine_config: EngineConfig, vllm_config: Any) -> SchedulerHalf:
         from moonpool.connectors.vllm import native
 
-        if not facts.recomputes and facts.may_load:
+        if not engine_config.recomputes and engine_config.may_load:
             compat.recompute_failed_loads(vllm_config)
             self._log.warning(
                 'moonpool: kv_load_failure_policy was "fail", which ends a request with an error when its '
@@ -64,30 +64,30 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 "this engine does from here on"
             )
         return SchedulerHalf(
-            facts,
+            engine_config,
             self._settings,
             open_node=functools.partial(self._open_node, required=self._settings.require_pool),
             digest=native.digests,
             log=self._log,
-            adapters=self._adapters(facts) if getattr(vllm_config, "lora_config", None) else None,
+            adapters=self._adapters(engine_config) if getattr(vllm_config, "lora_config", None) else None,
         )
 
-    def _adapters(self, facts: EngineFacts) -> Adapters:
+    def _adapters(self, engine_config: EngineConfig) -> Adapters:
         unseen = "this vLLM does not load them where moonpool looks for it"
         return Adapters(
-            form=facts.adapter_form,
-            refusal=facts.adapter_refusal or ("" if compat.watch_adapters() else unseen),
+            form=engine_config.adapter_form,
+            refusal=engine_config.adapter_refusal or ("" if compat.watch_adapters() else unseen),
             cached_by_path=compat.caches_adapters_by_path(),
             log=self._log,
         )
 
-    def _worker_half(self, facts: EngineFacts, vllm_config: Any) -> WorkerHalf:
+    def _worker_half(self, engine_config: EngineConfig, vllm_config: Any) -> WorkerHalf:
         def fingerprint(layout: BlockLayout, tensor: Tensor) -> bytes:
             def ask() -> bytes:
                 try:
                     fields = identity.identity(
                         vllm_config,
-                        block_tokens=facts.block_tokens,
+                        block_tokens=engine_config.block_tokens,
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
                         form=identity.form(vllm_config, layout),
                     )
@@ -108,19 +108,21 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return wait_for(ask, functools.partial(self._log.info, "moonpool: %s"))
 
         return WorkerHalf(
-            facts,
+            engine_config,
             ranks=compat.parallel_ranks,
             fingerprint=fingerprint,
             open_node=functools.partial(self._open_node, required=False, quiet=True),
             log=self._log,
-            open_station=self._open_station if self._settings.handover else lambda memory: None,
+            open_handover_worker=self._open_handover_worker
+            if self._settings.handover
+            else lambda memory: None,
         )
 
-    def _open_station(self, memory: KvMemory) -> Station | None:
+    def _open_handover_worker(self, memory: KvMemory) -> HandoverWorker | None:
         """Opens this worker to other engines; says why in one sentence when that cannot be."""
         settings = self._settings
         try:
-            return Station(
+            return HandoverWorker(
                 memory,
                 listen=settings.handover_listen,
                 transports=settings.transports(),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
-from moonpool.connectors.vllm.facts import layer_number
+from moonpool.connectors.vllm.engine_config import layer_number
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.core.store.keys import Ranges
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from moonpool.connectors.files import File
 from moonpool.connectors.vllm import compat
-from moonpool.connectors.vllm.pd.plans import HandoverStep
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.core.store.keys import Ranges
 
 
@@ -78,18 +78,20 @@ def _nothing() -> Step:
 class Report(compat.WorkerMetadata):
     """loaded: request -> how many leading blocks of its load, or of what was handed over, are good (the
     smallest over all ranks); saved: job -> how many ranks are done with it; handshakes: of ranks that were
-    pending until now; signs: leases whose decode engine gave a sign of life; handed: lease -> how many ranks
+    pending until now; heartbeats: leases whose decode engine sent one; handed: lease -> how many ranks
     handed all of it over; lost: requests whose prefill engine was lost before there was room for them."""
 
     loaded: dict[str, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     handshakes: list[Handshake] = field(default_factory=list)
-    signs: set[int] = field(default_factory=set)
+    heartbeats: set[int] = field(default_factory=set)
     handed: dict[int, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.saved or self.handshakes or self.signs or self.handed or self.lost)
+        return bool(
+            self.loaded or self.saved or self.handshakes or self.heartbeats or self.handed or self.lost
+        )
 
     def aggregate(self, other: compat.WorkerMetadata) -> Report:
         """Several ranks' reports of one step as one."""
@@ -101,7 +103,7 @@ class Report(compat.WorkerMetadata):
             for lease_id, ranks in other.handed.items():
                 self.handed[lease_id] = self.handed.get(lease_id, 0) + ranks
             self.handshakes += other.handshakes
-            self.signs |= other.signs
+            self.heartbeats |= other.heartbeats
             self.lost |= other.lost
         return self
 
@@ -110,7 +112,7 @@ class Report(compat.WorkerMetadata):
 class Handshake(compat.HandshakeMetadata):
     """What one worker's KV memory looks like: the objects of a block that it holds, under which fingerprint;
     or, in ``refusal``, one sentence that says why the pool cannot be used with it; or, in ``pending``, what
-    this worker waits for before it knows: it says so again, with a step. station: the address at
+    this worker waits for before it knows: it says so again, with a step. handover_address: the address at
     which other engines reach it, "" when it hands nothing over; rank, tp_rank, pp_rank: which worker it
     is."""
 
@@ -119,7 +121,7 @@ class Handshake(compat.HandshakeMetadata):
     bytes_per_block: int = 0
     refusal: str = ""
     pending: str = ""
-    station: str = ""
+    handover_address: str = ""
     rank: int = 0
     tp_rank: int = 0
     pp_rank: int = 0

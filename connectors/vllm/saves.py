@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import Block, BlockPool, Request, SchedulerOutput
-from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.messages import Save
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests import RequestState
-from moonpool.connectors.vllm.scheduled import follow
+from moonpool.connectors.vllm.step_progress import step_progress
 
 HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be saved
 
@@ -27,14 +27,14 @@ HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be sav
 class Saves:
     def __init__(
         self,
-        facts: EngineFacts,
+        engine_config: EngineConfig,
         *,
         save_decode: bool,
         tally: Tally,
         log: logging.Logger,
         clock: Callable[[], float],
     ) -> None:
-        self._facts = facts
+        self._engine_config = engine_config
         self._save_decode = save_decode
         self._tally = tally
         self._log = log
@@ -68,7 +68,7 @@ class Saves:
     def track(self, state: RequestState, request: Request, *, handed_over: bool = False) -> None:
         """From now on, full blocks of the request from ``state.saved`` on are saved. handed_over: another
         engine computed its prompt, and no other engine will store its answer for the next turn."""
-        if not (self._facts.may_save or handed_over) or self._blocks is None:
+        if not (self._engine_config.may_save or handed_over) or self._blocks is None:
             return
         state.saves_answer = self._save_decode or handed_over
         if state.saved < state.chain.blocks or state.saves_answer:
@@ -80,7 +80,7 @@ class Saves:
 
     def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
         """The saves of the step that ``output`` describes. Until they are ``told``, they can be given up."""
-        for request_id, computed in follow(output, self._state):
+        for request_id, computed in step_progress(output, self._state):
             self._plan_request(request_id, computed)
         return tuple(self._planned)
 
@@ -94,7 +94,7 @@ class Saves:
         self.tracked.clear()
         planned, self._planned = self._planned, []
         for save in planned:
-            self.ended(save.job_id, self._facts.workers)
+            self.ended(save.job_id, self._engine_config.workers)
 
     def ended(self, job_id: int, ranks: int) -> bool:
         """``ranks`` more ranks are done with a job; the last one lets go of its blocks. Whether any of them
@@ -121,7 +121,7 @@ class Saves:
         state, request = self.tracked[request_id]
         if state.saves_answer:
             state.chain.extend(request.all_token_ids)
-        full = min(computed // self._facts.block_tokens, state.chain.blocks)
+        full = min(computed // self._engine_config.block_tokens, state.chain.blocks)
         if full > state.saved and not self._hold(state, state.saved, full):
             self._leave_out(state.chain.blocks - state.saved)
             del self.tracked[request_id]  # blocks behind a gap would never be found
@@ -165,7 +165,7 @@ class Saves:
         )
         self._next_job += 1
         self._blocks.touch(blocks)
-        self._held[save.job_id] = (blocks, self._facts.workers)
+        self._held[save.job_id] = (blocks, self._engine_config.workers)
         self._held_blocks += len(blocks)
         self._planned.append(save)
         return True

@@ -18,12 +18,12 @@ from typing import Any
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.adapters import Adapters
+from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
-from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.patience import Patience
 from moonpool.connectors.vllm.pd.handover import Handover
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
@@ -42,7 +42,7 @@ OpenNode = Callable[[bytes], NodeConnection[Pool]]
 class SchedulerHalf:
     def __init__(
         self,
-        facts: EngineFacts,
+        engine_config: EngineConfig,
         settings: Settings,
         *,
         open_node: OpenNode,
@@ -53,7 +53,7 @@ class SchedulerHalf:
     ) -> None:
         """open_node: connects to the node under a fingerprint; called once, when the workers have told
         theirs; adapters: names this engine's LoRA adapters; without it their requests have no pool."""
-        self._facts = facts
+        self._engine_config = engine_config
         self._settings = settings
         self._open_node = open_node
         self._digest = digest
@@ -67,13 +67,17 @@ class SchedulerHalf:
         self._adapted: dict[str, int] = {}  # of requests with an adapter, its number
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
-        self._patience = Patience(clock)
+        self._free_block_wait = FreeBlockWait(clock)
         self.tally = Tally()
         self.lookups = Lookups(
-            self.pool, block_tokens=facts.block_tokens, tally=self.tally, log=log, clock=clock
+            self.pool, block_tokens=engine_config.block_tokens, tally=self.tally, log=log, clock=clock
         )
-        self.saves = Saves(facts, save_decode=settings.save_decode, tally=self.tally, log=log, clock=clock)
-        self.handover = Handover(facts, settings, digest=digest, tally=self.tally, log=log, clock=clock)
+        self.saves = Saves(
+            engine_config, save_decode=settings.save_decode, tally=self.tally, log=log, clock=clock
+        )
+        self.handover = Handover(
+            engine_config, settings, digest=digest, tally=self.tally, log=log, clock=clock
+        )
         # What a step looks at first: a step without work must cost next to nothing.
         self._waiting = self.lookups.tickets
         self._tracked = self.saves.tracked
@@ -83,7 +87,9 @@ class SchedulerHalf:
     def meet_workers(self, handshakes: Sequence[Handshake]) -> None:
         """What the workers' memory looks like; from here on the pool is used. Raises ConfigError or
         Unavailable when the pool is required and cannot be used. Workers that are pending are met again."""
-        refusal = self._facts.refusal or next((hand.refusal for hand in handshakes if hand.refusal), "")
+        refusal = self._engine_config.refusal or next(
+            (hand.refusal for hand in handshakes if hand.refusal), ""
+        )
         pending = next((hand.pending for hand in handshakes if hand.pending), "")
         if pending and not refusal:
             self._late = list(handshakes)
@@ -108,12 +114,12 @@ class SchedulerHalf:
         fingerprint = handshakes[0].fingerprint
         self._log.info(
             "moonpool: blocks of %d tokens, %d bytes in %d objects, fingerprint %s",
-            self._facts.block_tokens,
+            self._engine_config.block_tokens,
             sum(hand.bytes_per_block for hand in handshakes),
             len(columns),
             fingerprint.hex()[:16],
         )
-        if self._facts.takes_media:
+        if self._engine_config.takes_media:
             self._log.info(
                 "moonpool: requests with images, audio or video are computed without the pool, and are not "
                 "handed over; those of text alone use it"
@@ -213,7 +219,7 @@ class SchedulerHalf:
         self.handover.arrived(request, is_plain_text=plain, seed=seed)
         if not plain or seed is None:
             return
-        chain = Chain(self._facts.block_tokens, self._suffixes, self._epoch + seed, self._digest)
+        chain = Chain(self._engine_config.block_tokens, self._suffixes, self._epoch + seed, self._digest)
         state = RequestState(request.request_id, chain)
         self._requests[request.request_id] = state
         if request.lora_request is not None and self._adapters is not None:
@@ -244,7 +250,7 @@ class SchedulerHalf:
             state.local_tokens = local_tokens
         if handed:
             return handed, True
-        tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._facts.block_tokens)
+        tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._engine_config.block_tokens)
         return tokens, tokens > 0
 
     def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> None:
@@ -286,7 +292,7 @@ class SchedulerHalf:
         if isinstance(report, Report):
             for job_id, ranks in report.saved.items():
                 if self.saves.ended(job_id, ranks):
-                    self._patience.renew()
+                    self._free_block_wait.renew()
             for request_id, good in report.loaded.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:
@@ -303,7 +309,7 @@ class SchedulerHalf:
             self._meet_late(report.handshakes)
         # Last: what others say must not keep our own from ending.
         if isinstance(report, Report) and self.handover.heard(report):
-            self._patience.renew()
+            self._free_block_wait.renew()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""
@@ -328,7 +334,7 @@ class SchedulerHalf:
 
     def has_pending_frees(self) -> bool:
         """Whether waiting a moment frees blocks; vLLM asks when it lacks some, before it preempts."""
-        return (self.saves.frees_soon() or self.handover.frees_soon) and self._patience.is_left()
+        return (self.saves.frees_soon() or self.handover.frees_soon) and self._free_block_wait.is_left()
 
     # When something unexpected happened: called by the connector, which has logged it
 
@@ -344,7 +350,7 @@ class SchedulerHalf:
             self._let_go(state)
         self.handover.unplan(request_id)
         if all(load.request_id != request_id for load in self._loads):
-            count = -(-external_tokens // self._facts.block_tokens)
+            count = -(-external_tokens // self._engine_config.block_tokens)
             failed = tuple(tuple(ids[-count:]) for ids in blocks.get_block_ids())
             self._loads.append(Load(request_id, 0, b"", b"", b"", failed))
 
@@ -366,7 +372,7 @@ class SchedulerHalf:
     def _ask(self, state: RequestState, request: Request) -> None:
         if self.pool() is not None:
             state.chain.extend(self.saves.savable_tokens(request))
-        may_load = self._facts.may_load or self.handover.gives(request)
+        may_load = self._engine_config.may_load or self.handover.gives(request)
         if may_load and not request.skip_reading_prefix_cache:
             self.lookups.ask(state)
         else:
@@ -381,8 +387,8 @@ class SchedulerHalf:
 
     def _plan_load(self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
         """The blocks behind those that the engine has itself, as many as it made room for."""
-        first = state.offered_after // self._facts.block_tokens
-        blocks = external_tokens // self._facts.block_tokens
+        first = state.offered_after // self._engine_config.block_tokens
+        blocks = external_tokens // self._engine_config.block_tokens
         hit = state.admitted_to_load(first, blocks)
         self._loading[state.request_id] = state
         unit = DESCRIPTOR_BYTES * state.chain.width
@@ -398,9 +404,9 @@ class SchedulerHalf:
         )
 
     def _load_ended(self, state: RequestState) -> None:
-        self.lookups.release(state.loaded(self._facts.block_tokens))
+        self.lookups.release(state.loaded(self._engine_config.block_tokens))
         self.tally.add("loads")
-        self.tally.add("loaded_tokens", state.load_good * self._facts.block_tokens)
+        self.tally.add("loaded_tokens", state.load_good * self._engine_config.block_tokens)
         self.tally.add("load_errors", state.load_blocks - state.load_good)
 
 

@@ -25,7 +25,7 @@ class Settings(PoolOptions):
     handover: whether this engine hands KV over to decode engines, or takes it from prefill engines;
     handover_listen: where its workers are reached by those, "host:port"; handover_transports: which may be
     used, "all" or some of loopback, shm, tcp with commas between; lease_s: how long a finished prefill is
-    kept for a decode engine that gives no sign of life; bootstrap_port: of the page for the concurrent form,
+    kept for a decode engine that gives no heartbeat; bootstrap_port: of the page for the concurrent form,
     0: none, None: see ``bootstrap``."""
 
     place: ClassVar[str] = PLACE

@@ -2,7 +2,7 @@
 their ends.
 
 Runs on the worker's thread, between and after forwards, and never waits for a copy. What is handed over
-between engines goes through its ``station``. Every load of a step is
+between engines goes through its ``handover_worker``. Every load of a step is
 reported exactly once, whatever becomes of it, because the engine keeps the request waiting until then.
 """
 
@@ -22,14 +22,14 @@ from moonpool.connectors.files import Reading
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.vllm import layout as layouts
-from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.pd.fields import LEFT
-from moonpool.connectors.vllm.pd.plans import HandoverStep
-from moonpool.connectors.vllm.pd.station import KvMemory, Station
-from moonpool.connectors.vllm.pd.takes import Ended
+from moonpool.connectors.vllm.pd.consumer_worker import Ended
+from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.pool import (
     Answer,
     Columns,
@@ -47,7 +47,7 @@ from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
 OpenNode = Callable[[bytes], NodeConnection[Pool]]
-OpenStation = Callable[[KvMemory], "Station | None"]
+OpenHandoverWorker = Callable[[KvMemory], "HandoverWorker | None"]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
 GONE = "there is no pool now"
@@ -87,30 +87,35 @@ class Running:
 class WorkerHalf:
     def __init__(
         self,
-        facts: EngineFacts,
+        engine_config: EngineConfig,
         *,
         ranks: Callable[[], tuple[int, int]],
         fingerprint: Fingerprint,
         open_node: OpenNode,
         log: logging.Logger,
-        open_station: OpenStation = lambda memory: None,
+        open_handover_worker: OpenHandoverWorker = lambda memory: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ranks: tensor- and pipeline-parallel rank of this process; fingerprint: of this engine's KV, given
-        the layout and one of its tensors; open_node: connects to the node under a fingerprint; open_station:
-        opens this worker to other engines, or not."""
-        self._facts = facts
+        """engine_config: of this engine.
+        ranks: returns the tensor- and the pipeline-parallel rank of this process.
+        fingerprint: of this engine's KV, given the layout and one of its tensors, 32 bytes.
+        open_node: connects to the node under a fingerprint.
+        log: for messages.
+        open_handover_worker: opens this worker to other engines; returns None without hand-over.
+        clock: seconds, monotonic.
+        """
+        self._engine_config = engine_config
         self._ranks = ranks
         self._fingerprint = fingerprint
         self._open_node = open_node
-        self._open_station = open_station
+        self._open_handover_worker = open_handover_worker
         self._log = log
         self._clock = clock
         self._node: NodeConnection[Pool] | None = None
         self._memory: Memory | None = None
         self._late: Late | None = None
         self._table: tuple[Pool, PartTable] | None = None
-        self._handshake = Handshake(refusal=facts.refusal or "vLLM registered no KV caches")
+        self._handshake = Handshake(refusal=engine_config.refusal or "vLLM registered no KV caches")
         self._choices: dict[bytes, Choice | None] = {}
         self._running: dict[int, Running] = {}
         self._awaited: set[str] = set()  # requests that vLLM keeps waiting
@@ -119,7 +124,7 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._report = Report()
-        self._station: Station | None = None
+        self._handover_worker: HandoverWorker | None = None
         self._repeats = Repeats(clock)
         self.tally = Tally()
 
@@ -128,7 +133,7 @@ class WorkerHalf:
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Takes the KV memory that vLLM allocated. What cannot be used is refused in one sentence, not
         raised."""
-        if self._facts.refusal or not caches:
+        if self._engine_config.refusal or not caches:
             return
         try:
             self._join(caches, *self._read_memory(caches))
@@ -145,10 +150,10 @@ class WorkerHalf:
             return
         self._memory = memory
         tp_rank, pp_rank = self._ranks()
-        rank = pp_rank * self._facts.tp_size + tp_rank
-        self._station = self._open_station(
+        rank = pp_rank * self._engine_config.tp_size + tp_rank
+        self._handover_worker = self._open_handover_worker(
             KvMemory(
-                engine_id=self._facts.engine_id,
+                engine_id=self._engine_config.engine_id,
                 fingerprint=fingerprint,
                 spans=layouts.spans(caches),
                 columns=memory.columns,
@@ -162,7 +167,7 @@ class WorkerHalf:
             fingerprint,
             memory.columns,
             layout.bytes_per_block,
-            station=self._station.address if self._station is not None else "",
+            handover_address=self._handover_worker.address if self._handover_worker is not None else "",
             rank=rank,
             tp_rank=tp_rank,
             pp_rank=pp_rank,
@@ -175,8 +180,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Returns when no native thread can touch the KV memory any more."""
-        if self._station is not None:
-            self._station.close()
+        if self._handover_worker is not None:
+            self._handover_worker.close()
         if self._node is not None:
             self._node.close()
 
@@ -189,37 +194,37 @@ class WorkerHalf:
             self._running
             or self._finished
             or self._failed_blocks
-            or (self._station is not None and self._station.has_news)
+            or (self._handover_worker is not None and self._handover_worker.has_news)
         )
 
     def begin_handover(self, step: HandoverStep) -> None:
         """Before anything of the step touches memory."""
         self._void.update(request_id for request_id in step.voids if request_id in self._awaited)
-        if self._station is not None:
-            self._station.begin(step)
+        if self._handover_worker is not None:
+            self._handover_worker.begin(step)
 
     def revoke_leases(self) -> None:
         """After an unexpected exception: which leases are over is not known, so none is valid."""
-        if self._station is not None:
-            self._station.revoke()
+        if self._handover_worker is not None:
+            self._handover_worker.revoke()
 
     def start_pulls(self, step: HandoverStep) -> None:
         """Starts what is to be handed over to this engine."""
         self._awaited.update(pull.request_id for pull in step.pulls)
-        assert self._station is not None
-        self._station.pull(step)
+        assert self._handover_worker is not None
+        self._handover_worker.pull(step)
 
     def computed(self, step: HandoverStep) -> None:
         """The forward of the step has ended: what it computed may be handed over to others."""
-        if self._station is not None:
-            self._station.computed(step)
+        if self._handover_worker is not None:
+            self._handover_worker.computed(step)
 
     def fail_pulls(self, step: HandoverStep) -> None:
         """After an unexpected exception: every pull of the step ends, as soon as nothing writes to its
         blocks."""
         self._awaited.update(pull.request_id for pull in step.pulls)
-        if self._station is not None:
-            self._station.fail_pulls(step, FAILED)
+        if self._handover_worker is not None:
+            self._handover_worker.fail_pulls(step, FAILED)
             return
         for pull in step.pulls:
             self._end_pull(Ended(pull, 0, 0, 0.0, FAILED))
@@ -260,8 +265,8 @@ class WorkerHalf:
 
     def poll(self) -> None:
         """Takes in what the native threads have done."""
-        if self._station is not None and self._station.has_news:
-            self._take_news(self._station)
+        if self._handover_worker is not None and self._handover_worker.has_news:
+            self._take_news(self._handover_worker)
         if not self._running:
             return
         pool = self._pool()
@@ -312,18 +317,18 @@ class WorkerHalf:
     # Memory
 
     def _read_memory(self, caches: Mapping[str, Tensor]) -> tuple[Memory, BlockLayout]:
-        facts = self._facts
-        layout = layouts.read_layout(caches, facts.groups, facts.block_tokens)
+        engine_config = self._engine_config
+        layout = layouts.read_layout(caches, engine_config.groups, engine_config.block_tokens)
         tp_rank, _ = self._ranks()
         heads = layout.groups[0].heads
         if any(group.heads != heads for group in layout.groups):
             raise Refused("the model's KV cache groups differ in heads")
-        first = first_head(facts.kv_heads, heads, tp_rank, facts.tp_size)
-        columns = layouts.object_ranges(layout, kv_heads=facts.kv_heads, first_head=first)
+        first = first_head(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size)
+        columns = layouts.object_ranges(layout, kv_heads=engine_config.kv_heads, first_head=first)
         memory = Memory(
             columns=columns,
             rows=layouts.all_rows(layout, columns, first_head=first),
-            saves=holds_first_copy(facts.kv_heads, heads, tp_rank, facts.tp_size),
+            saves=holds_first_copy(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size),
         )
         return memory, layout
 
@@ -418,7 +423,7 @@ class WorkerHalf:
                 load.blocks,
                 load.request_id,
                 error,
-                "computed instead" if self._facts.recomputes else "an error (kv_load_failure_policy)",
+                "computed instead" if self._engine_config.recomputes else "an error (kv_load_failure_policy)",
                 times(count),
             )
 
@@ -437,15 +442,15 @@ class WorkerHalf:
             self._failed_blocks.update(block_ids[0][block] for block in bad)
         self._report.loaded[request_id] = leading
 
-    def _take_news(self, station: Station) -> None:
+    def _take_news(self, handover_worker: HandoverWorker) -> None:
         """What became of hand-overs, and what other engines said."""
-        for ended in station.take_ended():
+        for ended in handover_worker.take_ended():
             self._end_pull(ended)
-        signs, handed = station.take_signs()
-        self._report.signs |= signs
+        heartbeats, handed = handover_worker.take_heartbeats()
+        self._report.heartbeats |= heartbeats
         for lease, ranks in handed.items():
             self._report.handed[lease] = self._report.handed.get(lease, 0) + ranks
-        self._report.lost |= station.take_lost()
+        self._report.lost |= handover_worker.take_lost()
 
     def _end_pull(self, ended: Ended) -> None:
         pull = ended.pull

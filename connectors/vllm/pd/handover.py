@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, Request, SchedulerOutput
-from moonpool.connectors.vllm.facts import EngineFacts
 from moonpool.connectors.vllm.messages import Handshake, Report
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
-from moonpool.connectors.vllm.pd.consumer import Consumer
-from moonpool.connectors.vllm.pd.fields import Unusable
-from moonpool.connectors.vllm.pd.plans import HandoverStep
-from moonpool.connectors.vllm.pd.producer import Identity, Producer
+from moonpool.connectors.vllm.pd.consumer_scheduler import ConsumerScheduler
+from moonpool.connectors.vllm.pd.kv_transfer_params import Unusable
+from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests.chain import Digests
 from moonpool.connectors.vllm.settings import Settings
@@ -33,7 +33,7 @@ from moonpool.core.service.addresses import Address, parse_address
 class Handover:
     def __init__(
         self,
-        facts: EngineFacts,
+        engine_config: EngineConfig,
         settings: Settings,
         *,
         digest: Digests,
@@ -41,7 +41,7 @@ class Handover:
         log: logging.Logger,
         clock: Callable[[], float],
     ) -> None:
-        self._facts = facts
+        self._engine_config = engine_config
         self._settings = settings
         self._digest = digest
         self._tally = tally
@@ -50,31 +50,38 @@ class Handover:
         self._blocks: BlockPool | None = None
         self._bootstrap: Bootstrap | None = None
         self._repeats = Repeats(clock)
-        self.producer: Producer | None = None
-        self.consumer: Consumer | None = None
+        self.producer: ProducerScheduler | None = None
+        self.consumer: ConsumerScheduler | None = None
 
     # Start and end
 
     def start(self, handshakes: Sequence[Handshake]) -> None:
         """The workers are known. Raises ConfigError for a bootstrap_port that was asked for and is taken."""
         workers = sorted(handshakes, key=lambda hand: hand.rank)
-        if not all(hand.station for hand in workers):
+        if not all(hand.handover_address for hand in workers):
             return
-        facts, ranks = self._facts, tuple(hand.station for hand in workers)
+        engine_config, ranks = self._engine_config, tuple(hand.handover_address for hand in workers)
         fingerprint = workers[0].fingerprint
         try:
             token = paths.read_or_create_token()  # the one that its workers prove to others
         except ConfigError as error:
             self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
             return
-        if facts.may_save and facts.zeroes_blocks:
+        if engine_config.may_save and engine_config.zeroes_blocks:
             self._log.warning(
                 "moonpool: this engine hands nothing over: vLLM zeroes the blocks of its KV cache, which is "
                 "of mixed precision, before its connector can end a hand-over of them"
             )
-        elif facts.may_save:
-            identity = Identity(facts.engine_id, fingerprint, ranks, facts.tp_size, facts.block_tokens, token)
-            self.producer = Producer(
+        elif engine_config.may_save:
+            identity = Identity(
+                engine_config.engine_id,
+                fingerprint,
+                ranks,
+                engine_config.tp_size,
+                engine_config.block_tokens,
+                token,
+            )
+            self.producer = ProducerScheduler(
                 identity,
                 silence_s=self._settings.lease_s,
                 tally=self._tally,
@@ -84,11 +91,11 @@ class Handover:
             if self._blocks is not None:
                 self.producer.bind(self._blocks)
             self._serve_bootstrap(workers)
-        if facts.may_load:
-            self.consumer = Consumer(
+        if engine_config.may_load:
+            self.consumer = ConsumerScheduler(
                 fingerprint=fingerprint,
                 ranks=len(ranks),
-                block_tokens=facts.block_tokens,
+                block_tokens=engine_config.block_tokens,
                 token=token,
                 tally=self._tally,
             )
@@ -226,8 +233,8 @@ class Handover:
         """What the workers heard from other engines. Whether blocks are free now because of it."""
         if self.consumer is not None and report.lost:
             self.consumer.lost(report.lost)
-        if self.producer is not None and (report.signs or report.handed):
-            return self.producer.signs(report.signs, report.handed)
+        if self.producer is not None and (report.heartbeats or report.handed):
+            return self.producer.heartbeats(report.heartbeats, report.handed)
         return False
 
     def give_up(self) -> None:
@@ -247,12 +254,12 @@ class Handover:
 
     # The parts
 
-    def _producer(self) -> Producer:
+    def _producer(self) -> ProducerScheduler:
         if self.producer is None:
             raise Unusable("this engine hands nothing over: see its log, kv_role and handover")
         return self.producer
 
-    def _consumer(self) -> Consumer:
+    def _consumer(self) -> ConsumerScheduler:
         if self.consumer is None:
             raise Unusable("this engine takes nothing over: see its log, kv_role and handover")
         return self.consumer
@@ -264,17 +271,17 @@ class Handover:
         return self._digest(tokens, len(tokens), seed, b"")
 
     def _serve_bootstrap(self, workers: Sequence[Handshake]) -> None:
-        port = self._settings.bootstrap(os.environ, only_produces=not self._facts.may_load)
+        port = self._settings.bootstrap(os.environ, only_produces=not self._engine_config.may_load)
         if not port:
             return
         host = parse_address(self._settings.handover_listen, "handover_listen").host
-        address = Address(host, port + self._facts.dp_rank)
+        address = Address(host, port + self._engine_config.dp_rank)
         try:
             self._bootstrap = Bootstrap(
                 address,
-                dp_rank=self._facts.dp_rank,
-                engine_id=self._facts.engine_id,
-                workers={(hand.tp_rank, hand.pp_rank): hand.station for hand in workers},
+                dp_rank=self._engine_config.dp_rank,
+                engine_id=self._engine_config.engine_id,
+                workers={(hand.tp_rank, hand.pp_rank): hand.handover_address for hand in workers},
             )
         except ConfigError as error:
             if self._settings.bootstrap_port is not None:

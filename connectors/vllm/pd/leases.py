@@ -6,7 +6,7 @@ what was heard go in, leases that ended come out.
       |                                    +----no sign of decode for silence_s-----------------> over
       +----aborted, preempted; or decode has it all already-------------------------------------> over
 
-While its request runs, a lease does not expire. Afterwards every sign of life of the decode engine gives it
+While its request runs, a lease does not expire. Afterwards every heartbeat of the decode engine gives it
 another ``silence_s``, up to LIFE times that in all: two engines that hand over to each other might else both
 wait for room that the other's leases keep. Ending a lease while decode reads is safe: see the package's
 first page.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moonpool.connectors.vllm.engine_types import Block
-from moonpool.connectors.vllm.pd.fields import LEASE_BITS
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEASE_BITS
 
 SLOTS = 4096
 LIFE = 12
@@ -93,7 +93,7 @@ class Leases:
         return True
 
     def heard(self, lease_id: int, now_s: float) -> None:
-        """Decode gave a sign of life."""
+        """Decode gave a heartbeat."""
         lease = self._live.get(lease_id)
         if lease is not None:
             lease.heard = True

@@ -2,10 +2,10 @@
 by ``TransferEngine.notify``, which arrive in the order in which one side sent them.
 
     decode -> prefill   Want      "I take this transfer: tell me what is computed, at ``reply``"
-                        Here      a sign of life for these leases and transfers, every second
+                        Heartbeat      a heartbeat for these leases and transfers, every second
                         Done      "I need nothing more of it", and why not, when it was of no use
     prefill -> decode   Progress  these blocks are complete
-                        Known     of the transfers in a Here: those that are under way
+                        Known     of the transfers in a Heartbeat: those that are under way
                         Gone      nothing (more) will come
 
 Want, Progress, Known and Gone belong to the concurrent form. A lease of 0 is "not known to me". Messages and
@@ -18,7 +18,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from moonpool.connectors.vllm.pd.fields import TRANSFER_ID_MAX
+from moonpool.connectors.vllm.pd.kv_transfer_params import TRANSFER_ID_MAX
 from moonpool.core.store.keys import Ranges
 
 BLOCKS_MAX = 1 << 20
@@ -40,7 +40,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=1):
     reply: _Text
 
 
-class Here(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
     reply: _Text
     leases: list[_U64]
     transfers: list[_Text]
@@ -78,7 +78,7 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
     why: _Why
 
 
-Message: TypeAlias = "Want | Here | Done | Progress | Known | Gone"
+Message: TypeAlias = "Want | Heartbeat | Done | Progress | Known | Gone"
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class Description(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Want | Here | Done | Progress | Known | Gone
+    Want | Heartbeat | Done | Progress | Known | Gone
 )
 _descriptions = msgspec.msgpack.Decoder(Description)
 

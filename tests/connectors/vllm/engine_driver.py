@@ -142,7 +142,7 @@ class Driver:
         """How many blocks of a hand-over to this request are here."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        take = get_kv_transfer_group()._worker._station._takes._takes.get(request_id)
+        take = get_kv_transfer_group()._worker._handover_worker._consumer._requests.get(request_id)
         return take.good if take is not None else 0
 
     def hold_reads(self) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm.adapters import Adapters
-from moonpool.connectors.vllm.facts import EngineFacts
+from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.messages import Handshake
 from moonpool.connectors.vllm.pool import Pool, Rows
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
@@ -234,13 +234,13 @@ class Clock:
         return self.now_s
 
 
-def facts(**changes: Any) -> EngineFacts:
+def engine_config(**changes: Any) -> EngineConfig:
     base: dict[str, Any] = {
         "block_tokens": BLOCK_TOKENS,
         "groups": (("layers.0", "layers.1"),),
         "kv_heads": 2,
     }
-    return EngineFacts(**base | changes)
+    return EngineConfig(**base | changes)
 
 
 def node_at(pool: FakePool | None) -> Callable[[bytes], NodeConnection[Pool]]:
@@ -277,7 +277,7 @@ def scheduler_half(
 ) -> tuple[SchedulerHalf, FakeBlockPool]:
     """A scheduler's half that has met its workers, or with ``meet`` false has yet to."""
     half = SchedulerHalf(
-        facts(**changes),
+        engine_config(**changes),
         settings or Settings(),
         open_node=node_at(pool),
         digest=digest,

@@ -64,13 +64,13 @@ def make_model(path: str, kind: str, config: dict[str, Any], seed: int = 0) -> N
 def configured(args: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """What the connector makes of an engine's arguments, without the engine: "mark" stands for the
     fingerprint, but for the form of the bytes."""
-    from moonpool.connectors.vllm import facts, identity
+    from moonpool.connectors.vllm import engine_config, identity
     from moonpool.core.store import keys
 
     os.environ.update(environment)
     given = {key: value for key, value in (DEFAULTS | args).items() if key != "disable_log_stats"}
     config = EngineArgs(**given).create_engine_config()
-    refusal = facts.context_refusal(config) or facts.weights_refusal(config)
+    refusal = engine_config.context_refusal(config) or engine_config.weights_refusal(config)
     fields = identity.identity(
         config,
         block_tokens=config.cache_config.block_size,

@@ -15,10 +15,10 @@ import pytest
 
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.connector import Mooncake
-from moonpool.connectors.vllm.facts import layer_number, read_facts
+from moonpool.connectors.vllm.engine_config import layer_number, read_engine_config
 from moonpool.connectors.vllm.layout import BlockLayout, GroupLayout, LayerView
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
-from moonpool.connectors.vllm.pd.plans import End, HandoverStep, Pull
+from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Pull
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.store import keys
 from tests.connectors.vllm.fakes import (
@@ -113,21 +113,21 @@ def config(model: Path | str = "/nowhere", **extra: Any) -> Any:
 
 
 def test_facts() -> None:
-    facts = read_facts(config(), kv_cache())
-    assert (facts.block_tokens, facts.kv_heads, facts.workers) == (4, 2, 1)
-    assert facts.groups == (("layers.0", "layers.1"),)
-    assert facts.refusal == ""
-    assert facts.recomputes
-    assert not facts.zeroes_blocks
+    engine_config = read_engine_config(config(), kv_cache())
+    assert (engine_config.block_tokens, engine_config.kv_heads, engine_config.workers) == (4, 2, 1)
+    assert engine_config.groups == (("layers.0", "layers.1"),)
+    assert engine_config.refusal == ""
+    assert engine_config.recomputes
+    assert not engine_config.zeroes_blocks
     mixed = kv_cache()
     mixed.needs_kv_cache_zeroing = True
-    assert read_facts(config(), mixed).zeroes_blocks
+    assert read_engine_config(config(), mixed).zeroes_blocks
 
 
 def refusal(change: Any, *groups: Any) -> str:
     one = config()
     change(one)
-    return read_facts(one, kv_cache(*groups)).refusal
+    return read_engine_config(one, kv_cache(*groups)).refusal
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +192,11 @@ def test_weights_that_no_file_tells() -> None:
 
 def test_media() -> None:
     one = config()
-    assert not read_facts(one, kv_cache()).takes_media
+    assert not read_engine_config(one, kv_cache()).takes_media
     one.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
-    assert read_facts(one, kv_cache()).takes_media
+    assert read_engine_config(one, kv_cache()).takes_media
     one.model_config.multimodal_config.language_model_only = True
-    assert not read_facts(one, kv_cache()).takes_media
+    assert not read_engine_config(one, kv_cache()).takes_media
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_what_other_engines_said_does_not_keep_what_was_saved(monkeypatch: pytes
     assert connector._sched is not None
     monkeypatch.setattr(connector._sched.handover, "heard", fail)
     connector.update_connector_output(
-        FakeOutput(kv_connector_worker_meta=Report(saved={save.job_id: 1}, signs={7}))
+        FakeOutput(kv_connector_worker_meta=Report(saved={save.job_id: 1}, heartbeats={7}))
     )
     assert blocks.held() == []
     assert not connector.has_pending_push_work()
@@ -572,7 +572,7 @@ def test_vllms_own_reset_ends_hand_overs_first(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Faulty:
-    """A station that fails in the middle of what it is told."""
+    """A handover_worker that fails in the middle of what it is told."""
 
     def __init__(self) -> None:
         self.revoked, self.failed = 0, 0
@@ -593,17 +593,17 @@ class Faulty:
 def test_a_fault_of_a_hand_over_leaves_nothing_valid_and_no_pull_without_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    connector, station = Mooncake(config(), WORKER, kv_cache()), Faulty()
+    connector, handover_worker = Mooncake(config(), WORKER, kv_cache()), Faulty()
     assert connector._worker is not None
-    monkeypatch.setattr(connector._worker, "_station", station)
+    monkeypatch.setattr(connector._worker, "_handover_worker", handover_worker)
     handover = HandoverStep(ends=(End(7, "over"),), pulls=(Pull("r", 0, ((3,),)),))
     connector.bind_connector_metadata(Step(handover=handover))
     connector.start_load_kv(None)
-    assert (station.revoked, station.failed) == (1, 1)
+    assert (handover_worker.revoked, handover_worker.failed) == (1, 1)
     assert connector.get_finished(set()) == (
         None,
         None,
-    )  # the station tells it, when nothing is read any more
+    )  # the handover_worker tells it, when nothing is read any more
 
 
 def test_no_exception_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

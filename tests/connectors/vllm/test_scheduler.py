@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
+from moonpool.connectors.vllm.free_block_wait import FREE_BLOCK_WAIT_S, WAIT_MAX_S
 from moonpool.connectors.vllm.lookups import ANSWER_TIMEOUT_S
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Save
-from moonpool.connectors.vllm.patience import PATIENCE_S, WAIT_MAX_S
 from moonpool.connectors.vllm.scheduler import LOOKUPS_AHEAD_MAX, SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import ConfigError, Unavailable
@@ -30,7 +30,7 @@ from tests.connectors.vllm.fakes import (
     FakeStep,
     New,
     digest,
-    facts,
+    engine_config,
     node_at,
     scheduler_half,
 )
@@ -507,17 +507,17 @@ def test_waiting_for_blocks_has_an_end() -> None:
     (second,) = half.build_step(next_step(one, computed=6, scheduled=7, fresh=[101, 102, 103])).saves
     half.finished(one)
     assert half.has_pending_frees()
-    clock.now_s += 0.9 * PATIENCE_S
+    clock.now_s += 0.9 * FREE_BLOCK_WAIT_S
     assert half.has_pending_frees()
-    clock.now_s += 0.1 * PATIENCE_S
+    clock.now_s += 0.1 * FREE_BLOCK_WAIT_S
     assert not half.has_pending_frees()
     finish_saves(half, first)  # it goes on
     assert half.has_pending_frees()
     for _ in range(9):
-        clock.now_s += 0.3 * PATIENCE_S
+        clock.now_s += 0.3 * FREE_BLOCK_WAIT_S
         waits = half.has_pending_frees()
     assert not waits
-    clock.now_s += 1.1 * PATIENCE_S  # nobody lacked room for a while
+    clock.now_s += 1.1 * FREE_BLOCK_WAIT_S  # nobody lacked room for a while
     assert half.has_pending_frees()
     finish_saves(half, second)
     assert not half.has_pending_frees()
@@ -539,10 +539,10 @@ def test_a_save_that_freed_nothing_is_no_reason_to_wait_on() -> None:
     blocks.touch(blocks.blocks[100:105])  # the engine's own references
     half.finished(ended)
     assert half.has_pending_frees()
-    clock.now_s += 0.9 * PATIENCE_S
+    clock.now_s += 0.9 * FREE_BLOCK_WAIT_S
     assert half.has_pending_frees()
     finish_saves(half, saves[0])
-    clock.now_s += 0.2 * PATIENCE_S
+    clock.now_s += 0.2 * FREE_BLOCK_WAIT_S
     assert not half.has_pending_frees()
 
 
@@ -561,11 +561,11 @@ def test_waiting_for_one_save_after_another_has_an_end() -> None:
         half.finished(one)
     began_s = clock.now_s
     while half.has_pending_frees():
-        clock.now_s += 0.25 * PATIENCE_S
+        clock.now_s += 0.25 * FREE_BLOCK_WAIT_S
         finish_saves(half, saves.pop())
     assert saves
     assert clock.now_s - began_s == pytest.approx(WAIT_MAX_S)
-    clock.now_s += 1.1 * PATIENCE_S  # nobody lacked room for a while
+    clock.now_s += 1.1 * FREE_BLOCK_WAIT_S  # nobody lacked room for a while
     assert half.has_pending_frees()
 
 
@@ -617,7 +617,7 @@ def test_saves_that_cannot_be_planned_hold_nothing() -> None:
 def test_workers_that_refuse() -> None:
     def half(require_pool: bool, **changes: object) -> SchedulerHalf:
         return SchedulerHalf(
-            facts(**changes),
+            engine_config(**changes),
             Settings(require_pool=require_pool),
             open_node=node_at(FakePool()),
             digest=digest,

@@ -20,8 +20,8 @@ from moonpool import _native
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
 from moonpool.connectors.vllm.native import NativePool
-from moonpool.connectors.vllm.pd.plans import HandoverStep, Pull
-from moonpool.connectors.vllm.pd.takes import Ended
+from moonpool.connectors.vllm.pd.consumer_worker import Ended
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Pull
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.connectors.weights import weights_digest
@@ -35,7 +35,7 @@ from tests.connectors.vllm.fakes import (
     FakeTensor,
     Loaded,
     Saved,
-    facts,
+    engine_config,
     node_at,
 )
 from tests.descriptors import speaks
@@ -57,7 +57,7 @@ def worker_half(
     **changes: Any,
 ) -> WorkerHalf:
     half = WorkerHalf(
-        facts(**changes),
+        engine_config(**changes),
         ranks=lambda: (rank, 0),
         fingerprint=lambda layout, tensor: FINGERPRINT,
         open_node=open_node,
@@ -95,7 +95,11 @@ def test_a_worker_that_waits_for_its_weights_joins_late(tmp_path: Path, held: th
 
     kv = memory()
     half = WorkerHalf(
-        facts(), ranks=lambda: (0, 0), fingerprint=fingerprint, open_node=node_at(pool := FakePool()), log=LOG
+        engine_config(),
+        ranks=lambda: (0, 0),
+        fingerprint=fingerprint,
+        open_node=node_at(pool := FakePool()),
+        log=LOG,
     )
     half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
     assert "are being read" in half.handshake().pending
@@ -118,7 +122,7 @@ def test_a_worker_whose_weights_changed_says_so_late(tmp_path: Path, held: threa
     (tmp_path / "model.safetensors").write_bytes(b"w" * 1000)
     kv = memory()
     half = WorkerHalf(
-        facts(),
+        engine_config(),
         ranks=lambda: (0, 0),
         fingerprint=lambda layout, tensor: bytes.fromhex(weights_digest(tmp_path)),
         open_node=node_at(FakePool()),
@@ -243,7 +247,7 @@ def test_pulls_without_a_station_end() -> None:
 
 
 class EndedPulls:
-    """A station whose pulls have all ended well."""
+    """A handover_worker whose pulls have all ended well."""
 
     def __init__(self) -> None:
         self.pulls: list[Pull] = []
@@ -261,7 +265,7 @@ class EndedPulls:
         ended, self.pulls = [Ended(pull, pull.blocks, 64, 0.1, "") for pull in self.pulls], []
         return ended
 
-    def take_signs(self) -> tuple[set[int], dict[int, int]]:
+    def take_heartbeats(self) -> tuple[set[int], dict[int, int]]:
         return set(), {}
 
     def take_lost(self) -> set[str]:
@@ -271,7 +275,7 @@ class EndedPulls:
 def test_what_came_before_a_reset_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else blocks of the old weights would be in vLLM's cache once their request is computed."""
     half = worker_half(memory(), node_at(FakePool()))
-    monkeypatch.setattr(half, "_station", EndedPulls())
+    monkeypatch.setattr(half, "_handover_worker", EndedPulls())
     first, again = Pull("r", 0, ((1, 2),)), Pull("r", 0, ((3, 4),))
     half.start_pulls(HandoverStep(pulls=(first, Pull("s", 0, ((5,),)))))
     half.begin_handover(HandoverStep(drops=("r",), voids=("r",)))
@@ -288,7 +292,7 @@ def test_what_came_before_a_reset_counts_for_nothing(monkeypatch: pytest.MonkeyP
 
 def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:
     half = WorkerHalf(
-        facts(),
+        engine_config(),
         ranks=lambda: (0, 0),
         fingerprint=lambda layout, tensor: FINGERPRINT,
         open_node=node_at(FakePool()),

@@ -11,7 +11,7 @@ import torch
 from lmcache.v1.exceptions import IrrecoverableException
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
 
-from moonpool.connectors.lmcache.remote_connector import LENT_SHARE
+from moonpool.connectors.lmcache.remote_connector import ZERO_COPY_SHARE
 from tests.connectors.lmcache.real.beds import (
     BY_COPY,
     Backend,
@@ -174,7 +174,7 @@ def test_what_is_lent_has_a_limit(node: Node, make: Make) -> None:
     node.start(1 << 20)
     backend = make()
     backend.put(range(100))
-    lendable = (1 << 20) // LENT_SHARE // backend.connector.full_chunk_size_bytes
+    lendable = (1 << 20) // ZERO_COPY_SHARE // backend.connector.full_chunk_size_bytes
     assert 0 < lendable < 90
     chunks = backend.run(backend.connector.batched_get(backend.keys(*range(90))))
     assert all(chunk is not None for chunk in chunks)

@@ -16,8 +16,8 @@ import pytest
 
 from moonpool.connectors.vllm.pd import bootstrap
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap, find_worker
-from moonpool.connectors.vllm.pd.fields import Meeting
-from moonpool.connectors.vllm.pd.plans import HandoverStep
+from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address
 from tests.connectors.vllm.pd.worlds import DEADLINE_S, eventually, world
@@ -160,11 +160,11 @@ def test_a_page_that_leads_to_another_engine_costs_a_recompute() -> None:
     with (
         world("P", seed=1) as other,
         world("D", seed=2) as decode,
-        contextlib.closing(Liar(workers_at(other.station.address))) as liar,
+        contextlib.closing(Liar(workers_at(other.handover_worker.address))) as liar,
     ):
         decode.take(Meeting("e", liar.url, "x-1"), [10])
-        # P knows no such transfer: nothing comes until decode, or its patience, is at its end.
-        decode.station.begin(HandoverStep(drops=("r",)))
+        # P knows no such transfer: nothing comes until decode, or its free_block_wait, is at its end.
+        decode.handover_worker.begin(HandoverStep(drops=("r",)))
         assert decode.ended().good == 0
 
 

@@ -40,7 +40,7 @@ ASK = {
     "remote_port": None,
 }
 LENGTHS = [1, 2, 31, 32, 33, 34, 64, 65, 255, 256, 257, 1000]
-LEASE_S = 6.0  # an offer waits for decode's first sign of life while others are computed, and a second more
+LEASE_S = 6.0  # an offer waits for decode's first heartbeat while others are computed, and a second more
 SCHEDULES = int(os.environ.get("PD_SCHEDULES", "12"))
 STAGES = ("looking", "loading", "loaded", "running")
 ORDER = [(form, stage) for form in ("two-step", "concurrent") for stage in STAGES]

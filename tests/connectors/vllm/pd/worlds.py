@@ -1,4 +1,4 @@
-"""Two engines' memories in one process: numpy arrays that stand for KV caches, with a station each."""
+"""Two engines' memories in one process: numpy arrays that stand for KV caches, with a HandoverWorker each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.connectors.vllm.layout import all_rows, object_ranges, read_layout, spans
-from moonpool.connectors.vllm.pd.fields import BlockIds, Meeting, Offer
-from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Open, Pull
-from moonpool.connectors.vllm.pd.station import KvMemory, Station
-from moonpool.connectors.vllm.pd.takes import Ended
+from moonpool.connectors.vllm.pd.consumer_worker import Ended
+from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
+from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Meeting, Offer
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Open, Pull
 from tests.connectors.vllm.fakes import FINGERPRINT, LOG, FakeTensor
 
 BLOCKS, HEADS, TOKENS, CONTENT = 40, 2, 4, 8
@@ -37,30 +37,30 @@ class World:
     bytes."""
 
     kv: npt.NDArray[np.float32]
-    station: Station
+    handover_worker: HandoverWorker
     engine_id: str
 
     def offer(self, blocks: list[int], *, lease: int = 77, slot: int = 5, tokens: int = 0) -> Offer:
         """What a two-step answer says of these blocks; opens the lease."""
-        self.station.begin(HandoverStep(opens=(Open(lease, slot, "", PROMPT),)))
+        self.handover_worker.begin(HandoverStep(opens=(Open(lease, slot, "", PROMPT),)))
         ids: BlockIds = (tuple(blocks),)
-        place = (self.station.address,)
+        place = (self.handover_worker.address,)
         return Offer(self.engine_id, place, lease, slot, ids, tokens or 4 * len(blocks), FINGERPRINT, PROMPT)
 
     def take(self, source: Offer | Meeting, blocks: list[int], *, first: int = 0, name: str = "r") -> None:
         """A request comes and is given these blocks."""
         self.hold(source, first + len(blocks), name=name)
-        self.station.pull(HandoverStep(pulls=(Pull(name, first, (tuple(blocks),)),)))
+        self.handover_worker.pull(HandoverStep(pulls=(Pull(name, first, (tuple(blocks),)),)))
 
     def hold(self, source: Offer | Meeting, blocks: int, *, name: str = "r") -> None:
-        self.station.begin(HandoverStep(holds=(Hold(name, source, PROMPT, blocks),)))
+        self.handover_worker.begin(HandoverStep(holds=(Hold(name, source, PROMPT, blocks),)))
 
     def ended(self) -> Ended:
         """The next pull that ends."""
         found: list[Ended] = []
 
         def look() -> bool:
-            found.extend(self.station.take_ended())
+            found.extend(self.handover_worker.take_ended())
             return bool(found)
 
         eventually(look)
@@ -69,7 +69,7 @@ class World:
 
     def wait_handed(self, lease: int) -> None:
         """Returns when a decode engine has said that it needs nothing more of it."""
-        eventually(lambda: lease in self.station.take_signs()[1])
+        eventually(lambda: lease in self.handover_worker.take_heartbeats()[1])
 
 
 def heads_first(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -104,7 +104,7 @@ def world(
     caches = {layer: FakeTensor(kv[number, :, :heads], memory) for number, layer in enumerate(LAYERS)}
     layout = read_layout(caches, (LAYERS,), TOKENS)
     columns = object_ranges(layout, kv_heads=HEADS, first_head=0)
-    station = Station(
+    handover_worker = HandoverWorker(
         KvMemory(
             engine_id=name,
             fingerprint=fingerprint,
@@ -122,6 +122,6 @@ def world(
         log=LOG,
     )
     try:
-        yield World(kv, station, name)
+        yield World(kv, handover_worker, name)
     finally:
-        station.close()
+        handover_worker.close()

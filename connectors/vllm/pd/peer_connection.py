@@ -1,10 +1,10 @@
-"""The line to one worker of another engine: a thread of its own, because finding a peer, reading from it and
-telling it something may each wait for it.
+"""The connection to one worker of another engine. It has a thread of its own, because finding a peer, reading
+from it and sending it a message may each wait for it.
 
-A line dies of its first error, and everything that was to go over it fails with that error. The next job or
-message for the peer makes a new line, after a short rest.
+The first error ends a connection, and everything that was to go over it fails with that error. After REST_S
+the next job or message for the peer makes a new connection.
 
-Messages go before jobs, and between the pieces of one that lasts: leases over there live by them.
+Messages go before jobs, and between the pieces of a long job: leases of the peer live by them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
-from moonpool.connectors.vllm.pd.page import SCRATCH, read_description
+from moonpool.connectors.vllm.pd.lease_table import SCRATCH, read_description
 from moonpool.connectors.vllm.pd.wire import Description, Message, encode
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.transfer.engine import TransferEngine
 from moonpool.core.transfer.segment import Segment
 
-LINES_MAX = SCRATCH - 1
+CONNECTIONS_MAX = SCRATCH - 1
 REST_S = 1.0
 IDLE_S = 300.0
 
-Job: TypeAlias = "Callable[[Line], None]"
+Job: TypeAlias = "Callable[[PeerConnection], None]"
 
 
-class Line:
+class PeerConnection:
     """number: of its scratch word. Once it is open: segment; description where blocks are read; is_memory:
     whether reading them is a copy of memory, which waits for no peer."""
 
@@ -41,10 +41,14 @@ class Line:
         resolve: Callable[[], str],
         *,
         reads: bool,
-        ended: Callable[[Line, str], None],
+        ended: Callable[[PeerConnection, str], None],
     ) -> None:
-        """resolve: finds the address; reads: whether blocks will be read over it; ended(line, why): called
-        on the line's thread, at its end."""
+        """key: of the peer, as its owner knows it.
+        number: of this connection's scratch word, 0 to CONNECTIONS_MAX - 1.
+        resolve: returns the peer's address; may wait, and raises Error.
+        reads: whether blocks will be read over the connection.
+        ended: called with the reason, or "", on the connection's thread at its end.
+        """
         self.key = key
         self.number = number
         self.description: Description | None = None
@@ -67,16 +71,16 @@ class Line:
         return self._segment
 
     def post(self, job: Job) -> None:
-        """Has ``job`` done on this line's thread, in order. Never waits."""
+        """Has ``job`` done on this connection's thread, in order. Never waits."""
         self._jobs.put(job)
 
     def send(self, message: Message) -> None:
         """Sends a message, after those before it and ahead of jobs. Never waits."""
         self._texts.append(encode(message))
-        self.post(Line.speak)
+        self.post(PeerConnection.speak)
 
     def speak(self) -> None:
-        """Sends what waits to be sent. On this line's thread, which a long job lends for it now and then."""
+        """Sends the messages that wait. Called on this connection's thread, between the pieces of a job."""
         while self._texts:
             self._engine.notify(self.segment, self._texts.popleft())
 
@@ -110,57 +114,59 @@ class Line:
                 self._segment.close()
 
 
-class Lines:
-    """The lines of one worker, by key. Not thread-safe: its owner's lock guards it."""
+class PeerConnections:
+    """The connections of one worker, by key. Not thread-safe: its owner's lock guards it."""
 
     def __init__(
         self,
         engine: TransferEngine,
-        ended: Callable[[Line, str], None],
+        ended: Callable[[PeerConnection, str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ended: as of Line."""
+        """ended: as of PeerConnection."""
         self._engine = engine
         self._ended = ended
         self._clock = clock
-        self._lines: dict[Hashable, Line] = {}
+        self._lines: dict[Hashable, PeerConnection] = {}
         self._resting: dict[Hashable, tuple[float, str]] = {}
-        self._numbers = list(range(LINES_MAX - 1, -1, -1))
+        self._numbers = list(range(CONNECTIONS_MAX - 1, -1, -1))
 
-    def get(self, key: Hashable, resolve: Callable[[], str], *, reads: bool) -> Line:
-        """The line to a peer, made when there is none. Raises Unavailable while one rests after an error,
-        when there are too many, and when this process can have no more threads."""
-        line = self._lines.get(key)
-        if line is not None:
-            return line
+    def get(self, key: Hashable, resolve: Callable[[], str], *, reads: bool) -> PeerConnection:
+        """The connection to a peer, made when there is none; the arguments are PeerConnection's. Raises
+        Unavailable within REST_S after an error, with too many connections, and without a thread for it."""
+        connection = self._lines.get(key)
+        if connection is not None:
+            return connection
         until_s, why = self._resting.pop(key, (0.0, ""))
         if self._clock() < until_s:
             self._resting[key] = (until_s, why)
             raise Unavailable(why)
         if not self._numbers:
-            raise Unavailable(f"this worker hands over with {LINES_MAX} others already")
-        line = Line(key, self._numbers[-1], self._engine, resolve, reads=reads, ended=self._ended)
+            raise Unavailable(f"this worker hands over with {CONNECTIONS_MAX} others already")
+        connection = PeerConnection(
+            key, self._numbers[-1], self._engine, resolve, reads=reads, ended=self._ended
+        )
         try:
-            line.start()
+            connection.start()
         except RuntimeError as error:  # else jobs would go to a thread that there never was
             raise Unavailable(f"no thread to speak with another engine: {error}", cause=error) from error
         self._numbers.pop()
-        self._lines[key] = line
-        return line
+        self._lines[key] = connection
+        return connection
 
-    def find(self, key: Hashable) -> Line | None:
+    def find(self, key: Hashable) -> PeerConnection | None:
         return self._lines.get(key)
 
-    def forget(self, line: Line, why: str) -> None:
-        """The line has ended."""
-        if self._lines.get(line.key) is line:
-            del self._lines[line.key]
-            self._numbers.append(line.number)
+    def forget(self, connection: PeerConnection, why: str) -> None:
+        """The connection has ended."""
+        if self._lines.get(connection.key) is connection:
+            del self._lines[connection.key]
+            self._numbers.append(connection.number)
             if why:
                 now_s = self._clock()
                 self._resting = {key: rest for key, rest in self._resting.items() if rest[0] > now_s}
-                self._resting[line.key] = (now_s + REST_S, why)
+                self._resting[connection.key] = (now_s + REST_S, why)
 
-    def all(self) -> list[Line]:
+    def all(self) -> list[PeerConnection]:
         return list(self._lines.values())

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.pd.fields import Offer, Unusable, parse_decode
-from moonpool.connectors.vllm.pd.plans import Grown
-from moonpool.connectors.vllm.pd.producer import Identity, Producer
+from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Unusable, parse_decode
+from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
+from moonpool.connectors.vllm.pd.step_plan import Grown
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     FINGERPRINT,
@@ -33,7 +33,7 @@ class Bed:
     def __init__(self, ranks: int = 1) -> None:
         self.clock, self.tally, self.pool = Clock(), Tally(), FakeBlockPool()
         places = tuple(f"127.0.0.1:{4000 + rank}" for rank in range(ranks))
-        self.producer = Producer(
+        self.producer = ProducerScheduler(
             Identity("engine-1", FINGERPRINT, places, ranks, BLOCK_TOKENS, TOKEN),
             silence_s=10.0,
             tally=self.tally,
@@ -85,7 +85,7 @@ def test_two_step() -> None:
     assert (offer.lease, offer.slot) == (step.opens[0].lease, step.opens[0].slot)
     assert bed.pool.held() == BLOCKS[:5]
     assert bed.producer.has_work
-    assert bed.producer.signs({offer.lease}, {offer.lease: 1})
+    assert bed.producer.heartbeats({offer.lease}, {offer.lease: 1})
     assert bed.pool.held() == []
     assert bed.idle_step().ends == ()
     assert bed.producer.is_idle
@@ -98,7 +98,7 @@ def test_blocks_that_another_request_uses_are_not_free_when_their_lease_ends() -
     offer = parse_decode(bed.finish(one), TOKEN)
     assert isinstance(offer, Offer)
     bed.pool.touch([bed.pool.blocks[block] for block in BLOCKS[:5]])
-    assert not bed.producer.signs({offer.lease}, {offer.lease: 1})
+    assert not bed.producer.heartbeats({offer.lease}, {offer.lease: 1})
     assert bed.pool.held() == BLOCKS[:5]
 
 
@@ -145,9 +145,9 @@ def test_all_ranks_must_have_it() -> None:
     bed.first_step(one, 18)
     offer = parse_decode(bed.finish(one), TOKEN)
     assert isinstance(offer, Offer)
-    bed.producer.signs(set(), {offer.lease: 1})
+    bed.producer.heartbeats(set(), {offer.lease: 1})
     assert bed.pool.held()
-    bed.producer.signs(set(), {offer.lease: 1})
+    bed.producer.heartbeats(set(), {offer.lease: 1})
     assert bed.pool.held() == []
 
 
@@ -165,14 +165,14 @@ class TestConcurrent:
         assert bed.finish(one) is None
         bed.clock.now_s += 9
         assert not bed.idle_step()
-        bed.producer.signs(set(), {lease: 1})
+        bed.producer.heartbeats(set(), {lease: 1})
         assert bed.pool.held() == []
 
     def test_decode_has_it_before_the_request_ends(self) -> None:
         bed = Bed()
         one = bed.request(8, transfer_id="x")
         lease = bed.first_step(one, 8).opens[0].lease
-        bed.producer.signs(set(), {lease: 1})
+        bed.producer.heartbeats(set(), {lease: 1})
         assert bed.pool.held() == []
         assert bed.finish(one) is None
         assert bed.producer.is_idle
@@ -181,7 +181,7 @@ class TestConcurrent:
         bed = Bed()
         one = bed.request(18, transfer_id="x")
         lease = bed.first_step(one, 6).opens[0].lease
-        bed.producer.signs(set(), {lease: 1})
+        bed.producer.heartbeats(set(), {lease: 1})
         assert bed.next_step(one, 6, 12).grown == ()
         assert bed.pool.held() == []
 
@@ -220,7 +220,7 @@ class TestConcurrent:
         bed = Bed()
         one = bed.request(18, transfer_id="x")
         lease = bed.first_step(one, 18).opens[0].lease
-        bed.producer.signs(set(), {lease: 1})
+        bed.producer.heartbeats(set(), {lease: 1})
         one.num_preemptions = 1
         assert not bed.idle_step()
         assert bed.next_step(one, 0, 18, resumed=list(range(200, 220))).grown == ()
@@ -363,12 +363,12 @@ class Scheduler:
         self.void |= self.valid.keys()
 
     def decode(self) -> None:
-        """A sign of life of some, and some that need no more."""
+        """A heartbeat of some, and some that need no more."""
         heard = {lease for lease in self.valid if self.rng.random() < 0.5}
         handed = {lease for lease in self.valid if self.rng.random() < 0.2}
         for lease in handed:
             del self.valid[lease]
-        self.bed.producer.signs(heard, dict.fromkeys(handed, 1))
+        self.bed.producer.heartbeats(heard, dict.fromkeys(handed, 1))
 
     def step(self) -> None:
         """A lease that is still valid when the step begins keeps blocks that nobody else was given, and none

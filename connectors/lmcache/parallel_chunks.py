@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-PIECE_BYTES_MIN = 4 << 20  # below it a second thread costs more than it brings
+CHUNK_BYTES_MIN = 4 << 20  # below it a second thread costs more than it brings
 
 Told = TypeVar("Told")
 
 
-class Pieces:
+class ParallelChunks:
     """Threads for native calls, which release the GIL."""
 
     def __init__(self, threads: int) -> None:
@@ -22,7 +22,7 @@ class Pieces:
     def run(self, sizes: Sequence[int], piece: Callable[[int, int], Told]) -> list[Told]:
         """``piece(first, end)`` for consecutive parts of the items; their answers in order. All have ended
         when this returns, and when it raises what the first one that failed raised."""
-        count = max(min(sum(sizes) // PIECE_BYTES_MIN, self._threads, len(sizes)), 1)
+        count = max(min(sum(sizes) // CHUNK_BYTES_MIN, self._threads, len(sizes)), 1)
         cuts = [len(sizes) * i // count for i in range(count + 1)]
         first, *rest = itertools.pairwise(cuts)
         others = [self._pool.submit(piece, *each) for each in rest]

@@ -10,8 +10,8 @@ import pytest
 from moonpool.connectors.files import File
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
-from moonpool.connectors.vllm.pd.fields import Meeting, Offer, answer_of, parse_decode
-from moonpool.connectors.vllm.pd.plans import Hold, Pull
+from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting, Offer, answer_of, parse_decode
+from moonpool.connectors.vllm.pd.step_plan import Hold, Pull
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.config import paths
@@ -32,7 +32,7 @@ from tests.connectors.vllm.fakes import (
     New,
     Status,
     digest,
-    facts,
+    engine_config,
     node_at,
 )
 
@@ -41,7 +41,7 @@ IDS = list(range(100, 120))
 
 def half(pool: FakePool | None = None, adapters: Adapters | None = None, **changes: Any) -> SchedulerHalf:
     one = SchedulerHalf(
-        facts(engine_id="D", **changes),
+        engine_config(engine_id="D", **changes),
         Settings(bootstrap_port=0),
         open_node=node_at(pool),
         digest=digest,
@@ -49,7 +49,7 @@ def half(pool: FakePool | None = None, adapters: Adapters | None = None, **chang
         adapters=adapters,
         clock=Clock(),
     )
-    one.meet_workers([Handshake(FINGERPRINT, COLUMNS, station="127.0.0.1:5000")])
+    one.meet_workers([Handshake(FINGERPRINT, COLUMNS, handover_address="127.0.0.1:5000")])
     one.bind_block_pool(FakeBlockPool())
     return one
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from moonpool.connectors.lmcache.pieces import PIECE_BYTES_MIN, Pieces
+from moonpool.connectors.lmcache.parallel_chunks import CHUNK_BYTES_MIN, ParallelChunks
 
 
 @pytest.mark.parametrize(
@@ -12,25 +12,25 @@ from moonpool.connectors.lmcache.pieces import PIECE_BYTES_MIN, Pieces
     [
         ([], [(0, 0)]),
         ([1, 1, 1], [(0, 3)]),
-        ([PIECE_BYTES_MIN] * 2, [(0, 1), (1, 2)]),
-        ([PIECE_BYTES_MIN] * 7, [(0, 2), (2, 4), (4, 7)]),
-        ([9 * PIECE_BYTES_MIN], [(0, 1)]),
+        ([CHUNK_BYTES_MIN] * 2, [(0, 1), (1, 2)]),
+        ([CHUNK_BYTES_MIN] * 7, [(0, 2), (2, 4), (4, 7)]),
+        ([9 * CHUNK_BYTES_MIN], [(0, 1)]),
     ],
 )
 def test_each_item_is_in_one_piece(sizes: list[int], wanted: list[tuple[int, int]]) -> None:
-    pieces = Pieces(3)
+    pieces = ParallelChunks(3)
     assert pieces.run(sizes, lambda first, end: (first, end)) == wanted
     pieces.close()
 
 
 def test_pieces_run_beside_each_other() -> None:
-    pieces, all_there = Pieces(3), threading.Barrier(3)
-    pieces.run([PIECE_BYTES_MIN] * 3, lambda first, end: all_there.wait(10))
+    pieces, all_there = ParallelChunks(3), threading.Barrier(3)
+    pieces.run([CHUNK_BYTES_MIN] * 3, lambda first, end: all_there.wait(10))
     pieces.close()
 
 
 def test_an_error_waits_for_the_others() -> None:
-    pieces, ended, failed = Pieces(2), [], threading.Event()
+    pieces, ended, failed = ParallelChunks(2), [], threading.Event()
 
     def piece(first: int, end: int) -> None:
         if first == 0:
@@ -40,6 +40,6 @@ def test_an_error_waits_for_the_others() -> None:
         ended.append(first)
 
     with pytest.raises(OSError, match="no"):
-        pieces.run([PIECE_BYTES_MIN] * 2, piece)
+        pieces.run([CHUNK_BYTES_MIN] * 2, piece)
     assert ended == [1]
     pieces.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moonpool.connectors.objects import Refused
-from moonpool.connectors.vllm.pd.copies import pair_rows, ranges_of, tables_of
+from moonpool.connectors.vllm.pd.copy_ranges import pair_rows, ranges_of, tables_of
 from moonpool.core.store.keys import Ranges
 
 ONE = (Ranges(0, 0, 1, 0, 2),)

@@ -1,4 +1,4 @@
-"""Two stations over real memory and real sockets: what is read is what was there, or is not counted."""
+"""Two hand-over workers over real memory and sockets: what is read is what was there, or is not counted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
-from moonpool.connectors.vllm.pd.fields import LEFT, Meeting
-from moonpool.connectors.vllm.pd.lines import LINES_MAX, Line
-from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open, Pull, Refuse
-from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Piece
+from moonpool.connectors.vllm.pd.consumer_worker import PIECE_BLOCKS, Piece
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting
+from moonpool.connectors.vllm.pd.peer_connection import CONNECTIONS_MAX, PeerConnection
+from moonpool.connectors.vllm.pd.step_plan import End, Grown, HandoverStep, Open, Pull, Refuse
 from moonpool.core.service.addresses import Address
 from tests.connectors.vllm.fakes import FINGERPRINT
 from tests.connectors.vllm.pd.worlds import (
@@ -60,14 +60,14 @@ def test_blocks_are_read_and_the_lease_ends(transports: list[str] | None, layout
         np.testing.assert_array_equal(decode.kv[:, here], prefill.kv[:, there[2:]])
         np.testing.assert_array_equal(decode.kv[:, untouched], before)
         prefill.wait_handed(77)
-        moved = decode.station.counters
+        moved = decode.handover_worker.counters
         assert (moved["tcp_read_bytes_total"] > ended.bytes) == (transports == ["tcp"])
 
 
 def test_a_lease_that_ended_is_noticed(pair: tuple[World, World]) -> None:
     prefill, decode = pair
     offer = prefill.offer([1, 2, 3])
-    prefill.station.begin(HandoverStep(ends=(End(77, "expired"),)))
+    prefill.handover_worker.begin(HandoverStep(ends=(End(77, "expired"),)))
 
     decode.take(offer, [4, 5, 6])
 
@@ -79,7 +79,7 @@ def test_a_lease_that_ended_is_noticed(pair: tuple[World, World]) -> None:
 def test_a_slot_that_is_somebody_elses_now(pair: tuple[World, World]) -> None:
     prefill, decode = pair
     offer = prefill.offer([1, 2, 3])
-    prefill.station.begin(HandoverStep(ends=(End(77, "expired"),), opens=(Open(78, 5, "", PROMPT),)))
+    prefill.handover_worker.begin(HandoverStep(ends=(End(77, "expired"),), opens=(Open(78, 5, "", PROMPT),)))
     decode.take(offer, [4, 5, 6])
     assert decode.ended().good == 0
     decode.take(prefill.offer([7, 8, 9], lease=79, slot=6), [4, 5, 6])
@@ -93,16 +93,16 @@ def test_two_requests_take_one_offer(pair: tuple[World, World]) -> None:
     for name in ("r", "s"):
         decode.hold(offer, 2, name=name)
     for name, here in (("r", (3, 4)), ("s", (5, 6))):
-        decode.station.pull(HandoverStep(pulls=(Pull(name, 0, (here,)),)))
+        decode.handover_worker.pull(HandoverStep(pulls=(Pull(name, 0, (here,)),)))
         ended = decode.ended()
         assert (ended.good, ended.error) == (2, "")
         np.testing.assert_array_equal(decode.kv[:, list(here)], prefill.kv[:, [1, 2]])
         if name == "r":
-            decode.station.begin(HandoverStep(drops=("r",)))
+            decode.handover_worker.begin(HandoverStep(drops=("r",)))
             decode.hold(prefill.offer([7], lease=79, slot=6), 1, name="t")
-            decode.station.begin(HandoverStep(drops=("t",)))
+            decode.handover_worker.begin(HandoverStep(drops=("t",)))
             prefill.wait_handed(79)  # behind which nothing of the first is on its way
-    decode.station.begin(HandoverStep(drops=("s",)))
+    decode.handover_worker.begin(HandoverStep(drops=("s",)))
     prefill.wait_handed(77)
 
 
@@ -134,8 +134,8 @@ class TestRefusals:
             world("D", seed=2) as decode,
         ):
             offers = [each.offer([1]) for each in (one, other)]
-            both = replace(offers[0], ranks=(one.station.address, other.station.address))
-            decode.station.begin(HandoverStep(refuses=(Refuse(both, self.WHY),)))
+            both = replace(offers[0], ranks=(one.handover_worker.address, other.handover_worker.address))
+            decode.handover_worker.begin(HandoverStep(refuses=(Refuse(both, self.WHY),)))
             for each in (one, other):
                 each.wait_handed(77)
             eventually(lambda: caplog.text.count(f"vllm-D-0 did not take a prompt over: {self.WHY}") == 2)
@@ -146,31 +146,34 @@ class TestRefusals:
         with world("P", seed=1) as prefill, world("D", seed=2) as decode:
             offers = [prefill.offer([1], lease=100 + number, slot=number) for number in range(21)]
             refuses = [Refuse(offer, LEFT) for offer in offers[1:]] + [Refuse(offers[0], self.WHY)]
-            decode.station.begin(HandoverStep(refuses=tuple(refuses)))
+            decode.handover_worker.begin(HandoverStep(refuses=tuple(refuses)))
             eventually(lambda: self.WHY in caplog.text)
         said = [each for each in caplog.records if "did not take a prompt over" in each.getMessage()]
         assert [each.levelname for each in said] == ["INFO", "WARNING"]
 
     def test_one_worker_speaks_for_all(self) -> None:
         with world("P", seed=1) as prefill, world("D", seed=2, rank=1) as decode:
-            decode.station.begin(HandoverStep(refuses=(Refuse(prefill.offer([1]), self.WHY),)))
-            assert decode.station._lines.all() == []
+            decode.handover_worker.begin(HandoverStep(refuses=(Refuse(prefill.offer([1]), self.WHY),)))
+            assert decode.handover_worker._connections.all() == []
 
     @pytest.mark.parametrize("first", ["prefill", "decode"])
     def test_of_a_transfer(self, pair: tuple[World, World], first: str) -> None:
         prefill, decode = pair
         page = Bootstrap(
-            Address("127.0.0.1", 0), dp_rank=0, engine_id="P", workers={(0, 0): prefill.station.address}
+            Address("127.0.0.1", 0),
+            dp_rank=0,
+            engine_id="P",
+            workers={(0, 0): prefill.handover_worker.address},
         )
         try:
             opens = HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),))
             if first == "prefill":
-                prefill.station.begin(opens)
+                prefill.handover_worker.begin(opens)
             meeting = Meeting("P", f"http://{page.address}", "x-1")
-            decode.station.begin(HandoverStep(refuses=(Refuse(meeting, self.WHY),)))
+            decode.handover_worker.begin(HandoverStep(refuses=(Refuse(meeting, self.WHY),)))
             if first == "decode":
-                eventually(lambda: "x-1" in prefill.station._gives._waiting)
-                prefill.station.begin(opens)
+                eventually(lambda: "x-1" in prefill.handover_worker._producer._waiting)
+                prefill.handover_worker.begin(opens)
             prefill.wait_handed(77)
         finally:
             page.close()
@@ -181,10 +184,12 @@ class TestRefusals:
         meeting = Meeting("P", "http://127.0.0.1:1", "x-1")
         source = prefill.offer([1]) if form == "two-step" else meeting
         decode.hold(source, 1)
-        lines = decode.station._lines.all()
-        decode.station.begin(HandoverStep(refuses=(Refuse(source, self.WHY),)))
-        assert set(decode.station._lines.all()) <= set(lines)  # the page's is dead by now, perhaps
-        decode.station.pull(HandoverStep(pulls=(Pull("r", 0, ((2,),)),)))
+        lines = decode.handover_worker._connections.all()
+        decode.handover_worker.begin(HandoverStep(refuses=(Refuse(source, self.WHY),)))
+        assert set(decode.handover_worker._connections.all()) <= set(
+            lines
+        )  # the page's is dead by now, perhaps
+        decode.handover_worker.pull(HandoverStep(pulls=(Pull("r", 0, ((2,),)),)))
         assert decode.ended().good == (form == "two-step")
 
     @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ class TestRefusals:
             ended = decode.ended()
             assert ended.good == 0
             assert why in ended.error
-            decode.station.begin(HandoverStep(drops=("r",)))
+            decode.handover_worker.begin(HandoverStep(drops=("r",)))
             prefill.wait_handed(77)
             eventually(lambda: "vllm-D-0 did not take a prompt over" in caplog.text)
             assert why in caplog.text
@@ -215,7 +220,7 @@ class TestRefusals:
 def test_nobody_there(pair: tuple[World, World]) -> None:
     prefill, decode = pair
     offer = prefill.offer([1, 2])
-    prefill.station.close()
+    prefill.handover_worker.close()
     decode.take(offer, [3, 4])
     ended = decode.ended()
     assert ended.good == 0
@@ -227,16 +232,16 @@ def test_a_line_without_a_thread_is_no_line(
 ) -> None:
     prefill, decode = pair
 
-    def fail(line: Line) -> None:
+    def fail(line: PeerConnection) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as crowded:
-        crowded.setattr(Line, "start", fail)
-        for attempt in range(2 * LINES_MAX):
+        crowded.setattr(PeerConnection, "start", fail)
+        for attempt in range(2 * CONNECTIONS_MAX):
             decode.take(prefill.offer([1, 2], lease=100 + attempt, slot=attempt), [3, 4])
             ended = decode.ended()
             assert ended.good == 0
-            assert decode.station.take_lost() == {"r"}
+            assert decode.handover_worker.take_lost() == {"r"}
     decode.take(prefill.offer([1, 2]), [3, 4])
     assert decode.ended().good == 2
 
@@ -244,10 +249,10 @@ def test_a_line_without_a_thread_is_no_line(
 def test_known_to_be_lost_before_there_was_room(pair: tuple[World, World]) -> None:
     prefill, decode = pair
     offer = prefill.offer([1, 2])
-    prefill.station.close()
+    prefill.handover_worker.close()
     decode.hold(offer, 2)
-    eventually(lambda: decode.station.has_news)
-    assert decode.station.take_lost() == {"r"}
+    eventually(lambda: decode.handover_worker.has_news)
+    assert decode.handover_worker.take_lost() == {"r"}
 
 
 @pytest.mark.parametrize("block", [BLOCKS, 10**6, (1 << 32) - 1])
@@ -267,7 +272,10 @@ def test_blocks_that_are_not_there(block: int, transports: list[str] | None) -> 
 class TestConcurrent:
     def meet(self, prefill: World, decode: World, stack: ExitStack, blocks: list[int]) -> None:
         page = Bootstrap(
-            Address("127.0.0.1", 0), dp_rank=0, engine_id="P", workers={(0, 0): prefill.station.address}
+            Address("127.0.0.1", 0),
+            dp_rank=0,
+            engine_id="P",
+            workers={(0, 0): prefill.handover_worker.address},
         )
         stack.callback(page.close)
         decode.take(Meeting("P", f"http://{page.address}", "x-1"), blocks)
@@ -275,30 +283,30 @@ class TestConcurrent:
     def test_each_chunk_arrives_while_later_ones_are_computed(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
             self.meet(prefill, decode, stack, [10, 11, 12, 13, 14])
             for first, ids, final in ((0, (1, 2), False), (2, (3,), False), (3, (20, 21), True)):
-                prefill.station.computed(HandoverStep(grown=(Grown(77, first, (ids,), final),)))
+                prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, first, (ids,), final),)))
                 here = [10 + first + place for place in range(len(ids))]
                 expected = prefill.kv[:, list(ids)]
                 eventually(lambda h=here, e=expected: bool((decode.kv[:, h] == e).all()))  # type: ignore[misc]
-                assert not decode.station.take_ended() or final
+                assert not decode.handover_worker.take_ended() or final
             prefill.wait_handed(77)
 
     def test_decode_comes_first(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
             self.meet(prefill, decode, stack, [10, 11])
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), True),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), True),)))
             assert decode.ended().good == 2
             np.testing.assert_array_equal(decode.kv[:, [10, 11]], prefill.kv[:, [1, 2]])
 
     def test_decode_comes_last(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), True),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), True),)))
             self.meet(prefill, decode, stack, [10, 11])
             assert decode.ended().good == 2
 
@@ -308,13 +316,13 @@ class TestConcurrent:
         """As when the line died to which it went. The one after it makes no sense alone."""
         prefill, decode = pair
         with ExitStack() as stack:
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
             self.meet(prefill, decode, stack, [10, 11])
-            eventually(lambda: "x-1" in prefill.station._gives._waiting)
+            eventually(lambda: "x-1" in prefill.handover_worker._producer._waiting)
             with monkeypatch.context() as patch:
-                patch.setattr(prefill.station, "_send", lambda outbox: None)
-                prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 1, ((2,),), True),)))
+                patch.setattr(prefill.handover_worker, "_send", lambda outbox: None)
+                prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 1, ((2,),), True),)))
             ended = decode.ended()
             assert (ended.good, ended.error) == (2, "")
             np.testing.assert_array_equal(decode.kv[:, [10, 11]], prefill.kv[:, [1, 2]])
@@ -322,14 +330,14 @@ class TestConcurrent:
     def test_prefill_begins_anew_after_a_preemption(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
             self.meet(prefill, decode, stack, [10, 11, 12])
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
             eventually(lambda: bool((decode.kv[:, 10] == prefill.kv[:, 1]).all()))
-            prefill.station.begin(
+            prefill.handover_worker.begin(
                 HandoverStep(ends=(End(77, "preempted"),), opens=(Open(78, 6, "x-1", PROMPT),))
             )
-            prefill.station.computed(HandoverStep(grown=(Grown(78, 0, ((4, 5, 6),), True),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(78, 0, ((4, 5, 6),), True),)))
             ended = decode.ended()
             assert (ended.good, ended.error) == (3, "")
             np.testing.assert_array_equal(decode.kv[:, [11, 12]], prefill.kv[:, [5, 6]])
@@ -340,24 +348,26 @@ class TestConcurrent:
         """The end of the old lease is seen in memory; the new one is told steps later."""
         prefill, decode = pair
         failed = threading.Event()
-        read = decode.station._takes.read
+        read = decode.handover_worker._consumer.read
 
         def reads(piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool) -> None:
             read(piece, nbytes, error, now_s, is_lease_over=is_lease_over)
             if is_lease_over:
                 failed.set()
 
-        monkeypatch.setattr(decode.station._takes, "read", reads)
+        monkeypatch.setattr(decode.handover_worker._consumer, "read", reads)
         with ExitStack() as stack:
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), False),)))
-            prefill.station._page.set(5, 0)  # as in the step below, before decode is told anything
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2),), False),)))
+            prefill.handover_worker._lease_table.set(
+                5, 0
+            )  # as in the step below, before decode is told anything
             self.meet(prefill, decode, stack, [10, 11, 12])
             assert failed.wait(DEADLINE_S)
-            prefill.station.begin(
+            prefill.handover_worker.begin(
                 HandoverStep(ends=(End(77, "preempted"),), opens=(Open(78, 6, "x-1", PROMPT),))
             )
-            prefill.station.computed(HandoverStep(grown=(Grown(78, 0, ((4, 5, 6),), True),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(78, 0, ((4, 5, 6),), True),)))
             ended = decode.ended()
             assert (ended.good, ended.error) == (3, "")
             np.testing.assert_array_equal(decode.kv[:, [10, 11, 12]], prefill.kv[:, [4, 5, 6]])
@@ -366,11 +376,11 @@ class TestConcurrent:
     def test_an_aborted_prefill_leaves_what_is_good(self, pair: tuple[World, World]) -> None:
         prefill, decode = pair
         with ExitStack() as stack:
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
             self.meet(prefill, decode, stack, [10, 11])
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), False),)))
             eventually(lambda: bool((decode.kv[:, 10] == prefill.kv[:, 1]).all()))
-            prefill.station.begin(HandoverStep(ends=(End(77, "the prefill was aborted"),)))
+            prefill.handover_worker.begin(HandoverStep(ends=(End(77, "the prefill was aborted"),)))
             ended = decode.ended()
             assert ended.good <= 1
             assert ended.error
@@ -379,8 +389,8 @@ class TestConcurrent:
         prefill, decode = pair
         with ExitStack() as stack:
             self.meet(prefill, decode, stack, [10])
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", bytes(32)),)))
-            prefill.station.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), True),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", bytes(32)),)))
+            prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1,),), True),)))
             ended = decode.ended()
             assert ended.good == 0
             assert "another prompt" in ended.error
@@ -398,9 +408,9 @@ class TestConcurrent:
         prefill, decode = pair
         with ExitStack() as stack:
             self.meet(prefill, decode, stack, [10])
-            decode.station.begin(HandoverStep(drops=("r",)))
+            decode.handover_worker.begin(HandoverStep(drops=("r",)))
             assert decode.ended().good == 0
-            prefill.station.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
+            prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "x-1", PROMPT),)))
             prefill.wait_handed(77)
 
 
@@ -412,7 +422,7 @@ def test_something_unexpected_while_reading(monkeypatch: pytest.MonkeyPatch) -> 
 
     with world("P", seed=1) as prefill, world("D", seed=2, transports=["tcp"]) as decode:
         with monkeypatch.context() as patch:
-            patch.setattr(decode.station, "_read_piece", fail)
+            patch.setattr(decode.handover_worker, "_read_piece", fail)
             decode.take(prefill.offer([1]), [1])
             assert decode.ended().good == 0
         offer = prefill.offer([1], lease=78, slot=6)
@@ -427,17 +437,17 @@ def test_something_unexpected_while_reading(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_step_read_is_told_with_the_next_one(
     pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not meanwhile, which would wake a thread; and not only with the next sign of life."""
-    monkeypatch.setattr("moonpool.connectors.vllm.pd.station.SIGN_S", 1000.0)
+    """Not meanwhile, which would wake a thread; and not only with the next heartbeat."""
+    monkeypatch.setattr("moonpool.connectors.vllm.pd.handover_worker.HEARTBEAT_S", 1000.0)
     prefill, _ = pair
     with world("E", seed=3, silence_s=4000.0) as decode:
         decode.hold(prefill.offer([1]), 1)
-        decode.station.begin(HandoverStep(drops=("r",)))
+        decode.handover_worker.begin(HandoverStep(drops=("r",)))
         prefill.wait_handed(77)  # over a line that had to be made, which is there now
         decode.take(prefill.offer([2, 3], lease=78, slot=6), [2, 3])
-        (ended,) = decode.station.take_ended()
+        (ended,) = decode.handover_worker.take_ended()
         assert ended.good == 2
-        decode.station.begin(HandoverStep(drops=("r",)))
+        decode.handover_worker.begin(HandoverStep(drops=("r",)))
         prefill.wait_handed(78)
 
 
@@ -447,12 +457,12 @@ def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
         world("P", seed=1) as prefill,
         world("D", seed=2, transports=["tcp"], silence_s=0.2) as decode,
     ):
-        station = decode.station
-        assert station._takes._piece_blocks == PIECE_BLOCKS
-        pieces, read_piece, tick = [], station._read_piece, station._tick
+        handover_worker = decode.handover_worker
+        assert handover_worker._consumer._piece_blocks == PIECE_BLOCKS
+        pieces, read_piece, tick = [], handover_worker._read_piece, handover_worker._tick
         ticked = threading.Event()
 
-        def slow(line: Line, piece: Piece, scratch: int) -> int:
+        def slow(line: PeerConnection, piece: Piece, scratch: int) -> int:
             """As long as it takes until the next sign is due; the last one until it has arrived."""
             ticked.clear()
             assert ticked.wait(DEADLINE_S)
@@ -464,18 +474,18 @@ def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
         def ticks(now_s: float) -> None:
             tick(now_s)
             ticked.set()
-            heard.update(prefill.station.take_signs()[0])
+            heard.update(prefill.handover_worker.take_heartbeats()[0])
 
         heard: set[int] = set()
-        station._read_piece, station._tick = slow, ticks  # type: ignore[method-assign]
+        handover_worker._read_piece, handover_worker._tick = slow, ticks  # type: ignore[method-assign]
         blocks = list(range(PIECE_BLOCKS + 4))
-        decode.hold(prefill.offer([1], lease=78, slot=6), 1, name="behind")  # before any sign of life
+        decode.hold(prefill.offer([1], lease=78, slot=6), 1, name="behind")  # before any heartbeat
         decode.take(prefill.offer(blocks), blocks)
-        decode.station.pull(HandoverStep(pulls=(Pull("behind", 0, ((30,),)),)))
+        decode.handover_worker.pull(HandoverStep(pulls=(Pull("behind", 0, ((30,),)),)))
         ends: dict[str, int] = {}
 
         def look() -> bool:
-            ends.update((ended.pull.request_id, ended.good) for ended in station.take_ended())
+            ends.update((ended.pull.request_id, ended.good) for ended in handover_worker.take_ended())
             return len(ends) == 2
 
         eventually(look)
@@ -486,16 +496,16 @@ def test_signs_of_life_go_out_while_a_long_read_lasts() -> None:
 def test_pieces_of_large_blocks_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = len(LAYERS) * HEADS * TOKENS * CONTENT * 4
     for room, expected in ((3 * block_bytes, 3), (1, 1), (10**9, PIECE_BLOCKS)):
-        monkeypatch.setattr("moonpool.connectors.vllm.pd.station.PIECE_BYTES", room)
+        monkeypatch.setattr("moonpool.connectors.vllm.pd.handover_worker.PIECE_BYTES", room)
         with world("D", seed=2) as decode:
-            assert decode.station._takes._piece_blocks == expected
+            assert decode.handover_worker._consumer._piece_blocks == expected
 
 
 def test_garbage_is_counted_and_changes_nothing(pair: tuple[World, World]) -> None:
     prefill, decode = pair
-    segment = decode.station._engine.open(prefill.station.address)
+    segment = decode.handover_worker._engine.open(prefill.handover_worker.address)
     for text in (b"", b"\xff\xff", b"\x93\x01\x02\x03", bytes(1000)):
-        decode.station._engine.notify(segment, text)
-    eventually(lambda: prefill.station.dropped_messages == 4)
+        decode.handover_worker._engine.notify(segment, text)
+    eventually(lambda: prefill.handover_worker.dropped_messages == 4)
     decode.take(prefill.offer([1]), [1])
     assert decode.ended().good == 1

@@ -21,7 +21,7 @@ class Notifier(Protocol):
     def close(self) -> None: ...
 
 
-class Lane(Generic[Answer]):
+class JobQueue(Generic[Answer]):
     """Jobs run one after the other. Every job gets an answer: ``otherwise`` when it raises, when JOBS_MAX
     wait before it, or when the lane is closed before it ran. ``chore`` runs after each job and, without jobs,
     every CHORE_S.

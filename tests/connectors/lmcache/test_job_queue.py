@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonpool.connectors.lmcache import lanes
-from moonpool.connectors.lmcache.lanes import Lane
+from moonpool.connectors.lmcache import job_queue
+from moonpool.connectors.lmcache.job_queue import JobQueue
 from tests.core.store_bed import until
 
 
@@ -29,14 +29,14 @@ class Notifier:
 
 
 @pytest.fixture
-def lane() -> Iterator[Lane[str]]:
-    lane: Lane[str] = Lane("test", Notifier(), logging.getLogger("test"))
+def lane() -> Iterator[JobQueue[str]]:
+    lane: JobQueue[str] = JobQueue("test", Notifier(), logging.getLogger("test"))
     yield lane
     if not lane.notifier.closed:  # type: ignore[attr-defined]
         lane.close()
 
 
-def test_answers_are_told_and_taken_once(lane: Lane[str]) -> None:
+def test_answers_are_told_and_taken_once(lane: JobQueue[str]) -> None:
     for number in range(5):
         lane.submit(number, lambda number=number: f"answer {number}", "otherwise")  # type: ignore[misc]
     assert until(lambda: lane.take(4)) == "answer 4"
@@ -46,7 +46,9 @@ def test_answers_are_told_and_taken_once(lane: Lane[str]) -> None:
     assert lane.take_all() == {}
 
 
-def test_a_job_that_raises_gets_the_other_answer(lane: Lane[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_raises_gets_the_other_answer(
+    lane: JobQueue[str], caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> str:
         raise OSError("no")
 
@@ -58,22 +60,26 @@ def test_a_job_that_raises_gets_the_other_answer(lane: Lane[str], caplog: pytest
 
 
 def test_a_chore_is_done_with_and_without_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "CHORE_S", 600.0)
+    monkeypatch.setattr(job_queue, "CHORE_S", 600.0)
     done: list[str] = []
-    busy: Lane[str] = Lane("test", Notifier(), logging.getLogger("test"), lambda: done.append("chore"))
+    busy: JobQueue[str] = JobQueue(
+        "test", Notifier(), logging.getLogger("test"), lambda: done.append("chore")
+    )
     busy.submit(1, lambda: "fine", "otherwise")
     until(lambda: done)
     busy.close()
     assert done == ["chore"]
-    monkeypatch.setattr(lanes, "CHORE_S", 0.005)
-    idle: Lane[str] = Lane("test", Notifier(), logging.getLogger("test"), lambda: done.append("chore"))
+    monkeypatch.setattr(job_queue, "CHORE_S", 0.005)
+    idle: JobQueue[str] = JobQueue(
+        "test", Notifier(), logging.getLogger("test"), lambda: done.append("chore")
+    )
     until(lambda: len(done) > 3)
     idle.close()
 
 
-def test_jobs_and_answers_have_a_maximum(lane: Lane[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "JOBS_MAX", 2)
-    monkeypatch.setattr(lanes, "ANSWERS_MAX", 3)
+def test_jobs_and_answers_have_a_maximum(lane: JobQueue[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_queue, "JOBS_MAX", 2)
+    monkeypatch.setattr(job_queue, "ANSWERS_MAX", 3)
     running, go = threading.Event(), threading.Event()
 
     def job() -> str:
@@ -93,7 +99,7 @@ def test_jobs_and_answers_have_a_maximum(lane: Lane[str], monkeypatch: pytest.Mo
     assert lane.take_all() == {2: "done", 3: "done", 5: "done"}
 
 
-def test_close_waits_for_the_running_job_and_answers_the_rest(lane: Lane[str]) -> None:
+def test_close_waits_for_the_running_job_and_answers_the_rest(lane: JobQueue[str]) -> None:
     running, go = threading.Event(), threading.Event()
 
     def job() -> str:
@@ -112,7 +118,7 @@ def test_close_waits_for_the_running_job_and_answers_the_rest(lane: Lane[str]) -
     assert lane.take_all() == {1: "done", 2: "otherwise"}
 
 
-def test_after_close_the_answer_is_there_and_nobody_is_told(lane: Lane[str]) -> None:
+def test_after_close_the_answer_is_there_and_nobody_is_told(lane: JobQueue[str]) -> None:
     lane.close()
     lane.submit(1, lambda: "never", "otherwise")  # the descriptor is gone: no error
     assert lane.take(1) == "otherwise"

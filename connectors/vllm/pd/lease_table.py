@@ -30,7 +30,7 @@ SCRATCH = 257  # a word for each line, and one for the worker's own thread
 PAGE_ALIGN = 4096
 
 
-class Page:
+class LeaseTable:
     """This worker's own."""
 
     def __init__(self, engine: TransferEngine, description: Description) -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from moonpool.connectors.vllm.engine_types import Request
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.pd import fields
-from moonpool.connectors.vllm.pd.fields import Offer, Source, blocks_for, slice_blocks
-from moonpool.connectors.vllm.pd.plans import HandoverStep, Hold, Pull, Refuse
+from moonpool.connectors.vllm.pd import kv_transfer_params
+from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Source, blocks_for, slice_blocks
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Pull, Refuse
 
 
 class Phase(enum.Enum):
@@ -28,7 +28,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
-class Take:
+class AwaitedRequest:
     """first, blocks: what is being pulled; good: how many leading blocks of that are here (the smallest over
     all ranks); asked: tokens that vLLM waits for; tokens: what was handed over in the end; gone: the request
     was aborted in the middle."""
@@ -43,7 +43,7 @@ class Take:
     gone: bool = False
 
 
-class Consumer:
+class ConsumerScheduler:
     def __init__(
         self, *, fingerprint: bytes, ranks: int, block_tokens: int, token: bytes, tally: Tally
     ) -> None:
@@ -54,7 +54,7 @@ class Consumer:
         self._ranks = ranks
         self._block_tokens = block_tokens
         self._tally = tally
-        self._takes: dict[str, Take] = {}
+        self._requests: dict[str, AwaitedRequest] = {}
         self._holds: list[Hold] = []
         self._pulls: list[Pull] = []
         self._drops: list[str] = []
@@ -68,64 +68,71 @@ class Consumer:
 
     def is_ours(self, request: Request) -> bool:
         """Whether the request's KV was, or is, to come from another engine."""
-        return request.request_id in self._takes
+        return request.request_id in self._requests
 
     def is_waiting(self, request: Request) -> bool:
         """Whether room for its hand-over is still to be made."""
-        take = self._takes.get(request.request_id)
-        return take is not None and take.phase is Phase.WAITING
+        awaited = self._requests.get(request.request_id)
+        return awaited is not None and awaited.phase is Phase.WAITING
 
     def arrived(self, request: Request, prompt: bytes) -> None:
         """A request came. Raises Unusable when its KV cannot come from where its fields say."""
-        source = fields.parse_decode(request.kv_transfer_params, self._token)
+        source = kv_transfer_params.parse_decode(request.kv_transfer_params, self._token)
         if source is None:
             return
-        if request.request_id in self._takes:
-            raise fields.Unusable("a request of the same name is still being handed over")
+        if request.request_id in self._requests:
+            raise kv_transfer_params.Unusable("a request of the same name is still being handed over")
         blocks = blocks_for(request.num_prompt_tokens, self._block_tokens)
         if isinstance(source, Offer):
             self._check(source, request, prompt, blocks)
-        self._takes[request.request_id] = Take(source)
+        self._requests[request.request_id] = AwaitedRequest(source)
         self._holds.append(Hold(request.request_id, source, prompt, blocks))
 
     def rejected(self, request: Request) -> None:
         """vLLM does not serve the request that these fields are of: the prefill engine need not keep it, and
         an offer that it made itself needs no explanation."""
         by_transfer = "transfer_id" in (request.kv_transfer_params or {})
-        self.refused(request, fields.LEFT if by_transfer else "")
+        self.refused(request, kv_transfer_params.LEFT if by_transfer else "")
 
     def refused(self, request: Request, why: str) -> None:
         """What the request was to be given cannot be used: its prefill engine need not keep it. why: for its
         log; of a transfer that it may not know yet it must say something."""
-        with suppress(fields.Unusable):
-            source = fields.parse_decode(request.kv_transfer_params, self._token)
+        with suppress(kv_transfer_params.Unusable):
+            source = kv_transfer_params.parse_decode(request.kv_transfer_params, self._token)
             if source is not None:
                 self._refuses.append(Refuse(source, why))
 
     def matched(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond the local ones that another engine hands over; None when it hands over nothing (any
         more)."""
-        take = self._takes.get(request.request_id)
-        if take is None or take.phase is not Phase.WAITING:
+        awaited = self._requests.get(request.request_id)
+        if awaited is None or awaited.phase is not Phase.WAITING:
             return None
         if request.num_preemptions or local_tokens >= request.num_prompt_tokens - 1:
-            self._drop(request.request_id, take)
+            self._drop(request.request_id, awaited)
             return None
         return request.num_prompt_tokens - 1 - local_tokens
 
-    def admitted(self, request: Request, block_ids: fields.BlockIds, external_tokens: int) -> bool:
+    def admitted(
+        self, request: Request, block_ids: kv_transfer_params.BlockIds, external_tokens: int
+    ) -> bool:
         """Room was made. Whether it is for a hand-over; if so its pull is planned."""
-        take = self._takes.get(request.request_id)
-        if take is None or take.phase is not Phase.WAITING:
+        awaited = self._requests.get(request.request_id)
+        if awaited is None or awaited.phase is not Phase.WAITING:
             return False
         if external_tokens <= 0:  # vLLM wants all of it computed: prompt_logprobs, say
-            self._drop(request.request_id, take)
+            self._drop(request.request_id, awaited)
             return False
         last = blocks_for(request.num_prompt_tokens, self._block_tokens)
         first = (request.num_prompt_tokens - 1 - external_tokens) // self._block_tokens
         pull = Pull(request.request_id, first, slice_blocks(block_ids, first, last))
-        take.phase, take.first, take.blocks, take.good = Phase.PULLING, first, last - first, last - first
-        take.asked = external_tokens
+        awaited.phase, awaited.first, awaited.blocks, awaited.good = (
+            Phase.PULLING,
+            first,
+            last - first,
+            last - first,
+        )
+        awaited.asked = external_tokens
         self._pulls.append(pull)
         return True
 
@@ -144,52 +151,54 @@ class Consumer:
     def lost(self, request_ids: set[str]) -> None:
         """The workers know already that nothing will come for these requests."""
         for request_id in request_ids:
-            take = self._takes.get(request_id)
-            if take is not None and take.phase is Phase.WAITING:
-                self._drop(request_id, take)  # of several ranks, another one may not know yet
+            awaited = self._requests.get(request_id)
+            if awaited is not None and awaited.phase is Phase.WAITING:
+                self._drop(request_id, awaited)  # of several ranks, another one may not know yet
                 self._tally.add("handover_errors")
 
     def reported(self, request_id: str, good: int) -> None:
         """One rank, or several, have pulled so many leading blocks."""
-        take = self._takes.get(request_id)
-        if take is not None and take.phase is Phase.PULLING:
-            take.good = min(take.good, good)
+        awaited = self._requests.get(request_id)
+        if awaited is not None and awaited.phase is Phase.PULLING:
+            awaited.good = min(awaited.good, good)
 
     def ended(self, request_id: str) -> bool:
         """The pull has ended on all ranks. Whether there was one."""
-        take = self._takes.get(request_id)
-        if take is None or take.phase is not Phase.PULLING:
+        awaited = self._requests.get(request_id)
+        if awaited is None or awaited.phase is not Phase.PULLING:
             return False
-        take.phase = Phase.OVER
-        take.tokens = take.asked if take.good == take.blocks else take.good * self._block_tokens
-        if take.gone:
-            del self._takes[request_id]
+        awaited.phase = Phase.OVER
+        awaited.tokens = (
+            awaited.asked if awaited.good == awaited.blocks else awaited.good * self._block_tokens
+        )
+        if awaited.gone:
+            del self._requests[request_id]
         else:
             self._drops.append(request_id)  # gives the workers a step in which to tell prefill
-            if take.good < take.blocks:
+            if awaited.good < awaited.blocks:
                 self._tally.add("handover_errors")
         self._tally.add("handovers")
-        self._tally.add("handed_over_tokens", take.tokens)
+        self._tally.add("handed_over_tokens", awaited.tokens)
         return True
 
     def finished(self, request: Request) -> int | None:
         """The request is over, however. Tokens that were handed over to it; None: none were to be."""
-        take = self._takes.get(request.request_id)
-        if take is None:
+        awaited = self._requests.get(request.request_id)
+        if awaited is None:
             return None
-        if take.phase is Phase.PULLING:  # aborted: vLLM waits for the end of the pull
-            take.gone = True
+        if awaited.phase is Phase.PULLING:  # aborted: vLLM waits for the end of the pull
+            awaited.gone = True
             self._drops.append(request.request_id)
             return 0
-        self._drop(request.request_id, take)
-        del self._takes[request.request_id]
-        return take.tokens
+        self._drop(request.request_id, awaited)
+        del self._requests[request.request_id]
+        return awaited.tokens
 
     def forget(self, request_id: str) -> None:
         """Something unexpected happened to the request: it is computed."""
-        take = self._takes.get(request_id)
-        if take is not None:
-            self._drop(request_id, take)
+        awaited = self._requests.get(request_id)
+        if awaited is not None:
+            self._drop(request_id, awaited)
 
     def unplan(self, request_id: str) -> None:
         """Its pull, which no worker knows yet, must not be started."""
@@ -198,36 +207,36 @@ class Consumer:
     def forget_all(self) -> None:
         """What other engines computed so far is not wanted any more. A pull under way ends soon, and its
         request computes all that it was to bring."""
-        for request_id, take in self._takes.items():
-            if take.phase is Phase.PULLING and not take.gone:
+        for request_id, awaited in self._requests.items():
+            if awaited.phase is Phase.PULLING and not awaited.gone:
                 self._drops.append(request_id)
                 self._voids.append(request_id)
-            self._drop(request_id, take)
+            self._drop(request_id, awaited)
 
     # The parts
 
     def _check(self, offer: Offer, request: Request, prompt: bytes, blocks: int) -> None:
         if offer.fingerprint != self._fingerprint:
-            raise fields.Unusable(
+            raise kv_transfer_params.Unusable(
                 f"the prefill engine {offer.engine_id} serves another model, other weights, or KV of "
                 f"another form: its fingerprint is {offer.fingerprint.hex()[:16]}, ours "
                 f"{self._fingerprint.hex()[:16]}"
             )
         if len(offer.ranks) != self._ranks:
-            raise fields.Unusable(
+            raise kv_transfer_params.Unusable(
                 f"the prefill engine {offer.engine_id} has {len(offer.ranks)} workers and this one "
                 f"{self._ranks}; a hand-over needs equal tensor- and pipeline-parallel sizes"
             )
         if offer.tokens != request.num_prompt_tokens or offer.prompt != prompt:
-            raise fields.Unusable(
+            raise kv_transfer_params.Unusable(
                 f"the prefill engine {offer.engine_id} computed another prompt: {offer.tokens} tokens, and "
                 f"this one has {request.num_prompt_tokens}"
             )
         if any(len(ids) < blocks for ids in offer.blocks):
-            raise fields.Unusable(f"the prefill engine {offer.engine_id} offers too few blocks")
+            raise kv_transfer_params.Unusable(f"the prefill engine {offer.engine_id} offers too few blocks")
 
-    def _drop(self, request_id: str, take: Take) -> None:
+    def _drop(self, request_id: str, awaited: AwaitedRequest) -> None:
         """Nothing (more) is needed of it; tells the workers once."""
-        if take.phase is Phase.WAITING:
-            take.phase = Phase.OVER
+        if awaited.phase is Phase.WAITING:
+            awaited.phase = Phase.OVER
             self._drops.append(request_id)

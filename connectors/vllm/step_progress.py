@@ -15,7 +15,9 @@ class Tracked(Protocol):
     block_ids: list[list[int]]
 
 
-def follow(output: SchedulerOutput, find: Callable[[str], Tracked | None]) -> Iterator[tuple[str, int]]:
+def step_progress(
+    output: SchedulerOutput, find: Callable[[str], Tracked | None]
+) -> Iterator[tuple[str, int]]:
     """(request, tokens of it that are computed when the step ends) for each one in the step that ``find``
     knows, with its ``block_ids`` as of this step."""
     scheduled = output.num_scheduled_tokens

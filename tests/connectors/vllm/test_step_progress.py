@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.connectors.vllm.scheduled import follow
+from moonpool.connectors.vllm.step_progress import step_progress
 from tests.connectors.vllm.fakes import Cached, FakeStep, New
 
 
@@ -32,7 +32,7 @@ def test_blocks_and_tokens_of_each_request_that_is_known() -> None:
         ),
         {"new": 3, "other": 1, "same": 1, "grown": 2, "back": 5, "other too": 1},
     )
-    assert list(follow(step, known.get)) == [("new", 7), ("same", 9), ("grown", 11), ("back", 5)]
+    assert list(step_progress(step, known.get)) == [("new", 7), ("same", 9), ("grown", 11), ("back", 5)]
     assert {name: blocks.block_ids for name, blocks in known.items()} == {
         "new": [[11, 12], [13, 14]],
         "same": [[1], [2]],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.connectors.vllm.pd.fields import (
+from moonpool.connectors.vllm.pd.kv_transfer_params import (
     Meeting,
     Offer,
     Prefill,

@@ -13,13 +13,13 @@ import warnings
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from moonpool.connectors.lmcache.form import Form
+from moonpool.connectors.lmcache.chunk_format import ChunkFormat
 
 # They are not written to; where LMCache would, it is given a copy (see remote).
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
-class Lent:
+class ZeroCopy:
     """What is lent now, at most ``bytes_max``: what LMCache keeps must not fill the pool with pins."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -32,7 +32,7 @@ class Lent:
         with self._guard:
             return max(self.bytes_max - self.nbytes, 0) // max(size, 1)
 
-    def lend(self, view: memoryview, form: Form, memory_format: MemoryFormat) -> TensorMemoryObj:
+    def lend(self, view: memoryview, form: ChunkFormat, memory_format: MemoryFormat) -> TensorMemoryObj:
         """A memory object over the bytes of ``view``, of one or more groups of types."""
         raw = torch.frombuffer(view, dtype=torch.uint8)
         shapes = [torch.Size(shape) for _, shape in form.groups]

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from moonpool.connectors.vllm.pd import wire
-from moonpool.connectors.vllm.pd.fields import Meeting, Offer
-from moonpool.connectors.vllm.pd.gives import Gives
-from moonpool.connectors.vllm.pd.plans import End, Grown, Hold, Open, Pull
-from moonpool.connectors.vllm.pd.takes import PIECE_BLOCKS, Takes
-from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Progress, Want
+from moonpool.connectors.vllm.pd.consumer_worker import PIECE_BLOCKS, ConsumerWorker
+from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting, Offer
+from moonpool.connectors.vllm.pd.producer_worker import ProducerWorker
+from moonpool.connectors.vllm.pd.step_plan import End, Grown, Hold, Open, Pull
+from moonpool.connectors.vllm.pd.wire import Done, Gone, Heartbeat, Known, Progress, Want
 
 PROMPT = bytes(32)
 SILENCE_S = 10.0
@@ -27,9 +27,9 @@ class Slots(dict[int, int]):
         self[slot] = lease
 
 
-def gives() -> tuple[Gives, Slots]:
+def gives() -> tuple[ProducerWorker, Slots]:
     slots = Slots()
-    return Gives(slots.set, silence_s=SILENCE_S), slots
+    return ProducerWorker(slots.set, silence_s=SILENCE_S), slots
 
 
 def opened(lease: int = 1, slot: int = 0, transfer: str = "x") -> tuple[Open, ...]:
@@ -43,10 +43,10 @@ class TestGives:
         assert slots == {0: 1}
         one.done(Done(1, ""), 0.0)
         assert slots == {0: 0}
-        assert one.take_signs() == (set(), {1: 1})
+        assert one.take_heartbeats() == (set(), {1: 1})
         one.done(Done(1, ""), 0.0)  # again
         assert one.begin((), (End(1, "late"),)) == []
-        assert one.take_signs() == (set(), {})
+        assert one.take_heartbeats() == (set(), {})
 
     def test_a_slot_ends_and_opens_in_one_step(self) -> None:
         one, slots = gives()
@@ -79,7 +79,10 @@ class TestGives:
         assert slots == {}
         assert len(one) == 0
         # Once more: the first word may have been lost.
-        assert one.here(Here("D", [], ["x"]), 0.0) == [("D", Gone("x", "aborted")), ("D", Known([]))]
+        assert one.heartbeat(Heartbeat("D", [], ["x"]), 0.0) == [
+            ("D", Gone("x", "aborted")),
+            ("D", Known([])),
+        ]
 
     def test_who_asks_for_what_is_gone_hears_it_at_once(self) -> None:
         one, _ = gives()
@@ -92,15 +95,15 @@ class TestGives:
         one, _ = gives()
         one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
         one.want(Want("y", "D"), 0.0)
-        assert one.here(Here("D", [2, 99], ["x", "y"]), 1.0) == [("D", Known([("x", 1, 0)]))]
-        assert one.take_signs() == ({1, 2}, {})
+        assert one.heartbeat(Heartbeat("D", [2, 99], ["x", "y"]), 1.0) == [("D", Known([("x", 1, 0)]))]
+        assert one.take_heartbeats() == ({1, 2}, {})
 
     def test_who_left_before_it_began_is_done_at_once(self) -> None:
         one, slots = gives()
         one.want(Want("x", "D"), 0.0)
         one.done(Done(0, "x", "", "D"), 0.0)
         assert one.begin(opened(), ()) == []
-        assert one.take_signs()[1] == {1: 1}
+        assert one.take_heartbeats()[1] == {1: 1}
         assert slots == {0: 0}
 
     @pytest.mark.parametrize("done", [Done(0, "x", "", "E"), Done(0, "x", "another model", "E")])
@@ -115,7 +118,7 @@ class TestGives:
         if not is_open:
             one.begin(opened(), ())
         assert slots == {0: 1}
-        assert one.take_signs() == ({1}, {})
+        assert one.take_heartbeats() == ({1}, {})
         assert one.grown((Grown(1, 0, ((5,),), True),)) == [
             ("D", Progress("x", 1, 0, PROMPT, 0, [[5]], True))
         ]
@@ -137,7 +140,7 @@ class TestGives:
         assert slots == {0: 0, 1: 2}
         one.done(Done(1, "x", "", "D"), 0.0)
         assert slots == {0: 0, 1: 0}
-        assert one.take_signs()[1] == {2: 1}
+        assert one.take_heartbeats()[1] == {2: 1}
 
     def test_a_late_word_about_an_old_lease_leaves_the_next_one(self) -> None:
         one, slots = gives()
@@ -156,24 +159,24 @@ class TestGives:
         one.grown((Grown(1, 0, ((5,),), False),))
         gone = Gone("x", "the prefill engine lost track of its blocks")
         assert one.grown((grown,)) == [("D", gone)]
-        assert (slots, one.take_signs()[1]) == ({0: 0}, {1: 1})
+        assert (slots, one.take_heartbeats()[1]) == ({0: 0}, {1: 1})
         assert one.want(Want("x", "D"), 0.0) == [("D", gone)]
 
     def test_revoked(self) -> None:
         one, slots = gives()
         one.begin((*opened(1, 0, "x"), *opened(2, 1, "")), ())
         one.want(Want("x", "D"), 0.0)
-        one.take_signs()
+        one.take_heartbeats()
         assert one.revoke() == [("D", Gone("x", "the prefill engine gave up"))]
         assert slots == {0: 0, 1: 0}
-        assert one.take_signs() == (set(), {1: 1, 2: 1})
+        assert one.take_heartbeats() == (set(), {1: 1, 2: 1})
         assert len(one) == 0
 
     def test_a_refusal_may_come_before_what_it_refuses(self) -> None:
         one, slots = gives()
         one.done(Done(0, "x", "another model", "D"), 0.0)
         assert one.begin(opened(), ()) == []
-        assert (slots, one.take_signs()[1]) == ({0: 0}, {1: 1})
+        assert (slots, one.take_heartbeats()[1]) == ({0: 0}, {1: 1})
         one.done(Done(0, "y", "another model", "D"), 0.0)
         one.tick(SILENCE_S + 0.1)
         one.begin(opened(2, 1, "y"), ())
@@ -195,8 +198,8 @@ def offer(blocks: int, lease: int = 7) -> Offer:
     return Offer("e", ("P",), lease, 3, (tuple(range(50, 50 + blocks)),), 4 * blocks, bytes(32), PROMPT)
 
 
-def takes() -> Takes:
-    return Takes(reply="D", silence_s=SILENCE_S)
+def takes() -> ConsumerWorker:
+    return ConsumerWorker(reply="D", silence_s=SILENCE_S)
 
 
 def pull(blocks: int, first: int = 0, name: str = "r") -> Pull:
@@ -277,8 +280,8 @@ class TestTakes:
         one.read(first, 1, "", 0.0)
         second = one.next_piece("r")
         assert second is not None
-        one.fail_line("other", "x", 0.0)
-        one.fail_line("key", "the line is dead", 0.0)
+        one.fail_connection("other", "x", 0.0)
+        one.fail_connection("key", "the line is dead", 0.0)
         assert one.take_ended() == []  # its blocks are still written to
         one.read(second, 0, "gone", 0.0)
         (ended,) = one.take_ended()
@@ -307,7 +310,7 @@ class TestTakes:
     def test_lost_before_there_was_room(self) -> None:
         one = takes()
         one.hold(Hold("r", offer(1), PROMPT, 1), "key", 0.0)
-        one.fail_line("key", "dead", 0.0)
+        one.fail_connection("key", "dead", 0.0)
         assert one.take_lost() == {"r"}
         assert one.pull(pull(1), 0.0) is None  # it was planned before that was known
         (ended,) = one.take_ended()
@@ -328,7 +331,7 @@ class TestTakes:
         one.read(piece, 1, "", 0.0)
         assert len(one.take_ended()) == 1
 
-    def met(self, blocks: int = 4) -> Takes:
+    def met(self, blocks: int = 4) -> ConsumerWorker:
         one = takes()
         one.hold(Hold("r", Meeting("e", "http://b", "x"), PROMPT, blocks), "key", 0.0)
         one.pull(pull(blocks), 0.0)
@@ -378,7 +381,7 @@ class TestTakes:
 
     def test_a_transfer_that_its_engine_does_not_know(self) -> None:
         one = self.met()
-        assert one.tick(5.0) == [("key", Here("D", [], ["x"]))]
+        assert one.tick(5.0) == [("key", Heartbeat("D", [], ["x"]))]
         assert one.known(Known([("x", 7, 0), ("y", 8, 3)]), 9.0) == []
         assert one.tick(18.9) != []
         assert one.tick(19.1) == []
@@ -501,7 +504,7 @@ class TestTakes:
 
 MESSAGES = [
     Want("x", "127.0.0.1:1"),
-    Here("127.0.0.1:1", [1, 2], ["x"]),
+    Heartbeat("127.0.0.1:1", [1, 2], ["x"]),
     Done(5, "", "why", "127.0.0.1:1"),
     Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True),
     Known([("x", 1, 2)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonpool.connectors.vllm.pd.fields import BlockIds, Source
+from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Source
 
 
 @dataclass(frozen=True, slots=True)

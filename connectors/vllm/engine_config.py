@@ -24,7 +24,7 @@ _ANY_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineConfig:
     """block_tokens: tokens per block of the KV cache; groups: layer names of each KV cache group; kv_heads:
     of the whole model (1 for MLA); tp_size: tensor-parallel ranks; workers: ranks that report to one
     scheduler; may_load, may_save: from kv_role; recomputes: whether a failed load is recomputed
@@ -51,14 +51,14 @@ class EngineFacts:
     refusal: str = ""
 
 
-def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """The facts of this engine. Never raises for an engine that is merely unsupported: that is a
+def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
+    """The configuration of this engine. Never raises for an engine that is merely unsupported: that is a
     ``refusal``."""
     groups = kv_cache_config.kv_cache_groups
     parallel = vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     model = vllm_config.model_config
-    return EngineFacts(
+    return EngineConfig(
         block_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 0,
         groups=tuple(tuple(group.layer_names) for group in groups),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),

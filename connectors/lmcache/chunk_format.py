@@ -30,7 +30,7 @@ _GROUP = struct.Struct("<16s4I")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ChunkFormat:
     """memory_format: LMCache's number; groups: of each tensor the name of its type ("" for plain bytes) and
     its shape, at most four lengths; size: of all, in bytes."""
 
@@ -55,7 +55,7 @@ class Form:
         return out.ljust(self.header_bytes, b"\0")
 
     @classmethod
-    def parse(cls, head: bytes | memoryview, object_bytes: int) -> Form | None:
+    def parse(cls, head: bytes | memoryview, object_bytes: int) -> ChunkFormat | None:
         """The form of an object of so many bytes that begins with ``head``; None when it is none of ours."""
         if len(head) < _FIXED.size:
             return None
@@ -73,7 +73,9 @@ class Form:
         return form if form.header_bytes == header else None
 
 
-def form_of(memory_format: int, shapes: Sequence[Sequence[int]], dtypes: Sequence[object], size: int) -> Form:
+def chunk_format_of(
+    memory_format: int, shapes: Sequence[Sequence[int]], dtypes: Sequence[object], size: int
+) -> ChunkFormat:
     """The form of memory as LMCache describes it; trailing zeros of a shape mean nothing."""
     groups = []
     for shape, dtype in zip(shapes, dtypes, strict=True):
@@ -82,7 +84,7 @@ def form_of(memory_format: int, shapes: Sequence[Sequence[int]], dtypes: Sequenc
             lengths.pop()
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         groups.append((name, tuple(lengths)))
-    return Form(memory_format, tuple(groups), size)
+    return ChunkFormat(memory_format, tuple(groups), size)
 
 
 def described(memory: Any) -> tuple[Sequence[Sequence[int]], Sequence[object]]:

@@ -3,7 +3,7 @@ steps and messages go in, messages come out, as (address, message). The owner's 
 
     a transfer (concurrent form) may be known first by its request or first by its decode engine:
 
-    Open ----> Give <----attached---- Want        then each Grown is told as a Progress
+    Open ----> HeldLease <----attached---- Want        then each Grown is told as a Progress
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moonpool.connectors.vllm.pd.plans import End, Grown, Open
-from moonpool.connectors.vllm.pd.wire import Done, Gone, Here, Known, Message, Progress, Want
+from moonpool.connectors.vllm.pd.step_plan import End, Grown, Open
+from moonpool.connectors.vllm.pd.wire import Done, Gone, Heartbeat, Known, Message, Progress, Want
 
 WAITING_MAX = 4096
 GONE_MAX = 4096
@@ -20,7 +20,7 @@ Outbox = list[tuple[str, Message]]
 
 
 @dataclass(slots=True)
-class Give:
+class HeldLease:
     """One lease. blocks: those that are complete, per group (concurrent form)."""
 
     open: Open
@@ -30,27 +30,27 @@ class Give:
 
 @dataclass(slots=True)
 class Waiting:
-    """A decode engine that takes a transfer. left: it needs it no more; heard_s: its last sign of life."""
+    """A decode engine that takes a transfer. left: it needs it no more; heard_s: its last heartbeat."""
 
     reply: str
     heard_s: float
     left: bool = False
 
 
-class Gives:
+class ProducerWorker:
     def __init__(self, set_slot: Callable[[int, int], None], *, silence_s: float) -> None:
         """set_slot(slot, lease): makes a lease valid, or, with 0, none."""
         self._set_slot = set_slot
         self._silence_s = silence_s
-        self._gives: dict[int, Give] = {}
-        self._by_transfer: dict[str, Give] = {}
+        self._leases: dict[int, HeldLease] = {}
+        self._by_transfer: dict[str, HeldLease] = {}
         self._waiting: dict[str, Waiting] = {}
         self._gone: dict[str, str] = {}  # transfers that ended without having been handed over -> why
-        self._signs: set[int] = set()
+        self._heartbeats: set[int] = set()
         self._handed: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._gives)
+        return len(self._leases)
 
     # What the scheduler's half says
 
@@ -61,12 +61,12 @@ class Gives:
         whys = {end.lease: end.why for end in ends}
         gone: dict[str, str] = {}
         for lease, why in whys.items():
-            give = self._gives.pop(lease, None)
-            if give is not None:
-                self._set_slot(give.open.slot, 0)
-                if self._by_transfer.get(give.open.transfer) is give:
-                    del self._by_transfer[give.open.transfer]
-                    gone[give.open.transfer] = why
+            held = self._leases.pop(lease, None)
+            if held is not None:
+                self._set_slot(held.open.slot, 0)
+                if self._by_transfer.get(held.open.transfer) is held:
+                    del self._by_transfer[held.open.transfer]
+                    gone[held.open.transfer] = why
         for one in opens:
             if one.lease in whys:
                 gone[one.transfer] = whys[one.lease]
@@ -81,39 +81,39 @@ class Gives:
         """After the forward of a step: these blocks are complete now."""
         outbox: Outbox = []
         for more in grown:
-            give = self._gives.get(more.lease)
-            if give is None:
+            held = self._leases.get(more.lease)
+            if held is None:
                 continue  # decode needs it no more
-            if not give.blocks:
-                give.blocks = [[] for _ in more.block_ids]
-            if [len(known) for known in give.blocks] != [more.first] * len(more.block_ids):
-                self._give_up(give, "the prefill engine lost track of its blocks", outbox)
+            if not held.blocks:
+                held.blocks = [[] for _ in more.block_ids]
+            if [len(known) for known in held.blocks] != [more.first] * len(more.block_ids):
+                self._give_up(held, "the prefill engine lost track of its blocks", outbox)
                 continue
-            for known, fresh in zip(give.blocks, more.block_ids, strict=True):
+            for known, fresh in zip(held.blocks, more.block_ids, strict=True):
                 known.extend(fresh)
-            give.final = more.final
-            waiting = self._waiting.get(give.open.transfer)
+            held.final = more.final
+            waiting = self._waiting.get(held.open.transfer)
             if waiting is not None:
-                outbox.append((waiting.reply, _progress(give, more.first)))
+                outbox.append((waiting.reply, _progress(held, more.first)))
         return outbox
 
     def revoke(self) -> Outbox:
         """Ends all leases, as if no decode engine needed anything of them any more."""
         outbox: Outbox = []
-        for give in list(self._gives.values()):
-            self._give_up(give, "the prefill engine gave up", outbox)
+        for held in list(self._leases.values()):
+            self._give_up(held, "the prefill engine gave up", outbox)
         return outbox
 
-    def take_signs(self) -> tuple[set[int], dict[int, int]]:
-        """(leases whose decode engine gave a sign of life, lease -> 1 where it needs nothing more), since the
+    def take_heartbeats(self) -> tuple[set[int], dict[int, int]]:
+        """(leases whose decode engine gave a heartbeat, lease -> 1 where it needs nothing more), since the
         last call."""
-        signs, self._signs = self._signs, set()
+        heartbeats, self._heartbeats = self._heartbeats, set()
         handed, self._handed = self._handed, {}
-        return signs, handed
+        return heartbeats, handed
 
     @property
-    def has_signs(self) -> bool:
-        return bool(self._signs or self._handed)
+    def has_heartbeats(self) -> bool:
+        return bool(self._heartbeats or self._handed)
 
     # What decode engines say
 
@@ -128,44 +128,44 @@ class Gives:
         if waiting is None and not self._has_room_for(want.transfer):
             return [(want.reply, Gone(want.transfer, "too many transfers are waited for"))]
         self._waiting[want.transfer] = Waiting(want.reply, now_s)
-        give = self._by_transfer.get(want.transfer)
+        held = self._by_transfer.get(want.transfer)
         outbox: Outbox = []
-        if give is not None:
-            self._attached(give, outbox)
+        if held is not None:
+            self._attached(held, outbox)
         return outbox
 
-    def here(self, here: Here, now_s: float) -> Outbox:
+    def heartbeat(self, heartbeat: Heartbeat, now_s: float) -> Outbox:
         """A decode engine lives and still waits for these. It may not have heard that one is gone."""
-        self._signs.update(lease for lease in here.leases if lease in self._gives)
+        self._heartbeats.update(lease for lease in heartbeat.leases if lease in self._leases)
         known = []
         outbox: Outbox = []
-        for transfer in here.transfers:
+        for transfer in heartbeat.transfers:
             waiting = self._waiting.get(transfer)
-            if waiting is not None and waiting.reply == here.reply:
+            if waiting is not None and waiting.reply == heartbeat.reply:
                 waiting.heard_s = now_s
-            give = self._by_transfer.get(transfer)
-            if give is not None:
-                self._signs.add(give.open.lease)
-                known.append((transfer, give.open.lease, min(map(len, give.blocks), default=0)))
+            held = self._by_transfer.get(transfer)
+            if held is not None:
+                self._heartbeats.add(held.open.lease)
+                known.append((transfer, held.open.lease, min(map(len, held.blocks), default=0)))
             elif transfer in self._gone:
-                outbox.append((here.reply, Gone(transfer, self._gone[transfer])))
-        if here.transfers:
-            outbox.append((here.reply, Known(known)))
+                outbox.append((heartbeat.reply, Gone(transfer, self._gone[transfer])))
+        if heartbeat.transfers:
+            outbox.append((heartbeat.reply, Known(known)))
         return outbox
 
     def done(self, done: Done, now_s: float) -> None:
         """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told; it may
         refuse a transfer before either was heard of here. One that does not take a transfer ends it for
         no other."""
-        give = self._gives.get(done.lease)
-        transfer = done.transfer if give is None else give.open.transfer
+        held = self._leases.get(done.lease)
+        transfer = done.transfer if held is None else held.open.transfer
         waiting = self._waiting.get(transfer) if transfer else None
         if waiting is not None and waiting.reply != done.reply:
             return
-        if give is None and (waiting is not None or not done.lease):
-            give = self._by_transfer.get(transfer)  # under a lease that it does not know yet
-        if give is not None:
-            self._hand(give)
+        if held is None and (waiting is not None or not done.lease):
+            held = self._by_transfer.get(transfer)  # under a lease that it does not know yet
+        if held is not None:
+            self._hand(held)
         elif waiting is not None:
             waiting.left = True
         elif not done.lease and done.why and self._has_room_for(transfer):
@@ -183,12 +183,12 @@ class Gives:
         return transfer not in self._gone and len(self._waiting) < WAITING_MAX
 
     def _open(self, one: Open, outbox: Outbox) -> None:
-        give = self._gives[one.lease] = Give(one)
+        held = self._leases[one.lease] = HeldLease(one)
         self._set_slot(one.slot, one.lease)
         if one.transfer:
-            self._by_transfer[one.transfer] = give
+            self._by_transfer[one.transfer] = held
             self._gone.pop(one.transfer, None)
-            self._attached(give, outbox)
+            self._attached(held, outbox)
 
     def _say_gone(self, transfer: str, why: str, outbox: Outbox) -> None:
         """To the decode engine that takes it, or to one that asks later."""
@@ -199,41 +199,41 @@ class Gives:
         if waiting is not None and not waiting.left:
             outbox.append((waiting.reply, Gone(transfer, why)))
 
-    def _attached(self, give: Give, outbox: Outbox) -> None:
+    def _attached(self, held: HeldLease, outbox: Outbox) -> None:
         """Both the request and its decode engine are known."""
-        waiting = self._waiting.get(give.open.transfer)
+        waiting = self._waiting.get(held.open.transfer)
         if waiting is None:
             return
         if waiting.left:
-            self._hand(give)
+            self._hand(held)
             return
-        self._signs.add(give.open.lease)
-        if any(give.blocks) or give.final:
-            outbox.append((waiting.reply, _progress(give, 0)))
+        self._heartbeats.add(held.open.lease)
+        if any(held.blocks) or held.final:
+            outbox.append((waiting.reply, _progress(held, 0)))
 
-    def _give_up(self, give: Give, why: str, outbox: Outbox) -> None:
-        transfer = give.open.transfer
-        if self._by_transfer.get(transfer) is give:
+    def _give_up(self, held: HeldLease, why: str, outbox: Outbox) -> None:
+        transfer = held.open.transfer
+        if self._by_transfer.get(transfer) is held:
             self._say_gone(transfer, why, outbox)
-        self._hand(give)
+        self._hand(held)
 
-    def _hand(self, give: Give) -> None:
-        self._set_slot(give.open.slot, 0)
-        del self._gives[give.open.lease]
-        self._handed[give.open.lease] = 1
-        transfer = give.open.transfer
-        if self._by_transfer.get(transfer) is give:
+    def _hand(self, held: HeldLease) -> None:
+        self._set_slot(held.open.slot, 0)
+        del self._leases[held.open.lease]
+        self._handed[held.open.lease] = 1
+        transfer = held.open.transfer
+        if self._by_transfer.get(transfer) is held:
             del self._by_transfer[transfer]
             self._waiting.pop(transfer, None)
 
 
-def _progress(give: Give, first: int) -> Progress:
+def _progress(held: HeldLease, first: int) -> Progress:
     return Progress(
-        transfer=give.open.transfer,
-        lease=give.open.lease,
-        slot=give.open.slot,
-        prompt=give.open.prompt,
+        transfer=held.open.transfer,
+        lease=held.open.lease,
+        slot=held.open.slot,
+        prompt=held.open.prompt,
         first=first,
-        blocks=[ids[first:] for ids in give.blocks],
-        final=give.final,
+        blocks=[ids[first:] for ids in held.blocks],
+        final=held.final,
     )

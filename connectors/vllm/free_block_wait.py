@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-PATIENCE_S = 1.0
+FREE_BLOCK_WAIT_S = 1.0
 WAIT_MAX_S = 5.0
 
 
-class Patience:
-    """Waiting begins with the first question, or the first one after PATIENCE_S without any. It lasts
-    PATIENCE_S, each time that blocks became free again, and WAIT_MAX_S in all."""
+class FreeBlockWait:
+    """Waiting begins with the first question, or the first one after FREE_BLOCK_WAIT_S without any. It lasts
+    FREE_BLOCK_WAIT_S, each time that blocks became free again, and WAIT_MAX_S in all."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -26,11 +26,11 @@ class Patience:
     def is_left(self) -> bool:
         """Whether to wait on. Asked each time that the engine lacks room."""
         now_s = self._clock()
-        if now_s - self._asked_s > PATIENCE_S:
+        if now_s - self._asked_s > FREE_BLOCK_WAIT_S:
             self._began_s = now_s
         self._asked_s = now_s
         since_s = max(self._began_s, self._freed_s)
-        return now_s - since_s < PATIENCE_S and now_s - self._began_s < WAIT_MAX_S
+        return now_s - since_s < FREE_BLOCK_WAIT_S and now_s - self._began_s < WAIT_MAX_S
 
     def renew(self) -> None:
         """Blocks became free."""

@@ -16,11 +16,11 @@ from typing import Any
 
 from moonpool.connectors.vllm.engine_types import BlockPool, Request, SchedulerOutput
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.pd import fields
-from moonpool.connectors.vllm.pd.fields import Offer, blocks_for, slice_blocks
+from moonpool.connectors.vllm.pd import kv_transfer_params
+from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, blocks_for, slice_blocks
 from moonpool.connectors.vllm.pd.leases import Lease, Leases
-from moonpool.connectors.vllm.pd.plans import End, Grown, HandoverStep, Open
-from moonpool.connectors.vllm.scheduled import follow
+from moonpool.connectors.vllm.pd.step_plan import End, Grown, HandoverStep, Open
+from moonpool.connectors.vllm.step_progress import step_progress
 
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 
@@ -39,7 +39,7 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Give:
+class ProducedRequest:
     """A request that another engine will take. told: blocks that the workers know as complete."""
 
     request: Request
@@ -52,7 +52,7 @@ class Give:
     final: bool = False
 
 
-class Producer:
+class ProducerScheduler:
     def __init__(
         self,
         identity: Identity,
@@ -68,7 +68,7 @@ class Producer:
         self._clock = clock
         self._blocks: BlockPool | None = None
         self.leases = Leases(silence_s=silence_s, ranks=len(identity.ranks))
-        self.gives: dict[str, Give] = {}
+        self.requests: dict[str, ProducedRequest] = {}
         self._transfers: dict[str, str] = {}
         self._opens: list[Open] = []
         self._ends: list[End] = []
@@ -86,24 +86,28 @@ class Producer:
     @property
     def is_idle(self) -> bool:
         """Whether a step has nothing to do here."""
-        return not (self.gives or self.leases or self._ends)
+        return not (self.requests or self.leases or self._ends)
 
     def is_wanted(self, request: Request) -> bool:
         """Whether another engine will take this request's KV."""
-        return request.request_id in self.gives
+        return request.request_id in self.requests
 
     def arrived(self, request: Request, prompt: bytes) -> None:
         """A request came. Raises Unusable when what it asks for cannot be."""
-        asked = fields.parse_prefill(request.kv_transfer_params)
+        asked = kv_transfer_params.parse_prefill(request.kv_transfer_params)
         if asked is None or self._blocks is None:
             return
         self.forget(request.request_id)  # one of that name that vLLM never told the end of
         if asked.transfer in self._transfers:
-            raise fields.Unusable(f"another request with the transfer_id {asked.transfer!r} is under way")
+            raise kv_transfer_params.Unusable(
+                f"another request with the transfer_id {asked.transfer!r} is under way"
+            )
         lease = self._open(asked.transfer, prompt)
         if lease is None:
-            raise fields.Unusable("too many hand-overs are under way")
-        self.gives[request.request_id] = Give(request, asked.transfer, prompt, lease, request.num_preemptions)
+            raise kv_transfer_params.Unusable("too many hand-overs are under way")
+        self.requests[request.request_id] = ProducedRequest(
+            request, asked.transfer, prompt, lease, request.num_preemptions
+        )
         if asked.transfer:
             self._transfers[asked.transfer] = request.request_id
 
@@ -117,15 +121,15 @@ class Producer:
                 len(lease.blocks),
             )
             self._over(lease, "the lease expired")
-        grown = self._plan_growth(output) if self.gives else []
+        grown = self._plan_growth(output) if self.requests else []
         while self._ended:
             self._free(self._ended.pop())
         step = HandoverStep(opens=tuple(self._opens), grown=tuple(grown), ends=tuple(self._ends))
         self._opens, self._ends = [], []
         return step
 
-    def signs(self, heard: set[int], handed: Mapping[int, int]) -> bool:
-        """What the workers heard from decode engines: signs of life, and leases that ``ranks`` need no
+    def heartbeats(self, heard: set[int], handed: Mapping[int, int]) -> bool:
+        """What the workers heard from decode engines: heartbeats, and leases that ``ranks`` need no
         more. Whether blocks are free now because of it."""
         now_s = self._clock()
         freed = False
@@ -139,52 +143,52 @@ class Producer:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over: what its answer must carry for decode, or None."""
-        give = self.gives.pop(request.request_id, None)
-        if give is None:
+        produced = self.requests.pop(request.request_id, None)
+        if produced is None:
             return None
-        if give.transfer:
-            del self._transfers[give.transfer]
+        if produced.transfer:
+            del self._transfers[produced.transfer]
         tokens = request.num_prompt_tokens
         if request.status.name not in ENDED_WELL or request.num_computed_tokens < tokens:
-            self._end(give.lease, "the prefill was aborted")
+            self._end(produced.lease, "the prefill was aborted")
             return None
         last = blocks_for(tokens, self._identity.block_tokens)
-        if give.transfer and give.final:
-            self.leases.offer(give.lease, self._clock())
+        if produced.transfer and produced.final:
+            self.leases.offer(produced.lease, self._clock())
             return None
-        if give.transfer or any(len(ids) < last for ids in give.block_ids) or not give.block_ids:
-            self._end(give.lease, "the prefill engine lost track of its blocks")
+        if produced.transfer or any(len(ids) < last for ids in produced.block_ids) or not produced.block_ids:
+            self._end(produced.lease, "the prefill engine lost track of its blocks")
             return None
-        held = slice_blocks(give.block_ids, 0, last)
-        if not self.leases.offer(give.lease, self._clock()):
+        held = slice_blocks(produced.block_ids, 0, last)
+        if not self.leases.offer(produced.lease, self._clock()):
             return None
-        self._hold(give.lease, held)
+        self._hold(produced.lease, held)
         self._tally.add("leases")
         offer = Offer(
             engine_id=self._identity.engine_id,
             ranks=self._identity.ranks,
-            lease=give.lease.id,
-            slot=give.lease.slot,
+            lease=produced.lease.id,
+            slot=produced.lease.slot,
             blocks=held,
             tokens=tokens,
             fingerprint=self._identity.fingerprint,
-            prompt=give.prompt,
+            prompt=produced.prompt,
         )
-        return fields.answer_of(
+        return kv_transfer_params.answer_of(
             offer, self._identity.token, request_id=request.request_id, tp_size=self._identity.tp_size
         )
 
     def forget(self, request_id: str) -> None:
         """Something unexpected happened to the request: no decode engine takes it."""
-        give = self.gives.pop(request_id, None)
-        if give is not None:
-            self._transfers.pop(give.transfer, None)
-            self._end(give.lease, "the prefill engine gave up")
+        produced = self.requests.pop(request_id, None)
+        if produced is not None:
+            self._transfers.pop(produced.transfer, None)
+            self._end(produced.lease, "the prefill engine gave up")
 
     def forget_all(self) -> None:
         """What was computed so far goes to no engine. The blocks are free at once: before a step can write to
         them, its workers hear that the leases are over."""
-        self.gives.clear()
+        self.requests.clear()
         self._transfers.clear()
         for lease in self.leases.end_all():
             self._over(lease, "the prefill engine forgot what it had computed")
@@ -208,7 +212,7 @@ class Producer:
         self._ends.append(End(lease.id, why))
         self._ended.append(lease)
 
-    def _hold(self, lease: Lease, block_ids: fields.BlockIds) -> None:
+    def _hold(self, lease: Lease, block_ids: kv_transfer_params.BlockIds) -> None:
         assert self._blocks is not None
         blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids]
         self._blocks.touch(blocks)
@@ -223,39 +227,39 @@ class Producer:
         return any(block.ref_cnt == 0 for block in blocks)
 
     def _plan_growth(self, output: SchedulerOutput) -> list[Grown]:
-        for each in self.gives.values():
+        for each in self.requests.values():
             if each.request.num_preemptions != each.preemptions:
                 self._restart(each)  # at once: it may wait for the very blocks that its lease keeps
         grown: list[Grown] = []
-        for request_id, computed in follow(output, self.gives.get):
-            self._grow(self.gives[request_id], computed, grown)
+        for request_id, computed in step_progress(output, self.requests.get):
+            self._grow(self.requests[request_id], computed, grown)
         return grown
 
-    def _grow(self, give: Give, computed: int, grown: list[Grown]) -> None:
+    def _grow(self, produced: ProducedRequest, computed: int, grown: list[Grown]) -> None:
         """When this step ends, so many tokens are computed."""
-        if not give.transfer or give.final or give.lease.ranks <= 0:  # 0: decode needs no more
+        if not produced.transfer or produced.final or produced.lease.ranks <= 0:  # 0: decode needs no more
             return
-        tokens = give.request.num_prompt_tokens
-        give.final = computed >= tokens
+        tokens = produced.request.num_prompt_tokens
+        produced.final = computed >= tokens
         size = self._identity.block_tokens
-        last = blocks_for(tokens, size) if give.final else computed // size
-        if last <= give.told and not give.final:
+        last = blocks_for(tokens, size) if produced.final else computed // size
+        if last <= produced.told and not produced.final:
             return
-        fresh = slice_blocks(give.block_ids, give.told, last)
-        self._hold(give.lease, fresh)
-        grown.append(Grown(give.lease.id, give.told, fresh, give.final))
-        give.told = last
-        if give.final:
+        fresh = slice_blocks(produced.block_ids, produced.told, last)
+        self._hold(produced.lease, fresh)
+        grown.append(Grown(produced.lease.id, produced.told, fresh, produced.final))
+        produced.told = last
+        if produced.final:
             self._tally.add("leases")
 
-    def _restart(self, give: Give) -> None:
+    def _restart(self, produced: ProducedRequest) -> None:
         """After a preemption the blocks are others: a new lease, under the same transfer."""
-        give.preemptions = give.request.num_preemptions
-        if not give.told or give.lease.ranks <= 0:
+        produced.preemptions = produced.request.num_preemptions
+        if not produced.told or produced.lease.ranks <= 0:
             return
-        lease = self._open(give.transfer, give.prompt)
-        self._end(give.lease, "preempted")
+        lease = self._open(produced.transfer, produced.prompt)
+        self._end(produced.lease, "preempted")
         if lease is None:
-            give.final = True  # nothing more is told, and finished() finds no lease to offer
+            produced.final = True  # nothing more is told, and finished() finds no lease to offer
             return
-        give.lease, give.told, give.final = lease, 0, False
+        produced.lease, produced.told, produced.final = lease, 0, False

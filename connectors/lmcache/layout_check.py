@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcache.v1.memory_management import MemoryFormat
 
-from moonpool.connectors.lmcache.form import Form, form_of
+from moonpool.connectors.lmcache.chunk_format import ChunkFormat, chunk_format_of
 
 # Engines keep KV of several 8-bit types under these names; bytes of one are garbage as another.
 AMBIGUOUS = ("uint8", "int8")
@@ -23,7 +23,7 @@ def ambiguous(dtypes: Any) -> bool:
     return any(str(dtype).removeprefix("torch.") in AMBIGUOUS for dtype in dtypes)
 
 
-class Expected:
+class LayoutCheck:
     """``told``: a full chunk as the fingerprint has it."""
 
     def __init__(self, config: Any, metadata: Any) -> None:
@@ -32,7 +32,7 @@ class Expected:
         layers, two, _, heads, head_size = (int(n) for n in metadata.kv_shape)
         shape = (two, layers, int(config.chunk_size), heads * head_size)
         size = two * layers * shape[2] * shape[3] * int(metadata.kv_dtype.itemsize)
-        self.told = form_of(self.memory_format.value, [shape], [metadata.kv_dtype], size)
+        self.told = chunk_format_of(self.memory_format.value, [shape], [metadata.kv_dtype], size)
 
     @property
     def shapes(self) -> Any:
@@ -42,13 +42,13 @@ class Expected:
     def dtypes(self) -> Any:
         return self._metadata.get_dtypes()
 
-    def full(self) -> Form:
+    def full(self) -> ChunkFormat:
         """A full chunk, as it is now known."""
         shapes, dtypes = self.shapes, self.dtypes
         size = sum(shape.numel() * int(dtype.itemsize) for shape, dtype in zip(shapes, dtypes, strict=True))
-        return form_of(self.memory_format.value, shapes, dtypes, size)
+        return chunk_format_of(self.memory_format.value, shapes, dtypes, size)
 
-    def could_be(self, form: Form) -> bool:
+    def could_be(self, form: ChunkFormat) -> bool:
         """Plain bytes are a serde's, which is in the fingerprint. Tensors must have our types, and our shapes
         but for the number of tokens."""
         if form.memory_format in _BYTES:
