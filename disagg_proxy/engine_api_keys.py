@@ -23,6 +23,8 @@ _GIVEN = ""
 
 
 class EngineKeys:
+    """The keys that the proxy sends to engines."""
+
     def __init__(self, keys: Mapping[str, str]) -> None:
         """keys: by name, by HOST:PORT, "*", or "" (see above)."""
         self._keys = dict(keys)

@@ -195,6 +195,7 @@ class Fleet:
             await asyncio.wait(first)
 
     async def close(self) -> None:
+        """Stops all health checks."""
         tasks = list(self._checks.values())
         for task in tasks:
             task.cancel()

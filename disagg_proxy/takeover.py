@@ -58,6 +58,7 @@ class Predecessor:
                 _log.warning("the proxy that ran here has not confirmed that it will end: %s", error)
 
     def close(self) -> None:
+        """Closes the connection, and the sockets that were not taken over."""
         self._close_rest()
         self._connection.close()
 

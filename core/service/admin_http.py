@@ -132,10 +132,12 @@ class AdminServer:
 
     @property
     def url(self) -> str:
+        """The root URL, with the port that was bound."""
         return f"{'http' if self._tls is None else 'https'}://{self.address}"
 
     @property
     def connections(self) -> int:
+        """Number of connections that are open now."""
         return len(self._open)
 
     def _accept(self) -> asyncio.Protocol:

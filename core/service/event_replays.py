@@ -136,13 +136,16 @@ class ReplayBuffer:
         self._bytes = 0
 
     def add(self, number: int, payload: bytes) -> None:
+        """Appends a message, and drops the oldest ones beyond either maximum."""
         self._messages.append((number, payload))
         self._bytes += len(payload)
         while len(self._messages) > self._messages_max or self._bytes > self._bytes_max:
             self._bytes -= len(self._messages.popleft()[1])
 
     def oldest(self, otherwise: int) -> int:
+        """The number of the oldest message; ``otherwise`` when the buffer is empty."""
         return self._messages[0][0] if self._messages else otherwise
 
     def since(self, start: int) -> Sequence[Message]:
+        """The messages numbered ``start`` or higher, in order."""
         return [message for message in self._messages if message[0] >= start]

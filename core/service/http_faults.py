@@ -28,6 +28,7 @@ class Budget:
         self._filled_s = time.monotonic()
 
     def take(self) -> bool:
+        """Takes one token; False when none is left."""
         now = time.monotonic()
         self._tokens = min(float(BURST), self._tokens + now - self._filled_s)
         self._filled_s = now

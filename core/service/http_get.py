@@ -49,6 +49,7 @@ class TimedReader(io.RawIOBase):
         self._give_up_s = give_up_s
 
     def readable(self) -> bool:
+        """True, as io.RawIOBase demands of a reader."""
         return True
 
     def readinto(self, buffer: Any) -> int:

@@ -105,20 +105,25 @@ class QueuedEventSource:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def add(self, events: Sequence[KvEvent]) -> None:
+        """Queues events; may be called from any thread."""
         self._events.extend(events)
         os.eventfd_write(self._wake, 1)
 
     def fileno(self) -> int:
+        """The eventfd that is readable while events are queued."""
         return self._wake
 
     def take(self) -> list[KvEvent]:
+        """All queued events, oldest first."""
         _silence(self._wake)
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def inventory(self) -> list[KvEvent] | None:
+        """None: this source keeps no state."""
         return None
 
     def close(self) -> None:
+        """Closes the eventfd."""
         os.close(self._wake)
 
 

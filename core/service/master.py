@@ -46,13 +46,17 @@ class MasterServer(metrics.Source, NoteSource, Loop, Protocol):
     """What the master needs of moonpool._native.MasterServer."""
 
     @property
-    def addresses(self) -> list[str]: ...
+    def addresses(self) -> list[str]:
+        """The addresses that it listens on, as host:port."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Starts its thread."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Ends its thread and closes the listeners."""
 
-    def nodes(self) -> tuple[int, Sequence[Any]]: ...
+    def nodes(self) -> tuple[int, Sequence[Any]]:
+        """The version of the membership, and one row for each node."""
 
 
 def native_server(config: Config, listen: str, token: bytes) -> MasterServer:
@@ -121,6 +125,7 @@ class Master:
 
     @property
     def server(self) -> MasterServer:
+        """The native server. Raises Unavailable unless the master runs."""
         if self._server is None:
             raise Unavailable("the master does not run", operation="master")
         return self._server

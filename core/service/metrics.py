@@ -170,9 +170,11 @@ DESCRIPTIONS: dict[str, str] = {
 class Source(Protocol):
     """What the collector reads; the native server is one."""
 
-    def metrics(self) -> Mapping[str, int | float]: ...
+    def metrics(self) -> Mapping[str, int | float]:
+        """Values of counters and gauges, by full name."""
 
-    def histograms(self) -> Mapping[str, Histogram]: ...
+    def histograms(self) -> Mapping[str, Histogram]:
+        """Histograms, by full name."""
 
 
 class NodeCollector:
@@ -183,6 +185,7 @@ class NodeCollector:
         self._prefix = prefix
 
     def collect(self) -> Iterable[Metric]:
+        """Metric families of one reading."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for full_name, value in self._source.metrics().items():
             name, labels = split_labels(full_name)

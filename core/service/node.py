@@ -53,18 +53,24 @@ _log = logging.getLogger("moonpool.node")
 class NodeServer(metrics.Source, EventServer, NoteSource, Loop, Protocol):
     """What the node needs of moonpool._native.Server."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Starts its thread."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Ends its thread and closes all connections."""
 
     @property
-    def addresses(self) -> Sequence[str]: ...
+    def addresses(self) -> Sequence[str]:
+        """The addresses that it listens on, as host:port."""
 
-    def ssd(self) -> list[dict[str, str]]: ...
+    def ssd(self) -> list[dict[str, str]]:
+        """One row for each SSD directory."""
 
-    def memory(self) -> tuple[int, int, bool]: ...
+    def memory(self) -> tuple[int, int, bool]:
+        """(bytes reserved, bytes of all arenas, whether reserving has failed)"""
 
-    def membership(self) -> tuple[bool, int, str, float] | None: ...
+    def membership(self) -> tuple[bool, int, str, float] | None:
+        """(joined, node id, why not joined, seconds since the master's last message); None: no master."""
 
 
 ServerFactory = Callable[[Config, Path, bytes, NodeAddresses], NodeServer]

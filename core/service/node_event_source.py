@@ -29,13 +29,17 @@ class EventServer(Protocol):
     """What of moonpool._native.Server tells blocks."""
 
     @property
-    def events_fd(self) -> int: ...
+    def events_fd(self) -> int:
+        """A descriptor that is readable while there are events."""
 
-    def take_events(self) -> bytes | None: ...
+    def take_events(self) -> bytes | None:
+        """Rows of what happened since the last call; None: more happened than was kept."""
 
-    def events_inventory(self, cursor: int) -> tuple[int, bytes]: ...
+    def events_inventory(self, cursor: int) -> tuple[int, bytes]:
+        """One page of rows of all blocks, from a cursor (0: the start); the next cursor, 0 at the end."""
 
-    def events_fingerprints(self) -> list[bytes]: ...
+    def events_fingerprints(self) -> list[bytes]:
+        """Fingerprints of 32 bytes, by the number of a space in rows."""
 
 
 class NodeEventSource:
@@ -45,9 +49,11 @@ class NodeEventSource:
         self._server = server
 
     def fileno(self) -> int:
+        """The server's descriptor of events."""
         return self._server.events_fd
 
     def take(self) -> list[KvEvent]:
+        """What happened since the last call; the whole inventory when the server lost some of it."""
         rows = self._server.take_events()
         if rows is None:  # more happened than was kept
             return self.inventory()

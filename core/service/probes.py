@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 class Loop(Protocol):
     """A native server, of which the loop can be asked whether it turns."""
 
-    def is_alive(self, timeout_s: float) -> bool: ...
+    def is_alive(self, timeout_s: float) -> bool:
+        """Whether the loop answered within ``timeout_s`` seconds."""
 
 
 class Probes:
@@ -48,15 +49,18 @@ class Probes:
         self._was_alive = True
 
     async def livez(self) -> web.Response:
+        """The answer to GET /livez: 200 or 503."""
         alive = await self._is_alive()
         reasons = [] if alive else [_STUCK]
         return _page(200 if alive else 503, {"alive": alive, "reasons": reasons, **self._facts()})
 
     async def readyz(self) -> web.Response:
+        """The answer to GET /readyz: 200 or 503."""
         reasons = self._all_reasons(await self._is_alive())
         return _page(503 if reasons else 200, {"ready": not reasons, "reasons": reasons, **self._facts()})
 
     async def health(self) -> web.Response:
+        """The answer to GET /health: 200 while the process is live."""
         alive = await self._is_alive()
         reasons = self._all_reasons(alive)
         status = "ok" if not reasons else "not ready" if alive else "stuck"

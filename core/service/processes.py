@@ -133,6 +133,7 @@ class Process:
         self._popen = popen
 
     def finish(self, code: int) -> None:
+        """Records the exit code, once."""
         self._popen.returncode = code
         if not self.exited.done():
             self.exited.set_result(code)

@@ -131,6 +131,7 @@ class AsyncTransferEngine:
 
     @property
     def name(self) -> str:
+        """The name that other engines open as a segment."""
         return self._native.name
 
     @property

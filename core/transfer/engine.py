@@ -108,6 +108,7 @@ class TransferEngine:
 
     @property
     def name(self) -> str:
+        """The name that other engines open as a segment."""
         return self._native.name
 
     @property

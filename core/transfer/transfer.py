@@ -88,6 +88,7 @@ def _columns_of_batch(batch: Batch) -> Columns:
 
 
 def op_letter(op: str) -> str:
+    """The operation as the native engine takes it. Raises InvalidArgument for an unknown one."""
     try:
         return _OPS[op]
     except KeyError:
@@ -145,6 +146,7 @@ class TransferBase:
 
     @property
     def state(self) -> TransferState:
+        """The state of the whole transfer now."""
         return TransferState(self._look().state)
 
     @property

@@ -25,6 +25,8 @@ class Priority(IntEnum):
 
 
 class SliceState(IntEnum):
+    """State of one slice; the numbers are those of the native engine."""
+
     WAITING = 0
     DONE = 1
     FAILED = 2  # its bytes may be there in part
@@ -32,6 +34,8 @@ class SliceState(IntEnum):
 
 
 class TransferState(Enum):
+    """State of a transfer: of all its slices together."""
+
     WAITING = "waiting"
     DONE = "done"
     FAILED = "failed"

@@ -57,6 +57,7 @@ class AllowedNetworks:
                 raise self.refusal(host)
 
     def refusal(self, host: str) -> ConfigError:
+        """The error for a host outside of the allowed networks."""
         return ConfigError(
             f"{host} is outside of the networks in which engines may register ({', '.join(self.texts)}); the "
             f"proxy's operator names them with --discovery-allow, and link-local addresses are never allowed"

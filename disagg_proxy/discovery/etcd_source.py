@@ -108,6 +108,7 @@ class EtcdSource:
         self._odd: dict[str, str] = {}  # values that are no rows, which the log knows
 
     async def run(self, listener: SourceListener) -> None:
+        """See ``Source.run``."""
         clock = asyncio.get_running_loop().time
         while True:
             endpoint = self._endpoints[self._turn % len(self._endpoints)]

@@ -42,6 +42,7 @@ class FileSource:
         self._look_every_s = look_every_s
 
     async def run(self, listener: SourceListener) -> None:
+        """See ``Source.run``."""
         mark: tuple[int, ...] | None = None
         text: bytes | None = None
         lost = False

@@ -130,6 +130,7 @@ class KubernetesSource:
         self._forgot_s = -math.inf  # when the server last did not know a version
 
     async def run(self, listener: SourceListener) -> None:
+        """See ``Source.run``."""
         clock = asyncio.get_running_loop().time
         while True:
             self._backoff.started(clock())

@@ -24,11 +24,14 @@ class Fleet(Protocol):
     """What follows; disagg_proxy/fleet.py."""
 
     @property
-    def room(self) -> int: ...
+    def room(self) -> int:
+        """Number of engines that may join now."""
 
-    def join(self, found: DiscoveredEngine) -> object: ...
+    def join(self, found: DiscoveredEngine) -> object:
+        """Adds an engine. Raises what the addition of a broken one raises."""
 
-    def leave(self, name: str) -> None: ...
+    def leave(self, name: str) -> None:
+        """Removes an engine; its requests finish first."""
 
 
 class SourceStatus(msgspec.Struct):
@@ -69,6 +72,7 @@ class Reconciler(Collector):
             _log.warning("not all sources of engines have answered within %g s; the proxy serves", FIRST_S)
 
     async def close(self) -> None:
+        """Stops the sources' tasks and the timer."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -112,6 +116,7 @@ class Reconciler(Collector):
         ]
 
     def collect(self) -> Iterator[Metric]:
+        """Metric families of the sources and the membership."""
         rows = {row.name: row for row in self.rows()}
         up = GaugeMetricFamily(
             "moonpool_proxy_discovery_up",

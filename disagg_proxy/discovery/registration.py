@@ -41,6 +41,7 @@ class Registration(msgspec.Struct):
 
     @property
     def key(self) -> RegistrationKey:
+        """Identity: a second registration with an equal key replaces the first."""
         return RegistrationKey(self.instance_id, self.tenant_id, self.dp_rank)
 
     def says(self, other: Registration) -> bool:
@@ -85,6 +86,8 @@ class Registration(msgspec.Struct):
 
 
 class RegistrationKey(NamedTuple):
+    """Identity of a registration."""
+
     instance_id: str
     tenant_id: str
     dp_rank: int

@@ -54,6 +54,7 @@ class ActiveRegistration:
 
     @property
     def told(self) -> Registration:
+        """The registration."""
         return self.row.told
 
 
@@ -63,7 +64,8 @@ class EventStreams(Protocol):
     def follow(self, name: str, source: EventSource) -> int | None:
         """The holder that it has in the indexes; None: there is none left."""
 
-    def drop(self, name: str, holder: int) -> None: ...
+    def drop(self, name: str, holder: int) -> None:
+        """Stops following the stream ``name`` and frees its holder."""
 
 
 class Registry:

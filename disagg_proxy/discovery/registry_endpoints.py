@@ -122,6 +122,7 @@ class SubscribedStreams:
         self._free = list(range(first, first + max(0, count)))[::-1]
 
     def follow(self, name: str, source: EventSource) -> int | None:
+        """Follows a stream; its holder, None when there is no subscriber or no free holder."""
         if self._subscriber is None or not self._free:
             return None
         holder = self._free.pop()

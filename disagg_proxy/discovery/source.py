@@ -21,6 +21,7 @@ class DiscoveredEngine:
 
     @property
     def name(self) -> str:
+        """The engine's name."""
         return self.spec.name
 
 

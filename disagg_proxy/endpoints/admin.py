@@ -113,6 +113,7 @@ class AdminEndpoints:
             reply(self._answer_at(request.path))
 
     def close(self) -> None:
+        """Stops the threads that make answers; waits for running ones."""
         self._scrapes.close()
         if self._registry is not None:
             self._registry.close()

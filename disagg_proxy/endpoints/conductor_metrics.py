@@ -16,12 +16,15 @@ Values = dict[tuple[str, ...], float]  # by the values of the labels
 
 
 class ConductorCollector(Collector):
+    """Metrics of policies that look at prompts: queues, predictions, prefix indexes, event streams."""
+
     def __init__(self, dispatcher: Dispatcher, locality: Locality, subscriber: Subscriber | None) -> None:
         self._dispatcher = dispatcher
         self._locality = locality
         self._subscriber = subscriber
 
     def collect(self) -> Iterator[Metric]:
+        """Metric families, as of now."""
         dispatcher = self._dispatcher
         yield CounterMetricFamily(
             "moonpool_proxy_blind_decisions",

@@ -12,10 +12,13 @@ from moonpool.disagg_proxy.endpoints.relay_metrics import buckets
 
 
 class HandoverCollector(Collector):
+    """Metrics of hand-overs between prefill and decode engines."""
+
     def __init__(self, handovers: Handovers) -> None:
         self._handovers = handovers
 
     def collect(self) -> Iterator[Metric]:
+        """Metric families, as of now; none without a prefill engine."""
         if not any(engine is not None and engine.role == "prefill" for engine in self._handovers.engines):
             return
         ended = CounterMetricFamily(

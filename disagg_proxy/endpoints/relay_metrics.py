@@ -40,6 +40,7 @@ class Collected(Collector):
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
+        """The given families."""
         return iter(self._families)
 
 

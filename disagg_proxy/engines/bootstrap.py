@@ -116,6 +116,7 @@ class Bootstrap:
 
     @property
     def up(self) -> bool:
+        """Whether the page is known and in use."""
         return bool(self._ranks)
 
     def is_due(self, now_s: float) -> bool:

@@ -56,6 +56,7 @@ class HealthChecker:
         self.first: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
+        """Checks the engine every interval, until cancelled."""
         while True:
             began = self._loop.time()
             try:

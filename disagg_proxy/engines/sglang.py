@@ -56,6 +56,7 @@ class BootstrapRoomIds:
         self._numbers = itertools.count(secrets.randbelow(FIRST_ROOMS) if first is None else first)
 
     def take(self) -> int:
+        """The next room."""
         return next(self._numbers)
 
 

@@ -55,6 +55,7 @@ class TransferIds:
         self._numbers = itertools.count(FIRST_NUMBERS + secrets.randbelow(FIRST_NUMBERS >> 1))
 
     def take(self) -> int:
+        """The next id."""
         return next(self._numbers)
 
 

@@ -59,6 +59,7 @@ class ByteBudget:
         return True
 
     def give(self, size: int) -> None:
+        """Returns ``size`` bytes to the budget."""
         self.taken -= size
 
 

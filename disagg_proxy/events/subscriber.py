@@ -37,9 +37,11 @@ _STOP_TIMEOUT_S = 10.0
 class Tap(Protocol):
     """Another receiver of the events, in order, and on the subscriber's thread."""
 
-    def take(self, holder: int, payload: bytes) -> None: ...
+    def take(self, holder: int, payload: bytes) -> None:
+        """One batch of events (MessagePack) of a holder."""
 
-    def forget(self, holder: int) -> None: ...
+    def forget(self, holder: int) -> None:
+        """All earlier batches of the holder are void."""
 
 
 class Subscriber:
@@ -81,6 +83,7 @@ class Subscriber:
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -344,6 +347,7 @@ class Subscriber:
         return True
 
     def ask(self, link: StreamLink, start: int) -> None:
+        """Connects to the publisher's replay endpoint and requests messages from ``start`` on."""
         self._end_asking(link)
         socket = self._socket(zmq.DEALER, link.source)
         socket.setsockopt(zmq.IPV6, _is_ipv6(link.source.replay))
@@ -358,6 +362,7 @@ class Subscriber:
             link.asking = None
 
     def take(self, link: StreamLink, payload: bytes) -> None:
+        """Enters one batch into the prefix indexes of its model."""
         try:
             indexes = self._indexes_of(link, payload)
             for index in indexes:
@@ -405,6 +410,7 @@ class Subscriber:
             self._indexes.drop(before)
 
     def forget(self, link: StreamLink) -> None:
+        """Removes everything that the source reported from the prefix indexes."""
         link.counts.forgets += 1
         link.index = None
         for index in self._indexes.all().values():

@@ -21,10 +21,13 @@ _TEXTS = {
 
 
 class PeerCollector(Collector):
+    """Metrics of the exchange with other proxies."""
+
     def __init__(self, exchange: PeerSync) -> None:
         self._exchange = exchange
 
     def collect(self) -> Iterator[Metric]:
+        """Metric families, as of now."""
         stats = self._exchange.link.stats()
         for name, text in _TEXTS.items():
             family: CounterMetricFamily | GaugeMetricFamily

@@ -41,9 +41,11 @@ class PeerSync:
         dispatcher.placed = self._tell_blocks
 
     def start(self, *, waits: bool = False) -> None:
+        """See ``PeerBus.start``."""
         self.link.start(waits=waits)
 
     def let_go(self) -> None:
+        """See ``PeerBus.let_go``."""
         self.link.let_go()
 
     def stop(self) -> None:

@@ -49,6 +49,7 @@ class RemoteInflight:
         return self._count
 
     def requests_of(self, sender: str) -> int:
+        """Number of requests that the proxy ``sender`` has in flight."""
         return len(self._of.get(sender, ()))
 
     def apply(self, sender: str, changes: Iterable[Change], now_s: float) -> None:

@@ -91,6 +91,7 @@ _changes = msgspec.msgpack.Decoder(list[Change])
 
 
 def encode(head: Head, changes: list[Change]) -> list[bytes]:
+    """The two frames of a message."""
     return [_encoder.encode(head), _encoder.encode(changes)]
 
 

@@ -91,6 +91,7 @@ class EngineSource:
         self.failures = 0
 
     async def ids(self, prompt: TextPrompt) -> bytes | None:
+        """See ``TokenSource.ids``."""
         roots = [root for root in self._urls(prompt.model) if self._may_ask(root, prompt.kind)]
         if not roots:
             return None
@@ -108,6 +109,7 @@ class EngineSource:
         return None
 
     async def close(self) -> None:
+        """Closes the HTTP session."""
         if self._session is not None:
             await self._session.close()
 

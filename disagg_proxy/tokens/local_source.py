@@ -60,6 +60,7 @@ class LocalTokenizer:
 
     @property
     def pieces(self) -> PieceCache:
+        """The cache of tokenised pieces."""
         return self._pieces
 
     def ids(self, prompt: TextPrompt) -> bytes | None:
@@ -136,6 +137,7 @@ class PieceCache:
         self.misses = 0
 
     def find(self, key: str) -> bytes | None:
+        """The ids of a piece; None: not cached. Counts hits and misses."""
         ids = self._ids.get(key)
         if ids is None:
             self.misses += 1
@@ -145,6 +147,7 @@ class PieceCache:
         return ids
 
     def keep(self, key: str, ids: bytes) -> None:
+        """Caches the ids of a piece; evicts the least recently used beyond the maximum."""
         if key in self._ids:
             return
         self._ids[key] = ids

@@ -18,12 +18,15 @@ class TextPrompt(NamedTuple):
 
 
 class TokenSource(Protocol):
+    """Turns prompts of text into token ids."""
+
     async def ids(self, prompt: TextPrompt) -> bytes | None:
         """The ids of the whole prompt, u32 little-endian; None when they are not to be had. Ends by itself
         within the source's deadline and never raises for what a client or an engine did."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Closes connections."""
 
 
 class PromptCache:
@@ -37,6 +40,7 @@ class PromptCache:
         self.misses = 0
 
     def find(self, prompt: TextPrompt) -> bytes | None:
+        """The ids of a prompt; None: not cached. Counts hits and misses."""
         key = _key(prompt)
         ids = self._ids.get(key)
         if ids is None:
@@ -47,6 +51,7 @@ class PromptCache:
         return ids
 
     def keep(self, prompt: TextPrompt, ids: bytes) -> None:
+        """Caches the ids of a prompt; evicts the least recently used beyond the maximum."""
         key = _key(prompt)
         self._drop(key)
         self._ids[key] = ids

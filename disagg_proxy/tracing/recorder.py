@@ -99,6 +99,7 @@ class Recorder(Collector):
             self._thread.join(FLUSH_S)
 
     def collect(self) -> Iterator[Metric]:
+        """Metric families, as of now."""
         yield CounterMetricFamily(
             "moonpool_proxy_spans_dropped", "Records of which no spans were made", self.dropped
         )

@@ -81,6 +81,7 @@ def why_miss(finished: FinishedRequest, instances: Sequence[Instance]) -> str:
 
 
 def seconds(value: float) -> str:
+    """A duration for people: milliseconds below 0.1 s."""
     if value < 0.0995:
         return f"{value * 1000:.0f} ms"
     return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"

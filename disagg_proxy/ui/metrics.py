@@ -11,10 +11,13 @@ from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
 
 class PromptCollector(Collector):
+    """Metrics of prompts: tokens by where they came from, TTFT, load of engines."""
+
     def __init__(self, data: SnapshotBuilder) -> None:
         self._data = data
 
     def collect(self) -> Iterator[Metric]:
+        """Metric families, as of now."""
         books, total = self._data.books(), self._data.total()
         tokens = CounterMetricFamily(
             "moonpool_proxy_prompt_tokens",

@@ -83,6 +83,8 @@ class ProxyGroup(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
+    """GET /ui/data."""
+
     version: str
     process: int
     group: ProxyGroup
@@ -131,6 +133,7 @@ class SnapshotBuilder:
             dispatcher.seen = self.history.observed
 
     def gather(self) -> None:
+        """Sums up what ended since the last call."""
         self.history.gather(self._clock(), self._dispatcher.candidates.instance_at)
 
     def total(self) -> Totals:
@@ -149,6 +152,7 @@ class SnapshotBuilder:
         return self._dispatcher.in_books(_books) if self._dispatcher.uses_tokens else {}
 
     def page(self) -> bytes:
+        """The snapshot as JSON; made anew after KEPT_S seconds."""
         now_s = self._clock()
         if now_s - self._made_s >= KEPT_S or not self._made:
             self._dispatcher.learn()
