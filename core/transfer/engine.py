@@ -138,7 +138,7 @@ class TransferEngine:
 
         memory:   a writable bytes-like object, a contiguous CPU tensor or array (numpy, torch, DLPack), or
                   (address, length). It is held, not copied.
-        location: what peers are told: "cpu:0" is the memory of NUMA node 0.
+        location: a label of at most 64 bytes, shown to peers; no transport reads it.
 
         Raises InvalidArgument for what is no such memory and for a range that overlaps a registered one.
         """

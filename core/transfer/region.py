@@ -17,7 +17,7 @@ class Region:
     """Registered from its making to ``close()``; also a context manager.
 
     address, length: where it lies, bytes.
-    location:        what peers are told of it, such as "cpu:0".
+    location:        a label, shown to peers; no transport reads it.
 
     Until then the engine keeps the object that it was made of alive, and a bytearray from being resized,
     also when the caller drops its reference to the region.

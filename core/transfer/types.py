@@ -70,9 +70,10 @@ class Batch:
 class RemoteRegion(NamedTuple):
     """Memory that a peer registered.
 
-    kind:      "own" for memory that its engine allocated, which others on its host can map; else "foreign".
-    location:  what the peer said of it, such as "cpu:0".
-    transport: what moves bytes between here and there.
+    kind:      "host_arena" for memory that its engine allocated, which others on its host can map; "host" for
+               other memory. Later versions may list more kinds, which nothing here reaches.
+    location:  a label: text of its owner, such as "cpu:0". No transport reads it.
+    transport: what moves bytes between here and there, "" for nothing.
     """
 
     address: int

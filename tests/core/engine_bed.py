@@ -25,9 +25,9 @@ class EnginePuppet(Puppet):
 
 
 class Peer(EnginePuppet):
-    """An engine with one region, in a process that can be killed and stopped. kind: own or foreign."""
+    """An engine with one region, in a process that can be killed and stopped. kind: host_arena or host."""
 
-    def __init__(self, kind: str = "own", nbytes: int = 1 << 20, **options: Any) -> None:
+    def __init__(self, kind: str = "host_arena", nbytes: int = 1 << 20, **options: Any) -> None:
         super().__init__("peer", TOKEN.decode(), kind, nbytes, json.dumps({"name": "peer"} | options))
         said = self.hear()
         self.address: str = said["address"]

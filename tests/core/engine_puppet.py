@@ -19,7 +19,7 @@ def say(value: Any) -> None:
 
 
 def make_region(engine: TransferEngine, kind: str, nbytes: int) -> tuple[Region, memoryview]:
-    if kind == "own":
+    if kind == "host_arena":
         region = engine.allocate(nbytes, "cpu:0")
         return region, region.view
     memory = mmap.mmap(-1, nbytes)

@@ -35,7 +35,7 @@ def make(**options: Any) -> AsyncTransferEngine:
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
-    made = Peer("own", MIB)
+    made = Peer("host_arena", MIB)
     yield made
     made.close()
 
@@ -188,7 +188,7 @@ def test_before_start_and_after_close(peer: Peer) -> None:
 
 def test_the_loop_runs_on_while_the_peer_stands_still() -> None:
     async def main() -> None:
-        still = Peer("own", MIB)
+        still = Peer("host_arena", MIB)
         try:
             async with make(transports=["tcp"]) as engine:
                 segment, region = await engine.open(still.address), await engine.allocate(MIB)

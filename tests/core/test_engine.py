@@ -38,7 +38,7 @@ from .test_store import Tensor
 SIZE = MIB
 
 
-@pytest.fixture(scope="module", params=["own", "foreign"])
+@pytest.fixture(scope="module", params=["host_arena", "host"])
 def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     made = Peer(request.param, SIZE)
     yield made
@@ -47,7 +47,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[Peer]:
-    made = Peer("own", SIZE)
+    made = Peer("host_arena", SIZE)
     yield made
     made.close()
 
@@ -280,7 +280,7 @@ def test_what_a_peer_says_of_itself(engine: TransferEngine, peer: Peer) -> None:
     (region,) = segment.regions
     assert (region.address, region.length) == (peer.region, SIZE)
     assert region.kind == peer.kind
-    assert region.location == {"own": "cpu:0", "foreign": "cpu:1"}[peer.kind]
+    assert region.location == {"host_arena": "cpu:0", "host": "cpu:1"}[peer.kind]
     assert region.transport == segment.transport == "shm"
     assert "peer" in repr(segment)
 
@@ -401,7 +401,7 @@ def test_reads_and_writes_of_several_peers_in_one_transfer(
 ) -> None:
     engine = engines(transports=transports)
     length, slots = 1000, 96
-    others = [Peer("foreign", SIZE), Peer("own", SIZE)]
+    others = [Peer("host", SIZE), Peer("host_arena", SIZE)]
     peers = [own, *others]
     try:
         segments = [engine.open(one.address) for one in peers]
@@ -624,7 +624,7 @@ def test_cancel(engines: Callable[..., TransferEngine], own: Peer) -> None:
 
 def test_foreground_goes_before_background(engines: Callable[..., TransferEngine]) -> None:
     """A read that nobody gave way to would wait for all that was submitted before it."""
-    peer = Peer("own", 16 * MIB)
+    peer = Peer("host_arena", 16 * MIB)
     engine = engines(transports=["tcp"], connections_per_peer=1, io_threads=1)
     try:
         with Relay(peer.address) as relay:

@@ -68,7 +68,7 @@ def keep_reading(engine: TransferEngine, peer: Peer, size: int) -> TransferError
     return failed[0]
 
 
-@pytest.mark.parametrize("kind", ["own", "foreign"])
+@pytest.mark.parametrize("kind", ["host_arena", "host"])
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_peer_killed_in_mid_transfer(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer], kind: str, transport: str
@@ -85,7 +85,7 @@ def test_a_peer_killed_in_mid_transfer(
     for part in (peer.address, transport, f"{error.bytes_done} of {error.bytes}"):
         assert part in str(error)
     # The engine goes on, with other peers.
-    other = peers("own", MIB)
+    other = peers("host_arena", MIB)
     region = engine.allocate(MIB)
     segment = engine.open(other.address)
     assert engine.read(segment, region, segment.at(0)) == MIB
@@ -95,7 +95,7 @@ def test_a_peer_killed_with_a_large_batch_on_its_way(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
     """What was done before counts, and is there."""
-    peer = peers("own", 16 * MIB)
+    peer = peers("host_arena", 16 * MIB)
     peer.poke(b"x" * 65536)
     engine = engines(transports=["tcp"], timeout_s=2)
     with Relay(peer.address) as relay:
@@ -124,7 +124,7 @@ def test_a_peer_killed_with_a_large_batch_on_its_way(
 def test_only_the_slices_to_the_dead_peer_fail(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
-    dead, alive = peers("own", MIB), peers("own", MIB)
+    dead, alive = peers("host_arena", MIB), peers("host_arena", MIB)
     engine = engines(timeout_s=2)
     region = engine.allocate(MIB)
     to_dead, to_alive = engine.open(dead.address), engine.open(alive.address)
@@ -175,13 +175,13 @@ def test_a_new_peer_at_the_same_address(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
     """The old segment never reaches the new engine's memory as if nothing had happened to the old one's."""
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     engine = engines(timeout_s=2)
     region = engine.allocate(MIB)
     old = engine.open(peer.address)
     engine.read(old, region, old.at(0))
     peer.kill()
-    again = peers("own", MIB, listen=peer.address)
+    again = peers("host_arena", MIB, listen=peer.address)
     again.poke(b"z" * 100)
     segment = until(lambda: _opened(engine, again.address))
     assert segment.id != old.id
@@ -202,7 +202,7 @@ def _opened(engine: TransferEngine, address: str) -> Any:
 def test_a_peer_that_stands_still_costs_the_deadline(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     engine = engines(transports=["tcp"])
     region = engine.allocate(MIB)
     segment = engine.open(peer.address)
@@ -232,7 +232,7 @@ def test_allocated_memory_is_read_while_its_owner_stands_still(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
     """Shared memory is memory: nobody has to answer."""
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     engine = engines(transports=["shm"])
     region = engine.allocate(MIB)
     segment = engine.open(peer.address)
@@ -249,7 +249,7 @@ def test_the_deadline_is_measured_from_progress(
     """A transfer that takes two deadlines, but moves all the time, is done; one that stalls is not. The
     deadline is long enough for a machine that stands still for a moment."""
     deadline_s = 1.5
-    peer = peers("own", 4 * MIB)
+    peer = peers("host_arena", 4 * MIB)
     engine = engines(transports=["tcp"])
     with Relay(peer.address) as relay:
         segment, region = engine.open(relay.address), engine.allocate(4 * MIB)
@@ -277,7 +277,7 @@ def test_a_cut_connection_is_made_anew(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
     """Within the same call when the peer is still there."""
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     peer.poke(b"still here")
     engine = engines(transports=["tcp"])
     with Relay(peer.address) as relay:
@@ -289,7 +289,7 @@ def test_a_cut_connection_is_made_anew(
 
 
 def test_a_region_that_goes_away(engines: Callable[..., TransferEngine], peers: Callable[..., Peer]) -> None:
-    for kind in ("own", "foreign"):
+    for kind in ("host_arena", "host"):
         peer = peers(kind, MIB)
         for transport in ("shm", "tcp"):
             engine = engines(transports=[transport])
@@ -306,7 +306,7 @@ def test_a_region_that_goes_away(engines: Callable[..., TransferEngine], peers: 
                     engine.read(segment, region.at(0), peer.region, 100)
                 assert caught.value.peer == peer.address
     # The one that had it mapped notices too.
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     engine = engines(transports=["shm"])
     region, segment = engine.allocate(MIB), engine.open(peer.address)
     assert engine.read(segment, region, segment.at(0)) == MIB
@@ -319,7 +319,7 @@ def test_a_local_region_closed_under_a_transfer(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
     """close() returns when the memory may be freed; the transfer ends with an error, or was done before."""
-    peer = peers("own", 4 * MIB)
+    peer = peers("host_arena", 4 * MIB)
     engine = engines(transports=["tcp"])
     with Relay(peer.address) as relay:
         segment, region = engine.open(relay.address), engine.allocate(4 * MIB)
@@ -338,7 +338,7 @@ def test_a_local_region_closed_under_a_transfer(
 # ---- the kernel forbids
 
 
-@pytest.mark.parametrize("kind", ["own", "foreign"])
+@pytest.mark.parametrize("kind", ["host_arena", "host"])
 def test_memory_that_the_kernel_forbids_goes_over_tcp(peers: Callable[..., Peer], kind: str) -> None:
     """As in containers without the right to trace. What the engine allocated is mapped all the same."""
     peer = peers(kind, 65536)
@@ -349,13 +349,13 @@ def test_memory_that_the_kernel_forbids_goes_over_tcp(peers: Callable[..., Peer]
         data, transport, error, metrics = reader.ask("read", 8)
         assert error == ""
         assert bytes.fromhex(data) == b"far away"
-        expected = {"own": "shm", "foreign": "tcp"}[kind]
+        expected = {"host_arena": "shm", "host": "tcp"}[kind]
         assert transport == expected
         assert moved_of(metrics) == {expected: 8}
     with closing(Reader(peer, transports=["shm"])) as reader:
         reader.ask("give up ptrace")
         _, transport, error, metrics = reader.ask("read", 8)
-        if kind == "foreign":
+        if kind == "host":
             assert transport == ""
             assert "the kernel forbids process_vm_readv" in error
             assert moved_of(metrics) == {}
@@ -363,7 +363,7 @@ def test_memory_that_the_kernel_forbids_goes_over_tcp(peers: Callable[..., Peer]
 
 def test_a_slice_that_fails_on_one_path_takes_the_next(peers: Callable[..., Peer]) -> None:
     """Within the same call: the kernel forbids what it permitted before."""
-    peer = peers("foreign", 65536)
+    peer = peers("host", 65536)
     peer.poke(b"far away")
     with closing(Reader(peer)) as reader:
         data, transport, error, metrics = reader.ask("read", 8)
@@ -425,7 +425,7 @@ def test_no_address(engines: Callable[..., TransferEngine], address: str) -> Non
 def test_a_wrong_token_and_another_tenant(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     stranger = engines(token=b"a guess")
     with pytest.raises(AuthError) as caught:
         stranger.open(peer.address)
@@ -479,7 +479,7 @@ def test_after_close_every_call_raises(engines: Callable[..., TransferEngine]) -
 
 
 def test_close_ends_what_waits(engines: Callable[..., TransferEngine], peers: Callable[..., Peer]) -> None:
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     engine = engines(transports=["tcp"], timeout_s=30)
     with Relay(peer.address) as relay:
         segment, region = engine.open(relay.address), engine.allocate(MIB)
@@ -520,7 +520,7 @@ def test_close_ends_what_waits(engines: Callable[..., TransferEngine], peers: Ca
 def test_after_fork_the_child_is_refused_and_the_parent_goes_on(
     engines: Callable[..., TransferEngine], peers: Callable[..., Peer]
 ) -> None:
-    peer = peers("own", MIB)
+    peer = peers("host_arena", MIB)
     for transports in (["tcp"], ["shm"]):
         engine = engines(transports=transports)
         region = engine.allocate(MIB)

@@ -111,7 +111,7 @@ def run_all(
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[list[Peer]]:
-    made = [Peer("own", BLOCKS * BLOCK), Peer("foreign", BLOCKS * BLOCK)]
+    made = [Peer("host_arena", BLOCKS * BLOCK), Peer("host", BLOCKS * BLOCK)]
     yield made
     for peer in made:
         peer.close()
@@ -152,7 +152,7 @@ def test_close_in_the_middle_of_many_threads(
             engine.open(peers[0].address)
 
 
-@pytest.mark.parametrize("kind", ["own", "foreign"])
+@pytest.mark.parametrize("kind", ["host_arena", "host"])
 def test_a_peer_that_closes_its_region_under_many_readers(kind: str) -> None:
     """Right bytes until then, errors afterwards; and the peer's close returns."""
     ends: list[str] = []
@@ -186,7 +186,7 @@ def test_a_peer_that_closes_its_region_under_many_readers(kind: str) -> None:
 def test_the_pieces_of_a_large_transfer(peers: list[Peer]) -> None:
     """More than one call of the kernel takes, in one slice and in many, from and to foreign memory."""
     assert MIB % BLOCK == 0
-    big = Peer("foreign", 64 * MIB)
+    big = Peer("host", 64 * MIB)
     try:
         with TransferEngine(token=TOKEN) as engine, TransferEngine(token=TOKEN, transports=["tcp"]) as other:
             for one in (engine, other):

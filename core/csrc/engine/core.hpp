@@ -48,7 +48,6 @@ using engine::Share;
 using engine::Ticket;
 using transport::Job;
 using transport::Region;
-using transport::RegionKind;
 using transport::Regions;
 using transport::Slice;
 using transport::SliceState;

@@ -77,7 +77,7 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     if (!memory) return memory.error();
     auto address = reinterpret_cast<uint64_t>((*memory)->data());
     Result<std::shared_ptr<Region>> region =
-        core_->regions->add(address, bytes, RegionKind::kOwn, location, *memory);
+        core_->regions->add(address, bytes, MemoryKind::kHostArena, location, *memory);
     if (!region) return region.error();
     return *memory;
 }
@@ -87,7 +87,7 @@ Status Engine::register_region(uint64_t address, uint64_t length, const std::str
     if (!call.ok()) return call.error();
     if (Status status = check_reachable(address, length); !status) return status;
     Result<std::shared_ptr<Region>> region =
-        core_->regions->add(address, length, RegionKind::kForeign, location, nullptr);
+        core_->regions->add(address, length, MemoryKind::kHost, location, nullptr);
     if (!region) return region.error();
     return success();
 }

@@ -83,9 +83,9 @@ struct TicketStatus {
 struct SegmentRegion {
     uint64_t address = 0;
     uint64_t length = 0;
-    transport::RegionKind kind = transport::RegionKind::kForeign;
+    MemoryKind kind = MemoryKind::kHost;
     std::string location;
-    std::string transport;  // that would be tried first
+    std::string transport;  // the first that reaches it
 };
 
 struct SegmentInfo {

@@ -18,9 +18,9 @@ std::string seconds_text(int ms) {
 
 }  // namespace
 
-std::string Peer::transport_for(transport::RegionKind kind) const {
+std::string Peer::transport_for(MemoryKind kind) const {
     for (const auto& link : links_) {
-        if (link->cost_us(kind, 0, nullptr) >= 0) return std::string(link->transport());
+        if (link->reaches(kind, nullptr)) return std::string(link->transport());
     }
     return "";
 }

@@ -1,5 +1,5 @@
-// Peer: an opened segment: its identity, and the links to it, cheapest first. What one link leaves waiting
-// goes to the next, within the same transfer.
+// Peer: an opened segment: its identity, and the links to it, in the order in which they are tried. What one
+// link leaves waiting goes to the next, within the same transfer.
 #pragma once
 
 #include <functional>
@@ -33,7 +33,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     const transport::PeerInfo& info() const { return info_; }
     transport::tcp::Link& control() { return *control_; }
     bool copies() const { return links_.front()->transport() != "tcp"; }
-    std::string transport_for(transport::RegionKind kind) const;
+    std::string transport_for(MemoryKind kind) const;
 
     // Carries the job on the calling thread.
     Outcome run(transport::Job& job);

@@ -216,10 +216,6 @@ const char* text_of(TicketState state) {
     return "failed";
 }
 
-const char* text_of(transport::RegionKind kind) {
-    return kind == transport::RegionKind::kOwn ? "own" : "foreign";
-}
-
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds, 0.0, 86400.0) * 1000); }
 
 py::bytes slice_bytes(const TicketStatus& status) {
@@ -300,8 +296,8 @@ class PyEngine {
         SegmentInfo info = unwrap(without_gil([&] { return engine_->segment(segment); }), "segment");
         py::list regions, chosen;
         for (const SegmentRegion& region : info.regions) {
-            regions.append(
-                py::make_tuple(region.address, region.length, text_of(region.kind), region.location));
+            regions.append(py::make_tuple(region.address, region.length, transport::kind_name(region.kind),
+                                          region.location));
             chosen.append(region.transport);
         }
         return py::make_tuple(info.name, id_bytes(info.id), info.host_id, info.address, regions, chosen);

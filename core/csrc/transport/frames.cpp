@@ -86,12 +86,13 @@ std::optional<std::vector<RegionRow>> decode_regions(Reader r) {
         row.length = r.number<uint64_t>();
         auto kind = r.number<uint8_t>();
         row.location = r.text16();
-        // Sorted and apart: the lookups rely on it.
-        if (kind > 1 || row.address < end || row.length == 0 || row.address + row.length < row.address) {
+        // Sorted and apart: the lookups rely on it. Of a kind that is not known here it is listed all the
+        // same, and no link reaches it.
+        if (row.address < end || row.length == 0 || row.address + row.length < row.address) {
             return std::nullopt;
         }
         end = row.address + row.length;
-        row.kind = static_cast<RegionKind>(kind);
+        row.kind = static_cast<MemoryKind>(kind);
         rows.push_back(std::move(row));
     }
     if (!r.done()) return std::nullopt;

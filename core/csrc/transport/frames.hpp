@@ -40,8 +40,8 @@ struct RegionRow {
     uint64_t id = 0;
     uint64_t address = 0;
     uint64_t length = 0;
-    RegionKind kind = RegionKind::kForeign;
-    std::string location;
+    MemoryKind kind = MemoryKind::kHost;
+    std::string location;  // a label; see Region
 
     bool contains(uint64_t at, uint64_t bytes) const {
         return at >= address && bytes <= length && at - address <= length - bytes;

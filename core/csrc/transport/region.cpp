@@ -17,6 +17,22 @@ std::string range_text(uint64_t address, uint64_t length) {
 
 }  // namespace
 
+std::string kind_name(MemoryKind kind) {
+    switch (kind) {
+        case MemoryKind::kHost:
+            return "host";
+        case MemoryKind::kHostArena:
+            return "host_arena";
+        case MemoryKind::kPinned:
+            return "pinned";
+        case MemoryKind::kDevice:
+            return "device";
+        case MemoryKind::kFile:
+            return "file";
+    }
+    return "kind " + std::to_string(static_cast<unsigned>(kind));
+}
+
 const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes) {
     auto it = std::ranges::upper_bound(regions, address, {}, [](const auto& r) { return r->address; });
     if (it == regions.begin()) return nullptr;
@@ -24,7 +40,7 @@ const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t addr
     return (*it)->contains(address, bytes) ? &*it : nullptr;
 }
 
-Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t length, RegionKind kind,
+Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t length, MemoryKind kind,
                                                  const std::string& location,
                                                  std::shared_ptr<Memory> memory) {
     if (address == 0 || length == 0 || address + length < address) {
@@ -102,7 +118,7 @@ bool RegionTable::check_integrity() const {
     uint64_t end = 0;
     for (const auto& region : *regions) {
         if (region->length == 0 || region->address < end || region->closing()) return false;
-        if ((region->kind == RegionKind::kOwn) != (region->memory != nullptr)) return false;
+        if ((region->kind == MemoryKind::kHostArena) != (region->memory != nullptr)) return false;
         end = region->address + region->length;
     }
     return regions->size() <= kRegionsMax;

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/result.hpp"
+#include "memory/memory_ref.hpp"
 #include "transport/memory.hpp"
 
 namespace moonpool::transport {
@@ -29,18 +30,16 @@ inline constexpr uint64_t kAccessBytesMax = 8u << 20;
 inline constexpr size_t kRegionsMax = 16384;
 inline constexpr size_t kLocationBytesMax = 64;
 
-enum class RegionKind : uint8_t {
-    kForeign = 0,  // the caller's own memory, of which we only know the address
-    kOwn = 1,      // allocated here: a memfd that a peer on this host may map
-};
+// "host", "host_arena": as users see it; "kind 9" for what a later version may list.
+std::string kind_name(MemoryKind kind);
 
 struct Region {
     uint64_t id = 0;  // never used twice in one engine
     uint64_t address = 0;
     uint64_t length = 0;
-    RegionKind kind = RegionKind::kForeign;
-    std::string location;
-    std::shared_ptr<Memory> memory;  // kOwn
+    MemoryKind kind = MemoryKind::kHost;
+    std::string location;            // a label: text of the owner, shown to peers; no transport reads it
+    std::shared_ptr<Memory> memory;  // of kHostArena
 
     bool contains(uint64_t at, uint64_t bytes) const {
         return at >= address && bytes <= length && at - address <= length - bytes;
@@ -75,7 +74,7 @@ const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t addr
 class RegionTable {
    public:
     // Refuses empty ranges, ranges that wrap, and ranges that overlap a registered one.
-    Result<std::shared_ptr<Region>> add(uint64_t address, uint64_t length, RegionKind kind,
+    Result<std::shared_ptr<Region>> add(uint64_t address, uint64_t length, MemoryKind kind,
                                         const std::string& location, std::shared_ptr<Memory> memory);
     // The region that begins there, taken out and closing.
     Result<std::shared_ptr<Region>> remove(uint64_t address);

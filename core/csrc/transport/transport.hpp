@@ -4,10 +4,11 @@
 //   target.hpp  the half that serves: what others may do to this process's regions
 //   link.hpp    the half that begins transfers: one peer, as this transport reaches it
 //
-// A Job is one peer's share of a transfer. The engine offers it to the peer's links, cheapest first. A link
-// leaves every slice in one of three states: done; failed, when the peer refused it, so that no other path
-// would help; or waiting, when this path could not: then the next link gets it. Each byte of a job is touched
-// only while the job is inside its local regions (Visit), so that deregistering never frees memory in use.
+// A Job is one peer's share of a transfer. The engine offers it to the peer's links, in a fixed order:
+// loopback, shm, tcp, those that touch a byte the fewest times first. A link leaves every slice in one of
+// three states: done; failed, when the peer refused it, so that no other path would help; or waiting, when
+// this path could not: then the next link gets it. Each byte of a job is touched only while the job is inside
+// its local regions (Visit), so that deregistering never frees memory in use.
 #pragma once
 
 #include <array>
@@ -99,9 +100,9 @@ class Link {
     virtual std::string_view transport() const = 0;
     virtual std::string path() const = 0;  // for people: "tcp 10.0.0.7:7000"
 
-    // The estimated cost of moving that many bytes to or from a region of that kind, in us; negative: this
-    // path cannot, and `why` says it in one sentence.
-    virtual double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const = 0;
+    // Whether this path can move bytes to or from a peer's memory of that kind; if not, `why` (may be null)
+    // says the reason in one sentence.
+    virtual bool reaches(MemoryKind kind, std::string* why) const = 0;
 
     // Carries the job on the calling thread, until no slice is waiting or this path can do no more; then the
     // error says why.
@@ -115,6 +116,13 @@ class Link {
         return false;
     }
 };
+
+// For links by which a CPU copies: of this process, or of the peer.
+inline bool reached_by_cpu(MemoryKind kind, std::string* why) {
+    if (reachable_by_cpu(kind)) return true;
+    if (why != nullptr) *why = "no CPU reaches memory of the kind \"" + kind_name(kind) + "\"";
+    return false;
+}
 
 inline std::string range_text(const Slice& slice) {
     char text[64];

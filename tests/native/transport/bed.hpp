@@ -15,7 +15,6 @@
 namespace moonpool::testing {
 
 using transport::Direction;
-using transport::RegionKind;
 using transport::Slice;
 using transport::SliceState;
 
@@ -38,13 +37,13 @@ inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {
 // Registered memory with a margin that nobody may touch.
 class Memory {
    public:
-    Memory(Engine& engine, size_t size, RegionKind kind) : engine_(engine), size_(size) {
-        if (kind == RegionKind::kOwn) {
-            own_ = *engine.allocate(size, "cpu:0");
-            data_ = own_->data();
+    Memory(Engine& engine, size_t size, MemoryKind kind) : engine_(engine), size_(size) {
+        if (kind == MemoryKind::kHostArena) {
+            arena_ = *engine.allocate(size, "cpu:0");
+            data_ = arena_->data();
         } else {
-            foreign_.resize(size + 2 * kMargin, std::byte{0xEE});
-            data_ = foreign_.data() + kMargin;
+            other_.resize(size + 2 * kMargin, std::byte{0xEE});
+            data_ = other_.data() + kMargin;
             REQUIRE(engine.register_region(address(), size, "cpu:0").ok());
         }
     }
@@ -67,9 +66,9 @@ class Memory {
     }
     std::vector<std::byte> bytes() const { return {data_, data_ + size_}; }
     void check_margin() {
-        for (size_t i = 0; i < kMargin && !foreign_.empty(); ++i) {
-            REQUIRE(foreign_[i] == std::byte{0xEE});
-            REQUIRE(foreign_[foreign_.size() - 1 - i] == std::byte{0xEE});
+        for (size_t i = 0; i < kMargin && !other_.empty(); ++i) {
+            REQUIRE(other_[i] == std::byte{0xEE});
+            REQUIRE(other_[other_.size() - 1 - i] == std::byte{0xEE});
         }
     }
 
@@ -77,8 +76,8 @@ class Memory {
     static constexpr size_t kMargin = 64;
     Engine& engine_;
     size_t size_;
-    std::shared_ptr<transport::Memory> own_;
-    std::vector<std::byte> foreign_;
+    std::shared_ptr<transport::Memory> arena_;
+    std::vector<std::byte> other_;
     std::byte* data_ = nullptr;
 };
 

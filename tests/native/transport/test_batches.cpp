@@ -84,7 +84,7 @@ struct Area {
 //   margin | first | margin | second | third | margin | closed | margin
 class Ground {
    public:
-    Ground(const std::string& transport, uint64_t frame, RegionKind kind)
+    Ground(const std::string& transport, uint64_t frame, MemoryKind kind)
         : frame_(frame), pair_(options(transport, frame), engine_options("there", "")) {
         margin_ = 2 * frame;
         here_ = std::make_unique<Pages>(96 * frame + 2 * margin_);
@@ -97,7 +97,7 @@ class Ground {
         uint64_t half = 12 * frame, closed = 4 * frame;
         there_ = std::make_unique<Pages>(first_bytes_ + 2 * half + closed + 4 * margin_);
         uint64_t at = there_->address(margin_);
-        if (kind == RegionKind::kOwn) {
+        if (kind == MemoryKind::kHostArena) {
             own_ = *pair_.there->allocate(first_bytes_, "");
             first_ = reinterpret_cast<uint64_t>(own_->data());
             areas_.emplace_back(own_->data(), own_->size());
@@ -285,7 +285,7 @@ size_t batches_asked(size_t otherwise) {
 
 void seeded(uint64_t frame, size_t batches, uint64_t salt) {
     if (batches == 0) return;
-    for (RegionKind kind : {RegionKind::kForeign, RegionKind::kOwn}) {
+    for (MemoryKind kind : {MemoryKind::kHost, MemoryKind::kHostArena}) {
         std::vector<std::string> verdicts;
         size_t large = 0;
         each_transport([&](const std::string& transport) {
@@ -364,7 +364,7 @@ TEST_CASE("batches: a refused slice larger than the window does not move those b
 TEST_CASE("batches: reads that share a destination are done, whichever of them is refused") {
     each_transport([](const std::string& transport) {
         Pair pair(transport);
-        Memory mine(*pair.here, kMiB, RegionKind::kForeign), theirs(*pair.there, kMiB, RegionKind::kOwn);
+        Memory mine(*pair.here, kMiB, MemoryKind::kHost), theirs(*pair.there, kMiB, MemoryKind::kHostArena);
         std::memset(theirs.data(), 0x77, kMiB);
         std::vector<Slice> slices;
         for (uint64_t i = 0; i < 64; ++i) {
@@ -388,7 +388,7 @@ TEST_CASE("batches: a slice over two registrations that touch is refused, wherev
         for (uint64_t at : {uint64_t{0}, 2 * kFrame}) {
             REQUIRE(pair.there->register_region(there.address(at), 2 * kFrame, "").ok());
         }
-        Memory mine(*pair.here, 4 * kFrame, RegionKind::kOwn);
+        Memory mine(*pair.here, 4 * kFrame, MemoryKind::kHostArena);
         // The seam lies at the end of the second frame, of the first, and inside of one.
         for (uint64_t from : {uint64_t{0}, kFrame, uint64_t{4096}}) {
             for (Direction direction : {Direction::kRead, Direction::kWrite}) {
@@ -411,9 +411,9 @@ TEST_CASE("batches: a region that is closed on the way takes its own slices with
         EngineOptions options = engine_options("here", transport);
         options.frame_bytes = kFrame;
         Pair pair(options, engine_options("there", ""));
-        Memory mine(*pair.here, kDies + kStays + kFrame, RegionKind::kForeign);
+        Memory mine(*pair.here, kDies + kStays + kFrame, MemoryKind::kHost);
         for (int round = 0; round < 12; ++round) {
-            Memory stays(*pair.there, kStays, RegionKind::kForeign);
+            Memory stays(*pair.there, kStays, MemoryKind::kHost);
             Pages dies(kDies);
             stays.fill(random);
             mine.fill(random);
@@ -440,7 +440,7 @@ TEST_CASE("batches: a region that is closed on the way takes its own slices with
 
 TEST_CASE("visit: what a state machine computes wrongly is not touched") {
     transport::RegionTable table;
-    std::shared_ptr<Region> region = *table.add(4096, 4096, RegionKind::kForeign, "", nullptr);
+    std::shared_ptr<Region> region = *table.add(4096, 4096, MemoryKind::kHost, "", nullptr);
     using Access = transport::Visit::Access;
     transport::Visit visit;
     CHECK(visit.reach(*region, 4096, 4096, 0, 4096) == Access::kGranted);

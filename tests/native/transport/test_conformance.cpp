@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kMiB = 1u << 20;
 const char* const kTransports[] = {"loopback", "shm", "tcp"};
-const RegionKind kKinds[] = {RegionKind::kOwn, RegionKind::kForeign};
+const MemoryKind kKinds[] = {MemoryKind::kHostArena, MemoryKind::kHost};
 
 void each_transport(const std::function<void(const std::string&)>& body) {
     for (const char* transport : kTransports) {
@@ -28,7 +28,7 @@ void each_transport(const std::function<void(const std::string&)>& body) {
 
 TEST_CASE("transport: what is written arrives, what is read is there, and it went that way") {
     each_transport([](const std::string& transport) {
-        for (RegionKind kind : kKinds) {
+        for (MemoryKind kind : kKinds) {
             Random random(300);
             Pair pair(transport);
             Memory mine(*pair.here, 3 * kMiB, kind), theirs(*pair.there, 3 * kMiB, kind);
@@ -58,7 +58,7 @@ TEST_CASE("transport: every size from nothing to 64 MiB, at every alignment") {
         Random random(301);
         Pair pair(transport);
         size_t room = 64 * kMiB + 64;
-        Memory mine(*pair.here, room, RegionKind::kForeign), theirs(*pair.there, room, RegionKind::kOwn);
+        Memory mine(*pair.here, room, MemoryKind::kHost), theirs(*pair.there, room, MemoryKind::kHostArena);
         mine.fill(random);
         std::vector<std::byte> sent = mine.bytes();
         for (size_t size : {0ul, 1ul, 2ul, 7ul, 64ul, 4095ul, 4096ul, 4097ul, 16384ul, 65536ul, 65543ul,
@@ -81,7 +81,7 @@ TEST_CASE("transport: every size from nothing to 64 MiB, at every alignment") {
 
 TEST_CASE("transport: random batches of reads and writes against a model") {
     each_transport([](const std::string& transport) {
-        for (RegionKind kind : kKinds) {
+        for (MemoryKind kind : kKinds) {
             Random random(302);
             Pair pair(transport);
             constexpr size_t kSize = 2 * kMiB;
@@ -126,7 +126,7 @@ TEST_CASE("transport: random batches of reads and writes against a model") {
 
 TEST_CASE("transport: the target refuses what lies outside of its regions, slice by slice") {
     each_transport([](const std::string& transport) {
-        for (RegionKind kind : kKinds) {
+        for (MemoryKind kind : kKinds) {
             Random random(303);
             Pair pair(transport);
             Memory mine(*pair.here, kMiB, kind), theirs(*pair.there, kMiB, kind);
@@ -175,7 +175,7 @@ TEST_CASE("transport: the target refuses what lies outside of its regions, slice
 TEST_CASE("transport: a local range must be registered") {
     each_transport([](const std::string& transport) {
         Pair pair(transport);
-        Memory theirs(*pair.there, 4096, RegionKind::kOwn);
+        Memory theirs(*pair.there, 4096, MemoryKind::kHostArena);
         std::vector<std::byte> loose(4096);
         auto address = reinterpret_cast<uint64_t>(loose.data());
         Result<uint64_t> moved = pair.transfer({{address, theirs.address(), 4096, Direction::kRead}});
@@ -188,7 +188,7 @@ TEST_CASE("transport: a local range must be registered") {
 TEST_CASE("transport: memory that the CPU may not touch is refused, and no peer can end the process by it") {
     each_transport([](const std::string& transport) {
         Pair pair(transport);
-        Memory mine(*pair.here, 2 * kMiB, RegionKind::kOwn);
+        Memory mine(*pair.here, 2 * kMiB, MemoryKind::kHostArena);
         constexpr size_t kPage = 4096;
         struct Bad {
             const char* why;
@@ -235,7 +235,7 @@ TEST_CASE("transport: pages that their owner took away without a word cost the s
         CAPTURE(transport);
         Pair pair(transport);
         constexpr size_t kSize = 4 * kMiB;
-        Memory mine(*pair.here, kSize, RegionKind::kOwn), theirs(*pair.there, kSize, RegionKind::kForeign);
+        Memory mine(*pair.here, kSize, MemoryKind::kHostArena), theirs(*pair.there, kSize, MemoryKind::kHost);
         auto* pages = static_cast<char*>(
             ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         auto address = reinterpret_cast<uint64_t>(pages);
@@ -264,10 +264,10 @@ TEST_CASE("transport: pages that their owner took away without a word cost the s
 
 TEST_CASE("transport: regions registered later are found, deregistered ones are gone at once") {
     each_transport([](const std::string& transport) {
-        for (RegionKind kind : kKinds) {
+        for (MemoryKind kind : kKinds) {
             Random random(304);
             Pair pair(transport);
-            Memory mine(*pair.here, 4096, RegionKind::kOwn);
+            Memory mine(*pair.here, 4096, MemoryKind::kHostArena);
             mine.fill(random);
             uint64_t gone = 0;
             for (int round = 0; round < 5; ++round) {
@@ -280,7 +280,7 @@ TEST_CASE("transport: regions registered later are found, deregistered ones are 
                 REQUIRE_FALSE(moved.ok());
                 CHECK(moved.error().code == Code::kInvalidArgument);
                 REQUIRE_FALSE(pair.there->deregister_region(gone).ok());
-                if (kind == RegionKind::kForeign) {
+                if (kind == MemoryKind::kHost) {
                     REQUIRE(pair.there->register_region(gone, 4096, "").ok());  // for ~Memory
                 }
             }
@@ -294,7 +294,7 @@ TEST_CASE("transport: memory is free once deregister has returned, whoever is at
             CAPTURE(local);
             Pair pair(transport);
             constexpr size_t kSize = 4 * kMiB;
-            Memory stays(local ? *pair.there : *pair.here, kSize, RegionKind::kForeign);
+            Memory stays(local ? *pair.there : *pair.here, kSize, MemoryKind::kHost);
             Engine& owner = local ? *pair.here : *pair.there;
             for (int round = 0; round < 6; ++round) {
                 void* pages =
@@ -335,7 +335,8 @@ TEST_CASE("transport: a notification comes after the data of its batch, and once
     each_transport([](const std::string& transport) {
         Pair pair(transport);
         constexpr size_t kSize = 6 * kMiB;
-        Memory mine(*pair.here, kSize, RegionKind::kOwn), theirs(*pair.there, kSize, RegionKind::kOwn);
+        Memory mine(*pair.here, kSize, MemoryKind::kHostArena),
+            theirs(*pair.there, kSize, MemoryKind::kHostArena);
         for (int round = 1; round <= 10; ++round) {
             std::memset(mine.data(), round, kSize);
             TransferRequest request = pair.request({});
@@ -373,7 +374,8 @@ TEST_CASE("transport: a notification comes after the data of its batch, and once
 TEST_CASE("transport: a failed batch brings no notification") {
     each_transport([](const std::string& transport) {
         Pair pair(transport);
-        Memory mine(*pair.here, 4096, RegionKind::kOwn), theirs(*pair.there, 4096, RegionKind::kOwn);
+        Memory mine(*pair.here, 4096, MemoryKind::kHostArena),
+            theirs(*pair.there, 4096, MemoryKind::kHostArena);
         std::vector<Slice> slices = {{mine.address(), theirs.address(), 4096, Direction::kWrite},
                                      {mine.address(), theirs.address() + 8192, 1, Direction::kWrite}};
         TransferRequest request = pair.request(slices);
@@ -391,7 +393,8 @@ TEST_CASE("transport: tickets end once, tell by the descriptor, and can be cance
         Random random(305);
         Pair pair(transport);
         constexpr size_t kSize = 40 * kMiB;
-        Memory mine(*pair.here, kSize, RegionKind::kOwn), theirs(*pair.there, kSize, RegionKind::kOwn);
+        Memory mine(*pair.here, kSize, MemoryKind::kHostArena),
+            theirs(*pair.there, kSize, MemoryKind::kHostArena);
         std::vector<uint64_t> open;
         size_t ended = 0, cancelled = 0;
         for (int i = 0; i < 40; ++i) {
@@ -434,8 +437,8 @@ TEST_CASE("transport: many threads at once, each with its own ranges") {
     each_transport([](const std::string& transport) {
         Pair pair(transport);
         constexpr size_t kThreads = 6, kRoom = 256 * 1024;
-        Memory mine(*pair.here, kThreads * kRoom, RegionKind::kForeign);
-        Memory theirs(*pair.there, kThreads * kRoom, RegionKind::kOwn);
+        Memory mine(*pair.here, kThreads * kRoom, MemoryKind::kHost);
+        Memory theirs(*pair.there, kThreads * kRoom, MemoryKind::kHostArena);
         std::vector<std::thread> threads;
         std::atomic<int> wrong{0};
         for (size_t t = 0; t < kThreads; ++t) {
@@ -463,7 +466,7 @@ TEST_CASE("transport: a peer that closes in the middle ends the transfer, not th
     each_transport([](const std::string& transport) {
         Pair pair(transport);
         constexpr size_t kSize = 8 * kMiB;
-        Memory mine(*pair.here, kSize, RegionKind::kOwn);
+        Memory mine(*pair.here, kSize, MemoryKind::kHostArena);
         auto theirs = *pair.there->allocate(kSize, "");
         auto remote = reinterpret_cast<uint64_t>(theirs->data());
         std::atomic<int> rounds{0};
@@ -498,7 +501,7 @@ TEST_CASE("transport: close ends what runs, and every later call says so") {
     each_transport([](const std::string& transport) {
         Pair pair(transport);
         constexpr size_t kSize = 8 * kMiB;
-        Memory theirs(*pair.there, kSize, RegionKind::kOwn);
+        Memory theirs(*pair.there, kSize, MemoryKind::kHostArena);
         auto mine = *pair.here->allocate(kSize, "");
         auto local = reinterpret_cast<uint64_t>(mine->data());
         std::vector<std::thread> threads;

@@ -50,7 +50,7 @@ TEST_CASE("engine: each transport says in one sentence why it is unavailable") {
 
 TEST_CASE("engine: the cheapest path is taken, and segment() tells which") {
     Pair pair(engine_options("here", ""), engine_options("there", ""));
-    Memory own(*pair.there, 4096, RegionKind::kOwn), foreign(*pair.there, 100, RegionKind::kForeign);
+    Memory own(*pair.there, 4096, MemoryKind::kHostArena), foreign(*pair.there, 100, MemoryKind::kHost);
     SegmentInfo info = *pair.here->segment(pair.segment);
     CHECK(info.name == "there");
     CHECK(info.id == pair.there->segment_id());
@@ -59,13 +59,13 @@ TEST_CASE("engine: the cheapest path is taken, and segment() tells which") {
     for (const SegmentRegion& region : info.regions) {
         CHECK(region.transport == "loopback");
         CHECK(region.location == "cpu:0");
-        CHECK(region.length == (region.kind == RegionKind::kOwn ? 4096 : 100));
+        CHECK(region.length == (region.kind == MemoryKind::kHostArena ? 4096 : 100));
     }
     EngineOptions far = engine_options("far", "");
     far.host_id = "another";
     far.transports = std::vector<std::string>{"shm", "tcp"};
     Pair apart(far, engine_options("there", ""));
-    Memory memory(*apart.there, 4096, RegionKind::kOwn);
+    Memory memory(*apart.there, 4096, MemoryKind::kHostArena);
     CHECK(apart.here->segment(apart.segment)->regions[0].transport == "tcp");
 }
 
@@ -80,11 +80,11 @@ TEST_CASE("engine: one batch to several peers, each slice with its own state") {
     for (auto& peer : peers) numbers.push_back(*here->open(peer->addresses().front()));
     constexpr size_t kSlices = 300, kSize = 2000;
     Random random(320);
-    Memory mine(*here, kSlices * kSize, RegionKind::kForeign);
+    Memory mine(*here, kSlices * kSize, MemoryKind::kHost);
     mine.fill(random);
     std::vector<std::unique_ptr<Memory>> theirs;
     for (auto& peer : peers)
-        theirs.push_back(std::make_unique<Memory>(*peer, kSlices * kSize, RegionKind::kOwn));
+        theirs.push_back(std::make_unique<Memory>(*peer, kSlices * kSize, MemoryKind::kHostArena));
     for (bool waits : {true, false}) {
         std::vector<Slice> slices;
         std::vector<uint32_t> segments;
@@ -125,7 +125,7 @@ TEST_CASE("engine: an engine may speak to itself, also over ranges that meet") {
     auto here = make_engine(engine_options("here", ""));
     uint32_t self = *here->open(here->addresses().front());
     Random random(321);
-    Memory memory(*here, 10000, RegionKind::kOwn);
+    Memory memory(*here, 10000, MemoryKind::kHostArena);
     memory.fill(random);
     std::vector<std::byte> before = memory.bytes();
     std::vector<Slice> slices = {{memory.address(), memory.address() + 100, 5000, Direction::kWrite}};

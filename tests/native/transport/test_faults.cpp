@@ -29,8 +29,8 @@ struct Cabled {
         here = make_engine(options);
         there = make_engine(engine_options("there", ""));
         relay = std::make_unique<Relay>(there->addresses().front());
-        mine = std::make_unique<Memory>(*here, size, RegionKind::kOwn);
-        theirs = std::make_unique<Memory>(*there, size, RegionKind::kForeign);
+        mine = std::make_unique<Memory>(*here, size, MemoryKind::kHostArena);
+        theirs = std::make_unique<Memory>(*there, size, MemoryKind::kHost);
     }
     void open() {
         Result<uint32_t> opened = here->open(relay->address());
@@ -214,7 +214,7 @@ struct Held {
 
     Held(Engine& here, const std::string& name, size_t size) : peer(make_engine(engine_options(name, ""))) {
         relay = std::make_unique<Relay>(peer->addresses().front());
-        theirs = std::make_unique<Memory>(*peer, size, RegionKind::kOwn);
+        theirs = std::make_unique<Memory>(*peer, size, MemoryKind::kHostArena);
         relay->cut_after(1, 500);  // its handshake is smaller, its caller's question is not
         segment = *here.open(relay->address());
         relay->cut(0);
@@ -250,7 +250,7 @@ TEST_CASE("tcp: jobs of a stream that fails come through when all working thread
     EngineOptions options = engine_options("here", "tcp");
     options.timeout_ms = 30000;
     auto here = make_engine(options);
-    auto mine = std::make_unique<Memory>(*here, kSize, RegionKind::kOwn);
+    auto mine = std::make_unique<Memory>(*here, kSize, MemoryKind::kHostArena);
     Held one(*here, "one", kSize), other(*here, "other", kSize);
     std::memset(one.theirs->data(), 0x44, kSize);
     one.hold(*here, mine->address());

@@ -156,10 +156,10 @@ TEST_CASE("hostile: mutated and random frames over TCP") {
     Random random(360);
     EngineOptions options = engine_options("there", "");
     auto there = make_engine(options);
-    Memory memory(*there, 100000, RegionKind::kForeign);
+    Memory memory(*there, 100000, MemoryKind::kHost);
     auto here = make_engine(engine_options("here", "tcp"));
     uint32_t segment = *here->open(there->addresses().front());
-    Memory mine(*here, 4096, RegionKind::kOwn);
+    Memory mine(*here, 4096, MemoryKind::kHostArena);
     for (uint32_t round = 0; round < 250; ++round) {
         Result<Dialed> dialed = dial(to(*there));
         REQUIRE_MESSAGE(dialed.ok(), (dialed.ok() ? "" : dialed.error().text));
@@ -318,7 +318,7 @@ TEST_CASE("hostile: a target that answers anything") {
     EngineOptions options = engine_options("here", "tcp");
     options.timeout_ms = 300;
     auto here = make_engine(options);
-    Memory mine(*here, 5000, RegionKind::kForeign);
+    Memory mine(*here, 5000, MemoryKind::kHost);
     int good = 0, bad = 0;
     for (int round = 0; round < 60; ++round) {
         Result<uint32_t> segment = here->open(doorman->addresses().front());

@@ -79,7 +79,7 @@ TEST_CASE("engine wire: the examples of the page") {
     regions[0]->id = 7;
     regions[0]->address = 0x400000;
     regions[0]->length = 4096;
-    regions[0]->kind = RegionKind::kOwn;
+    regions[0]->kind = MemoryKind::kHostArena;
     regions[0]->location = "cpu:0";
     CHECK(framed(Kind::kEngineRegions, kFlagAnswer, 2, with([&](Writer& w) {
                      w.number(uint64_t{0});
@@ -110,6 +110,23 @@ TEST_CASE("engine wire: the examples of the page") {
                  })) == example("FENCE of"));
 }
 
+TEST_CASE("engine wire: a region of a kind that is not known here is listed, and no link reaches it") {
+    Regions regions = {std::make_shared<Region>()};
+    regions[0]->address = 4096;
+    regions[0]->length = 100;
+    regions[0]->kind = static_cast<MemoryKind>(9);
+    std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, regions); });
+    std::optional<std::vector<RegionRow>> rows = decode_regions(Reader(body));
+    REQUIRE(rows.has_value());
+    CHECK(kind_name(rows->front().kind) == "kind 9");
+    std::string why;
+    for (auto kind : {MemoryKind::kDevice, MemoryKind::kFile, rows->front().kind}) {
+        CHECK_FALSE(reached_by_cpu(kind, &why));
+        CHECK(why.find(kind_name(kind)) != std::string::npos);
+    }
+    CHECK(reached_by_cpu(MemoryKind::kHostArena, &why));
+}
+
 TEST_CASE("engine wire: what is cut off, too long or out of order is not read") {
     for (const char* caption : {"HELLO of", "REGIONS, answer"}) {
         std::vector<std::byte> body = body_of(example(caption));
@@ -128,4 +145,7 @@ TEST_CASE("engine wire: what is cut off, too long or out of order is not read") 
     }
     std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, wrong); });
     CHECK_FALSE(decode_regions(Reader(body)).has_value());
+    wrong[1]->address = 8192;
+    body = with([&](Writer& w) { encode_regions(w, wrong); });
+    CHECK(decode_regions(Reader(body)).has_value());
 }

@@ -15,9 +15,7 @@ Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, con
     return std::shared_ptr<transport::Link>(std::make_shared<Link>(std::move(target), counters));
 }
 
-double Link::cost_us(RegionKind, uint64_t bytes, std::string*) const {
-    return 0.1 + static_cast<double>(bytes) / 10000;
-}
+bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
 
 Status Link::run(Job& job) {
     std::shared_ptr<const Regions> regions = target_->regions->all();

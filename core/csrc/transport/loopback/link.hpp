@@ -12,7 +12,7 @@ class Link final : public transport::Link {
 
     std::string_view transport() const override { return "loopback"; }
     std::string path() const override { return "loopback"; }
-    double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const override;
+    bool reaches(MemoryKind kind, std::string* why) const override;
     Status run(Job& job) override;
 
     Link(std::shared_ptr<Target> target, Counters& counters)

@@ -102,7 +102,7 @@ Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     if (gate_->page().nonce != nonce) {
         return Error{Code::kUnavailable, "the memory the peer passed is not the memory the peer sees"};
     }
-    probe_foreign(nonce, page_address);
+    probe_process_vm(nonce, page_address);
     path_ = "shm (process " + std::to_string(pid_) + ")";
     auto watch = std::make_shared<Watch>(alive_, Fd(::fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)));
     loop_.post([&loop = loop_, watch] { loop.add(watch->fd(), EPOLLRDHUP, watch); });
@@ -110,11 +110,11 @@ Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
 }
 
 // Reads the gate's page out of the peer: the right process, and the kernel lets us.
-void Link::probe_foreign(uint64_t nonce, uint64_t page_address) {
+void Link::probe_process_vm(uint64_t nonce, uint64_t page_address) {
     ucred peer{};
     socklen_t size = sizeof(peer);
     if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid == 0) {
-        no_foreign_ = "the peer's process is in another pid namespace";
+        no_process_vm_ = "the peer's process is in another pid namespace";
         return;
     }
     pid_ = peer.pid;
@@ -123,26 +123,27 @@ void Link::probe_foreign(uint64_t nonce, uint64_t page_address) {
     iovec there{reinterpret_cast<void*>(page_address), sizeof(seen)};
     ssize_t n = ::process_vm_readv(pid_, &here, 1, &there, 1, 0);
     if (n != sizeof(seen)) {
-        no_foreign_ =
+        no_process_vm_ =
             std::string("the kernel forbids process_vm_readv of the peer (") + std::strerror(errno) + ")";
     } else if (seen != nonce) {
-        no_foreign_ = "the peer's process has another number here";
+        no_process_vm_ = "the peer's process has another number here";
     }
-    foreign_ = no_foreign_.empty();
+    process_vm_ = no_process_vm_.empty();
 }
 
 Link::~Link() { ::shutdown(fd_.get(), SHUT_RDWR); }  // ends the watch, and the peer's session
 
-double Link::cost_us(RegionKind kind, uint64_t bytes, std::string* why) const {
+bool Link::reaches(MemoryKind kind, std::string* why) const {
+    std::string text;
     if (!alive_->load() || gate_->page().closed.load() != 0) {
-        if (why != nullptr) *why = lost().text;
-        return -1;
+        text = lost().text;
+    } else if (kind == MemoryKind::kHost && !process_vm_) {
+        text = no_process_vm_.empty() ? kForbidden : no_process_vm_;
+    } else if (kind != MemoryKind::kHost && kind != MemoryKind::kHostArena) {
+        text = "shared memory does not reach memory of the kind \"" + kind_name(kind) + "\"";
     }
-    if (kind == RegionKind::kForeign && !foreign_) {
-        if (why != nullptr) *why = no_foreign_;
-        return -1;
-    }
-    return (kind == RegionKind::kOwn ? 0.2 : 1.0) + static_cast<double>(bytes) / 8000;
+    if (why != nullptr) *why = text;
+    return text.empty();
 }
 
 Status Link::ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed) {
@@ -203,7 +204,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
     if (!rows) return Error{Code::kProtocol, "the peer sent an unreadable list of regions"};
     for (RegionRow& row : *rows) {
         Place place{row, nullptr};
-        if (row.kind == RegionKind::kOwn) {
+        if (row.kind == MemoryKind::kHostArena) {
             const Place* known = old == nullptr ? nullptr : old->find(row.address, row.length);
             if (known != nullptr && known->row.id == row.id) {
                 place.mapping = known->mapping;
@@ -222,7 +223,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
     return std::shared_ptr<const View>(next);
 }
 
-// One job on its way: what it is inside of, and the foreign ranges that wait for the next system call.
+// One job on its way: what it is inside of, and the ranges that wait for the next process_vm call.
 class Link::Carrier {
    public:
     Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_.shm) {}
@@ -238,11 +239,10 @@ class Link::Carrier {
         if (Status status = flush(); !status) return status;
         leave();
         if (!link_.alive_->load()) return lost();
-        if (job_.waiting != 0) {
-            return Error{Code::kUnavailable,
-                         link_.no_foreign_.empty() ? kForbidden : link_.no_foreign_.c_str()};
-        }
-        return success();
+        if (job_.waiting == 0) return success();
+        std::string why;
+        (void)link_.reaches(unreached_, &why);
+        return Error{Code::kUnavailable, why};
     }
 
    private:
@@ -268,7 +268,10 @@ class Link::Carrier {
                 fail(i, "the range " + range_text(slice) + " lies in no registered region of the peer");
                 return success();
             }
-            if (place->row.kind == RegionKind::kForeign && !link_.foreign_) return success();  // waits
+            if (place->mapping == nullptr && !(place->row.kind == MemoryKind::kHost && link_.process_vm_)) {
+                unreached_ = place->row.kind;
+                return success();  // waits
+            }
             uint64_t n = std::min(slice.length - at, kAccessBytesMax - held_);
             Visit::Access mine = here_.reach(*job_.locals[i], slice.local, slice.length, at, n);
             if (mine == Visit::Access::kClosing) {
@@ -282,7 +285,7 @@ class Link::Carrier {
             }
             held_ += n;
             auto* local = reinterpret_cast<std::byte*>(slice.local + at);
-            if (place->row.kind == RegionKind::kOwn) {
+            if (place->mapping != nullptr) {
                 std::byte* remote = place->mapping->data() + (slice.remote + at - place->row.address);
                 moonpool::copy(write ? remote : local, write ? local : remote, n);
                 at += n;
@@ -340,7 +343,8 @@ class Link::Carrier {
         place_ = nullptr;
     }
 
-    // Moves the foreign ranges that have gathered. The kernel stops at the first that it cannot reach.
+    // Moves the ranges that have gathered, by one process_vm call. The kernel stops at the first that it
+    // cannot reach.
     Status flush() {
         size_t at = 0;
         while (at < local_.size()) {
@@ -365,7 +369,8 @@ class Link::Carrier {
             int error = errno;
             if (n < 0 && error == EINTR) continue;
             if (n < 0 && (error == EPERM || error == ENOSYS)) {
-                link_.foreign_ = false;  // as it was allowed before, the reason is a change of the system's
+                link_.process_vm_ =
+                    false;  // as it was allowed before, the reason is a change of the system's
                 clear();
                 return Error{Code::kUnavailable, kForbidden};
             }
@@ -407,6 +412,7 @@ class Link::Carrier {
     uint64_t held_ = 0;
     bool refreshed_ = false;
     bool write_ = false;
+    MemoryKind unreached_ = MemoryKind::kHost;  // of a slice that waits for another path
     std::vector<iovec> local_, remote_;
     std::vector<Piece> pieces_;
 };

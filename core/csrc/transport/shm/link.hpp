@@ -1,5 +1,6 @@
-// A peer on this host: its own memory is mapped here and copied by the calling thread; its foreign memory is
-// moved by process_vm_readv and process_vm_writev, many ranges in one call, where the kernel permits that.
+// A peer on this host: its kHostArena memory is mapped here and copied by the calling thread; its kHost
+// memory is moved by process_vm_readv and process_vm_writev, many ranges in one call, where the kernel
+// permits that.
 //
 // That both are on one host is proved, never guessed: the same boot id, the same host_id, a descriptor passed
 // through a socket of this network namespace, and the nonce in the page behind it.
@@ -31,13 +32,13 @@ class Link final : public transport::Link {
 
     std::string_view transport() const override { return "shm"; }
     std::string path() const override { return path_; }
-    double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const override;
+    bool reaches(MemoryKind kind, std::string* why) const override;
     Status run(Job& job) override;
 
     Link(EventLoop& loop, Counters& counters) : loop_(loop), counters_(counters) {}
 
    private:
-    // A peer's region and, when it is the peer's own memory, where it is mapped here.
+    // A peer's region and, of kHostArena, where it is mapped here.
     struct Place {
         RegionRow row;
         std::shared_ptr<Mapping> mapping;
@@ -51,7 +52,7 @@ class Link final : public transport::Link {
     class Carrier;
 
     Status open(const PeerInfo& peer, const Identity& self, int timeout_ms);
-    void probe_foreign(uint64_t nonce, uint64_t page_address);
+    void probe_process_vm(uint64_t nonce, uint64_t page_address);
     Result<std::shared_ptr<const View>> view(bool fresh);
     Result<std::shared_ptr<Mapping>> map(const RegionRow& row);
     Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed);
@@ -62,8 +63,8 @@ class Link final : public transport::Link {
     std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);
     std::unique_ptr<Gate> gate_;
     pid_t pid_ = 0;
-    std::string no_foreign_;  // why foreign memory is out of reach, empty: it is not
-    std::atomic<bool> foreign_{false};
+    std::string no_process_vm_;  // why kHost memory is out of reach, empty: it is not
+    std::atomic<bool> process_vm_{false};
 
     std::mutex mutex_;  // the socket, and the refresh of the view
     Fd fd_;

@@ -172,9 +172,7 @@ std::string Link::path() const {
     return "tcp " + (path_.empty() ? address_ : path_);
 }
 
-double Link::cost_us(RegionKind, uint64_t bytes, std::string*) const {
-    return 15 + static_cast<double>(bytes) / 2500;
-}
+bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
 
 // False: nothing is left to try.
 bool Link::begin_try(Job& job, int tried) {

@@ -24,7 +24,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
 
     std::string_view transport() const override { return "tcp"; }
     std::string path() const override;
-    double cost_us(RegionKind kind, uint64_t bytes, std::string* why) const override;
+    bool reaches(MemoryKind kind, std::string* why) const override;
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
 
