@@ -33,7 +33,7 @@ from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.discovery.sources import make_sources
-from moonpool.disagg_proxy.dispatch.dispatcher import ASKED_MAX, Dispatcher
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality
 from moonpool.disagg_proxy.endpoints.admin import AdminEndpoints
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -54,6 +54,7 @@ from moonpool.disagg_proxy.settings import (
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
+from moonpool.disagg_proxy.tokens.prompt_ids import ASKED_MAX
 from moonpool.disagg_proxy.tokens.source import TokenSource
 from moonpool.disagg_proxy.tokens.tokenizer_threads import TokenizerThreads
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of

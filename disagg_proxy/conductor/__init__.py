@@ -1,5 +1,6 @@
-"""Conductor: decides which engine serves a request. Pure: requests, engines and ``now`` in, a choice out.
+"""Conductor: decides which engine serves a request. Pure: no sockets, no clocks, no event loop.
 
-No sockets, no clocks, no event loop; the proxy's event loop calls it, once a request. The simulator runs the
-same code.
+``scheduler.py`` is its door: requests, observations and the time go in, what the proxy is to do comes out. It
+owns admission (``admission.py``), the queue (``gate.py``, ``line.py``), the policy (``policies/``) and the
+account of what is under way (``accounts.py``). The proxy and the simulator drive the same one.
 """

@@ -8,25 +8,14 @@ is replaced whole. What concerns those that wait is the dispatcher's lock to gua
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.scheduler import Fit
 from moonpool.disagg_proxy.engines.engine import Engine
 
 GENERATES = frozenset(("chat", "completions", "generate"))
 _SETS_MAX = 4096  # of engines that were seen together
-
-
-class Fit(NamedTuple):
-    """Instances that may be chosen now. computing: those that compute prompts."""
-
-    instances: tuple[Instance, ...]
-    computing: tuple[Instance, ...]
-
-    @classmethod
-    def of(cls, instances: tuple[Instance, ...]) -> Fit:
-        return cls(instances, tuple(each for each in instances if each.role is not Role.DECODE))
 
 
 class Candidates:

@@ -35,14 +35,14 @@ class ConductorCollector(Collector):
             yield CounterMetricFamily(
                 f"moonpool_proxy_known_prompts_{outcome}",
                 "Prompts whose tokens were, or were not, known from before",
-                getattr(dispatcher.known, outcome),
+                getattr(dispatcher.prompts.known, outcome),
             )
         yield CounterMetricFamily(
             "moonpool_proxy_impossible_times",
             "Observations whose times cannot be: a clock jumped; nothing was learnt from them",
-            dispatcher.accounts.nonsense,
+            dispatcher.scheduler.accounts.nonsense,
         )
-        hidden = dispatcher.accounts.hidden_pool
+        hidden = dispatcher.scheduler.accounts.hidden_pool
         if hidden is not None:
             yield _family(
                 "moonpool_proxy_hidden_pool",
@@ -61,8 +61,8 @@ class ConductorCollector(Collector):
             yield from self._streams(self._subscriber)
 
     def _gate(self) -> Iterator[Metric]:
-        gate, admission = self._dispatcher.gate, self._dispatcher.admission
-        if gate is None or admission is None:
+        gate, admission = self._dispatcher.scheduler.gate, self._dispatcher.scheduler.admission
+        if admission is None:
             return
         text = "Requests that wait in the proxy until they may be sent"
         yield _family("moonpool_proxy_queue_requests", text, (), {(): len(gate.line)})
@@ -74,7 +74,7 @@ class ConductorCollector(Collector):
         yield _family("moonpool_proxy_admission_margin", text, ("prediction",), margins)
 
     def _engines(self) -> Iterator[Metric]:
-        accounts = self._dispatcher.accounts
+        accounts = self._dispatcher.scheduler.accounts
         rows: dict[str, tuple[str, Values]] = {
             "cache_predictions_total": (
                 "Answers whose cached tokens were compared with what was predicted",
@@ -115,7 +115,7 @@ class ConductorCollector(Collector):
             "Predictions of the time to the first token that were compared with what was observed",
             labels=("engine",),
         )
-        for instance in self._dispatcher.accounts.instances:
+        for instance in self._dispatcher.scheduler.accounts.instances:
             counts.add_metric((instance.name,), instance.ttft_ratios.observed)
             if not instance.ttft_ratios.known:
                 continue

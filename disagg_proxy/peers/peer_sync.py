@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, STREAMS_S
 from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.peers.host_identity import may_be_one
@@ -36,8 +36,8 @@ class PeerSync:
         self._warned: set[str] = set()  # by the name of an engine
         self.shared = RemoteInflight(self._find, self._heard_of_blocks)
         self.link = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
-        dispatcher.accounts.changed = self.link.tell
-        dispatcher.accounts.others = self.shared.__len__
+        dispatcher.scheduler.accounts.changed = self.link.tell
+        dispatcher.scheduler.accounts.others = self.shared.__len__
         dispatcher.placed = self._tell_blocks
 
     def start(self, *, waits: bool = False) -> None:
@@ -50,7 +50,7 @@ class PeerSync:
 
     def stop(self) -> None:
         """Idempotent."""
-        self._dispatcher.accounts.changed = self._dispatcher.placed = None
+        self._dispatcher.scheduler.accounts.changed = self._dispatcher.placed = None
         self.link.stop()
 
     def expire(self, now_s: float) -> None:
@@ -60,7 +60,7 @@ class PeerSync:
         )
 
     def _find(self, name: str, site: str) -> Instance | None:
-        instances = self._dispatcher.accounts.instances
+        instances = self._dispatcher.scheduler.accounts.instances
         if instances is not self._seen:  # a thousand engines are looked for by name in each message
             self._seen = instances
             self._by_name = {each.known_as: each for each in instances}
@@ -86,7 +86,7 @@ class PeerSync:
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:
             then()  # what waits to be told is in the state already
-            return self._dispatcher.accounts.in_flight(now_s)
+            return self._dispatcher.scheduler.accounts.in_flight(now_s)
 
         return self._dispatcher.in_books(look)
 

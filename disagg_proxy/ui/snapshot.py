@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool import __version__
+from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
-from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.stream_watch import StreamWatch
@@ -128,7 +128,7 @@ class SnapshotBuilder:
         self._made_s = -math.inf
         self.history = History(self.wait_s, lambda: look().rejected)
         if dispatcher.uses_tokens:
-            dispatcher.accounts.ended = self.history.ended
+            dispatcher.scheduler.accounts.ended = self.history.ended
         else:
             dispatcher.seen = self.history.observed
 

@@ -65,7 +65,7 @@ class Fleet:
         while not self.is_clean():
             await asyncio.sleep(0.005)
         dispatcher = self.proxy._dispatcher
-        while len(dispatcher.accounts):
+        while len(dispatcher.scheduler.accounts):
             dispatcher.learn()
             await asyncio.sleep(0.005)
         self.proxy.check_integrity()
@@ -224,7 +224,7 @@ def test_an_engine_that_dies_is_forgotten_and_its_requests_go_elsewhere() -> Non
             while dispatcher.healthy_count == 2:
                 await asyncio.sleep(0.01)
             gone = next(engine for engine in f.proxy.engines if engine.name == why["engine"])
-            assert dispatcher.accounts.instances[gone.place].books.requests == 0
+            assert dispatcher.scheduler.accounts.instances[gone.place].books.requests == 0
 
     play(scenario)
 
@@ -290,7 +290,7 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
             assert 0.05 - early_s <= model.predict(1_000) <= max(took_s)
             whole_s = f.proxy.counters().engines[0].first_byte[1]
             assert FEWEST * (0.05 - early_s) <= whole_s <= sum(took_s)
-            compared = f.proxy._dispatcher.accounts.calibration.recent()
+            compared = f.proxy._dispatcher.scheduler.accounts.calibration.recent()
             assert [each.instance for each in compared] == [f.proxy._dispatcher.instances[0].name] * FEWEST
             async with f.session.get(f.url + "/metrics") as page:
                 text = await page.text()
@@ -349,7 +349,7 @@ def test_predicted_and_observed_cache_hits_agree() -> None:
                 if number < 5:
                     await f.hear()
             await f.settle()
-            watches = f.proxy._dispatcher.accounts.watches.values()
+            watches = f.proxy._dispatcher.scheduler.accounts.watches.values()
             assert sum(watch.reports for watch in watches) == 60
             assert sum(watch.wrong for watch in watches) == 0
 

@@ -3,8 +3,9 @@
     arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
             -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
 
-The policy sees what it sees in the proxy (``Desk``): ``Instance`` objects whose books and models are kept by
-``Accounts`` from observations of the same form. It does not see the machine, nor how long an answer will be.
+The policy sees what it sees in the proxy (``Desk``): ``Instance`` objects whose books and models the
+``Scheduler`` keeps, from observations of the same form. It does not see the machine, nor how long an answer
+will be.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Cluster:
         for number, desk in enumerate(desks):
             desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool)
             if self._exchanging:
-                desk.accounts.changed = functools.partial(self._tell, number)
+                desk.scheduler.accounts.changed = functools.partial(self._tell, number)
         for instance in self.instances:
             self._open(instance.place)
         for each in check(happenings, counts):

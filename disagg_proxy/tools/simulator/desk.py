@@ -1,6 +1,6 @@
-"""One simulated proxy: what a real one decides and keeps account of, with the same objects.
+"""One simulated proxy: the scheduler of a real one, driven by the simulation's time.
 
-    arrival -> gate: refused, waits, or -> what the caches hold -> policy.choose -> admission -> sent
+    arrival -> scheduler.submit: refused, waits, or -> what the caches hold -> policy.choose -> sent
 
 What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several desks
 have instances, books and models of their own, and tell each other what they have in flight, and which blocks
@@ -10,16 +10,25 @@ it brings where.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
-from moonpool.disagg_proxy.conductor.admission import Admission, Outlook, Refusal, ttft_s
+from moonpool.disagg_proxy.conductor.admission import Admission, Refusal, ttft_s
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.demand import Dear
-from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASE_EVERY_S, Asked, Gate, Send
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
+from moonpool.disagg_proxy.conductor.gate import RELEASE_EVERY_S
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.policy import Policy
+from moonpool.disagg_proxy.conductor.scheduler import (
+    NO_OBJECTIVE,
+    Dispatched,
+    Fit,
+    PendingRequest,
+    QueueLimits,
+    Refused,
+    Scheduler,
+)
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
-from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.wire import BlocksExpected
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
@@ -33,7 +42,6 @@ NO_INSTANCE = "no_instance"
 KEY_BYTES = 16  # of a block, between proxies
 
 _BEGUN, _ENDED = Stage.BEGUN, Stage.ENDED  # an enum's members are slow to look up
-_DECODE = Role.DECODE
 
 
 class Engines(Protocol):
@@ -49,6 +57,11 @@ class Engines(Protocol):
         """It is not sent; ``why_not`` says why."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Pending(PendingRequest):
+    job: Job
+
+
 class Desk:
     """queue: so many requests may wait before they are sent, up to queue_deadline_s."""
 
@@ -59,13 +72,10 @@ class Desk:
         queue: int = 0,
         queue_deadline_s: float = 30.0,
     ) -> None:
-        self.accounts = Accounts((), admission)
-        self.accounts.went = hook_of(policy)
-        self.accounts.learnt = lambda instance: instance.teach(self.fleet.sisters(instance))
+        self._objective = NO_OBJECTIVE if admission is None else admission.objective
+        limits = QueueLimits(queue, queue_deadline_s)
+        self.scheduler: Scheduler[_Pending] = Scheduler(policy, self, admission, limits)
         self.expected = Expected()
-        self._policy = policy
-        self._admission = admission
-        self._gate: Gate[Job] = Gate(self, queue, queue_deadline_s)
         self._releases = False  # an event for that is planned
 
     def open(self, engines: Engines, fleet: Fleet, *, pool: bool) -> None:
@@ -78,47 +88,35 @@ class Desk:
             lambda name, _: next((each for each in fleet.instances if each.name == name), None), self._placed
         )
         for instance in fleet.instances:
-            self.accounts.join(instance)
+            self.scheduler.join(instance)
 
     def join(self, name: str) -> int:
         """An instance of this name, or kind; its place."""
         instance = self.fleet.join(name)
-        self.accounts.join(instance)
+        self.scheduler.join(instance)
         return instance.place
 
     def leave(self, place: int) -> None:
         """Nothing of the instance is under way any more."""
-        self.accounts.forget(place)
-        self.accounts.leave(place)
+        self.scheduler.forget(place)
+        self.scheduler.leave(place)
         self.expected.forget(place)
 
     def arrive(self, job: Job) -> None:
-        longest_s = math.inf if self._admission is None else self._admission.objective.ttft_s
-        if not self.fleet.can_serve():
-            self._refuse(job, NO_INSTANCE)
-            return
-        refusal, out = self._gate.arrive(job, None, "", 0, longest_s, self._events.now_s)
-        if refusal is not None:
-            self._refuse(job, refusal.reason)
-        if out is not None:
-            self._refuse(out[0], out[1].reason)
+        self._carry_out(self.scheduler.submit(self._pending(job), self._events.now_s))
         self._release_later()
 
     def again(self, job: Job) -> None:
         """An instance died before its first token: a proxy sends such a request anew, whatever it costs."""
         self.observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.FAILED)
         job.restart()
-        if not self.fleet.can_serve():
-            self._refuse(job, NO_INSTANCE)
-            return
-        asked, choice = self._choose(job)
-        self._send(job, asked, choice, None)
+        self._carry_out([self.scheduler.dispatch(self._pending(job), self._events.now_s)])
 
     def turned_away(self, job: Job) -> bool:
         """Whether admission ends it now that its prompt is computed."""
-        if self._admission is None or job.choice is None:
+        if job.choice is None:
             return False
-        refusal = self._admission.after_prefill(job.name, *job.choice)
+        refusal = self.scheduler.after_prefill(job.name, *job.choice)
         if refusal is None:
             return False
         self.observe(job, Stage.ENDED, handed=Handed.NOT)
@@ -130,7 +128,7 @@ class Desk:
         now_s = self._events.now_s
         apart = job.prefill_place != job.decode_place
         reused = job.own + job.fetched
-        self.accounts.learn(
+        self.scheduler.observe(
             Observation(  # in order, because that many names cost four times as much
                 job.name,
                 1,  # note
@@ -162,76 +160,66 @@ class Desk:
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
         if not len(self.shared):
-            self.accounts.check_integrity()
+            self.scheduler.check_integrity()
         self.shared.check_integrity()
         self.expected.check_integrity()
 
-    # What the gate asks
+    # What the scheduler asks
 
-    def is_busy(self, ticket: Job, now_s: float) -> bool:
-        return all(
-            each.books.wait_s(now_s) >= HOLD_S for each in self.fleet.instances if each.role is not _DECODE
-        )
-
-    def share(self, ticket: Job) -> int:
-        return sum(each.role is not _DECODE for each in self.fleet.instances)
-
-    def is_gone(self, ticket: Job) -> bool:
+    def is_gone(self, pending: _Pending) -> bool:
         return False
 
-    def gap_s(self, ticket: Job) -> float:
-        return math.inf if self._admission is None else self._admission.objective.gap_s
+    def eligible(self, pending: _Pending) -> Fit:
+        return self.fleet.eligible
 
-    def how_dear(self, ticket: Job, now_s: float) -> Dear:
-        if self._admission is None:
-            return Dear.ALL
-        asked = Request(ticket.arrival.tokens)
-        return self._admission.how_dear(None, asked, self.fleet.instances, now_s)
-
-    def ask(self, ticket: Job, waited_s: float, now_s: float, send: Send, *, dear: bool = False) -> Asked:
-        if not self.fleet.can_serve():
-            return Asked(0.0, Refusal(NO_INSTANCE, 0.0, "no instance is left"), final=True)
-        asked, choice = self._choose(ticket)
-        if send is Send.BESIDE and choice.computes.role is _DECODE:
-            send, waited_s = Send.NOW, 0.0
-        outlook = None
-        if self._admission is not None:
-            outlook = self._admission.outlook(asked, choice, now_s, waited_s=waited_s, dear=dear)
-        refusal = None if outlook is None else outlook.refusal
-        sent = refusal is None and send is Send.NOW
-        if sent:
-            self._send(ticket, asked, choice, outlook)
-        final = self._admission is not None and self._admission.is_final(
-            refusal, asked, self.fleet.instances, self._admission.objective
-        )
-        return Asked(choice.prefill_s, refusal, sent=sent, final=final)
-
-    # What happens to a request
-
-    def _choose(self, job: Job) -> tuple[Request, Choice]:
+    def look(self, pending: _Pending) -> Request:
+        job, admission = pending.job, self.scheduler.admission
         held = self._engines.caches.find(job.blocks, expected=self.expected, unit=BLOCK_TOKENS)
-        asked = Request(
+        return Request(
             job.arrival.tokens,
             held.by_place,
             held.anywhere * BLOCK_TOKENS if self._pool else 0,
             holder=self.fleet.at[held.best].sender if self._pool and held.anywhere else None,
-            gap_s=math.inf if self._admission is None else self._admission.gap_limit_s(),
+            gap_s=math.inf if admission is None else admission.gap_limit_s(),
         )
-        return asked, self._policy.choose(asked, self.fleet.instances, self._events.now_s)
 
-    def _send(self, job: Job, asked: Request, choice: Choice, outlook: Outlook | None) -> None:
-        now_s = self._events.now_s
-        job.choice = (asked, choice)
+    def none_eligible(self, pending: _Pending) -> Refusal:
+        return Refusal(NO_INSTANCE, 0.0, "no instance is left")
+
+    def objection(self, pending: _Pending, choice: Choice) -> Refusal | None:
+        job, now_s = pending.job, self._events.now_s
+        # Before its own prompt is in the line.
+        job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(pending.asked, choice, now_s)
+        return None
+
+    def sisters(self, instance: Instance) -> Iterable[Instance]:
+        return self.fleet.sisters(instance)
+
+    # What happens to a request
+
+    def _pending(self, job: Job) -> _Pending:
+        return _Pending(name=job.name, asked=Request(job.arrival.tokens), objective=self._objective, job=job)
+
+    def _carry_out(self, effects: Iterable[Dispatched[_Pending] | Refused[_Pending]]) -> None:
+        for effect in effects:
+            if isinstance(effect, Refused):
+                effect.pending.job.why_not = effect.refusal.reason
+                self._engines.refused(effect.pending.job)
+            else:
+                self._send(effect.pending, effect.choice)
+
+    def _send(self, pending: _Pending, choice: Choice) -> None:
+        job = pending.job
+        job.choice = (pending.asked, choice)
         job.prefill_place, job.decode_place = choice.computes.place, choice.decode.place
         job.fetches = self._pool and choice.fetch
-        job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(asked, choice, now_s)
-        self.accounts.sent(job.name, choice, asked, streams=True, now_s=now_s, outlook=outlook)
         blocks = job.blocks
         self.expected.expect(job.prefill_place, blocks)
         job.expected = True
-        if self.accounts.changed is not None:
+        changed = self.scheduler.accounts.changed
+        if changed is not None:
             keys = b"".join([block.to_bytes(KEY_BYTES) for block in blocks])
-            self.accounts.changed(BlocksExpected(choice.computes.name, BLOCK_TOKENS, keys))
+            changed(BlocksExpected(choice.computes.name, BLOCK_TOKENS, keys))
         self._engines.submit(job)
 
     def _placed(self, instance: Instance, block_tokens: int, keys: bytes) -> None:
@@ -240,22 +228,13 @@ class Desk:
         blocks = [int.from_bytes(keys[end - KEY_BYTES : end]) for end in ends]
         self.expected.expect(instance.place, blocks)
 
-    def _refuse(self, job: Job, why: str) -> None:
-        job.why_not = why
-        self._engines.refused(job)
-
     def _release_later(self) -> None:
-        if self._gate.line and not self._releases:
+        if self.scheduler.waiting and not self._releases:
             self._releases = True
             self._events.at(self._events.now_s + RELEASE_EVERY_S, self._release)
 
     def _release(self) -> None:
         self._releases = False
-        now_s = self._events.now_s
-        for job, late in self._gate.expire(now_s):
-            self._refuse(job, late.reason)
-        while left := self._gate.release(now_s):
-            for job, refusal in left:
-                if refusal is not None:
-                    self._refuse(job, refusal.reason)
+        while effects := self.scheduler.tick(self._events.now_s):
+            self._carry_out(effects)
         self._release_later()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.scheduler import Fit
 from moonpool.disagg_proxy.tools.simulator.happenings import KINDS
 
 
@@ -22,7 +23,7 @@ class Fleet:
         self.at: list[Instance] = []  # by place, those that are gone included
         self.instances: tuple[Instance, ...] = ()
         self._asked: tuple[Instance, ...] | None = None
-        self._serves = False
+        self._eligible = Fit((), ())
         made = [self._make(kind, self._name(kind)) for kind in KINDS for _ in range(counts[kind])]
         self.instances = tuple(made)
 
@@ -50,13 +51,15 @@ class Fleet:
         self.instances = tuple(each for each in self.instances if each is not instance)
         return instance
 
-    def can_serve(self) -> bool:
-        """Whether there is an instance to compute prompts and one to answer."""
+    @property
+    def eligible(self) -> Fit:
+        """The instances that may be chosen; none unless one can compute prompts and one can answer."""
         if self._asked is not self.instances:  # it is asked for each request
             self._asked = self.instances
             roles = {instance.role for instance in self.instances}
-            self._serves = Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
-        return self._serves
+            serves = Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+            self._eligible = Fit.of(self.instances if serves else ())
+        return self._eligible
 
     def _name(self, kind: str) -> str:
         name = f"{kind}-{self._numbers[kind]}"

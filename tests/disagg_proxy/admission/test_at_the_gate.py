@@ -16,10 +16,10 @@ import pytest
 
 from moonpool._native import PrefillModel
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
-from moonpool.disagg_proxy.admission.ticket import Ticket
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.scheduler import Fit
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
-from moonpool.disagg_proxy.dispatch.candidates import Fit
+from moonpool.disagg_proxy.dispatch.ticket import Ticket
 from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks
 from tests.disagg_proxy.harness import (
     Answer,
@@ -95,7 +95,7 @@ def gated(**settings: float) -> dict[str, object]:
 
 
 def waiting(running: Bed) -> int:
-    gate = running.proxy._dispatcher.gate
+    gate = running.proxy._dispatcher.scheduler.gate
     assert gate is not None
     return len(gate.line)
 
@@ -132,7 +132,7 @@ async def test_in_overload_a_long_prompt_is_refused_and_short_ones_are_not() -> 
     ends before the last prompt is computed, half a minute later, which would be a matter of chance."""
     async with bed(1, **gated(gap_slo=0.021)) as running:  # type: ignore[arg-type]
         may_go, engine = slow(running.engines), running.engines[0]
-        admission = running.proxy._dispatcher.admission
+        admission = running.proxy._dispatcher.scheduler.admission
         assert admission is not None
         clients = [await post(running, LONG)]  # nobody was there yet
         clients += [await post(running, 10, first=number) for number in range(2, 31)]
@@ -246,14 +246,14 @@ async def test_who_wants_what_no_engine_can_do_keeps_nobody_waiting() -> None:
         slow(running.engines).set()
         never = await post(running, 10, "X-Moonpool-Gap-SLO: 0.000001\r\nX-Moonpool-Priority: 9\r\n")
         assert reason(await never.answer()) == "gap"
-        dispatcher = running.proxy._dispatcher
-        assert dispatcher.admission is not None
-        dispatcher.admission.gap_margin.factor = 4.0  # so that an empty engine is too slow only for now
+        admission = running.proxy._dispatcher.scheduler.admission
+        assert admission is not None
+        admission.gap_margin.factor = 4.0  # so that an empty engine is too slow only for now
         strict = await post(running, 10, "X-Moonpool-Gap-SLO: 0.02\r\nX-Moonpool-Priority: 9\r\n")
         await until(lambda: waiting(running) == 1)
         assert (await (await post(running, 10, first=2)).answer()).status == 200
         assert waiting(running) == 1
-        dispatcher.admission.gap_margin.factor = 1.0
+        admission.gap_margin.factor = 1.0
         assert (await strict.answer()).status == 200
 
 
@@ -384,7 +384,7 @@ async def test_nobody_who_waits_is_sent_to_an_engine_that_leaves() -> None:
             await exchange.end_stream()
 
         leaver.behave = stream
-        gate = running.proxy._dispatcher.gate
+        gate = running.proxy._dispatcher.scheduler.gate
         assert gate is not None
         came, arrive = [], gate.arrive
 
@@ -419,13 +419,13 @@ async def test_while_engines_stay_the_same_policies_get_the_same_tuple() -> None
         clients = [await post(running, LONG, first=number) for number in (1, 2, 3)]
         await until(lambda: waiting(running) == 1)
         dispatcher, given = running.proxy._dispatcher, []
-        able = dispatcher._able
+        able = dispatcher.eligible
 
         def looked(ticket: Ticket) -> Fit:
             given.append(able(ticket).instances)
             return able(ticket)
 
-        dispatcher._able = looked  # type: ignore[method-assign]
+        dispatcher.eligible = looked  # type: ignore[method-assign]
         await until(lambda: len(given) >= 3)
         assert len(set(map(id, given))) == 1
         dispatcher.became(dispatcher.engines[0])  # another role, perhaps
@@ -450,7 +450,7 @@ async def test_a_policy_that_chooses_nonsense_keeps_nobody_waiting() -> None:
             clients.append(await post(running, LONG, first=first))
             await until(lambda count=first - 1: waiting(running) == count)  # type: ignore[misc]
         dispatcher = running.proxy._dispatcher
-        dispatcher._policy.choose = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
+        dispatcher.scheduler.policy.choose = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
 
         def fail(*args: object) -> None:
             raise RuntimeError("odd")
@@ -506,7 +506,7 @@ async def test_a_policy_that_fails_does_not_keep_those_who_wait() -> None:
         def fail(*args: object) -> None:
             raise RuntimeError("odd")
 
-        dispatcher._policy.choose = fail  # type: ignore[method-assign, assignment]
+        dispatcher.scheduler.policy.choose = fail  # type: ignore[method-assign, assignment]
         may_go.set()
         assert [(await client.answer()).status for client in (first, waits)] == [200, 200]
         assert dispatcher.late_errors == 1
@@ -523,7 +523,7 @@ async def test_a_policy_that_fails_lets_nobody_past_the_gate() -> None:
         def fail(*args: object) -> None:
             raise RuntimeError("odd")
 
-        dispatcher._policy.choose = fail  # type: ignore[method-assign, assignment]
+        dispatcher.scheduler.policy.choose = fail  # type: ignore[method-assign, assignment]
         first = await post(running, LONG)
         await until(lambda: len(decode.seen) == 1)
         assert reason(await (await post(running, LONG, first=2)).answer()) == "ttft"
@@ -544,7 +544,7 @@ async def test_without_its_policy_nobody_is_sent_where_nothing_is_answered_alone
         def fail(*args: object) -> None:
             raise RuntimeError("odd")
 
-        dispatcher._policy.choose = fail  # type: ignore[method-assign, assignment]
+        dispatcher.scheduler.policy.choose = fail  # type: ignore[method-assign, assignment]
         instance = dispatcher.candidates.instance_at[0]
         assert instance is not None
         instance.alone = False
@@ -573,7 +573,7 @@ async def test_a_policy_hears_of_what_is_sent_and_of_nothing_else() -> None:
             told.append((asked.tokens, asked.session, choice.decode.place))
             raise RuntimeError("odd")  # which costs nobody an answer
 
-        dispatcher._hook = hear
+        dispatcher.scheduler._sent_hook = hear
         may_go = slow(running.engines)
         first = await post(running, LONG, "X-Moonpool-Session: a\r\n")
         await until(lambda: len(running.engines[0].seen) == 1)

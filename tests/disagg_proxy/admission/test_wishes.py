@@ -9,9 +9,9 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.admission import wishes
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
-from moonpool.disagg_proxy.admission.ticket import too_many
 from moonpool.disagg_proxy.admission.wishes import BadHeader
 from moonpool.disagg_proxy.conductor.admission import Objective, Refusal
+from moonpool.disagg_proxy.dispatch.ticket import too_many
 
 
 def read(**headers: bytes) -> wishes.Wishes:

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from moonpool._native import PrefillModel
+from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, Accounts
 from moonpool.disagg_proxy.conductor.calibration import FEWEST, RECENT_MAX, Calibration, Ratios
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
-from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, Accounts
 
 SEED = 20261121
 BLANK = Observation(

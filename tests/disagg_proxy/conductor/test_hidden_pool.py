@@ -82,7 +82,7 @@ async def test_equal_engines_share_what_only_the_pool_explains(
                 return Counter(await asyncio.gather(*asked))
 
             assert set(await at_once(12)) == {"engine-0"}  # it alone has the conversation, by its events
-            hidden = b.proxy._dispatcher.accounts.hidden_pool
+            hidden = b.proxy._dispatcher.scheduler.accounts.hidden_pool
             assert hidden is not None
             for number in range(SEEN_MIN):
                 await ask(b, chain(1_000_000 + 10_000 * number, PROMPT // BLOCK))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy.dispatch.dispatcher import PROMPTS_MAX
 from moonpool.disagg_proxy.engines import health
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import (
+    PROMPTS_MAX,
     BootstrapAddress,
     BootstrapRoomIds,
     ServerInfo,
@@ -886,7 +886,7 @@ def test_generate_goes_where_its_prefix_lies(prompt: dict[str, Any]) -> None:
                 assert why["prompt_tokens"] == tokens
                 assert meta["completion_tokens"] == 3
                 assert (why["own_tokens"] > tokens - 32) == (turn > 0)
-            watches = f.proxy._dispatcher.accounts.watches.values()
+            watches = f.proxy._dispatcher.scheduler.accounts.watches.values()
             assert sum(watch.reports for watch in watches) == 3
             assert sum(watch.wrong for watch in watches) == 0
 

@@ -9,10 +9,10 @@ import random
 import msgspec
 import pytest
 
+from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
-from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.wire import (
     VERSION,

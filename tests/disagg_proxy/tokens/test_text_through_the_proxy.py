@@ -28,7 +28,7 @@ def test_each_text_is_decided_about_by_its_ids(model_folder: Path) -> None:
                     assert why["prompt_tokens"] == before["prompt_tokens"]
                     found, asked = why["own_tokens"], asked + 1
                     assert asked <= 3 * 40
-            known = f.proxy._dispatcher.known
+            known = f.proxy._dispatcher.prompts.known
             assert (known.hits, known.misses) == (asked, 40)
             assert f.proxy._dispatcher.blind == 0
             await f.settle()

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import TRY_SHARE, Conductor
 from moonpool.disagg_proxy.conductor.sender import Sender
-from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from tests.disagg_proxy.conductor.policies.sending import send
 
 SEED = 20261121

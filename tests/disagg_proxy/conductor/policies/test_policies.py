@@ -11,6 +11,7 @@ from itertools import combinations
 
 import pytest
 
+from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
@@ -19,7 +20,6 @@ from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX,
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, hook_of, make_policy
-from moonpool.disagg_proxy.dispatch.accounts import Accounts
 from tests.disagg_proxy.conductor.policies.sending import send
 
 

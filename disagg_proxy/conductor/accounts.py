@@ -1,7 +1,7 @@
 """Keeps the conductor's books: what was sent where, and what the data plane then observed.
 
 Every request that was sent with a note comes here three times at most: when it is sent, when its prefill has
-ended, when it is over. Reports may be late or missing (the data plane drops records when no thread
+ended, when it is over. Pure. Reports may be late or missing (the data plane drops records when no thread
 fetches them): a request whose first token is not heard of for FORGOTTEN_S seconds is taken out of the books.
 A stream may go on for long after that; it is taken out when its engine has nothing in work, or after
 STREAMS_S.
@@ -56,24 +56,30 @@ class _Sent:
 
 class Accounts:
     """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies;
-    ended: of each request at its end, with its choice, what was known of it, and when it was sent; went: of
-    each choice that is carried out (a policy's ``sent``); learnt: of an instance when one of its models knows
-    more than a first guess. hears: whether the KV events of the engine at a place say what it holds.
-    hidden_pool: None where the pool's own events are followed."""
+    ended: of each request at its end, with its choice, what was known of it, and when it was sent; learnt: of
+    an instance when one of its models knows more than a first guess. hears: whether the KV events of the
+    engine at a place say what it holds. hears_pool: the pool's own events are followed; then hidden_pool is
+    None."""
 
-    def __init__(self, instances: Sequence[Instance] = (), admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        instances: Sequence[Instance] = (),
+        admission: Admission | None = None,
+        *,
+        hears: Callable[[int], bool] = lambda place: False,
+        hears_pool: bool = False,
+    ) -> None:
         self.admission = admission
         self.instances: tuple[Instance, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
         self.calibration = Calibration()
-        self.hidden_pool: HiddenPool | None = HiddenPool()
-        self.hears: Callable[[int], bool] = lambda place: False
+        self.hidden_pool = None if hears_pool else HiddenPool()
         self.nonsense = 0  # observations whose times cannot be
         self.changed: Callable[[Change], None] | None = None
         self.others: Callable[[], int] = lambda: 0  # requests of other proxies in the books
         self.ended: Callable[[tuple[Observation, Choice, Request, float]], None] | None = None
-        self.went: Callable[[Request, Choice, float], None] | None = None
         self.learnt: Callable[[Instance], None] | None = None
+        self._hears = hears
         self._sent: dict[int, _Sent] = {}
         self._learnt_s: dict[object, float] = {}  # by model
         for instance in instances:
@@ -155,8 +161,6 @@ class Accounts:
             )
         if self.changed is not None:
             self.changed(_said(request, sent, now_s))
-        if self.went is not None:
-            self.went(asked, choice, now_s)
 
     def in_flight(self, now_s: float) -> list[Change]:
         """All that was sent and is not over, for a proxy that has heard of none of it."""
@@ -310,7 +314,7 @@ class Accounts:
         computes = sent.choice.computes
         own = asked.own_at(computes)
         same = observation.prompt_tokens == asked.tokens
-        if self.hidden_pool is not None and same and self.hears(computes.place):
+        if self.hidden_pool is not None and same and self._hears(computes.place):
             found = self.hidden_pool.report(asked.tokens, own, cached)
             if found is not None:
                 _log.warning("%s", found)

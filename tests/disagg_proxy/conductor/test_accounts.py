@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, STREAMS_S, Accounts
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
-from moonpool.disagg_proxy.dispatch.accounts import FORGOTTEN_S, STREAMS_S, Accounts
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Prefilled
 
 BLANK = Observation(

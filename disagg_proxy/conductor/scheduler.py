@@ -1,0 +1,329 @@
+"""The scheduler of one proxy: which worker computes and answers a request, which requests wait, which are
+refused. The proxy (``dispatch/dispatcher.py``) and the simulator (``tools/simulator/desk.py``) each drive it.
+
+    submit    a new request: Dispatched, Refused, or neither while it waits in the queue
+    dispatch  a request that admission does not judge: an attempt after the first, or no admission is set
+    observe   what the data plane recorded of a request
+    tick      the requests of the queue whose turn has come, or whose deadline has passed
+
+Pure: no clock, no lock, no socket. Time is an argument, in seconds of a monotonic clock; what the driver has
+to do is returned. A call costs the policy's choice, and a prediction where admission judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from moonpool.disagg_proxy.conductor.accounts import Accounts
+from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook, Refusal
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.demand import Dear
+from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASED_MAX, Asked, Gate, Send
+from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.policies.roles import Groups
+from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
+from moonpool.disagg_proxy.data_plane.observations import Observation
+
+NO_OBJECTIVE = Objective()
+
+
+class Fit(NamedTuple):
+    """Instances that may be chosen now. computing: those that compute prompts."""
+
+    instances: tuple[Instance, ...]
+    computing: tuple[Instance, ...]
+
+    @classmethod
+    def of(cls, instances: tuple[Instance, ...]) -> Fit:
+        return cls(instances, tuple(each for each in instances if each.role is not Role.DECODE))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PendingRequest:
+    """One request from its submission to its dispatch. A driver's own fields stand in a subclass.
+
+    name:      of the request, the same as in its observations.
+    asked:     what the policy is told of it, as of the last look.
+    objective: that admission judges it by.
+    group:     requests of one group may go to the same instances.
+    streams:   the answer comes token by token.
+    waits:     it is or was in the queue.
+    choice:    that it was dispatched by; None: it was not.
+    sent_s:    when that was.
+    """
+
+    name: int
+    asked: Request
+    objective: Objective = NO_OBJECTIVE
+    group: Hashable = None
+    streams: bool = True
+    waits: bool = False
+    choice: Choice | None = None
+    sent_s: float = 0.0
+
+
+P = TypeVar("P", bound=PendingRequest)
+P_contra = TypeVar("P_contra", bound=PendingRequest, contravariant=True)
+
+
+class Driver(Protocol[P_contra]):
+    """What the scheduler asks of its driver. Each is a look-up, which may happen any number of times."""
+
+    def is_gone(self, pending: P_contra) -> bool:
+        """Whether the client wants the answer no more."""
+
+    def eligible(self, pending: P_contra) -> Fit:
+        """The instances that the request may go to now."""
+
+    def look(self, pending: P_contra) -> Request:
+        """What is known of the request now; ``pending.asked`` where nothing new is."""
+
+    def none_eligible(self, pending: P_contra) -> Refusal:
+        """Why a request is refused to which no instance is left."""
+
+    def objection(self, pending: P_contra, choice: Choice) -> Refusal | None:
+        """Why the choice cannot be carried out, now or later; None: it can."""
+
+    def sisters(self, instance: Instance) -> Iterable[Instance]:
+        """The other instances of its kind."""
+
+
+class Dispatched(NamedTuple, Generic[P]):
+    """Send the request to the engines of ``choice``. It is accounted for already."""
+
+    pending: P
+    choice: Choice
+
+
+class Refused(NamedTuple, Generic[P]):
+    """Answer the request's client that it is refused."""
+
+    pending: P
+    refusal: Refusal
+
+
+class QueueLimits(NamedTuple):
+    """waiting_max: requests that may wait; 0: none does. deadline_s: the longest wait."""
+
+    waiting_max: int = 0
+    deadline_s: float = 30.0
+
+
+NO_QUEUE = QueueLimits()
+
+
+class Scheduler(Generic[P]):
+    """Not thread safe.
+
+    admission:     predicts who would miss an objective; None: admits all.
+    is_heard:      whether the KV events of the instance at a place say what it holds.
+    hears_pool:    whether those of a pool are heard, if there is one.
+    policy_failed: hears in one sentence what becomes of a request although the policy raised, while that
+                   exception is handled. None: the exception goes to the caller.
+    unfinished:    ``tick`` has more to return at once; it stops at RELEASED_MAX, so that a driver can let
+                   go of its lock.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        driver: Driver[P],
+        admission: Admission | None = None,
+        limits: QueueLimits = NO_QUEUE,
+        *,
+        is_heard: Callable[[int], bool] = lambda place: False,
+        hears_pool: bool = False,
+        policy_failed: Callable[[str], None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.admission = admission
+        self.accounts = Accounts(admission=admission, hears=is_heard, hears_pool=hears_pool)
+        self.accounts.learnt = self._teach
+        self.gate: Gate[P] = Gate(self, *limits)
+        self.unfinished = False
+        self._driver = driver
+        self._sent_hook = hook_of(policy)
+        self._policy_failed = policy_failed
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.gate.line)
+
+    # Workers
+
+    def join(self, instance: Instance) -> None:
+        """There is one more, at a place where none is."""
+        self.accounts.join(instance)
+
+    def leave(self, place: int) -> None:
+        """The instance there is no more, and no request is there."""
+        self.accounts.leave(place)
+
+    def forget(self, place: int) -> None:
+        """What was sent to the instance there is lost."""
+        self.accounts.forget(place)
+
+    # Requests
+
+    def submit(self, pending: P, now_s: float) -> list[Dispatched[P] | Refused[P]]:
+        """The request is dispatched, refused, or waits. It may take the place of another in the queue, which
+        is then refused."""
+        asked = pending.asked
+        refusal, out = self.gate.arrive(
+            pending, pending.group, asked.tenant, asked.priority, pending.objective.ttft_s, now_s
+        )
+        effects = [] if out is None else [_effect(*out)]
+        if refusal is not None or pending.choice is not None:
+            effects.append(_effect(pending, refusal))
+        else:
+            pending.waits = True
+        return effects
+
+    def dispatch(self, pending: P, now_s: float) -> Dispatched[P] | Refused[P]:
+        """At once, whatever it costs. Raises what the policy raises; then nothing has happened."""
+        driver = self._driver
+        instances = driver.eligible(pending).instances
+        if not instances:
+            return Refused(pending, driver.none_eligible(pending))
+        pending.asked = driver.look(pending)
+        choice = self.policy.choose(pending.asked, instances, now_s)
+        refusal = driver.objection(pending, choice)
+        if refusal is None:
+            self._send(pending, choice, now_s, None)
+        return _effect(pending, refusal)
+
+    def observe(self, observation: Observation) -> None:
+        self.accounts.learn(observation)
+
+    def tick(self, now_s: float) -> list[Dispatched[P] | Refused[P]]:
+        """To be called every RELEASE_EVERY_S while requests wait, and again while ``unfinished``."""
+        late = [] if self.unfinished else self.gate.expire(now_s)
+        left = self.gate.release(now_s)
+        self.unfinished = len(left) == RELEASED_MAX
+        return [_effect(*each) for each in (*late, *left)]
+
+    def limit_wait(self, deadline_s: float) -> None:
+        """No request waits beyond this time."""
+        self.gate.hurry(deadline_s)
+
+    def expire(self, now_s: float) -> None:
+        """Forgets requests that the data plane does not report any more."""
+        self.accounts.expire(now_s)
+
+    def after_prefill(self, name: int, asked: Request, choice: Choice) -> Refusal | None:
+        """With ``Look.AFTER``: why a request is refused now that its prompt is computed; None: it is not."""
+        return None if self.admission is None else self.admission.after_prefill(name, asked, choice)
+
+    def tell_policy(self, asked: Request, choice: Choice, now_s: float) -> None:
+        """The choice was carried out. ``submit``, ``dispatch`` and ``tick`` say so themselves."""
+        try:
+            self._sent_hook(asked, choice, now_s)
+        except Exception:  # a policy of the user's own; the request is on its way
+            if self._policy_failed is None:
+                raise
+            self._policy_failed("the policy failed when it was told what was sent; the request goes on")
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        self.accounts.check_integrity()
+        self.gate.line.check_integrity()
+
+    # What the gate asks
+
+    def is_gone(self, ticket: P) -> bool:
+        return self._driver.is_gone(ticket)
+
+    def is_busy(self, ticket: P, now_s: float) -> bool:
+        computing = self._driver.eligible(ticket).computing
+        return bool(computing) and all(each.books.wait_s(now_s) >= HOLD_S for each in computing)
+
+    def share(self, ticket: P) -> int:
+        return len(self._driver.eligible(ticket).computing)
+
+    def gap_s(self, ticket: P) -> float:
+        return ticket.objective.gap_s
+
+    def how_dear(self, ticket: P, now_s: float) -> Dear:
+        instances = self._driver.eligible(ticket).instances
+        if self.admission is None or not instances:
+            return Dear.ALL
+        return self.admission.how_dear(ticket.group, ticket.asked, instances, now_s)
+
+    def ask(self, ticket: P, waited_s: float, now_s: float, send: Send, *, dear: bool = False) -> Asked:
+        driver, admission = self._driver, self.admission
+        able = driver.eligible(ticket)
+        if not able.instances:
+            return Asked(0.0, driver.none_eligible(ticket), final=True)
+        asked = ticket.asked = driver.look(ticket)
+        choice = self._choose(asked, able.instances, now_s)
+        refusal = driver.objection(ticket, choice)
+        if refusal is not None:
+            return Asked(0.0, refusal, final=True)
+        if send is Send.BESIDE and choice.computes not in able.computing:
+            send, waited_s = Send.NOW, 0.0
+        outlook, final, answer = None, False, 0
+        if admission is not None:
+            objective, answer = ticket.objective, round(admission.answers.tokens)
+            outlook = admission.outlook(
+                asked, choice, now_s, objective=objective, waited_s=waited_s, dear=dear
+            )
+            refusal = outlook.refusal
+            final = admission.is_final(refusal, asked, able.instances, objective)
+        sent = refusal is None and send is Send.NOW
+        if sent:
+            self._send(ticket, choice, now_s, outlook)
+        prompt = asked.tokens - asked.own_at(choice.computes)
+        return Asked(choice.prefill_s, refusal, sent=sent, final=final, prompt=prompt, answer=answer)
+
+    def _choose(self, asked: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+        if self._policy_failed is None:
+            return self.policy.choose(asked, instances, now_s)
+        try:
+            choice = self.policy.choose(asked, instances, now_s)
+            if choice.decode not in instances:
+                raise LookupError(f"the policy chose {choice.decode.name}, which is not among the candidates")
+            return choice
+        except Exception:  # what comes to the gate is weighed there, whatever chose
+            self._policy_failed("the policy failed; the request goes to the engine with the least work")
+            return _least_work(asked, instances, now_s)
+
+    def _send(self, pending: P, choice: Choice, now_s: float, outlook: Outlook | None) -> None:
+        pending.choice, pending.sent_s = choice, now_s
+        asked = pending.asked
+        self.accounts.sent(
+            pending.name,
+            choice,
+            asked,
+            streams=pending.streams,
+            now_s=now_s,
+            outlook=outlook,
+            objective=pending.objective,
+        )
+        self.tell_policy(asked, choice, now_s)
+
+    def _teach(self, instance: Instance) -> None:
+        instance.teach(list(self._driver.sisters(instance)))
+
+
+def _effect(pending: P, refusal: Refusal | None) -> Dispatched[P] | Refused[P]:
+    if refusal is not None:
+        return Refused(pending, refusal)
+    assert pending.choice is not None
+    return Dispatched(pending, pending.choice)
+
+
+def _least_work(asked: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    """The engine with the least work; with a prefill engine where it does not answer alone."""
+
+    def wait_s(instance: Instance) -> float:
+        return instance.books.wait_s(now_s)
+
+    groups = Groups.of(instances)
+    decode = min((*groups.alone, *groups.takers), key=wait_s)
+    computing = () if decode.alone else groups.givers[False]
+    computes = min(computing, key=wait_s, default=decode)
+    took_s = computes.prefill_model.predict(asked.tokens, asked.own_at(computes), asked.from_pool(computes))
+    return Choice(decode, computes if computing else None, took_s)

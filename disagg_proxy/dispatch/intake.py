@@ -1,0 +1,79 @@
+"""What the scheduler is told of a request that comes: where its prompt lies, what its client says of it, and
+which objective it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.admission import wishes
+from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Request
+from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, Scheduler
+from moonpool.disagg_proxy.conductor.sender import Sender
+from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
+from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
+from moonpool.disagg_proxy.dispatch.ticket import Ticket
+
+ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has room for more
+
+
+class Intake:
+    """Thread safe."""
+
+    def __init__(self, candidates: Candidates, locality: Locality, scheduler: Scheduler[Ticket]) -> None:
+        self._candidates = candidates
+        self._locality = locality
+        self._scheduler = scheduler
+        self._pool = Sender()  # all of its nodes: which of them will send is not known
+
+    def look_up(self, request: ProxyRequest, ids: bytes) -> tuple[Request, Place]:
+        """ids: of its prompt, u32 little-endian."""
+        model = request.model
+        place = self._locality.find(ids, seed_of(request.cache_salt, model, self._models(request, model)))
+        # A client may write any number of 64 bits, and what is reckoned with it must still be one.
+        answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
+        pool, hidden = place.pool, self._scheduler.accounts.hidden_pool
+        if hidden is not None and hidden.seen:
+            pool = self._reachable(request, place)
+        return Request(len(ids) // 4, place.own, pool, answer_tokens, holder=self._pool), place
+
+    def ticket(self, request: ProxyRequest, asked: Request, place: Place | None) -> Ticket:
+        """Raises BadHeader."""
+        wished = wishes.read(request.headers)
+        if wished is not wishes.NOTHING:
+            asked = asked._replace(tenant=wished.tenant, priority=wished.priority, session=wished.session)
+        objective, model, admission = NO_OBJECTIVE, "", self._scheduler.admission
+        if request.kind not in GENERATES:
+            admission = None
+        elif not request.wants_one:
+            asked = asked._replace(one=False)
+        if admission is not None:
+            objective = wished.objective(admission.objective)
+            # A client that takes any gap shares its engine with others, which do not.
+            asked = asked._replace(gap_s=admission.gap_limit_s(objective.gap_s))
+            if self._models(request, request.model) is not None:
+                model = request.model  # those that may go to the same engines, which may change meanwhile
+        return Ticket(
+            name=request.id,
+            asked=asked,
+            objective=objective,
+            group=model,
+            streams=request.stream,
+            request=request,
+            place=place,
+            is_judged=admission is not None and not request.attempt,
+        )
+
+    def _reachable(self, request: ProxyRequest, place: Place) -> int:
+        """Tokens of the prompt that some engine of its model holds, and has saved in a pool of all."""
+        own, instances = place.own, self._candidates.of(request).instances
+        return max((own[each.place] for each in instances if each.place < len(own)), default=0)
+
+    def _models(self, request: ProxyRequest, model: str) -> Mapping[str, bytes] | None:
+        """Of an engine that has the model; None: no candidate says that it does."""
+        for place in request.candidates:
+            engine = self._candidates.at[place]
+            models: Mapping[str, bytes] | None = None if engine is None else engine.models
+            if models and model in models:
+                return models
+        return None
