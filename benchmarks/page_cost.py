@@ -49,7 +49,7 @@ def of_a_request(turns: int) -> tuple[float, float]:
     observation, choice, asked, sent_s = over()
 
     def end() -> None:
-        ended = history.ended
+        ended = history.on_finish
         for _ in range(FRESH_MAX):
             if ended is not None:
                 ended((observation, choice, asked, sent_s))
@@ -71,7 +71,7 @@ async def of_a_page() -> tuple[float, float, int]:
     proxy = Proxy(ProxySettings(port=0, engines=specs, policy="conductor"))
     made = over()
     for _ in range(LAST_MAX):
-        proxy.ui.history.ended(made)
+        proxy.ui.history.on_finish(made)
     proxy.ui.gather()
     pages, gauges = [], []
     for _ in range(20):

@@ -112,10 +112,8 @@ class Proxy:
         self._text_threads: TokenizerThreads | None = None
         self._recorder = self._record_spans()
         if self._recorder is not None:
-            self._dispatcher.chosen = self._recorder.chosen
+            self._dispatcher.subscribe(self._recorder)
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
-        if self._subscriber is not None:
-            self._subscriber.hears = self._locality.hears
         self._streams = StreamWatch(self._subscriber, self._locality.unheard_since, lambda: self.relay.now())
         self._exchange = self._exchange_books()
         self.relay = self._make_relay(decide or self._dispatcher.decide)
@@ -216,7 +214,7 @@ class Proxy:
         self.fleet.check_integrity()
         if self._follower is not None:
             self._follower.check_integrity()
-        self._dispatcher.check_integrity()
+        self._dispatcher.check_integrity(0 if self._exchange is None else len(self._exchange.shared))
 
     def _make_relay(self, decide: Callable[[ProxyRequest], Decision]) -> Relay:
         """Its thread runs from here on; engines join later."""
@@ -320,7 +318,7 @@ class Proxy:
         askers = ApiKeys(read_api_keys(settings.api_keys_file))
         sequences = BlockHashIndex()
         if self._subscriber is not None:
-            self._subscriber.tap = sequences
+            self._subscriber.subscribe(sequences)
         queries = CacheQueryApi(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
         return RegistryEndpoints(
             registry, queries, ApiKeys(self._registrars), askers, HostResolver(self._networks)
@@ -348,7 +346,7 @@ class Proxy:
             return None
         pool = tuple(source for source in self._settings.events if source.pool)  # engines bring their own
         places = {source.name: self._settings.places + number for number, source in enumerate(pool)}
-        return Subscriber(pool, self._indexes, places)
+        return Subscriber(pool, self._indexes, places, followed=self._locality.hears)
 
     def _page(self, request: ProxyRequest) -> Decision:
         """On the data plane's thread: a page is made on the loop, where it holds up no request."""

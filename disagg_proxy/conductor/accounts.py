@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool._native import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook
@@ -20,8 +19,8 @@ from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance
+from moonpool.disagg_proxy.conductor.observer import Finished, InFlight, Observer
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
-from moonpool.disagg_proxy.peers.wire import Begun, Change, Gone, Prefilled, Sent
 from moonpool.disagg_proxy.tokens.prediction_watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
@@ -36,30 +35,9 @@ _AT_ONCE = (int(Handed.CONCURRENT), int(Handed.ONE_SHOT), int(Handed.GENERATION_
 _log = logging.getLogger("moonpool.proxy")
 
 
-@dataclass(slots=True)
-class _Sent:
-    choice: Choice
-    asked: Request
-    at_s: float
-    prefill_s: float  # predicted
-    ttft_s: float  # predicted
-    pool: int  # tokens that are fetched
-    ahead_s: float  # of the sender's other fetches
-    queued: bool  # others were computed before
-    silent: bool
-    coming: bool  # to another instance than that which computes it
-    computed: bool = False
-    decoding: bool = False
-    sound: bool = True  # the time of its first token can be
-    decodes_s: float = 0.0  # since when, of an answer that comes whole; 0.0: not known
-
-
 class Accounts:
-    """Not thread safe: the dispatcher's lock guards it. changed: hears of each change, for other proxies;
-    ended: of each request at its end, with its choice, what was known of it, and when it was sent; learnt: of
-    an instance when one of its models knows more than a first guess. hears: whether the KV events of the
-    engine at a place say what it holds. hears_pool: the pool's own events are followed; then hidden_pool is
-    None."""
+    """Not thread safe: the driver's lock guards it. hears: whether the KV events of the engine at a place say
+    what it holds. hears_pool: the pool's own events are followed; then hidden_pool is None."""
 
     def __init__(
         self,
@@ -75,15 +53,19 @@ class Accounts:
         self.calibration = Calibration()
         self.hidden_pool = None if hears_pool else HiddenPool()
         self.nonsense = 0  # observations whose times cannot be
-        self.changed: Callable[[Change], None] | None = None
-        self.others: Callable[[], int] = lambda: 0  # requests of other proxies in the books
-        self.ended: Callable[[tuple[Observation, Choice, Request, float]], None] | None = None
-        self.learnt: Callable[[Instance], None] | None = None
+        self._observers: tuple[Observer, ...] = ()  # replaced whole: they leave on any thread
         self._hears = hears
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, InFlight] = {}
         self._learnt_s: dict[object, float] = {}  # by model
         for instance in instances:
             self.join(instance)
+
+    def subscribe(self, observer: Observer) -> None:
+        self._observers += (observer,)
+
+    def unsubscribe(self, observer: Observer) -> None:
+        """Idempotent."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
 
     def join(self, instance: Instance) -> None:
         """There is one more, at a place where none is."""
@@ -138,7 +120,7 @@ class Accounts:
         if silent:  # when its decode begins will not be heard of either
             choice.decode.books.decode_began(request, asked.tokens, now_s)
         apart = choice.prefill is not None
-        sent = _Sent(
+        sent = InFlight(
             choice,
             asked,
             now_s,
@@ -159,12 +141,12 @@ class Accounts:
             self.admission.taken(
                 request, asked, choice, outlook, now_s, objective=objective, silent=not streams
             )
-        if self.changed is not None:
-            self.changed(_said(request, sent, now_s))
+        for each in self._observers:
+            each.on_dispatch(request, sent, now_s)
 
-    def in_flight(self, now_s: float) -> list[Change]:
-        """All that was sent and is not over, for a proxy that has heard of none of it."""
-        return [_said(request, sent, now_s) for request, sent in self._sent.items()]
+    def in_flight(self) -> Mapping[int, InFlight]:
+        """All that was sent and is not over, by the request's name."""
+        return self._sent
 
     def learn(self, observation: Observation) -> None:
         sent = self._sent.get(observation.request)
@@ -190,19 +172,21 @@ class Accounts:
                 if self.admission is not None:
                     self.admission.forget(instance)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when an invariant is broken."""
+    def check_integrity(self, remote_requests: int = 0) -> None:
+        """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that are in
+        the books as well."""
         for instance in self.instances:
             instance.check_integrity()
         held = sum(instance.books.requests for instance in self.instances)
-        if not self._sent and not self.others() and held:
+        if not self._sent and not remote_requests and held:
             raise AssertionError(f"{held} requests are in the books and none was sent")
 
-    def _prefilled(self, observation: Observation, sent: _Sent, at_s: float) -> None:
+    def _prefilled(self, observation: Observation, sent: InFlight, at_s: float) -> None:
         computes = sent.choice.computes
         sent.computed = True
-        if self.changed is not None and observation.stage == _PREFILLED:
-            self.changed(Prefilled(observation.request))
+        if observation.stage == _PREFILLED:
+            for each in self._observers:
+                each.on_prefilled(observation.request)
         if not self._is_sound(at_s, sent):
             computes.books.prefill_ended(observation.request, _no_sooner(at_s, sent), done=False)
             return
@@ -221,17 +205,17 @@ class Accounts:
             self._tell_sisters(computes, computes.prefill_model)
             sent.choice.decode.guess_from(computes)
 
-    def _decodes(self, request: int, sent: _Sent, at_s: float, *, heard: bool) -> None:
+    def _decodes(self, request: int, sent: InFlight, at_s: float, *, heard: bool) -> None:
         """Its answer is made from now on. heard: the client has its first token, too."""
         _arrived(sent)
         sent.choice.decode.books.decode_began(request, sent.asked.tokens, at_s)
         sent.decoding = True
-        if self.changed is not None:
-            self.changed(Begun(request, sent.computed))
+        for each in self._observers:
+            each.on_decode(request, computed=sent.computed)
         if self.admission is not None:
             self.admission.began(request, at_s, heard=heard)
 
-    def _begun(self, observation: Observation, sent: _Sent) -> None:
+    def _begun(self, observation: Observation, sent: InFlight) -> None:
         if sent.decodes_s:
             return
         choice, first_s = sent.choice, observation.first_byte_s
@@ -257,7 +241,7 @@ class Accounts:
             self.calibration.observe(computes.ttft_ratios, computes.name, sent.ttft_s, took_s)
         self._decodes(observation.request, sent, first_s, heard=True)
 
-    def _ended(self, observation: Observation, sent: _Sent) -> None:
+    def _ended(self, observation: Observation, sent: InFlight) -> None:
         choice, now_s = sent.choice, observation.last_byte_s
         if now_s and not self._is_sound(now_s, sent, _longest_s(sent)):
             self._leave(observation.request, _no_sooner(now_s, sent))
@@ -282,11 +266,12 @@ class Accounts:
             )
         if answered and observation.status == 200:
             self._compare(observation, sent)
-        if self.ended is not None:
-            self.ended((observation, choice, sent.asked, sent.at_s))
+        finished = Finished(observation, choice, sent.asked, sent.at_s)
+        for each in self._observers:
+            each.on_finish(finished)
         self._leave(observation.request, now_s)
 
-    def _is_sound(self, at_s: float, sent: _Sent, longest_s: float = FORGOTTEN_S) -> bool:
+    def _is_sound(self, at_s: float, sent: InFlight, longest_s: float = FORGOTTEN_S) -> bool:
         """Whether something can have happened then to a request that was sent when it was."""
         if 0.0 <= at_s - sent.at_s <= longest_s:  # NaN is in no range
             return True
@@ -301,10 +286,11 @@ class Accounts:
         return True
 
     def _tell_sisters(self, instance: Instance, model: PrefillModel | HandoverModel | DecodeModel) -> None:
-        if model.regression.samples == LEARNT and self.learnt is not None:
-            self.learnt(instance)
+        if model.regression.samples == LEARNT:
+            for each in self._observers:
+                each.on_trained(instance)
 
-    def _compare(self, observation: Observation, sent: _Sent) -> None:
+    def _compare(self, observation: Observation, sent: InFlight) -> None:
         """The engine's own count of cached tokens with ours."""
         asked = sent.asked
         apart = sent.choice.prefill is not None
@@ -330,8 +316,8 @@ class Accounts:
         sent = self._sent.pop(request, None)
         if sent is None:
             return
-        if self.changed is not None:
-            self.changed(Gone(request))
+        for each in self._observers:
+            each.on_leave(request)
         if self.admission is not None:
             self.admission.over(request, now_s)
         _arrived(sent)
@@ -340,28 +326,7 @@ class Accounts:
         decode.decode_ended(request, 0, now_s)
 
 
-def _said(request: int, sent: _Sent, now_s: float) -> Sent:
-    """A request as other proxies are told of it."""
-    choice, asked = sent.choice, sent.asked
-    computes = choice.computes
-    return Sent(
-        request,
-        computes.known_as,
-        choice.decode.known_as,
-        asked.tokens,
-        asked.own_at(computes),
-        sent.pool,
-        sent.prefill_s,
-        sent.silent,
-        max(now_s - sent.at_s, 0.0),
-        sent.computed,
-        sent.decoding,
-        computes.site,
-        choice.decode.site,
-    )
-
-
-def _answer_s(observation: Observation, sent: _Sent, tokens: int) -> float:
+def _answer_s(observation: Observation, sent: InFlight, tokens: int) -> float:
     """From the first token to the last; NaN: not known. Of an answer that comes whole: since its prompt was
     computed, less the hand-over as predicted."""
     if observation.stream:
@@ -373,12 +338,12 @@ def _answer_s(observation: Observation, sent: _Sent, tokens: int) -> float:
     return answer_s if answer_s > 0 else math.nan
 
 
-def _longest_s(sent: _Sent) -> float:
+def _longest_s(sent: InFlight) -> float:
     """How long it may take; an answer that comes whole has no first token to be heard of."""
     return STREAMS_S if sent.decoding and not sent.silent and not sent.decodes_s else FORGOTTEN_S
 
 
-def _is_forgotten(sent: _Sent, now_s: float) -> bool:
+def _is_forgotten(sent: InFlight, now_s: float) -> bool:
     age_s = now_s - sent.at_s
     if age_s <= FORGOTTEN_S:
         return False
@@ -386,12 +351,12 @@ def _is_forgotten(sent: _Sent, now_s: float) -> bool:
     return age_s > _longest_s(sent) or (load is not None and not load())
 
 
-def _no_sooner(at_s: float, sent: _Sent) -> float:
+def _no_sooner(at_s: float, sent: InFlight) -> float:
     """A time that the books can go on from."""
     return at_s if sent.at_s < at_s < math.inf else sent.at_s
 
 
-def _arrived(sent: _Sent) -> None:
+def _arrived(sent: InFlight) -> None:
     """What was coming to the decode instance is there, or comes no more."""
     if sent.coming:
         sent.coming = False

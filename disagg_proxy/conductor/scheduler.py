@@ -22,6 +22,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Dear
 from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASED_MAX, Asked, Gate, Send
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.observer import Observer
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.data_plane.observations import Observation
@@ -140,7 +141,7 @@ class Scheduler(Generic[P]):
         self.policy = policy
         self.admission = admission
         self.accounts = Accounts(admission=admission, hears=is_heard, hears_pool=hears_pool)
-        self.accounts.learnt = self._teach
+        self.subscribe(_Teacher(driver.sisters))
         self.gate: Gate[P] = Gate(self, *limits)
         self.unfinished = False
         self._driver = driver
@@ -151,6 +152,14 @@ class Scheduler(Generic[P]):
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self.gate.line)
+
+    def subscribe(self, observer: Observer) -> None:
+        """The observer hears of all requests from now on. On any thread."""
+        self.accounts.subscribe(observer)
+
+    def unsubscribe(self, observer: Observer) -> None:
+        """Idempotent. On any thread."""
+        self.accounts.unsubscribe(observer)
 
     # Workers
 
@@ -226,9 +235,10 @@ class Scheduler(Generic[P]):
                 raise
             self._policy_failed("the policy failed when it was told what was sent; the request goes on")
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when an invariant is broken."""
-        self.accounts.check_integrity()
+    def check_integrity(self, remote_requests: int = 0) -> None:
+        """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that were
+        entered into the instances' books."""
+        self.accounts.check_integrity(remote_requests)
         self.gate.line.check_integrity()
 
     # What the gate asks
@@ -304,8 +314,15 @@ class Scheduler(Generic[P]):
         )
         self.tell_policy(asked, choice, now_s)
 
-    def _teach(self, instance: Instance) -> None:
-        instance.teach(list(self._driver.sisters(instance)))
+
+class _Teacher(Observer):
+    """Instances that have not been observed yet begin with what one of their kind has learnt."""
+
+    def __init__(self, sisters: Callable[[Instance], Iterable[Instance]]) -> None:
+        self._sisters = sisters
+
+    def on_trained(self, instance: Instance) -> None:
+        instance.teach(list(self._sisters(instance)))
 
 
 def _effect(pending: P, refusal: Refusal | None) -> Dispatched[P] | Refused[P]:

@@ -38,6 +38,7 @@ from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place
+from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.plans import Plans
 from moonpool.disagg_proxy.dispatch.ticket import Ticket, none_left, objection
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -96,9 +97,7 @@ class Dispatcher:
         self._plans = Plans(self.handovers, policy_name or type(policy).__name__)
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
-        self.chosen: Callable[[ProxyRequest, Choice], None] | None = None  # hears of each choice
-        self.seen: Callable[[bytes], None] | None = None  # hears of all records that are read
-        self.placed: Callable[[Instance, Place], None] | None = None  # hears where each prompt went
+        self._observers: tuple[DispatchObserver, ...] = ()  # replaced whole: they leave on any thread
         self.uses_tokens = policy.uses_tokens  # prompts are looked at; without, no books are kept
         # Of a policy that looks at prompts every record is kept account of.
         self._read = observations.read if policy.uses_tokens else observations.read_kept
@@ -108,6 +107,14 @@ class Dispatcher:
         self._clock = clock
         self._lock = threading.Lock()
         self._loop = loop
+
+    def subscribe(self, observer: DispatchObserver) -> None:
+        """The observer hears of all decisions from now on. On any thread."""
+        self._observers += (observer,)
+
+    def unsubscribe(self, observer: DispatchObserver) -> None:
+        """Idempotent. On any thread."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -219,12 +226,12 @@ class Dispatcher:
             await asyncio.gather(self._letting_in, return_exceptions=True)
         await self.prompts.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when an invariant of a part is broken."""
+    def check_integrity(self, remote_requests: int = 0) -> None:
+        """Raises AssertionError when an invariant of a part is broken. remote_requests: see Scheduler."""
         self.learn()
         self.prompts.check_integrity()
         with self._lock:
-            self.scheduler.check_integrity()
+            self.scheduler.check_integrity(remote_requests)
 
     # The choice
 
@@ -262,10 +269,10 @@ class Dispatcher:
         request, place, sent_s = ticket.request, ticket.place, ticket.sent_s
         if place is not None:
             self._locality.sent(place, choice.computes.place, sent_s)
-            if self.placed is not None:
-                self.placed(choice.computes, place)
-        if self.chosen is not None:
-            self.chosen(request, choice)
+            for each in self._observers:
+                each.on_place(choice.computes, place)
+        for each in self._observers:
+            each.on_choice(request, choice)
         waited_s = sent_s - request.arrived_s if ticket.waits else 0.0
         return self._plans.plan(request, choice, note=1, waited_s=waited_s)
 
@@ -347,15 +354,16 @@ class Dispatcher:
         if not choice.decode.alone and (answer := objection(request, choice)):
             return answer
         self.scheduler.tell_policy(UNKNOWN, choice, request.arrived_s)
-        if self.chosen is not None:
-            self.chosen(request, choice)
+        for each in self._observers:
+            each.on_choice(request, choice)
         if choice.prefill is None and not choice.why and request.headers("x-moonpool-decision") is None:
             return choice.decode.place
         return self._plans.plan(request, choice, note=0)
 
     def _learn(self, records: bytes) -> None:
-        if self.seen is not None and records:
-            self.seen(records)
+        if records:
+            for each in self._observers:
+                each.on_records(records)
         for observation in self._read(records):
             self.scheduler.observe(observation)
             if observation.handed_over:

@@ -46,7 +46,8 @@ class Tap(Protocol):
 
 class Subscriber:
     """Listens from start() to stop(). ``places``: of each source's name its place in the indexes; ``models``:
-    which model it serves ("" for all)."""
+    which model it serves ("" for all). followed: hears, on the thread, which index follows an engine's place
+    now; None: none."""
 
     def __init__(
         self,
@@ -58,10 +59,10 @@ class Subscriber:
         limits: EventLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        followed: Callable[[int, _native.PrefixIndex | None], None] = lambda place, index: None,
     ) -> None:
-        self.tap: Tap | None = None  # gets all events of engines, too; set before start()
-        # Hears, on the thread, which index follows an engine's place now; None: none. Set before start().
-        self.hears: Callable[[int, _native.PrefixIndex | None], None] = lambda place, index: None
+        self._taps: tuple[Tap, ...] = ()
+        self._followed = followed
         self._indexes = indexes
         self._limits = limits or EventLimits()
         self._clock = clock
@@ -81,6 +82,10 @@ class Subscriber:
         for source in sources:
             self._open(source, places[source.name], (models or {}).get(source.name, ""))
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
+
+    def subscribe(self, tap: Tap) -> None:
+        """The tap gets all events of engines, too. Before start()."""
+        self._taps += (tap,)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -376,20 +381,21 @@ class Subscriber:
                     link.counts.lag_max_s = max(link.counts.lag_max_s, link.counts.lag_s)
             if link.index is not None and not link.live:
                 link.live = True
-                self.hears(link.place, link.index)
+                self._followed(link.place, link.index)
         except Error as error:
             link.counts.malformed += 1
             log.debug("the events of %s: %s", link.source.name, error)
             self.forget(link)  # it may have told of removals
             return
-        if self.tap is None or link.source.pool:
+        if link.source.pool:
             return
-        try:
-            self.tap.take(link.place, payload)
-        except Exception:  # what the indexes could read is theirs; the tap alone is void
-            link.counts.malformed += 1
-            log.exception("the events of %s", link.source.name)
-            self.tap.forget(link.place)
+        for tap in self._taps:
+            try:
+                tap.take(link.place, payload)
+            except Exception:  # what the indexes could read is theirs; the tap alone is void
+                link.counts.malformed += 1
+                log.exception("the events of %s", link.source.name)
+                tap.forget(link.place)
 
     def _indexes_of(self, link: StreamLink, payload: bytes) -> Sequence[_native.PrefixIndex]:
         """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
@@ -417,9 +423,9 @@ class Subscriber:
             index.forget(link.place)
         if link.live:
             link.live = False
-            self.hears(link.place, None)
-        if self.tap is not None:
-            self.tap.forget(link.place)
+            self._followed(link.place, None)
+        for tap in self._taps:
+            tap.forget(link.place)
 
     # ---- sockets
 

@@ -10,7 +10,9 @@ from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, STREAMS_S
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place
+from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.peers.host_identity import may_be_one
+from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed, sent
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.settings import PeerSettings
@@ -21,7 +23,7 @@ KEY_BYTES = 16
 log = logging.getLogger("moonpool.proxy")
 
 
-class PeerSync:
+class PeerSync(DispatchObserver):
     """start, then stop. Raises ConfigError when the address for other proxies cannot be had. waits, and
     ``let_go``: see ``peer_bus.py``."""
 
@@ -36,9 +38,9 @@ class PeerSync:
         self._warned: set[str] = set()  # by the name of an engine
         self.shared = RemoteInflight(self._find, self._heard_of_blocks)
         self.link = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
-        dispatcher.scheduler.accounts.changed = self.link.tell
-        dispatcher.scheduler.accounts.others = self.shared.__len__
-        dispatcher.placed = self._tell_blocks
+        self._feed = InflightFeed(self.link.tell)
+        dispatcher.scheduler.subscribe(self._feed)
+        dispatcher.subscribe(self)
 
     def start(self, *, waits: bool = False) -> None:
         """See ``PeerBus.start``."""
@@ -50,7 +52,8 @@ class PeerSync:
 
     def stop(self) -> None:
         """Idempotent."""
-        self._dispatcher.scheduler.accounts.changed = self._dispatcher.placed = None
+        self._dispatcher.scheduler.unsubscribe(self._feed)
+        self._dispatcher.unsubscribe(self)
         self.link.stop()
 
     def expire(self, now_s: float) -> None:
@@ -78,7 +81,8 @@ class PeerSync:
 
     # From here to the others
 
-    def _tell_blocks(self, instance: Instance, place: Place) -> None:
+    def on_place(self, instance: Instance, place: Place) -> None:
+        """Tells the others which blocks the engine will hold."""
         for index, keys in place.keys:
             if keys:
                 self.link.tell(BlocksExpected(instance.known_as, index.block_tokens, keys, instance.site))
@@ -86,7 +90,8 @@ class PeerSync:
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:
             then()  # what waits to be told is in the state already
-            return self._dispatcher.scheduler.accounts.in_flight(now_s)
+            flights = self._dispatcher.scheduler.accounts.in_flight()
+            return [sent(request, flight, now_s) for request, flight in flights.items()]
 
         return self._dispatcher.in_books(look)
 

@@ -58,6 +58,7 @@ class PromptIds:
         return ids
 
     async def close(self) -> None:
+        """Cancels what is being asked, and closes the source."""
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)

@@ -20,6 +20,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.data_plane import observations
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
+from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.tracing.spans import Span, TracedDecision, spans_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _NEEDS = "spans for OpenTelemetry need its packages: pip install 'moonpool[otel]
 _log = logging.getLogger("moonpool.proxy")
 
 
-class Recorder(Collector):
+class Recorder(Collector, DispatchObserver):
     """Any thread may call it. Beyond its maxima spans are lost and counted, never requests held up.
 
     dropped: records of which no spans were made, because too many waited or one was odd. engines: names by
@@ -68,7 +69,7 @@ class Recorder(Collector):
         self._thread = threading.Thread(target=self._run, name="moonpool-spans", daemon=True)
         self._thread.start()
 
-    def chosen(self, request: ProxyRequest, choice: Choice) -> None:
+    def on_choice(self, request: ProxyRequest, choice: Choice) -> None:
         """A request was decided about; of several times the last counts."""
         noted = TracedDecision(
             request.method.decode("latin-1"),

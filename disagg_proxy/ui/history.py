@@ -16,7 +16,9 @@ import numpy as np
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.observer import Finished, Observer
 from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Observation, Stage, read_last
+from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 
 STEP_S = 5.0
 STEPS_MAX = 180
@@ -100,16 +102,14 @@ class Totals(msgspec.Struct):
     cached: int = 0
 
 
-class History:
-    """``ended`` may be called on any thread, all else on the event loop. wait_s: the longest line now.
+class History(Observer, DispatchObserver):
+    """What it observes may come on any thread, all else on the event loop. wait_s: the longest line now.
     rejected: how many requests were refused since the start, by reason; it costs more, so it is asked once a
     minute."""
 
     def __init__(self, wait_s: Callable[[], float], rejected: Callable[[], Mapping[str, int]]) -> None:
         self._records: deque[bytes] = deque(maxlen=RECORDS_MAX)
-        self.observed = self._records.append  # of policies that look at no prompts: all records, as they are
-        self._fresh: deque[tuple[Observation, Choice, Request, float]] = deque(maxlen=FRESH_MAX)
-        self.ended = self._fresh.append
+        self._fresh: deque[Finished] = deque(maxlen=FRESH_MAX)
         self.last: deque[FinishedRequest] = deque(maxlen=LAST_MAX)
         # Seconds from arrival: (predicted, observed).
         self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)
@@ -118,6 +118,14 @@ class History:
         self._wait_s = wait_s
         self._rejected_now = rejected
         self._rejected: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=REJECTED_MAX)
+
+    def on_finish(self, finished: Finished) -> None:
+        """Keeps the request for the next ``gather``."""
+        self._fresh.append(finished)
+
+    def on_records(self, records: bytes) -> None:
+        """Of policies that look at no prompts: all records, as they are."""
+        self._records.append(records)
 
     def gather(self, now_s: float, instances: Sequence[Instance | None] = ()) -> None:
         """Takes in what has come. now_s: of the data plane's clock. instances: by place; of these records are

@@ -128,9 +128,9 @@ class SnapshotBuilder:
         self._made_s = -math.inf
         self.history = History(self.wait_s, lambda: look().rejected)
         if dispatcher.uses_tokens:
-            dispatcher.scheduler.accounts.ended = self.history.ended
+            dispatcher.scheduler.subscribe(self.history)
         else:
-            dispatcher.seen = self.history.observed
+            dispatcher.subscribe(self.history)
 
     def gather(self) -> None:
         """Sums up what ended since the last call."""

@@ -99,9 +99,8 @@ class Cluster:
         self._desks = tuple(desks)
         self._exchanging = settings.exchanging and len(desks) > 1
         for number, desk in enumerate(desks):
-            desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool)
-            if self._exchanging:
-                desk.scheduler.accounts.changed = functools.partial(self._tell, number)
+            tell = functools.partial(self._tell, number) if self._exchanging else None
+            desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool, tell=tell)
         for instance in self.instances:
             self._open(instance.place)
         for each in check(happenings, counts):

@@ -10,7 +10,7 @@ it brings where.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,8 +29,9 @@ from moonpool.disagg_proxy.conductor.scheduler import (
     Scheduler,
 )
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
-from moonpool.disagg_proxy.peers.wire import BlocksExpected
+from moonpool.disagg_proxy.peers.wire import BlocksExpected, Change
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
 from moonpool.disagg_proxy.tools.simulator.events import Events
 from moonpool.disagg_proxy.tools.simulator.expected import Expected
@@ -78,8 +79,14 @@ class Desk:
         self.expected = Expected()
         self._releases = False  # an event for that is planned
 
-    def open(self, engines: Engines, fleet: Fleet, *, pool: bool) -> None:
-        """Before the first request. pool: instances fetch what others hold."""
+    def open(
+        self, engines: Engines, fleet: Fleet, *, pool: bool, tell: Callable[[Change], None] | None = None
+    ) -> None:
+        """Before the first request. pool: instances fetch what others hold. tell: takes what other proxies
+        are to hear."""
+        self._tell = tell
+        if tell is not None:
+            self.scheduler.subscribe(InflightFeed(tell))
         self.fleet = fleet
         self._engines = engines
         self._events = engines.events
@@ -159,8 +166,7 @@ class Desk:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
-        if not len(self.shared):
-            self.scheduler.check_integrity()
+        self.scheduler.check_integrity(len(self.shared))
         self.shared.check_integrity()
         self.expected.check_integrity()
 
@@ -216,10 +222,9 @@ class Desk:
         blocks = job.blocks
         self.expected.expect(job.prefill_place, blocks)
         job.expected = True
-        changed = self.scheduler.accounts.changed
-        if changed is not None:
+        if self._tell is not None:
             keys = b"".join([block.to_bytes(KEY_BYTES) for block in blocks])
-            changed(BlocksExpected(choice.computes.name, BLOCK_TOKENS, keys))
+            self._tell(BlocksExpected(choice.computes.name, BLOCK_TOKENS, keys))
         self._engines.submit(job)
 
     def _placed(self, instance: Instance, block_tokens: int, keys: bytes) -> None:

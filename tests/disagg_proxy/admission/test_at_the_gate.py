@@ -14,11 +14,12 @@ import time
 
 import pytest
 
-from moonpool._native import PrefillModel
+from moonpool._native import PrefillModel, ProxyRequest
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.scheduler import Fit
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
+from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.ticket import Ticket
 from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks
 from tests.disagg_proxy.harness import (
@@ -452,10 +453,11 @@ async def test_a_policy_that_chooses_nonsense_keeps_nobody_waiting() -> None:
         dispatcher = running.proxy._dispatcher
         dispatcher.scheduler.policy.choose = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
 
-        def fail(*args: object) -> None:
-            raise RuntimeError("odd")
+        class Failing(DispatchObserver):
+            def on_choice(self, request: ProxyRequest, choice: Choice) -> None:
+                raise RuntimeError("odd")
 
-        dispatcher.chosen = fail
+        dispatcher.subscribe(Failing())
         may_go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 3
         assert dispatcher.late_errors == 4

@@ -10,8 +10,10 @@ from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, STREAMS_S, Acc
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance, Role
+from moonpool.disagg_proxy.conductor.observer import Finished, Observer
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Prefilled
 
 BLANK = Observation(
@@ -79,7 +81,12 @@ def test_prefill_and_decode_apart_teach_each_its_own() -> None:
 def test_who_has_learnt_is_told_once_for_each_model() -> None:
     accounts, prefill, decode = pair()
     told: list[Instance] = []
-    accounts.learnt = told.append
+
+    class Heard(Observer):
+        def on_trained(self, instance: Instance) -> None:
+            told.append(instance)
+
+    accounts.subscribe(Heard())
     for number in range(2 * LEARNT):
         start_s = number * 10.0
         accounts.sent(number, Choice(decode, prefill), Request(tokens=4_000), streams=True, now_s=start_s)
@@ -162,7 +169,7 @@ def test_the_others_hear_that_an_answer_that_comes_whole_is_decoded_when_its_pro
     accounts, prefill, decode = pair()
     accounts.sent(1, Choice(decode, prefill), Request(tokens=4_000), streams=False, now_s=0.0)
     said: list[Change] = []
-    accounts.changed = said.append
+    accounts.subscribe(InflightFeed(said.append))
     accounts.learn(BLANK._replace(request=1, stage=Stage.PREFILLED, stream=0, prefill_done_s=2.0))
     assert said == [Prefilled(1), Begun(1, True)]
 
@@ -269,8 +276,14 @@ def test_an_answer_that_comes_whole_may_take_no_longer_than_a_first_token() -> N
 
 def test_a_stream_may_take_longer_than_a_first_token() -> None:
     accounts = Accounts([Instance(0, "e")], Admission(Objective()))
-    engine, ended = accounts.instances[0], list[object]()
-    accounts.ended = ended.append
+    engine, ended = accounts.instances[0], list[Finished]()
+
+    class Heard(Observer):
+        def on_finish(self, finished: Finished) -> None:
+            ended.append(finished)
+
+    heard = Heard()
+    accounts.subscribe(heard)
     accounts.sent(1, Choice(engine), Request(tokens=100), streams=True, now_s=0.0)
     seen = BLANK._replace(request=1, first_byte_s=1.0)
     accounts.learn(seen._replace(stage=Stage.BEGUN))
@@ -279,7 +292,13 @@ def test_a_stream_may_take_longer_than_a_first_token() -> None:
     accounts.learn(seen._replace(last_byte_s=2_000.0, completion_tokens=40_000))
     assert (len(ended), accounts.nonsense, len(accounts)) == (1, 0, 0)
     assert engine.decode_model.regression.samples == 1
+    assert (ended[0].choice.decode, ended[0].asked.tokens, ended[0].sent_s) == (engine, 100, 0.0)
     accounts.check_integrity()
+    for _ in range(2):
+        accounts.unsubscribe(heard)
+    accounts.sent(2, Choice(engine), Request(tokens=100), streams=True, now_s=2_000.0)
+    accounts.learn(seen._replace(request=2, first_byte_s=2_001.0, last_byte_s=2_002.0))
+    assert len(ended) == 1
 
 
 def test_a_stream_whose_end_was_lost_ends_when_its_engine_has_nothing_in_work() -> None:

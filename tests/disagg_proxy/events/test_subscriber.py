@@ -91,7 +91,8 @@ class BrokenTap:
 
 def test_a_tap_that_breaks_stops_no_stream(engine: Engine) -> None:
     made, indexes = subscriber(engine.spec())
-    made.tap = tap = BrokenTap()
+    tap = BrokenTap()
+    made.subscribe(tap)
     try:
         engine.tell(stored(chain(0, 2), 0))
         engine.tell(stored(chain(8, 2), 10))
@@ -289,8 +290,13 @@ def test_what_a_lost_stream_told_is_not_believed_and_read_again(engine: Engine) 
     heard: list[bool] = []
     indexes = PrefixIndexes(blocks_max=10_000)
     limits = EventLimits(replay_s=TIMEOUT_S, lost_s=0.05)  # a busy machine misses no heartbeat of 2 s
-    made = Subscriber((engine.spec(),), indexes, {"e0": 0}, limits=limits)
-    made.hears = lambda place, index: heard.append(index is not None)
+    made = Subscriber(
+        (engine.spec(),),
+        indexes,
+        {"e0": 0},
+        limits=limits,
+        followed=lambda place, index: heard.append(index is not None),
+    )
     made.start()
     try:
         engine.tell(stored(tokens, 1))

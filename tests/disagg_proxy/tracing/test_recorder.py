@@ -159,7 +159,7 @@ async def test_without_a_collector_requests_go_on() -> None:
 async def test_nothing_is_made_when_nobody_wants_it() -> None:
     async with pd_bed("b", decide=lambda request: single(0)) as b:
         assert b.proxy._recorder is None
-        assert b.proxy._dispatcher.chosen is None
+        assert not any(isinstance(each, Recorder) for each in b.proxy._dispatcher._observers)
         sent = f"00-{TRACE}-{CLIENT}-01"
         assert (await b.ask("POST", CHAT, BODY, f"traceparent: {sent}\r\n")).status == 200
         assert b.engines[0].seen[-1].headers["traceparent"] == sent
@@ -191,7 +191,7 @@ def test_what_is_noted_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch)
     exporter = InMemorySpanExporter()
     recorder = Recorder(exporter, ENGINES, "conductor", clock=lambda: 0.0, wall=lambda: 0.0)
     for number in range(20):
-        recorder.chosen(FakeRequest(number), FakeChoice())  # type: ignore[arg-type]
+        recorder.on_choice(FakeRequest(number), FakeChoice())  # type: ignore[arg-type]
     assert len(recorder._noted) == 8
     recorder.observed(b"".join(RECORD.pack(*ended(number)) for number in range(20)))
     recorder.close()
@@ -225,7 +225,7 @@ def test_one_odd_decision_costs_no_other_spans(caplog: pytest.LogCaptureFixture)
     for number, why in enumerate(whys):
         choice = FakeChoice()
         choice.why = MappingProxyType(why)  # type: ignore[assignment]
-        recorder.chosen(FakeRequest(number), choice)  # type: ignore[arg-type]
+        recorder.on_choice(FakeRequest(number), choice)  # type: ignore[arg-type]
     recorder.observed(b"".join(RECORD.pack(*ended(number)) for number in range(len(whys))))
     recorder.close()
     requests = [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]

@@ -34,11 +34,11 @@ def test_a_step_sums_up_what_ended_in_it() -> None:
     gauges = Gauges()
     history = history_of(gauges)
     history.gather(100.0)
-    history.ended(finished(own=(600, 0, 0), pool=800, prompt_tokens=1000, cached_tokens=790))
-    history.ended(finished(tokens=0))  # not known
-    history.ended(finished(own=(50, 0, 0), why={"predicted_ttft_s": 0.2}))
+    history.on_finish(finished(own=(600, 0, 0), pool=800, prompt_tokens=1000, cached_tokens=790))
+    history.on_finish(finished(tokens=0))  # not known
+    history.on_finish(finished(own=(50, 0, 0), why={"predicted_ttft_s": 0.2}))
     history.gather(100.5)
-    history.ended(finished(stream=0))
+    history.on_finish(finished(stream=0))
     gauges.wait_s = 1.5
     history.gather(101.0)
     history.gather(100.0 + STEP_S)
@@ -56,7 +56,7 @@ def test_a_prediction_counts_from_arrival_as_what_is_observed_does() -> None:
     """It is made when a request is sent; one that waited in the queue before was not predicted badly."""
     history = history_of()
     history.gather(0.0)
-    history.ended(finished(why={"predicted_ttft_s": 0.2}, sent_s=10.3))
+    history.on_finish(finished(why={"predicted_ttft_s": 0.2}, sent_s=10.3))
     history.gather(1.0)
     assert list(history.points) == [(pytest.approx(0.5), pytest.approx(0.5))]
 
@@ -76,7 +76,7 @@ def test_what_an_engine_of_a_pair_had_is_told_by_prefill() -> None:
 def test_what_tells_no_first_token_is_no_sample(odd: dict[str, float]) -> None:
     history = history_of()
     history.gather(0.0)
-    history.ended(finished(why={"predicted_ttft_s": 0.2}, **odd))
+    history.on_finish(finished(why={"predicted_ttft_s": 0.2}, **odd))
     history.gather(1.0)
     assert not history.points
     assert history.steps[0].streams == 0
@@ -86,7 +86,7 @@ def test_a_policy_of_ones_own_may_say_odd_things() -> None:
     history = history_of()
     history.gather(0.0)
     for odd in ("soon", math.nan, None):
-        history.ended(finished(why={"predicted_ttft_s": odd}))  # type: ignore[dict-item]
+        history.on_finish(finished(why={"predicted_ttft_s": odd}))  # type: ignore[dict-item]
     history.gather(1.0)
     assert not history.points
     assert history.steps[0].streams == 3
@@ -96,10 +96,10 @@ def test_nothing_grows_without_end() -> None:
     history = history_of()
     for at in range(STEPS_MAX + 50):
         for _ in range(10):
-            history.ended(finished(why={"predicted_ttft_s": 0.2}))
+            history.on_finish(finished(why={"predicted_ttft_s": 0.2}))
         history.gather(at * STEP_S)
     for _ in range(FRESH_MAX + 100):
-        history.ended(finished())
+        history.on_finish(finished())
     history.gather((STEPS_MAX + 50) * STEP_S)
     assert history.steps[-1].requests == FRESH_MAX  # the oldest were forgotten
     assert (len(history.steps), len(history.last)) == (STEPS_MAX, LAST_MAX)

@@ -1,0 +1,22 @@
+"""What other parts may hear of the dispatcher's decisions: ``dispatcher.subscribe(observer)``. Of requests as
+the scheduler knows them: ``conductor/observer.py``."""
+
+from __future__ import annotations
+
+from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.conductor.choice import Choice
+from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.dispatch.locality import Place
+
+
+class DispatchObserver:
+    """Override what is to be heard. Called without the lock, on the thread that decides."""
+
+    def on_choice(self, request: ProxyRequest, choice: Choice) -> None:
+        """A request is about to be sent."""
+
+    def on_place(self, instance: Instance, place: Place) -> None:
+        """This instance will hold the prompt whose blocks are at ``place``."""
+
+    def on_records(self, records: bytes) -> None:
+        """All that the data plane has recorded since the last call; with the dispatcher's lock."""
