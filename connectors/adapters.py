@@ -61,6 +61,8 @@ def _untold(folder: Path, why: str) -> ConfigError:
 
 
 def main() -> None:
+    """Prints the digest of each folder that the command line names. Exits with the reason for one that is no
+    adapter."""
     folders = sys.argv[1:]
     if not folders or folders[0].startswith("-"):
         sys.exit(__doc__)

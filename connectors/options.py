@@ -83,16 +83,19 @@ def refuse_unknown(place: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def text(place: str, key: str, value: object) -> str:
+    """``value`` if it is a non-empty str. Raises ConfigError that names ``place`` and ``key``."""
     if isinstance(value, str) and value:
         return value
     raise wrong(place, key, f"must be a non-empty text, not {value!r}")
 
 
 def optional_text(place: str, key: str, value: object) -> str | None:
+    """As ``text``; None stays None."""
     return None if value is None else text(place, key, value)
 
 
 def flag(place: str, key: str, value: object) -> bool:
+    """A bool, or "true" or "false" in any case. Raises ConfigError that names ``place`` and ``key``."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):

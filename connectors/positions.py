@@ -58,6 +58,7 @@ def varying_kind(config: Mapping[str, Any]) -> str:
 
 
 def kind_of(rope: Mapping[str, Any]) -> str:
+    """The name of the rope type, "default" where the configuration has none."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 

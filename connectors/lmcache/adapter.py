@@ -123,22 +123,27 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._loads: JobQueue[Bitmap] = JobQueue("load", create_event_notifier(), log)
 
     def get_store_event_fd(self) -> int:
+        """Readable when a store task has ended."""
         return self._stores.notifier.fileno()
 
     def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a lookup task has ended."""
         return self._lookups.notifier.fileno()
 
     def get_load_event_fd(self) -> int:
+        """Readable when a load task has ended."""
         return self._loads.notifier.fileno()
 
     # Store
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Queues a store of ``objects`` under ``keys``, in order. Returns the task id; never waits."""
         number = next(self._numbers)
         self._stores.submit(number, lambda: self._store(keys, objects), L2StoreResult(False, 0))
         return number
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Results of the store tasks that ended since the last call, by task id."""
         return self._stores.take_all()
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
@@ -180,6 +185,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
+        """Queues a lookup that pins what it finds in the pool. Returns the task id; never waits."""
         number = next(self._numbers)
         self._lookups.submit(
             number, lambda: self._lookup(keys, group_layout_descs), (Bitmap(len(keys)), None)
@@ -187,6 +193,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return number
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """One bit per key of the task, set where it is there and locked; None while it runs. Once."""
         answer = self._lookups.take(task_id)
         if answer is None:
             return None
@@ -196,6 +203,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return found
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Ends one lock on each of ``keys``. Never waits."""
         self._locks.release(keys)
 
     def _expire(self) -> None:
@@ -235,11 +243,13 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Load
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Queues a load of ``keys`` into ``objects``, in order. Returns the task id; never waits."""
         number = next(self._numbers)
         self._loads.submit(number, lambda: self._load(keys, objects), Bitmap(len(keys)))
         return number
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
+        """One bit per key of the task, set where it was loaded; None while it runs. Once."""
         return self._loads.take(task_id)
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
@@ -348,6 +358,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         }
 
     def close(self) -> None:
+        """Waits for the tasks that run, fails those that wait, ends all locks and disconnects."""
         for lane in (self._stores, self._lookups, self._loads):
             lane.close()
         self._chunks.close()

@@ -28,6 +28,7 @@ class MoonpoolAdapter(ConnectorAdapter):  # type: ignore[misc]
         super().__init__(f"{SCHEME}://")
 
     def can_parse(self, url: str) -> bool:
+        """Whether ``url`` is ``moonpool://...`` or the plugin of this name."""
         return bool(super().can_parse(url)) or url == _PLUGIN or url.startswith(f"{_PLUGIN}.")
 
     def create_connector(self, context: ConnectorContext) -> MoonpoolConnector:

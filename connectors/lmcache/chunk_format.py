@@ -40,6 +40,7 @@ class ChunkFormat:
 
     @property
     def header_bytes(self) -> int:
+        """Bytes of the header, a multiple of ALIGNMENT."""
         used = _FIXED.size + _GROUP.size * len(self.groups)
         return -(-used // ALIGNMENT) * ALIGNMENT
 

@@ -16,9 +16,16 @@ CHORE_S = 10.0
 
 
 class Notifier(Protocol):
-    def fileno(self) -> int: ...
-    def notify(self) -> None: ...
-    def close(self) -> None: ...
+    """LMCache's event notifier: a descriptor that a poll loop waits on."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+
+    def notify(self) -> None:
+        """Makes the descriptor readable."""
+
+    def close(self) -> None:
+        """Closes the descriptor."""
 
 
 class JobQueue(Generic[Answer]):
@@ -42,6 +49,7 @@ class JobQueue(Generic[Answer]):
         self._thread.start()
 
     def submit(self, number: int, job: Callable[[], Answer], otherwise: Answer) -> None:
+        """Queues ``job``. Its answer, or ``otherwise``, is filed under ``number``. Never waits."""
         with self._guard:
             if not self._closed and self._queue.qsize() < JOBS_MAX:
                 self._queue.put((number, job, otherwise))
@@ -54,6 +62,7 @@ class JobQueue(Generic[Answer]):
             return self._answers.pop(number, None)
 
     def take_all(self) -> dict[int, Answer]:
+        """All answers that were not taken yet, by number."""
         with self._guard:
             answers, self._answers = self._answers, {}
         return answers

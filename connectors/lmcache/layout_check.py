@@ -36,10 +36,12 @@ class LayoutCheck:
 
     @property
     def shapes(self) -> Any:
+        """The shape of each group's tensor in a full chunk, as LMCache knows it now."""
         return self._metadata.get_shapes()
 
     @property
     def dtypes(self) -> Any:
+        """The type of each group, as LMCache knows it now."""
         return self._metadata.get_dtypes()
 
     def full(self) -> ChunkFormat:

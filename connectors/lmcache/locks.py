@@ -20,7 +20,10 @@ HELD_S = 300.0  # from then on; as long as its own locks
 
 
 class Released(Protocol):
-    def release(self) -> None: ...
+    """A pin."""
+
+    def release(self) -> None:
+        """Ends the pin. Never waits."""
 
 
 @dataclass(eq=False)

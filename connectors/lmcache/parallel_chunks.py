@@ -34,4 +34,5 @@ class ParallelChunks:
         return told + [other.result() for other in others]
 
     def close(self) -> None:
+        """Ends the threads after what they do now."""
         self._pool.shutdown()

@@ -31,6 +31,7 @@ class OneMoreFolder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """The spec of a package in FOLDERS, with our folder in its search path; None for any other module."""
         folder = FOLDERS.get(fullname)
         spec = PathFinder.find_spec(fullname, path, target) if folder else None
         if spec is None or spec.submodule_search_locations is None:
@@ -61,13 +62,16 @@ class NoDevice(DeviceSpec):  # type: ignore[misc]
 
     @property
     def device_type(self) -> str:
+        """The name of the device."""
         return NAME
 
     @property
     def backend_name(self) -> str:
+        """The name of the backend."""
         return NAME
 
     def is_available(self) -> bool:
+        """False: there is no such device."""
         return False
 
 

@@ -128,6 +128,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     # Is it there
 
     def support_batched_contains(self) -> bool:
+        """True: one question for many keys."""
         return True
 
     def batched_contains(self, keys: builtins.list[CacheEngineKey]) -> int:
@@ -143,14 +144,17 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         return _leading([flag == 1 for flag in flags])
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
+        """Whether the pool has ``key``. Waits for the node; False when it does not answer."""
         return self.batched_contains([key]) == 1
 
     async def exists(self, key: CacheEngineKey) -> bool:
+        """Whether the pool has ``key``. False when the node does not answer."""
         return await self.batched_async_contains("", [key]) == 1
 
     async def batched_async_contains(
         self, lookup_id: str, keys: builtins.list[CacheEngineKey], pin: bool = False
     ) -> int:
+        """How many leading keys the pool has; 0 when the node does not answer. lookup_id, pin: unused."""
         if self._is_ambiguous(keys):
             return 0
         _, _, found = await self._ended(self._batches.submit_batch_exists(_both_names(keys)))
@@ -159,9 +163,11 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     # Put
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        """Stores one chunk; see ``batched_put``."""
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
+        """True: one call for many chunks."""
         return True
 
     async def batched_put(
@@ -213,9 +219,11 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     # Get
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
+        """One chunk as a memory object of LMCache, or None; see ``batched_get``."""
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
+        """True: one call for many chunks."""
         return True
 
     async def batched_get(self, keys: builtins.list[CacheEngineKey]) -> builtins.list[MemoryObj | None]:
@@ -359,6 +367,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     # The rest
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
+        """Removes a chunk from the pool. Whether it was there; False when the node does not answer."""
         client = self._pool.client
         try:
             return client is not None and b"\1" in client.remove(_both_names([key]))

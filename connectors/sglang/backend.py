@@ -55,6 +55,7 @@ class Memory:
 
     @property
     def width(self) -> int:
+        """Objects of a page."""
         return len(self.ranges)
 
     def names(self, keys: Sequence[str]) -> bytes:
@@ -232,6 +233,7 @@ class MoonpoolHiCache(compat.Storage):
         return self._call("lookup", ask, 0) if keys else 0
 
     def exists(self, key: str) -> bool:
+        """Whether the pool has the page."""
         return self.batch_exists([key]) == 1
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -366,17 +368,21 @@ class MoonpoolHiCache(compat.Storage):
     # The older interface, one tensor a page: SGLang uses it only without interface_v1, which Settings refuses
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """Raises ConfigError: see ``_needs_v1``."""
         self._needs_v1()
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        """Raises ConfigError: see ``_needs_v1``."""
         self._needs_v1()
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Raises ConfigError: see ``_needs_v1``."""
         self._needs_v1()
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
+        """Raises ConfigError: see ``_needs_v1``."""
         self._needs_v1()
 
     def _needs_v1(self) -> NoReturn:

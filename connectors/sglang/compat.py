@@ -17,9 +17,14 @@ from moonpool.connectors.sglang import updates
 if TYPE_CHECKING:
 
     class Storage:
-        def register_mem_pool_host(self, mem_pool_host: Any) -> None: ...
+        """See standins.HiCacheStorage."""
+
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+            """Keeps the host pool."""
 
     class PoolTransferResult:
+        """Hits of a v2 lookup, in pages."""
+
         kv_hit_pages: int
         extra_pool_hit_pages: dict[str, int]
         restorable_prefix_pages: list[int] | None
@@ -27,9 +32,13 @@ if TYPE_CHECKING:
         def __init__(self, **fields: Any) -> None: ...
 
     class PoolName:
+        """The names of host pools."""
+
         KV: str
 
     class StorageMetrics:
+        """What was moved since the last call: pages and GB/s of each call."""
+
         prefetch_pgs: list[int]
         backup_pgs: list[int]
         prefetch_bandwidth: list[float]

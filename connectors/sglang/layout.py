@@ -60,6 +60,7 @@ class PageLayout:
 
     @property
     def bytes_per_page(self) -> int:
+        """Bytes of a page over all layers and heads."""
         return self.layers * self.heads * self.tokens * sum(plane.content for plane in self.planes)
 
 

@@ -16,6 +16,8 @@ ASKING = ("MOONPOOL_SGLANG_PD", "MOONPOOL_SGLANG_EMBEDDINGS")
 
 
 def register() -> None:
+    """Called by SGLang's entry point. Raises what goes wrong, which SGLang logs; exits when the environment
+    asks for moonpool."""
     try:
         from moonpool.connectors.sglang import short_name, updates
         from moonpool.connectors.sglang.transfer import hook

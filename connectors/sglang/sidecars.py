@@ -30,6 +30,7 @@ class Sidecar:
     tag: bytes
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
+        """The name of the object of each page; ``keys`` are hexadecimal."""
         return [bytes.fromhex(key) + self.tag for key in keys]
 
     def parts(self, keys: Sequence[str], host_indices: Any) -> list[Parts]:

@@ -8,11 +8,16 @@ from typing import Any
 
 
 class HiCacheStorage:
+    """The base class of SGLang's storage backends."""
+
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Keeps the host pool."""
         self.mem_pool_host = mem_pool_host
 
 
 class PoolName(str, enum.Enum):  # noqa: UP042  as SGLang's: it hashes by its member's name
+    """The names of host pools."""
+
     KV = "kv"
     MAMBA = "mamba"
     INDEXER = "indexer"
@@ -20,6 +25,8 @@ class PoolName(str, enum.Enum):  # noqa: UP042  as SGLang's: it hashes by its me
 
 @dataclass
 class PoolTransferResult:
+    """Hits of a v2 lookup, in pages."""
+
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
     restorable_prefix_pages: list[int] | None = None
@@ -27,6 +34,8 @@ class PoolTransferResult:
 
 @dataclass
 class StorageMetrics:
+    """What was moved since the last call: pages and GB/s of each call."""
+
     prefetch_pgs: list[int] = field(default_factory=list)
     backup_pgs: list[int] = field(default_factory=list)
     prefetch_bandwidth: list[float] = field(default_factory=list)

@@ -30,6 +30,8 @@ SENTENCE = (
 
 
 class Follower(Protocol):
+    """An object that uses the KV of the weights that an engine has now."""
+
     def weights_replaced(self) -> None:
         """Called before they are; must not raise."""
 

@@ -35,14 +35,19 @@ NO_PAGE = -1  # BAD_PAGE_INDEX: the block has no page in that layer group
 if TYPE_CHECKING:
 
     class Worker:
+        """The base class of TensorRT-LLM's connector workers."""
+
         _metadata: object
 
         def __init__(self, llm_args: Any) -> None:
             self._llm_args = llm_args
 
-        def get_connector_meta(self) -> object: ...
+        def get_connector_meta(self) -> object:
+            """The step's plan."""
 
     class Scheduler:
+        """The base class of TensorRT-LLM's connector schedulers."""
+
         def __init__(self, llm_args: Any) -> None: ...
 
 else:
@@ -135,10 +140,13 @@ class Log:
         self._logger: Any = logger
 
     def info(self, text: str, *values: object) -> None:
+        """Logs ``text % values``."""
         self._logger.info("moonpool: " + text % values)
 
     def warning(self, text: str, *values: object) -> None:
+        """Logs ``text % values``."""
         self._logger.warning("moonpool: " + text % values)
 
     def error(self, text: str, *values: object) -> None:
+        """Logs ``text % values``."""
         self._logger.error("moonpool: " + text % values)

@@ -110,6 +110,7 @@ class Fetch:
             self._room += size
 
     def close(self) -> None:
+        """Waits for the fetches under way."""
         self._thread.shutdown()
 
 

@@ -68,6 +68,7 @@ class Memory:
 
     @property
     def bytes_per_block(self) -> int:
+        """Bytes of a block over all layer groups."""
         return sum(region.size for regions in self.groups for region in regions)
 
 
@@ -94,6 +95,7 @@ class Column:
 
     @property
     def size(self) -> int:
+        """Bytes of the object of one block."""
         return sum(length for _, length in self.rows)
 
 

@@ -37,6 +37,7 @@ class Foreign:
         return cls(ids, vocabulary if isinstance(vocabulary, int) else 0)
 
     def are_in(self, tokens: Sequence[int]) -> bool:
+        """Whether one of ``tokens`` stands for an image, audio or video, or is outside of the vocabulary."""
         return not self.ids.isdisjoint(tokens) or bool(
             self.vocabulary and tokens and max(tokens) >= self.vocabulary
         )

@@ -54,6 +54,7 @@ class Engine:
     foreign: Foreign
 
     def close(self) -> None:
+        """Waits for fetches and saves under way, then disconnects."""
         self.fetch.close()
         self.pool.close()
 

@@ -29,5 +29,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """What the workers do in one step."""
+
     loads: tuple[Load, ...] = field(default=())
     saves: tuple[Save, ...] = field(default=())

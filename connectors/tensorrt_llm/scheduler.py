@@ -56,6 +56,7 @@ class MoonpoolScheduler(compat.Scheduler):
             return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
+        """As update_state_after_alloc_by_layer_group, for an engine with one layer group."""
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
 
     def update_state_after_alloc_by_layer_group(
@@ -74,6 +75,7 @@ class MoonpoolScheduler(compat.Scheduler):
         self._loads[request_id] = Load(request_id, digests, pages)
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        """The loads and saves of the step, for the workers."""
         loads, self._loads = tuple(self._loads.values()), {}
         self._loading.update(load.request_id for load in loads)
         saves: list[Save] = []
@@ -98,6 +100,7 @@ class MoonpoolScheduler(compat.Scheduler):
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: Sequence[Sequence[int]]
     ) -> bool:
+        """As request_finished, for an engine with several layer groups."""
         return self.request_finished(request, ())
 
     def wait_for_initialization(self) -> None:

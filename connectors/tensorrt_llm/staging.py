@@ -54,6 +54,7 @@ class Slots:
             return taken
 
     def give(self, numbers: Sequence[int]) -> None:
+        """Gives slots back, and wakes what waits for one."""
         with self._freed:
             self._free += numbers
             self._freed.notify_all()
@@ -77,14 +78,17 @@ class HostMover:
         self._regions = regions_of(memory)
 
     def mark(self, stream: Any) -> None:
+        """None: copies run on the calling thread."""
         return None
 
     def save(self, moves: Sequence[Move], stream: Any) -> Callable[[], None]:
+        """Copies pages to slots at once."""
         for slot, page, size in self._addresses(moves):
             ctypes.memmove(slot, page, size)
         return lambda: None
 
     def load(self, moves: Sequence[Move], mark: Any) -> None:
+        """Copies slots to pages at once."""
         for slot, page, size in self._addresses(moves):
             ctypes.memmove(page, slot, size)
 
@@ -110,9 +114,11 @@ class CudaMover:
         self._loads = torch.cuda.Stream(device=self._regions[0][3].device)
 
     def mark(self, stream: Any) -> Any:
+        """An event behind what the stream was given so far."""
         return stream.record_event()
 
     def save(self, moves: Sequence[Move], stream: Any) -> Callable[[], None]:
+        """Queues copies of pages to slots on ``stream``; what it returns waits for them."""
         with self._cuda.stream(stream):
             for slot, page in self._views(moves):
                 slot.copy_(page, non_blocking=True)
@@ -120,6 +126,7 @@ class CudaMover:
         return lambda: done.synchronize()
 
     def load(self, moves: Sequence[Move], mark: Any) -> None:
+        """Copies slots to pages on a stream of its own, after ``mark``, and waits."""
         self._loads.wait_event(mark)
         with self._cuda.stream(self._loads):
             for slot, page in self._views(moves):
@@ -143,4 +150,5 @@ def _rows(region: Region) -> Any:
 
 
 def mover_for(memory: Memory, slots: int) -> Mover:
+    """The mover for the device that ``memory`` lies on, with ``slots`` slots of one block each."""
     return HostMover(memory, slots) if memory.device == "cpu" else CudaMover(memory, slots)

@@ -32,6 +32,7 @@ class Chain:
     tail: list[int] = field(default_factory=list)  # tokens of the block that is not full
 
     def extend(self, tokens: Iterable[int]) -> None:
+        """Adds tokens; hashes each block that is full now."""
         self.tail.extend(tokens)
         full = len(self.tail) - len(self.tail) % self.block_tokens
         if full:
@@ -42,6 +43,7 @@ class Chain:
             del self.tail[:full]
 
     def add_pages(self, new: Sequence[Sequence[int]]) -> None:
+        """Adds pages, one sequence per layer group."""
         self.pages += [[] for _ in range(len(new) - len(self.pages))]
         for pages, more in zip(self.pages, new, strict=False):
             pages += more
@@ -51,6 +53,7 @@ class Chain:
         return b"".join(self.digests[first:last]), tuple(tuple(ids[first:last]) for ids in self.pages)
 
     def previous(self, first: int) -> bytes:
+        """The digest of the block before block ``first``, 32 bytes; empty for the first."""
         return self.digests[first - 1] if first else b""
 
 
@@ -68,6 +71,7 @@ class Known:
         self._lock = threading.Lock()
 
     def add(self, digests: Iterable[bytes]) -> None:
+        """The pool has these blocks now."""
         now_s = self._clock()
         with self._lock:
             for digest in digests:
@@ -77,6 +81,7 @@ class Known:
                 self._heard_s.popitem(last=False)
 
     def forget(self, digests: Iterable[bytes]) -> None:
+        """The pool may have lost these blocks."""
         with self._lock:
             for digest in digests:
                 self._heard_s.pop(digest, None)
@@ -101,4 +106,5 @@ class Known:
 
 
 def split(digests: bytes) -> list[bytes]:
+    """Digests of 32 bytes each, from their concatenation."""
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -45,10 +45,12 @@ class MoonpoolWorker(compat.Worker):
         self._slots: tuple[Slots, Slots] | None = None  # for loads, for saves
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        """The memory as one tensor [block, layer, 2, numbers]; connects."""
         tokens = int(self._llm_args.kv_cache_config.tokens_per_block)
         self._join(lambda: read_tensor(kv_cache_tensor, tokens))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
+        """The memory as layer groups; connects."""
         self._join(lambda: read_layout(layout))
 
     def _join(self, read: Callable[[], Any]) -> None:
@@ -57,6 +59,8 @@ class MoonpoolWorker(compat.Worker):
             self._slots = Slots(self._link.engine.loading), Slots(self._link.engine.saving)
 
     def start_load_kv(self, stream: Any) -> None:
+        """Copies the blocks of the step from the pool to the pages before the forward pass. stream: of that
+        pass."""
         plan, engine = self._plan(), self._link.engine
         self._metadata = Plan((), plan.saves)  # the engine may come again with the same one
         for load in plan.loads:

@@ -57,6 +57,8 @@ class Adapter:
 
 
 class Adapters:
+    """Names LoRA adapters by all bytes of their files."""
+
     def __init__(
         self,
         *,

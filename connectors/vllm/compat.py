@@ -19,32 +19,45 @@ OLDEST = (0, 23)
 if TYPE_CHECKING:
 
     class ConnectorRole(enum.Enum):
+        """Which process a connector is in."""
+
         SCHEDULER = 0
         WORKER = 1
 
     class ConnectorBase:
+        """The base class of vLLM's connectors."""
+
         _cache_hit_source: Any
         _connector_metadata: Any
 
         def __init__(self, vllm_config: Any, role: ConnectorRole, kv_cache_config: Any) -> None: ...
-        def bind_connector_metadata(self, connector_metadata: Any) -> None: ...
+        def bind_connector_metadata(self, connector_metadata: Any) -> None:
+            """Keeps the step's plan."""
 
-    class SupportsHMA: ...
+    class SupportsHMA:
+        """Marks a connector that knows several KV cache groups."""
 
-    class ConnectorMetadata: ...
+    class ConnectorMetadata:
+        """The base of a step's plan."""
 
-    class WorkerMetadata: ...
+    class WorkerMetadata:
+        """The base of a worker's report."""
 
-    class HandshakeMetadata: ...
+    class HandshakeMetadata:
+        """The base of a worker's handshake."""
 
     TransferResults: Any
 
     class ConnectorStats:
+        """Counts of a connector."""
+
         data: dict[str, Any]
 
         def __init__(self, data: dict[str, Any] | None = None) -> None: ...
 
     class PromMetrics:
+        """Prometheus metrics of a connector."""
+
         _gauge_cls: Any
         _counter_cls: Any
         _histogram_cls: Any
@@ -117,9 +130,14 @@ def around_reset(pool: Any, before: Callable[[], None], after: Callable[[], None
 class AdapterWatcher(Protocol):
     """What must not raise."""
 
-    def adapter_loading(self, lora: Any) -> None: ...
-    def adapter_loaded(self, lora: Any, *, well: bool) -> None: ...
-    def adapter_removed(self, number: int) -> None: ...
+    def adapter_loading(self, lora: Any) -> None:
+        """The engine begins to read the files of ``lora``."""
+
+    def adapter_loaded(self, lora: Any, *, well: bool) -> None:
+        """The engine has read them. well: without an error."""
+
+    def adapter_removed(self, number: int) -> None:
+        """The engine dropped the adapter of this number."""
 
 
 def watch_adapters(core: type | None = None) -> bool:

@@ -167,22 +167,26 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     # Both halves
 
     def shutdown(self) -> None:
+        """Ends loads and saves under way and disconnects."""
         half = self._sched or self._worker
         if half is not None:
             half.close()
 
     def get_kv_connector_stats(self) -> Stats | None:
+        """Counts since the last call; None for a connector without a half."""
         tally = self._tally
         return tally.take() if tally else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """Stats from what another process has sent."""
         return Stats(data={} if data is None else dict(data))
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> ConnectorProm:
+        """The Prometheus metrics in vLLM's own registry."""
         return ConnectorProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
@@ -193,10 +197,12 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The KV memory of this worker, a tensor for each layer."""
         if self._worker is not None:
             self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> Handshake | None:
+        """What this worker tells the scheduler's half; None in the scheduler."""
         return None if self._worker is None else self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -215,6 +221,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._survive(None, worker.revoke_leases)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Starts the step's pulls and loads on native threads. Never waits."""
         if self._connector_metadata is NOTHING:
             return
         worker, step = self._worker, self._step()
@@ -279,9 +286,11 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were not loaded, which vLLM computes again."""
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> Any:
+        """What this worker tells the scheduler's half of the step; None for nothing."""
         if self._worker is None:
             return None
         try:
@@ -296,9 +305,11 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
     # Scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:
+        """What each worker told, by rank."""
         self._meet(list(metadata.values()))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:
+        """What each worker told, by pipeline and tensor rank."""
         self._meet(list(metadata.values()))
 
     def _meet(self, handshakes: list[Handshake]) -> None:
@@ -306,6 +317,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._sched.meet_workers(handshakes)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's block pool, whose blocks saves and leases hold."""
         if self._sched is not None:
             self._sched.bind_block_pool(gpu_block_pool)
             compat.around_reset(gpu_block_pool, self._before_reset, self._sched.cache_was_reset)
@@ -339,6 +351,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         self._survive(None, self._sched.distrust_adapters if self._sched is not None else None)
 
     def on_new_request(self, request: Any) -> None:
+        """A request came: asks the pool for its prefix, on a native thread."""
         sched = self._sched
         if sched is None:
             return
@@ -348,6 +361,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._survive(None, lambda: sched.forget(request.request_id))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens to load beyond ``num_computed_tokens``, whether asynchronously); None: ask again."""
         sched = self._sched
         if sched is None:
             return 0, False
@@ -357,6 +371,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return self._survive((0, False), lambda: sched.forget(request.request_id))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM gave the request ``blocks``; ``num_external_tokens`` of it are to be loaded."""
         sched = self._sched
         if sched is None:
             return
@@ -367,6 +382,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._survive(None, fail if num_external_tokens else None)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
+        """What the workers load, save and hand over in the step."""
         sched = self._sched
         if sched is None:
             return NOTHING
@@ -380,6 +396,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return self._survive(NOTHING)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers reported of a step."""
         if self._sched is None:
             return
         if connector_output.kv_connector_worker_meta is None and not connector_output.finished_recving:
@@ -390,6 +407,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._survive(None)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """(False: the blocks may be freed, kv_transfer_params of the answer or None)."""
         sched = self._sched
         if sched is None:
             return False, None
@@ -399,15 +417,18 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return self._survive((False, None), lambda: sched.forget(request.request_id))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished, for an engine with several KV cache groups."""
         return self.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
+        """Whether a step without tokens must run for the connector."""
         try:
             return self._sched is not None and self._sched.has_pending_work()
         except Exception:
             return self._survive(False)
 
     def has_pending_block_frees(self) -> bool:
+        """Whether blocks that the connector holds are free soon."""
         try:
             return self._sched is not None and self._sched.has_pending_frees()
         except Exception:

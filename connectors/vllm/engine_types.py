@@ -10,10 +10,14 @@ class Status(Protocol):
     """RequestStatus, an enumeration."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Such as "FINISHED_STOPPED"."""
 
 
 class Request(Protocol):
+    """A request in the scheduler. Token counts; ``mm_features``: images, audio and video; ``cache_salt``: of
+    its block hashes."""
+
     request_id: str
     prompt_token_ids: list[int] | None
     prompt_embeds: Any
@@ -29,17 +33,23 @@ class Request(Protocol):
     num_computed_tokens: int
 
     @property
-    def status(self) -> Status: ...
+    def status(self) -> Status:
+        """Where the request stands."""
+
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+
     @property
-    def all_token_ids(self) -> Sequence[int]: ...
+    def all_token_ids(self) -> Sequence[int]:
+        """Token ids of prompt and output so far."""
 
 
 class Blocks(Protocol):
     """KVCacheBlocks."""
 
-    def get_block_ids(self) -> tuple[list[int], ...]: ...
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Block ids, one list per KV cache group."""
 
 
 class Block(Protocol):
@@ -49,19 +59,28 @@ class Block(Protocol):
 
 
 class BlockPool(Protocol):
+    """The engine's blocks, by id."""
+
     blocks: Sequence[Block]
 
-    def touch(self, blocks: Sequence[Block]) -> None: ...
-    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None: ...
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Adds a reference to each block."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        """Drops a reference of each block; blocks without one are reused in this order."""
 
 
 class NewRequest(Protocol):
+    """A request in its first step. block_ids: one list per KV cache group."""
+
     req_id: str
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
 
 
 class CachedRequests(Protocol):
+    """Requests that had a step before, as columns. new_block_ids: added ones, or all after a preemption."""
+
     req_ids: list[str]
     resumed_req_ids: set[str]
     new_block_ids: list[tuple[list[int], ...] | None]
@@ -69,6 +88,8 @@ class CachedRequests(Protocol):
 
 
 class SchedulerOutput(Protocol):
+    """One step. num_scheduled_tokens: by request."""
+
     scheduled_new_reqs: list[NewRequest]
     scheduled_cached_reqs: CachedRequests
     num_scheduled_tokens: Mapping[str, int]

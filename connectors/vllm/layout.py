@@ -28,28 +28,49 @@ from moonpool.core.store.keys import Ranges
 
 
 class Storage(Protocol):
-    def data_ptr(self) -> int: ...
-    def nbytes(self) -> int: ...
+    """The memory that a tensor views."""
+
+    def data_ptr(self) -> int:
+        """Its address."""
+
+    def nbytes(self) -> int:
+        """Its size in bytes."""
 
 
 class Device(Protocol):
+    """A torch device."""
+
     @property
-    def type(self) -> str: ...
+    def type(self) -> str:
+        """The kind of device: "cpu", "cuda" and so on."""
 
 
 class Tensor(Protocol):
     """What is asked of a torch tensor."""
 
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """Where its memory is."""
+
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """Elements of each dimension."""
+
     @property
-    def dtype(self) -> object: ...
-    def data_ptr(self) -> int: ...
-    def stride(self) -> Sequence[int]: ...
-    def element_size(self) -> int: ...
-    def untyped_storage(self) -> Storage: ...
+    def dtype(self) -> object:
+        """The type of an element."""
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+
+    def stride(self) -> Sequence[int]:
+        """Elements from one index to the next, of each dimension."""
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+
+    def untyped_storage(self) -> Storage:
+        """The memory it views."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +103,17 @@ class GroupLayout:
 
     @property
     def heads(self) -> int:
+        """KV heads of this rank."""
         return self.layers[0].heads
 
     @property
     def first_layer(self) -> int:
+        """The number of the first layer."""
         return self.layers[0].number
 
     @property
     def layer_count(self) -> int:
+        """Layers from the first to the last, inclusive."""
         return self.layers[-1].number - self.first_layer + 1
 
 

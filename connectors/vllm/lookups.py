@@ -21,6 +21,8 @@ FORGET_TICKET_S = 5.0
 
 
 class Lookups:
+    """Asks the pool for the prefixes of requests, and owns the pins of the answers."""
+
     def __init__(
         self,
         pool: Callable[[], Pool | None],

@@ -33,6 +33,7 @@ class Load:
 
     @property
     def blocks(self) -> int:
+        """Blocks to load in each group."""
         return len(self.block_ids[0])
 
 

@@ -85,9 +85,11 @@ class Stats(compat.ConnectorStats):
     """One step's counts. ``data``: counter -> int, histogram -> list of seconds."""
 
     def reset(self) -> None:
+        """Forgets all counts."""
         self.data = {}
 
     def is_empty(self) -> bool:
+        """Whether nothing was counted."""
         return not self.data
 
     def aggregate(self, other: compat.ConnectorStats) -> Stats:

@@ -36,9 +36,11 @@ class NativePool:
         return cls(settings.dial(fingerprint, TIMEOUT_S))
 
     def part_table(self, rows: Rows) -> PartTable:
+        """See Pool."""
         return _native.PartTable(rows)
 
     def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
+        """See Pool; runs on the thread for reads."""
         return 2 * self._reads.submit_prefix(names, name_size, width)
 
     def submit_load(
@@ -49,6 +51,7 @@ class NativePool:
         indices: Indices,
         columns: Columns,
     ) -> int:
+        """See Pool; runs on the thread for reads."""
         table = cast(_native.PartTable, parts)
         return 2 * self._reads.submit_load(holders, descriptors, table, indices, columns)
 
@@ -61,18 +64,22 @@ class NativePool:
         indices: Indices,
         columns: Columns,
     ) -> int:
+        """See Pool; runs on the thread for writes."""
         table = cast(_native.PartTable, parts)
         return 1 + 2 * self._writes.submit_save(names, name_size, parents, table, indices, columns)
 
     def release(self, pin_id: int) -> None:
+        """See Pool."""
         self._reads.release(pin_id)
 
     def poll(self) -> Sequence[tuple[int, Answer]]:
+        """See Pool."""
         done = [(2 * ticket, answer) for ticket, answer in self._reads.poll()]
         done += [(1 + 2 * ticket, answer) for ticket, answer in self._writes.poll()]
         return done
 
     def close(self) -> None:
+        """See Pool."""
         self._reads.close()
         self._writes.close()
         self._client.close()

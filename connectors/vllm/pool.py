@@ -25,41 +25,64 @@ class PrefixAnswer(Protocol):
     many bytes each; error: why it is unknown, or ""."""
 
     @property
-    def blocks(self) -> int: ...
+    def blocks(self) -> int:
+        """Leading blocks that are there and pinned."""
+
     @property
-    def pin_id(self) -> int: ...
+    def pin_id(self) -> int:
+        """For ``release``; 0: nothing is pinned."""
+
     @property
-    def holders(self) -> bytes: ...
+    def holders(self) -> bytes:
+        """16 bytes for each node life."""
+
     @property
-    def descriptors(self) -> bytes: ...
+    def descriptors(self) -> bytes:
+        """Where the objects lie, block by block."""
+
     @property
-    def error(self) -> str: ...
+    def error(self) -> str:
+        """Why it is unknown, or ""."""
 
 
 class LoadAnswer(Protocol):
     """ok: one byte per object, 1 where its bytes were copied; error: why others were not, or ""."""
 
     @property
-    def ok(self) -> bytes: ...
+    def ok(self) -> bytes:
+        """One byte per object, 1 where it was copied."""
+
     @property
-    def bytes_loaded(self) -> int: ...
+    def bytes_loaded(self) -> int:
+        """Bytes that were copied."""
+
     @property
-    def error(self) -> str: ...
+    def error(self) -> str:
+        """Why not all were copied, or ""."""
 
 
 class SaveAnswer(Protocol):
     """How many objects were stored, were there already, and were refused (and why)."""
 
     @property
-    def stored(self) -> int: ...
+    def stored(self) -> int:
+        """Objects that are new in the pool."""
+
     @property
-    def existed(self) -> int: ...
+    def existed(self) -> int:
+        """Objects that were there before."""
+
     @property
-    def refused(self) -> int: ...
+    def refused(self) -> int:
+        """Objects that were not stored."""
+
     @property
-    def bytes_stored(self) -> int: ...
+    def bytes_stored(self) -> int:
+        """Bytes of the new objects."""
+
     @property
-    def error(self) -> str: ...
+    def error(self) -> str:
+        """Why some were refused, or ""."""
 
 
 Answer = PrefixAnswer | LoadAnswer | SaveAnswer
@@ -69,9 +92,12 @@ class Pool(Protocol):
     """Operations on native threads. A submission returns a ticket at once; ``poll`` returns what is done.
     Every ticket is answered once, with an error when the node is gone or silent."""
 
-    def part_table(self, rows: Rows) -> PartTable: ...
+    def part_table(self, rows: Rows) -> PartTable:
+        """A table of the rows: (address of block 0, bytes from block to block, bytes) of each column."""
 
-    def submit_prefix(self, names: bytes, name_size: int, width: int) -> int: ...
+    def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
+        """Asks for the longest prefix. names: ``name_size`` bytes each, ``width`` per block. Returns the
+        ticket."""
 
     def submit_load(
         self,
@@ -80,7 +106,9 @@ class Pool(Protocol):
         parts: PartTable,
         indices: Indices,
         columns: Columns,
-    ) -> int: ...
+    ) -> int:
+        """Copies pinned objects into memory. holders, descriptors: of a PrefixAnswer; indices, columns: where
+        each object goes in ``parts``. Returns the ticket."""
 
     def submit_save(
         self,
@@ -90,13 +118,18 @@ class Pool(Protocol):
         parts: PartTable,
         indices: Indices,
         columns: Columns,
-    ) -> int: ...
+    ) -> int:
+        """Stores objects from memory. parents: for each the name of the object before it, zeros for none;
+        indices, columns: where each lies in ``parts``. Returns the ticket."""
 
-    def release(self, pin_id: int) -> None: ...
+    def release(self, pin_id: int) -> None:
+        """Ends a pin; 0 is no pin."""
 
-    def poll(self) -> Sequence[tuple[int, Answer]]: ...
+    def poll(self) -> Sequence[tuple[int, Answer]]:
+        """(ticket, answer) of operations that have ended, each once. Never waits."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for the operations under way, then disconnects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +150,10 @@ class Failed:
 
     @property
     def ok(self) -> bytes:
+        """A zero for each object."""
         return bytes(self.objects)
 
     @property
     def refused(self) -> int:
+        """All objects."""
         return self.objects

@@ -25,6 +25,8 @@ HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be sav
 
 
 class Saves:
+    """Which blocks are saved when, and the references on them until then."""
+
     def __init__(
         self,
         engine_config: EngineConfig,

@@ -40,6 +40,8 @@ OpenNode = Callable[[bytes], NodeConnection[Pool]]
 
 
 class SchedulerHalf:
+    """The half in the scheduler's process; all methods run on its thread and none waits for the pool."""
+
     def __init__(
         self,
         engine_config: EngineConfig,
@@ -197,6 +199,7 @@ class SchedulerHalf:
             self._adapters.cache_was_reset()
 
     def close(self) -> None:
+        """Stops serving the bootstrap page and disconnects."""
         self.handover.close()
         if self._node is not None:
             self._node.close()

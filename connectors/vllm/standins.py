@@ -7,39 +7,53 @@ from typing import Any
 
 
 class KVConnectorRole(enum.Enum):
+    """Which process a connector is in."""
+
     SCHEDULER = 0
     WORKER = 1
 
 
 class KVConnectorBase_V1:  # noqa: N801
+    """The base class of vLLM's connectors."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._connector_metadata: Any = None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Keeps the step's plan."""
         self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
+        """Forgets the step's plan."""
         self._connector_metadata = None
 
 
-class SupportsHMA: ...
+class SupportsHMA:
+    """Marks a connector that knows several KV cache groups."""
 
 
-class KVConnectorMetadata: ...
+class KVConnectorMetadata:
+    """The base of a step's plan."""
 
 
-class KVConnectorWorkerMetadata: ...
+class KVConnectorWorkerMetadata:
+    """The base of a worker's report."""
 
 
-class KVConnectorHandshakeMetadata: ...
+class KVConnectorHandshakeMetadata:
+    """The base of a worker's handshake."""
 
 
 class KVConnectorStats:
+    """Counts of a connector."""
+
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data = {} if data is None else data
 
 
 class KVConnectorPromMetrics:
+    """Prometheus metrics of a connector."""
+
     def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
         self._labelnames = labelnames
         self.per_engine_labelvalues = values

@@ -85,6 +85,8 @@ class Running:
 
 
 class WorkerHalf:
+    """The half beside the KV memory; all methods run on the worker's thread."""
+
     def __init__(
         self,
         engine_config: EngineConfig,

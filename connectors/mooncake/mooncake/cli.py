@@ -41,6 +41,8 @@ def main() -> None:
 
 
 def run(flags: dict[str, str]) -> None:
+    """Starts the master that the flags describe and serves until SIGTERM or SIGINT. Raises ConfigError for a
+    flag that is wrong."""
     from moonpool.core.config.config import load
 
     allow_many_descriptors()
@@ -65,6 +67,8 @@ def run(flags: dict[str, str]) -> None:
 
 
 async def serve(config: Config, address: Address, metadata: Address | None = None) -> None:
+    """Runs the master and its HTTP pages until SIGTERM or SIGINT. metadata: where the metadata server
+    listens, or None."""
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)

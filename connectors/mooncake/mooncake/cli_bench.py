@@ -28,6 +28,7 @@ DEFAULT_PORT = 7720
 
 
 def main() -> None:
+    """Replaces this process by moonpool's benchmark of transfers, with the flags translated."""
     logging.basicConfig(format="%(message)s")
     try:
         words = command(parse(sys.argv[1:], FLAGS, "transfer_engine_bench"))

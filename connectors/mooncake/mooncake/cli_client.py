@@ -31,6 +31,8 @@ def main() -> None:
 
 
 def run(flags: dict[str, str]) -> None:
+    """Serves the memory that the flags describe until SIGTERM or SIGINT. Raises ConfigError for a flag that
+    is wrong."""
     host, port = flags.get("host", ""), int(flags.get("port") or 50052)
     if host in DEFAULT_HOSTS:
         host = "0.0.0.0" if load().token_is_configured else "127.0.0.1"

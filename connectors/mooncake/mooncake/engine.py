@@ -53,6 +53,8 @@ SUPPORT_MUSA = False
 
 
 class TransferOpcode(IntEnum):
+    """The direction of a transfer, as the initiator sees it."""
+
     Read = 0
     Write = 1
 
@@ -137,6 +139,7 @@ class TransferEngine:
         return 0 if self._engine is None else parse_address(self._engine.addresses[0], "listen").port
 
     def get_engine(self) -> InnerTransferEngine | None:
+        """The engine for the ``engine=`` of a store; None before initialize()."""
         return None if self._engine is None else InnerTransferEngine(self._engine)
 
     def get_engine_ptr(self) -> int:
@@ -337,6 +340,7 @@ class TransferEngine:
         length: int,
         transport_hint: str = "",
     ) -> int:
+        """Writes ``length`` bytes at ``buffer`` to the peer's memory and waits: 0, or FAILED."""
         return self._one(Write, target_hostname, buffer, peer_buffer_address, length)
 
     def transfer_sync_read(
@@ -347,6 +351,7 @@ class TransferEngine:
         length: int,
         transport_hint: str = "",
     ) -> int:
+        """Reads ``length`` bytes of the peer's memory to ``buffer`` and waits: 0, or FAILED."""
         return self._one(Read, target_hostname, buffer, peer_buffer_address, length)
 
     def transfer_sync(
@@ -370,6 +375,7 @@ class TransferEngine:
         lengths: list[int],
         transport_hint: str = "",
     ) -> int:
+        """Writes slices, row i of the three lists each, and waits for all: 0, or FAILED."""
         return self._many(Write, target_hostname, buffers, peer_buffer_addresses, lengths)
 
     def batch_transfer_sync_read(
@@ -380,6 +386,7 @@ class TransferEngine:
         lengths: list[int],
         transport_hint: str = "",
     ) -> int:
+        """Reads slices, row i of the three lists each, and waits for all: 0, or FAILED."""
         return self._many(Read, target_hostname, buffers, peer_buffer_addresses, lengths)
 
     def batch_transfer_sync(
@@ -392,6 +399,7 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
+        """Moves slices as ``opcode`` says and waits: 0, or FAILED. notify: arrives after the bytes."""
         return self._many(opcode, target_hostname, buffers, peer_buffer_addresses, lengths, notify)
 
     def _one(
@@ -481,6 +489,7 @@ class TransferEngine:
         lengths: list[int],
         transport_hint: str = "",
     ) -> int:
+        """As batch_transfer_async_write, in the other direction."""
         return self._submit(Read, target_hostname, buffers, peer_buffer_addresses, lengths)
 
     def batch_transfer_async(
@@ -492,6 +501,7 @@ class TransferEngine:
         opcode: TransferOpcode,
         transport_hint: str = "",
     ) -> int:
+        """As batch_transfer_async_write, in the direction of ``opcode``."""
         return self._submit(opcode, target_hostname, buffers, peer_buffer_addresses, lengths)
 
     def transfer_submit_write(
@@ -502,6 +512,7 @@ class TransferEngine:
         length: int,
         transport_hint: str = "",
     ) -> int:
+        """As batch_transfer_async_write, for one slice."""
         return self._submit(Write, target_hostname, [buffer], [peer_buffer_address], [length])
 
     def transfer_check_status(self, batch_id: int, /) -> int:
@@ -610,6 +621,7 @@ TransferEngine.TransferOpcode = TransferOpcode  # type: ignore[attr-defined]  # 
 
 
 def verb_of(opcode: object) -> Verb:
+    """The verb of an opcode. Raises TypeError for what is no TransferOpcode."""
     try:
         return _VERB[opcode]
     except KeyError:
@@ -650,6 +662,7 @@ def slices(
 
 
 def packed(notify: TransferNotify) -> bytes:
+    """The bytes of a message. Raises TypeError for what is no TransferNotify."""
     if not isinstance(notify, TransferNotify):
         raise TypeError(f"notify is a TransferNotify, not {notify!r:.80}")
     return msgspec.msgpack.encode([notify.name, notify.msg])

@@ -60,6 +60,7 @@ class MetadataServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metadata"
 
     async def close(self) -> None:
+        """Stops listening and ends the requests under way."""
         await self.http.close()
 
     async def _health(self, _request: web.Request) -> web.Response:
@@ -160,10 +161,12 @@ class KVBootstrapServer:
 
 
 def size_of(key: str, value: bytes) -> int:
+    """Bytes that an entry counts for, with its share of the dict."""
     return len(key.encode()) + len(value) + ENTRY_BYTES
 
 
 def said(text: str, status: int = 200) -> web.Response:
+    """A response of a text, in the content type that clients expect."""
     return web.Response(text=text, status=status, content_type="application/json")
 
 
@@ -181,6 +184,7 @@ def main() -> None:
 
 
 async def serve(host: str, port: int, connections_max: int | None = None) -> None:
+    """Serves until SIGTERM or SIGINT. connections_max: at a time; None: the default."""
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)

@@ -20,6 +20,7 @@ class EventOverlap:
         self.event, self.extra_tensors = event, extra_tensors
 
     def current_stream_wait(self) -> None:
+        """Returns without an event; raises ImportError with one."""
         if self.event is not None:
             _refuse()
 
@@ -41,6 +42,7 @@ class Buffer:
     def get_ep_buffer_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
+        """Raises ImportError: there are no buffers of expert parallelism here."""
         _refuse()
 
 

@@ -83,6 +83,7 @@ class MooncakeStoreService:
         return True
 
     async def stop(self) -> None:
+        """Stops listening, then closes the store."""
         if self.http is not None:
             await self.http.close()
         await asyncio.to_thread(self.store.close)
@@ -112,15 +113,18 @@ class MooncakeStoreService:
         return await self._served().send(request, value, "application/octet-stream")
 
     async def handle_exist(self, request: web.Request) -> web.Response:
+        """GET: {"exists": bool}; 503 when the pool does not answer."""
         found = await asyncio.to_thread(self.store.is_exist, request.match_info["key"])
         if found < 0:
             return web.json_response({"error": "not known"}, status=503)
         return web.json_response({"exists": bool(found)})
 
     async def handle_remove(self, request: web.Request) -> web.Response:
+        """DELETE of one key."""
         return _answer(await asyncio.to_thread(self.store.remove, request.match_info["key"]))
 
     async def handle_remove_all(self, _request: web.Request) -> web.Response:
+        """DELETE of all keys."""
         return _answer(await asyncio.to_thread(self.store.remove_all))
 
 
@@ -134,6 +138,7 @@ def _answer(code: int) -> web.Response:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(prog="mc_store_rest_server", description=__doc__)
     parser.add_argument("--config", help="JSON file of the settings; else the environment")
     parser.add_argument(
@@ -146,6 +151,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def main() -> None:
+    """Serves until SIGTERM or SIGINT. Exits with the reason when the settings are wrong."""
     options = parse_arguments()
     defined = dict(word.partition("=")[::2] for word in options.define)
     try:
@@ -168,5 +174,6 @@ async def main() -> None:
 
 
 def sync_main() -> None:
+    """The console command."""
     logging.basicConfig(format="%(message)s")
     raise SystemExit(guarded(lambda: asyncio.run(main())))

@@ -148,6 +148,7 @@ class MooncakeBundleTransfer(StructuredObjects):
         field_schemas: Schemas | None = None,
         config: Any = None,
     ) -> MooncakeDataProtoRef:
+        """As ``put``, under the name that DataProto callers use."""
         return self.put(
             data,
             namespace=namespace,
@@ -308,6 +309,7 @@ class MooncakeBundleTransfer(StructuredObjects):
         destinations: Mapping[str, Any] | None = None,
         rows: slice | StructuredMemberSlice | Sequence[int] | None = None,
     ) -> Any:
+        """As ``get``, under the name that DataProto callers use."""
         return self.get(
             ref,
             fields=fields,

@@ -9,6 +9,7 @@ from .engine import P2P, TransferEngine
 
 
 def main() -> None:
+    """Prints the transports that work on this host, as JSON. Exits with 1 when the engine cannot start."""
     logging.basicConfig(format="%(message)s")
     engine = TransferEngine()
     if engine.initialize("127.0.0.1", P2P, "tcp", ""):

@@ -36,7 +36,10 @@ from moonpool.core.store.types import Presence
 if TYPE_CHECKING:
 
     class EmbeddingStore:
-        def get_key(self, mm_hash: str) -> str: ...
+        """The base class of SGLang's embedding stores."""
+
+        def get_key(self, mm_hash: str) -> str:
+            """The name of an embedding."""
 
 else:
     try:
@@ -45,8 +48,11 @@ else:
         if (error.name or "").partition(".")[0] not in ("sglang", "torch"):
             raise
 
-        class EmbeddingStore:  # for unit tests without SGLang
+        class EmbeddingStore:
+            """Stands in for SGLang's, in unit tests without SGLang."""
+
             def get_key(self, mm_hash: str) -> str:
+                """The name of an embedding."""
                 return f"emb_{mm_hash}"
 
 
@@ -120,6 +126,8 @@ class MoonpoolEmbeddings(EmbeddingStore):
     def batch_put_from_multi_buffers(
         self, hashes: list[str], ptrs: list[list[int]], sizes: list[list[int]]
     ) -> list[bool]:
+        """Stores one embedding per hash from the memory at ``ptrs``, of ``sizes`` bytes. Whether each is
+        stored."""
         keys = self._keys(hashes)
 
         def put(store: Store) -> list[bool]:
@@ -128,6 +136,7 @@ class MoonpoolEmbeddings(EmbeddingStore):
         return self._ask(put) or [False] * len(hashes)
 
     def batch_is_exist(self, hashes: list[str]) -> list[bool]:
+        """Whether each embedding is in the pool; all False when the node does not answer."""
         keys = self._keys(hashes)
 
         def exist(store: Store) -> list[bool]:

@@ -123,6 +123,7 @@ class MoonpoolTransferEngine:
     # ---- session
 
     def get_session_id(self) -> str:
+        """The address that peers name this engine by, "host:port"."""
         return self.session_id
 
     def send_probe(self, peer_session_id: str) -> int:
@@ -135,9 +136,11 @@ class MoonpoolTransferEngine:
         return 0
 
     def get_engine(self) -> moonpool.TransferEngine:
+        """The transfer engine."""
         return self.engine
 
     def get_ib_device(self) -> str | None:
+        """The device that SGLang was given; moonpool does not use it."""
         return self.ib_device
 
     # ---- inside

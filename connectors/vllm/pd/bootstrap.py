@@ -104,6 +104,7 @@ class Bootstrap:
         self._thread.start()
 
     def close(self) -> None:
+        """Stops serving and ends the thread."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

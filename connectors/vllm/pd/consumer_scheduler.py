@@ -22,6 +22,8 @@ from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Pull, Refu
 
 
 class Phase(enum.Enum):
+    """Where a request's hand-over stands; the module's docstring has the transitions."""
+
     WAITING = "waiting"
     PULLING = "pulling"
     OVER = "over"
@@ -44,6 +46,8 @@ class AwaitedRequest:
 
 
 class ConsumerScheduler:
+    """Decode's half; all methods run on the scheduler's thread."""
+
     def __init__(
         self, *, fingerprint: bytes, ranks: int, block_tokens: int, token: bytes, tally: Tally
     ) -> None:

@@ -69,6 +69,7 @@ class IncomingRequest:
 
     @property
     def ready_blocks(self) -> int:
+        """Leading blocks that are complete at the prefill engine, in all groups."""
         return min((len(ids) for ids in self.ready), default=0)
 
 
@@ -85,6 +86,7 @@ class Piece:
 
     @property
     def blocks(self) -> int:
+        """Blocks of the piece."""
         return len(self.here[0])
 
 
@@ -100,6 +102,8 @@ class Ended:
 
 
 class ConsumerWorker:
+    """The requests whose KV comes from prefill engines, and what is read of it next."""
+
     def __init__(self, *, reply: str, silence_s: float, piece_blocks: int = PIECE_BLOCKS) -> None:
         """reply: our own address; piece_blocks: that are read at once."""
         self._reply = reply
@@ -302,6 +306,7 @@ class ConsumerWorker:
 
     @property
     def has_news(self) -> bool:
+        """Whether a pull has ended or a request was lost. Read without the lock."""
         return bool(self._ended or self._lost)
 
     # Time

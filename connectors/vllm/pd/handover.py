@@ -31,6 +31,8 @@ from moonpool.core.service.addresses import Address, parse_address
 
 
 class Handover:
+    """Both halves in the scheduler's process; each is None where this engine does not take that role."""
+
     def __init__(
         self,
         engine_config: EngineConfig,
@@ -107,6 +109,7 @@ class Handover:
             self.producer.bind(blocks)
 
     def close(self) -> None:
+        """Stops serving the bootstrap page."""
         if self._bootstrap is not None:
             self._bootstrap.close()
             self._bootstrap = None

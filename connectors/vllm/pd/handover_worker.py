@@ -70,6 +70,8 @@ class KvMemory:
 
 
 class HandoverWorker:
+    """This worker's end of all hand-overs."""
+
     def __init__(
         self,
         memory: KvMemory,

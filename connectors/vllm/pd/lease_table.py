@@ -52,6 +52,7 @@ class LeaseTable:
         self._slots[slot] = lease
 
     def slot(self, slot: int) -> int:
+        """The lease that is valid in the slot; 0: none."""
         return self._slots[slot]
 
     def scratch_address(self, number: int) -> int:
@@ -59,6 +60,7 @@ class LeaseTable:
         return self._scratch_address + 8 * number
 
     def scratch(self, number: int) -> int:
+        """What thread ``number`` read last."""
         return self._scratch[number]
 
 

@@ -48,6 +48,8 @@ def random_id() -> int:
 
 
 class Leases:
+    """The leases of one prefill engine. All methods run on the scheduler's thread."""
+
     def __init__(
         self, *, silence_s: float, ranks: int, slots: int = SLOTS, new_id: Callable[[], int] = random_id
     ) -> None:

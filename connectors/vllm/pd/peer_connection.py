@@ -63,10 +63,12 @@ class PeerConnection:
         self._thread = threading.Thread(target=self._run, name="moonpool-handover", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread. Raises RuntimeError when this process can have no more."""
         self._thread.start()
 
     @property
     def segment(self) -> Segment:
+        """The peer, once the connection is open."""
         assert self._segment is not None
         return self._segment
 
@@ -89,6 +91,7 @@ class PeerConnection:
         self._jobs.put(None)
 
     def join(self, timeout_s: float) -> None:
+        """Waits for the end of the thread, ``timeout_s`` at most."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -128,14 +131,14 @@ class PeerConnections:
         self._engine = engine
         self._ended = ended
         self._clock = clock
-        self._lines: dict[Hashable, PeerConnection] = {}
+        self._connections: dict[Hashable, PeerConnection] = {}
         self._resting: dict[Hashable, tuple[float, str]] = {}
         self._numbers = list(range(CONNECTIONS_MAX - 1, -1, -1))
 
     def get(self, key: Hashable, resolve: Callable[[], str], *, reads: bool) -> PeerConnection:
         """The connection to a peer, made when there is none; the arguments are PeerConnection's. Raises
         Unavailable within REST_S after an error, with too many connections, and without a thread for it."""
-        connection = self._lines.get(key)
+        connection = self._connections.get(key)
         if connection is not None:
             return connection
         until_s, why = self._resting.pop(key, (0.0, ""))
@@ -152,16 +155,17 @@ class PeerConnections:
         except RuntimeError as error:  # else jobs would go to a thread that there never was
             raise Unavailable(f"no thread to speak with another engine: {error}", cause=error) from error
         self._numbers.pop()
-        self._lines[key] = connection
+        self._connections[key] = connection
         return connection
 
     def find(self, key: Hashable) -> PeerConnection | None:
-        return self._lines.get(key)
+        """The connection to a peer; None when there is none."""
+        return self._connections.get(key)
 
     def forget(self, connection: PeerConnection, why: str) -> None:
         """The connection has ended."""
-        if self._lines.get(connection.key) is connection:
-            del self._lines[connection.key]
+        if self._connections.get(connection.key) is connection:
+            del self._connections[connection.key]
             self._numbers.append(connection.number)
             if why:
                 now_s = self._clock()
@@ -169,4 +173,5 @@ class PeerConnections:
                 self._resting[connection.key] = (now_s + REST_S, why)
 
     def all(self) -> list[PeerConnection]:
-        return list(self._lines.values())
+        """All connections."""
+        return list(self._connections.values())

@@ -53,6 +53,8 @@ class ProducedRequest:
 
 
 class ProducerScheduler:
+    """Prefill's half; all methods run on the scheduler's thread."""
+
     def __init__(
         self,
         identity: Identity,

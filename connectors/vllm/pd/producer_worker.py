@@ -38,6 +38,8 @@ class Waiting:
 
 
 class ProducerWorker:
+    """The leases of this worker, and the decode engines that wait for their blocks."""
+
     def __init__(self, set_slot: Callable[[int, int], None], *, silence_s: float) -> None:
         """set_slot(slot, lease): makes a lease valid, or, with 0, none."""
         self._set_slot = set_slot
@@ -113,6 +115,7 @@ class ProducerWorker:
 
     @property
     def has_heartbeats(self) -> bool:
+        """Whether take_heartbeats has something. Read without the lock."""
         return bool(self._heartbeats or self._handed)
 
     # What decode engines say

@@ -57,6 +57,7 @@ class Pull:
 
     @property
     def blocks(self) -> int:
+        """Blocks to pull in each group."""
         return len(self.block_ids[0])
 
 

@@ -36,11 +36,15 @@ class Malformed(Exception):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Decode takes ``transfer``. reply: the address of its worker."""
+
     transfer: _Text
     reply: _Text
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Decode still needs these. reply: the address of its worker."""
+
     reply: _Text
     leases: list[_U64]
     transfers: list[_Text]
@@ -74,6 +78,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Nothing (more) comes of ``transfer``, and why."""
+
     transfer: _Text
     why: _Why
 
@@ -94,6 +100,7 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def ranges(self) -> tuple[Ranges, ...]:
+        """The columns as ranges of heads and layers."""
         return tuple(Ranges(*column) for column in self.columns)
 
 
@@ -105,6 +112,7 @@ _descriptions = msgspec.msgpack.Decoder(Description)
 
 
 def encode(message: Message) -> bytes:
+    """The bytes of a message."""
     return _encode(message)
 
 
@@ -117,6 +125,7 @@ def decode(message: bytes) -> Message:
 
 
 def encode_description(description: Description) -> bytes:
+    """The bytes of a description."""
     return _encode(description)
 
 

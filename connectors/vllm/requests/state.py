@@ -22,6 +22,8 @@ from moonpool.connectors.vllm.requests.chain import Chain
 
 
 class Phase(enum.Enum):
+    """Where a request stands with the pool; the module's docstring has the transitions."""
+
     NEW = "new"
     LOOKING = "looking"
     HIT = "hit"

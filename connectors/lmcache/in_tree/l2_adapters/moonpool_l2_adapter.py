@@ -34,6 +34,7 @@ class MoonpoolL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
 
     @classmethod
     def help(cls) -> str:
+        """The options in words, for LMCache's command line."""
         return (
             "Moonpool L2 adapter config fields (all optional):\n"
             "- node (str): socket path or name of a node of this host (default: the default node)\n"
