@@ -25,6 +25,15 @@ BodyReader::Piece BodyReader::take(std::string_view input) {
     return piece;
 }
 
+void BodyReader::take_all(std::string_view input, std::string& content) {
+    while (!input.empty()) {
+        Piece piece = take(input);
+        content.append(piece.content);
+        input.remove_prefix(piece.taken);
+        if (piece.taken == 0) break;
+    }
+}
+
 std::string_view BodyReader::pass(std::string_view input) {
     size_t at = 0;
     while (at < input.size()) {

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "http/chunked.hpp"
@@ -34,6 +35,8 @@ class BodyReader {
     BodyReader(Framing framing, int64_t length);
 
     Piece take(std::string_view input);
+    // The same for all of the input; appends its content.
+    void take_all(std::string_view input, std::string& content);
     std::string_view pass(std::string_view input);
 
     // The body is whole. Known right after construction when its length is 0.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -25,16 +24,14 @@ constexpr size_t kMergedBytes = 64 << 10;
 
 }  // namespace
 
-void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool close) {
+void Exchange::begin_request(Client& client, std::shared_ptr<Request> request, bool close) {
     client_ = &client;
     request_ = std::move(request);
     close_ = close;
-    page_ = taking_chunks_off_ = chunked_ = paused_ = asked_again_ = false;
-    broken_ = 0;
+    paused_ = asked_again_ = false;
+    asked_at_removal_ = broken_ = 0;
     tried_.clear();
     why_.clear();
-    status_ = 0;
-    body_bytes_ = 0;
     observation_ = Observation();
     observation_.request = request_->id;
     observation_.arrived = request_->arrived_at;
@@ -42,17 +39,44 @@ void Exchange::reset(Client& client, std::shared_ptr<Request> request, bool clos
     std::memcpy(observation_.parent_id, request_->trace.parent_id, 8);
     std::memcpy(observation_.span_id, request_->trace.span_id, 8);
     observation_.sampled = request_->trace.flags & 1;
+    begin_attempt();
+}
+
+void Exchange::begin_attempt() {
+    observation_.sent_prefill = observation_.prefill_done = observation_.sent_decode = 0;
+    observation_.prefill_cached_tokens = -1;
+    prefill_answer_.status = 0;
+    prefill_answer_.text.clear();
+    prefill_answer_.trimmed = false;
+    status_ = 0;
+    framing_ = Framing::kAsItCame;
+    head_text_.clear();
+    merge_.clear();
+    body_bytes_ = engine_bytes_ = 0;
+}
+
+void Exchange::release() {
+    request_.reset();
+    merge_.clear();
+    if (prefill_answer_.text.capacity() > kSmallBytes) prefill_answer_.text = std::string();
+}
+
+void Exchange::await_decision(ExchangeState state) {
+    state_.move_to(state);
+    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+}
+
+bool Exchange::undecided() const {
+    return state_ == ExchangeState::kExamining || state_ == ExchangeState::kAsking ||
+           state_ == ExchangeState::kAskingPage;
 }
 
 void Exchange::begin(Client& client, std::shared_ptr<Request> request, bool close) {
-    reset(client, std::move(request), close);
-    if (request_->body.size() <= kBesideBytes) {
-        bool form = relay_.routes.is_added(request_->head.path);
-        return examined(request_->examine(relay_.settings.limits.body, form));
-    }
-    state_ = State::kExamining;
-    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
-    relay_.examine(*this, request_);
+    begin_request(client, std::move(request), close);
+    await_decision(ExchangeState::kExamining);
+    if (request_->body.size() > kBesideBytes) return relay_.examine(*this, request_);
+    bool form = relay_.routes.is_added(request_->head.path);
+    examined(request_->examine(relay_.settings.limits.body, form));
 }
 
 void Exchange::examined(std::optional<http::Refusal> refusal) {
@@ -62,18 +86,9 @@ void Exchange::examined(std::optional<http::Refusal> refusal) {
 }
 
 void Exchange::begin_page(Client& client, std::shared_ptr<Request> request, bool close) {
-    reset(client, std::move(request), close);
-    page_ = true;
-    state_ = State::kAsking;
-    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+    begin_request(client, std::move(request), close);
+    await_decision(ExchangeState::kAskingPage);
     relay_.ask(*this, Question{request_, {}, 0, true, {}});
-}
-
-void Exchange::release() {
-    request_.reset();
-    for (std::string* text : {&held_, &prefill_answer_}) {
-        if (text->capacity() > kSmallBytes) *text = std::string();
-    }
 }
 
 // Choosing.
@@ -90,16 +105,15 @@ void Exchange::ask() {
         }
         return refuse(nobody(), Outcome::kFailed);
     }
-    state_ = State::kAsking;
-    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+    await_decision(ExchangeState::kAsking);
     asked_at_removal_ = relay_.removals();
     relay_.ask(*this, std::move(question));
 }
 
 // While it is being asked for, the answer may name any engine that was there when the question was put.
 bool Exchange::may_use(const Engine& engine) const {
-    if (state_ == State::kOver || state_ == State::kExamining) return false;
-    if (state_ == State::kAsking) return !page_ && asked_at_removal_ < engine.removal;
+    if (state_ == ExchangeState::kAsking) return asked_at_removal_ < engine.removal;
+    if (state_ != ExchangeState::kPrefilling && state_ != ExchangeState::kAnswering) return false;
     auto place = static_cast<int>(engine.place);
     return plan_.engine == place || plan_.prefill == place;
 }
@@ -119,9 +133,10 @@ http::Refusal Exchange::nobody() const {
 }
 
 void Exchange::decided(Decision& decision) {
+    bool page = state_ == ExchangeState::kAskingPage;
     if (decision.is == Decision::Is::kPage) {
         if (tried_.empty()) {
-            state_ = State::kOver;
+            state_.move_to(ExchangeState::kOver);
             return client_->answer_page(decision.page);
         }
         if (decision.page.reason == "no_engine") return refuse(nobody(), Outcome::kFailed);
@@ -129,12 +144,12 @@ void Exchange::decided(Decision& decision) {
         observe(Outcome::kRefused);
         return client_->answer_page(decision.page);
     }
-    if (decision.is == Decision::Is::kPlan && !page_) {
+    if (decision.is == Decision::Is::kPlan && !page) {
         if (relay_.are_there(decision.plan)) return follow(decision.plan);
         relay_.not_wanted(request_->id, decision);  // an engine of it has left meanwhile
         if (!std::exchange(asked_again_, true)) return ask();
     }
-    if (page_) return refuse({500, "page_failed", "the proxy could not make this page"}, Outcome::kRefused);
+    if (page) return refuse({500, "page_failed", "the proxy could not make this page"}, Outcome::kRefused);
     // The policy broke. The proxy goes on: any engine is better than none.
     std::vector<uint16_t> candidates;
     relay_.candidates(*request_, tried_, candidates);
@@ -145,19 +160,12 @@ void Exchange::decided(Decision& decision) {
 }
 
 void Exchange::follow(const Plan& plan) {
+    begin_attempt();
     plan_ = plan;
     ++observation_.attempts;
     observation_.note = plan.note;
     observation_.decode = plan.engine;
     observation_.prefill = plan.prefill;
-    // Nothing of an attempt before this one.
-    answer_.answered = prefill_.answered = false;
-    head_waits_ = merging_ = merging_events_ = held_whole_ = false;
-    held_.clear();
-    logprobs_.reset();
-    engine_bytes_ = 0;
-    observation_.sent_prefill = observation_.prefill_done = observation_.sent_decode = 0;
-    observation_.prefill_cached_tokens = -1;
     observation_.stream = request_->facts().stream;
     Engine& engine = *relay_.engines[static_cast<size_t>(plan.engine)];
     if (plan.prefill < 0 || !request_->facts().is_object) {
@@ -166,18 +174,19 @@ void Exchange::follow(const Plan& plan) {
     }
     Engine& prefill = *relay_.engines[static_cast<size_t>(plan.prefill)];
     const HandoverForm& form = handover_form(plan_.form);
-    state_ = form.at_once() ? State::kAnswering : State::kPrefilling;
+    state_.move_to(form.at_once() ? ExchangeState::kAnswering : ExchangeState::kPrefilling);
     send_prefill_leg(prefill, form.prefill_edits(plan_));
     if (!form.at_once()) return;
     // The prefill may have failed at once, and the request be on another way already.
-    if (state_ == State::kAnswering && prefill_.engine == &prefill) hand_over(form.answer_edits(plan_));
+    if (state_ == ExchangeState::kAnswering && prefill_.engine == &prefill)
+        hand_over(form.answer_edits(plan_));
 }
 
 // Sending.
 
 // One engine, which gets the request as it came.
 void Exchange::answer_by(Engine& engine) {
-    state_ = State::kAnswering;
+    state_.move_to(ExchangeState::kAnswering);
     send_answer_leg(engine, {});
 }
 
@@ -216,7 +225,7 @@ bool Exchange::again_allowed() const {
 }
 
 bool Exchange::may_move(const Leg& leg) {
-    if (answer_.answered || observation_.attempts > relay_.settings.limits.retries_max) return false;
+    if (answer_.answered() || observation_.attempts > relay_.settings.limits.retries_max) return false;
     if (broken_ + 1 >= kBrokenMax || leg.engine == nullptr) return false;
     std::vector<uint16_t> left;
     relay_.candidates(*request_, tried_, left);
@@ -229,122 +238,88 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
     engine_bytes_ += body.size();
     if (head != nullptr) {
         start_answer(*head);
-        head_waits_ = true;
-        merging_ = is_to_be_merged(*head);
-        if (at_once() && !merging_ && body.empty() && !complete) {
-            answer_.answered = false;
-            return;
+        if (is_to_be_merged(*head)) {
+            merge_.begin(*head);
+        } else if (at_once() && body.empty() && !complete) {
+            return answer_.set_answered(false);
         }
     }
-    if (merging_) return hold(body, complete);
-    answer_.answered = true;
+    if (merge_.active()) return hold(body, complete);
+    answer_.set_answered(true);
     read_usage(body);
-    if (taking_chunks_off_) {
+    if (framing_ == Framing::kChunksTakenOff) {
         content_.clear();
-        while (!body.empty()) {
-            auto piece = unchunked_.take(body);
-            content_.append(piece.content);
-            body.remove_prefix(piece.taken);
-            if (piece.taken == 0) break;
-        }
+        unchunked_.take_all(body, content_);
         body = content_;
     }
     body_bytes_ += body.size();
     if (observation_.first_byte == 0 && (complete || !body.empty())) begun();
-    std::string_view text = head_waits_ ? std::string_view(head_text_) : std::string_view();
-    head_waits_ = false;
-    if (complete) {
-        // First settle, then write: what is written is all the client waits for.
-        finish();
-        client_->write(text, body);
-        client_->exchange_finished(close_);
-    } else if (!text.empty() || !body.empty()) {
-        client_->write(text, body);
-    }
+    // First settle, then write: what is written is all the client waits for.
+    if (complete) finish();
+    write(body);
+    if (complete) client_->exchange_finished(close_);
 }
 
-bool Exchange::is_to_be_merged(const http::ResponseHead& head) {
-    if (!one_shot() || head.status != 200 || !request_->wants_prompt_logprobs()) return false;
-    const http::Field* type = http::find_field(head.fields, "content-type");
-    merging_events_ = type != nullptr && type->value.starts_with(kEventStream);
-    held_.clear();
-    held_whole_ = false;
-    unchunked_ = http::BodyReader(head.framing, head.content_length);
-    return !merging_events_ || head.framing != http::Framing::kLength;  // the length is promised
+// With the head, if it waits.
+void Exchange::write(std::string_view body) {
+    if (!head_text_.empty() || !body.empty()) client_->write(head_text_, body);
+    head_text_.clear();
+}
+
+bool Exchange::is_to_be_merged(const http::ResponseHead& head) const {
+    return one_shot() && head.status == 200 && request_->wants_prompt_logprobs() &&
+           LogprobMerge::can_take(head);
 }
 
 // Nothing goes to the client before prefill has answered, which SGLang's does when decode begins.
 void Exchange::hold(std::string_view body, bool complete) {
-    answer_.answered = observation_.first_byte != 0;
+    answer_.set_answered(observation_.first_byte != 0);
     read_usage(body);
-    while (!body.empty()) {
-        auto piece = unchunked_.take(body);
-        held_.append(piece.content);
-        body.remove_prefix(piece.taken);
-        if (piece.taken == 0) break;
-    }
-    held_whole_ = complete;
+    merge_.take(body, complete);
     if (prefill_.engine == nullptr) hand_on_merged();
-    bool waits = state_ == State::kAnswering && !paused_;
-    if (waits && held_.size() > relay_.settings.limits.prefill_answer_bytes_max) too_large();
+    bool waits = state_ == ExchangeState::kAnswering && !paused_;
+    if (waits && merge_.held_bytes() > relay_.settings.limits.prefill_answer_bytes_max) too_large();
 }
 
 void Exchange::hand_on_merged() {
-    if (merging_events_) return hand_on_merged_events();
-    if (!held_whole_ || held_.size() > relay_.settings.limits.prefill_answer_bytes_max) return;
-    logprobs_.emplace(prefill_answer_);
+    if (!merge_.has_prompt()) merge_.take_prompt(std::exchange(prefill_answer_.text, {}));
+    if (merge_.is_stream()) return hand_on_merged_events();
+    if (!merge_.complete() || merge_.held_bytes() > relay_.settings.limits.prefill_answer_bytes_max) return;
     Page page;
     page.status = status_;
-    page.body = logprobs_->put_into(held_);
+    page.body = merge_.merged();
     page.headers.emplace_back("X-Moonpool-Engine", answer_.engine->settings.name);
     page.headers.insert(page.headers.end(), plan_.headers.begin(), plan_.headers.end());
-    answer_.answered = true;
+    answer_.set_answered(true);
     body_bytes_ = page.body.size();
     begun();
     finish();
-    held_ = prefill_answer_ = std::string();
+    merge_.clear();
     client_->answer_page(page);
 }
 
 // As much as the client takes: each event carries the prompt's logprobs anew, and those may be megabytes.
 void Exchange::hand_on_merged_events() {
-    if (!logprobs_) logprobs_.emplace(prefill_answer_);
+    bool chunked = framing_ == Framing::kChunks;
     std::string out;
-    std::string_view left = held_;
-    auto put = [&](std::string_view text) {
-        char size[24];
-        std::snprintf(size, sizeof(size), "%zx\r\n", text.size());
-        if (chunked_) out += size;
-        out += text;
-        if (chunked_) out += "\r\n";
-        body_bytes_ += text.size();
-    };
-    auto write = [&] {
-        answer_.answered = true;
-        if (observation_.first_byte == 0) begun();
-        std::string_view head = head_waits_ ? std::string_view(head_text_) : std::string_view();
-        head_waits_ = false;
-        client_->write(head, out);
+    for (bool more = true; more && !paused_;) {
         out.clear();
-    };
-    while (!paused_) {
-        auto event = next_event(left);
-        if (event.empty()) break;
-        put("data: " + logprobs_->put_into(event) + "\n\n");
-        if (out.size() >= kMergedBytes) write();
-        if (state_ != State::kAnswering) return;  // the client is gone
+        more = merge_.put_events(out, kMergedBytes, chunked, body_bytes_);
+        if (!more && merge_.complete()) break;
+        if (out.empty()) return;
+        answer_.set_answered(true);
+        if (observation_.first_byte == 0) begun();
+        write(out);
+        if (state_ != ExchangeState::kAnswering) return;  // the client is gone
+        out.clear();
     }
-    held_.erase(0, held_.size() - left.size());
-    if (paused_ || !held_whole_) return out.empty() ? void() : write();
-    if (!held_.empty()) put(held_);  // no event: it goes on as it came
-    if (chunked_) out += "0\r\n\r\n";
-    answer_.answered = true;
+    if (paused_ || !merge_.complete()) return;
+    merge_.put_rest(out, chunked, body_bytes_);
+    answer_.set_answered(true);
     if (observation_.first_byte == 0) begun();
     finish();
-    held_ = prefill_answer_ = std::string();
-    logprobs_.reset();
-    client_->write(head_waits_ ? std::string_view(head_text_) : std::string_view(), out);
-    head_waits_ = false;
+    merge_.clear();
+    write(out);
     client_->exchange_finished(close_);
 }
 
@@ -361,11 +336,9 @@ void Exchange::start_answer(const http::ResponseHead& head) {
     observation_.status = static_cast<uint16_t>(head.status);
     // Where no policy had to read what the client asks for, the answer says whether it is a stream.
     if (plan_.note == 0 && head.event_stream) observation_.stream = 1;
-    chunked_ = head.framing == http::Framing::kChunked;
-    taking_chunks_off_ = chunked_ && request_->head.http_1_0;
-    if (taking_chunks_off_) {
+    if (head.framing == http::Framing::kChunked) {
+        framing_ = request_->head.http_1_0 ? Framing::kChunksTakenOff : Framing::kChunks;
         unchunked_ = http::BodyReader(http::Framing::kChunked, 0);
-        chunked_ = false;
     }
     close_ = close_ || head.framing == http::Framing::kUntilClose;
     std::array<http::OwnField, 16> own;
@@ -384,7 +357,8 @@ void Exchange::start_answer(const http::ResponseHead& head) {
         }
     }
     head_text_.clear();
-    http::write_response_head(head_text_, head, std::span(own.data(), count), chunked_, close_);
+    http::write_response_head(head_text_, head, std::span(own.data(), count), framing_ == Framing::kChunks,
+                              close_);
 }
 
 bool Exchange::find_any_usage(std::string_view body, Usage& usage) const {
@@ -421,7 +395,7 @@ void Exchange::finish() {
 
 void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
     Engine& engine = *leg.engine;
-    bool after = &leg == &answer_ && answer_.answered;
+    bool after = &leg == &answer_ && answer_.answered();
     ++engine.counts.failures[after][static_cast<size_t>(reason)];
     why_ = "engine " + engine.settings.name + " " + why;
     note_broken(leg, reason);
@@ -440,7 +414,7 @@ void Exchange::note_broken(const Leg& leg, Reason reason) {
 
 void Exchange::leg_lacks(const char* why) {
     prefill_.leave(Verdict::kNone);
-    if (answer_.answered) return;  // concurrent, and the client is being answered already
+    if (answer_.answered()) return;  // concurrent, and the client is being answered already
     answer_.leave(Verdict::kNone);
     refuse(
         {503, "open_files", std::string("the proxy cannot connect to engines now: ") + why + "; try again"},
@@ -449,15 +423,15 @@ void Exchange::leg_lacks(const char* why) {
 
 void Exchange::answer_failed(Reason reason, const std::string&) {
     Engine& engine = *answer_.engine;
-    if (answer_.answered) {
-        bool between = merging_ || answer_.between_events();
+    if (answer_.answered()) {
+        bool between = merge_.active() || answer_.between_events();
         ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
         engine.counts.relayed_bytes += engine_bytes_;
         answer_.leave(Verdict::kBad);
         prefill_.leave(Verdict::kNone);
         observe(Outcome::kBrokenOff);
         if (!between) return client_->exchange_broken();
-        client_->write(http::error_event("engine_failed", why_, chunked_), {});
+        client_->write(http::error_event("engine_failed", why_, framing_ == Framing::kChunks), {});
         return client_->exchange_finished(true);
     }
     answer_.leave(Verdict::kBad);
@@ -478,13 +452,13 @@ void Exchange::refuse(http::Refusal refusal, Outcome outcome) {
     if (observation_.attempts > 0) {
         observe(outcome);
     } else {
-        state_ = State::kOver;
+        state_.move_to(ExchangeState::kOver);
     }
     client_->exchange_refused(refusal);
 }
 
 void Exchange::observe(Outcome outcome) {
-    state_ = State::kOver;
+    state_.move_to(ExchangeState::kOver);
     observation_.last_byte = relay_.now;
     observation_.outcome = static_cast<uint8_t>(outcome);
     if (observation_.attempts > 0) relay_.observations.add(observation_);
@@ -500,12 +474,12 @@ void Exchange::reached(Stage stage) {
 // What the client does.
 
 void Exchange::cancel() {
-    if (state_ == State::kOver) return;
-    if (state_ == State::kAsking || state_ == State::kExamining) relay_.forget(*this);
+    if (over()) return;
+    if (undecided()) relay_.forget(*this);
     request_->gone = true;
     const Leg& where = answer_.engine != nullptr ? answer_ : prefill_;
     if (where.engine != nullptr) {
-        ++where.engine->counts.disconnects[answer_.answered];
+        ++where.engine->counts.disconnects[answer_.answered()];
         where.engine->counts.relayed_bytes += engine_bytes_;
     }
     answer_.leave(Verdict::kNone);
@@ -523,17 +497,18 @@ void Exchange::pause() {
 void Exchange::resume() {
     paused_ = false;
     answer_.resume();
-    if (state_ == State::kAnswering && merging_ && observation_.first_byte != 0) hand_on_merged();
+    if (state_ == ExchangeState::kAnswering && merge_.active() && observation_.first_byte != 0)
+        hand_on_merged();
 }
 
 void Exchange::sweep(double now) {
-    if ((state_ == State::kAsking || state_ == State::kExamining) && now >= ask_deadline_) {
+    if (undecided() && now >= ask_deadline_) {
         relay_.forget(*this);
         return refuse({503, "undecided", "the proxy found no engine for this request in time; try again"},
                       Outcome::kFailed);
     }
-    if (state_ != State::kOver) prefill_.sweep(now);
-    if (state_ != State::kOver) answer_.sweep(now);
+    if (!over()) prefill_.sweep(now);
+    if (!over()) answer_.sweep(now);
 }
 
 }  // namespace moonpool::relay

@@ -1,7 +1,7 @@
 // Exchange: one request's way to the engines and back.
 //
-//     [examining -->] asking --plan--> [prefilling -->] answering --> over
-//                        ^---- an engine failed and nothing was sent to the client yet ---'
+//     examining --> asking --plan--> [prefilling -->] answering --> over      kExchangeStates has all
+//                      ^---- an engine failed and nothing was sent to the client yet ---'
 //
 // What may end it: the engines (answer complete, or failure), the client (cancel), a deadline (sweep), the
 // server (engine_silent). Each way to the end passes observe() once. A prefill that fails costs the decode
@@ -17,22 +17,54 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/state.hpp"
 #include "http/body_reader.hpp"
 #include "http/refusal.hpp"
 #include "json/splice.hpp"
 #include "relay/handover_forms.hpp"
 #include "relay/leg.hpp"
+#include "relay/logprob_merge.hpp"
 #include "relay/observations.hpp"
-#include "relay/one_shot.hpp"
 #include "relay/request.hpp"
 #include "relay/usage.hpp"
 
 namespace moonpool::relay {
 
 class Client;
+
+enum class ExchangeState : uint8_t {
+    kOver,        // has no request, or is through with it
+    kExamining,   // its body is read, perhaps beside the relay's thread
+    kAsking,      // the decider is to name engines
+    kAskingPage,  // the decider is to make a page of the proxy's own
+    kPrefilling,  // at the prefill engine, whose answer the other one waits for
+    kAnswering,   // at the engine that answers the client; at once: at both
+};
+
+inline constexpr Transitions<ExchangeState, 6> kExchangeStates{
+    "relay::Exchange",
+    {
+        {ExchangeState::kOver, "over", {ExchangeState::kExamining, ExchangeState::kAskingPage}},
+        {ExchangeState::kExamining, "examining", {ExchangeState::kAsking, ExchangeState::kOver}},
+        // Again: an engine that the answer named has left meanwhile.
+        {ExchangeState::kAsking,
+         "asking",
+         {ExchangeState::kAsking, ExchangeState::kPrefilling, ExchangeState::kAnswering,
+          ExchangeState::kOver}},
+        {ExchangeState::kAskingPage, "asking for a page", {ExchangeState::kOver}},
+        {ExchangeState::kPrefilling,
+         "prefilling",
+         {ExchangeState::kAsking, ExchangeState::kAnswering, ExchangeState::kOver}},
+        // Anew: the prefill came to nothing, and the engine that answers computes the prompt itself.
+        {ExchangeState::kAnswering,
+         "answering",
+         {ExchangeState::kAsking, ExchangeState::kAnswering, ExchangeState::kOver}},
+    }};
+static_assert(kExchangeStates.is_complete());
 
 class Exchange {
    public:
@@ -51,10 +83,9 @@ class Exchange {
     void resume();
     void sweep(double now);
     void release();  // after its turn: nothing of the request is held any more
-    bool over() const { return state_ == State::kOver; }
+    bool over() const { return state_ == ExchangeState::kOver; }
     // Whether it is at the engine, which is leaving, or may still go there.
     bool may_use(const Engine& engine) const;
-    bool answering() const { return answer_.answered; }
     // Whether what is at this leg's engine, which stands still, can go to another one.
     bool may_move(const Leg& leg);
 
@@ -74,9 +105,13 @@ class Exchange {
     static constexpr uint32_t kBrokenMax = 2;
     static constexpr size_t kSmallBytes = 16 << 10;  // what a buffer keeps for the next request
 
-    enum class State : uint8_t { kOver, kExamining, kAsking, kPrefilling, kAnswering };
+    // Of the body, as the client gets it.
+    enum class Framing : uint8_t { kAsItCame, kChunks, kChunksTakenOff };
 
-    void reset(Client& client, std::shared_ptr<Request> request, bool close);
+    void begin_request(Client& client, std::shared_ptr<Request> request, bool close);
+    void begin_attempt();
+    bool undecided() const;
+    void await_decision(ExchangeState state);
     void ask();
     void follow(const Plan& plan);
     void answer_by(Engine& engine);
@@ -100,8 +135,9 @@ class Exchange {
     void ask_another_pair();
     bool has_another(const Engine& engine);
     void too_large();
-    bool is_to_be_merged(const http::ResponseHead& head);
+    bool is_to_be_merged(const http::ResponseHead& head) const;
     void hold(std::string_view body, bool complete);
+    void write(std::string_view body);
     void hand_on_merged();
     void hand_on_merged_events();
     void finish();
@@ -119,37 +155,36 @@ class Exchange {
     Leg answer_, prefill_;
     Relay& relay_;
     Client* client_ = nullptr;
-    State state_ = State::kOver;
+    State<kExchangeStates> state_;
+
+    // Of the request; begin_request() sets all of it.
     std::shared_ptr<Request> request_;
-    bool close_ = false, page_ = false;
+    bool close_ = false;        // the answer is the connection's last
+    bool paused_ = false;       // the client takes too little: writes no more of the answer for now
+    bool asked_again_ = false;  // because the answer named an engine that had left
     double ask_deadline_ = 0;
     uint64_t asked_at_removal_ = 0;  // engines that had been removed when the decider was asked
-    bool asked_again_ = false;       // because the answer named an engine that had left
     uint32_t broken_ = 0;            // engines that broke when they had the request
-
-    Plan plan_;
     std::vector<uint16_t> tried_;
     std::string why_;  // how the last engine failed
-
-    json::Splice answer_body_, prefill_body_;
-    int prefill_status_ = 0;
-    std::string prefill_type_, prefill_answer_;
-    bool prefill_trimmed_ = false;
-    http::BodyReader prefill_reader_;
-
-    int status_ = 0;
-    bool chunked_ = false;  // the client gets chunks
-    bool taking_chunks_off_ = false;
-    bool head_waits_ = false;  // the answer's head goes out with the first byte of its body
-    // Of an answer into which prefill's logprobs are merged: what has come and did not go out.
-    bool merging_ = false, merging_events_ = false, held_whole_ = false;
-    std::string held_;
-    bool paused_ = false;                     // the client reads too slowly
-    std::optional<PromptLogprobs> logprobs_;  // of prefill_answer_
-    http::BodyReader unchunked_;
-    std::string head_text_, content_;
-    uint64_t body_bytes_ = 0, engine_bytes_ = 0;
     Observation observation_;
+
+    // Of an attempt with the engines of one plan; begin_attempt() sets all of it.
+    Plan plan_;
+    json::Splice answer_body_, prefill_body_;
+    struct PrefillAnswer {
+        int status = 0;
+        std::string type, text;
+        bool trimmed = false;  // only the end of it is here
+        http::BodyReader reader;
+    } prefill_answer_;
+    int status_ = 0;  // of the answer
+    Framing framing_ = Framing::kAsItCame;
+    http::BodyReader unchunked_;
+    std::string head_text_;  // the answer's head, until it goes out with the first byte of its body
+    std::string content_;
+    LogprobMerge merge_;
+    uint64_t body_bytes_ = 0, engine_bytes_ = 0;
 };
 
 }  // namespace moonpool::relay

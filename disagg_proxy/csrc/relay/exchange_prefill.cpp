@@ -7,6 +7,7 @@
 #include "relay/client.hpp"
 #include "relay/engine.hpp"
 #include "relay/exchange.hpp"
+#include "relay/one_shot.hpp"
 #include "relay/relay.hpp"
 #include "relay/usage.hpp"
 
@@ -34,34 +35,26 @@ void Exchange::send_prefill_leg(Engine& engine, std::span<const json::Edit> edit
     prefill_.head.clear();
     prefill_.head_only = false;
     relay_.write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), &plan_);
-    prefill_answer_.clear();
-    prefill_status_ = 0;
-    prefill_trimmed_ = false;
     tried_.push_back(static_cast<uint16_t>(engine.place));
     prefill_.go(engine);
 }
 
 void Exchange::take_prefill(const http::ResponseHead* head, std::string_view body, bool complete) {
     if (head != nullptr) {
-        prefill_status_ = head->status;
-        prefill_reader_ = http::BodyReader(head->framing, head->content_length);
+        prefill_answer_.status = head->status;
+        prefill_answer_.reader = http::BodyReader(head->framing, head->content_length);
         const http::Field* type = http::find_field(head->fields, "content-type");
-        prefill_type_ = type == nullptr ? "application/json" : std::string(type->value);
+        prefill_answer_.type = type == nullptr ? "application/json" : std::string(type->value);
     }
-    while (!body.empty()) {
-        auto piece = prefill_reader_.take(body);
-        body.remove_prefix(piece.taken);
-        prefill_answer_.append(piece.content);
-        if (piece.taken == 0) break;
-    }
+    prefill_answer_.reader.take_all(body, prefill_answer_.text);
     bool logprobs = one_shot() && request_->wants_prompt_logprobs();
     size_t most = relay_.settings.limits.prefill_answer_bytes_max;
     if (one_shot() && !logprobs) most = std::max(most, kErrorBytes);
     if (may_trim_prefill()) {
-        prefill_trimmed_ = true;
-        prefill_answer_.erase(0, prefill_answer_.size() - kKeptBytes);
-    } else if (prefill_answer_.size() > most) {
-        if (logprobs && prefill_status_ == 200) return too_large();
+        prefill_answer_.trimmed = true;
+        prefill_answer_.text.erase(0, prefill_answer_.text.size() - kKeptBytes);
+    } else if (prefill_answer_.text.size() > most) {
+        if (logprobs && prefill_answer_.status == 200) return too_large();
         return prefill_.failed(Reason::kBadAnswer, "sent a prefill answer that is larger than the limit");
     }
     if (complete) prefill_done();
@@ -70,25 +63,26 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
 // Whether there is more of an answer that the exchange does not wait for than need be kept. A refusal is the
 // client's.
 bool Exchange::may_trim_prefill() {
-    if (!one_shot() || prefill_answer_.size() <= 2 * kKeptBytes || request_->wants_prompt_logprobs()) {
+    if (!one_shot() || prefill_answer_.text.size() <= 2 * kKeptBytes || request_->wants_prompt_logprobs()) {
         return false;
     }
-    if (prefill_trimmed_) return true;
-    std::string_view rest = prefill_answer_;
+    if (prefill_answer_.trimmed) return true;
+    std::string_view rest = prefill_answer_.text;
     bool stream = rest.starts_with("data:");
     if (stream && rest.size() < kErrorBytes && rest.find("\n\n") == std::string_view::npos) return false;
-    return status_of_answer(prefill_status_, rest) < 300;
+    return status_of_answer(prefill_answer_.status, rest) < 300;
 }
 
 void Exchange::prefill_done() {
     Engine& engine = *prefill_.engine;
     auto ended = [&](Prefill how) { ++engine.counts.prefills[static_cast<size_t>(how)]; };
-    int status = one_shot() && !prefill_trimmed_ ? status_of_answer(prefill_status_, prefill_answer_)
-                                                 : prefill_status_;
+    int status = one_shot() && !prefill_answer_.trimmed
+                     ? status_of_answer(prefill_answer_.status, prefill_answer_.text)
+                     : prefill_answer_.status;
     if (status < 200 || status >= 300) {
         ended(status < 500 ? Prefill::kRefused : Prefill::kFailed);
         why_ = "engine " + engine.settings.name + " answered " + std::to_string(status) + " to the prefill";
-        bool waited_for = state_ == State::kPrefilling || (one_shot() && !answer_.answered);
+        bool waited_for = state_ == ExchangeState::kPrefilling || (one_shot() && !answer_.answered());
         if (blames_request(status) && waited_for) return answer_with_refusal();
         return prefill_failed(verdict_on_status(status), !blames_request(status));
     }
@@ -96,21 +90,22 @@ void Exchange::prefill_done() {
     engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
     if (one_shot()) {
         Usage usage;
-        if (find_any_usage(prefill_answer_, usage)) {
+        if (find_any_usage(prefill_answer_.text, usage)) {
             observation_.prefill_cached_tokens = usage.cached;
         }
         reached(Stage::kPrefilled);
         prefill_.leave(Verdict::kGood);
         ended(Prefill::kHandedOver);
-        return merging_ ? hand_on_merged() : void();
+        return merge_.active() ? hand_on_merged() : void();
     }
     auto& scanned = relay_.scratch_object;
-    bool whole = scanned.scan(prefill_answer_);
+    bool whole = scanned.scan(prefill_answer_.text);
     const json::Member* usage = whole ? scanned.find("usage") : nullptr;
     if (usage != nullptr) observation_.prefill_cached_tokens = usage_of(usage->value).cached;
     reached(Stage::kPrefilled);
     prefill_.leave(Verdict::kGood);
-    if (state_ != State::kPrefilling) return ended(Prefill::kHandedOver);  // concurrent: not waited for
+    if (state_ != ExchangeState::kPrefilling)
+        return ended(Prefill::kHandedOver);  // concurrent: not waited for
     const HandoverForm& form = handover_form(plan_.form);
     std::optional<Context> context = whole ? form.take(scanned) : std::nullopt;
     if (!context) {
@@ -124,7 +119,7 @@ void Exchange::prefill_done() {
     std::string_view prompt = request_->kind == Kind::kChat ? "prompt_token_ids" : "prompt";
     if (!context->prompt_ids.empty()) edits.push_back({json::Edit::kSet, prompt, context->prompt_ids});
     hand_over(edits);
-    if (prefill_answer_.capacity() > kSmallBytes) prefill_answer_ = std::string();
+    if (prefill_answer_.text.capacity() > kSmallBytes) prefill_answer_.text = std::string();
 }
 
 // The first token was the last: prefill's answer is the client's.
@@ -143,7 +138,7 @@ void Exchange::answer_finished(Engine& engine, const Context& context) {
 void Exchange::hand_over(std::span<const json::Edit> edits) {
     answer_body_.make(request_->facts().object, edits);
     observation_.handed_over = static_cast<uint8_t>(plan_.form);
-    state_ = State::kAnswering;
+    if (state_ != ExchangeState::kAnswering) state_.move_to(ExchangeState::kAnswering);
     send_answer_leg(*relay_.engines[static_cast<size_t>(plan_.engine)], answer_body_.pieces());
 }
 
@@ -153,12 +148,12 @@ void Exchange::answer_with_refusal() {
     prefill_.leave(Verdict::kGood);
     answer_.leave(Verdict::kNone);
     Page page;
-    page.status = prefill_status_;
-    page.content_type = prefill_type_;
-    page.body = prefill_answer_;
+    page.status = prefill_answer_.status;
+    page.content_type = prefill_answer_.type;
+    page.body = prefill_answer_.text;
     page.headers.emplace_back("X-Moonpool-Engine", engine.settings.name);
-    ++engine.counts.answers[static_cast<size_t>(prefill_status_ / 100)];
-    observation_.status = static_cast<uint16_t>(prefill_status_);
+    ++engine.counts.answers[static_cast<size_t>(prefill_answer_.status / 100)];
+    observation_.status = static_cast<uint16_t>(prefill_answer_.status);
     observe(Outcome::kAnswered);
     client_->answer_page(page);
 }
@@ -168,8 +163,8 @@ void Exchange::answer_with_refusal() {
 void Exchange::prefill_failed(Verdict verdict, bool elsewhere) {
     Engine& engine = *prefill_.engine;
     prefill_.leave(verdict);
-    if (state_ == State::kAnswering) {
-        if (answer_.answered) return;  // concurrent, and the client is being answered already
+    if (state_ == ExchangeState::kAnswering) {
+        if (answer_.answered()) return;  // concurrent, and the client is being answered already
         if (answer_.engine != nullptr) {
             not_tried(*answer_.engine);
             answer_.leave(Verdict::kNone);  // it waits for what will not come
@@ -247,7 +242,7 @@ void Exchange::too_large() {
     answer_.leave(Verdict::kNone);
     if (observation_.first_byte == 0) return refuse({502, "answer_too_large", why}, Outcome::kFailed);
     observe(Outcome::kBrokenOff);
-    client_->write(http::error_event("answer_too_large", why, chunked_), {});
+    client_->write(http::error_event("answer_too_large", why, framing_ == Framing::kChunks), {});
     client_->exchange_finished(true);
 }
 

@@ -31,7 +31,7 @@ bool is_own_lack(int error) {
 
 void Leg::go(Engine& chosen) {
     engine = &chosen;
-    answered = fresh_only_ = paused_ = exposed_ = false;
+    fresh_only_ = paused_ = exposed_ = false;
     sent_at = 0;
     message_bytes = head.size();
     for (std::string_view piece : body) message_bytes += piece.size();
@@ -49,7 +49,7 @@ void Leg::go(Engine& chosen) {
 
 void Leg::connect() {
     upstream_ = &relay_.new_upstream(*engine);
-    connecting_ = true;
+    state_.move_to(LegState::kConnecting);
     deadline_ = relay_.now + relay_.settings.deadlines.connect_s;
     int error = upstream_->connect(*this);
     if (error == 0) return;
@@ -57,12 +57,10 @@ void Leg::connect() {
     cannot_connect(error);
 }
 
-void Leg::connected() {
-    connecting_ = false;
-    send();
-}
+void Leg::connected() { send(); }
 
 void Leg::send() {
+    state_.move_to(LegState::kWaiting);
     sent_at = progress_at_ = relay_.now;
     deadline_ = relay_.now + relay_.settings.deadlines.first_byte_s;
     exposed_ = true;
@@ -72,7 +70,6 @@ void Leg::send() {
 
 void Leg::cannot_connect(int error) {
     upstream_ = nullptr;
-    connecting_ = false;
     if (is_own_lack(error)) return exchange_.leg_lacks(std::strerror(error));
     if (error == ECONNREFUSED) relay_.engine_refused(*engine);  // do not wait for the next health check
     failed(Reason::kConnect, std::string("cannot be reached: ") + std::strerror(error));
@@ -81,9 +78,14 @@ void Leg::cannot_connect(int error) {
 void Leg::received(const http::ResponseHead* answer, std::string_view bytes, bool complete) {
     progress_at_ = relay_.now;
     deadline_ = relay_.now + relay_.settings.deadlines.stream_stall_s;
-    if (answer != nullptr) answered = true;
+    if (answer != nullptr) set_answered(true);
     if (complete) upstream_ = nullptr;
     exchange_.leg_received(*this, answer, bytes, complete);
+}
+
+void Leg::set_answered(bool answered) {
+    LegState state = answered ? LegState::kAnswered : LegState::kWaiting;
+    if (state_ != state) state_.move_to(state);
 }
 
 void Leg::went_stale() {
@@ -101,11 +103,11 @@ void Leg::failed(Reason reason, std::string why) {
 void Leg::sweep(double now) {
     if (engine == nullptr || now < deadline_) return;
     const Deadlines& limits = relay_.settings.deadlines;
-    if (connecting_) {
+    if (state_ == LegState::kConnecting) {
         failed(Reason::kConnect, "did not accept a connection within " + seconds(limits.connect_s));
     } else if (paused_) {
         return;  // the client's own deadline decides
-    } else if (answered) {
+    } else if (answered()) {
         failed(Reason::kStalled, "sent nothing for " + seconds(limits.stream_stall_s) + " in mid answer");
     } else {
         failed(Reason::kFirstByte, "did not answer within " + seconds(limits.first_byte_s));
@@ -128,12 +130,12 @@ void Leg::engine_removed() { failed(Reason::kRemoved, "was removed before its an
 
 void Leg::pause() {
     paused_ = true;
-    if (upstream_ != nullptr && !connecting_) upstream_->pause();
+    if (upstream_ != nullptr && state_ != LegState::kConnecting) upstream_->pause();
 }
 
 void Leg::resume() {
     paused_ = false;
-    if (connecting_) return;
+    if (state_ == LegState::kConnecting) return;
     progress_at_ = relay_.now;
     deadline_ = relay_.now + relay_.settings.deadlines.stream_stall_s;
     if (upstream_ != nullptr) upstream_->resume();  // else all of its answer is here, and held back
@@ -152,9 +154,9 @@ void Leg::leave_drained(Verdict verdict) {
 void Leg::leave(Verdict verdict) {
     if (upstream_ != nullptr) upstream_->let_go(*this);
     upstream_ = nullptr;
-    connecting_ = false;
     deadline_ = kNever;
     if (engine == nullptr) return;
+    state_.move_to(LegState::kAway);
     Engine& left = *engine;
     engine = nullptr;
     left.legs[index] = left.legs.back();

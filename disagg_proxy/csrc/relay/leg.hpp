@@ -1,6 +1,8 @@
 // Leg: one request's stay at one engine, from the choice to its answer's end: connect, send, receive. An
 // exchange has one that answers the client and, where prefill and decode are apart, one that prefills.
 //
+//     away -> [connecting ->] waiting -> answered -> away       kLegStates has all transitions
+//
 // Each stay passes leave() exactly once: there the engine's count of requests and its breaker are settled.
 #pragma once
 
@@ -9,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/state.hpp"
 #include "http/response_parser.hpp"
 #include "relay/breaker.hpp"
 #include "relay/counts.hpp"
@@ -19,6 +22,24 @@ class Engine;
 class Exchange;
 class Relay;
 class Upstream;
+
+enum class LegState : uint8_t {
+    kAway,        // at no engine
+    kConnecting,  // the engine is chosen and counts the request; nothing of it is sent
+    kWaiting,     // for an answer: nothing that came of it is of use yet
+    kAnswered,
+};
+
+inline constexpr Transitions<LegState, 4> kLegStates{
+    "relay::Leg",
+    {
+        {LegState::kAway, "away", {LegState::kConnecting, LegState::kWaiting}},
+        {LegState::kConnecting, "connecting", {LegState::kWaiting, LegState::kAway}},
+        // To connecting: the idle connection that was taken turned out to be closed.
+        {LegState::kWaiting, "waiting", {LegState::kConnecting, LegState::kAnswered, LegState::kAway}},
+        {LegState::kAnswered, "answered", {LegState::kWaiting, LegState::kAway}},
+    }};
+static_assert(kLegStates.is_complete());
 
 class Leg {
    public:
@@ -36,6 +57,9 @@ class Leg {
     // The same, and what the engine still has to say is read and dropped.
     void leave_drained(Verdict verdict);
     void sweep(double now);
+    // Whether the answer has begun. Its head begins it, unless the exchange says that it is of no use alone.
+    bool answered() const { return state_ == LegState::kAnswered; }
+    void set_answered(bool answered);
     // The engine has answered no health check since then: give up, sooner where the request can go elsewhere,
     // unless it made progress.
     void engine_silent(double since);
@@ -57,7 +81,6 @@ class Leg {
     void failed(Reason reason, std::string why);
 
     Engine* engine = nullptr;  // while it is there
-    bool answered = false;     // the answer's head has come
     double sent_at = 0;
     size_t index = 0;  // among the engine's legs
 
@@ -68,10 +91,13 @@ class Leg {
     Relay& relay_;
     Exchange& exchange_;
     Upstream* upstream_ = nullptr;
-    bool trial_ = false, fresh_only_ = false, paused_ = false, exposed_ = false;
+    State<kLegStates> state_;
+    bool trial_ = false;       // the one request that a breaker lets through
+    bool fresh_only_ = false;  // an idle connection was closed under it: takes no other idle one
+    bool paused_ = false;      // the client takes too little: reads nothing for now
+    bool exposed_ = false;     // the engine has got something of the request
     double progress_at_ = 0;
     double deadline_ = std::numeric_limits<double>::infinity();
-    bool connecting_ = false;
 };
 
 }  // namespace moonpool::relay
