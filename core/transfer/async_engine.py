@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 from moonpool.core.errors import Closed
 from moonpool.core.transfer.engine import _LOOPBACK, open_engine, slices_of, submit
 from moonpool.core.transfer.region import Region, RegionTable
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import Columns, TransferBase, columns_of
-from moonpool.core.transfer.types import Batch, Column, Local, Notification, Priority, Slice
+from moonpool.core.transfer.types import Batch, Column, Local, Notification, Slice, TransferOptions
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -175,107 +175,35 @@ class AsyncTransferEngine:
 
     # ---- moving bytes
 
-    @overload
     async def read(
         self,
         segment: Segment,
-        local: Local,
-        remote: int,
-        length: int | None = None,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
-
-    @overload
-    async def read(
-        self,
-        segment: Segment,
-        local: Column,
-        remote: Column,
-        length: Column | int,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
-
-    async def read(
-        self,
-        segment: Segment,
-        local: Any,
-        remote: Any,
-        length: Any = None,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
+        local: Local | Column,
+        remote: int | Column,
+        length: int | Column | None = None,
+        **options: Unpack[TransferOptions],
     ) -> int:
         """See TransferEngine.read."""
-        return await self._run(slices_of(segment, "r", local, remote, length), priority, deadline_s, notify)
-
-    @overload
-    async def write(
-        self,
-        segment: Segment,
-        local: Local,
-        remote: int,
-        length: int | None = None,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
-
-    @overload
-    async def write(
-        self,
-        segment: Segment,
-        local: Column,
-        remote: Column,
-        length: Column | int,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
+        return await self._run(slices_of(segment, "r", local, remote, length), **options)
 
     async def write(
         self,
         segment: Segment,
-        local: Any,
-        remote: Any,
-        length: Any = None,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
+        local: Local | Column,
+        remote: int | Column,
+        length: int | Column | None = None,
+        **options: Unpack[TransferOptions],
     ) -> int:
         """See TransferEngine.write."""
-        return await self._run(slices_of(segment, "w", local, remote, length), priority, deadline_s, notify)
+        return await self._run(slices_of(segment, "w", local, remote, length), **options)
 
-    async def transfer(
-        self,
-        slices: Batch | Sequence[Slice],
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int:
+    async def transfer(self, slices: Batch | Sequence[Slice], **options: Unpack[TransferOptions]) -> int:
         """See TransferEngine.transfer."""
-        return await self._run(columns_of(slices), priority, deadline_s, notify)
+        return await self._run(columns_of(slices), **options)
 
-    def submit(
-        self,
-        slices: Batch | Sequence[Slice],
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> AsyncTransfer:
+    def submit(self, slices: Batch | Sequence[Slice], **options: Unpack[TransferOptions]) -> AsyncTransfer:
         """See TransferEngine.submit; never blocks. ``await`` what it gives."""
-        return self._start(columns_of(slices), priority, deadline_s, notify)
+        return self._start(columns_of(slices), **options)
 
     # ---- messages
 
@@ -313,22 +241,18 @@ class AsyncTransferEngine:
         assert self._regions is not None
         return self._regions
 
-    async def _run(
-        self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
-    ) -> int:
-        transfer = self._start(columns, priority, deadline_s, notify)
+    async def _run(self, columns: Columns, **options: Unpack[TransferOptions]) -> int:
+        transfer = self._start(columns, **options)
         try:
             return await transfer
         except asyncio.CancelledError:
             transfer.cancel()
             raise
 
-    def _start(
-        self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
-    ) -> AsyncTransfer:
+    def _start(self, columns: Columns, **options: Unpack[TransferOptions]) -> AsyncTransfer:
         native = self._native
         assert self._loop is not None
-        ticket = submit(native, columns, priority, deadline_s, notify)
+        ticket = submit(native, columns, **options)
         transfer = AsyncTransfer(native, ticket, columns.asked, self._loop.create_future())
         self._waiting[ticket] = transfer
         return transfer

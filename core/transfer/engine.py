@@ -21,7 +21,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 from moonpool.core.config import paths
 from moonpool.core.errors import Closed, ConfigError, InvalidArgument
@@ -29,7 +29,7 @@ from moonpool.core.service.addresses import parse_address
 from moonpool.core.transfer.region import Region, RegionTable
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
-from moonpool.core.transfer.types import Batch, Column, Local, Notification, Priority, Slice
+from moonpool.core.transfer.types import Batch, Column, Local, Notification, Slice, TransferOptions
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -163,42 +163,13 @@ class TransferEngine:
 
     # ---- moving bytes
 
-    @overload
     def read(
         self,
         segment: Segment,
-        local: Local,
-        remote: int,
-        length: int | None = None,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
-
-    @overload
-    def read(
-        self,
-        segment: Segment,
-        local: Column,
-        remote: Column,
-        length: Column | int,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
-
-    def read(
-        self,
-        segment: Segment,
-        local: Any,
-        remote: Any,
-        length: Any = None,
-        *,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
+        local: Local | Column,
+        remote: int | Column,
+        length: int | Column | None = None,
+        **options: Unpack[TransferOptions],
     ) -> int:
         """Copies ``length`` bytes from the peer's address ``remote`` to ``local``; returns how many.
 
@@ -208,98 +179,41 @@ class TransferEngine:
         With lists (or numpy arrays of uint64) of addresses: many slices in one call; ``length`` is then a
         list, or one for all.
 
-        priority, deadline_s, notify, errors: as of ``transfer``.
+        options and errors: as of ``transfer``.
         """
-        if (
-            type(local) is int
-            and type(length) is int
-            and not priority
-            and deadline_s is None
-            and notify is None
-        ):
+        if type(local) is int and type(length) is int and not options:
             return self._transfer(segment.handle, "r", local, remote, length)
-        return self._run(slices_of(segment, "r", local, remote, length), priority, deadline_s, notify)
-
-    @overload
-    def write(
-        self,
-        segment: Segment,
-        local: Local,
-        remote: int,
-        length: int | None = None,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
-
-    @overload
-    def write(
-        self,
-        segment: Segment,
-        local: Column,
-        remote: Column,
-        length: Column | int,
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int: ...
+        return self._run(slices_of(segment, "r", local, remote, length), **options)
 
     def write(
         self,
         segment: Segment,
-        local: Any,
-        remote: Any,
-        length: Any = None,
-        *,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
+        local: Local | Column,
+        remote: int | Column,
+        length: int | Column | None = None,
+        **options: Unpack[TransferOptions],
     ) -> int:
         """Copies ``length`` bytes from ``local`` to the peer's address ``remote``; arguments as of ``read``.
 
         When it returns, the bytes are in the peer's memory.
         """
-        if (
-            type(local) is int
-            and type(length) is int
-            and not priority
-            and deadline_s is None
-            and notify is None
-        ):
+        if type(local) is int and type(length) is int and not options:
             return self._transfer(segment.handle, "w", local, remote, length)
-        return self._run(slices_of(segment, "w", local, remote, length), priority, deadline_s, notify)
+        return self._run(slices_of(segment, "w", local, remote, length), **options)
 
-    def transfer(
-        self,
-        slices: Batch | Sequence[Slice],
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> int:
+    def transfer(self, slices: Batch | Sequence[Slice], **options: Unpack[TransferOptions]) -> int:
         """Moves all slices, reads and writes of any peers mixed; returns their bytes once all are done.
 
-        slices:     ``Slice``s, or a ``Batch`` of columns, which costs less. They run in no order.
-        priority:   ``Priority.BACKGROUND`` lets foreground slices go first.
-        deadline_s: the longest wait without progress: each byte that moves starts it anew.
-        notify:     a message for each peer of the transfer, which arrives after the data.
+        slices:  ``Slice``s, or a ``Batch`` of columns, which costs less. They run in no order.
+        options: ``priority``, ``deadline_s`` and ``notify``, see ``TransferOptions``.
 
         Raises TransferError when a slice failed on every path that there is: it names the peer, the path, the
         bytes done and the cause, and has the state of each slice. Raises InvalidArgument, and moves nothing,
         for local memory that is not registered.
         """
-        return self._run(columns_of(slices), priority, deadline_s, notify)
+        return self._run(columns_of(slices), **options)
 
-    def submit(
-        self,
-        slices: Batch | Sequence[Slice],
-        *,
-        priority: int = Priority.FOREGROUND,
-        deadline_s: float | None = None,
-        notify: bytes | None = None,
-    ) -> Transfer:
+    def submit(self, slices: Batch | Sequence[Slice], **options: Unpack[TransferOptions]) -> Transfer:
         """Starts what ``transfer`` does, and returns at once.
 
         Raises TooLarge when too much waits already, InvalidArgument as ``transfer`` does. What goes wrong
@@ -308,7 +222,7 @@ class TransferEngine:
         columns = columns_of(slices)
         if self._abandoned.tickets:
             self._abandoned.sweep()
-        ticket = submit(self._native, columns, priority, deadline_s, notify)
+        ticket = submit(self._native, columns, **options)
         return Transfer(self._native, ticket, columns.asked, self._abandoned)
 
     # ---- messages
@@ -336,11 +250,9 @@ class TransferEngine:
             poll.poll(1000 * min(left_s, WAIT_PIECE_S))
             self._abandoned.sweep()  # empties the eventfd too
 
-    def _run(self, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None) -> int:
+    def _run(self, columns: Columns, **options: Unpack[TransferOptions]) -> int:
         segments, ops, local, remote, lengths = columns
-        return self._transfer(
-            segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
-        )
+        return self._transfer(segments, ops, local, remote, lengths, **options)
 
 
 def open_engine(
@@ -387,14 +299,10 @@ def slices_of(segment: Segment, op: str, local: Any, remote: Any, length: Any) -
     return one_slice(segment, op, local, remote, length)
 
 
-def submit(
-    native: _native.Engine, columns: Columns, priority: int, deadline_s: float | None, notify: bytes | None
-) -> int:
-    """The ticket of a transfer that was started."""
+def submit(native: _native.Engine, columns: Columns, **options: Unpack[TransferOptions]) -> int:
+    """Starts a transfer; returns its ticket."""
     segments, ops, local, remote, lengths = columns
-    return native.submit(
-        segments, ops, local, remote, lengths, priority=priority, deadline_s=deadline_s, notify=notify
-    )
+    return native.submit(segments, ops, local, remote, lengths, **options)
 
 
 __all__ = ["TransferEngine"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from moonpool.core.transfer.segment import Segment
@@ -50,6 +50,20 @@ class Slice(NamedTuple):
     local: Local
     remote: int
     length: int
+
+
+class TransferOptions(TypedDict, total=False):
+    """How slices are moved; every verb that moves bytes takes these keywords.
+
+    priority:   ``Priority.BACKGROUND`` lets foreground slices go first.
+    deadline_s: the longest wait without progress in seconds: each byte that moves restarts it. None: the
+                engine's ``timeout_s``.
+    notify:     a message for each peer of the transfer, delivered after the data.
+    """
+
+    priority: int
+    deadline_s: float | None
+    notify: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
