@@ -1,6 +1,7 @@
 """The processes of the pool, node and master, and their shared parts.
 
 node, node_socket                the node, its Unix socket
+service_process                  start, HTTP endpoints, signals and stop of node and master
 node_event_source                the node's KV events
 kv_event_publisher               publishes KV events; event_replays, zmq_curve: replays and encryption
 master, cluster                  the master, and a client's list of its nodes

@@ -15,9 +15,8 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -25,16 +24,18 @@ import msgspec
 from aiohttp import web
 
 from moonpool.core.config.config import Config
-from moonpool.core.config.logs import Notes, NoteSource
 from moonpool.core.errors import Error, Unavailable
-from moonpool.core.service import http_faults, metrics
 from moonpool.core.service.addresses import parse_address
-from moonpool.core.service.admin_http import AdminServer, bearer_is
+from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
 from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.listen_addresses import explain_bind_errors, listen_address, require_token
-from moonpool.core.service.probes import Loop, Probes
-from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
+from moonpool.core.service.service_process import (
+    NativeServer,
+    ServiceProcess,
+    json_response,
+    run_until_signal,
+)
 
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # of one answer of /keys
@@ -42,18 +43,8 @@ _log = logging.getLogger("moonpool.master")
 OPEN_FILES_SPARE = 256  # beyond one for each connection
 
 
-class MasterServer(metrics.Source, NoteSource, Loop, Protocol):
-    """What the master needs of moonpool._native.MasterServer."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """The addresses that it listens on, as host:port."""
-
-    def start(self) -> None:
-        """Starts its thread."""
-
-    def stop(self) -> None:
-        """Ends its thread and closes the listeners."""
+class MasterServer(NativeServer, Protocol):
+    """The part of moonpool._native.MasterServer that the master uses."""
 
     def nodes(self) -> tuple[int, Sequence[Any]]:
         """The version of the membership, and one row for each node."""
@@ -110,18 +101,10 @@ class NodeRow(msgspec.Struct, frozen=True):
     tenants: list[str]
 
 
-class Master:
-    """One master. start() and stop() are called once each, from one event loop."""
+class Master(ServiceProcess[MasterServer]):
+    """One master."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.http_url: str | None = None
-        self._server: MasterServer | None = None
-        self._http: AdminServer | None = None
-        self._notes: Notes | None = None
-        self._stopping = False
-        self._admin_token = b""
-        self._started_s = time.monotonic()
+    METRICS_PREFIX = PREFIX
 
     @property
     def server(self) -> MasterServer:
@@ -133,15 +116,7 @@ class Master:
     @property
     def addresses(self) -> list[str]:
         """Where nodes and clients connect, with the real ports."""
-        return self.server.addresses
-
-    async def start(self) -> None:
-        """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop()
-            raise
+        return list(self.server.addresses)
 
     async def _start(self) -> None:
         master = self.config.master
@@ -154,42 +129,11 @@ class Master:
         self._admin_token = self.config.read_admin_token()
         _allow_open_files(master.clients_max + 2 * master.nodes_max + OPEN_FILES_SPARE)
         with explain_bind_errors("master.listen", [str(listen)]):
-            self._server = native_server(self.config, str(listen), token)
-        self._notes = Notes(self._server, _log)
-        self._notes.start()
-        self._server.start()
+            server = native_server(self.config, str(listen), token)
+        self._begin(server, _log)
         if http is not None:
-            probes = Probes(self._server, reasons=list, facts=self._facts, is_stopping=lambda: self._stopping)
-            self._http = AdminServer(
-                http,
-                {
-                    "/metrics": self._metrics,
-                    "/health": probes.health,
-                    "/livez": probes.livez,
-                    "/readyz": probes.readyz,
-                },
-                key="--http",
-                connections_max=master.http_connections_max,
-                timeout_s=master.http_timeout_s,
-                tls=tls,
-                private={"/nodes": self._nodes, "/keys": self._keys, "/stat": self._stat},
-                is_allowed=self._is_allowed,
-            )
-            await self._http.start()
-            self.http_url = self._http.url
-
-    async def stop(self) -> None:
-        """Ends what start() began; after a failed start, as much of it as there was."""
-        self._stopping = True
-        if self._server is not None:
-            server, self._server = self._server, None
-            await asyncio.to_thread(server.stop)
-        if self._notes is not None:
-            notes, self._notes = self._notes, None
-            notes.close()
-        if self._http is not None:
-            http, self._http = self._http, None
-            await http.close()
+            private = {"/nodes": self._nodes, "/keys": self._keys, "/stat": self._stat}
+            await self._serve_http(http, master, tls, private, self._is_allowed)
 
     def _is_allowed(self, authorization: str) -> bool:
         return bearer_is(authorization, self._admin_token)
@@ -211,17 +155,11 @@ class Master:
     def _facts(self) -> dict[str, object]:
         return {"pid": os.getpid(), "addresses": [] if self._server is None else self.addresses}
 
-    async def _metrics(self) -> web.Response:
-        if self._server is None:
-            return web.Response(status=503)
-        body = await asyncio.to_thread(metrics.exposition, self.server, prefix=PREFIX)
-        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
-
     async def _stat(self, _request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self.stat))
+        return json_response(await asyncio.to_thread(self.stat))
 
     async def _nodes(self, _request: web.Request) -> web.Response:
-        return _json({"nodes": await asyncio.to_thread(self.nodes)})
+        return json_response({"nodes": await asyncio.to_thread(self.nodes)})
 
     async def _keys(self, request: web.Request) -> web.Response:
         query = request.query
@@ -238,7 +176,7 @@ class Master:
             keys = await asyncio.to_thread(self._list, space, query.get("prefix", ""), limit)
         except Error as error:
             return web.Response(status=503, text=f"{error}\n")
-        return _json({"keys": keys})
+        return json_response({"keys": keys})
 
     def _list(self, space: tuple[str, str, bytes], prefix: str, limit: int) -> list[dict[str, object]]:
         """Asks one node after another until one answers: it asks the others itself. Nodes keep the text of
@@ -274,25 +212,8 @@ class Master:
 
 def run(config: Config, *, on_ready: Callable[[Master], None] | None = None) -> None:
     """Runs a master until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
-    allow_many_descriptors()
-    asyncio.run(_run(Master(config), on_ready))
-
-
-async def _run(master: Master, on_ready: Callable[[Master], None] | None) -> None:
-    http_faults.calm(asyncio.get_running_loop())
-    asked_to_stop = asyncio.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signal_number, asked_to_stop.set)
-    stay_through_hangup(asyncio.get_running_loop(), asked_to_stop.set)
-    await master.start()
-    try:
-        if on_ready is not None:
-            on_ready(master)
-        await asked_to_stop.wait()
-        _log.info("stopping", extra={"event": "stopping"})
-    finally:
-        await master.stop()
-        _log.info("stopped", extra={"event": "stopped"})
+    master = Master(config)
+    run_until_signal(master, None if on_ready is None else lambda: on_ready(master), _log)
 
 
 def _node_row(row: Any) -> NodeRow:
@@ -328,7 +249,3 @@ def _allow_open_files(wanted: int) -> None:
         wanted = min(wanted, hard)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _json(value: Mapping[str, object]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

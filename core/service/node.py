@@ -13,23 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
 from moonpool.core.config import paths
 from moonpool.core.config.config import Config
-from moonpool.core.config.logs import Notes, NoteSource
 from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError, Unavailable
-from moonpool.core.service import http_faults, metrics
-from moonpool.core.service.admin_http import AdminServer, bearer_is
+from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
 from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.kv_event_publisher import KvEventPublisher
@@ -41,8 +37,12 @@ from moonpool.core.service.listen_addresses import (
 )
 from moonpool.core.service.node_event_source import EventServer, publisher_of_node
 from moonpool.core.service.node_socket import Claim, hand_over_default, link_default
-from moonpool.core.service.probes import Loop, Probes
-from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
+from moonpool.core.service.service_process import (
+    NativeServer,
+    ServiceProcess,
+    json_response,
+    run_until_signal,
+)
 
 READY_WAITS_S = 2.0  # the ready line: for the first word of the master, and for memory
 OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to a client without the admin token
@@ -50,18 +50,8 @@ MASTER_SILENT_S = 5.0  # without an answer: the node is as good as not joined
 _log = logging.getLogger("moonpool.node")
 
 
-class NodeServer(metrics.Source, EventServer, NoteSource, Loop, Protocol):
-    """What the node needs of moonpool._native.Server."""
-
-    def start(self) -> None:
-        """Starts its thread."""
-
-    def stop(self) -> None:
-        """Ends its thread and closes all connections."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses that it listens on, as host:port."""
+class NodeServer(NativeServer, EventServer, Protocol):
+    """The part of moonpool._native.Server that the node uses."""
 
     def ssd(self) -> list[dict[str, str]]:
         """One row for each SSD directory."""
@@ -163,24 +153,17 @@ def ssd_directories(config: Config) -> list[tuple[str, int]]:
     return directories
 
 
-class Node:
-    """One node. start() and stop() are called once each, from one event loop."""
+class Node(ServiceProcess[NodeServer]):
+    """One node."""
 
     def __init__(self, config: Config, *, make_server: ServerFactory = native_server) -> None:
-        self.config = config
-        self.http_url: str | None = None
+        super().__init__(config)
+        self.addresses = NodeAddresses()
         self._make_server = make_server
         self._claim: Claim | None = None
-        self._server: NodeServer | None = None
-        self._http: AdminServer | None = None
         self._events: KvEventPublisher | None = None
-        self._notes: Notes | None = None
         self._master_spoke = asyncio.Event()
         self._memory_ended = asyncio.Event()
-        self._stopping = False
-        self._admin_token = b""
-        self.addresses = NodeAddresses()
-        self._started_s = time.monotonic()
 
     @property
     def socket(self) -> Path:
@@ -202,14 +185,6 @@ class Node:
             return given.removesuffix("0") + self.wire[0].rpartition(":")[2]
         return given
 
-    async def start(self) -> None:
-        """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop()
-            raise
-
     async def _start(self) -> None:
         node = self.config.node
         http = listen_address(self.config, "node.http")
@@ -226,39 +201,17 @@ class Node:
             self._claim.tell_token(token)
         if settings := control_settings(self.config):
             self._claim.tell_tls(settings)
-        self._server = self._make_server(self.config, path, token, self.addresses)
-        self._notes = Notes(self._server, _log, self._heard)
-        self._notes.start()
-        self._server.start()
+        server = self._make_server(self.config, path, token, self.addresses)
+        self._begin(server, _log, self._heard)
         if node.events:
-            self._events = publisher_of_node(self.config, self._server)
+            self._events = publisher_of_node(self.config, server)
         if http is not None:
-            probes = Probes(
-                self._server, reasons=self._reasons, facts=self._facts, is_stopping=lambda: self._stopping
-            )
-            self._http = AdminServer(
-                http,
-                {
-                    "/metrics": self._metrics,
-                    "/health": probes.health,
-                    "/livez": probes.livez,
-                    "/readyz": probes.readyz,
-                },
-                key="--http",
-                connections_max=node.http_connections_max,
-                timeout_s=node.http_timeout_s,
-                tls=tls,
-                private={"/stat": self._stat},
-                is_allowed=lambda _: True,  # it says less to a client without the admin token
-            )
-            await self._http.start()
-            self.http_url = self._http.url
+            # /stat says less to a client without the admin token.
+            await self._serve_http(http, node, tls, {"/stat": self._stat}, lambda _: True)
         link_default(path)
 
     async def stop(self) -> None:
-        """Ends what start() began; after a failed start, as much of it as there was. The pages go last: until
-        then they say that the process is stopping.
-        """
+        """See ServiceProcess.stop; also gives up the socket and the link node.sock."""
         self._stopping = True
         if self._claim is not None:  # node.sock may lead here: as the first node's, or handed over by another
             try:
@@ -268,15 +221,7 @@ class Node:
         if self._events is not None:
             events, self._events = self._events, None
             await asyncio.to_thread(events.close)
-        if self._server is not None:
-            server, self._server = self._server, None
-            await asyncio.to_thread(server.stop)
-        if self._notes is not None:
-            notes, self._notes = self._notes, None
-            notes.close()
-        if self._http is not None:
-            http, self._http = self._http, None
-            await http.close()
+        await super().stop()
         if self._claim is not None:
             claim, self._claim = self._claim, None
             claim.release()
@@ -316,18 +261,12 @@ class Node:
             "silent_s": silent_s,
         }
 
-    async def _metrics(self) -> web.Response:
-        if self._server is None:
-            return web.Response(status=503)
-        body = await asyncio.to_thread(metrics.exposition, self._server)
-        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
-
-    async def settled(self, timeout_s: float) -> None:
+    async def settled(self) -> None:
         """Waits until the node has joined its master, or knows why not, and until its memory is reserved; at
-        most so long. It serves meanwhile.
+        most READY_WAITS_S. It serves meanwhile.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(READY_WAITS_S):
                 if self.membership() is not None:
                     await self._master_spoke.wait()
                 if self.why_memory_short():
@@ -377,7 +316,7 @@ class Node:
         page = await asyncio.to_thread(self.stat)
         if not bearer_is(request.headers.get("Authorization", ""), self._admin_token):
             page = {name: page[name] for name in OPEN_STAT}
-        return _json(page)
+        return json_response(page)
 
 
 def run(
@@ -387,27 +326,5 @@ def run(
     make_server: ServerFactory = native_server,
 ) -> None:
     """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
-    allow_many_descriptors()
-    asyncio.run(_run(Node(config, make_server=make_server), on_ready))
-
-
-async def _run(node: Node, on_ready: Callable[[Node], None] | None) -> None:
-    http_faults.calm(asyncio.get_running_loop())
-    asked_to_stop = asyncio.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signal_number, asked_to_stop.set)
-    stay_through_hangup(asyncio.get_running_loop(), asked_to_stop.set)
-    await node.start()
-    try:
-        await node.settled(READY_WAITS_S)
-        if on_ready is not None:
-            on_ready(node)
-        await asked_to_stop.wait()
-        _log.info("stopping", extra={"event": "stopping"})
-    finally:
-        await node.stop()
-        _log.info("stopped", extra={"event": "stopped"})
-
-
-def _json(value: Mapping[str, object]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    node = Node(config, make_server=make_server)
+    run_until_signal(node, None if on_ready is None else lambda: on_ready(node), _log)

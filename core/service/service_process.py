@@ -1,0 +1,187 @@
+"""The life of a node or a master: start, HTTP endpoints, a signal, stop.
+
+    run_until_signal(service)  ->  start(), settled(), on_ready(), SIGTERM or SIGINT, stop()
+
+The data plane runs in the native server's own threads and never enters Python; the event loop of this module
+answers HTTP, logs the server's notes and waits for a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from moonpool.core.config.config import Config
+from moonpool.core.config.logs import Notes, NoteSource
+from moonpool.core.service import http_faults, metrics
+from moonpool.core.service.addresses import Address
+from moonpool.core.service.admin_http import AdminServer, AnswerTo
+from moonpool.core.service.probes import Loop, Probes
+from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
+
+
+class NativeServer(metrics.Source, NoteSource, Loop, Protocol):
+    """The part of a native server that node and master have in common."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """The addresses that it listens on, as host:port."""
+
+    def start(self) -> None:
+        """Starts its thread."""
+
+    def stop(self) -> None:
+        """Ends its thread and closes all connections."""
+
+
+S = TypeVar("S", bound=NativeServer)
+
+
+class HttpLimits(Protocol):
+    """The HTTP settings of [node] and [master]."""
+
+    @property
+    def http_connections_max(self) -> int:
+        """Connections at a time."""
+
+    @property
+    def http_timeout_s(self) -> float:
+        """Seconds for one request."""
+
+
+class ServiceProcess(Generic[S]):
+    """Base of Node and Master. start() and stop() are called once each, from one event loop."""
+
+    METRICS_PREFIX = metrics.PREFIX
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.http_url: str | None = None
+        self._server: S | None = None
+        self._http: AdminServer | None = None
+        self._notes: Notes | None = None
+        self._stopping = False
+        self._admin_token = b""
+        self._started_s = time.monotonic()
+
+    async def start(self) -> None:
+        """Serves from its return on. When it cannot, raises a moonpool Error and leaves nothing behind."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def settled(self) -> None:
+        """Returns when the line that reports readiness can be printed."""
+
+    async def stop(self) -> None:
+        """Ends what start() began; after a failed start, as much of it as there was. The HTTP endpoints close
+        last: until then they report that the process is stopping.
+        """
+        self._stopping = True
+        if self._server is not None:
+            server, self._server = self._server, None
+            await asyncio.to_thread(server.stop)
+        if self._notes is not None:
+            notes, self._notes = self._notes, None
+            notes.close()
+        if self._http is not None:
+            http, self._http = self._http, None
+            await http.close()
+
+    async def _start(self) -> None:
+        raise NotImplementedError
+
+    def _reasons(self) -> list[str]:
+        """What keeps the live process from being ready, one sentence each."""
+        return []
+
+    def _facts(self) -> Mapping[str, object]:
+        """What /livez, /readyz and /health show besides."""
+        return {}
+
+    def _begin(
+        self, server: S, log: logging.Logger, on_note: Callable[[str], None] = lambda kind: None
+    ) -> None:
+        """Starts the native server and the log of its notes."""
+        self._server = server
+        self._notes = Notes(server, log, on_note)
+        self._notes.start()
+        server.start()
+
+    async def _serve_http(
+        self,
+        address: Address,
+        limits: HttpLimits,
+        tls: ssl.SSLContext | None,
+        private: Mapping[str, AnswerTo],
+        is_allowed: Callable[[str], bool],
+    ) -> None:
+        """Serves metrics, probes and ``private``: path -> answer, for requests that ``is_allowed`` admits."""
+        assert self._server is not None
+        probes = Probes(
+            self._server, reasons=self._reasons, facts=self._facts, is_stopping=lambda: self._stopping
+        )
+        self._http = AdminServer(
+            address,
+            {
+                "/metrics": self._metrics,
+                "/health": probes.health,
+                "/livez": probes.livez,
+                "/readyz": probes.readyz,
+            },
+            key="--http",
+            connections_max=limits.http_connections_max,
+            timeout_s=limits.http_timeout_s,
+            tls=tls,
+            private=private,
+            is_allowed=is_allowed,
+        )
+        await self._http.start()
+        self.http_url = self._http.url
+
+    async def _metrics(self) -> web.Response:
+        if self._server is None:
+            return web.Response(status=503)
+        body = await asyncio.to_thread(metrics.exposition, self._server, prefix=self.METRICS_PREFIX)
+        return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+
+def run_until_signal(
+    service: ServiceProcess[S], on_ready: Callable[[], None] | None, log: logging.Logger
+) -> None:
+    """Runs a service until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
+    allow_many_descriptors()
+    asyncio.run(_run(service, on_ready, log))
+
+
+async def _run(service: ServiceProcess[S], on_ready: Callable[[], None] | None, log: logging.Logger) -> None:
+    http_faults.calm(asyncio.get_running_loop())
+    asked_to_stop = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, asked_to_stop.set)
+    stay_through_hangup(asyncio.get_running_loop(), asked_to_stop.set)
+    await service.start()
+    try:
+        await service.settled()
+        if on_ready is not None:
+            on_ready()
+        await asked_to_stop.wait()
+        log.info("stopping", extra={"event": "stopping"})
+    finally:
+        await service.stop()
+        log.info("stopped", extra={"event": "stopped"})
+
+
+def json_response(value: Mapping[str, object]) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
