@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from moonpool.core.errors import Closed
 from moonpool.core.store.buffers import as_parts
 from moonpool.core.store.store import (
     NO_ANSWER,
     REMOVE_BATCH,
-    check_replicas,
-    check_soft_pin,
+    PutOptions,
     generations_of,
-    groups_of,
     is_one,
     listed,
     open_client,
-    put_timeout,
+    put_arguments,
 )
 from moonpool.core.store.types import (
     Entry,
@@ -114,13 +112,8 @@ class AsyncStore:
         buffers: Object,
         *,
         parents: Key | None = None,
-        replace: bool = False,
-        ack: bool = True,
-        replicas: int = 1,
-        node: str | Sequence[str] | None = None,
         groups: Key | None = None,
-        soft_pin_s: float | None = None,
-        timeout_s: float | None = None,
+        **options: Unpack[PutOptions],
     ) -> PutResult: ...
 
     @overload
@@ -130,13 +123,8 @@ class AsyncStore:
         buffers: Sequence[Object],
         *,
         parents: Sequence[Key | None] | None = None,
-        replace: bool = False,
-        ack: bool = True,
-        replicas: int = 1,
-        node: str | Sequence[str] | None = None,
         groups: Sequence[Key | None] | None = None,
-        soft_pin_s: float | None = None,
-        timeout_s: float | None = None,
+        **options: Unpack[PutOptions],
     ) -> list[PutResult]: ...
 
     async def put(
@@ -145,27 +133,14 @@ class AsyncStore:
         buffers: Any,
         *,
         parents: Any = None,
-        replace: bool = False,
-        ack: bool = True,
-        replicas: int = 1,
-        node: str | Sequence[str] | None = None,
         groups: Any = None,
-        soft_pin_s: float | None = None,
-        timeout_s: float | None = None,
+        **options: Unpack[PutOptions],
     ) -> Any:
         """See Store.put: one PutResult, or a list."""
-        check_replicas(replicas)
-        wait_s = put_timeout(timeout_s)
-        soft_s = check_soft_pin(soft_pin_s)
-        one = is_one(keys)
-        names: Keys = [keys] if is_one(keys) else keys
-        if one:
-            buffers, parents = [buffers], None if parents is None else [parents]
-        groups = groups_of(keys, groups)
-        how = (parents, replace, ack, wait_s, replicas, node, groups, soft_s)
-        answer = await self._submit("put", names, as_parts(buffers), *how, held=buffers)
-        results: list[PutResult] = put_results(*answer, replicas=replicas)
-        return results[0] if one else results
+        arguments = put_arguments(keys, buffers, parents, groups, **options)
+        answer = await self._submit("put", *arguments, held=buffers)
+        results: list[PutResult] = put_results(*answer, replicas=options.get("replicas", 1))
+        return results[0] if is_one(keys) else results
 
     @overload
     async def get(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from moonpool.core.config import paths
 from moonpool.core.config.arena_size import parse_arena_size
@@ -71,15 +71,6 @@ def generations_of(keys: Key | Keys, node: str | None, given: int | Sequence[int
     return found
 
 
-def groups_of(keys: Key | Keys, groups: Any) -> Any:
-    """For each key, or None. Raises InvalidArgument for one name with several keys: no letters."""
-    if groups is None or is_one(keys):
-        return None if groups is None else [groups]
-    if isinstance(groups, (str, bytes)):
-        raise InvalidArgument("put: with several keys, groups has one for each of them", operation="put")
-    return groups
-
-
 def open_client(
     node: str | None,
     tenant: str,
@@ -125,14 +116,6 @@ def check_timeout(timeout_s: float, operation: str) -> None:
         raise InvalidArgument(f"timeout_s must be above 0, not {timeout_s}", operation=operation)
 
 
-def put_timeout(timeout_s: float | None) -> float:
-    """A put's own wait in seconds; below 0: the store's."""
-    if timeout_s is None:
-        return -1.0
-    check_timeout(timeout_s, "put")
-    return timeout_s
-
-
 def check_names(**names: str) -> None:
     """Tenants and namespaces stand in keys and in the handshake, between zero bytes."""
     for what, name in names.items():
@@ -144,19 +127,44 @@ def check_names(**names: str) -> None:
             )
 
 
-def check_replicas(replicas: int) -> None:
-    """Raises InvalidArgument for a number of copies that is out of range."""
+class PutOptions(TypedDict, total=False):
+    """Keywords of ``put``; ``Store.put`` describes them."""
+
+    replace: bool
+    ack: bool
+    replicas: int
+    node: str | Sequence[str] | None
+    soft_pin_s: float | None
+    timeout_s: float | None
+
+
+def put_arguments(
+    keys: Key | Keys,
+    buffers: Any,
+    parents: Any,
+    groups: Any,
+    *,
+    replace: bool = False,
+    ack: bool = True,
+    replicas: int = 1,
+    node: str | Sequence[str] | None = None,
+    soft_pin_s: float | None = None,
+    timeout_s: float | None = None,
+) -> tuple[Any, ...]:
+    """The arguments of the native put, each list with one item for each key. Raises InvalidArgument."""
     if not 1 <= replicas <= REPLICAS_MAX:
         raise InvalidArgument(f"replicas={replicas} must be 1 to {REPLICAS_MAX}", operation="put")
-
-
-def check_soft_pin(soft_pin_s: float | None) -> float:
-    """Seconds, 0: none. Raises InvalidArgument for what is no time."""
-    if soft_pin_s is None:
-        return 0.0
-    if not soft_pin_s >= 0.001:  # NaN is not either
+    if timeout_s is not None:
+        check_timeout(timeout_s, "put")
+    if soft_pin_s is not None and not soft_pin_s >= 0.001:  # NaN is not either
         raise InvalidArgument(f"soft_pin_s must be at least 0.001, not {soft_pin_s}", operation="put")
-    return soft_pin_s
+    if is_one(keys):
+        keys, buffers = [keys], [buffers]
+        parents, groups = (None if each is None else [each] for each in (parents, groups))
+    elif isinstance(groups, (str, bytes)):  # it would be taken letter by letter
+        raise InvalidArgument("put: with several keys, groups has one for each of them", operation="put")
+    wait_s = -1.0 if timeout_s is None else timeout_s  # below 0: the store's own
+    return (keys, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_pin_s or 0.0)
 
 
 def listed(client: _native.Client, prefix: Key, pattern: Key | None, limit: int) -> list[Entry]:
@@ -234,13 +242,8 @@ class Store:
         buffers: Object,
         *,
         parents: Key | None = None,
-        replace: bool = False,
-        ack: bool = True,
-        replicas: int = 1,
-        node: str | Sequence[str] | None = None,
         groups: Key | None = None,
-        soft_pin_s: float | None = None,
-        timeout_s: float | None = None,
+        **options: Unpack[PutOptions],
     ) -> PutResult: ...
 
     @overload
@@ -250,13 +253,8 @@ class Store:
         buffers: Sequence[Object],
         *,
         parents: Sequence[Key | None] | None = None,
-        replace: bool = False,
-        ack: bool = True,
-        replicas: int = 1,
-        node: str | Sequence[str] | None = None,
         groups: Sequence[Key | None] | None = None,
-        soft_pin_s: float | None = None,
-        timeout_s: float | None = None,
+        **options: Unpack[PutOptions],
     ) -> list[PutResult]: ...
 
     def put(
@@ -265,14 +263,9 @@ class Store:
         buffers: Any,
         *,
         parents: Any = None,
-        replace: bool = False,
-        ack: bool = True,
-        replicas: int = 1,
-        node: str | Sequence[str] | None = None,
         groups: Any = None,
-        soft_pin_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> PutResult | list[PutResult]:
+        **options: Unpack[PutOptions],
+    ) -> Any:
         """Stores each buffer under its key.
 
         parents:  for each key the key that comes before it in a chain, or None: eviction then goes leaf
@@ -297,20 +290,10 @@ class Store:
         for a bad key or buffer (nothing is stored), Unavailable or Timeout when the node is lost (any part
         may have been stored).
         """
-        check_replicas(replicas)
-        wait_s = put_timeout(timeout_s)
-        soft_s = check_soft_pin(soft_pin_s)
-        one = is_one(keys)
-        names: Keys = [keys] if is_one(keys) else keys
-        if one:
-            buffers, parents = [buffers], None if parents is None else [parents]
-        groups = groups_of(keys, groups)
         # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
-        answer = self._client.put(
-            names, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_s
-        )
-        results = put_results(*answer, replicas=replicas)
-        return results[0] if one else results
+        names, *arguments = put_arguments(keys, buffers, parents, groups, **options)
+        results = put_results(*self._client.put(names, *arguments), replicas=options.get("replicas", 1))
+        return results[0] if is_one(keys) else results
 
     @overload
     def get(
