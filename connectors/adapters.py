@@ -18,8 +18,8 @@ READ_WAIT_S = 60.0
 
 
 def adapter_files(folder: Path) -> tuple[File, ...]:
-    """What an engine reads of an adapter: its settings, and the weights beside them (not what lies in folders
-    below, as checkpoints of a training do). Raises ConfigError when there is no adapter."""
+    """The files of an adapter that an engine reads: its settings and the weights beside them, without
+    subfolders (checkpoints of a training). Raises ConfigError when there is no adapter."""
     try:
         names = sorted(
             path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES or path.name == CONFIG

@@ -56,7 +56,7 @@ class Identity(NamedTuple):
 
     @property
     def changed_ns(self) -> int:
-        """When the file was last changed, as far as it says."""
+        """The time stamp of the last change of the file, in nanoseconds."""
         return max(self.mtime_ns, self.ctime_ns)
 
 
@@ -137,9 +137,9 @@ class Kept:
 
 
 class Reading:
-    """Reads ``files`` in daemon threads. When ``over`` is set, ``digests`` holds the digests in the order of
-    the files, or ``trouble`` one sentence that says why there are none. The deadline is PATIENCE_S plus the
-    time that SLOWEST_BYTES_S needs."""
+    """Reads ``files`` in daemon threads. Once ``over`` is set, ``digests`` holds their digests in order, or
+    ``trouble`` holds one sentence why there are none. The deadline is PATIENCE_S plus the time that
+    SLOWEST_BYTES_S needs."""
 
     def __init__(self, files: Sequence[File], kept: Kept | None = None) -> None:
         self.files = tuple(files)
@@ -184,7 +184,7 @@ class Reading:
                     return
                 digests = self._read()
             self._end(digests)
-        except Exception as error:  # whatever it is, it must be said to those that wait
+        except Exception as error:  # whatever it is, the waiting threads must learn of it
             self._end(trouble=str(error) or repr(error))
 
     def _read(self) -> list[bytes]:
@@ -239,7 +239,7 @@ class Reading:
         file, digest = self.files[index], _digest_of(pieces)
         if Identity.of(file.path) != file.identity:
             raise _changed(file.path)
-        # A file that was changed a moment before could be changed again and say the same time.
+        # A file changed a moment ago may change again within one step of its time stamp.
         if begun_ns - file.identity.changed_ns > SETTLED_NS:
             self._kept.keep(file.identity, digest)
         return digest

@@ -41,9 +41,10 @@ def identity_of(
 ) -> dict[str, Json]:
     """The fields of the fingerprint.
 
-    model: the engine's ModelConfig, with hf_config (Hugging Face's) and dtype; form: the engine, and how it
-    orders the bytes of a block; length: the most tokens of a sequence; arguments: of the engine, those that
-    change the numbers and stand nowhere else.
+    model: the engine's ModelConfig, with hf_config (Hugging Face's) and dtype.
+    form: the engine, and the order of the bytes of a block.
+    length: maximum tokens of a sequence.
+    arguments: of the engine; those that change the numbers and stand in no other field.
     """
     text = getattr(model, "hf_text_config", model.hf_config)
     found = {name: getattr(text, name, None) for name in positions.FIELDS}
@@ -68,9 +69,11 @@ def identity_of(
 
 
 def weights_revision(name: str, weights: str, hf_config: Any) -> str:
-    """Which weights: a digest over the files of the local path ``weights``, or the hub commit.
+    """Which weights: a digest over the files of the local path ``weights``, or the commit of the hub.
 
-    Raises ConfigError when it cannot be told; ``name``: of the model, for that sentence.
+    name: of the model, for the error's sentence.
+
+    Raises ConfigError when the weights cannot be identified.
     """
     path = Path(weights)
     if path.exists():
@@ -87,7 +90,7 @@ def weights_revision(name: str, weights: str, hf_config: Any) -> str:
 
 
 def code_digest(model: str) -> str:
-    """Of the code that lies beside the weights in the local folder ``model``; "" where there is none."""
+    """The digest of the code beside the weights in the local folder ``model``; "" without any."""
     folder = Path(model)
     digest, files = hashlib.sha256(), sorted(folder.rglob("*.py")) if folder.is_dir() else []
     for file in files:
@@ -97,7 +100,7 @@ def code_digest(model: str) -> str:
 
 
 def quantisation_files(model: str, method: object) -> Json:
-    """The method of quantisation, and what files beside the weights of a local folder say of it."""
+    """The method of quantisation, and what files beside the weights of a local folder tell of it."""
     found = {
         name: hashlib.sha256((Path(model) / name).read_bytes()).hexdigest()
         for name in _QUANTISATION_FILES
@@ -113,8 +116,8 @@ def is_dummy(load_format: object) -> bool:
 
 
 def stored_dtype(configured: object, memory: object) -> str:
-    """The type of the stored numbers: the configured one (several kinds of fp8 lie in memory as uint8), or
-    that of the memory itself."""
+    """The type of the stored numbers: the configured one (several kinds of fp8 are uint8 in memory), or that
+    of the memory itself."""
     text = str(configured or "auto")
     return text if text != "auto" else str(plain(memory))
 

@@ -20,8 +20,12 @@ SECRETS = ("token", "cluster_token")
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """node: socket path, node name, or None for the default socket; require_pool: refuse to start without a
-    node; tenant, namespace: whose blocks, see docs/keys.md."""
+    """Where the pool is, and whose blocks an engine uses.
+
+    node: socket path, node name, or None for the default socket.
+    require_pool: whether the engine refuses to start without a node.
+    tenant, namespace: whose blocks; docs/keys.md has both.
+    """
 
     place: ClassVar[str] = "options"
 

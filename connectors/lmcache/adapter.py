@@ -1,8 +1,8 @@
 """The L2 adapter of LMCache's server: ``{"type": "moonpool"}``, or ``{"type": "plugin", "module_path":
 "moonpool.connectors.lmcache.adapter", "class_name": "MoonpoolL2Adapter"}``.
 
-What lookup_and_lock finds is pinned in the pool until it is unlocked: no node evicts it before it is loaded,
-on whatever node it lies. The pins are the connection's: when this process dies, they end.
+The pool pins what lookup_and_lock finds until it is unlocked: no node, this one or another, evicts it before
+it is loaded. The pins belong to the connection and end when this process dies.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def parse_wire_key(text: str) -> EncodedObjectKey | None:
 
 
 class Names:
-    """How keys are called in the pool.
+    """The names of keys in the pool.
 
-    With a form the name is the key. Without one the layout stands behind it, since LMCache's key says neither
-    type nor shape: ``KEY@@MARK``. Lookups are told the layout; where they are not, the layouts count that
-    this server has seen for the same model and group.
+    With a form the key is the name. Without a form the name is ``KEY@@MARK``, with a mark of the layout,
+    since LMCache's key has neither type nor shape. A lookup uses the layouts that LMCache passes with it;
+    without any, the layouts that this server has seen for the same model and group.
     """
 
     def __init__(self, form: str) -> None:
@@ -286,7 +286,9 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         def fitting(first: int, end: int) -> list[int | None]:
             try:
                 return piece(first, end)
-            except InvalidArgument:  # one is larger than its buffer: another form, and no one else's miss
+            except (
+                InvalidArgument
+            ):  # one is larger than its buffer: another form, and a miss of this key alone
                 if end - first == 1:
                     return [None]
                 return [size for i in range(first, end) for size in fitting(i, i + 1)]
@@ -367,7 +369,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
 
 def _bytes_of(memory: MemoryObj) -> Any:
-    """Where the bytes lie: an address and a length, or a buffer."""
+    """Where the bytes are: an address and a length, or a buffer."""
     if isinstance(memory, TensorMemoryObj):
         return memory.data_ptr, memory.get_size()
     return memory.byte_array

@@ -1,6 +1,5 @@
-"""Where LMCache's in-process mode finds the remote connector, and what is asked before there is one: whose
-options these are, and whether an engine may share what it would store.
-"""
+"""How LMCache's in-process mode finds the remote connector, and the checks before there is one: which options
+apply, and whether an engine may share what it would store."""
 
 from __future__ import annotations
 
@@ -44,9 +43,11 @@ class MoonpoolAdapter(ConnectorAdapter):  # type: ignore[misc]
 
 
 def settings_of(context: ConnectorContext) -> Settings:
-    """From the URL, or from the options of the plugin: those of its instance before those of its type.
+    """The settings from the URL, or from the options of the plugin; options of its instance override those of
+    its type.
 
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     if not context.url.startswith("plugin://"):
         return Settings.from_url(context.url)
     extra = (context.config.extra_config if context.config is not None else None) or {}

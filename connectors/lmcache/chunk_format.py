@@ -1,5 +1,5 @@
-"""What stands before the bytes of a chunk: its form. A chunk whose form is not exactly the expected one is a
-miss, so bytes of another type, shape or layout are never taken for what was asked for.
+"""The header before the bytes of a chunk. A chunk whose header is not exactly the expected one is a miss, so
+bytes of another type, shape or layout are never read as the ones that were asked for.
 
     offset  size
     0       4     "MPLC"
@@ -31,8 +31,12 @@ _GROUP = struct.Struct("<16s4I")
 
 @dataclass(frozen=True, slots=True)
 class ChunkFormat:
-    """memory_format: LMCache's number; groups: of each tensor the name of its type ("" for plain bytes) and
-    its shape, at most four lengths; size: of all, in bytes."""
+    """The type and shape of a chunk's bytes.
+
+    memory_format: LMCache's number of the format.
+    groups: of each tensor the name of its type ("" for plain bytes) and its shape, at most four lengths.
+    size: bytes of all groups.
+    """
 
     memory_format: int
     groups: tuple[tuple[str, tuple[int, ...]], ...]
@@ -57,7 +61,13 @@ class ChunkFormat:
 
     @classmethod
     def parse(cls, head: bytes | memoryview, object_bytes: int) -> ChunkFormat | None:
-        """The form of an object of so many bytes that begins with ``head``; None when it is none of ours."""
+        """The format of an object.
+
+        head: the first bytes of the object, HEADER_BYTES_MAX suffice.
+        object_bytes: size of the object.
+
+        Returns None for an object without a valid header.
+        """
         if len(head) < _FIXED.size:
             return None
         magic, version, header, memory_format, groups, size = _FIXED.unpack_from(head)
@@ -89,9 +99,8 @@ def chunk_format_of(
 
 
 def described(memory: Any) -> tuple[Sequence[Sequence[int]], Sequence[object]]:
-    """Shapes and types of LMCache's memory objects; those of one tensor have them in the singular, too, and
-    some only there.
-    """
+    """The shapes and types of one of LMCache's memory objects. An object of one tensor may have them in the
+    singular only."""
     meta = memory.metadata
     if meta.shapes is None or meta.dtypes is None:
         return [meta.shape], [meta.dtype]

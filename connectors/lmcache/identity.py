@@ -1,7 +1,7 @@
-"""Whose chunks these are: the fingerprint of a space, and the names of objects in it.
+"""The fingerprint of a space of chunks, and the names of the objects in it.
 
-LMCache's own key says model, ranks, hash of the tokens, and, in-process only, the type. What else must fit
-before two engines may use each other's bytes stands in the fingerprint.
+LMCache's own key has the model, the ranks, the hash of the tokens and, in-process only, the type. The
+fingerprint has the rest of what must be equal before two engines may use each other's bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def name_of(key: str) -> str:
 
 
 def layout_mark(shapes: Sequence[Sequence[int]], dtypes: Sequence[object]) -> str:
-    """16 letters that tell layouts apart: for names where LMCache's key does not say type and shape."""
+    """16 letters that distinguish layouts, for names where LMCache's key has neither type nor shape."""
     plain: Json = [
         [str(dtype).removeprefix("torch."), [int(n) for n in shape]]
         for shape, dtype in zip(shapes, dtypes, strict=True)

@@ -1,5 +1,6 @@
-"""A thread with a queue, whose ends are told by an event descriptor: one for stores, one for lookups, one for
-loads, so that none waits behind another. Between its jobs it does a chore now and then."""
+"""A thread with a queue of jobs. An event descriptor becomes readable when a job has ended. The adapter has
+one queue for stores, one for lookups and one for loads, so that none waits behind another. Between its jobs
+the thread runs a chore now and then."""
 
 from __future__ import annotations
 

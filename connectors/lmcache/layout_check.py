@@ -1,8 +1,8 @@
-"""What the chunks of this engine look like.
+"""The expected layout of this engine's chunks.
 
-LMCache says it twice. When it starts: one tensor of the KV's type and shape; that is in the fingerprint, and
-a process that only looks up knows no more. At its first transfer: the groups of its layers, each with a type
-and a shape of its own. So the live answer is asked for with each batch.
+LMCache describes it twice. At its start it gives one tensor of the KV's type and shape, which is in the
+fingerprint; a process that only looks up knows no more. At its first transfer it gives the groups of its
+layers, each with a type and a shape of its own. So each batch asks for the present answer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ _BYTES = (MemoryFormat.BINARY.value, MemoryFormat.BINARY_BUFFER.value)
 
 
 def ambiguous(dtypes: Any) -> bool:
-    """Whether one of these types does not say what its bytes are."""
+    """Whether one of these types stands for several formats of 8 bits."""
     return any(str(dtype).removeprefix("torch.") in AMBIGUOUS for dtype in dtypes)
 
 
 class LayoutCheck:
-    """``told``: a full chunk as the fingerprint has it."""
+    """Compares chunks with the layout of this engine.
+
+    told: a full chunk as the fingerprint has it.
+    """
 
     def __init__(self, config: Any, metadata: Any) -> None:
         self._metadata = metadata

@@ -21,8 +21,10 @@ class _Walk:
 
 
 class Listing:
-    """``read(about)``: all rows about something, in any order, each name once. One walk is remembered, the
-    last one; the page of another is right, too, but reads everything anew. Any thread may call.
+    """Pages of a listing, in order of the names. It keeps the last walk only; a page of another walk is
+    right, too, but reads all rows again. Any thread may call.
+
+    read: returns all rows about something, in any order, each name once.
     """
 
     def __init__(self, read: Callable[[str], list[Row]], now_s: Callable[[], float] = time.monotonic) -> None:
@@ -31,8 +33,13 @@ class Listing:
         self._walk: _Walk | None = None
 
     def page(self, about: str, size: int, after: str | None) -> tuple[list[Row], str | None]:
-        """At most ``size`` rows in order of their names, those behind the name ``after`` (None: a new walk),
-        and the last of these names when there are more. Raises what ``read`` raises.
+        """The next rows of a walk.
+
+        size: maximum number of rows.
+        after: name behind which the page begins; None: a new walk.
+
+        Returns the rows in order of their names, and the last of these names when there are more. Raises what
+        ``read`` raises.
         """
         with self._guard:
             walk = self._walk if after is not None else None

@@ -1,9 +1,9 @@
-"""Which keys are locked, and under which pin of the pool: pure bookkeeping.
+"""Which keys are locked, and under which pin of the pool: bookkeeping without I/O.
 
-A lookup pins all that it finds under one pin. Each key of it is unlocked by itself; the pin ends with the
-last, or with its time: LMCache gives lookups up without a word, and what it never unlocks would be in the
-pool for ever. A lock that ended by its time was a promise not to evict, nothing more: what is loaded after
-it is the right bytes or a miss.
+A lookup pins all that it finds under one pin. LMCache unlocks each key by itself. The pin ends with the last
+key, or with its deadline: LMCache abandons lookups without notice, and a key that is never unlocked would
+stay in the pool for ever. A lock is a promise not to evict and nothing more: a load after its deadline reads
+the right bytes or misses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""LoRA adapters. vLLM computes other KV with each of them, and LMCache's keys do not say with which:
-in-process a tag of the request must, and what has none is not shared by an engine that serves adapters. The
-tag is a digest, since a name may stand for other bytes tomorrow, or on another engine.
-"""
+"""LoRA adapters. vLLM computes different KV with each adapter, but LMCache's keys do not name the adapter.
+In-process, a tag of the request must name it; an engine that serves adapters does not share chunks without a
+tag. The tag is a digest, since one name may stand for other bytes tomorrow, or on another engine."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def serves_lora() -> bool:
-    """Whether the vLLM that is starting in this process may apply adapters; False where nothing says so."""
+    """Whether the vLLM that starts in this process may apply adapters; False without such a vLLM."""
     return getattr(vllm_engine.current(), "lora_config", None) is not None
 
 
 def tagged(key: Any) -> bool:
-    """Whether LMCache's key says with the bytes of which adapter."""
+    """Whether LMCache's key has the digest of its adapter."""
     return any(
         name == TAG and (value == NO_ADAPTER or _DIGEST.fullmatch(str(value)) is not None)
         for name, value in key.tags or ()

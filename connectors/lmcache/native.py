@@ -21,9 +21,11 @@ PLUG = "l2"
 
 
 class MoonpoolClient(_native.BatchClient):
-    """form: what the chunks' bytes are, in any words ("bfloat16"). LMCache tells a native client neither type
-    nor shape, and float16 has the size of bfloat16, so servers share only what was stored under the same
-    form. The other options: see Settings.
+    """LMCache's native L2 client.
+
+    form: what the bytes of the chunks are, in any words ("bfloat16"). LMCache tells a native client neither
+        type nor shape, and float16 has the size of bfloat16, so servers share only chunks of the same form.
+    options: the others, see Settings.
 
     Without a node every operation fails at once until one appears. Raises ConfigError for wrong options, and
     with ``require_pool`` Unavailable or AuthError.
@@ -59,6 +61,6 @@ class MoonpoolClient(_native.BatchClient):
         return told
 
     def close(self) -> None:
-        """Waits for what is being copied; what has not begun never ends."""
+        """Waits for the copies under way; operations that have not begun never end."""
         super().close()
         self._pool.close()

@@ -38,7 +38,7 @@ log = init_logger("lmcache.moonpool.remote")
 LIST_MAX = 1_000_000
 FINISH_S = 10.0  # for stores that are under way when the engine ends
 FULL = "@@full"  # behind the name of a full chunk as the fingerprint has it: it needs no header
-ZERO_COPY_SHARE = 4  # at most one part in so many of the node's memory is pinned by what is lent
+ZERO_COPY_SHARE = 4  # views pin at most one part in this many of the node's memory
 
 
 class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
@@ -57,7 +57,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self._layout = LayoutCheck(config, metadata)
         self._form = settings.form
         self._plain = config.remote_serde == "naive"
-        # LMCache keeps what it gets in its own cache with local_cpu, and blending writes into it.
+        # With local_cpu LMCache keeps what it gets in its own cache; blending writes into it.
         self._may_lend = (
             torch_device_type == "cpu"
             and self._plain
@@ -119,10 +119,12 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         """LMCache frees its host memory before it closes its remote backends, so this must be hooked: native
         threads may still read from it."""
         if self._loop.is_running():
-            with contextlib.suppress(Exception):  # what was handed to the loop before has begun after this
+            with contextlib.suppress(
+                Exception
+            ):  # every call handed to the loop before this one has begun by then
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(1)
         self._idle.wait(FINISH_S)
-        self._batches.close()  # waits for what is being copied now, and drops the rest
+        self._batches.close()  # waits for the copies under way and drops the rest
         self._free_memory()
 
     # Is it there
@@ -173,7 +175,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_put(
         self, keys: Sequence[CacheEngineKey], memory_objs: builtins.list[MemoryObj]
     ) -> None:
-        """Stores all that the pool takes. What it refuses, or does not answer, is said once in the log."""
+        """Stores all chunks that the pool accepts. The log has the reason of a refusal once."""
         if self._is_ambiguous(keys):
             return
         forms = [_form(memory) for memory in memory_objs]
@@ -227,8 +229,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_get(self, keys: builtins.list[CacheEngineKey]) -> builtins.list[MemoryObj | None]:
-        """Of each key its chunk, or None. Full chunks by one native call; then, by two for all of them, what
-        has a header: the last chunk of a prompt, compressed ones, and full ones of several groups."""
+        """For each key its chunk, or None. One native call reads the full chunks; two more read all that have
+        a header: the last chunk of a prompt, compressed ones, and full ones of several groups."""
         found: builtins.list[MemoryObj | None] = [None] * len(keys)
         if self._pool.client is None or self._memory is None or self._is_ambiguous(keys):
             return found
@@ -334,7 +336,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         return answered
 
     async def _views(self, names: builtins.list[str]) -> builtins.list[memoryview | None] | None:
-        """Of each object its bytes in place, pinned as long as that lives; None: the pool did not answer."""
+        """For each object its bytes in place, pinned while the view lives; None: the pool did not answer."""
         client = self._pool.client
         if client is None:
             return None
@@ -388,7 +390,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         return sorted({row[0].decode().removesuffix(FULL) for row in rows})
 
     async def close(self) -> None:
-        """Waits for what is being copied; what has not begun is a miss."""
+        """Waits for the copies under way; operations that have not begun are misses."""
         self._loop.remove_reader(self._batches.event_fd())
         await self._loop.run_in_executor(None, self._batches.close)
         for future in self._waiting.values():
@@ -459,7 +461,7 @@ def _form(memory: MemoryObj) -> ChunkFormat:
 
 
 def _bytes_of(memory: MemoryObj) -> Any:
-    """Where the bytes lie: an address and a length, or a buffer."""
+    """Where the bytes are: an address and a length, or a buffer."""
     if isinstance(memory, TensorMemoryObj):
         return memory.data_ptr, memory.get_size()
     return memory.byte_array

@@ -1,4 +1,4 @@
-"""Where the node is and whose chunks are wanted: from ``moonpool://...``, or from LMCache's own options."""
+"""Node, tenant and namespace of LMCache's chunks, from ``moonpool://...`` or from LMCache's own options."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ _TRUE = {"1": True, "0": False}
 
 @dataclass(frozen=True, slots=True)
 class Settings(PoolOptions):
-    """threads: that copy; timeout_s: the longest wait without progress; form: what the chunks' bytes are, in
-    any words, where LMCache does not say it."""
+    """The options of the three plug points.
+
+    threads: number of threads that copy.
+    timeout_s: longest wait without progress, in seconds.
+    form: what the bytes of the chunks are, in any words, where LMCache does not tell it.
+    """
 
     place: ClassVar[str] = SCHEME
 
@@ -47,8 +51,13 @@ class Settings(PoolOptions):
 
     @classmethod
     def parse(cls, given: Mapping[str, object], place: str) -> Settings:
-        """From named options; ``place`` says in errors where they stand. Raises ConfigError for an unknown
-        name, a secret, or a value of the wrong type."""
+        """The settings of named options.
+
+        given: the options.
+        place: where they stand, for errors.
+
+        Raises ConfigError for an unknown name, a secret, or a value of the wrong type.
+        """
         refuse_unknown(place, given, [field.name for field in fields(cls)])
         default = cls()
         required = given.get("require_pool", False)

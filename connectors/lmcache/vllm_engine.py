@@ -1,8 +1,9 @@
-"""The vLLM that LMCache runs in. LMCache's keys name a model and its KV's type and shape; what else decides
-what the KV means (weights, overrides, quantisation, angles, types by layer) only vLLM's configuration says.
+"""The vLLM that LMCache runs in. LMCache's keys have a model and the type and shape of its KV. Only vLLM's
+configuration has the rest of what decides the meaning of the KV: weights, overrides, quantisation, rope,
+types by layer.
 
-LMCache, which makes us, is made by a worker of vLLM while that has its configuration at hand. Elsewhere
-(LMCache's server, SGLang, a process of vLLM that only looks up) nothing says it.
+A worker of vLLM makes LMCache, and LMCache makes this connector, while vLLM's configuration is current. In
+other processes (LMCache's server, SGLang, a process of vLLM that only looks up) there is no configuration.
 """
 
 from __future__ import annotations

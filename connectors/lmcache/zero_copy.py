@@ -1,8 +1,8 @@
-"""Chunks that lie in the arena, as LMCache's memory objects: nothing is copied, and an object is pinned in
-the pool until LMCache lets go of it.
+"""Chunks in the arena as LMCache's memory objects: nothing is copied, and the pool pins an object until
+LMCache frees it.
 
-Only where the engine's KV cache is in host memory: kernels of a GPU read LMCache's memory by themselves, and
-the arena is not registered with a driver. The bytes are read-only.
+Only for engines whose KV cache is in host memory: GPU kernels read LMCache's memory by themselves, and the
+arena is not registered with a driver. The bytes are read-only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", mo
 
 
 class ZeroCopy:
-    """What is lent now, at most ``bytes_max``: what LMCache keeps must not fill the pool with pins."""
+    """The memory objects that LMCache has now, ``bytes_max`` bytes at most: their pins must not fill the
+    pool."""
 
     def __init__(self, bytes_max: int) -> None:
         self._guard = threading.Lock()

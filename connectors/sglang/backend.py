@@ -71,8 +71,12 @@ class Memory:
         return names.tobytes()
 
     def places(self, keys: Sequence[str], host_indices: Any) -> tuple[Pages, npt.NDArray[np.uint16]]:
-        """(page, column) of each object of these pages; host_indices: SGLang's slots, a page's side by side.
-        Raises ValueError when they are not that, or lie outside the memory."""
+        """(page, column) of each object of these pages.
+
+        host_indices: SGLang's slots, those of a page side by side.
+
+        Raises ValueError for slots that are not whole pages of the memory.
+        """
         tokens = self.layout.tokens
         slots = np.asarray(host_indices, np.int64)
         if slots.size != len(keys) * tokens:
@@ -86,7 +90,7 @@ class Memory:
         return pages, np.tile(np.arange(self.width, dtype=np.uint16), len(keys))
 
     def whole(self, ok: bytes, pages: int) -> list[bool]:
-        """Of each page, whether all of its objects are ``ok``. An answer of the wrong length says no."""
+        """For each page, whether all of its objects are ``ok``; False for an answer of the wrong length."""
         if len(ok) != pages * self.width:
             return [False] * pages
         objects = np.frombuffer(ok, np.bool_).reshape(pages, self.width)
@@ -112,8 +116,8 @@ class MoonpoolHiCache(compat.Storage):
         self._stats = compat.StorageMetrics()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The memory is known: reads its layout and connects. An engine that cannot use the pool says why in
-        one sentence and serves without it; with ``require_pool`` it raises."""
+        """Reads the layout of the memory and connects. An engine that cannot use the pool logs one sentence
+        and serves without it; with ``require_pool`` it raises."""
         super().register_mem_pool_host(mem_pool_host)
         try:
             self._join(mem_pool_host)
@@ -182,7 +186,7 @@ class MoonpoolHiCache(compat.Storage):
             )
             return self._mark
 
-        with contextlib.suppress(Pending):  # dialling says so; other errors are refusals
+        with contextlib.suppress(Pending):  # the dial reports it; other errors are refusals
             wait_for(mark, functools.partial(self._log.info, "moonpool: %s")) if required else mark()
         self._pool = PoolConnection(
             lambda: PoolClient.dial(self._settings, self._mark or mark()), address=socket, log=self._log
@@ -237,8 +241,8 @@ class MoonpoolHiCache(compat.Storage):
         return self.batch_exists([key]) == 1
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Loads pages into the slots ``host_indices``; of each, whether all of its bytes are there. What is
-        pinned is loaded, so a page that is evicted meanwhile is either whole or missing."""
+        """Loads pages into the slots ``host_indices``. Returns for each page whether all of its bytes were
+        loaded. Loads read pinned objects, so a page that is evicted meanwhile is either whole or missing."""
 
         def load(memory: Memory, client: PoolClient) -> list[bool]:
             names = memory.names(keys)
@@ -452,8 +456,11 @@ class MoonpoolHiCache(compat.Storage):
             pool.answered(error)
 
     def _heard_lookup(self, error: str, why: str, *, whole: bool) -> None:
-        """why: which node did not answer although there is an answer; whole: it has everything that was asked
-        for, so that perhaps only the own node was asked."""
+        """A lookup was answered.
+
+        why: which node did not answer although there is an answer, or "".
+        whole: whether all that was asked for is there, so that perhaps the own node alone was asked.
+        """
         if error or not why:
             self._heard(error)
         if why:
@@ -462,7 +469,7 @@ class MoonpoolHiCache(compat.Storage):
             pool.answered_in_part(why)
 
     def _refused(self, pages: int, reason: str) -> None:
-        """Said once for each reason, until a save succeeds: a full pool refuses every call."""
+        """Logs each reason once, until a save succeeds: a full pool refuses every call."""
         self._tally.add("refused_pages", pages)
         if reason != self._refusal:
             self._log.warning("moonpool: not all of %d pages were saved (%s)", pages, reason)
@@ -475,13 +482,13 @@ class MoonpoolHiCache(compat.Storage):
 
 
 def _parents(memory: Memory, names: bytes, extra_info: Any) -> bytes:
-    """For each object that of the same heads and layers one page earlier; zero bytes: none is known."""
+    """For each object the name of the same heads and layers one page earlier; zeros where none is known."""
     unit = memory.width * BLOCK_NAME_BYTES
     return (memory.names(_last_prefix_key(extra_info)) or bytes(unit)) + names[:-unit]
 
 
 def _last_prefix_key(extra_info: Any) -> list[str]:
-    """The key of the page before the first one of a call, when SGLang says it."""
+    """The key of the page before the first one of a call, if SGLang passes it."""
     return (getattr(extra_info, "prefix_keys", None) or [])[-1:]
 
 

@@ -118,7 +118,7 @@ def weight_updater() -> type | None:
 
 
 def hub_folder(name: str) -> str:
-    """Where the hub's model ``name`` lies on this host. Raises when it does not."""
+    """The folder of the hub's model ``name`` on this host. Raises when there is none."""
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(name, local_files_only=True))

@@ -1,7 +1,7 @@
-"""The JSON that SGLang is given with our storage backend.
+"""The JSON that names our storage backend to SGLang.
 
-HiCache takes a storage backend of another package by the name ``dynamic`` and one JSON that says where its
-class is. ``completed`` writes that JSON, for `moonpool sglang` and for the short name ``moonpool``.
+HiCache loads a storage backend of another package by the name ``dynamic`` and one JSON with its class.
+``completed`` writes that JSON, for `moonpool sglang` and for the short name ``moonpool``.
 """
 
 from __future__ import annotations

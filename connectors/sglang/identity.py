@@ -23,7 +23,7 @@ from moonpool.connectors.weights import weights_digest
 from moonpool.core.errors import ConfigError
 from moonpool.core.store.keys import Json, digest_of
 
-# Those that make a model of the files at its path, and of nothing else.
+# Load formats whose weights are the files at the model's path, and nothing else.
 LOAD_FORMATS = frozenset(
     (
         *("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "dummy", "layered"),
@@ -46,10 +46,14 @@ _NOTHING = (None, False, "", "auto", "none")
 
 
 def identity(args: Any, model: Any, pool: Any) -> dict[str, Json]:
-    """The fields of the fingerprint. args: SGLang's ServerArgs; model: its ModelConfig; pool: the host pool.
+    """The fields of the fingerprint.
 
-    Raises ConfigError or Refused when it cannot be told which weights the engine serves, and Refused when its
-    KV is no function of the tokens.
+    args: SGLang's ServerArgs.
+    model: its ModelConfig.
+    pool: the host pool.
+
+    Raises ConfigError or Refused when the weights that the engine serves cannot be identified, and Refused
+    when its KV is no function of the tokens.
     """
     length = getattr(model, "context_len", None)
     _check_positions(getattr(model, "hf_text_config", model.hf_config), length)

@@ -1,8 +1,8 @@
 """``--hicache-storage-backend moonpool``: the short name, where SGLang has plugins (0.5.14 and newer).
 
-SGLang knows only its own backends by name, in the parser, in its factory and where it chooses between one
-copy and two. So the name is translated once, where it comes in, into what it stands for: the backend
-``dynamic`` with our class in the extra config. Nothing behind that sees the short name.
+SGLang knows only its own backends by name: in the parser, in its factory, and where it chooses between one
+copy and two. So the name is translated once, at the entry, into the backend ``dynamic`` with our class in the
+extra config. No later code sees the short name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def register() -> None:
-    """Called in every process of SGLang's that loads plugins. Where it cannot be done, a warning says so and
-    the parser refuses the name; a server that does not ask for it is left as it is. Never raises."""
+    """Called in every process of SGLang that loads plugins. When it fails, it logs a warning and the parser
+    refuses the name; a server that does not use the name is left as it is. Never raises."""
     import logging
 
     log = logging.getLogger("sglang.moonpool.plugin")
@@ -84,15 +84,15 @@ def _add_choice(result: object, parser: Any, *args: object, **kwargs: object) ->
 
 
 def _translate_arguments(arguments: Any, *args: object, **kwargs: object) -> None:
-    """Of a ServerArgs before its resolution; ConfigError ends the start, with its sentence."""
+    """Translates a ServerArgs before its resolution. A ConfigError ends the start with its sentence."""
     if getattr(arguments, "hicache_storage_backend", None) == NAME:
         translated = translate(NAME, arguments.hicache_storage_backend_extra_config)
         arguments.hicache_storage_backend, arguments.hicache_storage_backend_extra_config = translated
 
 
 def _translate_request(scheduler: object, request: Any, *args: object, **kwargs: object) -> None:
-    """Of a backend that is attached at runtime. What cannot be translated SGLang answers with its own error:
-    an exception here would end its scheduler."""
+    """Translates a request that attaches a backend at run time. SGLang answers what cannot be translated with
+    its own error: an exception here would end its scheduler."""
     try:
         backend, extra = translate(
             request.hicache_storage_backend, request.hicache_storage_backend_extra_config_json

@@ -1,8 +1,8 @@
 """Pools beside the KV, of which a page of the prefix needs a part too: states of Mamba layers, sliding
 windows, indexers. SGLang's v2 interface moves them.
 
-They are stored as SGLang lays them out, one object for a page, all of its parts in one: whole or missing.
-Their names tell everything that decides about the bytes, so only engines of equal shape share them:
+One object holds all parts of a page in SGLang's layout, so a page is whole or missing. Its name has all that
+decides about the bytes, so only engines of equal shape share it:
 
     digest(32) | SHA-256 of (pool, class, layout, type, sizes of the parts, layers, rank)[:16]
 """
@@ -34,7 +34,7 @@ class Sidecar:
         return [bytes.fromhex(key) + self.tag for key in keys]
 
     def parts(self, keys: Sequence[str], host_indices: Any) -> list[Parts]:
-        """Where each page's bytes lie. Raises ValueError for slots that are not as many pages."""
+        """The memory of each page. Raises ValueError for slots that are not as many pages."""
         tokens = int(getattr(self.pool, "page_size", 1) or 1)
         if host_indices is None or len(host_indices) != len(keys) * tokens:
             slots = 0 if host_indices is None else len(host_indices)
@@ -43,7 +43,7 @@ class Sidecar:
 
 
 def is_draft(name: str) -> bool:
-    """Whether the pool is a draft model's: what is in it depends on that model, too."""
+    """Whether the pool belongs to a draft model: its content depends on that model, too."""
     return name.startswith("draft")
 
 
@@ -54,9 +54,14 @@ def tells_its_layers(name: str) -> bool:
 
 
 def read_sidecar(name: str, pool: Any, config: Any, first_page: Any, draft: str = "") -> Sidecar:
-    """first_page: the slots of a page, as SGLang gives them; draft: which weights a draft model's pool is of.
+    """How a pool beside the KV is stored.
+
+    first_page: slots of a page, as SGLang gives them.
+    draft: the weights that the pool of a draft model is of; "" for other pools.
+
     Raises Refused for a pool whose pages cannot be addressed, and for one that SGLang would not let every
-    rank save."""
+    rank save.
+    """
     if config.is_mla_model and config.tp_size > 1 and "MHA" in type(pool).__name__:
         raise Refused(f"SGLang saves only rank 0's part of the pool {name!r}, which is cut by heads")
     try:
@@ -90,8 +95,10 @@ def pages_of(meta: tuple[Sequence[int], Sequence[int]], pages: int) -> list[Part
 
 
 def restorable(present: Sequence[bool], trailing: int | None) -> set[int]:
-    """The prefix lengths, in pages, that a pool can restore. trailing: how many last pages of a prefix it
-    must have; None: all of them."""
+    """The prefix lengths, in pages, that a pool can restore.
+
+    trailing: how many last pages of a prefix the pool must have; None: all of them.
+    """
     lengths, run = set(), 0
     for length, here in enumerate(present, start=1):
         run = run + 1 if here else 0

@@ -1,10 +1,10 @@
-"""Weights that are replaced while an engine serves (training by reinforcement, a swapped checkpoint): its KV
-is then another model's, under the old fingerprint. SGLang empties its own two tiers and tells a storage
-backend nothing.
+"""Weights that are replaced while an engine serves (reinforcement learning, a swapped checkpoint): its KV is
+then another model's, under the old fingerprint. SGLang empties its own two tiers and does not notify storage
+backends.
 
-So the class that replaces them is watched, in the process that holds them. Before the first change each
-follower leaves the pool, and for the rest of the process none joins: what was sent to an engine over a
-network has no name.
+So this module watches the class that replaces weights, in the process that holds them. Before the first
+change each follower leaves the pool, and for the rest of the process none joins: weights that an engine
+received over a network have no name.
 """
 
 from __future__ import annotations

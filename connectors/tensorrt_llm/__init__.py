@@ -4,7 +4,7 @@ keep its KV cache in the pool and take what other engines computed. docs/tensorr
     scheduler    the half on rank 0 that asks, promises and plans
     worker       the half on every rank that moves bytes
     link         what the two halves of rank 0 share
-    fetch        what other hosts have: brought before it is promised, within bounds
+    fetch        reads objects of other hosts before they are promised, within bounds
     layout       where the bytes of a block lie in the engine's memory, as plain values
     staging      host memory between the engine's and the pool's, and the movers in and out of it
     tokens       a request's blocks by their digests
@@ -15,9 +15,9 @@ keep its KV cache in the pool and take what other engines computed. docs/tensorr
     messages     what the scheduler tells the workers
     compat       every difference between TensorRT-LLM's versions
 
-Threads: the executor's calls both halves and waits for one lookup per request, nothing else; each worker has
-a thread for loads and one for saves, and one while the node does not answer; rank 0 has one more, for what
-other hosts have.
+Threads: the executor's thread calls both halves and waits for one lookup per request, nothing else. Each
+worker has a thread for loads and one for saves, and a third while the node does not answer. Rank 0 has one
+more for reads from other hosts.
 """
 
 from moonpool.connectors.tensorrt_llm.scheduler import MoonpoolScheduler

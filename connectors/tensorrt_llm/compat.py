@@ -68,7 +68,10 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the pool must know of a request; seed: what stands before its first block, see docs/keys.md."""
+    """What the connector must know of a request.
+
+    seed: what precedes its first block in the chain, see docs/keys.md.
+    """
 
     request_id: int
     tokens: Sequence[int]
@@ -104,7 +107,7 @@ def new_pages(data: Any) -> list[list[int]]:
 
 
 def rank() -> int:
-    """Of this process in its engine."""
+    """The rank of this process in its engine."""
     try:
         from tensorrt_llm._utils import mpi_rank
     except ModuleNotFoundError:
@@ -113,7 +116,7 @@ def rank() -> int:
 
 
 def gather(value: object) -> list[Any]:
-    """What all ranks say. All of them call this at the same point, as they do TensorRT-LLM's own."""
+    """The values of all ranks. All ranks call this at the same point, as they call TensorRT-LLM's own."""
     try:
         from tensorrt_llm._utils import mpi_allgather
     except ImportError:

@@ -1,8 +1,7 @@
-"""What a question finds on other hosts. It is promised only as far as it was brought here: a host that dies
-later would otherwise take this engine with it, since TensorRT-LLM has no way to hear of a load that failed.
-So it is bounded, in time, because the executor waits, and in bytes, because they lie in this process until
-they are loaded. What is left over is computed, and saved on this host.
-"""
+"""Objects of other hosts that a lookup finds. The scheduler promises only those that were read to this host:
+a host that dies later would otherwise end this engine, since TensorRT-LLM cannot be told of a failed load.
+The read is bounded in time, because the executor waits, and in bytes, because this process holds them until
+they are loaded. The engine computes the rest and saves it on this host."""
 
 from __future__ import annotations
 
@@ -28,7 +27,11 @@ class Offer:
 
 
 class Fetch:
-    """limit: bytes that one question may bring from other hosts; room: bytes of all promises together."""
+    """Reads what other hosts have before the scheduler promises it.
+
+    limit: bytes that one lookup may bring from other hosts.
+    room: bytes of all promises together.
+    """
 
     def __init__(self, limit: int, room: int) -> None:
         self._limit = limit
@@ -64,8 +67,8 @@ class Fetch:
         return offer
 
     def _bring(self, held: Held, wanted: Sequence[int], found: list[memoryview | None]) -> None:
-        """Puts into ``found`` what comes in time. A piece that comes too late is dropped, and until it has
-        come, nothing else is brought."""
+        """Puts into ``found`` what comes in time. A late piece is dropped, and until it has come nothing else
+        is read."""
         if self._running is not None and not self._running.done():
             return
         with self._lock:
@@ -115,9 +118,9 @@ class Fetch:
 
 
 class Kept:
-    """Objects that the scheduler of another process promised, and keeps in the pool: what is on this host is
-    in hand from the first question on; what another host has is read when it is asked for, so it takes no
-    more memory than one answer."""
+    """Objects that the scheduler of another process promised and keeps in the pool. Those of this host are
+    pinned from the first lookup on; one of another host is read when it is asked for, so memory for one
+    answer suffices."""
 
     def __init__(self, hold: Callable[[], Held | None], objects: int) -> None:
         self._hold = hold

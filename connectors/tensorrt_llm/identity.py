@@ -17,7 +17,7 @@ from moonpool.core.store.keys import Json, digest_of
 
 
 def model_folder(args: Any) -> Path:
-    """Where the model lies on this host. Raises ConfigError when that cannot be told."""
+    """The model's folder on this host. Raises ConfigError when there is none."""
     path = Path(str(args.model))
     if path.is_dir():
         return path
@@ -54,7 +54,8 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def identity(
     args: Any, folder: Path, config: Mapping[str, Any], memory: Memory, shape: Shape
 ) -> dict[str, Json]:
-    """The fields of the fingerprint. Raises ConfigError when it cannot be told which weights are served."""
+    """The fields of the fingerprint. Raises ConfigError when the weights that are served cannot be
+    identified."""
     text = config.get("text_config", config)
     computed = str(getattr(args, "dtype", "auto"))
     stored = str(config.get("torch_dtype", config.get("dtype", "")))
@@ -79,7 +80,7 @@ def identity(
 
 
 def longest(args: Any, text: Mapping[str, Any]) -> int | None:
-    """The most tokens that a sequence of this engine has; None: that is not said."""
+    """The maximum tokens of a sequence of this engine; None: unknown."""
     length = getattr(args, "max_seq_len", None) or text.get("max_position_embeddings")
     return None if length is None else int(length)
 
@@ -95,7 +96,7 @@ def _arguments(args: Any, shape: Shape) -> dict[str, Json]:
         "experts": getattr(getattr(args, "moe_config", None), "backend", None),
         "combine": getattr(getattr(args, "moe_config", None), "use_low_precision_moe_combine", None),
         "allreduce": getattr(args, "allreduce_strategy", None),
-        # Layers of a draft model lie beside the model's own.
+        # The KV cache has layers of a draft model beside the model's own.
         "speculative": getattr(args, "speculative_config", None) if shape.whole else None,
     }
     counted = {name: plain(value) for name, value in found.items()}

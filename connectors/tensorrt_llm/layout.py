@@ -33,7 +33,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The numbers of one layer in a region, from ``offset`` on. role: what they are, as the engine says."""
+    """The numbers of one layer in a region, from ``offset`` on.
+
+    role: what the numbers are, as the engine names it.
+    offset, size: in bytes.
+    """
 
     layer: int
     role: str
@@ -43,8 +47,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A byte range that repeats once a page: [base + stride * page, + size). memory: what stands for it in
-    the engine, for the movers."""
+    """A byte range that repeats once a page: [base + stride * page, + size).
+
+    memory: the engine's object for the range, which the movers copy from and to.
+    """
 
     base: int
     size: int
@@ -56,8 +62,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A rank's KV cache. groups: the regions of each layer group; described: the engine said what all of it
-    is, and not only showed a tensor; item: bytes of a number, 0 where that is not known."""
+    """The KV cache of one rank.
+
+    groups: the regions of each layer group.
+    described: whether the engine described all of the memory, and did not only show a tensor.
+    item: bytes of a number; 0 where that is not known.
+    """
 
     tokens: int
     groups: tuple[tuple[Region, ...], ...]
@@ -74,8 +84,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """heads: KV heads of the whole model, 0 where layers differ; latent: numbers of a token in a layer of
-    MLA, else 0."""
+    """The sizes of the whole model.
+
+    heads: KV heads; 0 where layers differ.
+    latent: numbers of a token in an MLA layer; 0 for other models.
+    """
 
     layers: int
     heads: int
@@ -101,8 +114,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How this engine's blocks are cut. columns: this rank's; ranges: those of all ranks, in one order;
-    saves: whether no lower rank holds the same bytes; whole: pages are stored as they lie."""
+    """How the blocks of this engine are cut into objects.
+
+    columns: the objects of a block that this rank holds.
+    ranges: heads and layers of the objects of all ranks, in one order.
+    saves: whether no lower rank holds the same bytes.
+    whole: whether pages are stored as they are in memory.
+    """
 
     form: str
     columns: tuple[Column, ...]

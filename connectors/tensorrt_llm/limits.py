@@ -1,5 +1,5 @@
-"""What this connector does not understand well enough, and therefore refuses: an engine whose KV cache is
-more than what it was shown, and prompts that are more than their tokens."""
+"""What this connector refuses: an engine with more KV cache than it showed the connector, and prompts that
+are more than their tokens."""
 
 from __future__ import annotations
 

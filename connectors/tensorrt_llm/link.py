@@ -1,8 +1,8 @@
-"""What the two halves of rank 0 share: TensorRT-LLM makes both in one process, of one object of arguments,
-and tells neither of the other. On other ranks there is a worker alone.
+"""What the two halves of rank 0 share: TensorRT-LLM makes both in one process from one object of arguments,
+and tells neither of the other. Other ranks have a worker alone.
 
-The scheduler's half promises only what it holds in its hands (``Offer``), and the worker of its process takes
-it from there: TensorRT-LLM has no way to hear that a promised block could not be loaded.
+The scheduler's half promises only objects that it has pinned (``Offer``), and the worker of its process uses
+these pins: TensorRT-LLM cannot be told that a promised block was not loaded.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Link:
 
     @classmethod
     def of(cls, llm_args: Any) -> Link:
-        """The one for these arguments in this process."""
+        """The link of these arguments in this process."""
         with _lock:
             link = _links.get(id(llm_args))
             if link is None:
@@ -83,9 +83,12 @@ class Link:
             return link
 
     def join(self, read: Callable[[], Memory]) -> None:
-        """The memory is known: connects. An engine that cannot use the pool says why in one sentence and
-        serves without it; with ``require_pool`` it raises. All ranks do one or the other: what rank 0
-        promises, all must load."""
+        """Connects, now that the memory is known. An engine that cannot use the pool logs one sentence and
+        serves without it; with ``require_pool`` it raises. All ranks join or none does: all must load what
+        rank 0 promises.
+
+        read: returns the memory; may raise.
+        """
         engine, trouble = None, None
         try:
             engine = self._join(read())

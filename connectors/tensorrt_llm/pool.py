@@ -15,7 +15,7 @@ from moonpool.core.errors import Unavailable
 from moonpool.core.store.keys import BLOCK_NAME_BYTES
 
 TIMEOUT_S = 1.0
-LONG_WAIT_S = 0.2 * TIMEOUT_S  # a lookup that took longer has waited for a peer that says nothing
+LONG_WAIT_S = 0.2 * TIMEOUT_S  # a lookup that took longer has waited for a silent peer
 _SILENT = "the pool at %s does not answer (%s); prompts are computed until it does"
 _ANSWERS = "the pool at %s answers"
 _MESSAGES = Messages(absent=_SILENT, silent=_SILENT, joined=_ANSWERS, answers=_ANSWERS)
@@ -24,8 +24,11 @@ Views = list[memoryview]
 
 
 class Held:
-    """Objects that are pinned where they lie; while this lives, no node evicts them. sizes: of each, in
-    bytes; far: of each, whether it lies on another host."""
+    """Objects that are pinned in place: while this exists, no node evicts them.
+
+    sizes: bytes of each object.
+    far: for each object, whether it is on another host.
+    """
 
     def __init__(self, client: _native.Client, pin: _native.Pin, objects: int) -> None:
         self._client, self._pin = client, pin
@@ -38,8 +41,9 @@ class Held:
         return len(self._names)
 
     def views(self, which: Sequence[int]) -> list[memoryview | None]:
-        """Memory that stays readable, and the same, whatever happens to the node; None for what is gone. What
-        is near is not copied, what is far is read now. Raises Error when its node does not answer."""
+        """The objects ``which``; None for those that are gone. Each view stays readable and unchanged
+        whatever happens to the node. Objects of this host are not copied, those of other hosts are read now.
+        Raises Error when their node does not answer."""
         return list(self._client.pinned_views(self._pin, [self._names[at] for at in which]))
 
 
@@ -57,10 +61,14 @@ class PoolClient:
         return cls(settings.dial(fingerprint, TIMEOUT_S))
 
     def hold(self, names: Sequence[bytes], width: int) -> Held | None:
-        """The objects of the longest prefix of blocks of ``width`` names that are all there, pinned where
-        they lie; None when there are none. Raises Error when the pool does not answer: its node is away, or
-        the call waited in vain. A reason that came at once (a node of another host is away, pins hold their
-        share of the memory) is a miss: the next lookup may be a hit."""
+        """Pins the objects of the longest prefix of blocks that are all there.
+
+        names: of the objects, ``width`` per block.
+
+        Returns None when there are none. Raises Error when the pool does not answer: its node is away, or the
+        call waited in vain. An error that came at once (a node of another host is away, pins hold their share
+        of the memory) is a miss: the next lookup may be a hit.
+        """
         began_s = time.monotonic()
         blocks, pin, _, why = self._client.longest_prefix(list(names), width, True)
         waited = time.monotonic() - began_s > LONG_WAIT_S or not self._client.connected
@@ -69,8 +77,7 @@ class PoolClient:
         return None if pin is None else Held(self._client, pin, blocks * width)
 
     def exists(self, names: Sequence[bytes]) -> bytes:
-        """For each name 1: it is there, 0: it is not, 2: it is not known. Raises Error when the pool does
-        not answer."""
+        """One byte per name: 1 present, 0 absent, 2 unknown. Raises Error when the pool does not answer."""
         return self._client.exists(list(names))
 
     def ask(self) -> None:
@@ -79,7 +86,7 @@ class PoolClient:
 
     @property
     def life(self) -> bytes:
-        """Another value after the node has been another one, and none before its first answer."""
+        """The incarnation of the node: changes when another node answers; empty before the first answer."""
         return self._client.incarnation
 
     def save(self, submit: Callable[[_native.Worker], int]) -> Any:

@@ -1,9 +1,9 @@
-"""``MoonpoolScheduler``: the half on rank 0. It asks the pool once for each new prompt, holds what it
+"""``MoonpoolScheduler``: the half on rank 0. It asks the pool once for each new prompt, pins what it
 promises, and tells the workers what to load and, as blocks become full, what to save.
 
-Runs on the executor's thread. A question waits for the node's answer (its own host, tens of microseconds), at
-most TIMEOUT_S without progress, and a node that does not answer is not asked again for a while. For bytes of
-other hosts it waits at most FETCH_S, see fetch.py.
+Runs on the executor's thread. A lookup waits for the node's answer (on this host, tens of microseconds), at
+most TIMEOUT_S without progress; a node that does not answer is not asked again for a while. Reads from other
+hosts wait at most FETCH_S, see fetch.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class MoonpoolScheduler(compat.Scheduler):
         self._link = Link.of(llm_args)
         self._block_tokens = int(llm_args.kv_cache_config.tokens_per_block)
         self._chains: dict[int, Chain] = {}
-        self._loads: dict[int, Load] = {}  # that the workers have not heard of yet
-        self._loading: set[int] = set()  # requests that they have heard of, until they run
+        self._loads: dict[int, Load] = {}  # that the workers were not told of yet
+        self._loading: set[int] = set()  # requests that they were told of, until they run
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """(tokens behind the computed ones that the pool has, whether they come later), and the latter
@@ -121,7 +121,7 @@ class MoonpoolScheduler(compat.Scheduler):
             known.of(connection.life)
             if offer is not None:
                 known.add(digests[first : first + offer.blocks])
-            # What is there and was not brought is computed here, and then saved here.
+            # This engine computes what was found and not read, and then saves it here.
             known.forget(digests[first + (offer.blocks if offer else 0) : usable])
             self._hear_of(engine, connection, known.doubtful(digests))
         except Error as error:

@@ -21,11 +21,15 @@ FETCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings(PoolOptions):
-    """node: socket path, node name, or None for the default socket; tenant, namespace: whose blocks, see
-    docs/keys.md; require_pool: refuse to start without a node, or when this engine cannot use the pool;
-    save_decode: save the blocks of answers, not only of prompts; staging: bytes of host memory, on every
-    rank, between the engine's memory and the pool's; fetch: bytes that a question may bring from other hosts
-    before it promises them, 0 for none."""
+    """The connector's options.
+
+    node: socket path, node name, or None for the default socket.
+    tenant, namespace: whose blocks; docs/keys.md has both.
+    require_pool: whether the engine refuses to start without a node, or when it cannot use the pool.
+    save_decode: whether blocks of answers are saved, beside those of prompts.
+    staging: bytes of host memory, on every rank, between the engine's memory and the pool's.
+    fetch: bytes that one lookup may read from other hosts before it promises them; 0: none.
+    """
 
     place: ClassVar[str] = VARIABLE
 

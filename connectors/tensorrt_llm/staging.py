@@ -31,7 +31,7 @@ class Mover(Protocol):
         """A point of the engine's stream, to wait for."""
 
     def save(self, moves: Sequence[Move], stream: Any) -> Callable[[], None]:
-        """Starts copying pages to slots; what it returns waits until that is done."""
+        """Starts copying pages to slots. The returned callable waits until that is done."""
 
     def load(self, moves: Sequence[Move], mark: Any) -> None:
         """Copies slots to pages, after ``mark``. Returns when that is done."""
@@ -45,8 +45,10 @@ class Slots:
         self._freed = threading.Condition()
 
     def take(self, count: int, *, wait: bool) -> list[int]:
-        """At most ``count``; with ``wait`` at least one: a job that has slots gives them back, at the
-        latest when a deadline of its own ends."""
+        """Free slots, at most ``count``.
+
+        wait: waits for at least one. A job gives its slots back, at the latest at a deadline of its own.
+        """
         with self._freed:
             while wait and not self._free:
                 self._freed.wait()
@@ -71,7 +73,7 @@ def regions_of(memory: Memory) -> list[tuple[int, int, Region]]:
 
 
 class HostMover:
-    """The KV cache lies in host memory."""
+    """For a KV cache in host memory."""
 
     def __init__(self, memory: Memory, slots: int) -> None:
         self.staging = np.zeros((slots, memory.bytes_per_block), np.uint8)
@@ -101,7 +103,7 @@ class HostMover:
 
 
 class CudaMover:
-    """The KV cache lies on a GPU: torch's tensors and streams, and page-locked staging."""
+    """For a KV cache on a GPU: torch's tensors and streams, and page-locked staging."""
 
     def __init__(self, memory: Memory, slots: int) -> None:
         import torch
@@ -118,7 +120,7 @@ class CudaMover:
         return stream.record_event()
 
     def save(self, moves: Sequence[Move], stream: Any) -> Callable[[], None]:
-        """Queues copies of pages to slots on ``stream``; what it returns waits for them."""
+        """Queues copies of pages to slots on ``stream``. The returned callable waits for them."""
         with self._cuda.stream(stream):
             for slot, page in self._views(moves):
                 slot.copy_(page, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A request as the scheduler's half knows it: its blocks by their digests, its pages, and what is saved."""
+"""A request in the scheduler's half: the digests of its blocks, its pages, and what is saved."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Chain:
 
 
 class Known:
-    """Digests that were in the pool when last heard of, so that a prompt that comes again is not copied out
-    of the engine again. What a lookup misses, or a worker could not save, is forgotten, and everything when
-    the node is another one. What was not heard of for KNOWN_S is doubtful: the pool may have evicted what
-    every engine has on its device, since no engine reads it there. Any thread."""
+    """Digests that the pool had at the last answer, so that a repeated prompt is not copied out of the engine
+    again. A lookup's miss and a failed save remove digests; another node removes all. A digest older than
+    KNOWN_S is doubtful: no engine reads from the pool what every engine has on its device, so the pool may
+    have evicted it. Any thread may call."""
 
     def __init__(self, limit: int = KNOWN_MAX, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -87,14 +87,17 @@ class Known:
                 self._heard_s.pop(digest, None)
 
     def of(self, life: bytes) -> None:
-        """``life``: which node this is; b"" when there is none now. Another one is empty."""
+        """Forgets all digests when the node is another one.
+
+        life: the node's incarnation; b"" when there is no node now.
+        """
         with self._lock:
             if life and life != self._life:
                 self._life = life
                 self._heard_s.clear()
 
     def doubtful(self, digests: Iterable[bytes]) -> list[bytes]:
-        """Those of them that are known, but only from long ago."""
+        """Those of the digests that were added KNOWN_S ago or earlier."""
         latest_s = self._clock() - KNOWN_S
         with self._lock:
             return [digest for digest in digests if self._heard_s.get(digest, latest_s + 1) <= latest_s]

@@ -40,7 +40,7 @@ class MoonpoolWorker(compat.Worker):
         self._running: set[int] = set()  # loads that write into pages, or will
         self._started: set[int] = set()  # that the engine waits for
         self._loaded: set[int] = set()
-        self._cancelled: set[int] = set()  # whose pages the engine wants back
+        self._cancelled: set[int] = set()  # cancelled: the engine waits to reuse their pages
         self._failed: dict[int, Exception] = {}
         self._slots: tuple[Slots, Slots] | None = None  # for loads, for saves
 
@@ -74,7 +74,7 @@ class MoonpoolWorker(compat.Worker):
                     self._running.add(load.request_id)
                 try:
                     mark = engine.mover.mark(stream)
-                except Exception as error:  # of CUDA; said to the engine in get_finished
+                except Exception as error:  # of CUDA; get_finished raises it
                     self._ended(load.request_id, error)
                 else:
                     self._threads[0].submit(self._load, engine, load, offer, mark)
@@ -86,7 +86,7 @@ class MoonpoolWorker(compat.Worker):
         """Nothing: a block is saved with all of its layers, when the step has ended."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """The step's work is queued on ``stream``: queues copies of what it filled behind it."""
+        """Queues copies of the blocks that the step fills on ``stream``, behind the step's own work."""
         plan, engine = self._plan(), self._link.engine
         self._metadata = Plan()
         if engine is None or not engine.shape.saves:
@@ -101,14 +101,13 @@ class MoonpoolWorker(compat.Worker):
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         """(cancelled requests whose pages nothing here writes into any more, requests that are loaded). When
-        promised blocks could not be loaded, the engine ends: TensorRT-LLM has no other way to hear of it, and
-        must not serve what is not there. With one rank that is an exception; more ranks wait for each other
-        right behind this call, so all of them are ended.
-        """
+        promised blocks could not be loaded, the engine ends: TensorRT-LLM cannot be told of it and must not
+        serve missing blocks. One rank raises an exception; several ranks wait for each other right behind
+        this call, so all of them are ended."""
         with self._lock:
             self._started.update(started_loading_req_ids)
             self._cancelled.update(finished_gen_req_ids)
-            for request_id in self._cancelled & self._failed.keys():  # the engine wants it no more
+            for request_id in self._cancelled & self._failed.keys():  # the engine has dropped it
                 del self._failed[request_id]
                 self._loaded.add(request_id)
             failure = next(iter(self._failed.values()), None)
@@ -133,7 +132,7 @@ class MoonpoolWorker(compat.Worker):
             self._link.engine.close()
 
     def flush(self) -> None:
-        """For tests: returns when everything that was handed over is done."""
+        """For tests: waits for all jobs."""
         for threads in self._threads:
             threads.submit(lambda: None).result()
 
@@ -147,7 +146,7 @@ class MoonpoolWorker(compat.Worker):
         try:
             self._link.count["loaded_blocks"] += self._move_in(engine, load, offer, mark)
             self._ended(load.request_id)
-        except Exception as error:  # said to the engine in get_finished
+        except Exception as error:  # get_finished raises it
             self._ended(load.request_id, error)
 
     def _ended(self, request_id: int, error: Exception | None = None) -> None:
@@ -286,7 +285,7 @@ class MoonpoolWorker(compat.Worker):
         self._link.known.forget(split(digests))
 
     def _refused(self, objects: int, reason: str) -> None:
-        """Said once, until something is taken again: a full pool refuses every call."""
+        """Logs a reason once, until a save succeeds: a full pool refuses every call."""
         if not self._link.count["refused_objects"]:
             self._link.log.warning("%d objects were not saved (%s)", objects, reason)
         self._link.count["refused_objects"] += objects

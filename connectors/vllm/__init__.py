@@ -15,15 +15,15 @@ manual.
                  what the connector needs to know about the engine, read once from its configuration
     identity     the fingerprint: which model, weights and form of bytes
     arguments    which of vLLM's arguments change the numbers, and why the others do not
-    adapters     LoRA adapters: which bytes stand behind a request's
+    adapters     LoRA adapters: the digest of the bytes that a request uses
     settings     kv_connector_extra_config, checked
     pd           the hand-over between prefill and decode engines, a package of its own
     pool         the native pieces as a Protocol
     messages     what the halves tell each other
     metrics      counts and latencies, in vLLM's own /metrics
-    repeats      what goes wrong again and again is logged once a minute
+    repeats      logs a repeated failure once a minute
     compat       every difference between vLLM versions
 
-Threads: both halves run on their engine's thread and never block it; bytes are moved by the threads of
-``moonpool._native.Worker``; a NodeConnection owns one Python thread while there is no node.
+Threads: both halves run on their engine's thread and never block it; the threads of
+``moonpool._native.Worker`` move bytes; a NodeConnection owns one Python thread while there is no node.
 """

@@ -8,10 +8,10 @@ before vLLM loads an adapter, and compares them after the load and again with ea
     a request with a new adapter     at its arrival, and with a later request once this one has output tokens:
                                      vLLM loads the adapter in between, so the first request has no name
 
-vLLM may drop an adapter and load it from its path again at any time (with load_inplace in each step, so that
-a worker looks once more before it saves), and its own prefix cache knows adapters
-by name and path. So what was changed in place has no name here until the engine has loaded it anew and its
-prefix cache is empty.
+vLLM may drop an adapter and load it from its path again at any time (with load_inplace in each step, so a
+worker checks once more before it saves), and its own prefix cache knows adapters by name and path. So an
+adapter that was changed in place has no name here until the engine has loaded it again and its prefix cache
+is empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADAPTERS_MAX = 4096
 CACHED_MAX = 65_536
 SENTENCES_MAX = 20
 READ_WAIT_S = 1.0  # beside the load of an adapter, which reads the same bytes
-CLOCK_STEP_NS = 20_000_000  # files changed twice within one step say the same time
+CLOCK_STEP_NS = 20_000_000  # files changed twice within one step have the same time stamp
 
 STALE = (
     "vLLM's prefix cache may hold KV of other bytes that this name stood for; load it under another name or "
@@ -44,9 +44,12 @@ Files = tuple[File, ...]
 
 @dataclass(slots=True)
 class Adapter:
-    """One adapter that the engine has or is about to load. cached_as: what vLLM's prefix cache knows it by;
-    witness: the request with which it is loaded, until that has an answer; why: the reason for which it has
-    no name, or ""."""
+    """One adapter that the engine has or is about to load.
+
+    cached_as: the key under which vLLM's prefix cache knows it.
+    witness: the request with which it is loaded, until that request has an answer.
+    why: why the adapter has no name, or "".
+    """
 
     path: str
     cached_as: tuple[str, str]
@@ -68,9 +71,12 @@ class Adapters:
         log: logging.Logger,
         kept: Kept | None = None,
     ) -> None:
-        """form: how this engine applies adapters, as far as that changes KV; refusal: why none of them has a
-        name here, or ""; cached_by_path: whether vLLM's prefix cache tells adapters of one name by their
-        paths."""
+        """form: how this engine applies adapters, as far as that changes KV.
+        refusal: why no adapter has a name here, or "".
+        cached_by_path: whether vLLM's prefix cache distinguishes adapters of one name by their paths.
+        log: for messages.
+        kept: digests of files that are known already; None: those of this host.
+        """
         self._form = form
         self._refusal = refusal
         self._cached_by_path = cached_by_path
@@ -82,8 +88,7 @@ class Adapters:
         self._sentences = 0
 
     def name(self, request: Request) -> str | None:
-        """What the adapter of this request, which has one, is called in the pool; None: its bytes cannot be
-        told, or not yet."""
+        """The name in the pool of this request's adapter; None: its bytes are unknown, or not known yet."""
         lora = request.lora_request
         if self._refusal:
             self._say(lora, self._refusal)
@@ -114,8 +119,8 @@ class Adapters:
         return self._adapters[request.lora_request.lora_int_id].files
 
     def loading(self, lora: Any) -> bool:
-        """The engine was told to load the adapter, and will now. Whether that replaces one of its number:
-        what its requests compute from now on has another name than before."""
+        """The engine was told to load the adapter and does so after this call. Returns whether that replaces
+        an adapter of the same number: then the KV of its requests has another name from now on."""
         number = lora.lora_int_id
         replaces = number in self._adapters
         if self._refusal or (replaces and not getattr(lora, "load_inplace", False)):
@@ -125,8 +130,10 @@ class Adapters:
         return replaces
 
     def loaded(self, lora: Any, *, well: bool) -> None:
-        """What ``loading`` began has ended; well: without an error. Waits a moment for the files to be
-        read."""
+        """The load that ``loading`` announced has ended. Waits a moment for the files to be read.
+
+        well: whether it ended without an error.
+        """
         adapter = self._adapters.get(lora.lora_int_id)
         if self._refusal or adapter is None or adapter.why:
             return
@@ -204,8 +211,8 @@ class Adapters:
             return ()
 
     def _settled(self, folder: Path) -> Files:
-        """The files, none of which can be changed any more and say the same time. Waits for one step of the
-        clock of files at most. Raises ConfigError."""
+        """The files, once none can change again without changing its time stamp. Waits for one step of the
+        file system's clock at most. Raises ConfigError."""
         files = adapter_files(folder)
         age_ns = time.time_ns() - max(file.identity.changed_ns for file in files)
         if 0 <= age_ns < CLOCK_STEP_NS:

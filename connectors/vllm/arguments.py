@@ -1,13 +1,13 @@
 """Which of vLLM's arguments change the numbers of the KV, and why the others do not.
 
 Every field of the sections below is in ``COUNTED`` or in ``LEFT_OUT`` (docs/keys.md has the same as a table;
-tests/connectors/vllm/test_arguments.py compares both with the vLLM that is supported). A field that only a
-newer vLLM has counts as soon as it differs from its default: two engines may then compute what they could
-share, and never share what they must not.
+tests/connectors/vllm/test_arguments.py compares both with the vLLM that is supported). A field of a
+newer vLLM counts as soon as it differs from its default: two engines may then compute what they could share,
+but never share what they must not.
 
-The line that is drawn: a field counts when it changes what is computed or the type of a number on the way. A
-field that changes only in which order numbers are added (kernels, batches, parallelism) does not: engines
-that differ in it answer as one engine does whose batches differ.
+A field counts when it changes what is computed or the type of a number on the way. A field that changes only
+the order in which numbers are added (kernels, batches, parallelism) does not count: engines that differ in it
+differ as one engine does from batch to batch.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def arguments(vllm_config: Any, environment: Mapping[str, str] | None = None) ->
 
 
 def quantisation(vllm_config: Any) -> Json:
-    """Of the weights: the method, and what else says how, in the arguments or in files beside the weights."""
+    """The quantisation of the weights: the method, and its settings in the arguments or in files beside the
+    weights."""
     model = vllm_config.model_config
     method = plain(model.quantization)
     resolved = getattr(vllm_config, "quant_config", None)

@@ -111,10 +111,9 @@ def recompute_failed_loads(vllm_config: Any) -> None:
 
 
 def around_reset(pool: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Has ``before`` called before vLLM empties its prefix cache, and ``after`` when it did. Of itself it
-    tells the connector only when it is asked to (reset_external), and after it has looked whether blocks are
-    in use: held ones make it fail.
-    """
+    """Calls ``before`` before vLLM empties its prefix cache, and ``after`` when it did. vLLM itself notifies
+    the connector only on request (reset_external), and after it has checked whether blocks are in use: blocks
+    that the connector holds make the reset fail."""
     reset = pool.reset_prefix_cache
 
     def told() -> bool:
@@ -141,9 +140,11 @@ class AdapterWatcher(Protocol):
 
 
 def watch_adapters(core: type | None = None) -> bool:
-    """Has the connector of an engine's scheduler told when that engine is asked to load or drop a LoRA
-    adapter, of which vLLM tells connectors nothing. Whether that can be; once is enough. core: the class that
-    is asked, for tests."""
+    """Notifies the connector of an engine's scheduler when the engine is asked to load or drop a LoRA
+    adapter; vLLM does not notify connectors. Returns whether this vLLM allows it; one call is enough.
+
+    core: the class that is asked; for tests.
+    """
     engine_core = core
     if engine_core is None:
         try:
@@ -192,7 +193,7 @@ def _adapter_watchers(engine: Any) -> list[AdapterWatcher]:
 
 
 def caches_adapters_by_path() -> bool:
-    """Whether vLLM's prefix cache tells adapters of one name by their paths (0.32 does)."""
+    """Whether vLLM's prefix cache distinguishes adapters of one name by their paths (0.32 does)."""
     try:
         from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 
@@ -203,8 +204,8 @@ def caches_adapters_by_path() -> bool:
 
 
 def was_rejected(request: Any) -> bool:
-    """Whether vLLM made this request up, with a prompt of its own, only to say that it does not serve the one
-    that the kv_transfer_params are of: its client left, or its body was wrong. It is aborted at once."""
+    """Whether vLLM made this request up, with a prompt of its own, only to report that it does not serve the
+    request of the kv_transfer_params: the client left, or the body was wrong. vLLM aborts it at once."""
     return bool(getattr(request, "abort_immediately", False))
 
 
@@ -216,7 +217,7 @@ def parallel_ranks() -> tuple[int, int]:
 
 
 def vllm_version() -> str:
-    """The version of the vLLM in this process, or "" when it does not say."""
+    """The version of the vLLM in this process; "" when unknown."""
     try:
         from vllm.version import __version__
     except ImportError:

@@ -119,7 +119,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         )
 
     def _open_handover_worker(self, memory: KvMemory) -> HandoverWorker | None:
-        """Opens this worker to other engines; says why in one sentence when that cannot be."""
+        """Opens this worker to other engines; logs one sentence when that fails."""
         settings = self._settings
         try:
             return HandoverWorker(
@@ -191,7 +191,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later, no more; preempted requests may keep their output."""
+        """False: a dropped save is a later miss, nothing more; preempted requests may keep their output."""
         return False
 
     # Worker
@@ -331,7 +331,10 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._distrust_adapters()
 
     def adapter_loaded(self, lora: Any, *, well: bool) -> None:
-        """The engine has loaded this LoRA adapter; well: without an error."""
+        """The engine has loaded this LoRA adapter.
+
+        well: whether it did so without an error.
+        """
         try:
             if self._sched is not None:
                 self._sched.adapter_loaded(lora, well=well)

@@ -12,7 +12,7 @@ from moonpool.connectors.vllm import compat
 
 _FULL_ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _TARGET_ONLY_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # speculation without a draft model's KV
-# Those that make a model of the files at its path, and of nothing else.
+# Load formats whose weights are the files at the model's path, and nothing else.
 _LOAD_FORMATS = frozenset(
     (
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache"),
@@ -25,14 +25,23 @@ _ANY_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """block_tokens: tokens per block of the KV cache; groups: layer names of each KV cache group; kv_heads:
-    of the whole model (1 for MLA); tp_size: tensor-parallel ranks; workers: ranks that report to one
-    scheduler; may_load, may_save: from kv_role; recomputes: whether a failed load is recomputed
-    (kv_load_failure_policy); engine_id: vLLM's name for this engine; dp_rank: which of its data-parallel
-    replicas; zeroes_blocks: whether vLLM zeroes blocks before a step that uses them; takes_media: whether
-    requests may have images, audio or video, which do not use the pool; adapter_form: how LoRA adapters are
-    applied, as far as that changes KV; adapter_refusal: why requests with one cannot use the pool, or "";
-    refusal: one sentence why this engine cannot use the pool, or ""."""
+    """What the connector needs of vLLM's configuration.
+
+    block_tokens: tokens per block of the KV cache.
+    groups: layer names of each KV cache group.
+    kv_heads: KV heads of the whole model; 1 for MLA.
+    tp_size: tensor-parallel ranks.
+    workers: ranks that report to one scheduler.
+    may_load, may_save: from kv_role.
+    recomputes: whether vLLM recomputes a failed load (kv_load_failure_policy).
+    engine_id: vLLM's name for this engine.
+    dp_rank: the data-parallel replica of this engine.
+    zeroes_blocks: whether vLLM zeroes blocks before a step that uses them.
+    takes_media: whether requests may have images, audio or video, which do not use the pool.
+    adapter_form: how LoRA adapters are applied, as far as that changes KV.
+    adapter_refusal: why requests with an adapter cannot use the pool, or "".
+    refusal: one sentence why this engine cannot use the pool, or "".
+    """
 
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
@@ -68,7 +77,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         may_save=bool(transfer.is_kv_producer),
         recomputes=transfer.kv_load_failure_policy == "recompute",
         engine_id=str(getattr(transfer, "engine_id", "") or ""),
-        # Ranks of a dense model do not know each other: vLLM says data_parallel_rank 0 to each of them.
+        # Ranks of a dense model do not know each other: vLLM passes data_parallel_rank 0 to each.
         dp_rank=int(getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))),
         zeroes_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
         takes_media=_takes_media(model),
@@ -79,8 +88,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
 
 
 def layer_number(name: str) -> int:
-    """The number of the model's layer that the KV cache called ``name`` belongs to; 0 when the name tells
-    none."""
+    """The number of the model's layer that the KV cache ``name`` belongs to; 0 for a name without one."""
     match = _LAYER_NUMBER.search(name) or _ANY_NUMBER.search(name)
     return int(match[1]) if match else 0
 

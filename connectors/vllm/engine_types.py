@@ -11,7 +11,7 @@ class Status(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as "FINISHED_STOPPED"."""
+        """For example "FINISHED_STOPPED"."""
 
 
 class Request(Protocol):

@@ -1,8 +1,7 @@
-"""How long an engine that lacks room waits for blocks that the connector says are free soon, instead of
-preempting a request. While it waits it computes nothing for that request, so what keeps a block for longer
-than a moment (a decode engine whose own queue is long, a node that hangs) must not be waited for. Nor must
-many that end one after another without making room for it.
-"""
+"""How long an engine that lacks blocks waits for those that the connector frees soon, instead of preempting a
+request. While it waits it computes nothing for that request, so the wait ends when blocks stay held for
+longer than a moment (a decode engine with a long queue, a node that hangs), and when many are freed one after
+another without making room."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from moonpool.core.store.keys import Json
 
 
 def identity(vllm_config: Any, *, block_tokens: int, kv_dtype: str, form: str) -> dict[str, Json]:
-    """The fields of the fingerprint: engines that have them all in common may use each other's blocks.
+    """The fields of the fingerprint: engines with equal fields may use each other's blocks.
 
-    Raises ConfigError when it cannot be told which weights the engine serves.
+    Raises ConfigError when the weights that the engine serves cannot be identified.
     """
     model = vllm_config.model_config
     return identity_of(
@@ -43,10 +43,9 @@ def kv_dtype(vllm_config: Any, tensor_dtype: object) -> str:
 
 
 def form(vllm_config: Any, layout: BlockLayout) -> str:
-    """How the bytes of one (layer, head, block) are ordered and what they are, once where all layers are
-    alike, else by layer. A worker of a pipeline knows its own layers only: where those of one are not like
-    those of another, the workers disagree, and the engine serves without the pool.
-    """
+    """The order and type of the bytes of one (layer, head, block): once where all layers are alike, else by
+    layer. A pipeline worker knows its own layers only: where its layers differ from another worker's, the
+    workers disagree and the engine serves without the pool."""
     attentions = vllm_config.compilation_config.static_forward_context
     kinds: dict[int, list[str]] = {}
     for group in layout.groups:
@@ -62,9 +61,9 @@ def form(vllm_config: Any, layout: BlockLayout) -> str:
 
 
 def _kind(attention: Any, layer: LayerView) -> str:
-    """Of one layer: the attention backend that reads its bytes, the instruction set that the packing depends
-    on where it has one (CPU), the kernel's block, the type of the numbers and their bytes by token and head;
-    and the scales of quantised ones, unless they are 1."""
+    """The form of one layer: the attention backend that reads its bytes, the instruction set that its packing
+    depends on (CPU), the kernel's block size, the type of the numbers, their bytes per token and head, and
+    the scales of quantised ones unless they are 1."""
     backend = getattr(attention, "attn_backend", None)
     name = backend.get_name() if backend is not None else type(attention).__name__
     packing = getattr(attention, "isa", None) or "plain"

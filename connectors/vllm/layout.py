@@ -46,7 +46,7 @@ class Device(Protocol):
 
 
 class Tensor(Protocol):
-    """What is asked of a torch tensor."""
+    """The part of torch.Tensor that this module uses."""
 
     @property
     def device(self) -> Device:

@@ -19,10 +19,14 @@ from moonpool.core.store.keys import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill blocks of one request. ``descriptors`` go block by block, ``width`` objects each; ``first_names``
-    are the names of the first block's objects, which tell which is which; ``block_ids`` holds one list per KV
-    cache group, as long as the number of blocks. A width of 0 is a load that could not be planned: it has
-    failed."""
+    """Fill blocks of one request.
+
+    width: objects of a block; 0: the load could not be planned and has failed.
+    first_names: names of the first block's objects, which tell which column is which.
+    holders: incarnation of each node that holds objects, 16 bytes each.
+    descriptors: where the objects are, block by block, ``width`` each.
+    block_ids: one list per KV cache group, as long as the number of blocks.
+    """
 
     request_id: str
     width: int
@@ -39,10 +43,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store full blocks. ``names`` go block by block, ``width`` objects each; ``parents``: the names of the
-    previous block of each object's column, of the same length; the first block of a chain has none, which
-    zeros say. adapter: the files of the LoRA adapter that the names stand for, to be looked at when the step
-    was computed: vLLM may read them again in any step."""
+    """Store full blocks.
+
+    width: objects of a block.
+    names: of the objects, block by block, ``width`` each.
+    parents: for each object the name of the same column one block earlier; zeros in the first block of a
+        chain.
+    block_ids: one list per KV cache group.
+    adapter: files of the LoRA adapter that the names stand for, to be checked when the step was computed:
+        vLLM may read them again in any step.
+    """
 
     job_id: int
     width: int
@@ -54,8 +64,8 @@ class Save:
 
 @dataclass(slots=True)
 class Step(compat.ConnectorMetadata):
-    """The work of one engine step. NOTHING is the one that says nothing, also after it was pickled: most
-    steps have no work, and a comparison with it is all that they cost."""
+    """The work of one engine step. NOTHING is the only empty one, also after pickling: most steps have no
+    work, and cost one comparison with it."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -77,10 +87,16 @@ def _nothing() -> Step:
 
 @dataclass(slots=True)
 class Report(compat.WorkerMetadata):
-    """loaded: request -> how many leading blocks of its load, or of what was handed over, are good (the
-    smallest over all ranks); saved: job -> how many ranks are done with it; handshakes: of ranks that were
-    pending until now; heartbeats: leases whose decode engine sent one; handed: lease -> how many ranks
-    handed all of it over; lost: requests whose prefill engine was lost before there was room for them."""
+    """What the workers tell the scheduler's half after a step; reports of ranks add up.
+
+    loaded: request -> leading blocks of its load, or of its hand-over, that are good (the minimum over all
+        ranks).
+    saved: job -> number of ranks that are done with it.
+    handshakes: of ranks that were pending until now.
+    heartbeats: leases whose decode engine sent one.
+    handed: lease -> number of ranks that handed all of it over.
+    lost: requests whose prefill engine was lost before there was room for them.
+    """
 
     loaded: dict[str, int] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
@@ -111,11 +127,15 @@ class Report(compat.WorkerMetadata):
 
 @dataclass(slots=True)
 class Handshake(compat.HandshakeMetadata):
-    """What one worker's KV memory looks like: the objects of a block that it holds, under which fingerprint;
-    or, in ``refusal``, one sentence that says why the pool cannot be used with it; or, in ``pending``, what
-    this worker waits for before it knows: it says so again, with a step. handover_address: the address at
-    which other engines reach it, "" when it hands nothing over; rank, tp_rank, pp_rank: which worker it
-    is."""
+    """What one worker tells the scheduler's half when it starts, or later if it was pending.
+
+    columns, fingerprint: the objects of a block that this worker holds, and the fingerprint they are stored
+        under.
+    refusal: one sentence why the pool cannot be used with this worker, or "".
+    pending: what the worker waits for before it knows; it then reports a handshake with a step.
+    handover_address: where other engines reach it; "" when it hands nothing over.
+    rank, tp_rank, pp_rank: which worker it is.
+    """
 
     fingerprint: bytes = b""
     columns: tuple[Ranges, ...] = ()

@@ -74,7 +74,7 @@ class Tally:
         cast("list[float]", self._data.setdefault(histogram, [])).append(seconds)
 
     def take(self) -> Stats | None:
-        """What was added since the last call, or None."""
+        """The counts since the last call, or None without any."""
         if not self._data:
             return None
         data, self._data = self._data, {}

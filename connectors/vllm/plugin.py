@@ -10,7 +10,7 @@ MODULE = "moonpool.connectors.vllm.connector"
 
 
 def register() -> None:
-    """Makes ``"kv_connector": "Mooncake"`` mean this connector. Says why in one sentence when it cannot."""
+    """Makes ``"kv_connector": "Mooncake"`` mean this connector; logs one sentence when it cannot."""
     log = compat.logger("plugin")
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -15,18 +15,16 @@ Rows = list[list[tuple[int, int, int]]]
 
 
 class PartTable(Protocol):
-    """Where objects lie in this process: object (index i, column c) is the concatenation, over the rows of
-    column c, of ``length`` bytes at ``address + i * stride``."""
+    """The memory of objects in this process: object (index i, column c) is the concatenation, over the rows
+    of column c, of ``length`` bytes at ``address + i * stride``."""
 
 
 class PrefixAnswer(Protocol):
-    """blocks: how many leading blocks are pinned, all objects of each; pin_id: under which pin (0: none);
-    holders: which life of the node (16 bytes); descriptors: where the objects lie, block by block, as
-    many bytes each; error: why it is unknown, or ""."""
+    """The answer to submit_prefix."""
 
     @property
     def blocks(self) -> int:
-        """Leading blocks that are there and pinned."""
+        """Leading blocks of which all objects are there and pinned."""
 
     @property
     def pin_id(self) -> int:
@@ -34,11 +32,11 @@ class PrefixAnswer(Protocol):
 
     @property
     def holders(self) -> bytes:
-        """16 bytes for each node life."""
+        """The incarnation of each node that holds objects, 16 bytes each."""
 
     @property
     def descriptors(self) -> bytes:
-        """Where the objects lie, block by block."""
+        """Where the objects are, block by block; equally many bytes for each."""
 
     @property
     def error(self) -> str:
@@ -46,7 +44,7 @@ class PrefixAnswer(Protocol):
 
 
 class LoadAnswer(Protocol):
-    """ok: one byte per object, 1 where its bytes were copied; error: why others were not, or ""."""
+    """The answer to submit_load."""
 
     @property
     def ok(self) -> bytes:
@@ -62,7 +60,7 @@ class LoadAnswer(Protocol):
 
 
 class SaveAnswer(Protocol):
-    """How many objects were stored, were there already, and were refused (and why)."""
+    """The answer to submit_save."""
 
     @property
     def stored(self) -> int:
@@ -89,7 +87,7 @@ Answer = PrefixAnswer | LoadAnswer | SaveAnswer
 
 
 class Pool(Protocol):
-    """Operations on native threads. A submission returns a ticket at once; ``poll`` returns what is done.
+    """Operations on native threads. A submission returns a ticket at once; ``poll`` returns the answers.
     Every ticket is answered once, with an error when the node is gone or silent."""
 
     def part_table(self, rows: Rows) -> PartTable:
@@ -107,8 +105,12 @@ class Pool(Protocol):
         indices: Indices,
         columns: Columns,
     ) -> int:
-        """Copies pinned objects into memory. holders, descriptors: of a PrefixAnswer; indices, columns: where
-        each object goes in ``parts``. Returns the ticket."""
+        """Copies pinned objects into memory. Returns the ticket.
+
+        holders, descriptors: of a PrefixAnswer.
+        parts: the memory, see PartTable.
+        indices, columns: where each object goes in ``parts``.
+        """
 
     def submit_save(
         self,
@@ -119,8 +121,13 @@ class Pool(Protocol):
         indices: Indices,
         columns: Columns,
     ) -> int:
-        """Stores objects from memory. parents: for each the name of the object before it, zeros for none;
-        indices, columns: where each lies in ``parts``. Returns the ticket."""
+        """Stores objects from memory. Returns the ticket.
+
+        names: ``name_size`` bytes each.
+        parents: for each object the name of the one before it, zeros for none.
+        parts: the memory, see PartTable.
+        indices, columns: where each object is in ``parts``.
+        """
 
     def release(self, pin_id: int) -> None:
         """Ends a pin; 0 is no pin."""

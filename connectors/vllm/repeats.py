@@ -1,4 +1,4 @@
-"""What goes wrong again and again is said at once, and from then on once a minute with how often."""
+"""Logs a repeated failure at once, and from then on once a minute with its count."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is saved when, and the blocks that are kept for it. Belongs to the scheduler's half and runs on its
-thread.
+"""Which blocks are saved when, and the references on them until then. Runs on the thread of the
+scheduler's half.
 
 A block is saved with the step in which it becomes full. From then on it carries one more reference in the
 engine's block pool, so that it outlives the request, its preemption and its abort, until every rank is done
@@ -68,8 +68,11 @@ class Saves:
         return tokens
 
     def track(self, state: RequestState, request: Request, *, handed_over: bool = False) -> None:
-        """From now on, full blocks of the request from ``state.saved`` on are saved. handed_over: another
-        engine computed its prompt, and no other engine will store its answer for the next turn."""
+        """Saves full blocks of the request from ``state.saved`` on.
+
+        handed_over: whether another engine computed its prompt, so that no other engine stores its answer for
+            the next turn.
+        """
         if not (self._engine_config.may_save or handed_over) or self._blocks is None:
             return
         state.saves_answer = self._save_decode or handed_over
@@ -77,30 +80,29 @@ class Saves:
             self.tracked[state.request_id] = (state, request)
 
     def forget(self, request_id: str) -> None:
-        """The request is over; what is held for it stays held."""
+        """The request is over; blocks held for its saves stay held."""
         self.tracked.pop(request_id, None)
 
     def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
-        """The saves of the step that ``output`` describes. Until they are ``told``, they can be given up."""
+        """The saves of the step that ``output`` describes. They can be given up until ``told``."""
         for request_id, computed in step_progress(output, self._state):
             self._plan_request(request_id, computed)
         return tuple(self._planned)
 
     def told(self) -> None:
-        """The step with what was planned goes to the workers, which will report its end."""
+        """The step with the planned saves goes to the workers, which will report its end."""
         self._planned = []
 
     def give_up(self) -> None:
-        """The step could not be planned: what was held for it is let go, and what runs now is not saved any
-        more."""
+        """The step could not be planned: releases its blocks; requests that run now are saved no more."""
         self.tracked.clear()
         planned, self._planned = self._planned, []
         for save in planned:
             self.ended(save.job_id, self._engine_config.workers)
 
     def ended(self, job_id: int, ranks: int) -> bool:
-        """``ranks`` more ranks are done with a job; the last one lets go of its blocks. Whether any of them
-        is free now: others may hold it, too."""
+        """``ranks`` more ranks are done with a job; the last one releases its blocks. Returns whether any of
+        them is free then, without another holder."""
         held = self._held.get(job_id)
         if held is None:
             return False
@@ -119,7 +121,7 @@ class Saves:
         return None if tracked is None else tracked[0]
 
     def _plan_request(self, request_id: str, computed: int) -> None:
-        """Plans the blocks of this request that are full when the step ends, with so many tokens."""
+        """Plans the blocks of this request that are full when the step ends with ``computed`` tokens."""
         state, request = self.tracked[request_id]
         if state.saves_answer:
             state.chain.extend(request.all_token_ids)

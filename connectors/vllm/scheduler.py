@@ -1,10 +1,10 @@
 """The half in the scheduler's process: asks the pool, owns the pins, decides what is loaded and saved when.
 
-Runs on the scheduler's thread only, and never waits: queries are answered by native threads and polled for. A
-step in which nothing is to be said costs a few tests of empty dictionaries.
+Runs on the scheduler's thread only, and never waits: native threads answer queries, and each step polls for
+the answers. A step without work costs a few tests of empty dictionaries.
 
-Blocks that are being loaded are kept by vLLM itself until the worker reports the request; until then the pin
-is kept here, even when the request is gone. Blocks that are being saved: see saves.py.
+vLLM keeps blocks that are being loaded until the worker reports the request. This half keeps the pin until
+then, even when the request is gone. saves.py keeps blocks that are being saved.
 """
 
 from __future__ import annotations
@@ -53,8 +53,14 @@ class SchedulerHalf:
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """open_node: connects to the node under a fingerprint; called once, when the workers have told
-        theirs; adapters: names this engine's LoRA adapters; without it their requests have no pool."""
+        """engine_config: of this engine.
+        settings: the connector's options.
+        open_node: connects to the node under a fingerprint; called once, when the workers have told theirs.
+        digest: hashes blocks of tokens, see ``Digests``.
+        log: for messages.
+        adapters: names this engine's LoRA adapters; None: requests with an adapter do not use the pool.
+        clock: seconds, monotonic.
+        """
         self._engine_config = engine_config
         self._settings = settings
         self._open_node = open_node
@@ -171,8 +177,8 @@ class SchedulerHalf:
         self.handover.forget_all()
 
     def adapter_loading(self, lora: Any) -> None:
-        """The engine is about to load this adapter. Requests of one that it replaces go on without the pool:
-        what they compute from here on is not what their names say."""
+        """The engine is about to load this adapter. Requests of an adapter that it replaces go on without the
+        pool: what they compute from here on does not match their names."""
         if self._adapters is not None and self._adapters.loading(lora):
             for request_id in [name for name, number in self._adapted.items() if number == lora.lora_int_id]:
                 self.forget(request_id)
@@ -208,14 +214,16 @@ class SchedulerHalf:
 
     def arrived(self, request: Request) -> None:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
-        # Without a pool, too: which bytes an adapter has can be told only since it was loaded.
+        # Without a pool, too: the bytes of an adapter are known only after its load.
         name = self._adapters.name(request) if request.lora_request and self._adapters else None
         if self._node is None:
             return
         if compat.was_rejected(request):
             self.handover.rejected(request)
             return
-        if request.request_id in self._requests:  # one of that name that vLLM never told the end of
+        if (
+            request.request_id in self._requests
+        ):  # an earlier request of that name, whose end vLLM did not report
             self.forget(request.request_id)
         plain = _is_plain_text(request)
         seed = None if request.lora_request and not name else chain_seed(name, request.cache_salt)
@@ -310,12 +318,12 @@ class SchedulerHalf:
                 self.handover.ended(request_id)
         if isinstance(report, Report) and report.handshakes:
             self._meet_late(report.handshakes)
-        # Last: what others say must not keep our own from ending.
+        # Last: a failure in other engines' reports must not keep this engine's loads from ending.
         if isinstance(report, Report) and self.handover.heard(report):
             self._free_block_wait.renew()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """The request is over. What it was given by the pool, for the answer's kv_transfer_params."""
+        """The request is over. Returns the pool's share of it, for the answer's kv_transfer_params."""
         answer = self.handover.finished(request)
         self._adapted.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
@@ -342,7 +350,7 @@ class SchedulerHalf:
     # When something unexpected happened: called by the connector, which has logged it
 
     def give_up_step(self) -> None:
-        """A step could not be planned: what it may have failed of is let go, and told in the next attempt."""
+        """A step could not be planned: gives up the work that may have failed; the next one reports it."""
         self.saves.give_up()
         self.handover.give_up()
 
@@ -369,7 +377,7 @@ class SchedulerHalf:
     # The parts
 
     def _adapter_stays(self, request: Request) -> bool:
-        """Whether the request's adapter is what it was when the request came."""
+        """Whether the request's adapter is the one it had when the request came."""
         return self._adapters is not None and self._adapters.name(request) is not None
 
     def _ask(self, state: RequestState, request: Request) -> None:
@@ -382,7 +390,7 @@ class SchedulerHalf:
             state.missed(0)
 
     def _let_go(self, state: RequestState) -> None:
-        """The engine asks for this state no more. A load under way keeps its pin until it has ended."""
+        """The engine has no more use for this state. A load under way keeps its pin until it has ended."""
         if state.phase is Phase.LOOKING:
             self.lookups.abandon(state)
         if state.phase is not Phase.LOADING:

@@ -20,13 +20,15 @@ LEASE_S_MAX = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Settings(PoolOptions):
-    """save_decode: save the blocks of answers, not only of prompts.
+    """kv_connector_extra_config, checked.
 
-    handover: whether this engine hands KV over to decode engines, or takes it from prefill engines;
-    handover_listen: where its workers are reached by those, "host:port"; handover_transports: which may be
-    used, "all" or some of loopback, shm, tcp with commas between; lease_s: how long a finished prefill is
-    kept for a decode engine that gives no heartbeat; bootstrap_port: of the page for the concurrent form,
-    0: none, None: see ``bootstrap``."""
+    save_decode: whether blocks of answers are saved, beside those of prompts.
+    handover: whether this engine hands KV over to decode engines, or takes it from prefill engines.
+    handover_listen: where those engines reach its workers, "host:port".
+    handover_transports: "all", or some of loopback, shm, tcp with commas between.
+    lease_s: seconds that a finished prefill is kept for a decode engine that sends no heartbeat.
+    bootstrap_port: port of the page for the concurrent form; 0: none; None: see ``bootstrap``.
+    """
 
     place: ClassVar[str] = PLACE
 
@@ -58,7 +60,7 @@ class Settings(PoolOptions):
         return settings
 
     def transports(self) -> list[str] | None:
-        """What the transfer engine may use; None: everything."""
+        """The transports that the transfer engine may use; None: all."""
         if self.handover_transports == "all":
             return None
         return [name.strip() for name in self.handover_transports.split(",")]

@@ -1,5 +1,5 @@
-"""Which tracked requests a step computes, how far, and in which blocks. vLLM tells all blocks of a request
-when it begins and when it comes back after a preemption, and else only those that were added."""
+"""Which tracked requests a step computes, how far, and in which blocks. vLLM passes all blocks of a request
+in its first step and after a preemption, and only added blocks in other steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class Tracked(Protocol):
 def step_progress(
     output: SchedulerOutput, find: Callable[[str], Tracked | None]
 ) -> Iterator[tuple[str, int]]:
-    """(request, tokens of it that are computed when the step ends) for each one in the step that ``find``
-    knows, with its ``block_ids`` as of this step."""
+    """(request, its tokens that are computed when the step ends) for each request of the step.
+
+    find: the state of a request, or None for one that is not tracked; its ``block_ids`` are brought up to
+        date.
+    """
     scheduled = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         tracked = find(new.req_id)

@@ -1,9 +1,9 @@
 """The half beside the KV memory: reads its layout, then hands loads and saves to native threads and reports
 their ends.
 
-Runs on the worker's thread, between and after forwards, and never waits for a copy. What is handed over
-between engines goes through its ``handover_worker``. Every load of a step is
-reported exactly once, whatever becomes of it, because the engine keeps the request waiting until then.
+Runs on the worker's thread, between and after forwards, and never waits for a copy. Hand-overs between
+engines go through its HandoverWorker. Every load of a step is reported exactly once, whether it succeeds or
+fails, because the engine keeps the request waiting until then.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ VOID = "the prefix cache was reset meanwhile"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The KV memory of this worker, ready for the native threads: the objects of a block that it holds, where
-    their bytes lie, and whether it saves them (of ranks that hold the same heads, one does)."""
+    """The KV memory of this worker, ready for the native threads.
+
+    columns: the objects of a block that it holds, and where their bytes are.
+    saves: whether it saves them; one of the ranks that hold the same heads does.
+    """
 
     columns: tuple[Ranges, ...]
     rows: Rows
@@ -77,7 +80,11 @@ class Late:
 
 @dataclass(slots=True)
 class Running:
-    """A load or a save under way. objects: how many; started_s: when."""
+    """A load or a save under way.
+
+    objects: number of objects.
+    started_s: when it began, in seconds of the clock.
+    """
 
     job: Load | Save
     objects: int
@@ -143,7 +150,7 @@ class WorkerHalf:
             self._handshake = Handshake(refusal=str(error))
 
     def _join(self, caches: Mapping[str, Tensor], memory: Memory, layout: BlockLayout) -> None:
-        """Raises Refused or Error when it cannot be told what this engine's KV is."""
+        """Joins the pool. Raises Refused or Error when the engine's KV cannot be identified."""
         try:
             fingerprint = self._fingerprint(layout, next(iter(caches.values())))
         except Pending as pending:
@@ -211,13 +218,13 @@ class WorkerHalf:
             self._handover_worker.revoke()
 
     def start_pulls(self, step: HandoverStep) -> None:
-        """Starts what is to be handed over to this engine."""
+        """Starts the hand-overs to this engine."""
         self._awaited.update(pull.request_id for pull in step.pulls)
         assert self._handover_worker is not None
         self._handover_worker.pull(step)
 
     def computed(self, step: HandoverStep) -> None:
-        """The forward of the step has ended: what it computed may be handed over to others."""
+        """The forward of the step has ended: other engines may read its blocks."""
         if self._handover_worker is not None:
             self._handover_worker.computed(step)
 
@@ -306,7 +313,7 @@ class WorkerHalf:
         return report
 
     def _join_late(self, late: Late) -> None:
-        """The weights were read: the handshake that was pending is said with this step's report."""
+        """The weights were read: this step's report has the handshake that was pending."""
         self._late, self._handshake = None, Handshake(refusal="it could not join the pool late")
         try:
             self._join(late.caches, late.memory, late.layout)
@@ -432,7 +439,7 @@ class WorkerHalf:
     def _finish(self, request_id: str, block_ids: Sequence[Sequence[int]], bad: Sequence[int]) -> None:
         """The load or hand-over of these blocks has ended; those at the places ``bad`` did not come."""
         if request_id not in self._awaited:
-            return  # told already, and to hear it twice would end the engine
+            return  # reported already, and a second report would end the engine
         self._awaited.discard(request_id)
         self._void.discard(request_id)
         leading = bad[0] if bad else len(block_ids[0])
@@ -445,7 +452,7 @@ class WorkerHalf:
         self._report.loaded[request_id] = leading
 
     def _take_news(self, handover_worker: HandoverWorker) -> None:
-        """What became of hand-overs, and what other engines said."""
+        """Takes in the ends of hand-overs and messages of other engines."""
         for ended in handover_worker.take_ended():
             self._end_pull(ended)
         heartbeats, handed = handover_worker.take_heartbeats()
@@ -485,7 +492,7 @@ class WorkerHalf:
 
 
 def _good_blocks(ok: bytes, blocks: int) -> list[bool]:
-    """Block by block, whether all of its objects were loaded. An answer of the wrong length says no."""
+    """For each block whether all of its objects were loaded; False for an answer of the wrong length."""
     if not ok or len(ok) % blocks:
         return [False] * blocks
     return cast("list[bool]", np.frombuffer(ok, np.uint8).reshape(blocks, -1).all(axis=1).tolist())

@@ -1,10 +1,10 @@
 """``MoonpoolEmbeddings``: the store of SGLang's cache of embeddings (``--enable-mm-global-cache``), in the
 pool. An encoder then finds what another one made of the same image.
 
-SGLang names an embedding by the content that it was made of, and not by the model that made it. So objects
-lie in a space of their own for each model and its weights.
+SGLang names an embedding by its content, not by the model that made it. So each model with its weights has a
+space of its own.
 
-Without a node, everything is a miss and nothing is kept; the store joins when there is one.
+Without a node every lookup misses and every put fails; the store joins when a node appears.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class MoonpoolEmbeddings(EmbeddingStore):
         return [self.get_key(one).encode() for one in hashes]
 
     def _ask(self, ask: Callable[[Store], Answer]) -> Answer | None:
-        """None when the pool does not answer: said when it begins and when it ends."""
+        """The answer, or None when the pool does not answer; logs when that begins and when it ends."""
         store = self._joined()
         if store is None:
             return None

@@ -1,9 +1,9 @@
 """``MoonpoolTransferEngine``: the methods that SGLang calls on its transfer engine, over a
 moonpool.TransferEngine.
 
-SGLang makes one for each scheduler, encoder and receiver of embeddings, tells its ``session_id`` and the
-addresses of its memory to peers over its own sockets, and lets them write there. It calls from many threads.
-Codes are SGLang's: 0, and below 0 for what failed, with one sentence in the log.
+SGLang makes one for each scheduler, encoder and receiver of embeddings, sends its ``session_id`` and the
+addresses of its memory to peers over its own sockets, and lets peers write there. It calls from many threads.
+Codes are SGLang's: 0, and below 0 for a failure, with one sentence in the log.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ _log = logging.getLogger("sglang.moonpool.transfer")
 
 
 class MoonpoolTransferEngine:
-    """hostname: the address by which peers reach this host; gpu_id, ib_device: taken, not needed.
+    """SGLang's transfer engine, on moonpool's.
 
-    engine:     moonpool's.
+    hostname: the address by which peers reach this host.
+    gpu_id, ib_device: accepted and not used.
+    engine: moonpool's TransferEngine.
     session_id: what peers pass to ``transfer_sync``, "host:port".
 
-    Raises ConfigError when it may not listen there (every address but a loopback one needs a cluster token)
-    or cannot.
+    Raises ConfigError when the engine cannot listen there, or may not: every address but a loopback one needs
+    a cluster token.
     """
 
     def __init__(self, hostname: str, gpu_id: int | None = None, ib_device: str | None = None) -> None:
@@ -167,14 +169,14 @@ class MoonpoolTransferEngine:
             self._forget(session_id)
 
     def _forget(self, session_id: str) -> None:
-        """The next call opens it anew: it may be another process by then."""
+        """Drops the peer; the next call opens it again, perhaps as another process."""
         with self._lock:
             peer = self._peers.pop(session_id, None)
         if peer is not None:
             peer.close()
 
     def _failed(self, what: str, whom: str, error: BaseException) -> int:
-        """Says why, at most once a second for each peer and kind: with a dead peer all requests fail."""
+        """Logs the reason, at most once a second for a peer and kind: with a dead peer all requests fail."""
         key, now_s = (whom, type(error)), time.monotonic()
         with self._lock:
             say = now_s >= self._said.get(key, now_s)

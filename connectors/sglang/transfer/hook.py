@@ -127,7 +127,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _refuse(self: object, *args: object, **kwargs: object) -> None:
-    """In place of the __init__ of SGLang's class."""
+    """Replaces the __init__ of SGLang's class."""
     stop(
         f"SGLang makes its own {CLASS}, though {settings.PD}=1: the hook was not applied. Look for "
         f"'Failed to apply hooks' in the log, and for other plugins that replace it"

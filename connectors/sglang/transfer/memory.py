@@ -1,8 +1,8 @@
 """Which memory is registered, and how often.
 
-SGLang registers a range twice (an embedding that two requests send, a pool that is both KV and state) and
-means it: a range stays registered until each registration of it was taken back. One that lies inside of a
-registered range needs none of its own.
+SGLang may register a range twice (an embedding that two requests send, a pool that is both KV and state). The
+range stays registered until each registration is removed. A range inside a registered one needs none of its
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The variables of the environment that say what SGLang shall do over moonpool."""
+"""The environment variables that choose what SGLang does over moonpool."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _PORT_MAX = 65_535
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """host:       where the engine listens; "": at the address that SGLang gives it.
-    ports:      the first of these that is free; 0: any.
-    transports: which may be used, best first; None: all that work here.
+    """The settings of SGLang's transfers.
+
+    host: where the engine listens; "": at the address that SGLang passes.
+    ports: the engine uses the first free one; 0: any.
+    transports: allowed transports, best first; None: all that work here.
     """
 
     host: str = ""

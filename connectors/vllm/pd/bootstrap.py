@@ -27,7 +27,7 @@ class _Member(msgspec.Struct):
 
 
 class _Server(ThreadingHTTPServer):
-    """So many callers at a time; one more is turned away."""
+    """Serves CALLERS_MAX callers at a time and closes the connection of one more."""
 
     daemon_threads = True
     request_queue_size = CALLERS_MAX
@@ -42,7 +42,7 @@ class _Server(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread for it: turned away, too
+        except RuntimeError:  # no thread for it: its connection is closed, too
             self._room.release()
             raise
 

@@ -1,11 +1,11 @@
 """Decode's half of the hand-over in the scheduler's process: which requests another engine computes, whether
-what it offers is ours to use, and where it goes. Runs on the scheduler's thread.
+its offer fits this engine, and into which blocks the KV goes. Runs on the scheduler's thread.
 
     WAITING ----room was made----> PULLING ----the load ended, well or badly----> OVER
        |                                                                            |
        +----nothing is needed, the prefill engine is lost, the request ended--------+
 
-A request whose hand-over is OVER goes on like any other: with what is here by then, the pool, and the model.
+A request whose hand-over is OVER goes on like any other: with the blocks here, the pool and the model.
 """
 
 from __future__ import annotations
@@ -31,9 +31,16 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class AwaitedRequest:
-    """first, blocks: what is being pulled; good: how many leading blocks of that are here (the smallest over
-    all ranks); asked: tokens that vLLM waits for; tokens: what was handed over in the end; gone: the request
-    was aborted in the middle."""
+    """A request whose KV comes from a prefill engine.
+
+    source: where the KV is.
+    phase: where the hand-over stands.
+    first, blocks: the blocks that are being pulled.
+    good: leading blocks of those that are here (the minimum over all ranks).
+    asked: tokens that vLLM waits for.
+    tokens: tokens that were handed over in the end.
+    gone: whether the request was aborted during the pull.
+    """
 
     source: Source
     phase: Phase = Phase.WAITING
@@ -51,8 +58,12 @@ class ConsumerScheduler:
     def __init__(
         self, *, fingerprint: bytes, ranks: int, block_tokens: int, token: bytes, tally: Tally
     ) -> None:
-        """ranks: how many workers this engine has; token: the cluster token, which offers are signed
-        with."""
+        """fingerprint: of this engine's KV, 32 bytes.
+        ranks: workers of this engine.
+        block_tokens: tokens per block.
+        token: the cluster token, with which offers are signed.
+        tally: counts.
+        """
         self._fingerprint = fingerprint
         self._token = token
         self._ranks = ranks
@@ -80,7 +91,7 @@ class ConsumerScheduler:
         return awaited is not None and awaited.phase is Phase.WAITING
 
     def arrived(self, request: Request, prompt: bytes) -> None:
-        """A request came. Raises Unusable when its KV cannot come from where its fields say."""
+        """A request came. Raises Unusable when its KV cannot come from the source in its parameters."""
         source = kv_transfer_params.parse_decode(request.kv_transfer_params, self._token)
         if source is None:
             return
@@ -99,8 +110,11 @@ class ConsumerScheduler:
         self.refused(request, kv_transfer_params.LEFT if by_transfer else "")
 
     def refused(self, request: Request, why: str) -> None:
-        """What the request was to be given cannot be used: its prefill engine need not keep it. why: for its
-        log; of a transfer that it may not know yet it must say something."""
+        """The source of the request's KV cannot be used; the prefill engine is told not to keep it.
+
+        why: for the log of the prefill engine. Must not be "" for a transfer, which that engine may not know
+            yet.
+        """
         with suppress(kv_transfer_params.Unusable):
             source = kv_transfer_params.parse_decode(request.kv_transfer_params, self._token)
             if source is not None:
@@ -124,7 +138,7 @@ class ConsumerScheduler:
         awaited = self._requests.get(request.request_id)
         if awaited is None or awaited.phase is not Phase.WAITING:
             return False
-        if external_tokens <= 0:  # vLLM wants all of it computed: prompt_logprobs, say
+        if external_tokens <= 0:  # vLLM must compute all of it: prompt_logprobs, for example
             self._drop(request.request_id, awaited)
             return False
         last = blocks_for(request.num_prompt_tokens, self._block_tokens)
@@ -161,7 +175,7 @@ class ConsumerScheduler:
                 self._tally.add("handover_errors")
 
     def reported(self, request_id: str, good: int) -> None:
-        """One rank, or several, have pulled so many leading blocks."""
+        """A rank, or several, pulled this many leading blocks."""
         awaited = self._requests.get(request_id)
         if awaited is not None and awaited.phase is Phase.PULLING:
             awaited.good = min(awaited.good, good)
@@ -186,7 +200,7 @@ class ConsumerScheduler:
         return True
 
     def finished(self, request: Request) -> int | None:
-        """The request is over, however. Tokens that were handed over to it; None: none were to be."""
+        """The request ended. Returns the tokens that were handed over to it; None: it had no hand-over."""
         awaited = self._requests.get(request.request_id)
         if awaited is None:
             return None
@@ -209,8 +223,8 @@ class ConsumerScheduler:
         self._pulls = [pull for pull in self._pulls if pull.request_id != request_id]
 
     def forget_all(self) -> None:
-        """What other engines computed so far is not wanted any more. A pull under way ends soon, and its
-        request computes all that it was to bring."""
+        """Discards what other engines computed so far. A pull under way ends soon, and its request computes
+        all of it."""
         for request_id, awaited in self._requests.items():
             if awaited.phase is Phase.PULLING and not awaited.gone:
                 self._drops.append(request_id)
@@ -240,7 +254,7 @@ class ConsumerScheduler:
             raise kv_transfer_params.Unusable(f"the prefill engine {offer.engine_id} offers too few blocks")
 
     def _drop(self, request_id: str, awaited: AwaitedRequest) -> None:
-        """Nothing (more) is needed of it; tells the workers once."""
+        """The request needs nothing (more) of its hand-over; tells the workers once."""
         if awaited.phase is Phase.WAITING:
             awaited.phase = Phase.OVER
             self._drops.append(request_id)

@@ -4,7 +4,7 @@ come out. The owner's lock guards it.
 
     an IncomingRequest, block by block of what its request needs:
 
-    | local prefix | good: here | claimed: being read | ready: complete over there | not computed yet |
+    | local prefix | good: here | claimed: being read | ready: complete at prefill | not computed yet |
     0            first                                                                           needed
 
 Several threads may read pieces of one request at a time. A piece that arrives behind one that is still being
@@ -102,10 +102,13 @@ class Ended:
 
 
 class ConsumerWorker:
-    """The requests whose KV comes from prefill engines, and what is read of it next."""
+    """The requests whose KV comes from prefill engines, and the pieces to read next."""
 
     def __init__(self, *, reply: str, silence_s: float, piece_blocks: int = PIECE_BLOCKS) -> None:
-        """reply: our own address; piece_blocks: that are read at once."""
+        """reply: the address of this worker.
+        silence_s: seconds without a word of the prefill engine after which a transfer has failed.
+        piece_blocks: blocks that are read at once.
+        """
         self._reply = reply
         self._piece_blocks = piece_blocks
         self._silence_s = silence_s
@@ -118,10 +121,10 @@ class ConsumerWorker:
     def __len__(self) -> int:
         return len(self._requests)
 
-    # What the scheduler's half says
+    # Events of the scheduler's half
 
     def hold(self, hold: Hold, key: Hashable, now_s: float) -> IncomingRequest | None:
-        """A request came. Returns what it waits for, or None when that cannot be."""
+        """A request came. Returns its state, or None when another request takes the same transfer."""
         incoming = IncomingRequest(hold, key, now_s)
         if isinstance(hold.source, Offer):
             incoming.lease, incoming.slot, incoming.final = hold.source.lease, hold.source.slot, True
@@ -155,13 +158,13 @@ class ConsumerWorker:
             self._ended.append(Ended(pull, 0, 0, 0.0, why))
 
     def drop(self, request_id: str, now_s: float) -> None:
-        """The request waits for it no more; a pull under way still ends once."""
+        """The engine waits for the request no more; a pull under way still ends once."""
         incoming = self._requests.get(request_id)
         if incoming is not None:
             incoming.is_private = True
             self.fail(incoming, LEFT, now_s)
 
-    # What prefill engines say
+    # Messages of prefill engines
 
     def progress(self, progress: Progress, now_s: float) -> IncomingRequest | None:
         """More blocks are complete. Returns whose. When a message before this one was lost, asks for all of
@@ -192,8 +195,8 @@ class ConsumerWorker:
         return incoming
 
     def known(self, known: Known, now_s: float) -> list[tuple[Hashable, Want]]:
-        """The prefill engine knows these transfers. Asks again for those of which a message was lost, which
-        happens when a connection dies and is made anew."""
+        """The prefill engine knows these transfers. Asks again for those of which a message was lost, as
+        happens when a connection ends and another is made."""
         again: list[tuple[Hashable, Want]] = []
         for transfer, lease, blocks in known.transfers:
             incoming = self._by_transfer.get(transfer)
@@ -246,9 +249,12 @@ class ConsumerWorker:
     def read(
         self, piece: Piece, nbytes: int, error: str, now_s: float, *, is_lease_over: bool = False
     ) -> None:
-        """A piece was read. error: why not, or ""; it counts unless the lease was replaced meanwhile.
-        is_lease_over: that is the error. Of a transfer the prefill engine then says more: it was preempted
-        and begins anew, or nothing more comes."""
+        """A piece was read. It counts unless the lease was replaced meanwhile.
+
+        error: why it could not be read, or "".
+        is_lease_over: whether the error is a lease that has ended. The prefill engine then sends more of a
+            transfer (it was preempted and begins again) or ends it.
+        """
         incoming = self._requests.get(piece.request_id)
         if incoming is None:
             return
@@ -280,7 +286,7 @@ class ConsumerWorker:
     # Ends
 
     def fail(self, incoming: IncomingRequest, why: str, now_s: float) -> None:
-        """Nothing more will come; what is here stays good."""
+        """No more blocks come; those that are here stay good."""
         incoming.error = incoming.error or why
         self._settle(incoming, now_s)
 
@@ -300,7 +306,7 @@ class ConsumerWorker:
         return lost
 
     def take_to_tell(self) -> list[tuple[Hashable, Done | Want]]:
-        """What prefill engines are to be told: they are needed no more, or are to say all of it again."""
+        """Messages for prefill engines: a hand-over is over, or its messages are to be sent again."""
         to_tell, self._to_tell = self._to_tell, []
         return to_tell
 
@@ -341,7 +347,9 @@ class ConsumerWorker:
         del self._requests[incoming.hold.request_id]
         if incoming.transfer:
             del self._by_transfer[incoming.transfer]
-        if not incoming.is_gone and not self.is_held(incoming.hold.source):  # by another request, of n=2 say
+        if not incoming.is_gone and not self.is_held(
+            incoming.hold.source
+        ):  # by another request, for example of n=2
             why = "" if incoming.is_private else incoming.error[:WHY_MAX]
             self._to_tell.append((incoming.key, Done(incoming.lease, incoming.transfer, why, self._reply)))
         if incoming.pull is None:

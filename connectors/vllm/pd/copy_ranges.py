@@ -1,14 +1,14 @@
-"""From two engines' layouts to the ranges to read.
+"""The byte ranges to read, from the layouts of two engines.
 
-An object of a block is, in each engine, the concatenation of some rows (see ``layout``); its bytes are the
-same, the rows need not be. Cut at every border of either side, they pair up:
+An object of a block is, in each engine, the concatenation of some rows (see ``layout``). Its bytes are the
+same in both engines, its rows may differ. Cut at every border of either side, the rows pair up:
 
     theirs   |------ row 0 ------|-- row 1 --|
     mine     |-- row 0 --|------ row 1 ------|
     pairs    |-----------|-------|-----------|
 
-Neighbours that are neighbours on both sides are one pair again, so that two engines of one layout read one
-range per layer and block; and where whole blocks lie side by side on both sides, one per run of blocks.
+Ranges that touch on both sides become one pair again. So two engines of one layout read one range per layer
+and block, and one per run of blocks where whole blocks touch on both sides.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Table:
 
 
 def pair_rows(columns: Sequence[Ranges], here: Rows, there: Rows) -> tuple[Pair, ...]:
-    """Of the same columns, here and there. Raises Refused when their objects differ in size."""
+    """The pairs of the same columns in both engines. Raises Refused when their objects differ in size."""
     pairs: list[Pair] = []
     for ranges, ours, theirs in zip(columns, here, there, strict=True):
         if sum(row[2] for row in ours) != sum(row[2] for row in theirs):
@@ -131,7 +131,7 @@ def _append(pairs: list[Pair], pair: Pair) -> None:
 
 
 def _merge(pairs: list[Pair]) -> list[Pair]:
-    """Columns are cut head by head: what lies side by side in memory is read as one."""
+    """Joins ranges that touch in memory: columns are cut head by head."""
     merged: list[Pair] = []
     for pair in sorted(pairs, key=lambda pair: (pair.group, pair.here)):
         _append(merged, pair)

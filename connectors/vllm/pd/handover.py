@@ -1,7 +1,5 @@
-"""Both halves of the hand-over in the scheduler's process, behind one door. An engine may give (kv_producer),
-take (kv_consumer), or do both; one whose workers cannot be reached does neither.
-
-Runs on the scheduler's thread. The scheduler's half asks it beside the pool: first here, then there.
+"""Both halves of the hand-over in the scheduler's process, behind one interface. An engine may produce KV
+(kv_producer), consume it (kv_consumer), or do both; an engine whose workers cannot be reached does neither.
 """
 
 from __future__ import annotations
@@ -117,8 +115,12 @@ class Handover:
     # A request, in the order in which vLLM calls
 
     def arrived(self, request: Request, *, is_plain_text: bool, seed: bytes | None) -> None:
-        """Looks whether the request is to be handed over, here or there. What cannot be is computed. seed: of
-        what it was asked with beside its tokens; None: that has no name."""
+        """Records whether the request is to be handed over, here or there; the engine computes what cannot
+        be.
+
+        is_plain_text: whether the prompt is tokens alone.
+        seed: digest of what names the KV beside the tokens; None: it has no name, or none yet.
+        """
         params = request.kv_transfer_params
         gives = bool(params) and bool((params or {}).get("do_remote_decode"))
         takes = bool(params) and bool((params or {}).get("do_remote_prefill"))
@@ -159,7 +161,7 @@ class Handover:
         return self.consumer.admitted(request, ids, external_tokens)
 
     def finished(self, request: Request) -> dict[str, Any]:
-        """What the answer's kv_transfer_params must carry: for decode, or what was handed over."""
+        """The kv_transfer_params of the answer: for decode, or a count of what was handed over."""
         answer = (self.producer.finished(request) if self.producer is not None else None) or {}
         tokens = self.consumer.finished(request) if self.consumer is not None else None
         if tokens is not None:
@@ -212,7 +214,7 @@ class Handover:
         return self.producer is not None and self.producer.leases.frees_soon
 
     def plan(self, output: SchedulerOutput) -> HandoverStep:
-        """What the workers are told with this step."""
+        """The plan of this step for the workers."""
         gives = self.producer.plan(output) if self.producer is not None else HandoverStep()
         takes = self.consumer.plan() if self.consumer is not None else HandoverStep()
         return HandoverStep(
@@ -228,12 +230,12 @@ class Handover:
         )
 
     def reported(self, request_id: str, good: int) -> None:
-        """So many leading blocks of what was to be handed over are good."""
+        """This many leading blocks of a hand-over are good."""
         if self.consumer is not None:
             self.consumer.reported(request_id, good)
 
     def heard(self, report: Report) -> bool:
-        """What the workers heard from other engines. Whether blocks are free now because of it."""
+        """What the workers received from other engines. Returns whether blocks are free because of it."""
         if self.consumer is not None and report.lost:
             self.consumer.lost(report.lost)
         if self.producer is not None and (report.heartbeats or report.handed):
@@ -268,8 +270,7 @@ class Handover:
         return self.consumer
 
     def _prompt(self, request: Request, seed: bytes) -> bytes:
-        """The digest of a whole prompt and what it was asked with: equal on both sides, or nothing is
-        handed over."""
+        """Digest of a whole prompt and its other inputs: equal on both sides, or nothing is handed over."""
         tokens = np.array(request.prompt_token_ids, np.uint32)
         return self._digest(tokens, len(tokens), seed, b"")
 

@@ -46,18 +46,25 @@ HEARTBEAT_S = 1.0
 INLINE_BYTES = 4 << 20
 INLINE_IDLE_BYTES = 32 << 20
 LAST_PIECE_S = 0.002
-PIECE_BYTES = 8 << 20  # heartbeats wait for no more, whatever moves it: 0.7 s at 100 Mbit/s
+PIECE_BYTES = 8 << 20  # heartbeats wait for one piece at most: 0.7 s at 100 Mbit/s
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
 
 
 class LeaseOver(Refused):
-    """What was read may be another request's KV by now."""
+    """The lease ended before the read: the bytes may be another request's KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """This worker's KV. spans: (address, bytes) of what to register; columns, rows: see pool.PartTable."""
+    """This worker's KV memory.
+
+    engine_id: vLLM's name for this engine.
+    fingerprint: of its KV, 32 bytes.
+    spans: (address, bytes) of what to register.
+    columns, rows: see pool.PartTable.
+    rank, tp_rank, pp_rank: which worker this is.
+    """
 
     engine_id: str
     fingerprint: bytes
@@ -229,7 +236,8 @@ class HandoverWorker:
             connection.send(Want(incoming.transfer, self.address))
 
     def _refuse(self, refuse: Refuse) -> None:
-        """Tells the prefill engine, whose workers may be more or fewer than ours, that it need not wait."""
+        """Tells the prefill engine that it need not keep the KV. That engine may have more or fewer workers
+        than this one."""
         source, why = refuse.source, refuse.why[: wire.WHY_MAX]
         if self._consumer.is_held(source):
             return  # by another request, which needs it
@@ -245,13 +253,14 @@ class HandoverWorker:
                 connection.send(Done(0, source.transfer, why, self.address))
 
     def _key_of(self, source: Source) -> Hashable:
-        """Of the connection to our counterpart there."""
+        """The key of the connection to the corresponding worker of the prefill engine."""
         if isinstance(source, Offer):
             return (source.engine_id, source.ranks[self._memory.rank])
         return (source.engine_id, source.bootstrap)
 
     def _find(self, source: Source) -> str:
-        """The address of our counterpart there. On a connection's thread; raises Unavailable."""
+        """The address of the corresponding worker of the prefill engine. Called on a connection's thread;
+        raises Unavailable."""
         if isinstance(source, Offer):
             return source.ranks[self._memory.rank]
         return bootstrap.find_worker(
@@ -259,7 +268,7 @@ class HandoverWorker:
         )
 
     def _read_on(self, incoming: IncomingRequest) -> None:
-        """Has the connection read what is ready of a request."""
+        """Makes the connection read the blocks of a request that are ready."""
         connection = self._connections.find(incoming.key)
         if connection is not None:
             request_id = incoming.hold.request_id
@@ -290,7 +299,7 @@ class HandoverWorker:
             except Error as failure:
                 error = str(failure)
                 raise
-            finally:  # whatever happened: until this is said, its blocks count as being written to
+            finally:  # in any case: until then its blocks count as being written to
                 with self._lock:
                     self._consumer.read(piece, nbytes, error, self._clock(), is_lease_over=is_lease_over)
                     self._piece_ended.notify_all()
@@ -368,7 +377,7 @@ class HandoverWorker:
                     self._tick(now_s)
             except Closed:
                 return
-            except Exception:  # a thread's boundary: one message is lost, what it was about times out
+            except Exception:  # a thread's boundary: one message is lost, and its transfer times out
                 self.dropped_messages += 1
                 self._log.exception("moonpool: unexpected error while hearing other engines")
                 time.sleep(self._heartbeat_s)
@@ -426,7 +435,7 @@ class HandoverWorker:
     # Sending, under the lock
 
     def _send(self, outbox: Outbox) -> None:
-        """To decode engines. One that cannot be reached has lost its hand-over, and finds out by itself."""
+        """Sends to decode engines. One that cannot be reached has lost its hand-over and times out."""
         for address, message in outbox:
             try:
                 self._connections.get(("", address), _always(address), reads=False).send(message)
@@ -434,7 +443,7 @@ class HandoverWorker:
                 self._log.debug("moonpool: %s was not told: %s", address, error)
 
     def _tell(self) -> None:
-        """Tells prefill engines what is needed no more, or once more."""
+        """Sends to prefill engines which hand-overs are over, or are to be sent again."""
         for key, message in self._consumer.take_to_tell():
             connection = self._connections.find(key)
             if connection is not None:
@@ -442,8 +451,8 @@ class HandoverWorker:
 
 
 def _nothing() -> None:
-    """A step that reads says nothing meanwhile: it would wake a thread that takes turns with it. The next
-    step comes at once, and begins with what is over."""
+    """A step that reads sends nothing between pieces: that would wake a thread that competes with it. The
+    next step comes at once and begins with what waits."""
 
 
 def _always(address: str) -> Callable[[], str]:

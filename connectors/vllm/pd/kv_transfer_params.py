@@ -7,9 +7,9 @@
                  with {"do_remote_prefill": true, "transfer_id": X, "remote_engine_id": E,
                  "remote_bootstrap_addr": "http://host:port"}, as vLLM's MooncakeConnector has it.
 
-What arrives here was in a client's hands: every field is checked, and nothing is believed about the bytes.
-An offer is signed with the cluster token, because it names memory: without that, a client that can send a
-request could have decode read other requests' blocks, and store them as its own prompt's.
+The parameters pass through clients, so every field is checked. An offer is signed with the cluster token,
+because it names memory: without a signature, a client that can send a request could make decode read other
+requests' blocks and store them as those of its own prompt.
 """
 
 from __future__ import annotations
@@ -36,26 +36,36 @@ _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Origin = Annotated[str, msgspec.Meta(pattern=r"^http://[^/?#@\s]+/?\Z", max_length=1024)]
 
 
-_PURPOSE = b"moonpool hand-over offer 1\0"  # nothing else that is signed with the token begins so
+_PURPOSE = b"moonpool hand-over offer 1\0"  # no other text that is signed with the token begins with it
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Unusable(Exception):
-    """These fields ask for a hand-over that cannot be; the message is one sentence that says why."""
+    """The parameters ask for an impossible hand-over; the message is one sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A prefill engine's request whose KV another engine will take. transfer: its name in the concurrent
-    form, "" in the two-step form."""
+    """A request to a prefill engine whose KV another engine will take.
+
+    transfer: its id in the concurrent form; "" in the two-step form.
+    """
 
     transfer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Two-step: what the prefill engine holds. ranks: the address of each of its workers; lease, slot: under
-    which its blocks are kept; blocks: their ids, per group; tokens: of the prompt; prompt: its digest."""
+    """Two-step form: what the prefill engine holds.
+
+    engine_id: vLLM's name for the prefill engine.
+    ranks: addresses of its workers.
+    lease, slot: under which it keeps the blocks.
+    blocks: block ids, per KV cache group.
+    tokens: of the prompt.
+    fingerprint: of its KV, 32 bytes.
+    prompt: digest of the prompt, 32 bytes.
+    """
 
     engine_id: str
     ranks: tuple[str, ...]
@@ -69,7 +79,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Concurrent: where the prefill engine that computes ``transfer`` now can be found."""
+    """Concurrent form: where to find the prefill engine that computes ``transfer`` now.
+
+    engine_id: vLLM's name for the prefill engine.
+    bootstrap: URL of its bootstrap page.
+    transfer: id that the proxy gave both engines.
+    """
 
     engine_id: str
     bootstrap: str
@@ -107,7 +122,7 @@ class _Concurrent(msgspec.Struct):
 
 
 def parse_prefill(params: Mapping[str, Any] | None) -> Prefill | None:
-    """What a request asks of a prefill engine; None: nothing. Raises Unusable."""
+    """The hand-over that a request asks of a prefill engine; None: none. Raises Unusable."""
     if not params or not params.get("do_remote_decode"):
         return None
     transfer = params.get("transfer_id")
@@ -117,11 +132,15 @@ def parse_prefill(params: Mapping[str, Any] | None) -> Prefill | None:
 
 
 def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | None:
-    """Where a request's KV is to come from; None: from nowhere. token: which an offer must be signed with.
-    Raises Unusable."""
+    """The source of a request's KV; None: none.
+
+    token: the cluster token, with which an offer must be signed.
+
+    Raises Unusable.
+    """
     if not params or not params.get("do_remote_prefill"):
         return None
-    ours = params.get("moonpool")  # every answer of an engine has it, for what the pool did, say
+    ours = params.get("moonpool")  # every answer of an engine has it, for example with the hits in the pool
     offered = isinstance(ours, Mapping) and "handover" in ours
     try:
         if not offered and params.get("transfer_id") is not None:
@@ -198,7 +217,7 @@ def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> d
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """How many blocks of a prompt of so many tokens decode needs: it computes the last token itself."""
+    """The blocks of a prompt of ``tokens`` tokens that decode needs: it computes the last token itself."""
     return -(-(tokens - 1) // block_tokens)
 
 

@@ -1,13 +1,13 @@
-"""The page of a worker: memory that other engines read one-sidedly, so that a worker in the middle of a
-forward need not answer.
+"""The lease table of a worker: memory that other engines read one-sidedly, so that a worker in the middle of
+a forward need not answer.
 
     offset 0     magic (8 bytes) | u32 length of the description | u32 zero
-    offset 16    the description: how the KV memory lies (wire.Description)
+    offset 16    the description: the layout of the KV memory (wire.Description)
     ...          slots, u64 each: the lease that is valid there, or 0
     ...          scratch, u64 each: where this worker's own threads read others' slots to
 
-A reader copies blocks first and looks at the slot last. Its owner clears the slot first and lets the blocks
-be used again later. So when the slot still holds the lease, the copy was of the blocks as they were leased.
+A reader copies blocks first and reads the slot last. The owner clears the slot first and reuses the blocks
+later. So if the slot still holds the lease, the copy is of the leased blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE_ALIGN = 4096
 
 
 class LeaseTable:
-    """This worker's own."""
+    """This worker's lease table."""
 
     def __init__(self, engine: TransferEngine, description: Description) -> None:
         """description: where its slots are is filled in here. Raises TooLarge without memory."""
@@ -48,7 +48,7 @@ class LeaseTable:
         self._scratch_address = self._region.address + slots_at + 8 * slots
 
     def set(self, slot: int, lease: int) -> None:
-        """From now on ``lease`` is valid in the slot; 0: none is."""
+        """Makes ``lease`` valid in the slot; 0: none."""
         self._slots[slot] = lease
 
     def slot(self, slot: int) -> int:
@@ -65,8 +65,8 @@ class LeaseTable:
 
 
 def read_description(engine: TransferEngine, segment: Segment) -> Description:
-    """How the memory of another worker lies. Raises ProtocolError when it offers nothing of the kind, and
-    what ``TransferEngine.read`` raises."""
+    """The memory layout of another worker. Raises ProtocolError when it offers none, and what
+    ``TransferEngine.read`` raises."""
     pages = [region for region in segment.regions if region.location == LOCATION]
     if not pages:
         raise ProtocolError(

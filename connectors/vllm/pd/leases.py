@@ -1,15 +1,15 @@
-"""The blocks that a prefill engine keeps for a decode engine, and when it gets them back. Pure: the time and
-what was heard go in, leases that ended come out.
+"""The blocks that a prefill engine keeps for a decode engine, and until when. Pure: time and heartbeats go
+in, leases that ended come out.
 
     open ----its request has ended----> offered ----decode has it all, on every rank------------> over
       |                                    |
-      |                                    +----no sign of decode for silence_s-----------------> over
+      |                                    +----no heartbeat for silence_s----------------------> over
       +----aborted, preempted; or decode has it all already-------------------------------------> over
 
-While its request runs, a lease does not expire. Afterwards every heartbeat of the decode engine gives it
-another ``silence_s``, up to LIFE times that in all: two engines that hand over to each other might else both
-wait for room that the other's leases keep. Ending a lease while decode reads is safe: see the package's
-first page.
+A lease does not expire while its request runs. Afterwards every heartbeat of the decode engine extends it by
+``silence_s``, up to LIFE times that in all: otherwise two engines that hand over to each other might both
+wait for blocks that the other's leases keep. Ending a lease while decode reads is safe, see
+``pd/__init__.py``.
 
 Invariants: a block is in ``blocks`` once for each reference that is held for it; a slot belongs to one lease.
 """
@@ -30,8 +30,16 @@ LIFE = 12
 
 @dataclass(slots=True)
 class Lease:
-    """deadline_s: when it expires, None while its request runs; last_s: when it does whatever decode says;
-    ranks: that do not have it all yet; heard: whether decode ever gave a sign."""
+    """Blocks that are kept for a decode engine.
+
+    id: never 0, and known to peers that were told it only.
+    slot: where the workers' lease tables have it.
+    ranks: workers that have not handed all of it over.
+    blocks: one entry per reference that is held.
+    deadline_s: when it expires; None while its request runs.
+    last_s: when it expires whatever the decode engine sends.
+    heard: whether the decode engine ever sent a heartbeat.
+    """
 
     id: int
     slot: int
@@ -43,7 +51,7 @@ class Lease:
 
 
 def random_id() -> int:
-    """Never 0, and only a peer that is told it knows it."""
+    """Never 0; only a peer that was told it knows it."""
     return 1 + secrets.randbelow((1 << LEASE_BITS) - 1)
 
 
@@ -71,7 +79,7 @@ class Leases:
 
     @property
     def frees_soon(self) -> bool:
-        """Whether a decode engine that is alive keeps blocks that nothing else does."""
+        """Whether a live decode engine keeps blocks that only its lease holds."""
         return any(
             lease.heard and any(block.ref_cnt == 1 for block in lease.blocks)
             for lease in self._offered.values()

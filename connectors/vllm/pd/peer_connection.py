@@ -152,7 +152,7 @@ class PeerConnections:
         )
         try:
             connection.start()
-        except RuntimeError as error:  # else jobs would go to a thread that there never was
+        except RuntimeError as error:  # else jobs would wait for a thread that never ran
             raise Unavailable(f"no thread to speak with another engine: {error}", cause=error) from error
         self._numbers.pop()
         self._connections[key] = connection

@@ -1,10 +1,10 @@
 """Prefill's half of the hand-over in the scheduler's process: which requests another engine will take, the
 leases on their blocks, and what the workers are told about it each step. Runs on the scheduler's thread.
 
-Blocks of a lease carry one more reference in the engine's block pool: in the two-step form from the end of
-the request on, in the concurrent form from the step that completes them. A lease that ends is told to the
-workers in the same step in which its blocks are freed, so no later step can write to them before every worker
-has made the lease invalid.
+Blocks of a lease have one more reference in the engine's block pool: in the two-step form from the end of the
+request on, in the concurrent form from the step that completes them. The step that frees the blocks of a
+lease also tells the workers that it ended, so no later step can write to the blocks before every worker has
+invalidated the lease.
 """
 
 from __future__ import annotations
@@ -27,8 +27,15 @@ ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What names this engine to others: ranks are the addresses of its workers, in the order pipeline rank,
-    tensor rank; token: the cluster token, which signs what it offers."""
+    """What names this engine to others.
+
+    engine_id: vLLM's name for it.
+    fingerprint: of its KV, 32 bytes.
+    ranks: addresses of its workers, ordered by pipeline rank, then tensor rank.
+    tp_size: tensor-parallel ranks.
+    block_tokens: tokens per block.
+    token: the cluster token, which signs offers.
+    """
 
     engine_id: str
     fingerprint: bytes
@@ -40,7 +47,15 @@ class Identity:
 
 @dataclass(slots=True)
 class ProducedRequest:
-    """A request that another engine will take. told: blocks that the workers know as complete."""
+    """A request whose KV another engine will take.
+
+    transfer: its id in the concurrent form, else "".
+    prompt: digest of its prompt, 32 bytes.
+    preemptions: as of the lease.
+    block_ids: one list per KV cache group.
+    told: leading blocks that the workers know to be complete.
+    final: whether the workers were told of the last block.
+    """
 
     request: Request
     transfer: str
@@ -95,11 +110,11 @@ class ProducerScheduler:
         return request.request_id in self.requests
 
     def arrived(self, request: Request, prompt: bytes) -> None:
-        """A request came. Raises Unusable when what it asks for cannot be."""
+        """A request came. Raises Unusable when the hand-over that it asks for is impossible."""
         asked = kv_transfer_params.parse_prefill(request.kv_transfer_params)
         if asked is None or self._blocks is None:
             return
-        self.forget(request.request_id)  # one of that name that vLLM never told the end of
+        self.forget(request.request_id)  # an earlier request of that name, whose end vLLM did not report
         if asked.transfer in self._transfers:
             raise kv_transfer_params.Unusable(
                 f"another request with the transfer_id {asked.transfer!r} is under way"
@@ -114,7 +129,7 @@ class ProducerScheduler:
             self._transfers[asked.transfer] = request.request_id
 
     def plan(self, output: SchedulerOutput) -> HandoverStep:
-        """What the workers are to know of the step that ``output`` describes; frees what is over."""
+        """The plan for the workers of the step that ``output`` describes; ends leases that expired."""
         now_s = self._clock()
         for lease in self.leases.expired(now_s):
             self._tally.add("leases_expired")
@@ -131,8 +146,11 @@ class ProducerScheduler:
         return step
 
     def heartbeats(self, heard: set[int], handed: Mapping[int, int]) -> bool:
-        """What the workers heard from decode engines: heartbeats, and leases that ``ranks`` need no
-        more. Whether blocks are free now because of it."""
+        """What the workers received from decode engines. Returns whether blocks are free because of it.
+
+        heard: leases whose decode engine sent a heartbeat.
+        handed: lease -> ranks that need it no more.
+        """
         now_s = self._clock()
         freed = False
         for lease_id in heard:
@@ -188,8 +206,8 @@ class ProducerScheduler:
             self._end(produced.lease, "the prefill engine gave up")
 
     def forget_all(self) -> None:
-        """What was computed so far goes to no engine. The blocks are free at once: before a step can write to
-        them, its workers hear that the leases are over."""
+        """Hands over nothing that was computed so far. The blocks are free at once: the workers invalidate
+        the leases before a step can write to them."""
         self.requests.clear()
         self._transfers.clear()
         for lease in self.leases.end_all():
@@ -210,7 +228,7 @@ class ProducerScheduler:
             self._over(lease, why)
 
     def _over(self, lease: Lease, why: str) -> None:
-        """The lease has ended; its blocks are freed with the step that tells so."""
+        """The lease has ended; the step that reports it frees its blocks."""
         self._ends.append(End(lease.id, why))
         self._ended.append(lease)
 
@@ -238,7 +256,7 @@ class ProducerScheduler:
         return grown
 
     def _grow(self, produced: ProducedRequest, computed: int, grown: list[Grown]) -> None:
-        """When this step ends, so many tokens are computed."""
+        """When this step ends, ``computed`` tokens are computed."""
         if not produced.transfer or produced.final or produced.lease.ranks <= 0:  # 0: decode needs no more
             return
         tokens = produced.request.num_prompt_tokens
@@ -262,6 +280,6 @@ class ProducerScheduler:
         lease = self._open(produced.transfer, produced.prompt)
         self._end(produced.lease, "preempted")
         if lease is None:
-            produced.final = True  # nothing more is told, and finished() finds no lease to offer
+            produced.final = True  # no more blocks are reported, and finished() finds no lease to offer
             return
         produced.lease, produced.told, produced.final = lease, 0, False

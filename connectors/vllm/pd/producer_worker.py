@@ -1,7 +1,7 @@
-"""Prefill's half of the hand-over beside the memory: which leases are valid, and what decode is told. Pure:
-steps and messages go in, messages come out, as (address, message). The owner's lock guards it.
+"""Prefill's half of the hand-over beside the memory: which leases are valid, and the messages to decode.
+Pure: steps and messages go in, messages come out, as (address, message). The owner's lock guards it.
 
-    a transfer (concurrent form) may be known first by its request or first by its decode engine:
+    the request of a transfer (concurrent form) may come before its decode engine asks, or after:
 
     Open ----> HeldLease <----attached---- Want        then each Grown is told as a Progress
 """
@@ -21,7 +21,12 @@ Outbox = list[tuple[str, Message]]
 
 @dataclass(slots=True)
 class HeldLease:
-    """One lease. blocks: those that are complete, per group (concurrent form)."""
+    """One lease of this worker.
+
+    open: what the scheduler's half said of it.
+    blocks: ids of complete blocks, per KV cache group (concurrent form).
+    final: whether no more blocks come.
+    """
 
     open: Open
     blocks: list[list[int]] = field(default_factory=list)
@@ -30,7 +35,12 @@ class HeldLease:
 
 @dataclass(slots=True)
 class Waiting:
-    """A decode engine that takes a transfer. left: it needs it no more; heard_s: its last heartbeat."""
+    """A decode engine that takes a transfer.
+
+    reply: the address of its worker.
+    heard_s: when it last sent a heartbeat, in seconds of the clock.
+    left: whether it needs the transfer no more.
+    """
 
     reply: str
     heard_s: float
@@ -54,7 +64,7 @@ class ProducerWorker:
     def __len__(self) -> int:
         return len(self._leases)
 
-    # What the scheduler's half says
+    # Events of the scheduler's half
 
     def begin(self, opens: tuple[Open, ...], ends: tuple[End, ...]) -> Outbox:
         """Before anything of a step touches memory. A slot that ends may open again in the same step, and a
@@ -75,7 +85,7 @@ class ProducerWorker:
             else:
                 self._open(one, outbox)
         for transfer, why in gone.items():
-            if transfer and transfer not in self._by_transfer:  # else it began anew
+            if transfer and transfer not in self._by_transfer:  # else it began again
                 self._say_gone(transfer, why, outbox)
         return outbox
 
@@ -107,8 +117,8 @@ class ProducerWorker:
         return outbox
 
     def take_heartbeats(self) -> tuple[set[int], dict[int, int]]:
-        """(leases whose decode engine gave a heartbeat, lease -> 1 where it needs nothing more), since the
-        last call."""
+        """(leases whose decode engine sent a heartbeat, lease -> 1 where this rank has handed all of it
+        over), since the last call."""
         heartbeats, self._heartbeats = self._heartbeats, set()
         handed, self._handed = self._handed, {}
         return heartbeats, handed
@@ -118,11 +128,11 @@ class ProducerWorker:
         """Whether take_heartbeats has something. Read without the lock."""
         return bool(self._heartbeats or self._handed)
 
-    # What decode engines say
+    # Messages of decode engines
 
     def want(self, want: Want, now_s: float) -> Outbox:
-        """A decode engine takes a transfer, or asks for all of it once more. The first one has it, until it
-        leaves."""
+        """A decode engine takes a transfer, or asks again for all of it. The first one to ask has it, until
+        it leaves."""
         if want.transfer in self._gone:
             return [(want.reply, Gone(want.transfer, self._gone[want.transfer]))]
         waiting = self._waiting.get(want.transfer)
@@ -138,7 +148,7 @@ class ProducerWorker:
         return outbox
 
     def heartbeat(self, heartbeat: Heartbeat, now_s: float) -> Outbox:
-        """A decode engine lives and still waits for these. It may not have heard that one is gone."""
+        """A decode engine still waits for these. It may have missed that one is gone."""
         self._heartbeats.update(lease for lease in heartbeat.leases if lease in self._leases)
         known = []
         outbox: Outbox = []
@@ -157,9 +167,9 @@ class ProducerWorker:
         return outbox
 
     def done(self, done: Done, now_s: float) -> None:
-        """A decode engine needs nothing more of a lease, or of a transfer whose lease it was not told; it may
-        refuse a transfer before either was heard of here. One that does not take a transfer ends it for
-        no other."""
+        """A decode engine needs nothing more of a lease, or of a transfer whose lease it does not know. It
+        may refuse a transfer before this worker knows either. Only the decode engine that takes a transfer
+        ends it."""
         held = self._leases.get(done.lease)
         transfer = done.transfer if held is None else held.open.transfer
         waiting = self._waiting.get(transfer) if transfer else None
@@ -194,7 +204,7 @@ class ProducerWorker:
             self._attached(held, outbox)
 
     def _say_gone(self, transfer: str, why: str, outbox: Outbox) -> None:
-        """To the decode engine that takes it, or to one that asks later."""
+        """Tells the decode engine that takes the transfer, or one that asks later."""
         while len(self._gone) >= GONE_MAX:
             del self._gone[next(iter(self._gone))]
         self._gone[transfer] = why

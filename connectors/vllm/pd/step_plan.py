@@ -1,4 +1,4 @@
-"""What the scheduler's halves tell the worker about hand-overs, each step: plain values, pickled by vLLM."""
+"""What the scheduler's halves tell the worker about hand-overs in a step: plain values, pickled by vLLM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Source
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Prefill: a lease is valid from now on. transfer: the id under which decode waits for it in the
-    concurrent form; prompt: the digest of its prompt."""
+    """Prefill: a lease is valid from now on.
+
+    lease, slot: its id, and where the lease table has it.
+    transfer: id under which decode waits for it in the concurrent form; else "".
+    prompt: digest of its prompt, 32 bytes.
+    """
 
     lease: int
     slot: int
@@ -20,8 +24,12 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Prefill, concurrent form: when this step ends, these blocks are complete: block ``first`` and
-    following. final: these are the last."""
+    """Prefill, concurrent form: when this step ends, more blocks of a lease are complete.
+
+    first: index of the first of them.
+    block_ids: their ids, per KV cache group.
+    final: whether these are the last.
+    """
 
     lease: int
     first: int
@@ -39,7 +47,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Decode: a request came whose KV lies at ``source``; blocks: how many it needs."""
+    """Decode: a request came whose KV is at ``source``.
+
+    prompt: digest of its prompt, 32 bytes.
+    blocks: how many blocks it needs.
+    """
 
     request_id: str
     source: Source
@@ -71,9 +83,12 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class HandoverStep:
-    """drops: requests whose hand-over the engine waits for no more; voids: those of them whose pull, when it
-    is under way, counts for nothing; is_idle: whether the step computes nothing, so that no request waits for
-    it."""
+    """What the workers are told of hand-overs in one step.
+
+    drops: requests whose hand-over the engine waits for no more.
+    voids: those of them whose pull, when it is under way, counts for nothing.
+    is_idle: whether the step computes nothing, so that no request waits for it.
+    """
 
     opens: tuple[Open, ...] = ()
     grown: tuple[Grown, ...] = ()

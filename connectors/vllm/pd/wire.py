@@ -2,7 +2,7 @@
 by ``TransferEngine.notify``, which arrive in the order in which one side sent them.
 
     decode -> prefill   Want      "I take this transfer: tell me what is computed, at ``reply``"
-                        Heartbeat      a heartbeat for these leases and transfers, every second
+                        Heartbeat for these leases and transfers, every second
                         Done      "I need nothing more of it", and why not, when it was of no use
     prefill -> decode   Progress  these blocks are complete
                         Known     of the transfers in a Heartbeat: those that are under way
@@ -51,7 +51,11 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """why: one sentence about what went wrong, or ""; reply: the sender, as in its Want."""
+    """Decode needs nothing more of a lease or a transfer.
+
+    why: one sentence about what went wrong, or "".
+    reply: the sender, as in its Want.
+    """
 
     lease: _U64
     transfer: _Text
@@ -72,7 +76,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """(transfer, its lease, how many blocks are complete): all of that was told before this message."""
+    """The transfers that are under way, as (transfer, lease, complete blocks); Progress has reported all of
+    these blocks before this message."""
 
     transfers: list[tuple[_Text, _U64, _U32]]
 
@@ -88,8 +93,13 @@ Message: TypeAlias = "Want | Heartbeat | Done | Progress | Known | Gone"
 
 
 class Description(msgspec.Struct, frozen=True):
-    """How one worker's KV memory lies. columns: the objects of a block, as five numbers each; rows: of each
-    column, (address of block 0, bytes from block to block, bytes); slots: where the leases stand."""
+    """How the KV memory of one worker is laid out.
+
+    columns: the objects of a block, as the five numbers of Ranges each.
+    rows: of each column, (address of block 0, bytes from block to block, bytes).
+    slots: address of the lease table.
+    slot_count: leases that it has room for.
+    """
 
     engine_id: _Text
     fingerprint: bytes
@@ -117,7 +127,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(message: bytes) -> Message:
-    """Raises Malformed for what is no message."""
+    """The message. Raises Malformed for other bytes."""
     try:
         return _messages.decode(message)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -130,7 +140,7 @@ def encode_description(description: Description) -> bytes:
 
 
 def decode_description(text: bytes) -> Description:
-    """Raises Malformed for what is no description."""
+    """The description. Raises Malformed for other bytes."""
     try:
         return _descriptions.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -45,11 +45,13 @@ class Hit:
 class RequestState:
     """One request between its arrival and its end.
 
-    chain: the names of its blocks; adapter: the files that its LoRA adapter has for these names; saved: the
-    first block that still has to be saved; block_ids: one list per KV cache group, once it is scheduled;
-    offered_after: local tokens when the engine last asked what can be loaded; saves_answer: whether blocks of
-    the answer are saved, too. local_tokens, pool_tokens, load_errors:
-    of its first admission, for the answer and the metrics.
+    chain: the names of its blocks.
+    adapter: the files that its LoRA adapter has for these names.
+    saved: the first block that still has to be saved.
+    block_ids: one list per KV cache group, once the request is scheduled.
+    offered_after: local tokens when the engine last asked what can be loaded.
+    saves_answer: whether blocks of the answer are saved, too.
+    local_tokens, pool_tokens, load_errors: of its first admission, for the answer and the metrics.
     """
 
     __slots__ = (
@@ -129,7 +131,7 @@ class RequestState:
 
     def loaded(self, block_tokens: int) -> int:
         """The load ended on all ranks, ``load_good`` leading blocks of it without an error. Returns the pin
-        to release. What was not loaded will be computed, and then has to be saved."""
+        to release. The engine computes the other blocks, which must then be saved."""
         assert self.phase is Phase.LOADING
         if self.preemptions == 0:
             self.pool_tokens = self.load_good * block_tokens
