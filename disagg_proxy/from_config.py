@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
-from typing import TypeVar
+
+import msgspec
 
 from moonpool.core.config.config import Config
-from moonpool.core.config.sections import Proxy
+from moonpool.core.config.proxy_section import Proxy, ProxyCommon
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.peers.settings import PeerSettings
-from moonpool.disagg_proxy.settings import (
-    BreakerLimits,
-    Deadlines,
-    HealthChecks,
-    Limits,
-    ProxySettings,
-    parse_engines,
-)
-
-Part = TypeVar("Part", Limits, Deadlines, HealthChecks, BreakerLimits)
+from moonpool.disagg_proxy.settings import ProxySettings, parse_engines
 
 
 def proxy_settings(config: Config) -> ProxySettings:
@@ -32,21 +23,17 @@ def proxy_settings(config: Config) -> ProxySettings:
     if config.proxy.process_listen:
         process = parse_address(config.proxy.process_listen, "proxy.process_listen")
         _require_keys(config.proxy, "process_listen", process)
-    return ProxySettings(
-        host=address.host,
-        port=address.port,
-        engines=(
+    kept = {name: getattr(config.proxy, name) for name in ProxyCommon.__struct_fields__}
+    made = {
+        "host": address.host,
+        "port": address.port,
+        "engines": (
             *parse_engines(config.proxy.engines),
             *parse_engines(config.proxy.prefill, "prefill"),
             *parse_engines(config.proxy.decode, "decode"),
         ),
-        policy=policy_of(config.proxy),
-        handover=config.proxy.handover,
-        api_keys_file=config.proxy.api_keys_file,
-        access_log=config.proxy.access_log,
-        otlp_endpoint=config.proxy.otlp_endpoint,
-        tokenizer=tuple(config.proxy.tokenizer),
-        events=(
+        "policy": policy_of(config.proxy),
+        "events": (
             *parse_event_sources(config.proxy.events),
             *parse_event_sources(
                 config.proxy.pool_events,
@@ -54,32 +41,14 @@ def proxy_settings(config: Config) -> ProxySettings:
                 token=config.read_token() if config.token_is_configured else b"",
             ),
         ),
-        admission=AdmissionSettings(
-            ttft_slo=config.proxy.ttft_slo,
-            gap_slo=config.proxy.gap_slo,
-            queue_max=config.proxy.queue_max,
-            queue_deadline=config.proxy.queue_deadline,
-        ),
-        peers=PeerSettings(
+        "admission": AdmissionSettings(**msgspec.structs.asdict(config.proxy.admission)),
+        "peers": PeerSettings(
             listen=(config.proxy.peer_listen,) if config.proxy.peer_listen else (),
             peers=tuple(config.proxy.peers),
             token=config.read_token() if config.proxy.peer_listen and config.token_is_configured else b"",
         ),
-        processes=config.proxy.processes,
-        process_listen=config.proxy.process_listen,
-        discovery=tuple(config.proxy.discovery),
-        discovery_grace_s=config.proxy.discovery_grace_s,
-        engines_max=config.proxy.engines_max,
-        discovery_keys_file=config.proxy.discovery_keys_file,
-        discovery_allow=tuple(config.proxy.discovery_allow),
-        discovery_registry_file=config.proxy.discovery_registry_file,
-        limits=_part(Limits, "", config),
-        deadlines=_part(Deadlines, "", config),
-        health=_part(HealthChecks, "health_", config),
-        breaker=_part(BreakerLimits, "breaker_", config),
-        relay_paths=tuple(config.proxy.relay_paths),
-        engine_key_file=config.proxy.engine_key_file,
-    )
+    }
+    return ProxySettings(**(kept | made))
 
 
 def policy_of(proxy: Proxy, roles: Iterable[str] = ()) -> str:
@@ -93,7 +62,8 @@ def policy_of(proxy: Proxy, roles: Iterable[str] = ()) -> str:
         return proxy.policy
     apart = proxy.prefill or proxy.decode or any(role != "both" for role in roles)
     looks = apart or proxy.events or proxy.pool_events or proxy.discovery
-    admits = proxy.ttft_slo or proxy.gap_slo or proxy.queue_max
+    wanted = proxy.admission
+    admits = wanted.ttft_slo or wanted.gap_slo or wanted.queue_max
     return "conductor" if looks or admits else "round_robin"
 
 
@@ -108,15 +78,4 @@ def _require_keys(proxy: Proxy, name: str, address: Address) -> None:
         operation="proxy",
         key=f"proxy.{name}",
         peer=str(address),
-    )
-
-
-def _part(kind: type[Part], prefix: str, config: Config) -> Part:
-    """A part of the settings, of the keys that [proxy] has for it; the rest keeps its default."""
-    section = config.proxy
-    names = {field.name for field in fields(kind)} & {
-        name.removeprefix(prefix) for name in section.__struct_fields__
-    }
-    return kind(
-        **{name: getattr(section, prefix + name) for name in names if hasattr(section, prefix + name)}
     )

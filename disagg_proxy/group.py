@@ -26,6 +26,8 @@ from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+import msgspec
+
 from moonpool.core.config import logs
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
@@ -229,7 +231,7 @@ class _Group:
         registry = settings.discovery_registry_file
         if settings.registers and not registry:  # an engine registers at one of them
             registry = f"{folder}/registrations.json"
-        return replace(
+        return msgspec.structs.replace(
             settings,
             process_number=number,
             process_listen=settings.process_listen and _next(settings.process_listen, number),

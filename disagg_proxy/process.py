@@ -10,15 +10,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import uvloop
+from msgspec.structs import replace
 
+from moonpool.core.config.proxy_section import Limits
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.processes import stay_through_hangup
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.server import serve
-from moonpool.disagg_proxy.settings import Limits, ProxySettings
+from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.tokens.tokenizer_threads import are_at_work
 
 _log = logging.getLogger("moonpool.proxy")

@@ -13,8 +13,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 
+from msgspec.structs import asdict
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest, Relay
@@ -222,7 +222,7 @@ class Proxy:
         return Relay(
             engines=[],
             engines_max=settings.places,
-            limits=asdict(settings.limits),
+            limits=_limits(settings),
             deadlines=_deadlines(settings),
             breaker=asdict(settings.breaker),
             api_keys=read_api_keys(settings.api_keys_file),
@@ -407,9 +407,17 @@ class Proxy:
         self._listening.clear()
 
 
+def _limits(settings: ProxySettings) -> dict[str, float]:
+    internals = settings.internals
+    return asdict(settings.limits) | {
+        "prefill_answer_bytes_max": internals.prefill_answer_bytes_max,
+        "observations_max": internals.observations_max,
+    }
+
+
 def _deadlines(settings: ProxySettings) -> dict[str, float]:
     """The data plane's. It gives a request up for which no decision comes: not while it may wait for one."""
-    values = asdict(settings.deadlines)
+    values = asdict(settings.deadlines) | {"sweep_s": settings.internals.sweep_s}
     del values["drain_s"]
     if settings.admission.queue_max:
         values["decide_s"] += settings.admission.queue_deadline
@@ -420,7 +428,7 @@ def _token_source(
     settings: ProxySettings, engines: Callable[[], Sequence[Engine]]
 ) -> TokenSource | LocalSource | None:
     """Where the ids of text come from. Raises ConfigError for a tokenizer that cannot be read."""
-    if settings.tokenizer == ("none",):
+    if [*settings.tokenizer] == ["none"]:
         return None
     if settings.tokenizer:
         return LocalSource(parse_tokenizers(settings.tokenizer))

@@ -1,6 +1,6 @@
 """What a proxy is told at its start: values only, checked once, never changed afterwards.
 
-Every queue, table and wait of the proxy has its maximum here. Times are in seconds, sizes in bytes.
+core/config/proxy_section.py states those of the configuration. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool._native import HOLDERS_MAX
+from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
@@ -23,7 +24,6 @@ from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
-HANDOVERS = ("auto", "two_step", "concurrent", "one_shot", "context_first", "generation_first")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _RELAY_PATH = re.compile(r"/[A-Za-z0-9_.~/-]*[A-Za-z0-9_~-](/\*)?")
 _OWN_PAGES = ("health", "metrics", "engines", "ui", "register", "unregister", "query", "query_by_hash")
@@ -96,101 +96,29 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes and counts. Beyond them a request is refused with one sentence, counted by reason."""
+class Internals:
+    """Bounds and periods of the data plane that no operator sets."""
 
-    client_connections_max: int = 10_000
-    head_bytes_max: int = 32 << 10
-    body_bytes_max: int = 64 << 20
-    bodies_bytes_max: int = 1 << 30  # all request bodies that are held at one time
-    address_share: float = 0.5  # of connections and of bodies_bytes_max, for one address of clients at most
-    members_max: int = 1024  # of a body, which is a JSON object, and of each object in it that is looked into
-    prompts_max: int = 4096  # in one request
-    prompt_ids_max: int = 1 << 20  # token ids of all its prompts
-    pipelined_bytes_max: int = 64 << 10  # read ahead while a request of the same client is running
-    write_buffer_bytes_max: int = 256 << 10  # per client, before the engine's stream is paused
     prefill_answer_bytes_max: int = 16 << 20  # the answer of a prefill engine, which is read whole
-    unread_bytes_max: int = 512 << 20  # of answers, and of what was read ahead, of all clients
-    idle_upstreams_max: int = 256  # kept open per engine
     observations_max: int = 65536  # records of requests that were not fetched yet
-    retries_max: int = 2  # further engines that are tried; one at most when the first broke with the request
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Waits, measured from the last progress unless said otherwise."""
-
-    head_s: float = 20.0  # from a request's first byte (or the connection's start) to the end of its head
-    body_stall_s: float = 30.0  # between two pieces of a request's body
-    body_bytes_per_s_min: int = 1024  # a body that comes slower than this is cut once it is body_stall_s late
-    client_idle_s: float = 75.0  # between two requests of a connection
-    client_stall_s: float = 300.0  # a client that takes nothing of its answer
-    linger_s: float = 2.0  # after a refusal: time for the client to read it while we drop what it still sends
-    decide_s: float = 60.0  # for a policy that decides later
-    connect_s: float = 5.0  # to an engine
-    first_byte_s: float = 600.0  # a long prefill may take minutes
-    stream_stall_s: float = 600.0  # between two pieces of an engine's answer
-    # An engine that answers no health check (two are late) and sends nothing on a request:
-    suspect_engine_s: float = 5.0  # what has no answer yet goes to another engine, if one can have it
-    silent_engine_s: float = 15.0  # its requests are given up
-    upstream_idle_s: float = 4.0  # vLLM closes idle connections after 5 s; be first
-    tcp_dead_peer_s: int = 30  # a host that vanished: keep-alive probes and unacknowledged data
-    drain_s: float = 30.0  # running requests after SIGTERM
     sweep_s: float = 0.25  # how often deadlines are looked at
 
 
-@dataclass(frozen=True, slots=True)
-class HealthChecks:
-    """GET ``path`` of each engine every ``interval_s``; 2xx within ``timeout_s`` is healthy."""
-
-    path: str = "/health"
-    interval_s: float = 1.0
-    timeout_s: float = 2.0
-    timeouts_max: int = 3  # so many in a row make it dead; a refused connection or a 5xx does at once
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerLimits:
-    """So many failures in a row (no answer, or 5xx; never 4xx) rest an engine, longer each time up to the
-    maximum."""
-
-    failures_max: int = 5
-    open_s: float = 2.0
-    open_s_max: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProxySettings:
-    """All of it. Raises ConfigError for what cannot be meant."""
+class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
+    """What a proxy runs with. Raises ConfigError for what cannot be meant. The bounds of single settings are
+    those of their definition, which the loader holds.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
     take_over: bool = False  # from a proxy that runs there
     engines: tuple[EngineSpec, ...] = ()
-    policy: str = "round_robin"
-    handover: str = "auto"  # one of HANDOVERS; auto: what the engines' pages say they speak
-    limits: Limits = field(default_factory=Limits)
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    health: HealthChecks = field(default_factory=HealthChecks)
-    breaker: BreakerLimits = field(default_factory=BreakerLimits)
-    api_keys_file: str = ""  # one key per line; "": no client is asked for one
-    access_log: str = ""  # a path, "-" for standard output, "" for none
-    otlp_endpoint: str = ""  # gets spans, by HTTP; "": where OpenTelemetry's own variables say
-    tokenizer: tuple[str, ...] = ()  # MODEL=FOLDER each; (): engines are asked; ("none",): text stays unknown
+    policy: str = "round_robin"  # never auto: from_config.py
     events: tuple[EventSource, ...] = ()  # of engines by their names, and of the pool's nodes
-    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    peers: PeerSettings = field(default_factory=PeerSettings)
-    processes: int = 1  # that serve at one address
-    process_number: int = 0  # of this one among them
-    process_listen: str = ""  # HOST:PORT at which each process is reached alone, at PORT, PORT + 1, ...
-    discovery: tuple[str, ...] = ()  # where further engines are looked for; discovery/source_url.py
-    discovery_grace_s: float = 10.0  # an engine that is missing there for so long is removed
-    engines_max: int = 1024  # with discovery: at one time, those that are leaving too
-    discovery_keys_file: str = ""  # of clients that may register; never those of api_keys_file
-    discovery_allow: tuple[str, ...] = ()  # networks in which engines may register; (): this host alone
-    discovery_registry_file: str = ""  # keeps registrations; "": a restart forgets them
-    relay_paths: tuple[str, ...] = ()  # that are relayed besides those of inference; "/x/*": all below /x/
-    engine_key_file: str = ""  # what engines are shown; engine_api_keys.py
+    admission: AdmissionSettings = AdmissionSettings()
+    peers: PeerSettings = PeerSettings()
+    process_number: int = 0  # of this one among ``processes``
+    internals: Internals = Internals()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -217,8 +145,6 @@ class ProxySettings:
                 "engines_max", f"{len(self.engines)} engines are given, {self.engines_max} may be there"
             )
         self._check_holders()
-        if self.discovery_grace_s < 0:
-            raise _bad("discovery_grace_s", f"discovery_grace_s is 0 or more, not {self.discovery_grace_s}")
         roles = {engine.role for engine in self.engines}
         if not self.discovery and "both" not in roles and len(roles) == 1:
             missing = "decode" if "prefill" in roles else "prefill"
@@ -235,8 +161,6 @@ class ProxySettings:
                 f"admission needs a policy that looks at prompts, such as conductor, not {self.policy}",
             )
         make_policy(self.policy)
-        if not 1 <= self.processes <= 64:
-            raise _bad("processes", f"a proxy has 1 to 64 processes, not {self.processes}")
         if self.process_listen:
             parse_address(self.process_listen, "proxy.process_listen")
         self._check_handover()
@@ -254,10 +178,6 @@ class ProxySettings:
             raise _bad(
                 "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"
             )
-        for part in ("limits", "deadlines", "health", "breaker"):
-            _check_positive(part, getattr(self, part))
-        if self.limits.address_share > 1:
-            raise _bad("limits.address_share", f"a share is 1 (all) at most, not {self.limits.address_share}")
 
     def _check_holders(self) -> None:
         """Policies that look at prompts know where the blocks of so many lie."""
@@ -295,8 +215,6 @@ class ProxySettings:
             )
 
     def _check_handover(self) -> None:
-        if self.handover not in HANDOVERS:
-            raise _bad("handover", f"handover is one of {', '.join(HANDOVERS)}, not {self.handover!r}")
         shared = shared_bootstraps(self.engines)
         for engine in self.engines:
             place = engine.bootstrap_address
@@ -404,17 +322,6 @@ def _check_relay_path(path: str) -> None:
         raise _bad("relay_paths", f"a path looks like /v1/audio/transcriptions or /v1/audio/*, not {path!r}")
     if path.partition("/")[2].partition("/")[0] in _OWN_PAGES:
         raise _bad("relay_paths", f"{path} is the proxy's own")
-
-
-def _check_positive(part: str, values: Limits | Deadlines | HealthChecks | BreakerLimits) -> None:
-    for item in fields(values):
-        value = getattr(values, item.name)
-        least = 0 if item.name in ("retries_max", "idle_upstreams_max", "drain_s") else 1e-3
-        if isinstance(value, int | float) and value < least:
-            raise _bad(
-                f"{part}.{item.name}",
-                f"{item.name} must be {'0 or more' if not least else 'positive'}, not {value}",
-            )
 
 
 def _bad(key: str, sentence: str) -> ConfigError:

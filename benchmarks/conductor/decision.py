@@ -20,6 +20,7 @@ import uvloop
 
 from benchmarks.proxy.mock_engine import MockEngine
 from moonpool._native import ProxyRequest
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.core.service.kv_event_publisher import (
     Batch,
     BlockStored,
@@ -31,7 +32,7 @@ from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
-from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, ProxySettings
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
 BATCH = 32
 EVENT_BLOCKS = 64

@@ -25,7 +25,9 @@ from moonpool.core.config.paths import (
     default_node_socket,
     read_or_create_token,
 )
-from moonpool.core.config.sections import SECTIONS, Cluster, Log, Master, Node, Proxy, Up, settings_of
+from moonpool.core.config.proxy_section import Proxy
+from moonpool.core.config.sections import SECTIONS, Cluster, Log, Master, Node, Up
+from moonpool.core.config.setting import settings_of
 from moonpool.core.errors import ConfigError
 
 
@@ -100,7 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """
         for section, kind in SECTIONS.items():
             for each in settings_of(kind):
-                key, value = f"{section}.{each.name}", getattr(getattr(self, section), each.name)
+                key, value = f"{section}.{each.name}", each.value_in(getattr(self, section))
                 yield key, show_value(each.type, value), str(self.origin(key))
 
 

@@ -20,7 +20,7 @@ from msgspec import inspect
 
 from moonpool.core.config.arena_size import parse_arena_size
 from moonpool.core.config.foreign_variables import is_foreign, meant, warn
-from moonpool.core.config.sections import Section, Setting, extra_of, settings_of
+from moonpool.core.config.setting import Section, Setting, extra_of, made_of, settings_of
 from moonpool.core.config.units import format_size, parse_duration, parse_size
 from moonpool.core.errors import ConfigError
 
@@ -84,7 +84,7 @@ def load_sections(
     for key, raw in values.items():
         section, name = key.split(".", 1)
         made[section][name] = _convert(keys[key].type, raw, key, origins[key])
-    return {name: kind(**made[name]) for name, kind in sections.items()}, origins
+    return {name: made_of(kind, made[name]) for name, kind in sections.items()}, origins
 
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | None:

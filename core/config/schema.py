@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from moonpool.core.config.config_sources import show_value
-from moonpool.core.config.sections import SECRETS, SECTIONS, TABLES, Section, settings_of
+from moonpool.core.config.sections import SECRETS, SECTIONS, TABLES
+from moonpool.core.config.setting import Section, parts_of, settings_of
 
 
 def json_schema() -> dict[str, Any]:
@@ -17,7 +18,11 @@ def json_schema() -> dict[str, Any]:
         list(SECTIONS.values()), ref_template="#/$defs/{name}"
     )
     for name, kind in SECTIONS.items():
-        properties[name] = components.pop(kind.__name__) | {"default": {}}
+        properties[name] = schema = components.pop(kind.__name__) | {"default": {}}
+        for field, part in parts_of(kind).items():
+            del schema["properties"][field]
+            inner = components.pop(part.__name__)["properties"]
+            schema["properties"] |= {part.prefix + key: value for key, value in inner.items()}
     for schema in (*properties.values(), *components.values()):
         _describe(schema)
     for secret in SECRETS:

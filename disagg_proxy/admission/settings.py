@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
+from moonpool.core.config.proxy_section import Admission
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Objective
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionSettings:
+class AdmissionSettings(Admission, frozen=True, kw_only=True):
     """ttft_slo, gap_slo: to a request's first token, and between two tokens of its answer; 0: any. queue_max:
     so many requests may wait here, each up to ``queue_deadline``; 0: what cannot be taken is refused at once.
     """
 
-    ttft_slo: float = 0.0
-    gap_slo: float = 0.0
-    queue_max: int = 0
-    queue_deadline: float = 30.0
-
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise _bad(each.name, f"{each.name} is 0 or more, not {value}")
+                raise _bad(name, f"{name} is 0 or more, not {value}")
         if self.queue_max and not self.queue_deadline:
             raise _bad("queue_deadline", "who may wait needs some time for it: a positive queue_deadline")
 

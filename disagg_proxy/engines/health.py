@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import msgspec
 
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.engines import tensorrt_llm
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap, Rank, is_next, read_page
 from moonpool.disagg_proxy.engines.engine import Engine, host_field
 from moonpool.disagg_proxy.engines.sglang import HEALTH_S, PAGE, read_server_info
-from moonpool.disagg_proxy.settings import HealthChecks
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20

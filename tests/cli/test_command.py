@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli import run
-from moonpool.core.config.sections import SECTIONS, settings_of
+from moonpool.core.config.sections import SECTIONS
+from moonpool.core.config.setting import settings_of
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Timeout, Unavailable
 from moonpool.core.service.exit_codes import guarded
 from moonpool.disagg_proxy.conductor.policy import POLICIES

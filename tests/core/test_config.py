@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from moonpool import _native
-from moonpool.core.config import config, sections, units
+from moonpool.core.config import config, sections, setting, units
 from moonpool.core.config.schema import json_schema, markdown
 from moonpool.core.errors import ConfigError
 
@@ -209,7 +209,7 @@ def test_rows_show_all_keys_and_never_the_secret(runtime: Path) -> None:
 
 def test_every_key_has_a_help_text() -> None:
     for kind in (*sections.SECTIONS.values(), *sections.TABLES.values()):
-        assert [each.name for each in sections.settings_of(kind) if not each.help] == []
+        assert [each.name for each in setting.settings_of(kind) if not each.help] == []
 
 
 def test_the_schema_knows_units_choices_and_no_secret() -> None:
@@ -270,32 +270,14 @@ def test_what_is_embedded_has_the_defaults_of_the_configuration(
     assert found == {name: getattr(section, shared[name]) for name in found}
 
 
-def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> None:
-    from moonpool.disagg_proxy.admission.settings import AdmissionSettings
+def test_the_proxy_runs_with_the_settings_of_its_section() -> None:
     from moonpool.disagg_proxy.from_config import proxy_settings
-    from moonpool.disagg_proxy.settings import (
-        BreakerLimits,
-        Deadlines,
-        EngineSpec,
-        HealthChecks,
-        Limits,
-        ProxySettings,
-    )
+    from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
     engines = {"proxy.engines": ["a=http://h:1"]}
     assert proxy_settings(config.load(env={}, arguments=engines)) == ProxySettings(
         engines=(EngineSpec("a", "http://h:1"),)
     )
-    known = {"listen", "engines", "prefill", "decode", "policy", "handover", "api_keys_file"}
-    known |= {"access_log", "otlp_endpoint", "tokenizer", "events", "pool_events"}
-    known |= set(AdmissionSettings.__dataclass_fields__)
-    known |= {"processes", "process_listen", "peer_listen", "peers"}
-    known |= {"discovery", "discovery_grace_s", "engines_max", "discovery_keys_file"}
-    known |= {"discovery_registry_file", "discovery_allow", "open", "relay_paths", "engine_key_file"}
-    known |= {f"breaker_{name}" for name in BreakerLimits.__dataclass_fields__}
-    known |= {f"health_{name}" for name in HealthChecks.__dataclass_fields__}
-    known |= set(Limits.__dataclass_fields__) | set(Deadlines.__dataclass_fields__)
-    assert set(sections.Proxy.__struct_fields__) <= known
     changed = {
         "proxy.engines": ["http://h:1"],
         "proxy.head_s": 3,
@@ -310,7 +292,32 @@ def test_the_proxys_keys_are_those_of_its_settings_with_the_same_defaults() -> N
     made = proxy_settings(config.load(env={}, arguments=changed))
     assert (made.admission.queue_max, made.admission.ttft_slo, made.policy) == (7, 2.5, "conductor")
     assert (made.deadlines.head_s, made.health.path, made.limits.retries_max) == (3.0, "/x", 0)
-    assert (made.deadlines.silent_engine_s, made.breaker.failures_max, made.relay_paths) == (7, 9, ("/v1/x",))
+    assert (made.deadlines.silent_engine_s, made.breaker.failures_max, made.relay_paths) == (7, 9, ["/v1/x"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("body_bytes_max", 0),
+        ("address_share", 1.5),
+        ("head_s", 0),
+        ("drain_s", -1),
+        ("health_timeout_s", 0),
+        ("breaker_open_s", 0),
+        ("discovery_grace_s", -1),
+        ("processes", 65),
+        ("handover", "x"),
+    ],
+)
+def test_a_setting_of_the_proxy_has_bounds(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"proxy.{key} = .* \(argument --.*\) is wrong"):
+        config.load(env={}, arguments={f"proxy.{key}": value})
+
+
+@pytest.mark.parametrize("key", ["drain_s", "retries_max", "idle_upstreams_max", "queue_max"])
+def test_these_may_be_0(key: str) -> None:
+    made = config.load(env={}, arguments={f"proxy.{key}": 0})
+    assert {name: value.strip('"s') for name, value, _ in made.rows()}[f"proxy.{key}"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,11 @@ import uvloop
 
 import moonpool
 from moonpool._native import ProxyRequest, Relay
+from moonpool.core.config.proxy_section import BreakerLimits, Deadlines, HealthChecks, Limits
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.server import Proxy
-from moonpool.disagg_proxy.settings import (
-    BreakerLimits,
-    Deadlines,
-    EngineSpec,
-    HealthChecks,
-    Limits,
-    ProxySettings,
-)
+from moonpool.disagg_proxy.settings import EngineSpec, Internals, ProxySettings
 
 NEVER_S = 1e6
 # One check at the start, however slow this machine is; then none: the test tells what happens.
@@ -427,10 +421,10 @@ async def bed(
             replace(mock.spec, role=roles[place] if roles else "both") for place, mock in enumerate(mocks)
         ),
         limits=limits or Limits(),
-        deadlines=replace(deadlines or Deadlines(), sweep_s=0.01),
+        deadlines=deadlines or Deadlines(),
         health=health,
         breaker=breaker or BreakerLimits(),
-        **{"handover": "two_step", **more},
+        **{"handover": "two_step", "internals": Internals(sweep_s=0.01), **more},
     )
     proxy = Proxy(settings, decide)
     if clock is not None:

@@ -18,12 +18,13 @@ import aiohttp
 import pytest
 import uvloop
 
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.conductor.calibration import FEWEST
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
-from moonpool.disagg_proxy.settings import EngineSpec, HealthChecks, ProxySettings
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.tools.mock_engine.timing import Timing

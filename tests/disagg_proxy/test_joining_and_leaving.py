@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from moonpool._native import ProxyRequest
+from moonpool.core.config.proxy_section import Deadlines, HealthChecks
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Decision
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.engines.engine import Engine, host_field
 from moonpool.disagg_proxy.events.settings import EventSource
-from moonpool.disagg_proxy.settings import Deadlines, EngineSpec, HealthChecks, ProxySettings
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 from tests.disagg_proxy.harness import Bed, Exchange, MockEngine, bed, broke_two_engines, until, with_deadline
 
 BODY = b'{"model":"m","prompt":"hello"}'

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from moonpool.core.config.proxy_section import Limits
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.process import _fit_open_files, run
-from moonpool.disagg_proxy.settings import EngineSpec, Limits, ProxySettings
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
 from .harness import Exchange, MockEngine, proxy_process, request_bytes, until, with_deadline
 

@@ -10,9 +10,10 @@ import weakref
 import pytest
 
 from moonpool._native import ProxyRequest
+from moonpool.core.config.proxy_section import Deadlines
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.server import serve
-from moonpool.disagg_proxy.settings import Deadlines, ProxySettings
+from moonpool.disagg_proxy.settings import ProxySettings
 
 from .harness import (
     Client,

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.events.settings import EventSource
-from moonpool.disagg_proxy.settings import (
-    Deadlines,
-    EngineSpec,
-    HealthChecks,
-    Limits,
-    ProxySettings,
-    parse_engines,
-)
+from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings, parse_engines
 
 ONE = (EngineSpec("a", "http://127.0.0.1:8000"),)
 
@@ -57,11 +51,6 @@ def test_bad_engines(text: str, words: str) -> None:
         (lambda: ProxySettings(engines=ONE, port=70000), "a port is"),
         (lambda: ProxySettings(engines=ONE, policy="x"), "no policy 'x'"),
         (lambda: ProxySettings(engines=ONE, health=HealthChecks(path="health")), "health path"),
-        (
-            lambda: ProxySettings(engines=ONE, limits=Limits(body_bytes_max=0)),
-            "body_bytes_max must be positive",
-        ),
-        (lambda: ProxySettings(engines=ONE, deadlines=Deadlines(drain_s=-1)), "drain_s must be 0 or more"),
     ],
 )
 def test_bad_settings(make: object, words: str) -> None:

@@ -9,9 +9,9 @@ import os
 import resource
 import socket
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moonpool.core.errors import ConfigError
@@ -227,5 +227,5 @@ async def test_the_address_for_other_proxies_goes_to_the_successor() -> None:
             socket.create_server(("127.0.0.1", peer_port)),
             pytest.raises(ConfigError, match="--peer-listen"),
         ):
-            Proxy(replace(settings, take_over=False))
+            Proxy(msgspec.structs.replace(settings, take_over=False))
     await engine.stop()

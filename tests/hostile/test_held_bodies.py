@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.disagg_proxy.settings import Deadlines, Limits
+from moonpool.core.config.proxy_section import Deadlines, Limits
 from tests.disagg_proxy.harness import Bed, Client, FakeClock, bed, request_bytes, until, with_deadline
 
 COMPLETIONS = "/v1/completions"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moonpool.disagg_proxy.settings import Deadlines
+from moonpool.core.config.proxy_section import Deadlines
 from tests.disagg_proxy.harness import Bed, Behaviour, Exchange, FakeClock, bed, until, with_deadline
 
 COMPLETIONS = "/v1/completions"

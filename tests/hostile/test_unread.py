@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from moonpool.disagg_proxy.settings import Limits
+from moonpool.core.config.proxy_section import Limits
 from tests.disagg_proxy.harness import Bed, Client, Exchange, bed, until, with_deadline
 
 COMPLETIONS = "/v1/completions"

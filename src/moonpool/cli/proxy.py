@@ -87,7 +87,7 @@ def proxy(
     token_file: TokenFile = None,
 ) -> int:
     """Run the proxy: one OpenAI address in front of the engines, until SIGTERM."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from moonpool.core.config import logs
     from moonpool.core.config.config import load

@@ -91,7 +91,8 @@ def _annotation(key: str, shown: str, group: str | None, names: Mapping[str, str
     from msgspec.inspect import BoolType, FloatType, IntType, ListType
 
     from moonpool.core.config.config_sources import show_value
-    from moonpool.core.config.sections import SECTIONS, settings_of
+    from moonpool.core.config.sections import SECTIONS
+    from moonpool.core.config.setting import settings_of
 
     section, name = key.split(".", 1)
     setting = next(each for each in settings_of(SECTIONS[section]) if each.name == name)

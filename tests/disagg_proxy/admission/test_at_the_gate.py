@@ -15,13 +15,13 @@ import time
 import pytest
 
 from moonpool._native import PrefillModel, ProxyRequest
+from moonpool.core.config.proxy_section import BreakerLimits, HealthChecks
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.scheduler import Fit
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.ticket import Ticket
-from moonpool.disagg_proxy.settings import BreakerLimits, HealthChecks
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.disagg_proxy.settings import Deadlines, Limits
+from moonpool.core.config.proxy_section import Deadlines, Limits
 from tests.disagg_proxy.harness import (
     Bed,
     Client,

@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from moonpool._native import ProxyRequest
+from moonpool.core.config.proxy_section import Deadlines, Limits
 from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
 from moonpool.disagg_proxy.data_plane.observations import read
-from moonpool.disagg_proxy.settings import Deadlines, Limits
 from tests.disagg_proxy.harness import (
     NEVER_S,
     Bed,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from dataclasses import replace
 
-from moonpool.disagg_proxy.settings import BreakerLimits, Deadlines, Limits
+from moonpool.core.config.proxy_section import BreakerLimits, Deadlines, Limits
 from tests.disagg_proxy.harness import (
     NEVER_S,
     Exchange,
@@ -510,4 +509,4 @@ async def test_engine_that_accepts_no_connection() -> None:
 
 
 def test_deadlines_default_to_a_long_prefill() -> None:
-    assert replace(Deadlines()).first_byte_s == 600
+    assert Deadlines().first_byte_s == 600

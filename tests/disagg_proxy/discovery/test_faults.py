@@ -8,7 +8,7 @@ import os
 import random
 from pathlib import Path
 
-from moonpool.disagg_proxy.settings import HealthChecks
+from moonpool.core.config.proxy_section import HealthChecks
 from tests.disagg_proxy.harness import QUIET, MockEngine, bed, broke_two_engines, until, with_deadline
 
 BODY = b'{"model":"m","prompt":[1,2,3]}'

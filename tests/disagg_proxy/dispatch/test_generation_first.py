@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.engines.tensorrt_llm import TransferIds, read_server_info
-from moonpool.disagg_proxy.settings import HealthChecks
 from tests.disagg_proxy.harness import Answer, Bed, Exchange, MockEngine, bed, until, with_deadline
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

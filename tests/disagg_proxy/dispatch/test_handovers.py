@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from moonpool._native import PrefillModel
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.engines import bootstrap_trust
-from moonpool.disagg_proxy.settings import HealthChecks
 from moonpool.disagg_proxy.tools.mock_engine import api
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.core.config.proxy_section import BreakerLimits, Deadlines, HealthChecks, Limits
 from moonpool.disagg_proxy.engines import health
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.sglang import (
@@ -23,14 +24,7 @@ from moonpool.disagg_proxy.engines.sglang import (
     ServerInfo,
     read_server_info,
 )
-from moonpool.disagg_proxy.settings import (
-    BreakerLimits,
-    Deadlines,
-    EngineSpec,
-    HealthChecks,
-    Limits,
-    ProxySettings,
-)
+from moonpool.disagg_proxy.settings import EngineSpec, Internals, ProxySettings
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 from tests.disagg_proxy.dispatch.test_handovers import (
@@ -528,7 +522,7 @@ async def test_prefills_answer_is_drained_whatever_its_size() -> None:
         await exchange.event('{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}}')
         await exchange.end_stream()
 
-    async with pair(limits=Limits(prefill_answer_bytes_max=1000)) as b:
+    async with pair(internals=Internals(prefill_answer_bytes_max=1000)) as b:
         b.engines[0].behave = large
         done = lambda: b.metric(  # noqa: E731
             "moonpool_proxy_prefills_total", engine="engine-0", outcome="handed_over"
@@ -675,7 +669,7 @@ LOGPROBS = b'{"text":"x","stream":true,"return_logprob":true}'
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 async def test_too_many_logprobs_are_no_engines_fault(who: str) -> None:
     large = saying(generated("x" * 5000, OURS))
-    async with pair("ppdd", limits=Limits(prefill_answer_bytes_max=4000)) as b:
+    async with pair("ppdd", internals=Internals(prefill_answer_bytes_max=4000)) as b:
         for engine in b.engines:
             engine.behave = never
         for engine in b.engines[:2] if who == "prefill" else b.engines[2:]:

@@ -346,9 +346,7 @@ def test_a_page_that_decode_engines_cannot_reach(
     assert len(warnings_in(caplog)) == (not works)
 
 
-def test_the_form_is_one_of_three() -> None:
+def test_two_steps_need_no_bootstrap() -> None:
     spec = EngineSpec("p", "http://h:1", "prefill")
-    with pytest.raises(ConfigError, match="auto, two_step, concurrent"):
-        ProxySettings(engines=(spec, DECODE), handover="three_step")
     two_step = ProxySettings(engines=(spec, DECODE), handover="two_step")
     assert bootstrap_of(spec, two_step, BootstrapConflicts(two_step.engines)) is None

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.conductor.liveness import Health
 from moonpool.disagg_proxy.engines import health
 from moonpool.disagg_proxy.engines.health import HealthChecker
-from moonpool.disagg_proxy.settings import HealthChecks
 from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
 
 OFTEN = HealthChecks(interval_s=0.01)
