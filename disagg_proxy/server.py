@@ -176,7 +176,7 @@ class Proxy:
         await self._stop_listening()
         if self._exchange is not None and self.replaced.is_set():
             self._exchange.let_go()
-        self._dispatcher.hurry(self._settings.deadlines.drain_s / 2)
+        self._dispatcher.limit_wait(self._settings.deadlines.drain_s / 2)
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
     async def close(self) -> None:

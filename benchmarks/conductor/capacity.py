@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from benchmarks.conductor.bed import Bed, Search, set_up
 from benchmarks.report import Row
-from moonpool.disagg_proxy.conductor.admission import Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Lookahead, Objective
 from moonpool.disagg_proxy.tools.simulator.results import Slo
 
 OURS = "conductor"
@@ -76,7 +76,7 @@ def _speeds(bed: Bed, slo_s: float, cells: list[tuple[str, bool]]) -> dict[tuple
         policy, gated = cell
         plan = bed.plan("conversation", set_up(8, 8), policy, speed=speed, seed=seed)
         if gated:
-            plan = replace(plan, objective=Objective(ttft_s=slo_s), admission=Look.NEVER)
+            plan = replace(plan, objective=Objective(ttft_s=slo_s), admission=Lookahead.NEVER)
         return Search(plan, Slo(slo_s), near, step)
 
     what = f"capacity, {slo_s:g} s"

@@ -28,7 +28,7 @@ TABLES: dict[str, dict[str, tuple[float, ...]]] = {
 WITHIN = 0.003
 QUICK = ("lru", CLAIRVOYANT)
 SHOWN = (1_000, 3_000, 5_859, 10_000)
-BESIDE = ("lru", "s3fifo", CLAIRVOYANT)
+BYPASS = ("lru", "s3fifo", CLAIRVOYANT)
 
 
 def rows(bed: Bed) -> list[Row]:
@@ -59,12 +59,12 @@ def _difference(bed: Bed, name: str) -> Row:
 
 def _reuse_index(bed: Bed, name: str) -> list[Row]:
     sizes = SHOWN[1:3] if bed.quick else SHOWN
-    questions = [Question(cache, size) for size in sizes for cache in ("reuse_index", *BESIDE)]
+    questions = [Question(cache, size) for size in sizes for cache in ("reuse_index", *BYPASS)]
     found = iter(study(bed.trace(name), questions, processes=bed.processes))
     made = []
     for size in sizes:
-        ours, *others = [next(found) * 100 for _ in range(1 + len(BESIDE))]
-        beside = dict(zip(BESIDE, others, strict=True))
+        ours, *others = [next(found) * 100 for _ in range(1 + len(BYPASS))]
+        beside = dict(zip(BYPASS, others, strict=True))
         bound = beside.pop(CLAIRVOYANT)
         made.append(
             Row(

@@ -17,21 +17,21 @@ from statistics import fmean
 from benchmarks.conductor import swing
 from benchmarks.conductor.bed import Bed, set_up
 from benchmarks.report import Row
-from moonpool.disagg_proxy.conductor.admission import Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Lookahead, Objective
 from moonpool.disagg_proxy.tools.simulator.results import Slo
 from moonpool.disagg_proxy.tools.simulator.runs import Plan
 
 SLO = Slo(30.0, 0.1)
 SEEDS = 3
 QUEUE = 10_000
-GATES: dict[str, tuple[Look | None, int]] = {  # at what it looks, and how many may wait
+GATES: dict[str, tuple[Lookahead | None, int]] = {  # at what it looks, and how many may wait
     "no rejection": (None, 0),
-    "naive": (Look.AFTER, 0),
-    "now": (Look.NOW, 0),
-    "ahead": (Look.AHEAD, 0),
-    "naive, queue": (Look.AFTER, QUEUE),
-    "now, queue": (Look.NOW, QUEUE),
-    "ahead, queue": (Look.AHEAD, QUEUE),
+    "naive": (Lookahead.AFTER, 0),
+    "now": (Lookahead.NOW, 0),
+    "ahead": (Lookahead.AHEAD, 0),
+    "naive, queue": (Lookahead.AFTER, QUEUE),
+    "now, queue": (Lookahead.NOW, QUEUE),
+    "ahead, queue": (Lookahead.AHEAD, QUEUE),
 }
 OURS = {"ahead": "prediction alone", "ahead, queue": "prediction and a queue"}
 NAIVE_MOST = 0.86  # of the naive gate's rejections: the paper's table

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.conductor.bed import set_up
 from benchmarks.report import Row
-from moonpool.disagg_proxy.conductor.admission import Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Lookahead, Objective
 from moonpool.disagg_proxy.tools.simulator.results import Slo, quantile
 from moonpool.disagg_proxy.tools.simulator.runs import Plan, Run, simulate
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival, Trace
@@ -23,7 +23,7 @@ TOKENS, ANSWER = 60_000, 300
 SECONDS, SETTLED_S = 900.0, 200.0
 SLO = Slo(60.0, 0.05)
 AT_MOST = 0.5  # of the swing of the gate that looks at decode as it is
-GATES = {"naive": Look.AFTER, "now": Look.NOW, "ahead": Look.AHEAD}
+GATES = {"naive": Lookahead.AFTER, "now": Lookahead.NOW, "ahead": Lookahead.AHEAD}
 
 
 def rows() -> list[Row]:
@@ -53,7 +53,7 @@ def steady() -> Trace:
     )
 
 
-def plan(look: Look) -> Plan:
+def plan(look: Lookahead) -> Plan:
     return Plan(Path("steady"), set_up(PREFILL, DECODE), objective=Objective(*SLO), admission=look)
 
 

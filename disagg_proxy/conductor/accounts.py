@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from moonpool._native import DecodeModel, HandoverModel, PrefillModel
-from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook
+from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
@@ -95,7 +95,7 @@ class Accounts:
         *,
         streams: bool,
         now_s: float,
-        outlook: Outlook | None = None,
+        prediction: Prediction | None = None,
         objective: Objective | None = None,
     ) -> None:
         """A request goes out; an earlier attempt of it is over."""
@@ -137,9 +137,9 @@ class Accounts:
         if sent.coming:
             choice.decode.coming += 1
             choice.decode.coming_tokens += asked.tokens
-        if self.admission is not None and outlook is not None:
+        if self.admission is not None and prediction is not None:
             self.admission.taken(
-                request, asked, choice, outlook, now_s, objective=objective, silent=not streams
+                request, asked, choice, prediction, now_s, objective=objective, silent=not streams
             )
         for each in self._observers:
             each.on_dispatch(request, sent, now_s)

@@ -1,7 +1,7 @@
 """Whether a request is taken at all: early rejection at its arrival, by what is predicted for it.
 
     its first token   the instance's line in seconds + its own prefill [+ hand-over + the wait for room there]
-    its gaps          the decode instance as it will be when this prefill ends: ``ahead.py``
+    its gaps          the decode instance as it will be when this prefill ends: ``decode_forecast.py``
 
 A request that is refused at once costs nothing, and its client can go elsewhere; one that is let in and fails
 its objective has kept others waiting. To look at the decode instances as they are *now* makes the load of
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
-from moonpool.disagg_proxy.conductor.answers import Answers, Times
+from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats, Times
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.demand import PER_OCTAVE, Dear, Demand
+from moonpool.disagg_proxy.conductor.decode_forecast import DecodeForecast, Occupancy
+from moonpool.disagg_proxy.conductor.demand import PER_OCTAVE, Capacity, Demand
 from moonpool.disagg_proxy.conductor.instance import Instance, answering
-from moonpool.disagg_proxy.conductor.margin import Margin
+from moonpool.disagg_proxy.conductor.quantile_margin import QuantileMargin
 
 LEAD_PRIOR_S = 2.0
 SHORTEST = 2.0 ** (-1 / PER_OCTAVE) * (1 - 1e-9)  # of the lengths of a class, over those behind it; rounded
@@ -43,7 +43,7 @@ class Objective(NamedTuple):
         return min(self) < math.inf
 
 
-class Look(Enum):
+class Lookahead(Enum):
     """At which moment of the decode instance admission looks."""
 
     AHEAD = "ahead"  # when this request's prefill will end
@@ -60,7 +60,7 @@ class Refusal(NamedTuple):
     sentence: str
 
 
-class Outlook(NamedTuple):
+class Prediction(NamedTuple):
     """What is predicted for a request that comes now, and why it is not taken; None: it is.
 
     ttft_s: from now on; gap_s: NaN where none is predicted.
@@ -76,7 +76,7 @@ class _Taken:
     decode: Instance
     at_s: float
     objective: Objective
-    outlook: Outlook
+    prediction: Prediction
 
 
 def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
@@ -93,27 +93,27 @@ class Admission:
     """Not thread safe. ``taken``, ``began`` and ``over`` say what becomes of the requests; each may come
     late, twice or never."""
 
-    def __init__(self, objective: Objective, look: Look = Look.AHEAD) -> None:
+    def __init__(self, objective: Objective, look: Lookahead = Lookahead.AHEAD) -> None:
         self.objective = objective
-        self.look = look
-        self.answers = Answers()
+        self.lookahead = look
+        self.answers = AnswerLengthStats()
         self.leads = Times(LEAD_PRIOR_S)
-        self.ttft_margin = Margin()
-        self.gap_margin = Margin()
+        self.ttft_margin = QuantileMargin()
+        self.gap_margin = QuantileMargin()
         self._demand: dict[Hashable, Demand] = {}
-        self._ahead: dict[Instance, Ahead] = {}
+        self._ahead: dict[Instance, DecodeForecast] = {}
         self._taken: dict[int, _Taken] = {}
 
     def __len__(self) -> int:
         return len(self._taken)
 
-    def how_dear(
+    def capacity_class(
         self, group: Hashable, request: Request, instances: Sequence[Instance], now_s: float
-    ) -> Dear:
+    ) -> Capacity:
         """Whether it takes a place at decode that serves more of those that come (``demand.py``). To be asked
         once about each that comes. group: of those that may go to the same instances."""
-        if self.look is not Look.AHEAD or not self.objective.any:
-            return Dear.ALL
+        if self.lookahead is not Lookahead.AHEAD or not self.objective.any:
+            return Capacity.FITS
         demand = self._demand.get(group)
         if demand is None:
             if len(self._demand) >= GROUPS_MAX:
@@ -124,15 +124,15 @@ class Admission:
         longest = demand.longest(instances, limit_s, self.answers, now_s)
         longest *= request.urgency  # whose priority is one more may ask twice as much
         if request.tokens >= longest:
-            return Dear.NONE
-        return Dear.SOME if request.tokens >= longest * SHORTEST else Dear.ALL
+            return Capacity.EXCEEDS
+        return Capacity.MARGINAL if request.tokens >= longest * SHORTEST else Capacity.FITS
 
     def gap_limit_s(self, own_s: float = math.inf) -> float:
         """What may be predicted between two tokens where a request's own objective and all others' are to be
         kept: less than these where predictions are exceeded."""
         return min(own_s, self.objective.gap_s) / max(self.gap_margin.factor, 1.0)
 
-    def outlook(
+    def predict(
         self,
         request: Request,
         choice: Choice,
@@ -140,14 +140,14 @@ class Admission:
         *,
         objective: Objective | None = None,
         waited_s: float = 0.0,
-        dear: bool = False,
-    ) -> Outlook:
-        """objective: this request's own. waited_s: that it has waited, or will before it is sent. dear: it is
-        taken only where more room is left than others are likely to need."""
+        only_if_spare: bool = False,
+    ) -> Prediction:
+        """objective: this request's own. waited_s: that it has waited, or will before it is sent.
+        only_if_spare: it is taken only where more room is left than others are likely to need."""
         wanted = objective or self.objective
         first_s = ttft_s(request, choice, now_s)
         gap_s, there = math.nan, Occupancy(0.0, 0.0)
-        if self.look in (Look.AHEAD, Look.NOW):
+        if self.lookahead in (Lookahead.AHEAD, Lookahead.NOW):
             there = self._then(choice.decode, first_s, now_s)
             first_s += self._room_wait_s(request, choice.decode, there)
             gap_s = self._gap_s(request, choice.decode, there)
@@ -162,13 +162,13 @@ class Admission:
             )
         elif self._exceeds(gap_s, wanted):
             refusal = self._too_slow(gap_s, wanted)
-        elif dear and self._is_wanted(request, choice.decode, there, wanted):
+        elif only_if_spare and self._is_wanted(request, choice.decode, there, wanted):
             refusal = Refusal(
                 "long",
                 self.answers.times.mean_s,
                 f"more comes than decode can take, and {request.tokens} tokens take the room of others",
             )
-        return Outlook(first_s, gap_s, refusal)
+        return Prediction(first_s, gap_s, refusal)
 
     def is_final(
         self, refusal: Refusal | None, request: Request, instances: Sequence[Instance], wanted: Objective
@@ -184,15 +184,15 @@ class Admission:
         )
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
-        """With ``Look.AFTER``: what the decode instance says when the prompt is computed."""
+        """With ``Lookahead.AFTER``: what the decode instance says when the prompt is computed."""
         taken = self._taken.get(name)
-        if self.look is not Look.AFTER or taken is None:
+        if self.lookahead is not Lookahead.AFTER or taken is None:
             return None
         there = self._now(choice.decode)
         if self._lacks(request, choice.decode, there) > 0:
             return Refusal("gap", self.answers.times.mean_s, "no room is left for its answer")
         gap_s = self._gap_s(request, choice.decode, there)
-        taken.outlook = taken.outlook._replace(gap_s=gap_s)
+        taken.prediction = taken.prediction._replace(gap_s=gap_s)
         return self._too_slow(gap_s, taken.objective) if self._exceeds(gap_s, taken.objective) else None
 
     # What becomes of those that are taken
@@ -202,7 +202,7 @@ class Admission:
         name: int,
         request: Request,
         choice: Choice,
-        outlook: Outlook,
+        prediction: Prediction,
         now_s: float,
         *,
         objective: Objective | None = None,
@@ -210,8 +210,8 @@ class Admission:
     ) -> None:
         """silent: its first token will not be heard of."""
         self.over(name, now_s)
-        self._taken[name] = _Taken(choice.decode, now_s, objective or self.objective, outlook)
-        self._of(choice.decode).taken(name, request.tokens, now_s + outlook.ttft_s, silent=silent)
+        self._taken[name] = _Taken(choice.decode, now_s, objective or self.objective, prediction)
+        self._of(choice.decode).taken(name, request.tokens, now_s + prediction.ttft_s, silent=silent)
 
     def began(self, name: int, now_s: float, *, heard: bool = True) -> None:
         """Its first token is there. heard: it has been sent; else only its prompt is known to be."""
@@ -223,7 +223,7 @@ class Admission:
         self._note(taken.decode, ahead, now_s)
         self.leads.observe(took_s)
         if heard:
-            self.ttft_margin.observe(taken.outlook.ttft_s, took_s, taken.objective.ttft_s, now_s)
+            self.ttft_margin.observe(taken.prediction.ttft_s, took_s, taken.objective.ttft_s, now_s)
 
     def over(
         self,
@@ -241,7 +241,7 @@ class Admission:
             return
         ahead = self._of(taken.decode)
         longest_s = ahead.longest_s(name, gap_s, tokens - 1, now_s)
-        self.gap_margin.observe(taken.outlook.gap_s, longest_s, taken.objective.gap_s, now_s)
+        self.gap_margin.observe(taken.prediction.gap_s, longest_s, taken.objective.gap_s, now_s)
         ahead.over(name)
         self._note(taken.decode, ahead, now_s)
         self.answers.observe(answer_s, tokens)
@@ -265,10 +265,10 @@ class Admission:
         if len(self._taken) != sum(map(len, self._ahead.values())):
             raise AssertionError("the requests that were taken do not add up")
 
-    def _of(self, instance: Instance) -> Ahead:
+    def _of(self, instance: Instance) -> DecodeForecast:
         ahead = self._ahead.get(instance)
         if ahead is None:
-            ahead = self._ahead[instance] = Ahead(self.answers, self.leads)
+            ahead = self._ahead[instance] = DecodeForecast(self.answers, self.leads)
         return ahead
 
     def _now(self, decode: Instance) -> Occupancy:
@@ -280,7 +280,7 @@ class Admission:
 
     def _then(self, decode: Instance, first_s: float, now_s: float) -> Occupancy:
         there = self._now(decode)
-        if self.look is Look.NOW:
+        if self.lookahead is Lookahead.NOW:
             return there
         ahead = self._of(decode)
         own, then = ahead.now(), ahead.at(now_s, first_s)
@@ -328,5 +328,5 @@ class Admission:
         )
 
     @staticmethod
-    def _note(decode: Instance, ahead: Ahead, now_s: float, *, stall_s: float = 0.0) -> None:
+    def _note(decode: Instance, ahead: DecodeForecast, now_s: float, *, stall_s: float = 0.0) -> None:
         ahead.note(decode.decode_model.predict(*ahead.now()), now_s, stall_s=stall_s)

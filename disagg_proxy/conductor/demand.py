@@ -2,7 +2,7 @@
 
 When more comes than decode can take a request is refused, and a long prompt takes the place of several short
 ones. A gate that takes all that fit at their arrival serves few: this one reckons from what came lately which
-can be served if the shortest go first, and calls the others *dear* (a bid price: Talluri and van Ryzin, "An
+can be served if the shortest go first; the others exceed capacity (a bid price: Talluri and van Ryzin, "An
 analysis of bid-price controls for network revenue management", Management Science 44, 1998). What arrives at
 a rate and stays for a time is there rate x time at once (Little). Pure, and of bounded size.
 """
@@ -15,21 +15,24 @@ from enum import IntEnum
 
 import numpy as np
 
-from moonpool.disagg_proxy.conductor.answers import Answers
+from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats
 from moonpool.disagg_proxy.conductor.flow import OVER_S, YOUNG_S
 from moonpool.disagg_proxy.conductor.instance import Instance, answering
 
-PER_OCTAVE = 16  # classes of lengths: within one no request is dearer
+PER_OCTAVE = 16  # classes of lengths: within one all requests take equal room
 CLASSES = 24 * PER_OCTAVE
 EVERY_S = 1.0  # the length is an average over a minute
 
 
-class Dear(IntEnum):
-    """How many of those that are as long as a request decode can take, when the shorter ones go first."""
+class Capacity(IntEnum):
+    """How many of the requests that are as long decode can take, when the shorter ones go first.
 
-    ALL = 0
-    SOME = 1
-    NONE = 2
+    FITS: all. MARGINAL: some. EXCEEDS: none.
+    """
+
+    FITS = 0
+    MARGINAL = 1
+    EXCEEDS = 2
 
 
 class Demand:
@@ -51,7 +54,9 @@ class Demand:
         self._to_s = now_s
         self._came[:, _class(tokens)] += (1.0, tokens)
 
-    def longest(self, instances: Sequence[Instance], gap_s: float, answers: Answers, now_s: float) -> float:
+    def longest(
+        self, instances: Sequence[Instance], gap_s: float, answers: AnswerLengthStats, now_s: float
+    ) -> float:
         """Below so many tokens of a prompt what comes can decode at those of the instances that decode, none
         of its gaps longer than gap_s; only some of the last class. Infinity as long as it is not known how
         long answers take."""
@@ -62,7 +67,7 @@ class Demand:
             self._longest = self._look(instances, gap_s, answers)
         return self._longest
 
-    def _look(self, instances: Sequence[Instance], gap_s: float, answers: Answers) -> float:
+    def _look(self, instances: Sequence[Instance], gap_s: float, answers: AnswerLengthStats) -> float:
         decoding = answering(instances)
         if not decoding:
             return math.inf
@@ -74,7 +79,7 @@ class Demand:
         full = none + request * requests + token * tokens > gap_s
         room = min((each.room_tokens for each in decoding if each.room_tokens), default=math.inf)
         full |= tokens + requests * answers.tokens > room
-        full &= requests > 0  # where an empty one is too slow the shortest that come are not dear either
+        full &= requests > 0  # where an empty one is too slow the shortest that come fit all the same
         # With the class in which it becomes full: of that decode can take some.
         return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
 

@@ -17,10 +17,16 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.accounts import Accounts
-from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Outlook, Refusal
+from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction, Refusal
+from moonpool.disagg_proxy.conductor.admission_controller import (
+    HOLD_S,
+    RELEASED_MAX,
+    AdmissionController,
+    AdmissionResult,
+    Send,
+)
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.demand import Dear
-from moonpool.disagg_proxy.conductor.gate import HOLD_S, RELEASED_MAX, Asked, Gate, Send
+from moonpool.disagg_proxy.conductor.demand import Capacity
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.observer import Observer
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
@@ -78,7 +84,7 @@ class Driver(Protocol[P_contra]):
     def eligible(self, pending: P_contra) -> Fit:
         """The instances that the request may go to now."""
 
-    def look(self, pending: P_contra) -> Request:
+    def refresh(self, pending: P_contra) -> Request:
         """What is known of the request now; ``pending.asked`` where nothing new is."""
 
     def none_eligible(self, pending: P_contra) -> Refusal:
@@ -142,7 +148,7 @@ class Scheduler(Generic[P]):
         self.admission = admission
         self.accounts = Accounts(admission=admission, hears=is_heard, hears_pool=hears_pool)
         self.subscribe(_Teacher(driver.sisters))
-        self.gate: Gate[P] = Gate(self, *limits)
+        self.controller: AdmissionController[P] = AdmissionController(self, *limits)
         self.unfinished = False
         self._driver = driver
         self._sent_hook = hook_of(policy)
@@ -151,7 +157,7 @@ class Scheduler(Generic[P]):
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self.gate.line)
+        return len(self.controller.queue)
 
     def subscribe(self, observer: Observer) -> None:
         """The observer hears of all requests from now on. On any thread."""
@@ -181,7 +187,7 @@ class Scheduler(Generic[P]):
         """The request is dispatched, refused, or waits. It may take the place of another in the queue, which
         is then refused."""
         asked = pending.asked
-        refusal, out = self.gate.arrive(
+        refusal, out = self.controller.arrive(
             pending, pending.group, asked.tenant, asked.priority, pending.objective.ttft_s, now_s
         )
         effects = [] if out is None else [_effect(*out)]
@@ -197,7 +203,7 @@ class Scheduler(Generic[P]):
         instances = driver.eligible(pending).instances
         if not instances:
             return Refused(pending, driver.none_eligible(pending))
-        pending.asked = driver.look(pending)
+        pending.asked = driver.refresh(pending)
         choice = self.policy.choose(pending.asked, instances, now_s)
         refusal = driver.objection(pending, choice)
         if refusal is None:
@@ -209,21 +215,21 @@ class Scheduler(Generic[P]):
 
     def tick(self, now_s: float) -> list[Dispatched[P] | Refused[P]]:
         """To be called every RELEASE_EVERY_S while requests wait, and again while ``unfinished``."""
-        late = [] if self.unfinished else self.gate.expire(now_s)
-        left = self.gate.release(now_s)
+        late = [] if self.unfinished else self.controller.expire(now_s)
+        left = self.controller.release(now_s)
         self.unfinished = len(left) == RELEASED_MAX
         return [_effect(*each) for each in (*late, *left)]
 
     def limit_wait(self, deadline_s: float) -> None:
         """No request waits beyond this time."""
-        self.gate.hurry(deadline_s)
+        self.controller.limit_wait(deadline_s)
 
     def expire(self, now_s: float) -> None:
         """Forgets requests that the data plane does not report any more."""
         self.accounts.expire(now_s)
 
     def after_prefill(self, name: int, asked: Request, choice: Choice) -> Refusal | None:
-        """With ``Look.AFTER``: why a request is refused now that its prompt is computed; None: it is not."""
+        """With ``Lookahead.AFTER``: why a request is refused once its prompt is computed; None: it is not."""
         return None if self.admission is None else self.admission.after_prefill(name, asked, choice)
 
     def tell_policy(self, asked: Request, choice: Choice, now_s: float) -> None:
@@ -239,54 +245,58 @@ class Scheduler(Generic[P]):
         """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that were
         entered into the instances' books."""
         self.accounts.check_integrity(remote_requests)
-        self.gate.line.check_integrity()
+        self.controller.queue.check_integrity()
 
     # What the gate asks
 
-    def is_gone(self, ticket: P) -> bool:
-        return self._driver.is_gone(ticket)
+    def is_gone(self, pending: P) -> bool:
+        return self._driver.is_gone(pending)
 
-    def is_busy(self, ticket: P, now_s: float) -> bool:
-        computing = self._driver.eligible(ticket).computing
+    def is_busy(self, pending: P, now_s: float) -> bool:
+        computing = self._driver.eligible(pending).computing
         return bool(computing) and all(each.books.wait_s(now_s) >= HOLD_S for each in computing)
 
-    def share(self, ticket: P) -> int:
-        return len(self._driver.eligible(ticket).computing)
+    def share(self, pending: P) -> int:
+        return len(self._driver.eligible(pending).computing)
 
-    def gap_s(self, ticket: P) -> float:
-        return ticket.objective.gap_s
+    def gap_s(self, pending: P) -> float:
+        return pending.objective.gap_s
 
-    def how_dear(self, ticket: P, now_s: float) -> Dear:
-        instances = self._driver.eligible(ticket).instances
+    def capacity_class(self, pending: P, now_s: float) -> Capacity:
+        instances = self._driver.eligible(pending).instances
         if self.admission is None or not instances:
-            return Dear.ALL
-        return self.admission.how_dear(ticket.group, ticket.asked, instances, now_s)
+            return Capacity.FITS
+        return self.admission.capacity_class(pending.group, pending.asked, instances, now_s)
 
-    def ask(self, ticket: P, waited_s: float, now_s: float, send: Send, *, dear: bool = False) -> Asked:
+    def ask(
+        self, pending: P, waited_s: float, now_s: float, send: Send, *, only_if_spare: bool = False
+    ) -> AdmissionResult:
         driver, admission = self._driver, self.admission
-        able = driver.eligible(ticket)
+        able = driver.eligible(pending)
         if not able.instances:
-            return Asked(0.0, driver.none_eligible(ticket), final=True)
-        asked = ticket.asked = driver.look(ticket)
+            return AdmissionResult(0.0, driver.none_eligible(pending), final=True)
+        asked = pending.asked = driver.refresh(pending)
         choice = self._choose(asked, able.instances, now_s)
-        refusal = driver.objection(ticket, choice)
+        refusal = driver.objection(pending, choice)
         if refusal is not None:
-            return Asked(0.0, refusal, final=True)
-        if send is Send.BESIDE and choice.computes not in able.computing:
+            return AdmissionResult(0.0, refusal, final=True)
+        if send is Send.BYPASS and choice.computes not in able.computing:
             send, waited_s = Send.NOW, 0.0
-        outlook, final, answer = None, False, 0
+        prediction, final, answer = None, False, 0
         if admission is not None:
-            objective, answer = ticket.objective, round(admission.answers.tokens)
-            outlook = admission.outlook(
-                asked, choice, now_s, objective=objective, waited_s=waited_s, dear=dear
+            objective, answer = pending.objective, round(admission.answers.tokens)
+            prediction = admission.predict(
+                asked, choice, now_s, objective=objective, waited_s=waited_s, only_if_spare=only_if_spare
             )
-            refusal = outlook.refusal
+            refusal = prediction.refusal
             final = admission.is_final(refusal, asked, able.instances, objective)
         sent = refusal is None and send is Send.NOW
         if sent:
-            self._send(ticket, choice, now_s, outlook)
+            self._send(pending, choice, now_s, prediction)
         prompt = asked.tokens - asked.own_at(choice.computes)
-        return Asked(choice.prefill_s, refusal, sent=sent, final=final, prompt=prompt, answer=answer)
+        return AdmissionResult(
+            choice.prefill_s, refusal, sent=sent, final=final, prompt=prompt, answer=answer
+        )
 
     def _choose(self, asked: Request, instances: Sequence[Instance], now_s: float) -> Choice:
         if self._policy_failed is None:
@@ -300,7 +310,7 @@ class Scheduler(Generic[P]):
             self._policy_failed("the policy failed; the request goes to the engine with the least work")
             return _least_work(asked, instances, now_s)
 
-    def _send(self, pending: P, choice: Choice, now_s: float, outlook: Outlook | None) -> None:
+    def _send(self, pending: P, choice: Choice, now_s: float, prediction: Prediction | None) -> None:
         pending.choice, pending.sent_s = choice, now_s
         asked = pending.asked
         self.accounts.sent(
@@ -309,7 +319,7 @@ class Scheduler(Generic[P]):
             asked,
             streams=pending.streams,
             now_s=now_s,
-            outlook=outlook,
+            prediction=prediction,
             objective=pending.objective,
         )
         self.tell_policy(asked, choice, now_s)

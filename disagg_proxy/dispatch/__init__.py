@@ -3,7 +3,7 @@ which tokenised the text; observations come back on the event loop as well.
 
     dispatcher.py     one request: the ids of its prompt, the candidates, the scheduler's decision, the plan
     intake.py         what the scheduler is told of a request
-    ticket.py         a request that the scheduler judges, and the answers to those that reach no engine
+    pending.py         a request that the scheduler judges, and the answers to those that reach no engine
     candidates.py     which engines a request may go to
     locality.py       where the blocks of a prompt lie
     plans.py          from a choice to what the data plane carries out

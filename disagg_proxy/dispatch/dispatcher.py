@@ -18,11 +18,10 @@ from typing import TypeVar
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
-from moonpool.disagg_proxy.admission.wishes import BadHeader
 from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
+from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.gate import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.plan import Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
@@ -39,8 +38,9 @@ from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
+from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest, none_left, objection
 from moonpool.disagg_proxy.dispatch.plans import Plans
-from moonpool.disagg_proxy.dispatch.ticket import Ticket, none_left, objection
+from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.peers.host_identity import site_of
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
@@ -51,7 +51,7 @@ UNKNOWN = Request()
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
 EVERYBODY = AdmissionSettings()
-_SAID = Refusal("no_engine", 0.0, "")  # why, ``Ticket.answer`` says
+_SAID = Refusal("no_engine", 0.0, "")  # why, ``PendingProxyRequest.answer`` says
 
 _log = logging.getLogger("moonpool.proxy")
 
@@ -81,7 +81,7 @@ class Dispatcher:
         self.candidates = Candidates(places)
         self.at = self.candidates.at
         self._those = self.candidates.of
-        self.scheduler: Scheduler[Ticket] = Scheduler(
+        self.scheduler: Scheduler[PendingProxyRequest] = Scheduler(
             policy,
             self,
             Admission(admission.objective) if admission.any else None,
@@ -215,7 +215,7 @@ class Dispatcher:
             self.scheduler.forget(engine.place)
         self._locality.forget(engine.place)
 
-    def hurry(self, seconds: float) -> None:
+    def limit_wait(self, seconds: float) -> None:
         """The proxy ends: no request waits for longer than this to be sent."""
         with self._lock:
             self.scheduler.limit_wait(self._clock() + seconds)
@@ -245,35 +245,35 @@ class Dispatcher:
         if not self._those(request).instances:
             return none_left()
         try:
-            ticket = self._intake.ticket(request, asked, place)
+            pending = self._intake.pending(request, asked, place)
         except BadHeader as error:
             return refused(400, str(error), "bad_header")
         with self._lock:
             self._learn(self._observed())
             now_s = self._clock()
-            if ticket.is_judged:
-                effects = self.scheduler.submit(ticket, now_s)
+            if pending.is_judged:
+                effects = self.scheduler.submit(pending, now_s)
             else:
-                effects = [self.scheduler.dispatch(ticket, now_s)]
+                effects = [self.scheduler.dispatch(pending, now_s)]
         for effect in effects:
-            if effect.pending is not ticket:
+            if effect.pending is not pending:
                 self._carry_out(effect)
-        if ticket.waits:
+        if pending.waits:
             self._loop.call_soon_threadsafe(self._let_in_soon)
             return None
         own = effects[-1]
-        return ticket.turned_away(own.refusal) if isinstance(own, Refused) else self._sent(ticket, own.choice)
+        return pending.answer_to(own.refusal) if isinstance(own, Refused) else self._sent(pending, own.choice)
 
-    def _sent(self, ticket: Ticket, choice: Choice) -> Plan:
+    def _sent(self, pending: PendingProxyRequest, choice: Choice) -> Plan:
         """It is in the books."""
-        request, place, sent_s = ticket.request, ticket.place, ticket.sent_s
+        request, place, sent_s = pending.request, pending.place, pending.sent_s
         if place is not None:
             self._locality.sent(place, choice.computes.place, sent_s)
             for each in self._observers:
                 each.on_place(choice.computes, place)
         for each in self._observers:
             each.on_choice(request, choice)
-        waited_s = sent_s - request.arrived_s if ticket.waits else 0.0
+        waited_s = sent_s - request.arrived_s if pending.waits else 0.0
         return self._plans.plan(request, choice, note=1, waited_s=waited_s)
 
     # Requests that wait
@@ -289,7 +289,7 @@ class Dispatcher:
             await asyncio.sleep(RELEASE_EVERY_S)
             with self._lock:
                 self._learn(self._observed())
-                self.candidates.look_again(map(str, scheduler.gate.line.groups), self._clock())
+                self.candidates.look_again(map(str, scheduler.controller.queue.groups), self._clock())
             self._tick()
             while scheduler.unfinished:
                 await asyncio.sleep(0)  # others want the lock, and the loop, too
@@ -301,37 +301,37 @@ class Dispatcher:
         for effect in effects:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: Dispatched[Ticket] | Refused[Ticket]) -> None:
+    def _carry_out(self, effect: Dispatched[PendingProxyRequest] | Refused[PendingProxyRequest]) -> None:
         """Of a request that waited."""
-        ticket = effect.pending
+        pending = effect.pending
         if isinstance(effect, Refused):
-            self._resume(ticket.request, ticket.turned_away(effect.refusal))
+            self._resume(pending.request, pending.answer_to(effect.refusal))
             return
         try:
-            plan = self._sent(ticket, effect.choice)
+            plan = self._sent(pending, effect.choice)
         except Exception:  # of a policy's choice: the others must not wait in vain for it
             self._policy_failed()
             plan = Plan(effect.choice.decode.place, note=1)
-        self._resume(ticket.request, plan)
+        self._resume(pending.request, plan)
 
     # What the scheduler asks
 
-    def is_gone(self, pending: Ticket) -> bool:
+    def is_gone(self, pending: PendingProxyRequest) -> bool:
         return pending.request.gone
 
-    def eligible(self, pending: Ticket) -> Fit:
+    def eligible(self, pending: PendingProxyRequest) -> Fit:
         if not pending.waits:
             return self._those(pending.request)
         return self.candidates.of_waiting(str(pending.group), self._clock())
 
-    def look(self, pending: Ticket) -> Request:
+    def refresh(self, pending: PendingProxyRequest) -> Request:
         return pending.asked  # where the prompt lies is looked up when it comes
 
-    def none_eligible(self, pending: Ticket) -> Refusal:
+    def none_eligible(self, pending: PendingProxyRequest) -> Refusal:
         pending.answer = none_left()
         return _SAID
 
-    def objection(self, pending: Ticket, choice: Choice) -> Refusal | None:
+    def objection(self, pending: PendingProxyRequest, choice: Choice) -> Refusal | None:
         pending.answer = objection(pending.request, choice)
         return None if pending.answer is None else _SAID
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy.admission import wishes
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Request
 from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, Scheduler
 from moonpool.disagg_proxy.conductor.sender import Sender
+from moonpool.disagg_proxy.dispatch import request_hints
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
-from moonpool.disagg_proxy.dispatch.ticket import Ticket
+from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
 
 ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has room for more
 
@@ -20,7 +20,9 @@ ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has
 class Intake:
     """Thread safe."""
 
-    def __init__(self, candidates: Candidates, locality: Locality, scheduler: Scheduler[Ticket]) -> None:
+    def __init__(
+        self, candidates: Candidates, locality: Locality, scheduler: Scheduler[PendingProxyRequest]
+    ) -> None:
         self._candidates = candidates
         self._locality = locality
         self._scheduler = scheduler
@@ -37,23 +39,23 @@ class Intake:
             pool = self._reachable(request, place)
         return Request(len(ids) // 4, place.own, pool, answer_tokens, holder=self._pool), place
 
-    def ticket(self, request: ProxyRequest, asked: Request, place: Place | None) -> Ticket:
+    def pending(self, request: ProxyRequest, asked: Request, place: Place | None) -> PendingProxyRequest:
         """Raises BadHeader."""
-        wished = wishes.read(request.headers)
-        if wished is not wishes.NOTHING:
-            asked = asked._replace(tenant=wished.tenant, priority=wished.priority, session=wished.session)
+        hints = request_hints.read(request.headers)
+        if hints is not request_hints.NO_HINTS:
+            asked = asked._replace(tenant=hints.tenant, priority=hints.priority, session=hints.session)
         objective, model, admission = NO_OBJECTIVE, "", self._scheduler.admission
         if request.kind not in GENERATES:
             admission = None
         elif not request.wants_one:
             asked = asked._replace(one=False)
         if admission is not None:
-            objective = wished.objective(admission.objective)
+            objective = hints.objective(admission.objective)
             # A client that takes any gap shares its engine with others, which do not.
             asked = asked._replace(gap_s=admission.gap_limit_s(objective.gap_s))
             if self._models(request, request.model) is not None:
                 model = request.model  # those that may go to the same engines, which may change meanwhile
-        return Ticket(
+        return PendingProxyRequest(
             name=request.id,
             asked=asked,
             objective=objective,

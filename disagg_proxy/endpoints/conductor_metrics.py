@@ -50,7 +50,7 @@ class ConductorCollector(Collector):
                 (),
                 {(): hidden.seen},
             )
-        yield from self._gate()
+        yield from self._admission()
         yield from self._engines()
         yield from self._predictions()
         for name, value in sorted(self._locality.stats().items()):
@@ -60,12 +60,13 @@ class ConductorCollector(Collector):
         if self._subscriber is not None:
             yield from self._streams(self._subscriber)
 
-    def _gate(self) -> Iterator[Metric]:
-        gate, admission = self._dispatcher.scheduler.gate, self._dispatcher.scheduler.admission
+    def _admission(self) -> Iterator[Metric]:
+        scheduler = self._dispatcher.scheduler
+        admission = scheduler.admission
         if admission is None:
             return
         text = "Requests that wait in the proxy until they may be sent"
-        yield _family("moonpool_proxy_queue_requests", text, (), {(): len(gate.line)})
+        yield _family("moonpool_proxy_queue_requests", text, (), {(): scheduler.waiting})
         margins: Values = {
             ("ttft",): admission.ttft_margin.factor,
             ("gap",): admission.gap_margin.factor,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal, ttft_s
+from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.gate import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.conductor.scheduler import (
@@ -178,7 +178,7 @@ class Desk:
     def eligible(self, pending: _Pending) -> Fit:
         return self.fleet.eligible
 
-    def look(self, pending: _Pending) -> Request:
+    def refresh(self, pending: _Pending) -> Request:
         job, admission = pending.job, self.scheduler.admission
         held = self._engines.caches.find(job.blocks, expected=self.expected, unit=BLOCK_TOKENS)
         return Request(

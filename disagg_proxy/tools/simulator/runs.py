@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.tools.simulator.desk import Desk
@@ -35,7 +35,7 @@ class Plan:
     cluster: ClusterSettings
     policy: str = "conductor"
     objective: Objective = ANY
-    admission: Look | None = None
+    admission: Lookahead | None = None
     speed: float = 1.0
     seed: int = 0
     copies: int = 1

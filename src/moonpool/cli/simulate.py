@@ -94,7 +94,7 @@ def simulate(
     """
     from dataclasses import replace
 
-    from moonpool.disagg_proxy.conductor.admission import Look, Objective
+    from moonpool.disagg_proxy.conductor.admission import Lookahead, Objective
     from moonpool.disagg_proxy.tools.simulator import plots, report, run_plots
     from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
     from moonpool.disagg_proxy.tools.simulator.happenings import parse, read_happenings
@@ -102,7 +102,7 @@ def simulate(
     from moonpool.disagg_proxy.tools.simulator.results import Slo
     from moonpool.disagg_proxy.tools.simulator.runs import Plan
 
-    looks = {"none": None, **{look.value: look for look in Look}}
+    looks = {"none": None, **{look.value: look for look in Lookahead}}
     if admission not in looks:
         raise typer.BadParameter(f"--admission is one of {', '.join(looks)}, not {admission}")
     drawn = plot or []

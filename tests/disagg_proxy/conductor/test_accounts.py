@@ -129,8 +129,8 @@ def whole(
     prefill, decode = accounts.instances
     asked, choice = Request(tokens=4_000), Choice(decode, prefill)
     admission = accounts.admission
-    outlook = None if admission is None else admission.outlook(asked, choice, start_s)
-    accounts.sent(number, choice, asked, streams=False, now_s=start_s, outlook=outlook)
+    prediction = None if admission is None else admission.predict(asked, choice, start_s)
+    accounts.sent(number, choice, asked, streams=False, now_s=start_s, prediction=prediction)
     seen = BLANK._replace(request=number, stream=0, handed_over=handed, prefill_done_s=start_s + 2.0)
     accounts.learn(seen._replace(stage=Stage.PREFILLED))
     assert (prefill.in_flight, decode.in_flight, decode.coming) == (0, 1, 0)
@@ -152,7 +152,7 @@ def test_an_answer_that_comes_whole_teaches_decode_where_its_prefill_was_heard_o
     assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
     assert decode.decode_model.predict(1, 4_000) == pytest.approx(0.1, rel=0.1)
     assert decode.handover_model.regression.samples == 0
-    assert admission.answers.times.learnt  # who is dear is known
+    assert admission.answers.times.learnt  # so capacity is known
     assert admission.answers.times.mean_s == pytest.approx(10.0, rel=0.1)
     assert admission.ttft_margin.factor == 1.0  # of first tokens nothing was heard
 
@@ -195,8 +195,8 @@ def test_of_several_answers_to_one_request_no_gap_is_learnt(streams: bool) -> No
     asked, choice = Request(tokens=4_000, one=False), Choice(decode, prefill)
     for number in range(50):
         start_s = number * 20.0
-        outlook = admission.outlook(asked, choice, start_s)
-        accounts.sent(number, choice, asked, streams=streams, now_s=start_s, outlook=outlook)
+        prediction = admission.predict(asked, choice, start_s)
+        accounts.sent(number, choice, asked, streams=streams, now_s=start_s, prediction=prediction)
         seen = BLANK._replace(
             request=number, stream=int(streams), handed_over=Handed.TWO_STEP, prefill_done_s=start_s + 2.0
         )

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
@@ -24,15 +24,15 @@ def test_everybody_is_taken_who_is_in_time() -> None:
     prefill, decode = pair()
     admission = Admission(Objective(ttft_s=3.0))
     asked = Request(tokens=10_000)
-    assert admission.outlook(asked, choice(prefill, decode, 1.0), 0.0).refusal is None
+    assert admission.predict(asked, choice(prefill, decode, 1.0), 0.0).refusal is None
     prefill.books.prefill_began(1, 10_000, 0, 0, 2.5, 0.0)
-    refused = admission.outlook(asked, choice(prefill, decode, 1.0), 0.0)
+    refused = admission.predict(asked, choice(prefill, decode, 1.0), 0.0)
     assert refused.refusal is not None
     assert refused.refusal.reason == "ttft"
     assert 0.4 < refused.refusal.retry_after_s < 1.5
     own = Objective(ttft_s=9.0)
-    assert admission.outlook(asked, choice(prefill, decode, 1.0), 0.0, objective=own).refusal is None
-    late = admission.outlook(asked, choice(prefill, decode, 1.0), 2.0, objective=own, waited_s=8.0)
+    assert admission.predict(asked, choice(prefill, decode, 1.0), 0.0, objective=own).refusal is None
+    late = admission.predict(asked, choice(prefill, decode, 1.0), 2.0, objective=own, waited_s=8.0)
     assert late.refusal is not None
 
 
@@ -40,7 +40,7 @@ def test_the_sentence_tells_short_times_apart() -> None:
     prefill, decode = pair()
     admission = Admission(Objective(ttft_s=1e-4))
     for seconds, said in ((0.03, "after 0.04"), (1234.56, "after 1234.6 s, and")):
-        refusal = admission.outlook(Request(tokens=10), choice(prefill, decode, seconds), 0.0).refusal
+        refusal = admission.predict(Request(tokens=10), choice(prefill, decode, seconds), 0.0).refusal
         assert refusal is not None
         assert said in refusal.sentence
 
@@ -49,7 +49,7 @@ def test_decode_is_looked_at_when_the_prefill_will_have_ended() -> None:
     """Ten decode and will have ended then; or ten come, and will be there then."""
     for state, now_says, ahead_says in (("decode", "gap", None), ("come", None, "gap")):
         refusals = {}
-        for look in (Look.NOW, Look.AHEAD, Look.NEVER):
+        for look in (Lookahead.NOW, Lookahead.AHEAD, Lookahead.NEVER):
             prefill, decode = pair()
             admission = Admission(Objective(gap_s=0.013), look)  # 10 ms, and 0.3 ms for each request
             for _ in range(2_000):
@@ -60,17 +60,19 @@ def test_decode_is_looked_at_when_the_prefill_will_have_ended() -> None:
                     name,
                     Request(tokens=100),
                     choice(prefill, decode, 18.0 if state == "come" else 0.0),
-                    admission.outlook(
+                    admission.predict(
                         Request(tokens=100), choice(prefill, decode, 18.0 if state == "come" else 0.0), 0.0
                     ),
                     0.0,
                 )
                 if state == "decode":
                     admission.began(name, 0.0)
-            found = admission.outlook(Request(tokens=100), choice(prefill, decode, 20.0), 0.5).refusal
+            found = admission.predict(Request(tokens=100), choice(prefill, decode, 20.0), 0.5).refusal
             refusals[look] = None if found is None else found.reason
             admission.check_integrity()
-        assert refusals == {Look.NOW: now_says, Look.AHEAD: ahead_says, Look.NEVER: None}, state
+        assert refusals == {Lookahead.NOW: now_says, Lookahead.AHEAD: ahead_says, Lookahead.NEVER: None}, (
+            state
+        )
 
 
 def test_what_no_empty_instance_can_do_is_not_waited_for() -> None:
@@ -82,18 +84,18 @@ def test_what_no_empty_instance_can_do_is_not_waited_for() -> None:
     asked, one = Request(tokens=100), choice(prefill, decode, 1.0)
     for gap_s, alone, both in ((0.005, True, False), (0.001, True, True), (0.0104, False, False)):
         wanted = Objective(gap_s=gap_s)
-        refusal = admission.outlook(asked, one, 0.0, objective=wanted).refusal
+        refusal = admission.predict(asked, one, 0.0, objective=wanted).refusal
         if gap_s < 0.01:
             assert refusal is not None
         assert admission.is_final(refusal, asked, (prefill, decode), wanted) is alone
         assert admission.is_final(refusal, asked, (prefill, decode, quicker), wanted) is both
     wanted = Objective(ttft_s=0.1)
-    refusal = admission.outlook(asked, one, 0.0, objective=wanted).refusal
+    refusal = admission.predict(asked, one, 0.0, objective=wanted).refusal
     assert admission.is_final(refusal, asked, (prefill, decode), wanted)
     assert not admission.is_final(None, asked, (prefill, decode), wanted)
     admission.gap_margin.factor = 3.0  # it may shrink again
     wanted = Objective(gap_s=0.02)
-    refusal = admission.outlook(asked, one, 0.0, objective=wanted).refusal
+    refusal = admission.predict(asked, one, 0.0, objective=wanted).refusal
     assert refusal is not None
     assert not admission.is_final(refusal, asked, (prefill, decode), wanted)
 
@@ -103,25 +105,25 @@ def test_no_room_at_decode_is_a_wait() -> None:
     admission = Admission(Objective(ttft_s=5.0))
     one = choice(prefill, decode, 1.0)
     for name in range(2):
-        outlook = admission.outlook(Request(tokens=9_000), one, 0.0)
-        assert outlook.refusal is None
-        admission.taken(name, Request(tokens=9_000), one, outlook, 0.0)
-    third = admission.outlook(Request(tokens=9_000), one, 0.0)
+        prediction = admission.predict(Request(tokens=9_000), one, 0.0)
+        assert prediction.refusal is None
+        admission.taken(name, Request(tokens=9_000), one, prediction, 0.0)
+    third = admission.predict(Request(tokens=9_000), one, 0.0)
     assert third.ttft_s > 3.0
     admission.over(0, 1.0)
-    assert admission.outlook(Request(tokens=9_000), one, 1.0).ttft_s < 1.5
+    assert admission.predict(Request(tokens=9_000), one, 1.0).ttft_s < 1.5
 
 
 def test_after_prefill_the_decode_instance_has_a_word() -> None:
     prefill, decode = pair()
-    admission = Admission(Objective(gap_s=0.012), Look.AFTER)
+    admission = Admission(Objective(gap_s=0.012), Lookahead.AFTER)
     one = choice(prefill, decode, 1.0)
     asked = Request(tokens=100)
     refused = 0
     for name in range(20):
-        outlook = admission.outlook(asked, one, 0.0)
-        assert outlook.refusal is None
-        admission.taken(name, asked, one, outlook, 0.0)
+        prediction = admission.predict(asked, one, 0.0)
+        assert prediction.refusal is None
+        admission.taken(name, asked, one, prediction, 0.0)
         if admission.after_prefill(name, asked, one) is not None:
             admission.over(name, 1.0)
             refused += 1
@@ -141,11 +143,11 @@ def test_what_was_promised_too_much_is_promised_no_more() -> None:
         now_s += 1.0
         predicted_s = chance.uniform(1.0, 12.0)
         one = choice(prefill, decode, predicted_s)
-        outlook = admission.outlook(Request(tokens=1_000), one, now_s)
-        if outlook.refusal is not None:
+        prediction = admission.predict(Request(tokens=1_000), one, now_s)
+        if prediction.refusal is not None:
             continue
         took_s = predicted_s * chance.uniform(1.5, 2.5)
-        admission.taken(name, Request(tokens=1_000), one, outlook, now_s)
+        admission.taken(name, Request(tokens=1_000), one, prediction, now_s)
         admission.began(name, now_s + took_s)
         admission.over(name, now_s + took_s + 1.0)
         if name > 4_000:
@@ -167,7 +169,7 @@ def test_an_instance_that_is_gone_and_clocks_that_jump_leave_nothing_behind() ->
         if act < 2:
             one = choice(prefill, chance.choice(decodes), chance.uniform(0, 20))
             asked = Request(tokens=chance.randrange(100_000))
-            admission.taken(name, asked, one, admission.outlook(asked, one, now_s), now_s)
+            admission.taken(name, asked, one, admission.predict(asked, one, now_s), now_s)
         elif act == 2:
             admission.began(name, now_s)
         elif act == 3:
@@ -182,9 +184,9 @@ def test_an_instance_that_is_gone_and_clocks_that_jump_leave_nothing_behind() ->
     assert len(admission) == 0
 
 
-@pytest.mark.parametrize("look", list(Look))
-def test_without_an_objective_nobody_is_refused(look: Look) -> None:
+@pytest.mark.parametrize("look", list(Lookahead))
+def test_without_an_objective_nobody_is_refused(look: Lookahead) -> None:
     prefill, decode = pair()
     prefill.books.prefill_began(1, 1, 0, 0, 1e9, 0.0)
-    found = Admission(Objective(), look).outlook(Request(tokens=1 << 20), choice(prefill, decode, 1e9), 0.0)
+    found = Admission(Objective(), look).predict(Request(tokens=1 << 20), choice(prefill, decode, 1e9), 0.0)
     assert found.refusal is None

@@ -8,17 +8,17 @@ import time
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
-from moonpool.disagg_proxy.conductor.answers import Answers
+from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
+from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.demand import EVERY_S, PER_OCTAVE, Dear, Demand
+from moonpool.disagg_proxy.conductor.demand import EVERY_S, PER_OCTAVE, Capacity, Demand
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 
 WITHIN = 2.0 ** (1.5 / PER_OCTAVE)  # a class and a half
 
 
-def taught(seconds: float) -> Answers:
-    answers = Answers()
+def taught(seconds: float) -> AnswerLengthStats:
+    answers = AnswerLengthStats()
     for _ in range(2_000):
         answers.observe(seconds, 100)
     return answers
@@ -35,7 +35,7 @@ def come(demand: Demand, rate: float, tokens: list[int], seconds: float = 600.0)
         demand.add(chance.choice(tokens), number / rate)
 
 
-def test_what_can_all_be_served_is_not_dear() -> None:
+def test_what_can_all_be_served_fits() -> None:
     demand = Demand()
     assert demand.longest(decodes(1), 0.05, taught(10.0), 0.0) == math.inf  # nobody has come
     come(demand, 5.0, [100, 50_000, 100_000])  # 50 at once: 15 ms of requests and 50 ms of tokens
@@ -44,7 +44,7 @@ def test_what_can_all_be_served_is_not_dear() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_longest_are_dear_as_far_as_there_is_no_room(count: int) -> None:
+def test_the_longest_exceed_as_far_as_there_is_no_room(count: int) -> None:
     """100 at once, their prompts evenly 1,000 to 100,000: each instance's gap 0.01 + 0.0003 n + 2e-8 c."""
     demand = Demand()
     come(demand, 10.0 * count, list(range(1_000, 101_000, 1_000)))
@@ -60,7 +60,7 @@ def test_room_bounds_them_too_where_it_is_known() -> None:
     assert found / 1_000 == pytest.approx(31, rel=WITHIN - 1 + 0.05)  # 31 x 32 / 2 = 496
 
 
-def test_who_asks_as_much_as_all_others_is_not_dear() -> None:
+def test_who_asks_as_much_as_all_others_fits() -> None:
     """Else nobody would be served."""
     demand = Demand()
     come(demand, 50.0, [8_000])
@@ -82,7 +82,7 @@ def test_what_came_long_ago_and_clocks_that_jump_are_nothing() -> None:
 
 
 @pytest.mark.parametrize("back_to_s", [595.0, 300.0, 0.0, -1e9])
-def test_a_clock_that_goes_back_makes_nobody_dear(back_to_s: float) -> None:
+def test_a_clock_that_goes_back_makes_nobody_exceed(back_to_s: float) -> None:
     demand, answers, instances = Demand(), taught(10.0), decodes(1)
     come(demand, 1.0, [8_000, 80_000])
     for number in range(1_000):
@@ -92,13 +92,13 @@ def test_a_clock_that_goes_back_makes_nobody_dear(back_to_s: float) -> None:
 
 @pytest.mark.parametrize("gap_s", [0.011, 0.001, 0.0])
 @pytest.mark.parametrize("now_s", [0.0, 1e9, math.inf, math.nan])
-def test_one_request_alone_is_not_dear(now_s: float, gap_s: float) -> None:
+def test_one_request_alone_fits(now_s: float, gap_s: float) -> None:
     demand = Demand()
     demand.add(1_000_000, now_s)
     assert demand.longest(decodes(1), gap_s, taught(100.0), now_s) >= 1_000_000
 
 
-def test_where_nobody_decodes_nobody_is_dear() -> None:
+def test_where_nobody_decodes_nobody_exceeds() -> None:
     demand = Demand()
     come(demand, 50.0, [8_000, 80_000])
     assert demand.longest([], 0.05, taught(10.0), 600.0) == math.inf
@@ -106,11 +106,11 @@ def test_where_nobody_decodes_nobody_is_dear() -> None:
     assert demand.longest(alone, 0.05, taught(10.0), 600.0 + EVERY_S) < math.inf  # all that there is
 
 
-def test_what_is_not_known_makes_nobody_dear() -> None:
+def test_what_is_not_known_makes_nobody_exceed() -> None:
     """A proxy that has just started has prior times only."""
     demand = Demand()
     come(demand, 50.0, [8_000, 80_000])
-    answers = Answers()
+    answers = AnswerLengthStats()
     assert demand.longest(decodes(1), 0.05, answers, 600.0) == math.inf
     for _ in range(50):
         answers.observe(10.0, 100)
@@ -120,19 +120,19 @@ def test_what_is_not_known_makes_nobody_dear() -> None:
 def test_it_costs_an_arrival_next_to_nothing_however_many_instances_there_are() -> None:
     gate, fleet = admission(), tuple(decodes(1_000))
     asked = [Request(1_000 * number) for number in range(1, 1_001)]
-    gate.how_dear("g", asked[0], fleet, 0.0)
+    gate.capacity_class("g", asked[0], fleet, 0.0)
 
     def took_s() -> float:
         began_s = time.process_time()
         for request in asked:
-            gate.how_dear("g", request, fleet, 0.5)
+            gate.capacity_class("g", request, fleet, 0.5)
         return time.process_time() - began_s
 
     # 3 ms; with a look at each instance 70. The best of three: what is thrown away meanwhile may be others'.
     assert min(took_s() for _ in range(3)) < 0.04
 
 
-def admission(look: Look = Look.AHEAD, gap_s: float = 0.05) -> Admission:
+def admission(look: Lookahead = Lookahead.AHEAD, gap_s: float = 0.05) -> Admission:
     made = Admission(Objective(gap_s=gap_s), look)
     made.answers = taught(10.0)
     return made
@@ -141,36 +141,39 @@ def admission(look: Look = Look.AHEAD, gap_s: float = 0.05) -> Admission:
 def test_only_under_overload_and_by_priority_and_by_group() -> None:
     fleet = [Instance(9, "p", Role.PREFILL), *decodes(1)]
 
-    def dear(gate: Admission, rate: float, request: Request, group: str = "g") -> Dear:
+    def class_of(gate: Admission, rate: float, request: Request, group: str = "g") -> Capacity:
         chance = random.Random(1)
         for number in range(int(300 * rate)):
-            gate.how_dear("g", Request(chance.randrange(100, 100_000)), fleet, number / rate)
-        return gate.how_dear(group, request, fleet, 300.0)
+            gate.capacity_class("g", Request(chance.randrange(100, 100_000)), fleet, number / rate)
+        return gate.capacity_class(group, request, fleet, 300.0)
 
     long = Request(60_000)
-    assert dear(admission(), 10.0, long) is Dear.NONE
-    assert not dear(admission(), 10.0, Request(500))
-    assert not dear(admission(), 10.0, long._replace(priority=2))
-    assert not dear(admission(), 10.0, long, group="another model")
-    assert not dear(admission(), 1.0, long)
-    assert not dear(admission(Look.NOW), 10.0, long)
-    assert not dear(admission(gap_s=math.inf), 10.0, long)
+    assert class_of(admission(), 10.0, long) is Capacity.EXCEEDS
+    assert not class_of(admission(), 10.0, Request(500))
+    assert not class_of(admission(), 10.0, long._replace(priority=2))
+    assert not class_of(admission(), 10.0, long, group="another model")
+    assert not class_of(admission(), 1.0, long)
+    assert not class_of(admission(Lookahead.NOW), 10.0, long)
+    assert not class_of(admission(gap_s=math.inf), 10.0, long)
     gate = admission()
     for group in range(1_000):
-        gate.how_dear(group, long, fleet, 0.0)
+        gate.capacity_class(group, long, fleet, 0.0)
     assert len(gate._demand) <= 64
 
 
-def test_where_decode_can_take_some_of_one_length_they_are_dearer_than_the_shorter_ones() -> None:
+def test_where_decode_can_take_some_of_one_length_they_exceed_more_than_the_shorter_ones() -> None:
     fleet = decodes(1)
     gate = admission()
     chance = random.Random(1)
     for number in range(3_000):  # at once 50 of each: 0.01 + 0.0003 x 50 + 2e-5 x 50 of the short ones
-        gate.how_dear("g", Request(chance.choice([1_000, 40_000, 80_000])), fleet, number / 15)
-    found = [gate.how_dear("g", Request(tokens), fleet, 200.0) for tokens in (1_000, 40_000, 80_000)]
-    assert found == [Dear.ALL, Dear.SOME, Dear.NONE]
+        gate.capacity_class("g", Request(chance.choice([1_000, 40_000, 80_000])), fleet, number / 15)
+    found = [gate.capacity_class("g", Request(tokens), fleet, 200.0) for tokens in (1_000, 40_000, 80_000)]
+    assert found == [Capacity.FITS, Capacity.MARGINAL, Capacity.EXCEEDS]
     urgent = [Request(tokens, priority=1) for tokens in (40_000, 80_000)]
-    assert [gate.how_dear("g", each, fleet, 200.0) for each in urgent] == [Dear.ALL, Dear.SOME]
+    assert [gate.capacity_class("g", each, fleet, 200.0) for each in urgent] == [
+        Capacity.FITS,
+        Capacity.MARGINAL,
+    ]
 
 
 def test_lengths_at_which_a_class_begins_are_of_that_class() -> None:
@@ -179,22 +182,24 @@ def test_lengths_at_which_a_class_begins_are_of_that_class() -> None:
     for some, none in ((32_000, 32_768), (32_768, 80_000), (32_768, 65_536)):
         gate, chance = admission(), random.Random(1)
         for number in range(3_000):
-            gate.how_dear("g", Request(chance.choice([1_000, some, none])), fleet, number / 15)
-        found = [gate.how_dear("g", Request(tokens), fleet, 200.0) for tokens in (1_000, some, none)]
-        assert found == [Dear.ALL, Dear.SOME, Dear.NONE], (some, none)
+            gate.capacity_class("g", Request(chance.choice([1_000, some, none])), fleet, number / 15)
+        found = [gate.capacity_class("g", Request(tokens), fleet, 200.0) for tokens in (1_000, some, none)]
+        assert found == [Capacity.FITS, Capacity.MARGINAL, Capacity.EXCEEDS], (some, none)
 
 
-def test_a_dear_one_is_taken_where_nobody_needs_its_place() -> None:
+def test_an_exceeding_one_is_taken_where_nobody_needs_its_place() -> None:
     (decode,) = decodes(1)
     choice = Choice(decode, Instance(9, "p", Role.PREFILL), 1.0)
     asked = Request(10_000)
     gate = admission()
-    assert gate.outlook(asked, choice, 0.0, dear=True).refusal is None
+    assert gate.predict(asked, choice, 0.0, only_if_spare=True).refusal is None
     for name in range(115):  # 44.5 ms; by chance there are 21 more at a time
-        gate.taken(name, Request(1), choice, gate.outlook(Request(1), choice, 0.0), 0.0)
+        gate.taken(name, Request(1), choice, gate.predict(Request(1), choice, 0.0), 0.0)
         gate.began(name, 0.0)
-    assert gate.outlook(asked, choice, 0.0).refusal is None
-    refusal = gate.outlook(asked, choice, 0.0, dear=True).refusal
+    assert gate.predict(asked, choice, 0.0).refusal is None
+    refusal = gate.predict(asked, choice, 0.0, only_if_spare=True).refusal
     assert refusal is not None
     assert refusal.reason == "long"
-    assert gate.outlook(asked, choice, 0.0, dear=True, objective=Objective(gap_s=0.06)).refusal is None
+    assert (
+        gate.predict(asked, choice, 0.0, only_if_spare=True, objective=Objective(gap_s=0.06)).refusal is None
+    )

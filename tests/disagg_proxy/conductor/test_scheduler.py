@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Refusal
+from moonpool.disagg_proxy.conductor.admission_controller import RELEASED_MAX
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.gate import RELEASED_MAX
 from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.scheduler import (
@@ -43,7 +43,7 @@ class Bed:
     def eligible(self, pending: PendingRequest) -> Fit:
         return Fit.of(self.instances)
 
-    def look(self, pending: PendingRequest) -> Request:
+    def refresh(self, pending: PendingRequest) -> Request:
         return pending.asked
 
     def none_eligible(self, pending: PendingRequest) -> Refusal:

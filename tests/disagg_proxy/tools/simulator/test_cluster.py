@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
@@ -224,7 +224,7 @@ def test_admission_looks_at_decode_ahead_of_time() -> None:
     blind = run(
         ClusterSettings(prefill=1, decode=1, machine=crowded),
         arrivals,
-        admission=Admission(objective, Look.NEVER),
+        admission=Admission(objective, Lookahead.NEVER),
     )
     within = [sum(job.gap_s <= 0.05 for job in jobs if not job.why_not) for jobs in (free, careful, blind)]
     assert within[1] > 2 * max(within[0], within[2])

@@ -1,8 +1,8 @@
-"""Requests that wait in the proxy: by priority, then by tenant, dear ones last, then by deadline; of bounded
-number. Pure.
+"""Requests that wait in the proxy: by priority, then by tenant, those that exceed capacity last, then by
+deadline; of bounded number. Pure.
 
-Requests for which an engine was free, but none that meets their own objective, are set aside: they keep
-their order, and no request behind them that wants less waits for them.
+A request for which a worker was free, but none that meets its own objective, is deferred: it keeps its order,
+and no request behind it that wants less waits for it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from moonpool.disagg_proxy.conductor.demand import Dear
+from moonpool.disagg_proxy.conductor.demand import Capacity
 from moonpool.disagg_proxy.conductor.fairness import Fairness
 
 FAIRNESSES_MAX = 64  # beyond it those are forgotten for which no request waits
-TENANTS_MAX = 256  # that are told apart in the line; a further one waits with the others of no name
+TENANTS_MAX = 256  # tenants tracked separately; further tenants share one bucket
 
 T = TypeVar("T")
 K = TypeVar("K")
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Generic[T]):
-    """group: requests that wait for the same instances. priority: higher is more urgent. work_s: seconds of
-    prefill that it will take. tenant: the line may change it, when there are too many."""
+class QueuedRequest(Generic[T]):
+    """group: requests that wait for the same workers. priority: higher is more urgent. work_s: predicted
+    seconds of its prefill. tenant: "" once there are more than TENANTS_MAX."""
 
-    ticket: T
+    pending: T
     group: Hashable
     tenant: str
     priority: int
@@ -39,28 +39,28 @@ class Waiting(Generic[T]):
     deadline_s: float
     work_s: float = 0.0
     gap_s: float = math.inf  # its own objective
-    dear: Dear = Dear.ALL  # the dearer, the further back among those of its tenant
+    capacity: Capacity = Capacity.FITS  # the more it exceeds, the further back in its tenant's queue
     number: int = 0  # of equal deadlines the first to come goes first
-    aside: bool = False
+    deferred: bool = False
 
 
 class _Lane(Generic[T]):
     """Some of a group. by: priority and tenant, each list in ``_order``, none empty."""
 
     def __init__(self) -> None:
-        self.by: dict[int, dict[str, list[Waiting[T]]]] = {}
+        self.by: dict[int, dict[str, list[QueuedRequest[T]]]] = {}
         self.work_s: dict[int, float] = {}  # by priority
 
-    def __iter__(self) -> Iterator[Waiting[T]]:
+    def __iter__(self) -> Iterator[QueuedRequest[T]]:
         for tenants in self.by.values():
             yield from itertools.chain.from_iterable(tenants.values())
 
-    def add(self, entry: Waiting[T]) -> None:
+    def add(self, entry: QueuedRequest[T]) -> None:
         waiting = self.by.setdefault(entry.priority, {}).setdefault(entry.tenant, [])
         bisect.insort(waiting, entry, key=_order)
         self.work_s[entry.priority] = self.work_s.get(entry.priority, 0.0) + entry.work_s
 
-    def remove(self, entry: Waiting[T]) -> None:
+    def remove(self, entry: QueuedRequest[T]) -> None:
         tenants = self.by[entry.priority]
         waiting = tenants[entry.tenant]
         place = bisect.bisect_left(waiting, _order(entry), key=_order)
@@ -72,7 +72,7 @@ class _Lane(Generic[T]):
         if not tenants:
             del self.by[entry.priority], self.work_s[entry.priority]
 
-    def first(self, fairness: Callable[[int], Fairness]) -> Waiting[T] | None:
+    def first(self, fairness: Callable[[int], Fairness]) -> QueuedRequest[T] | None:
         """fairness: by priority."""
         if not self.by:
             return None
@@ -85,24 +85,24 @@ class _Lane(Generic[T]):
         for priority, tenants in self.by.items():
             for waiting in tenants.values():
                 if not waiting or waiting != sorted(waiting, key=_order):
-                    raise AssertionError("the line is not in order")
+                    raise AssertionError("the queue is not in order")
             total_s = sum(entry.work_s for waiting in tenants.values() for entry in waiting)
             if abs(total_s - self.work_s[priority]) > 1e-6 * max(total_s, 1.0):
                 raise AssertionError("their work does not add up")
 
 
 class _Group(Generic[T]):
-    """ready: requests that wait for an engine. turn: those aside, by when each was last looked at."""
+    """ready: requests that wait for an engine. retry: those deferred, by when each was last looked at."""
 
     def __init__(self) -> None:
         self.ready: _Lane[T] = _Lane()
-        self.aside: _Lane[T] = _Lane()
-        self.gaps_s: list[float] = []  # objectives of those aside, in order
-        self.turn: OrderedDict[Waiting[T], None] = OrderedDict()
-        self.turned_s = -math.inf
+        self.deferred: _Lane[T] = _Lane()
+        self.gaps_s: list[float] = []  # objectives of those deferred, in order
+        self.retry: OrderedDict[QueuedRequest[T], None] = OrderedDict()
+        self.retried_s = -math.inf
 
 
-class Line(Generic[T]):
+class WaitQueue(Generic[T]):
     """Within a group no request passes that is further behind. Among tenants each group and priority has
     turns of its own: requests that wait for other engines, or for the more urgent, are no measure of
     what those that come may have."""
@@ -119,17 +119,17 @@ class Line(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Waiting[T]]:
+    def __iter__(self) -> Iterator[QueuedRequest[T]]:
         """In no order."""
         for group in self._groups.values():
             yield from group.ready
-            yield from group.aside
+            yield from group.deferred
 
     @property
     def groups(self) -> list[Hashable]:
         return list(self._groups)
 
-    def add(self, entry: Waiting[T]) -> Waiting[T] | None:
+    def add(self, entry: QueuedRequest[T]) -> QueuedRequest[T] | None:
         """Returns the entry that has to go for it, perhaps itself; None: there is room."""
         out = None
         if entry.tenant not in self._tenants and len(self._tenants) >= TENANTS_MAX:
@@ -147,59 +147,59 @@ class Line(Generic[T]):
         self._count += 1
         return out
 
-    def first(self, group: Hashable) -> Waiting[T] | None:
+    def first(self, group: Hashable) -> QueuedRequest[T] | None:
         """The next of those that wait for an engine."""
         found = self._groups.get(group)
         return None if found is None else found.ready.first(partial(self._fair, group))
 
-    def set_aside(self, entry: Waiting[T]) -> None:
+    def defer(self, entry: QueuedRequest[T]) -> None:
         """An engine was free, and yet it was not sent, for the sake of its own objective."""
         group = self._groups[entry.group]
         group.ready.remove(entry)
-        group.aside.add(entry)
+        group.deferred.add(entry)
         bisect.insort(group.gaps_s, entry.gap_s)
-        group.turn[entry] = None
-        entry.aside = True
+        group.retry[entry] = None
+        entry.deferred = True
 
-    def first_aside(self, group: Hashable) -> Waiting[T] | None:
-        """The next of those that were set aside."""
+    def first_deferred(self, group: Hashable) -> QueuedRequest[T] | None:
+        """The next of those that were deferred."""
         found = self._groups.get(group)
-        return None if found is None else found.aside.first(partial(self._fair, group))
+        return None if found is None else found.deferred.first(partial(self._fair, group))
 
-    def is_turn(self, group: Hashable, now_s: float, every_s: float) -> bool:
-        """Whether it is time again for others than the first of those set aside; then it is their turn."""
+    def is_retry_due(self, group: Hashable, now_s: float, every_s: float) -> bool:
+        """Whether it is time again for others than the first of those deferred; then it is their turn."""
         found = self._groups.get(group)
-        if found is None or not found.turn or 0.0 <= now_s - found.turned_s < every_s:
+        if found is None or not found.retry or 0.0 <= now_s - found.retried_s < every_s:
             return False
-        found.turned_s = now_s
+        found.retried_s = now_s
         return True
 
-    def turn(self, group: Hashable) -> Waiting[T] | None:
-        """Of those set aside the one that was looked at longest ago; looks at it."""
+    def retry_deferred(self, group: Hashable) -> QueuedRequest[T] | None:
+        """Of those deferred the one that was looked at longest ago; looks at it."""
         found = self._groups.get(group)
-        if found is None or not found.turn:
+        if found is None or not found.retry:
             return None
-        entry = next(iter(found.turn))
-        found.turn.move_to_end(entry)
+        entry = next(iter(found.retry))
+        found.retry.move_to_end(entry)
         return entry
 
-    def remove(self, entry: Waiting[T]) -> None:
+    def remove(self, entry: QueuedRequest[T]) -> None:
         group = self._groups[entry.group]
-        if entry.aside:
-            group.aside.remove(entry)
+        if entry.deferred:
+            group.deferred.remove(entry)
             del group.gaps_s[bisect.bisect_left(group.gaps_s, entry.gap_s)]
-            del group.turn[entry]
-            entry.aside = False
+            del group.retry[entry]
+            entry.deferred = False
         else:
             group.ready.remove(entry)
-        if not group.ready.by and not group.aside.by:
+        if not group.ready.by and not group.deferred.by:
             del self._groups[entry.group]
         _less(self._priorities, entry.priority)
         _less(self._tenants, entry.tenant)
         self._fair(entry.group, entry.priority).goes(entry.tenant)
         self._count -= 1
 
-    def charge(self, entry: Waiting[T], prompt: int, answer: int) -> None:
+    def charge(self, entry: QueuedRequest[T], prompt: int, answer: int) -> None:
         """Tokens that are to be computed for one that waited."""
         self._fair(entry.group, entry.priority).charge(entry.tenant, prompt, answer)
 
@@ -211,19 +211,19 @@ class Line(Generic[T]):
             found = self._fairness[group, priority] = Fairness()
         return found
 
-    def has_before(self, group: Hashable, priority: int, gap_s: float, *, aside: bool = False) -> bool:
+    def has_before(self, group: Hashable, priority: int, gap_s: float, *, deferred: bool = False) -> bool:
         """Whether a request waits that one that came now would have to let go first. gap_s: its own
-        objective; of those aside it passes those that want more. aside: of these alone."""
+        objective; it passes deferred requests that want more. deferred: of these alone."""
         found = self._groups.get(group)
         if found is None:
             return False
-        lanes = [] if aside else [found.ready]
+        lanes = [] if deferred else [found.ready]
         if found.gaps_s and gap_s <= found.gaps_s[-1]:
-            lanes.append(found.aside)
+            lanes.append(found.deferred)
         return any(own >= priority for lane in lanes for own in lane.by)
 
     def ahead_s(self, group: Hashable, priority: int) -> float:
-        """Seconds of prefill of those that one that came now would wait for: of none that is aside."""
+        """Seconds of prefill of those that one that came now would wait for: of none that is deferred."""
         found = self._groups.get(group)
         if found is None:
             return 0.0
@@ -236,16 +236,16 @@ class Line(Generic[T]):
             raise AssertionError("those who wait do not add up")
         for group in self._groups.values():
             group.ready.check_integrity()
-            group.aside.check_integrity()
-            if group.gaps_s != sorted(entry.gap_s for entry in group.aside):
-                raise AssertionError("the objectives of those aside do not add up")
-            if set(group.aside) != set(group.turn) or not all(entry.aside for entry in group.turn):
-                raise AssertionError("who is aside does not have its turn, or one who has left does")
+            group.deferred.check_integrity()
+            if group.gaps_s != sorted(entry.gap_s for entry in group.deferred):
+                raise AssertionError("the objectives of those deferred do not add up")
+            if set(group.deferred) != set(group.retry) or not all(entry.deferred for entry in group.retry):
+                raise AssertionError("the retries are not of the deferred requests")
 
-    def _least_wanted(self, entry: Waiting[T]) -> Waiting[T]:
-        """Of the least urgent the last one of the tenant that has most in line. A newcomer that is no more
-        urgent takes such a place only for a tenant that has fewer, or from a dearer one of its own tenant:
-        those are sent last, and would fill the line until no other gets in."""
+    def _least_wanted(self, entry: QueuedRequest[T]) -> QueuedRequest[T]:
+        """The last of the least urgent requests of the tenant with most of them. A new request that is no
+        more urgent takes that place only if its tenant has fewer, or from one of its own tenant that exceeds
+        capacity by more: such requests are sent last, and would fill the queue."""
         if not self._count:
             return entry
         priority = min(self._priorities)
@@ -254,14 +254,14 @@ class Line(Generic[T]):
         last = [
             waiting[-1]
             for group in self._groups.values()
-            for lane in (group.ready, group.aside)
+            for lane in (group.ready, group.deferred)
             for waiting in lane.by.get(priority, {}).values()
         ]
         out = max(last, key=lambda each: (self._tenants[each.tenant], *_order(each)))
         if entry.priority > priority or self._tenants[out.tenant] > self._tenants[entry.tenant] + 1:
             return out
-        dearer = [each for each in last if each.dear > entry.dear and each.tenant == entry.tenant]
-        return max(dearer, key=_order) if dearer else entry
+        longer = [each for each in last if each.capacity > entry.capacity and each.tenant == entry.tenant]
+        return max(longer, key=_order) if longer else entry
 
 
 def _less(counts: Counter[K], value: K) -> None:
@@ -270,5 +270,5 @@ def _less(counts: Counter[K], value: K) -> None:
         del counts[value]
 
 
-def _order(entry: Waiting[T]) -> tuple[Dear, float, int]:
-    return entry.dear, entry.deadline_s, entry.number
+def _order(entry: QueuedRequest[T]) -> tuple[Capacity, float, int]:
+    return entry.capacity, entry.deadline_s, entry.number

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moonpool.disagg_proxy.conductor.answers import STEP_S, STEPS, Answers, Floats, Times
+from moonpool.disagg_proxy.conductor.answer_lengths import STEP_S, STEPS, AnswerLengthStats, Floats, Times
 
 LONGEST = 0.1  # of the gaps
 INFLOW_S = 30.0  # over which the requests that begin to decode here are averaged
@@ -40,14 +40,14 @@ class _Taken:
     state: _Is
 
 
-class Ahead:
+class DecodeForecast:
     """Requests are named by any hashable; what is said of unknown ones changes nothing, so that reports may
     come late, twice or never. answers: how long they take; leads: from being taken to the first token; both
     are shared by the instances. A clock that jumps spoils what is predicted, for as long as the jump; the
     counts stay right.
     """
 
-    def __init__(self, answers: Answers, leads: Times) -> None:
+    def __init__(self, answers: AnswerLengthStats, leads: Times) -> None:
         self._answers = answers
         self._leads = leads
         self._taken: dict[int, _Taken] = {}

@@ -15,7 +15,7 @@ _NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 _PRIORITY = re.compile(rb"[+-]?[0-9]{1,3}")
 
 
-class Wishes(NamedTuple):
+class RequestHints(NamedTuple):
     """ttft_s, gap_s: NaN where the client says nothing; 0: any will do."""
 
     tenant: str = ""
@@ -33,18 +33,18 @@ class BadHeader(ValueError):
     """One sentence for the client."""
 
 
-NOTHING = Wishes()
+NO_HINTS = RequestHints()
 
 
-def read(header: Callable[[str], bytes | None]) -> Wishes:
+def read(header: Callable[[str], bytes | None]) -> RequestHints:
     """header: the value of a field by its name, None where there is none. Raises BadHeader."""
     tenant = header("x-moonpool-tenant")
     priority = header("x-moonpool-priority")
     session = header("x-moonpool-session")
     ttft, gap = header("x-moonpool-ttft-slo"), header("x-moonpool-gap-slo")
     if tenant is priority is session is ttft is gap is None:
-        return NOTHING
-    return Wishes(
+        return NO_HINTS
+    return RequestHints(
         _name("X-Moonpool-Tenant", tenant),
         _priority(priority),
         _name("X-Moonpool-Session", session),

@@ -21,7 +21,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.scheduler import Fit
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
-from moonpool.disagg_proxy.dispatch.ticket import Ticket
+from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -96,9 +96,7 @@ def gated(**settings: float) -> dict[str, object]:
 
 
 def waiting(running: Bed) -> int:
-    gate = running.proxy._dispatcher.scheduler.gate
-    assert gate is not None
-    return len(gate.line)
+    return running.proxy._dispatcher.scheduler.waiting
 
 
 def reason(answer: Answer) -> str:
@@ -385,7 +383,7 @@ async def test_nobody_who_waits_is_sent_to_an_engine_that_leaves() -> None:
             await exchange.end_stream()
 
         leaver.behave = stream
-        gate = running.proxy._dispatcher.scheduler.gate
+        gate = running.proxy._dispatcher.scheduler.controller
         assert gate is not None
         came, arrive = [], gate.arrive
 
@@ -422,9 +420,9 @@ async def test_while_engines_stay_the_same_policies_get_the_same_tuple() -> None
         dispatcher, given = running.proxy._dispatcher, []
         able = dispatcher.eligible
 
-        def looked(ticket: Ticket) -> Fit:
-            given.append(able(ticket).instances)
-            return able(ticket)
+        def looked(pending: PendingProxyRequest) -> Fit:
+            given.append(able(pending).instances)
+            return able(pending)
 
         dispatcher.eligible = looked  # type: ignore[method-assign]
         await until(lambda: len(given) >= 3)

@@ -11,7 +11,7 @@ LEAST, MOST = 0.5, 4.0
 NEAR = 0.9  # of the limit: predictions that come so close to it decide
 
 
-class Margin:
+class QuantileMargin:
     """``factor``: this share of what is observed is at most so many times what was predicted.
 
     A quantile found by small steps (stochastic approximation): up when it was exceeded, down by less when

@@ -7,22 +7,22 @@ import math
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.admission import wishes
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
-from moonpool.disagg_proxy.admission.wishes import BadHeader
 from moonpool.disagg_proxy.conductor.admission import Objective, Refusal
-from moonpool.disagg_proxy.dispatch.ticket import too_many
+from moonpool.disagg_proxy.dispatch import request_hints
+from moonpool.disagg_proxy.dispatch.pending import too_many
+from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
 
 
-def read(**headers: bytes) -> wishes.Wishes:
+def read(**headers: bytes) -> request_hints.RequestHints:
     named = {f"x-moonpool-{name.replace('_', '-')}": value for name, value in headers.items()}
-    return wishes.read(named.get)
+    return request_hints.read(named.get)
 
 
 def test_who_says_nothing_is_like_everybody() -> None:
-    assert read() is wishes.NOTHING
+    assert read() is request_hints.NO_HINTS
     usual = Objective(3.0, 0.1)
-    assert wishes.NOTHING.objective(usual) == usual
+    assert request_hints.NO_HINTS.objective(usual) == usual
 
 
 def test_what_is_said() -> None:

@@ -19,7 +19,7 @@ RETRY_AFTER_S_MAX = 3600.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Ticket(PendingRequest):
+class PendingProxyRequest(PendingRequest):
     """place: where its prompt lies, as of its arrival; None: not known. is_judged: by admission. answer: why
     no engine can serve it, whatever the load."""
 
@@ -28,7 +28,7 @@ class Ticket(PendingRequest):
     is_judged: bool = False
     answer: Answer | None = None
 
-    def turned_away(self, refusal: Refusal) -> Answer:
+    def answer_to(self, refusal: Refusal) -> Answer:
         return self.answer or too_many(refusal)
 
 

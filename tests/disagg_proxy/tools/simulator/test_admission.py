@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.admission import Admission, Look, Objective
+from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
@@ -21,7 +21,11 @@ from tests.disagg_proxy.tools.simulator.test_cluster import PLAIN
 
 
 def served(
-    look: Look, objective: Objective, arrivals: list[Arrival], queue: int = 0, policy: Policy | None = None
+    look: Lookahead,
+    objective: Objective,
+    arrivals: list[Arrival],
+    queue: int = 0,
+    policy: Policy | None = None,
 ) -> tuple[list[Job], float]:
     """(each request, seconds that prefill was busy); one prefill and one decode instance, where each request
     that decodes makes a gap 10 ms longer."""
@@ -45,8 +49,8 @@ def crowd(count: int = 300) -> list[Arrival]:
 
 def test_who_is_refused_after_its_prefill_has_cost_it() -> None:
     objective = Objective(gap_s=0.08)
-    late, busy_late_s = served(Look.AFTER, objective, crowd())
-    early, busy_early_s = served(Look.AHEAD, objective, crowd())
+    late, busy_late_s = served(Lookahead.AFTER, objective, crowd())
+    early, busy_early_s = served(Lookahead.AHEAD, objective, crowd())
     refused = [sum(job.why_not == "gap" for job in jobs) for jobs in (late, early)]
     assert min(refused) > 20
     assert busy_late_s == pytest.approx(300 * 0.3, rel=0.01)
@@ -64,7 +68,7 @@ def test_long_prompts_of_one_length_leave_a_short_queue_to_the_others() -> None:
     good = []
     for queue in (0, 15):
         jobs: list[Job] = []
-        desk = Desk(make_policy("conductor"), Admission(objective, Look.AHEAD), queue, 60.0)
+        desk = Desk(make_policy("conductor"), Admission(objective, Lookahead.AHEAD), queue, 60.0)
         Cluster(ClusterSettings(prefill=8, decode=1), [desk], jobs.append).run(arrivals)
         good.append(sum(not job.why_not and job.ttft_s <= 30.0 and job.gap_s <= 0.05 for job in jobs))
     assert good[1] > good[0]
@@ -72,8 +76,8 @@ def test_long_prompts_of_one_length_leave_a_short_queue_to_the_others() -> None:
 
 def test_a_queue_serves_later_what_would_be_refused_now() -> None:
     objective = Objective(ttft_s=120.0, gap_s=0.08)
-    without, _ = served(Look.AHEAD, objective, crowd(200))
-    queued, _ = served(Look.AHEAD, objective, crowd(200), queue=1_000)
+    without, _ = served(Lookahead.AHEAD, objective, crowd(200))
+    queued, _ = served(Lookahead.AHEAD, objective, crowd(200), queue=1_000)
     refused = [sum(job.why_not != "" for job in jobs) for jobs in (without, queued)]
     assert refused[1] < 0.75 * refused[0]
     gaps_s = [job.gap_s for job in queued[50:] if not job.why_not]  # when it has learnt what a request costs
@@ -82,7 +86,9 @@ def test_a_queue_serves_later_what_would_be_refused_now() -> None:
 
 
 def test_who_waits_too_long_is_refused() -> None:
-    jobs, _ = served(Look.NEVER, Objective(), [Arrival(0.0, 300_000, 1, (n,)) for n in range(5)], queue=2)
+    jobs, _ = served(
+        Lookahead.NEVER, Objective(), [Arrival(0.0, 300_000, 1, (n,)) for n in range(5)], queue=2
+    )
     assert [job.why_not for job in jobs] == ["", "deadline", "deadline", "queue_full", "queue_full"]
 
 
@@ -95,7 +101,7 @@ def test_in_overload_it_is_long_prompts_that_are_refused() -> None:
     )
     cluster = Cluster(
         ClusterSettings(prefill=4, decode=1, machine=machine),
-        [Desk(make_policy("conductor"), Admission(Objective(gap_s=0.05), Look.AHEAD))],
+        [Desk(make_policy("conductor"), Admission(Objective(gap_s=0.05), Lookahead.AHEAD))],
         jobs.append,
     )
     cluster.run(
@@ -108,7 +114,7 @@ def test_in_overload_it_is_long_prompts_that_are_refused() -> None:
     assert any(job.why_not == "long" for job in late)
 
 
-def swing(look: Look, lead_s: int) -> float:
+def swing(look: Lookahead, lead_s: int) -> float:
     """How far decode's load swings, the 5th to the 95th percentile over time as a share of what is allowed:
     twice as many come as decode can take, their prefill takes so long, their answers about half a minute."""
     machine = replace(PLAIN, step_request_s=0.001, room_tokens=10_000_000, prefill_token_s=lead_s / 1_000)
@@ -129,9 +135,9 @@ def swing(look: Look, lead_s: int) -> float:
 def test_prediction_damps_the_swing_of_a_gate_that_looks_at_decode_as_it_is() -> None:
     """Mooncake, arXiv 2407.00079, section 7.3. What is let in while decode looks empty arrives there a whole
     prefill later, all together; the longer that takes the wider it swings."""
-    assert swing(Look.NOW, 1) < 0.25
-    assert swing(Look.NOW, 10) > 0.8
-    assert swing(Look.AHEAD, 10) < 0.3
+    assert swing(Lookahead.NOW, 1) < 0.25
+    assert swing(Lookahead.NOW, 10) > 0.8
+    assert swing(Lookahead.AHEAD, 10) < 0.3
 
 
 class Counting(Conductor):
@@ -150,7 +156,7 @@ class Counting(Conductor):
 
 def test_a_policy_hears_of_what_is_sent_and_of_nothing_else() -> None:
     policy = Counting()
-    jobs, _ = served(Look.AHEAD, Objective(ttft_s=5.0, gap_s=0.08), crowd(200), queue=10, policy=policy)
+    jobs, _ = served(Lookahead.AHEAD, Objective(ttft_s=5.0, gap_s=0.08), crowd(200), queue=10, policy=policy)
     sent = sum(not job.why_not for job in jobs)
     assert 0 < sent < len(jobs) < policy.asked
     assert policy.told == sent
@@ -160,7 +166,7 @@ def test_a_short_prompt_does_not_wait_in_line_for_engines_that_it_does_not_need(
     """Prefill is busy for a minute, and those that wait for it keep nobody from decode."""
     long = [Arrival(number * 0.1, 20_000, 10, (number,)) for number in range(3)]
     short = Arrival(1.0, 100, 10, (99,))
-    jobs, _ = served(Look.AHEAD, Objective(ttft_s=200.0), [*long, short], queue=50)
+    jobs, _ = served(Lookahead.AHEAD, Objective(ttft_s=200.0), [*long, short], queue=50)
     assert [job.why_not for job in jobs] == [""] * 4
     assert jobs[-1].prefill_place == jobs[-1].decode_place == 1
     assert jobs[-1].first_s - short.at_s < 1.0

@@ -69,7 +69,7 @@ class Times:
         return found
 
 
-class Answers:
+class AnswerLengthStats:
     """Of answers: ``times`` from the first to the last token, and how many tokens they have on average."""
 
     PRIOR_S = 10.0

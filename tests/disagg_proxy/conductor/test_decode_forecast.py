@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.ahead import Ahead, Occupancy
-from moonpool.disagg_proxy.conductor.answers import PRIOR, Answers, Times
-from moonpool.disagg_proxy.conductor.margin import LEAST, MOST, Margin
+from moonpool.disagg_proxy.conductor.answer_lengths import PRIOR, AnswerLengthStats, Times
+from moonpool.disagg_proxy.conductor.decode_forecast import DecodeForecast, Occupancy
+from moonpool.disagg_proxy.conductor.quantile_margin import LEAST, MOST, QuantileMargin
 
 ALL_KNOWN = Times(1e6)  # who begins soon was taken long ago
 
 
-def taught(seconds: float) -> Answers:
+def taught(seconds: float) -> AnswerLengthStats:
     """All answers take so long."""
-    answers = Answers()
+    answers = AnswerLengthStats()
     for _ in range(2_000):
         answers.observe(seconds, 100)
     return answers
@@ -47,7 +47,7 @@ def test_old_times_are_forgotten() -> None:
 
 
 def test_who_decodes_leaves_and_who_is_computed_comes() -> None:
-    ahead = Ahead(taught(10.0), ALL_KNOWN)
+    ahead = DecodeForecast(taught(10.0), ALL_KNOWN)
     for name in range(4):
         ahead.taken(name, 1_000, 100.0)
         ahead.began(name, 100.0)
@@ -61,7 +61,7 @@ def test_who_decodes_leaves_and_who_is_computed_comes() -> None:
 
 
 def test_whose_prefill_is_late_is_still_counted() -> None:
-    ahead = Ahead(taught(10.0), ALL_KNOWN)
+    ahead = DecodeForecast(taught(10.0), ALL_KNOWN)
     ahead.taken(1, 1_000, 100.0)
     assert ahead.at(130.0, 0.0).requests == pytest.approx(1, abs=0.05)
     ahead.began(1, 130.0)
@@ -69,7 +69,7 @@ def test_whose_prefill_is_late_is_still_counted() -> None:
 
 
 def test_who_begins_in_silence_ends_in_silence() -> None:
-    ahead = Ahead(taught(10.0), ALL_KNOWN)
+    ahead = DecodeForecast(taught(10.0), ALL_KNOWN)
     ahead.taken(1, 1_000, 100.0, silent=True)
     assert ahead.at(99.0, 5.0).requests == pytest.approx(1, abs=0.05)
     assert ahead.at(105.0, 0.0).requests == pytest.approx(1, abs=0.05)
@@ -80,7 +80,7 @@ def test_who_begins_in_silence_ends_in_silence() -> None:
 
 def test_reports_that_come_late_twice_or_never_leave_nothing_behind() -> None:
     chance = random.Random(7)
-    ahead = Ahead(Answers(), Times(2.0))
+    ahead = DecodeForecast(AnswerLengthStats(), Times(2.0))
     now_s = 0.0
     for _ in range(20_000):
         now_s += chance.uniform(-0.2, 0.5)  # the clock goes back at times
@@ -109,8 +109,8 @@ def test_reports_that_come_late_twice_or_never_leave_nothing_behind() -> None:
 def test_the_future_is_no_emptier_for_those_whose_prefill_takes_long() -> None:
     """In a steady state the same are expected at every time ahead, and as many as there are."""
     chance = random.Random(3)
-    answers, leads = Answers(), Times(2.0)
-    ahead = Ahead(answers, leads)
+    answers, leads = AnswerLengthStats(), Times(2.0)
+    ahead = DecodeForecast(answers, leads)
     events: list[tuple[float, str, int]] = []
     seen: dict[float, list[float]] = {0.0: [], 5.0: [], 20.0: []}
     there = []
@@ -140,7 +140,7 @@ def test_the_future_is_no_emptier_for_those_whose_prefill_takes_long() -> None:
 
 
 def test_the_longest_tenth_of_the_gaps_is_what_the_load_and_others_prompts_make_of_it() -> None:
-    ahead = Ahead(Answers(), ALL_KNOWN)
+    ahead = DecodeForecast(AnswerLengthStats(), ALL_KNOWN)
     ahead.note(0.1, 90.0)
     ahead.taken(1, 100, 100.0)
     ahead.began(1, 100.0)
@@ -156,7 +156,7 @@ def test_the_longest_tenth_of_the_gaps_is_what_the_load_and_others_prompts_make_
 
 
 def test_a_margin_finds_what_nine_of_ten_stay_below() -> None:
-    margin, chance, now_s = Margin(), random.Random(5), 0.0
+    margin, chance, now_s = QuantileMargin(), random.Random(5), 0.0
     for _ in range(40_000):
         now_s += 0.2
         margin.observe(10.0, 10.0 * chance.uniform(0.8, 1.6), 12.0, now_s)
@@ -164,7 +164,7 @@ def test_a_margin_finds_what_nine_of_ten_stay_below() -> None:
 
 
 def test_a_margin_believes_no_single_observation_and_no_nonsense() -> None:
-    margin = Margin()
+    margin = QuantileMargin()
     for observed_s in (math.nan, -1.0, math.inf):
         margin.observe(10.0, observed_s, 12.0, 1.0)
     margin.observe(math.nan, 1.0, 12.0, 1.0)
@@ -185,7 +185,7 @@ def test_a_margin_believes_no_single_observation_and_no_nonsense() -> None:
 def test_a_margin_learns_from_what_was_near_the_limit_and_from_what_exceeded_it() -> None:
     """Not from a start with empty engines: what is predicted half of the limit and turns out to be two thirds
     harms nobody, and a margin that it had raised would keep others out for long."""
-    margin, now_s = Margin(), 0.0
+    margin, now_s = QuantileMargin(), 0.0
     for _ in range(2_000):
         now_s += 1.0
         margin.observe(6.0, 8.0, 12.0, now_s)
