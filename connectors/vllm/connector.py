@@ -147,8 +147,20 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         node.open(required=required, quiet=quiet)
         return node
 
+    def _guard(
+        self, default: T, call: Callable[..., T], *args: Any, otherwise: Callable[[], object] | None = None
+    ) -> T:
+        """What ``call(*args)`` returns, or ``default`` when it raises: no exception may end the engine.
+
+        otherwise: called after an exception, to keep the engine consistent.
+        """
+        try:
+            return call(*args)
+        except Exception:
+            return self._survive(default, otherwise)
+
     def _survive(self, default: T, otherwise: Callable[[], object] | None = None) -> T:
-        """Called in an ``except Exception``: logs and counts, then does what keeps the engine consistent."""
+        """Called in an ``except Exception``: logs and counts it, then calls ``otherwise``."""
         self._survived += 1
         half = self._sched or self._worker
         if half is not None:
@@ -158,10 +170,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 "moonpool: unexpected error; the engine goes on without this part of the pool"
             )
         if otherwise is not None:
-            try:
-                otherwise()
-            except Exception:
-                self._survive(None)
+            self._guard(None, otherwise)
         return default
 
     # Both halves
@@ -215,10 +224,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         worker, handover = self._worker, self._step().handover
         if worker is None or handover is None:
             return
-        try:
-            worker.begin_handover(handover)
-        except Exception:
-            self._survive(None, worker.revoke_leases)
+        self._guard(None, worker.begin_handover, handover, otherwise=worker.revoke_leases)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts the step's pulls and loads on native threads. Never waits."""
@@ -229,16 +235,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return
         handover = step.handover
         if handover is not None and handover.pulls:
-            try:
-                worker.start_pulls(handover)
-            except Exception:
-                self._survive(None, lambda: worker.fail_pulls(handover))
-        if not step.loads:
-            return
-        try:
-            worker.start_loads(step)
-        except Exception:
-            self._survive(None, lambda: worker.fail_loads(step))
+            self._guard(None, worker.start_pulls, handover, otherwise=lambda: worker.fail_pulls(handover))
+        if step.loads:
+            self._guard(None, worker.start_loads, step, otherwise=lambda: worker.fail_loads(step))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is computed only after its load."""
@@ -255,16 +254,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         if worker is None:
             return
         if step.handover is not None and step.handover.grown:
-            try:
-                worker.computed(step.handover)
-            except Exception:
-                self._survive(None)
-        if not step.saves:
-            return
-        try:
-            worker.start_saves(step)
-        except Exception:
-            self._survive(None, lambda: worker.give_up_saves(step))
+            self._guard(None, worker.computed, step.handover)
+        if step.saves:
+            self._guard(None, worker.start_saves, step, otherwise=lambda: worker.give_up_saves(step))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing is ever reported as sent: saves hold their blocks by reference, not by delaying a free."""
@@ -279,10 +271,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return compat.transfer_results(*self._take_finished(self._worker))
 
     def _take_finished(self, worker: WorkerHalf) -> tuple[set[str], set[str]]:
-        try:
-            worker.poll()
-        except Exception:
-            self._survive(None)
+        self._guard(None, worker.poll)
         return worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -291,12 +280,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def build_connector_worker_meta(self) -> Any:
         """What this worker tells the scheduler's half of the step; None for nothing."""
-        if self._worker is None:
-            return None
-        try:
-            return self._worker.take_report()
-        except Exception:
-            return self._survive(None)
+        return None if self._worker is None else self._guard(None, self._worker.take_report)
 
     def _step(self) -> Step:
         step = self._connector_metadata
@@ -324,79 +308,64 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def adapter_loading(self, lora: Any) -> None:
         """The engine is about to load this LoRA adapter; see compat.watch_adapters."""
-        try:
-            if self._sched is not None:
-                self._sched.adapter_loading(lora)
-        except Exception:
-            self._distrust_adapters()
+        if self._sched is not None:
+            self._guard(None, self._sched.adapter_loading, lora, otherwise=self._sched.distrust_adapters)
 
     def adapter_loaded(self, lora: Any, *, well: bool) -> None:
         """The engine has loaded this LoRA adapter.
 
         well: whether it did so without an error.
         """
-        try:
-            if self._sched is not None:
-                self._sched.adapter_loaded(lora, well=well)
-        except Exception:
-            self._distrust_adapters()
+        if self._sched is not None:
+            loaded = functools.partial(self._sched.adapter_loaded, lora, well=well)
+            self._guard(None, loaded, otherwise=self._sched.distrust_adapters)
 
     def adapter_removed(self, number: int) -> None:
         """The engine has dropped the LoRA adapter of this number."""
-        try:
-            if self._sched is not None:
-                self._sched.adapter_removed(number)
-        except Exception:
-            self._distrust_adapters()
-
-    def _distrust_adapters(self) -> None:
-        """Called in an ``except Exception``: what the engine has loaded is not known any more."""
-        self._survive(None, self._sched.distrust_adapters if self._sched is not None else None)
+        if self._sched is not None:
+            self._guard(None, self._sched.adapter_removed, number, otherwise=self._sched.distrust_adapters)
 
     def on_new_request(self, request: Any) -> None:
         """A request came: asks the pool for its prefix, on a native thread."""
         sched = self._sched
-        if sched is None:
-            return
-        try:
-            sched.arrived(request)
-        except Exception:
-            self._survive(None, lambda: sched.forget(request.request_id))
+        if sched is not None:
+            self._guard(None, sched.arrived, request, otherwise=lambda: sched.forget(request.request_id))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens to load beyond ``num_computed_tokens``, whether asynchronously); None: ask again."""
         sched = self._sched
+        nothing: tuple[int | None, bool] = (0, False)
         if sched is None:
-            return 0, False
-        try:
-            return sched.matched_tokens(request, num_computed_tokens)
-        except Exception:
-            return self._survive((0, False), lambda: sched.forget(request.request_id))
+            return nothing
+        return self._guard(
+            nothing,
+            sched.matched_tokens,
+            request,
+            num_computed_tokens,
+            otherwise=lambda: sched.forget(request.request_id),
+        )
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave the request ``blocks``; ``num_external_tokens`` of it are to be loaded."""
         sched = self._sched
         if sched is None:
             return
-        try:
-            sched.admitted(request, blocks, num_external_tokens)
-        except Exception:
-            fail = functools.partial(sched.fail_load, request.request_id, blocks, num_external_tokens)
-            self._survive(None, fail if num_external_tokens else None)
+
+        def fail() -> None:
+            if num_external_tokens:
+                sched.fail_load(request.request_id, blocks, num_external_tokens)
+
+        self._guard(None, sched.admitted, request, blocks, num_external_tokens, otherwise=fail)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         """What the workers load, save and hand over in the step."""
         sched = self._sched
         if sched is None:
             return NOTHING
-        try:
-            return sched.build_step(scheduler_output)
-        except Exception:
-            self._survive(None, sched.give_up_step)
-        try:
-            return sched.build_step(scheduler_output)
-        except Exception:
-            return self._survive(NOTHING)
+        step: Step | None = self._guard(
+            None, sched.build_step, scheduler_output, otherwise=sched.give_up_step
+        )
+        return self._guard(NOTHING, sched.build_step, scheduler_output) if step is None else step
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported of a step."""
@@ -404,20 +373,17 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return
         if connector_output.kv_connector_worker_meta is None and not connector_output.finished_recving:
             return
-        try:
-            self._sched.step_ended(connector_output)
-        except Exception:
-            self._survive(None)
+        self._guard(None, self._sched.step_ended, connector_output)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """(False: the blocks may be freed, kv_transfer_params of the answer or None)."""
         sched = self._sched
         if sched is None:
             return False, None
-        try:
-            return False, sched.finished(request)
-        except Exception:
-            return self._survive((False, None), lambda: sched.forget(request.request_id))
+        params = self._guard(
+            None, sched.finished, request, otherwise=lambda: sched.forget(request.request_id)
+        )
+        return False, params
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """As request_finished, for an engine with several KV cache groups."""
@@ -425,17 +391,11 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether a step without tokens must run for the connector."""
-        try:
-            return self._sched is not None and self._sched.has_pending_work()
-        except Exception:
-            return self._survive(False)
+        return self._sched is not None and self._guard(False, self._sched.has_pending_work)
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks that the connector holds are free soon."""
-        try:
-            return self._sched is not None and self._sched.has_pending_frees()
-        except Exception:
-            return self._survive(False)
+        return self._sched is not None and self._guard(False, self._sched.has_pending_frees)
 
     def reset_cache(self) -> bool:
         """Nothing stored so far is used by this engine again; other engines keep it."""
@@ -448,8 +408,5 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
 
     def _before_reset(self) -> None:
         """vLLM is about to empty its own cache; that alone leaves the pool as it is."""
-        try:
-            if self._sched is not None:
-                self._sched.handover.forget_all()
-        except Exception:
-            self._survive(None)
+        if self._sched is not None:
+            self._guard(None, self._sched.handover.forget_all)
