@@ -126,6 +126,7 @@ def size_of(value: Any, name: str) -> int:
 
 
 def is_on(value: Any) -> bool:
+    """Whether a setting is on: a text in ON, or any other true value."""
     return value.strip().lower() in ON if isinstance(value, str) else bool(value)
 
 
@@ -158,7 +159,8 @@ class Access(Protocol):
     def open_at(self, member: _native.Member) -> Store:
         """A store whose own node is that one."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the connection, and the node where this process has one."""
 
 
 class _Base:
@@ -280,13 +282,16 @@ class OwnNode(_Base):
             raise
 
     def store(self) -> Store:
+        """The store of the own node."""
         assert self._store is not None
         return self._store
 
     def renew(self) -> bool:
+        """False: this process has one node."""
         return False
 
     def close(self) -> None:
+        """Stops the node. Does nothing in a process that was forked from the one that made it."""
         if os.getpid() != self._pid:
             return  # in a child of fork(): the socket is the parent's, and so are the threads
         super().close()
@@ -301,6 +306,7 @@ class OwnNode(_Base):
 
     @property
     def server(self) -> NodeServer:
+        """The node of this process. Raises Unavailable after its end."""
         if self._server is None:
             raise Unavailable("the node of this segment has ended", operation="setup")
         return self._server
@@ -314,6 +320,7 @@ class OwnNode(_Base):
         )
 
     def join(self, wait_s: float) -> None:
+        """Waits until the master has accepted the node, ``wait_s`` seconds at most. Raises Error."""
         give_up_s = time.monotonic() + wait_s
         while True:
             joined, _, why_not, _ = self.server.membership() or (False, -1, "it has no master", 0.0)
@@ -399,9 +406,11 @@ class Guest(_Base):
         self._choosing = threading.Lock()
 
     def join(self, wait_s: float) -> None:
+        """Asks the master once, so that a wrong address or token is an error here. Raises Error."""
         self.members()  # a wrong address or token is said now and not at the first call
 
     def store(self) -> Store:
+        """The store of a node that answers. Raises NoNode without one."""
         store = self._store
         if store is not None and store.connected:
             return store
@@ -420,6 +429,7 @@ class Guest(_Base):
         return True
 
     def close(self) -> None:
+        """Disconnects."""
         super().close()
         if self._store is not None:
             self._store.close()
@@ -484,6 +494,8 @@ class Beside(_Base):
         self._store: Store | None = None
 
     def join(self, wait_s: float) -> None:
+        """Connects to the node of the client process at that port, by its socket where it is on this host.
+        Raises a moonpool Error."""
         socket = paths.runtime_dir() / f"node-{name_of_client(self._where.port)}.sock"
         if is_of_this_host(self._where.host) and socket.exists():
             try:
@@ -494,10 +506,12 @@ class Beside(_Base):
         self._store = self._open(f"tcp://{self._where}")
 
     def store(self) -> Store:
+        """The store of that node."""
         assert self._store is not None
         return self._store
 
     def renew(self) -> bool:
+        """False: there is one node."""
         return False
 
     def members(self) -> list[_native.Member]:
@@ -506,9 +520,11 @@ class Beside(_Base):
         return []
 
     def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
+        """Empty rows: there is no master to ask."""
         return [[] for _ in keys]
 
     def close(self) -> None:
+        """Disconnects."""
         super().close()
         if self._store is not None:
             self._store.close()

@@ -31,6 +31,9 @@ DIGEST = b"#sha256:"
 
 
 class Base:
+    """What all methods of a store use: its access to the pool, codes instead of exceptions, and names of
+    keys."""
+
     def __init__(self) -> None:
         self._access: Access | None = None
         self._waiting: Access | None = None  # for a master
@@ -163,6 +166,8 @@ def names_of(keys: Any) -> list[bytes | None]:
 
 
 def keys_of(keys: Any) -> list[bytes]:
+    """The names of ``keys``. Raises TypeError for one key in place of a list, InvalidArgument for a key that
+    cannot be a name."""
     if isinstance(keys, (str, bytes)):
         raise TypeError("expected a list of keys, got one key")
     return [key_of(key) for key in keys]
@@ -182,4 +187,5 @@ __all__ = [
 
 
 def first_error(codes: Sequence[int]) -> int:
+    """The first code below 0, or 0."""
     return next((code for code in codes if code < 0), int(Code.OK))

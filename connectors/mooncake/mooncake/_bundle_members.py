@@ -38,6 +38,8 @@ class StructuredMemberSlice:
     step: int = 1
 
     def rows_of(self, total: int, what: str = "structured ndarray") -> range:
+        """The rows of ``total`` that the slice selects. Raises ValueError for another axis than 0 or a step
+        below 1."""
         if self.axis != 0:
             raise ValueError(f"{what} slicing currently supports axis=0 only")
         if self.step < 1:
@@ -54,6 +56,7 @@ class RawDestination(NamedTuple):
     pre_registered: bool = False
 
     def memory(self, needed: int) -> Array:
+        """The first ``needed`` bytes as an array of uint8. Raises ValueError when there are fewer."""
         if self.size < needed:
             raise ValueError(f"raw destination has {self.size} bytes, expected at least {needed}")
         check_memory(self.ptr, needed, writable=True)
@@ -76,6 +79,7 @@ class TensorObjectBuffer:
 
 
 def is_tensor(value: Any) -> bool:
+    """Whether ``value`` is a torch tensor."""
     return hasattr(value, "data_ptr") and hasattr(value, "untyped_storage")
 
 
@@ -142,6 +146,7 @@ class Selection(NamedTuple):
     slice: StructuredMemberSlice | None = None
 
     def of(self, total: int, what: str) -> Sequence[int] | None:
+        """Indices of the selected rows out of ``total``; None: all."""
         return self.slice.rows_of(total, what) if self.slice is not None else self.rows
 
     def __bool__(self) -> bool:

@@ -43,13 +43,17 @@ _INVALID = "invalid bundle manifest"
 class BundleStore(Protocol):
     """What a store needs at least."""
 
-    def put(self, key: str, value: Any, config: Any = None) -> int: ...
+    def put(self, key: str, value: Any, config: Any = None) -> int:
+        """Stores one object. Returns a code."""
 
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str) -> bytes:
+        """The bytes; b"" is a miss."""
 
-    def is_exist(self, key: str) -> int: ...
+    def is_exist(self, key: str) -> int:
+        """1 there, 0 not, below 0 unknown."""
 
-    def remove(self, key: str, force: bool = False) -> int: ...
+    def remove(self, key: str, force: bool = False) -> int:
+        """Removes one object. Returns a code."""
 
 
 @dataclass
@@ -89,6 +93,7 @@ def checked_policy(policy: BundleTransferPolicy | None, max_inflight_put: int | 
 
 
 def checked_chunk_bytes(chunk_bytes: int) -> int:
+    """``chunk_bytes``. Raises TypeError for what is no int, ValueError below 1."""
     if not isinstance(chunk_bytes, int):
         raise TypeError(f"chunk_bytes is a number of bytes, not a {type(chunk_bytes).__name__}")
     if chunk_bytes < 1:
@@ -107,6 +112,7 @@ class Source(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -121,6 +127,7 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
+        """Whether the piece is the whole object."""
         return self.start == 0 and self.stop == self.size
 
 
@@ -303,6 +310,7 @@ class Bundles:
 
 
 def is_parallel(rows: Rows, policy: BundleTransferPolicy) -> bool:
+    """Whether a put of these rows uses several threads."""
     if policy.put_mode != "auto":
         return policy.put_mode == "parallel"
     nbytes = sum(part.nbytes for _, parts in rows for part in parts)
@@ -311,11 +319,13 @@ def is_parallel(rows: Rows, policy: BundleTransferPolicy) -> bool:
 
 
 def check_code(code: Any, key: str) -> None:
+    """Raises RuntimeError for a code other than 0."""
     if code != 0:
         raise RuntimeError(f"put failed for {key}: {code}")
 
 
 def check_groups(config: Any) -> None:
+    """Raises ValueError for a config with several groups."""
     groups = getattr(config, "group_ids", None)
     if groups is not None and len(groups) != 1:
         raise ValueError("config.group_ids has one group, which all objects of a bundle are in")
@@ -372,6 +382,7 @@ def bounded(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def as_ref(ref: Any) -> RemoteBundleRef:
+    """The reference, from itself or from a mapping. Raises TypeError for anything else."""
     if isinstance(ref, RemoteBundleRef):
         return ref
     if not isinstance(ref, Mapping):
@@ -405,6 +416,7 @@ def check_manifest(manifest: Any) -> None:
 
 
 def json_bytes(value: Mapping[str, Any], label: str) -> bytes:
+    """The JSON text of ``value``. Raises TypeError that names ``label`` when it has none."""
     try:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:

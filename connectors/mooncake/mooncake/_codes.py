@@ -32,6 +32,8 @@ SAID_EACH_TIME = ("setup", "initialize")  # what is called seldom
 
 
 class Code(IntEnum):
+    """The codes of the original's API; 0 is success, all others are below 0."""
+
     OK = 0
     INTERNAL_ERROR = -1
     SEGMENT_NOT_FOUND = -101

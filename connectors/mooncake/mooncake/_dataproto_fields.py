@@ -27,6 +27,7 @@ class Fields(NamedTuple):
 
     @property
     def names(self) -> list[Any]:
+        """The names of all fields, tensors first."""
         return [*self.batch, *self.non_tensor_batch]
 
     def batch_size(self) -> int:

@@ -72,6 +72,7 @@ def export_dataproto_ref(ref: MooncakeDataProtoRef) -> dict[str, Any]:
 
 
 def is_dataproto_ref_handle(value: Any) -> bool:
+    """Whether ``value`` is an exported reference."""
     return isinstance(value, Mapping) and value.get("type") == DATAPROTO_REF_HANDLE_TYPE
 
 
@@ -129,6 +130,7 @@ def _place(name: str, row: Any, stages: Mapping[str, Any]) -> StructuredFieldLoc
 
 
 def resolved(ref: DataProtoRefLike) -> MooncakeDataProtoRef:
+    """The reference, from itself or from an exported one. Raises TypeError for anything else."""
     if isinstance(ref, MooncakeDataProtoRef):
         return ref
     if not is_dataproto_ref_handle(ref):

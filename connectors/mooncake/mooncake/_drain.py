@@ -33,6 +33,8 @@ PASSES_MAX = 100  # over a segment that others put into meanwhile
 
 
 class Status(IntEnum):
+    """The state of a drain job."""
+
     CREATED = 0
     RUNNING = 2
     SUCCEEDED = 3
@@ -40,6 +42,8 @@ class Status(IntEnum):
 
 
 class SegmentStatus(IntEnum):
+    """Whether a segment takes objects, is being drained, or is drained."""
+
     OK = 1
     DRAINING = 2
     DRAINED = 3
@@ -55,6 +59,8 @@ class Refused(Exception):
 
 @dataclass
 class Job:
+    """One request to move all objects of some segments to others."""
+
     id: str
     segments: list[str]
     sources: list[str]  # the addresses of their nodes
@@ -70,9 +76,11 @@ class Job:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def say(self, status: Status, message: str) -> None:
+        """Sets the status with a sentence, and the time of the change."""
         self.status, self.message, self.updated_ms = status, message, _now_ms()
 
     def page(self) -> dict[str, Any]:
+        """The JSON of the job."""
         return {
             "success": True,
             "job_id": self.id,
@@ -113,6 +121,7 @@ class DrainJobs:
         self._thread.shutdown(cancel_futures=True)
 
     def state_of(self, row: NodeRow) -> SegmentStatus:
+        """Whether the node is drained or being drained."""
         return self._states.get(row.incarnation, SegmentStatus.OK)
 
     def create(self, body: Any) -> Job:
@@ -240,6 +249,7 @@ class DrainJobs:
 
 
 def failure(error: Refused) -> dict[str, Any]:
+    """The JSON of a refused request."""
     return {"success": False, "error_code": int(error.code), "error_message": str(error)}
 
 

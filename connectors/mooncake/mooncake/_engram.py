@@ -28,15 +28,19 @@ class EngramStore:
         self._store = store
 
     def get_embedding_dim(self) -> int:
+        """Numbers of a row."""
         return self._dim
 
     def get_num_heads(self) -> int:
+        """Number of tables."""
         return len(self._keys)
 
     def get_store_keys(self) -> list[str]:
+        """The key of each table."""
         return list(self._keys)
 
     def get_table_vocab_sizes(self) -> list[int]:
+        """Rows of each table."""
         return list(self._rows)
 
     def populate(self, embedding_buffers: list[Any]) -> None:

@@ -26,6 +26,7 @@ def session_of(name: str) -> str:
 
 
 def joined(host: str, port: int | str) -> str:
+    """ "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if is_ip6(host) else f"{host}:{port}"
 
 
@@ -40,10 +41,12 @@ def is_of_this_host(host: str) -> bool:
 
 
 def is_ip6(host: str) -> bool:
+    """Whether ``host`` is an IPv6 address."""
     return ":" in host and is_ip(host)
 
 
 def is_ip(host: str) -> bool:
+    """Whether ``host`` is an IP address and no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

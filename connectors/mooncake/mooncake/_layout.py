@@ -44,10 +44,12 @@ class Layout:
 
     @property
     def tp(self) -> Cut | None:
+        """The cut of the axis "tp", or None."""
         return next((cut for cut in self.cuts if cut.kind == "tp"), None)
 
     @property
     def split_dim(self) -> int:
+        """The dimension that "tp" cuts; only with that axis."""
         tp = self.tp
         assert tp is not None
         assert tp.split_dim is not None
@@ -55,10 +57,12 @@ class Layout:
 
     @property
     def is_tp_alone(self) -> bool:
+        """Whether "tp" is the only axis."""
         return len(self.cuts) == 1 and self.tp is not None
 
     @property
     def others(self) -> tuple[Cut, ...]:
+        """The cuts of all axes but "tp"."""
         return tuple(cut for cut in self.cuts if cut.kind != "tp")
 
     def check_dimensions(self, shard: Tensor) -> None:
@@ -68,6 +72,7 @@ class Layout:
             raise InvalidArgument(f"a tensor of {tuple(shard.shape)} is not cut along {self.split_dim}")
 
     def key(self, key: str) -> str:
+        """The key of this shard of ``key``."""
         if self.is_tp_alone:
             return f"{key}_tp_{self.cuts[0].rank}"
         return key + "".join(map(_suffix, self.cuts))
@@ -138,9 +143,11 @@ class Writer:
 
     @property
     def cut(self) -> Cut:
+        """The part of this writer as a cut."""
         return Cut("tp", self.rank, self.size, self.split_dim)
 
     def key(self, key: str) -> str:
+        """The key of this writer's part of ``key``."""
         return f"{key}__writer_{self.rank}of{self.size}_sd{self.split_dim}"
 
 
@@ -154,13 +161,16 @@ class Manifest:
 
     @classmethod
     def of(cls, layout: Layout) -> Manifest:
+        """The manifest of all shards of a layout."""
         return cls(tuple(cut._replace(rank=0) if cut.kind == "tp" else cut for cut in layout.cuts))
 
     @classmethod
     def of_writers(cls, writer: Writer) -> Manifest:
+        """The manifest of the parts of all writers."""
         return cls((writer.cut._replace(rank=0),))
 
     def pack(self) -> bytes:
+        """The bytes that are stored."""
         return json.dumps(self.cuts).encode()
 
     @classmethod
@@ -198,8 +208,10 @@ def _axis_of(cut: Cut) -> ParallelAxis:
 
 
 def manifest_key(key: str) -> str:
+    """The key of the manifest of shards."""
     return f"{key}__parallelism_manifest"
 
 
 def writers_key(key: str) -> str:
+    """The key of the manifest of writers."""
     return f"{key}__writer_manifest"

@@ -89,10 +89,12 @@ class Buffers:
             raise InvalidArgument(f"{length} bytes at {address:#x} overlap a registered buffer")
 
     def remove(self, address: int) -> None:
+        """Forgets the buffer at ``address``. Raises InvalidArgument when none is registered there."""
         if not self._ranges.remove(address):
             raise InvalidArgument(f"no buffer is registered at {address:#x}")
 
     def clear(self) -> None:
+        """Forgets all buffers."""
         self._ranges.clear()
 
     def check(self, address: int, length: int, *, writable: bool = False) -> tuple[int, int]:

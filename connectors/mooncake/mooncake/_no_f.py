@@ -11,11 +11,13 @@ class MooncakeDistributedNoFRegister:
     def real_register(
         self, local: str, port: int, target: str, size: int, offset: int, flags: int, master: str, /
     ) -> int:
+        """A code: not supported."""
         return _refused("real_register")
 
     def real_unregister_by_endpoint(
         self, local: str, port: int, target: str, flags: int, master: str, /
     ) -> int:
+        """A code: not supported."""
         return _refused("real_unregister_by_endpoint")
 
 

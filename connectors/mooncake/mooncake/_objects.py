@@ -40,9 +40,11 @@ class BufferHandle(np.ndarray):
     """
 
     def ptr(self) -> int:
+        """The address of the bytes."""
         return int(self.ctypes.data)
 
     def size(self) -> int:  # type: ignore[override]
+        """How many bytes."""
         return int(self.nbytes)
 
     def __bool__(self) -> bool:
@@ -53,10 +55,13 @@ class BufferHandle(np.ndarray):
 
 
 def handle_of(view: memoryview | None) -> BufferHandle | None:
+    """A handle on a view; None for None."""
     return None if view is None else BufferHandle(view.nbytes, _BYTE, view)
 
 
 class Objects(Base):
+    """Objects as bytes: put, upsert, get, exists, remove; from and into registered buffers."""
+
     # ---- writing
 
     def put(self, key: str, value: Any, config: ReplicateConfig = DEFAULT) -> int:
@@ -75,11 +80,13 @@ class Objects(Base):
         return first_error(self._put("put_batch", keys, parts, config))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT) -> int:
+        """As put, from ``size`` bytes at ``buffer_ptr``, which must be registered."""
         return self._put_from("put_from", [key], [buffer_ptr], [size], config)[0]
 
     def batch_put_from(
         self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: ReplicateConfig = DEFAULT
     ) -> list[int]:
+        """As put_from, for many keys. One code per key."""
         return self._put_from("batch_put_from", keys, buffer_ptrs, sizes, config)
 
     def put_from_with_metadata(
@@ -108,22 +115,26 @@ class Objects(Base):
         return self._put("upsert", [key], [_bytes_like(value)], config, replace=True)[0]
 
     def upsert_parts(self, key: str, *args: Any, config: ReplicateConfig = DEFAULT) -> int:
+        """As put_parts; replaces an object."""
         return self._put("upsert_parts", [key], [[_bytes_like(part) for part in args]], config, replace=True)[
             0
         ]
 
     def upsert_batch(self, keys: list[str], values: list[Any], config: ReplicateConfig = DEFAULT) -> int:
+        """As put_batch; replaces objects."""
         parts = [_bytes_like(value) for value in values]
         if len(keys) != len(parts):
             return int(Code.INVALID_PARAMS)
         return first_error(self._put("upsert_batch", keys, parts, config, replace=True))
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT) -> int:
+        """As put_from; replaces an object."""
         return self._put_from("upsert_from", [key], [buffer_ptr], [size], config, replace=True)[0]
 
     def batch_upsert_from(
         self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: ReplicateConfig = DEFAULT
     ) -> list[int]:
+        """As batch_put_from; replaces objects."""
         return self._put_from("batch_upsert_from", keys, buffer_ptrs, sizes, config, replace=True)
 
     def _put_from(
@@ -253,6 +264,7 @@ class Objects(Base):
         return b"" if view is None else bytes(view)
 
     def get_batch(self, keys: list[str], /) -> list[bytes]:
+        """As get, for many keys."""
         return [b"" if view is None else bytes(view) for view in self._views(keys)]
 
     def get_buffer(self, key: str, /) -> BufferHandle | None:
@@ -260,6 +272,7 @@ class Objects(Base):
         return handle_of(self._views([key])[0])
 
     def batch_get_buffer(self, keys: list[str], /) -> list[BufferHandle | None]:
+        """As get_buffer, for many keys."""
         return [handle_of(view) for view in self._views(keys)]
 
     def _views(self, keys: Sequence[str]) -> list[memoryview | None]:
@@ -271,6 +284,7 @@ class Objects(Base):
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        """As get_into, for many keys. Sizes or codes, one per key."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [int(Code.INVALID_PARAMS)] * len(keys)
 
@@ -309,6 +323,8 @@ class Objects(Base):
         return self.batch_is_exist([key])[0]
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
+        """As is_exist, for many keys."""
+
         def ask() -> list[int]:
             flags = self._ask_of_some(keys, 0, Store.exist_flags)
             if _UNKNOWN in flags and self._open().renew():
@@ -388,6 +404,8 @@ class Objects(Base):
         return self._code("register_buffer", act)
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
+        """A code: INVALID_PARAMS when no buffer is registered there."""
+
         def act() -> int:
             self._open()
             self._buffers.remove(number(buffer_ptr))
@@ -397,6 +415,7 @@ class Objects(Base):
 
 
 def check_config(operation: str, config: Any) -> None:
+    """Raises TypeError for what is no ReplicateConfig."""
     if not isinstance(config, ReplicateConfig):
         raise TypeError(f"{operation}: config is a ReplicateConfig, not {type(config).__name__}")
 

@@ -76,14 +76,17 @@ class MasterPages:
         )
 
     async def start(self) -> None:
+        """Begins to listen."""
         await self._http.start()
 
     async def close(self) -> None:
+        """Stops listening and ends drain jobs."""
         await self._http.close()
         await asyncio.to_thread(self._drains.close)
 
     @property
     def url(self) -> str:
+        """Where the pages are."""
         return self._http.url
 
     def _become_a_guest(self, store: MooncakeDistributedStore) -> int:
@@ -269,6 +272,7 @@ def totals(rows: list[NodeRow]) -> dict[str, int]:
 
 
 def detail(row: NodeRow) -> dict[str, Any]:
+    """The JSON of one segment."""
     used = row.dram_bytes - row.dram_free_bytes
     return {
         "segment_name": segment_of(row.name, row.address),

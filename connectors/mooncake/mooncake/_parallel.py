@@ -33,6 +33,8 @@ Shard = tuple[str, Tensor, tuple[Cut, ...]]  # its key and what it is of the who
 
 
 class Parallel(Tensors):
+    """Tensors that are cut along several axes; a manifest under the key tells readers how."""
+
     def put_tensor_with_parallelism(
         self,
         key: str,
@@ -41,6 +43,12 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partition: Any = None,
     ) -> int:
+        """Stores a shard, or with several axes the part of the whole tensor that this rank has. Returns a
+        code.
+
+        parallelism: the axes and the rank on each.
+        writer_partition: (rank, size, split_dim) of a writer that gives the whole tensor and stores its part.
+        """
         return self._put_parallel(
             "put_tensor_with_parallelism", key, tensor, parallelism, config, writer_partition
         )
@@ -53,6 +61,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partitions: Any = None,
     ) -> list[int]:
+        """As put_tensor_with_parallelism, for many keys. One code per key."""
         return self._put_parallels(keys, tensors_list, parallelisms, config, writer_partitions, replace=False)
 
     def upsert_tensor_with_parallelism(
@@ -63,6 +72,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partition: Any = None,
     ) -> int:
+        """As put_tensor_with_parallelism; replaces an object."""
         return self._put_parallel(
             "upsert_tensor_with_parallelism", key, tensor, parallelism, config, writer_partition, replace=True
         )
@@ -75,6 +85,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partitions: Any = None,
     ) -> list[int]:
+        """As batch_put_tensor_with_parallelism; replaces objects."""
         return self._put_parallels(keys, tensors_list, parallelisms, config, writer_partitions, replace=True)
 
     def put_tensor_with_parallelism_from(
@@ -86,6 +97,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partition: Any = None,
     ) -> int:
+        """As put_tensor_with_parallelism, from a tensor with its header in registered memory."""
         return self.batch_put_tensor_with_parallelism_from(
             [key],
             [buffer_ptr],
@@ -104,6 +116,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partitions: Any = None,
     ) -> list[int]:
+        """As put_tensor_with_parallelism_from, for many keys. One code per key."""
         return self._put_from_memory(
             keys, buffer_ptrs, sizes, parallelisms, config, writer_partitions, replace=False
         )
@@ -117,6 +130,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partition: Any = None,
     ) -> int:
+        """As put_tensor_with_parallelism_from; replaces an object."""
         return self.batch_upsert_tensor_with_parallelism_from(
             [key],
             [buffer_ptr],
@@ -135,6 +149,7 @@ class Parallel(Tensors):
         config: ReplicateConfig = DEFAULT,
         writer_partitions: Any = None,
     ) -> list[int]:
+        """As batch_put_tensor_with_parallelism_from; replaces objects."""
         return self._put_from_memory(
             keys, buffer_ptrs, sizes, parallelisms, config, writer_partitions, replace=True
         )
@@ -146,6 +161,7 @@ class Parallel(Tensors):
     def batch_get_tensor_with_parallelism(
         self, keys: list[str], targets: list[ReadTarget] | None = None
     ) -> list[Tensor | None]:
+        """As get_tensor_with_parallelism, for many keys; None also for an error, which the log has."""
         wanted = [None] * len(keys) if targets is None else targets
         if not isinstance(wanted, Sequence) or len(wanted) != len(keys):
             return [None] * len(keys)
@@ -176,6 +192,7 @@ class Parallel(Tensors):
         sizes: list[int],
         targets: list[ReadTarget] | None = None,
     ) -> list[Tensor | None]:
+        """As get_tensor_with_parallelism_into, for many keys; None also for an error, which the log has."""
         wanted = [None] * len(keys) if targets is None else targets
         if not isinstance(wanted, Sequence) or not (
             len(keys) == len(buffer_ptrs) == len(sizes) == len(wanted)

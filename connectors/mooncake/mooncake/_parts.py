@@ -26,6 +26,8 @@ SESSIONS_MAX = 65_536
 
 
 class Parts(Objects):
+    """Objects from and into several buffers each, and in sessions that read or write them piece by piece."""
+
     def __init__(self) -> None:
         super().__init__()
         self._reading: dict[bytes, Any] = {}
@@ -100,6 +102,8 @@ class Parts(Objects):
         return self._codes("batch_get_session_start", len(keys), act)
 
     def batch_get_session_end(self, keys: list[str]) -> int:
+        """Ends the sessions of these keys; 0, also for a key without one."""
+
         def act() -> int:
             self._open()
             for name in names_of(keys):
@@ -245,6 +249,8 @@ class Parts(Objects):
         return self._each("batch_put_session_end", end, keys)
 
     def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+        """Drops what was written in the sessions of these keys. One code per key."""
+
         def revoke(key: str) -> int:
             self._open()
             self._written(key)

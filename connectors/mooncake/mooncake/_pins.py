@@ -54,6 +54,7 @@ class HardPins:
             old.release()
 
     def release(self, names: Iterable[bytes]) -> None:
+        """Ends the pins of these objects."""
         for name in names:
             with self._lock:
                 pin = self._pins.pop(name, None)
@@ -105,6 +106,7 @@ class HardPins:
 
 
 def pinned_one(store: Store, name: bytes) -> tuple[Presence, Pin | None]:
+    """Whether the object is there, and a pin on it if so."""
     (presence,), pin = store.exists([name], pin=True)
     return presence, pin
 

@@ -42,10 +42,12 @@ class BufferLease:
 
     @property
     def ptr(self) -> int:
+        """The address of the memory."""
         return self._held().address
 
     @property
     def size(self) -> int:
+        """Bytes that were asked for."""
         return self._size
 
     @property
@@ -91,6 +93,7 @@ class BufferLeaseView:
 
     @property
     def buffer(self) -> memoryview:
+        """The memory as a view."""
         return self._lease.buffer
 
 

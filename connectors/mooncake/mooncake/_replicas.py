@@ -24,6 +24,8 @@ NO_TASK = (0, 0)
 
 
 class Replicas(Parts):
+    """Where replicas of objects are, and copies and moves of them."""
+
     def __init__(self) -> None:
         super().__init__()
         self._tasks: OrderedDict[tuple[int, int], QueryTaskResponse] = OrderedDict()

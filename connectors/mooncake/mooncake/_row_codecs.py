@@ -65,40 +65,49 @@ class Decision:
 
 
 def is_text(value: Any) -> bool:
+    """Whether a row is a str."""
     return isinstance(value, str)
 
 
 def is_bytes(value: Any) -> bool:
+    """Whether a row is bytes."""
     return isinstance(value, (bytes, bytearray, memoryview))
 
 
 def is_number(value: Any) -> bool:
+    """Whether a row is a real number or a bool."""
     return isinstance(value, (bool, int, float, np.number, np.bool_)) and not isinstance(
         value, np.complexfloating
     )
 
 
 def is_numbers(value: Any) -> bool:
+    """Whether a row is a list of numbers."""
     return isinstance(value, (list, tuple)) and all(map(is_number, value))
 
 
 def is_array(value: Any) -> bool:
+    """Whether a row is an array of numbers."""
     return isinstance(value, np.ndarray) and not value.dtype.hasobject and not value.dtype.names
 
 
 def is_tensor(value: Any) -> bool:
+    """Whether a row is a torch tensor that is not nested."""
     return hasattr(value, "data_ptr") and hasattr(value, "untyped_storage") and not value.is_nested
 
 
 def is_image(value: Any) -> bool:
+    """Whether a row is an image of PIL."""
     return type(value).__module__.startswith("PIL.") and hasattr(value, "tobytes")
 
 
 def is_media(value: Any) -> bool:
+    """Whether a row is an image, or the bytes of one."""
     return is_image(value) or is_bytes(value)
 
 
 def is_media_list(value: Any) -> bool:
+    """Whether a row is a list of images."""
     return isinstance(value, (list, tuple)) and all(map(is_media, value))
 
 
@@ -108,10 +117,13 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 
 def is_packable(value: Any, depth: int = 0) -> bool:
+    """Whether a row is a tree of plain values, arrays, tensors and images."""
     return is_tree(value, depth, lambda other: is_array(other) or is_tensor(other) or is_media(other))
 
 
 def is_tree(value: Any, depth: int, is_leaf: Callable[[Any], bool]) -> bool:
+    """Whether ``value`` is a tree of dicts, lists and plain values whose other leaves pass ``is_leaf``,
+    DEPTH_MAX deep at most."""
     if depth > DEPTH_MAX:
         return False
     if isinstance(value, dict):
@@ -123,14 +135,17 @@ def is_tree(value: Any, depth: int, is_leaf: Callable[[Any], bool]) -> bool:
 
 
 def is_sequence(value: Any) -> bool:
+    """Whether a row is numbers in a list or an array."""
     return is_numbers(value) or is_array(value)
 
 
 def is_plain_container(value: Any) -> bool:
+    """Whether a row is a list or dict of plain values."""
     return isinstance(value, (list, tuple, dict)) and is_plain(value)
 
 
 def is_container(value: Any) -> bool:
+    """Whether a row is a list or dict that is packable."""
     return isinstance(value, (list, tuple, dict)) and is_packable(value)
 
 
@@ -198,6 +213,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: Any) -> Any:
+    """The value of the bytes that ``pack`` made."""
     return _UNPACKER.decode(data)
 
 

@@ -55,12 +55,15 @@ class ReceivedData:
 
     @property
     def data_size(self) -> int:
+        """Number of bytes."""
         return len(self._data)
 
     def get_bytes(self) -> bytes:
+        """The bytes."""
         return self._data
 
     def get_memory_view(self) -> memoryview:
+        """The bytes as a view."""
         return memoryview(self._data)
 
 
@@ -75,15 +78,19 @@ class ReceivedTensor:
 
     @property
     def total_bytes(self) -> int:
+        """Number of bytes."""
         return len(self._data)
 
     def get_data_size(self) -> int:
+        """Number of bytes."""
         return len(self._data)
 
     def get_data_as_bytes(self) -> bytes:
+        """The bytes of the numbers."""
         return self._data
 
     def get_memory_view(self) -> memoryview:
+        """The bytes of the numbers as a view."""
         return memoryview(self._data)
 
 
@@ -109,11 +116,14 @@ class RpcInterface:
         return self._begin(listen_address or None, timeout_seconds)
 
     def initialize_client(self, pool_size: int = 100, timeout_seconds: int = 30) -> bool:
+        """Whether this end may send now. timeout_seconds: of one message."""
         return self._begin(None, timeout_seconds)
 
     def initialize_server(
         self, listen_address: str, thread_count: int = 8, timeout_seconds: int = 30
     ) -> bool:
+        """Whether this end may receive at ``listen_address`` once it is started. timeout_seconds: of one
+        message."""
         return self._begin(listen_address, timeout_seconds)
 
     def _begin(self, listen: str | None, timeout_s: float) -> bool:
@@ -149,6 +159,7 @@ class RpcInterface:
         return True
 
     def start_server_async(self) -> bool:
+        """As start_server, which does not wait either."""
         return self.start_server()
 
     def stop_server(self) -> None:
@@ -167,9 +178,11 @@ class RpcInterface:
             self.stop_server()
 
     def set_data_receive_callback(self, callback: Callable[[ReceivedData], object], /) -> None:
+        """Called with each message of bytes, on the thread that receives."""
         self._on_data = callback
 
     def set_tensor_receive_callback(self, callback: Callable[[ReceivedTensor], object], /) -> None:
+        """Called with each tensor, on the thread that receives."""
         self._on_tensor = callback
 
     # ---- sending
@@ -179,6 +192,7 @@ class RpcInterface:
         return self._send(target_address, bytes(memoryview(data).cast("B")), "", ())
 
     def send_tensor(self, target_address: str, tensor: Any) -> int:
+        """Sends a tensor and waits: 0, or FAILED."""
         from ._tensor_header import parts_of
 
         try:
@@ -194,6 +208,7 @@ class RpcInterface:
         return _future(loop, self.send_data, target_address, data)
 
     def send_tensor_async(self, target_address: str, tensor: Any, loop: Any) -> Any:
+        """As send_tensor, as a future of ``loop``."""
         return _future(loop, self.send_tensor, target_address, tensor)
 
     def _send(self, target: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> int:
@@ -284,6 +299,7 @@ def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
 
 
 def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
+    """An end that receives."""
     return RpcInterface()
 
 

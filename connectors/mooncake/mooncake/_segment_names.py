@@ -73,6 +73,7 @@ class SegmentNames:
         self._looked_s = float("-inf")
 
     def add_own(self, segment: str, address: str) -> None:
+        """Adds the name of a segment of this process."""
         self._own[segment] = address
 
     def address_of(self, segment: str) -> str:

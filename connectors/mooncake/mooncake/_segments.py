@@ -19,6 +19,8 @@ _NOTHING: dict[str, Any] = {"segment_ids": [], "allocated_size": 0}
 
 
 class Segments(Replicas):
+    """Memory that this process lends to the pool after setup()."""
+
     def __init__(self) -> None:
         super().__init__()
         self._mounted: dict[str, OwnNode] = {}
@@ -70,6 +72,7 @@ class Segments(Replicas):
         return self._code("unmount_segment", act)
 
     def unmount_and_free_segment(self, segment_ids: list[str], grace_period_seconds: int = 0) -> int:
+        """As unmount_segment."""
         return self.unmount_segment(segment_ids, grace_period_seconds)
 
     def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:

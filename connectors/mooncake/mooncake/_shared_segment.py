@@ -83,9 +83,11 @@ class SharedSegment:
             os.close(fd)
 
     def ready(self) -> bool:
+        """Whether the memory is mapped."""
         return self._memory is not None
 
     def size(self) -> int:
+        """Bytes of the memory."""
         return self._size
 
     def base_addr(self) -> int:

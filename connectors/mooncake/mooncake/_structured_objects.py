@@ -68,6 +68,7 @@ class StructuredObjectReadSpec:
     member_slices: tuple[tuple[str, StructuredMemberSlice], ...] = ()
 
     def select_members(self, names: Sequence[str] | None) -> StructuredObjectReadSpec:
+        """The same with these members only; None: all."""
         return replace(self, member_names=None if names is None else tuple(names_of(names)))
 
     def slice_member(
@@ -78,6 +79,7 @@ class StructuredObjectReadSpec:
         return replace(self, member_slices=(*others, (name, StructuredMemberSlice(axis, start, end, step))))
 
     def member_slice(self, name: str) -> StructuredMemberSlice | None:
+        """The slice of a member, or None."""
         return dict(self.member_slices).get(name)
 
 
@@ -186,9 +188,11 @@ class StructuredObjects:
         return result.objects[SINGLE] if result.metadata.get(WRAPPED) else result.objects
 
     def read_spec(self, ref: BundleRefLike) -> StructuredObjectReadSpec:
+        """A specification that reads all of an object."""
         return StructuredObjectReadSpec(ref)
 
     def materialize(self, spec: StructuredObjectReadSpec) -> StructuredObjectResult:
+        """Reads into new memory; see materialize_into."""
         return self.materialize_into(spec, None)
 
     def materialize_into(

@@ -76,6 +76,7 @@ class Header(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, of which this is a shard."""
         sizes = list(self.shape)
         for cut in self.cuts:
             if cut.split_dim is not None:

@@ -29,38 +29,49 @@ from ._values import DEFAULT, ReplicateConfig
 
 
 def memory_at(address: int, size: int) -> memoryview:
+    """``size`` bytes at ``address`` as a view; the caller has checked them."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 class Tensors(Segments):
+    """Whole tensors, and the shards of tensor parallelism."""
+
     # ---- whole tensors
 
     def put_tensor(self, key: str, tensor: Tensor) -> int:
+        """Stores a tensor. Returns a code; 0 also when the key has an object: that one stays."""
         return self._put_tensors("put_tensor", [key], [tensor])[0]
 
     def pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT) -> int:
+        """As put_tensor, with a config."""
         return self._put_tensors("pub_tensor", [key], [tensor], config)[0]
 
     def upsert_tensor(self, key: str, tensor: Tensor) -> int:
+        """As put_tensor; replaces an object."""
         return self._put_tensors("upsert_tensor", [key], [tensor], replace=True)[0]
 
     def upsert_pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT) -> int:
+        """As pub_tensor; replaces an object."""
         return self._put_tensors("upsert_pub_tensor", [key], [tensor], config, replace=True)[0]
 
     def batch_put_tensor(self, keys: list[str], tensors_list: list[Tensor]) -> list[int]:
+        """As put_tensor, for many keys. One code per key."""
         return self._put_tensors("batch_put_tensor", keys, tensors_list)
 
     def batch_pub_tensor(
         self, keys: list[str], tensors_list: list[Tensor], config: ReplicateConfig = DEFAULT
     ) -> list[int]:
+        """As pub_tensor, for many keys. One code per key."""
         return self._put_tensors("batch_pub_tensor", keys, tensors_list, config)
 
     def batch_upsert_tensor(self, keys: list[str], tensors_list: list[Tensor]) -> list[int]:
+        """As upsert_tensor, for many keys. One code per key."""
         return self._put_tensors("batch_upsert_tensor", keys, tensors_list, replace=True)
 
     def batch_upsert_pub_tensor(
         self, keys: list[str], tensors_list: list[Tensor], config: ReplicateConfig = DEFAULT
     ) -> list[int]:
+        """As upsert_pub_tensor, for many keys. One code per key."""
         return self._put_tensors("batch_upsert_pub_tensor", keys, tensors_list, config, replace=True)
 
     def get_tensor(self, key: str) -> Tensor | None:
@@ -68,6 +79,7 @@ class Tensors(Segments):
         return self.batch_get_tensor([key])[0]
 
     def batch_get_tensor(self, keys: list[str]) -> list[Tensor | None]:
+        """As get_tensor, for many keys."""
         return [self._tensor("get_tensor", view, tensor_of) for view in self._views(keys)]
 
     def _put_tensors(
@@ -109,17 +121,21 @@ class Tensors(Segments):
     # ---- tensors in the caller's memory, with their header before them
 
     def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        """As put_tensor, from a tensor with its header in registered memory."""
         return self.batch_put_tensor_from([key], [buffer_ptr], [size])[0]
 
     def batch_put_tensor_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        """As put_tensor_from, for many keys. One code per key."""
         return self._put_tensors_from("put_tensor_from", keys, buffer_ptrs, sizes, replace=False)
 
     def upsert_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        """As put_tensor_from; replaces an object."""
         return self.batch_upsert_tensor_from([key], [buffer_ptr], [size])[0]
 
     def batch_upsert_tensor_from(
         self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]
     ) -> list[int]:
+        """As upsert_tensor_from, for many keys. One code per key."""
         return self._put_tensors_from("upsert_tensor_from", keys, buffer_ptrs, sizes, replace=True)
 
     def _put_tensors_from(
@@ -215,6 +231,7 @@ class Tensors(Segments):
         return self._code("get_tensor_into_cuda", act)
 
     def batch_get_tensor_into_cuda(self, keys: list[str], tensors_list: list[Tensor]) -> list[int]:
+        """As get_tensor_into_cuda, for many keys. Sizes or codes, one per key."""
         if len(keys) != len(tensors_list):
             return [int(Code.INVALID_PARAMS)] * len(keys)
         return [self.get_tensor_into_cuda(*pair) for pair in zip(keys, tensors_list, strict=True)]
@@ -235,6 +252,7 @@ class Tensors(Segments):
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
+        """As put_tensor_with_tp, for many keys. One code per key."""
         return self._put_shards("batch_put_tensor_with_tp", base_keys, tensors_list, tp_size, split_dim)
 
     def pub_tensor_with_tp(
@@ -246,6 +264,7 @@ class Tensors(Segments):
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> int:
+        """As put_tensor_with_tp, with a config."""
         return self._put_shards("pub_tensor_with_tp", [key], [tensor], tp_size, split_dim, config)[0]
 
     def batch_pub_tensor_with_tp(
@@ -257,6 +276,7 @@ class Tensors(Segments):
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
+        """As pub_tensor_with_tp, for many keys. One code per key."""
         return self._put_shards(
             "batch_pub_tensor_with_tp", base_keys, tensors_list, tp_size, split_dim, config
         )
@@ -264,6 +284,7 @@ class Tensors(Segments):
     def put_tensor_with_tp_from(
         self, key: str, buffer_ptr: int, size: int, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> int:
+        """As put_tensor_with_tp, from a tensor with its header in registered memory."""
         return self.batch_put_tensor_with_tp_from([key], [buffer_ptr], [size], tp_rank, tp_size, split_dim)[0]
 
     def batch_put_tensor_with_tp_from(
@@ -275,6 +296,7 @@ class Tensors(Segments):
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
+        """As put_tensor_with_tp_from, for many keys. One code per key."""
         if not len(base_keys) == len(buffer_ptrs) == len(sizes):
             return [int(Code.INVALID_PARAMS)] * len(base_keys)
 
@@ -293,11 +315,13 @@ class Tensors(Segments):
     def batch_get_tensor_with_tp(
         self, base_keys: list[str], tp_rank: int = 0, tp_size: int = 1
     ) -> list[Tensor | None]:
+        """As get_tensor_with_tp, for many keys."""
         return self.batch_get_tensor([shard_key(key, tp_rank, tp_size) for key in base_keys])
 
     def get_tensor_with_tp_into(
         self, key: str, buffer_ptr: int, size: int, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> Tensor | None:
+        """As get_tensor_with_tp, in the caller's memory; see get_tensor_into."""
         return self.get_tensor_into(shard_key(key, tp_rank, tp_size), buffer_ptr, size)
 
     def batch_get_tensor_with_tp_into(
@@ -308,6 +332,7 @@ class Tensors(Segments):
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> list[Tensor | None]:
+        """As get_tensor_with_tp_into, for many keys."""
         keys = [shard_key(key, tp_rank, tp_size) for key in base_keys]
         return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
 
@@ -410,5 +435,7 @@ def read_safetensor(path: Path, wanted: str | None) -> tuple[str, Header, bytes]
 
 
 def shard_key(key: str, rank: int, size: int) -> str:
+    """The key of the shard of ``rank``; with one rank the key itself. Raises InvalidArgument for a key that
+    cannot be a name."""
     key_of(key)  # a TypeError for what is none
     return key if size == 1 else f"{key if isinstance(key, str) else bytes(key).decode()}_tp_{rank}"

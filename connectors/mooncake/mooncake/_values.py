@@ -8,6 +8,8 @@ from typing import Any
 
 
 class ObjectDataType(IntEnum):
+    """What an object is, as its writer says."""
+
     UNKNOWN = 0
     KVCACHE = 1
     TENSOR = 2
@@ -21,6 +23,8 @@ class ObjectDataType(IntEnum):
 
 
 class ReplicaStatus(IntEnum):
+    """The state of a replica; readers see COMPLETE only."""
+
     UNDEFINED = 0
     INITIALIZED = 1
     PROCESSING = 2
@@ -30,6 +34,8 @@ class ReplicaStatus(IntEnum):
 
 
 class TaskStatus(IntEnum):
+    """The state of a copy or a move."""
+
     PENDING = 0
     PROCESSING = 1
     FAILED = 2
@@ -37,11 +43,15 @@ class TaskStatus(IntEnum):
 
 
 class TaskType(IntEnum):
+    """Whether a task copies or moves."""
+
     REPLICA_COPY = 0
     REPLICA_MOVE = 1
 
 
 class SoftPinAction(IntEnum):
+    """What a put does to the soft pin of its object."""
+
     PRESERVE = 0
     ENABLE = 1
     DISABLE = 2
@@ -139,6 +149,8 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDescriptor:
+    """A replica in memory."""
+
     buffer_descriptor: Descriptor = field(default_factory=Descriptor)
 
 
@@ -160,6 +172,7 @@ class ReplicaDescriptor:
     status: ReplicaStatus = ReplicaStatus.COMPLETE
 
     def is_memory_replica(self) -> bool:
+        """Whether the replica is in memory."""
         return not self._on_ssd
 
     def is_disk_replica(self) -> bool:
@@ -167,14 +180,17 @@ class ReplicaDescriptor:
         return False
 
     def is_local_disk_replica(self) -> bool:
+        """Whether the replica is on an SSD of its node."""
         return self._on_ssd
 
     def get_memory_descriptor(self) -> MemoryDescriptor:
+        """The memory of the replica. Raises RuntimeError for one on an SSD."""
         if self._on_ssd:
             raise RuntimeError("Expected MemoryDescriptor")
         return MemoryDescriptor(Descriptor(self._size, 0, self._endpoint))
 
     def get_disk_descriptor(self) -> DiskDescriptor:
+        """The SSD of the replica. Raises RuntimeError for one in memory."""
         if not self._on_ssd:
             raise RuntimeError("Expected DiskDescriptor")
         return DiskDescriptor(self._endpoint, self._size)
@@ -207,6 +223,8 @@ class ParallelAxis:
 
 @dataclass(slots=True)
 class TensorParallelism:
+    """The axes along which a tensor is cut."""
+
     axes: list[ParallelAxis] = field(default_factory=list)
 
 
