@@ -1,13 +1,13 @@
-"""The ``mooncake`` API over a Moonpool: what programs import that were written for Mooncake.
+"""The ``mooncake`` API over a Moonpool, for programs that were written for Mooncake.
 
-    engine.py, store.py            what is public, with the names and the return codes that callers know
+    engine.py, store.py            the public classes, with the names and return codes that callers know
     _codes.py                      the one table from moonpool's errors to codes
-    _access.py                     what setup() makes: a node of this process, or the way to another one
+    _access.py                     what setup() makes: a node of this process, or a connection to another one
     _objects, _parts, _replicas,   the methods of the store, a group in each
     _tensors, _parallel, _segments
     cli*.py, mooncake_store_service.py, _pages.py    the commands and the pages that scripts poll
 
-Thin on purpose: each name is a few lines over moonpool's own API. docs/mooncake.md says what differs.
+Thin on purpose: each name is a few lines over moonpool's own API. docs/mooncake.md lists the differences.
 """
 
 from __future__ import annotations

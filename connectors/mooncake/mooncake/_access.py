@@ -87,7 +87,7 @@ class Settings:
         return load(arguments={"cluster.master": str(master), "node.http": "off"} | given)
 
     def is_of_this_host_alone(self, config: Config) -> bool:
-        """Whether nobody chose a token: then master and nodes meet on loopback, whatever the host's name."""
+        """Whether no token is configured: then master and nodes use loopback, whatever the host's name."""
         return not config.token_is_configured and parse_address(config.cluster.master, "master").is_loopback
 
 
@@ -154,7 +154,8 @@ class Access(Protocol):
         """The living nodes of the pool. Raises a moonpool Error."""
 
     def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
-        """Where each key lies as far as the master knows; 0 is memory, 1 an SSD. Raises a moonpool Error."""
+        """The holders of each key that the master knows, as (node, tier); tier 0 is memory, 1 an SSD. Raises
+        Error."""
 
     def open_at(self, member: _native.Member) -> Store:
         """A store whose own node is that one."""
@@ -407,7 +408,7 @@ class Guest(_Base):
 
     def join(self, wait_s: float) -> None:
         """Asks the master once, so that a wrong address or token is an error here. Raises Error."""
-        self.members()  # a wrong address or token is said now and not at the first call
+        self.members()  # a wrong address or token is an error now and not at the first call
 
     def store(self) -> Store:
         """The store of a node that answers. Raises NoNode without one."""
@@ -515,7 +516,7 @@ class Beside(_Base):
         return False
 
     def members(self) -> list[_native.Member]:
-        """Nobody: a dummy client knows no master. Its node is asked whether it is there."""
+        """Empty: a dummy client knows no master. Asks its node whether it is there."""
         self.store().stat()
         return []
 

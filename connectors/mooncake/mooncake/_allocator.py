@@ -1,4 +1,4 @@
-"""Memory by address: the allocator, its C functions for those who allocate from C, and NUMA binding."""
+"""Memory by address: the allocator, its C functions for callers in C, and NUMA binding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every group of the store's methods stands on: the access, the registered memory, errors as codes.
+"""What every group of the store's methods uses: the access, the registered memory, errors as codes.
 
 Before setup() and after close() a method that returns codes returns INTERNAL_ERROR, and one that returns
-values raises moonpool.Closed: an empty value would say that there is no data.
+values raises moonpool.Closed: an empty value would mean that there is no data.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Base:
         return waiting
 
     def _ask(self, verb: Callable[[Store], T]) -> T:
-        """What ``verb`` says of the store; asked again where a guest finds another node. Raises."""
+        """The result of ``verb``, repeated where a guest finds another node. Raises Error."""
         access = self._open()
         try:
             return verb(access.store())
@@ -140,7 +140,7 @@ def key_of(key: Any) -> bytes:
 
 
 def name_or_none(key: Any) -> bytes | None:
-    """The same; None for a key that no object can have: who reads it finds none. TypeError as key_of()."""
+    """As key_of(); None for a key that no object can have, a miss for readers. Raises TypeError."""
     try:
         return key_of(key)
     except InvalidArgument:
@@ -148,7 +148,7 @@ def name_or_none(key: Any) -> bytes | None:
 
 
 def shortened(name: bytes) -> bytes:
-    """Its first bytes, in which expressions still find things, and what tells it from all others."""
+    """The first KEPT_BYTES of the name, which regular expressions still find, and its digest."""
     return name[:KEPT_BYTES] + DIGEST + sha256(name).hexdigest().encode()
 
 

@@ -79,7 +79,7 @@ DEFAULT_POLICY = BundleTransferPolicy()
 
 
 def checked_policy(policy: BundleTransferPolicy | None, max_inflight_put: int | None) -> BundleTransferPolicy:
-    """``policy`` with the number of threads that is given beside it. ValueError for what there is not."""
+    """``policy`` with the given number of threads. Raises ValueError for a value that is not supported."""
     chosen = policy or DEFAULT_POLICY
     if max_inflight_put is not None:
         chosen = BundleTransferPolicy(max_inflight_put, chosen.put_mode, chosen.copy_mode)
@@ -102,8 +102,11 @@ def checked_chunk_bytes(chunk_bytes: int) -> int:
 
 
 class Source(NamedTuple):
-    """Where the bytes of one buffer are. parts: memory, one piece behind the other; a buffer of several parts
-    is one object. entry: what the manifest says of it beside keys and sizes. keep: what owns the memory.
+    """The bytes of one buffer.
+
+    parts: memory, one piece behind the other; a buffer of several parts is one object.
+    entry: what the manifest has of it beside keys and sizes.
+    keep: owns the memory.
     """
 
     parts: Sequence[memoryview]

@@ -88,7 +88,7 @@ def code_of(error: BaseException, operation: str) -> Code:
 
 
 def say(operation: str, kind: str, sentence: str) -> None:
-    """Warns, unless the same was said a moment ago."""
+    """Logs a warning, unless the same text was logged a moment ago."""
     now_s = time.monotonic()
     if operation in SAID_EACH_TIME or now_s - _said.get((operation, kind), -SAY_AGAIN_S) >= SAY_AGAIN_S:
         if len(_said) >= KINDS_MAX:

@@ -1,7 +1,7 @@
 """What is put as a DataProto: fields with a row for each sample, and meta_info beside them.
 
 A DataProto is an object with ``batch``, ``non_tensor_batch`` and ``meta_info``, or a mapping with these keys,
-or (type="dict") one flat mapping, whose fields are sorted by what they are. Here are no stores.
+or (type="dict") one flat mapping, whose fields are sorted by what they are. This module knows no store.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class SegmentStatus(IntEnum):
 
 
 class Refused(Exception):
-    """A job that cannot be, with the code and the HTTP status that say so."""
+    """A job that is not possible, with its code and HTTP status."""
 
     def __init__(self, code: Code, status: int, message: str = "") -> None:
         super().__init__(message or code.name)
@@ -103,7 +103,11 @@ class Job:
 
 
 class DrainJobs:
-    """``rows``: the living nodes. ``setup``: makes a store a guest of the pool, and says the code of that."""
+    """The drain jobs of one master.
+
+    rows: returns the living nodes.
+    setup: makes a store a guest of the pool; returns a code.
+    """
 
     def __init__(
         self, rows: Callable[[], list[NodeRow]], setup: Callable[[MooncakeDistributedStore], int]
@@ -208,7 +212,7 @@ class DrainJobs:
             if moved < len(units) and not moved:
                 job.failed += len(units)
                 return
-            # What a node has just taken the directory hears of a moment later: looked at once more.
+            # The directory learns a moment later of an object that a node has just taken, so look once more.
             if not units and (was_empty or self._stop.wait(REPORT_S)):
                 return
             was_empty = not units

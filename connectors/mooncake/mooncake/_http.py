@@ -1,4 +1,4 @@
-"""An HTTP server for whatever connects: connections, heads, bodies and time are bounded.
+"""An HTTP server for unknown clients: connections, heads, bodies and time are bounded.
 
 | bound | default | beyond it |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Layouts of tensors over ranks: which may be, the names of their shards, and what lies beside them.
+"""Layouts of tensors over ranks: the valid ones, the names of their shards, and their manifests.
 
 A layout has at most one axis of each kind: "dp" (replicas), "tp" (cuts along a split_dim), "ep" (experts,
 with an expert_id), "pp" (stages, with a stage_id). A shard's name is KEY_tp_RANK for "tp" alone; else KEY and
@@ -122,7 +122,7 @@ def _suffix(cut: Cut) -> str:
 
 @dataclass(frozen=True)
 class Writer:
-    """One of ``size`` writers, who stores the part ``rank`` of each tensor along split_dim."""
+    """One of ``size`` writers, which stores the part ``rank`` of each tensor along split_dim."""
 
     rank: int
     size: int
@@ -153,9 +153,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Beside the shards: one layout in which the tensor is stored, of its first writer (put) or its last
-    (upsert).
-    """
+    """The object beside the shards: the layout of the first writer (put) or the last one (upsert)."""
 
     cuts: tuple[Cut, ...]
 

@@ -1,8 +1,9 @@
-"""Memory that callers name by address: what is registered, and what can be memory at all.
+"""Memory that callers name by address: registered ranges, and checks of other ranges.
 
-The core believes an (address, length). A caller of this API who gives an address that is none, or one of a
-GPU, must get a code and no crash. So the kernel is asked about what is not registered: it reads a byte at
-both ends, and where bytes are to be written its table of mappings must say that they may, which takes longer.
+The core trusts an (address, length). A caller of this API that passes an invalid address, or one of a GPU,
+must get a code and no crash. So this module asks the kernel about ranges that are not registered: the kernel
+reads a byte at both ends, and its table of mappings, which is slower, must allow writes where bytes are
+written.
 """
 
 from __future__ import annotations

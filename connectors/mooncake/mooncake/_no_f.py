@@ -1,4 +1,4 @@
-"""Targets of NVMe over Fabrics, which moonpool does not use: the name is there, and says so."""
+"""Targets of NVMe over Fabrics, which moonpool does not use: each method returns a code and logs why."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class MasterPages:
     async def _rows(self) -> list[NodeRow]:
         return await asyncio.to_thread(self._living)
 
-    # ---- for everybody
+    # ---- for all clients
 
     async def _health(self) -> web.Response:
         return web.json_response(

@@ -3,8 +3,8 @@
 The rules of layouts and the names of shards are in _layout.py. A layout that is one "tp" axis takes the
 shard; with other axes beside "tp" the whole tensor is given, and what is stored is this rank's part of it.
 The ``_from`` forms are given the whole tensor (or, by its header, the shard of that rank) and store the parts
-of all tensor-parallel ranks. Beside the shards lies KEY__parallelism_manifest, by which readers of the whole
-or of another cut find them. ``ReadTarget`` says what a reader wants: "as_stored" (with its own axes, or the
+of all tensor-parallel ranks. KEY__parallelism_manifest, beside the shards, lets readers of the whole
+or of another cut find them. ``ReadTarget`` selects what is read: "as_stored" (with its own axes, or the
 plain key without), "shard" (its part, cut anew where it was cut otherwise), or "full".
 
 A writer with a partition (an object with rank, size and split_dim) gives the whole tensor, and stores its
@@ -33,7 +33,7 @@ Shard = tuple[str, Tensor, tuple[Cut, ...]]  # its key and what it is of the who
 
 
 class Parallel(Tensors):
-    """Tensors that are cut along several axes; a manifest under the key tells readers how."""
+    """Tensors that are cut along several axes; a manifest under the key describes the cuts to readers."""
 
     def put_tensor_with_parallelism(
         self,
@@ -349,7 +349,7 @@ class Parallel(Tensors):
                 return self._put_parallel(
                     operation, key, tensor, parallelism, config, partition, replace=replace
                 )
-            if cuts:  # the caller's memory says that it has a shard, not the whole
+            if cuts:  # the header in the caller's memory is of a shard, not of the whole
                 if cuts != layout.cuts:
                     raise InvalidArgument(f"{key!r:.80}: the memory has the shard {cuts}, not {layout.cuts}")
                 shards = [(layout.key(key), tensor, cuts)]

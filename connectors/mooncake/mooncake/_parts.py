@@ -1,7 +1,7 @@
 """Objects in several buffers, and parts of objects: multi-buffer forms, ranges, sessions.
 
-A read session holds its objects pinned; a write session gathers the bytes here, and nobody sees the object
-before its end.
+A read session pins its objects. A write session gathers the bytes in this process; no reader sees the object
+before the session ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hard pins: what keeps objects from eviction while a store is open, as long as somebody can still get them.
+"""Hard pins: they keep objects from eviction while a store is open, as long as readers can still get them.
 
-Another process may remove or replace a pinned object, which would keep the old bytes in memory for nothing:
-so the pins are looked through now and then, on a thread, and when the pool says that it is full.
+Another process may remove or replace a pinned object, and the pin would keep the old bytes in memory for
+nothing. So a thread checks the pins now and then, and a put that finds the pool full does so, too.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class HardPins:
         return True
 
     def look(self, ask: Ask) -> None:
-        """Pins each object anew, so that a pin on old bytes is let go, and what is gone is held no more.
-        Raises a moonpool Error.
-        """
+        """Pins each object again, which ends pins on old bytes and on objects that are gone. Raises Error."""
         self._looked_s = time.monotonic()
         with self._lock:
             names = list(self._pins)

@@ -1,4 +1,4 @@
-"""Where an object should rather lie, and for how long, by its configuration."""
+"""Preferred nodes and retention of an object, from its configuration."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ def for_one(config: ReplicateConfig, i: int) -> ReplicateConfig:
 
 
 def preferred_nodes(config: ReplicateConfig, access: Access) -> list[str] | None:
-    """Addresses of the nodes whose segments are named. A batch that should lie together goes to this
-    process's own segment, instead of to wherever there is room. None: moonpool's own choice.
-    """
+    """Addresses of the nodes whose segments are named; None: moonpool chooses. A batch that should stay
+    together goes to this process's own segment."""
     if config is DEFAULT:
         return None
     segments = [one for one in (config.preferred_segment, *config.preferred_segments) if one]

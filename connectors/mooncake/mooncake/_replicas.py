@@ -1,4 +1,4 @@
-"""Where copies lie, and making more of them."""
+"""Replicas of objects: where they are, copies and moves."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class Replicas(Parts):
         }
 
     def batch_replica_clear(self, keys: list[str], segment_name: str = "") -> list[str]:
-        """Removes every copy of the keys, with a segment ("host:port") only those there; those that were.
-        Who reads such a copy goes on with its bytes.
-        """
+        """Removes every replica of the keys, or with a segment ("host:port") only those there. Returns the
+        keys that had one. Readers of such a replica keep its bytes."""
         if not isinstance(segment_name, str):
             raise TypeError(f"a segment's name is a str, not {segment_name!r:.80}")
         if not segment_name:
@@ -69,10 +68,9 @@ class Replicas(Parts):
     # ---- tasks
 
     def create_copy_task(self, key: str, targets: list[str]) -> tuple[tuple[int, int], int]:
-        """Copies an object to the nodes at ``targets`` ("host:port", as descriptors name them); the task's id
-        and a code. It is done when this returns; query_task() tells how it ended. When the object was removed
-        or replaced meanwhile, the task has failed and left no copy behind.
-        """
+        """Copies an object to the nodes at ``targets`` ("host:port", as descriptors name them). Returns the
+        task's id and a code. The copy has ended when this returns; query_task() has its outcome. A task whose
+        object was removed or replaced meanwhile has failed and left no copy."""
         try:
             name = name_or_none(key)
             before = None if name is None else self._ask(lambda store: store.stat(name))
@@ -132,8 +130,8 @@ class Replicas(Parts):
         *,
         move: bool,
     ) -> None:
-        """``view`` at each target, and in a move no longer at the source; raises, and then leaves no
-        copy that it made. The nodes are asked themselves: the directory hears of a change some ms later.
+        """Copies ``view`` to each target, and in a move removes the source. Raises after removing each copy
+        that it made. It asks the nodes themselves: the directory learns of a change some milliseconds later.
         """
         bytes_are = view.nbytes, _native.crc32c(view)
         made: list[tuple[_native.Member, Copy]] = []
@@ -211,7 +209,7 @@ def _own(store: Store, name: bytes, node: _native.Member) -> Copy | None:
 
 
 def _in_one_piece(one: ObjectStat) -> None:
-    """Raises Unsupported for an object that is striped: it lies on all nodes, and no copy of it at one."""
+    """Raises Unsupported for a striped object: it is on all nodes, and no single node has a copy."""
     if one.size != one.copies[0].size:
         raise Unsupported("the object is larger than one node takes and lies on all of them")
 

@@ -297,7 +297,10 @@ def decide(values: Sequence[Any]) -> Decision:
 
 
 class Column(NamedTuple):
-    """A column as it is stored. metadata: what says how it was chosen."""
+    """A column as it is stored.
+
+    metadata: which codec was chosen, and why.
+    """
 
     codec: str
     rows: int
@@ -357,6 +360,6 @@ def _item(number: Any) -> Any:
 
 
 def encoded_of(column: Column, member: str) -> dict[str, Any]:
-    """What a handle says of a column whose buffers are ``member``.NAME."""
+    """The handle's description of a column whose buffers are ``member``.NAME."""
     names = {name: f"{member}.{name}" for name in column.payload}
     return {"codec": column.codec, "rows": column.rows, "metadata": column.metadata, "payload_members": names}

@@ -279,7 +279,7 @@ class RpcInterface:
 def _listen(
     reference: weakref.ref[RpcInterface], engine: moonpool.TransferEngine, stop: threading.Event
 ) -> None:
-    """Does not keep the interface alive: one that nobody holds any more ends."""
+    """Receives messages until the interface has no other reference: this thread does not keep it alive."""
     while not stop.is_set():
         try:
             messages = engine.notifications(LISTEN_S)
@@ -294,7 +294,7 @@ def _listen(
 
 
 def create_rpc_client(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
-    """Not initialized yet. The rank says nothing that is needed."""
+    """An end that sends, not initialised yet. The rank is not used."""
     return RpcInterface()
 
 

@@ -77,9 +77,8 @@ class SegmentNames:
         self._own[segment] = address
 
     def address_of(self, segment: str) -> str:
-        """Where the node is; the name itself when no node has it. The pool is asked anew for a name that is
-        not known after LOOK_AGAIN_S seconds, for others after KNOWN_S.
-        """
+        """The address of the node with that name; the name itself when no node has it. Asks the pool again
+        for an unknown name after LOOK_AGAIN_S seconds, for others after KNOWN_S."""
         if (own := self._own.get(segment)) is not None:
             return own
         found = self._addresses.get(segment)

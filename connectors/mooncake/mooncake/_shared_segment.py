@@ -23,7 +23,7 @@ class _Blob(msgspec.Struct, frozen=True):
 
 
 class SharedSegment:
-    """Made by every rank, complete when it has heard all of them. It lives as long as its mappings."""
+    """Made by every rank, complete when it has heard from all of them. It lives as long as its mappings."""
 
     def __init__(self, name: str, size: int, world_size: int, rank_id: int, owner_rank: int) -> None:
         self._name, self._size = name, size

@@ -1,4 +1,4 @@
-"""The SSD of a segment, by ``enable_ssd_offload``: where its log lies, and how large it is."""
+"""The SSD of a segment, by ``enable_ssd_offload``: the folder of its log and its size."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def ssd_path_of(enabled: bool, path: str) -> str:
 
 
 def ssd_bytes(folder: Path) -> int:
-    """The size of the log in ``folder``: what the environment says, as far as the disk goes.
+    """The size of the log in ``folder``: what the environment sets, within the space of the disk.
 
-    A log that is there has its blocks already, and forgets all it has when it is made for less. So they count
-    as free, and a disk that others fill meanwhile takes nothing from it.
+    A log that exists has its blocks already, and forgets its objects when it is opened with a smaller size.
+    So its blocks count as free, and it keeps its size when other files fill the disk.
     """
     asked = os.environ.get(SIZE)
     share = SHARE_MOST if asked else SHARE

@@ -241,7 +241,7 @@ class Tensors(Segments):
     def put_tensor_with_tp(
         self, key: str, tensor: Tensor, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> int:
-        """Cuts the whole tensor and stores the shards of all ranks, whichever rank says so."""
+        """Cuts the whole tensor and stores the shards of all ranks, whichever rank calls."""
         return self._put_shards("put_tensor_with_tp", [key], [tensor], tp_size, split_dim)[0]
 
     def batch_put_tensor_with_tp(

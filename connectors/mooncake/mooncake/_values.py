@@ -1,4 +1,4 @@
-"""The values of the store's API: configurations, descriptors, states. Nothing here talks to anybody."""
+"""The values of the store's API: configurations, descriptors, states. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ObjectDataType(IntEnum):
-    """What an object is, as its writer says."""
+    """The kind of an object, as its writer declares it."""
 
     UNKNOWN = 0
     KVCACHE = 1
@@ -140,7 +140,7 @@ DEFAULT = ReplicateConfig()
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Where a copy lies. buffer_address is 0: an arena has no address that other processes could use."""
+    """Where a replica is. buffer_address is 0: an arena has no address that other processes could use."""
 
     size: int = 0
     buffer_address: int = 0
@@ -211,7 +211,8 @@ class QueryTaskResponse:
 
 @dataclass(slots=True)
 class ParallelAxis:
-    """One way in which a tensor is spread: kind "tp" cuts it along split_dim, others name who has it."""
+    """One way in which a tensor is spread: kind "tp" cuts it along split_dim, the others name the rank that
+    has it."""
 
     kind: str = ""
     rank: int = 0

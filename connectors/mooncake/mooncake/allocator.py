@@ -1,4 +1,4 @@
-"""Not there: for devices alone. Who imports it hears so as from an original that was built without it."""
+"""Not supported: for devices only. Importing it raises ImportError, like an original built without it."""
 
 raise ImportError(
     "mooncake.allocator allocates memory of devices; moonpool registers what torch has allocated, "

@@ -1,4 +1,4 @@
-"""`mooncake_client`: a node of a Moonpool that dummy clients of its host join, and everybody else too."""
+"""`mooncake_client`: a node of a Moonpool, which dummy clients of its host join, as any other client may."""
 
 from __future__ import annotations
 

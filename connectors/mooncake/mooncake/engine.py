@@ -99,7 +99,7 @@ class TransferEngine:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
-    # ---- who
+    # ---- this engine and its address
 
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, /
@@ -109,7 +109,7 @@ class TransferEngine:
         local_hostname:  the address that peers use, with a port or without ("host:port" listens there).
         metadata_server: "P2PHANDSHAKE". With any other the hostname must have a port, since engines find
         each other by address alone.
-        protocol, device_name: moonpool chooses the way; they say nothing that it needs.
+        protocol, device_name: not used; moonpool chooses the transport.
         """
         for text in (local_hostname, metadata_server, protocol, device_name):
             if not isinstance(text, str):
@@ -131,7 +131,7 @@ class TransferEngine:
         metadata_type: str,
         /,
     ) -> int:
-        """metadata_type: "p2p" and others, which say nothing that moonpool needs."""
+        """As initialize(). metadata_type: not used."""
         return self.initialize(local_hostname, metadata_server, protocol, device_name)
 
     def get_rpc_port(self) -> int:
@@ -162,7 +162,7 @@ class TransferEngine:
         return self._code("register_memory", lambda: self._register(buffer_addr, capacity, location))
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        """When it returns nobody touches the memory any more. NOT_REGISTERED for what register never saw."""
+        """When it returns no transfer touches the memory any more. NOT_REGISTERED for other addresses."""
         return self._code("unregister_memory", lambda: self._unregister(number(buffer_addr)))
 
     def batch_register_memory(
@@ -223,7 +223,7 @@ class TransferEngine:
                 code_of(error, "batch_register_memory")
 
     def _drop(self, regions: dict[int, Region], address: int, region: Region) -> None:
-        """Unless it was registered anew meanwhile."""
+        """Forgets the region, unless another one was registered there meanwhile."""
         with self._lock:
             if regions.get(address) is region:
                 del regions[address]
@@ -324,7 +324,7 @@ class TransferEngine:
         return peer
 
     def _forget(self, name: str) -> None:
-        """The next call opens the peer anew: it may be another process by then."""
+        """Drops the peer; the next call opens it again, perhaps as another process."""
         with self._lock:
             peer = self._peers.pop(name, None)
         if peer is not None:
@@ -577,7 +577,7 @@ class TransferEngine:
         return max(self._code("submit", act, self._forget_if_gone(target)), NO_TRANSFER)
 
     def _forget_ended(self) -> None:
-        """Transfers whose end nobody asked about. Raises InvalidArgument when all are still under way."""
+        """Forgets ended transfers that were not polled. Raises InvalidArgument when all are under way."""
         with self._lock:
             waiting = {
                 name: one for name, one in self._transfers.items() if one[0].state is TransferState.WAITING

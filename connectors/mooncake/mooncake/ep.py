@@ -1,4 +1,4 @@
-"""Not there: for devices alone. Who imports it hears so as from an original that was built without it."""
+"""Not supported: for devices only. Importing it raises ImportError, like an original built without it."""
 
 raise ImportError(
     "mooncake.ep moves the tokens of experts between devices; moonpool has none, so take another "

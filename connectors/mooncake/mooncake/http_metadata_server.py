@@ -2,8 +2,8 @@
 
     GET, PUT, DELETE /metadata?key=KEY      the body is the value
 
-Moonpool's engines need no such server: they find each other by address. Whatever reaches it may write, so it
-listens on 127.0.0.1 unless another address is named. Connections, heads and bodies are bounded (_http).
+Moonpool's engines need no such server: they find each other by address. Any client may write, so it
+listens on 127.0.0.1 unless another address is given. Connections, heads and bodies are bounded (_http).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MetadataServer:
         self.url = ""
 
     async def start(self) -> None:
-        """Raises ConfigError when somebody else listens there."""
+        """Begins to listen. Raises ConfigError when the address is in use."""
         try:
             host, port = await self.http.start(self._host, self._port)
         except (OSError, OverflowError) as error:  # the latter for a port that is none
@@ -99,7 +99,7 @@ class MetadataServer:
 
 
 class KVPoll(Enum):
-    """How a server that runs beside the program stands."""
+    """The state of a server that runs beside the program."""
 
     Failed = 0
     Bootstrapping = 1
@@ -120,7 +120,7 @@ class KVBootstrapServer:
         self._settled = threading.Event()
 
     def run(self) -> threading.Thread:
-        """Returns when it serves, or cannot, which poll() says and the log why."""
+        """Returns when it serves or has failed; poll() tells which, and the log why."""
         if self.thread is None or not self.thread.is_alive():
             self._settled.clear()
             self._state = KVPoll.Bootstrapping

@@ -18,7 +18,7 @@ _UNITS = {"kb": 10, "mb": 20, "gb": 30, "tb": 40, "k": 10, "m": 20, "g": 30, "t"
 
 @dataclass
 class MooncakeConfig:
-    """Sizes in bytes. The protocol is kept in small letters. ValueError for what cannot be meant."""
+    """Sizes in bytes. The protocol is kept in small letters. Raises ValueError for an invalid value."""
 
     local_hostname: str
     metadata_server: str

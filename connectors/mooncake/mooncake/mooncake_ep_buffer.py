@@ -1,6 +1,6 @@
-"""Where programs look for the buffer of expert parallelism: names that say what there is not.
+"""The names of the buffer of expert parallelism, which is not supported.
 
-Who only imports them goes on, as with an original that was built without expert parallelism.
+Importing them works and using them raises ImportError, as with an original built without expert parallelism.
 """
 
 from __future__ import annotations

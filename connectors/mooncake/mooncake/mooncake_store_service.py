@@ -62,10 +62,10 @@ class MooncakeStoreService:
             await asyncio.sleep(TRY_AGAIN_S)
 
     async def start_http_service(self, port: int = 8080, connections_max: int | None = None) -> bool:
-        """On 127.0.0.1 alone: whatever reaches it may write.
+        """Listens on 127.0.0.1 only, since any client may write. Returns whether it could.
 
-        connections_max: of all that are open, at most half of the files that the process may open; None:
-        1,024.
+        port: where it listens.
+        connections_max: open connections, at most half of the files that the process may open; None: 1,024.
         """
         app = web.Application()
         app.add_routes(
@@ -103,7 +103,7 @@ class MooncakeStoreService:
         return _answer(await asyncio.to_thread(self.store.put, key, value))
 
     async def handle_get(self, request: web.Request) -> web.StreamResponse:
-        """The bytes; 404 is a miss, 503 says that it is not known."""
+        """The bytes; 404 for a miss, 503 when the pool does not answer."""
         try:
             value = await asyncio.to_thread(self.store.get_buffer, request.match_info["key"])
         except Error as error:

@@ -1,4 +1,4 @@
-"""Not there: for devices alone. Who imports it hears so as from an original that was built without it."""
+"""Not supported: for devices only. Importing it raises ImportError, like an original built without it."""
 
 raise ImportError(
     "mooncake.pg is a process group of devices; moonpool has none, so take torch's own backends (nccl, gloo)",

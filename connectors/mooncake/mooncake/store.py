@@ -116,7 +116,7 @@ class MooncakeDistributedStore(Parallel):
         global_segment_size: bytes that this process gives the pool. 0: it uses other processes' memory.
         tenant_id: tenants share nothing. enable_client_http_server: /metrics and /health at client_http_port.
         engine: a transfer engine that listens at local_hostname already; the segment gets a port of its own.
-        metadata_server, local_buffer_size, protocol and rdma_devices say nothing that moonpool needs.
+        metadata_server, local_buffer_size, protocol and rdma_devices: not used.
 
         A TypeError for keywords that there are not; a code and a sentence in the log for what does not work.
         Without a master that answers (RPC_FAIL, RPC_TIMEOUT) the store goes on looking for it: once it is

@@ -1,4 +1,4 @@
-"""`transfer_engine_topology_dump`: what moves bytes here, as TransferEngine.get_local_topology() says it."""
+"""`transfer_engine_topology_dump`: the transports of this host, from TransferEngine.get_local_topology()."""
 
 from __future__ import annotations
 
