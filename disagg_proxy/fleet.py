@@ -56,7 +56,7 @@ class Fleet:
         self._leaving: dict[int, Engine] = {}  # by place
         self._failed: set[int] = set()  # places of those that leave because they could not join
         self._pages: dict[int, Bootstrap] = {}  # by place
-        self._neighbours = BootstrapConflicts(
+        self._conflicts = BootstrapConflicts(
             settings.engines
         )  # those of the settings are there, or on their way
         self._checkers: dict[int, HealthChecker] = {}  # by place
@@ -97,15 +97,15 @@ class Fleet:
         if not self._free:
             raise LookupError(f"there are {self._settings.places} engines, and no place for {spec.name}")
         place = heapq.heappop(self._free)
-        touched = self._neighbours.add(spec)
+        touched = self._conflicts.add(spec)
         try:
             engine = self._enter(found, place)
         except Exception:
             self._undo(found, place)
             raise
         try:
-            engine.serve_by(self._relay)
-            engine.serves(None)
+            engine.attach_relay(self._relay)
+            engine.set_models(None)
             self._look_at_page(engine)
             self._look_at_pages(touched)
             if self._started:
@@ -119,7 +119,7 @@ class Fleet:
     def _enter(self, found: DiscoveredEngine, place: int) -> Engine:
         """Into the tables of all parts; the data plane's last, for from there requests may come."""
         spec = found.spec
-        engine = Engine(place, spec, self._settings, self._neighbours)
+        engine = Engine(place, spec, self._settings, self._conflicts)
         if found.model:
             engine.named = {found.model: msgspec.json.encode({"id": found.model, "object": "model"})}
         engine.turned = self._turned
@@ -141,7 +141,7 @@ class Fleet:
         """The data plane never heard of the engine: nothing was sent there."""
         name = found.spec.name
         self._there.pop(name, None)
-        self._neighbours.remove(name)
+        self._conflicts.remove(name)
         if self._subscriber is not None and found.events is not None:
             self._subscriber.drop(found.events.name, place)
         engine = self._dispatcher.at[place]
@@ -164,7 +164,7 @@ class Fleet:
         if self._subscriber is not None and found.events is not None:
             self._subscriber.drop(found.events.name, engine.place)
         self._pages.pop(engine.place, None)
-        self._look_at_pages(self._neighbours.remove(name))
+        self._look_at_pages(self._conflicts.remove(name))
         self._relay.remove_engine(engine.place, self._settings.deadlines.drain_s)
 
     def gone(self, place: int) -> None:
@@ -205,7 +205,7 @@ class Fleet:
         """Raises AssertionError when an invariant is broken."""
         places = [*self._free, *self._leaving, *(engine.place for _, engine in self._there.values())]
         if sorted(places) != list(range(self._settings.places)):
-            raise AssertionError("a place is nobody's, or of two")
+            raise AssertionError("a place has no engine, or two")
         for engine in self.engines:
             engine.check_integrity()
 
@@ -233,16 +233,16 @@ class Fleet:
         address = engine.spec.bootstrap_address
         if address is None or self._settings.handover not in ("auto", "concurrent"):
             return
-        usable = not self._neighbours.is_shared(address) and self._neighbours.cut_off(address) is None
+        usable = not self._conflicts.is_shared(address) and self._conflicts.cut_off(address) is None
         if usable != (engine.bootstrap is not None):
-            if self._neighbours.is_shared(address):
+            if self._conflicts.is_shared(address):
                 _log.warning(
                     "engine %s: prefill and decode take two steps from now on, because an engine has joined "
                     "that would have its bootstrap page at %s:%d, too; give each its own (`bootstrap`)",
                     engine.name,
                     *address,
                 )
-            engine.bootstrap = bootstrap_of(engine.spec, self._settings, self._neighbours)  # says why not
+            engine.bootstrap = bootstrap_of(engine.spec, self._settings, self._conflicts)  # says why not
         if engine.bootstrap is not None:
             self._pages[engine.place] = engine.bootstrap
         else:

@@ -115,7 +115,7 @@ class Proxy:
             self._dispatcher.subscribe(self._recorder)
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
         self._streams = StreamWatch(self._subscriber, self._locality.unheard_since, lambda: self.relay.now())
-        self._exchange = self._exchange_books()
+        self._peer_sync = self._make_peer_sync()
         self.relay = self._make_relay(decide or self._dispatcher.decide)
         self.fleet = Fleet(
             settings, self.relay, self._dispatcher, self._locality, self._subscriber, self._recorder
@@ -124,7 +124,7 @@ class Proxy:
         for spec in settings.engines:
             self.fleet.join(DiscoveredEngine(spec, events.get(spec.name)))
         self._registry = self._register()
-        self._follower = self._follow()
+        self._reconciler = self._follow()
         self.ui = SnapshotBuilder(
             self._dispatcher, self.counters, self.relay.now, settings.policy, self._group, self._streams
         )
@@ -141,9 +141,9 @@ class Proxy:
         await self._bind()
         if self._subscriber is not None:
             self._subscriber.start()
-        if self._exchange is not None:
+        if self._peer_sync is not None:
             follows = self._predecessor is not None or self._is_one_of_several
-            self._exchange.start(waits=self._settings.take_over and follows)
+            self._peer_sync.start(waits=self._settings.take_over and follows)
         if self._tokenises:
             self._text_threads = TokenizerThreads(
                 self.relay.next_text,
@@ -154,8 +154,8 @@ class Proxy:
             )
         self._tasks = [self._loop.create_task(self._observe_forever())]
         await self.fleet.start()
-        if self._follower is not None:
-            await self._follower.start()
+        if self._reconciler is not None:
+            await self._reconciler.start()
             await self.fleet.checked()
         for listening in self._listening:
             listening.listen(_BACKLOG)
@@ -167,15 +167,17 @@ class Proxy:
             self._offer = Offer(self._settings.host, port, self._listening, self.replaced.set)
         if not self._settings.loopback and not self._settings.api_keys_file:
             _log.warning(
-                "the proxy listens on %s without authentication: whoever reaches it may use the engines", host
+                "the proxy listens on %s without authentication: any client that reaches it may use the "
+                "engines",
+                host,
             )
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def drain(self) -> bool:
         """Accept no more, let running requests finish within drain_s. Returns whether all did."""
         await self._stop_listening()
-        if self._exchange is not None and self.replaced.is_set():
-            self._exchange.let_go()
+        if self._peer_sync is not None and self.replaced.is_set():
+            self._peer_sync.let_go()
         self._dispatcher.limit_wait(self._settings.deadlines.drain_s / 2)
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
@@ -185,14 +187,14 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._follower is not None:
-            await self._follower.close()
+        if self._reconciler is not None:
+            await self._reconciler.close()
         await self.fleet.close()
         await self._dispatcher.close()
         await asyncio.to_thread(self.relay.close)
         await asyncio.to_thread(self._pages.close)
-        if self._exchange is not None:
-            await asyncio.to_thread(self._exchange.stop)
+        if self._peer_sync is not None:
+            await asyncio.to_thread(self._peer_sync.stop)
         if self._text_threads is not None:
             await asyncio.to_thread(self._text_threads.join)
         if self._subscriber is not None:
@@ -212,9 +214,11 @@ class Proxy:
         if not self.counters().whole:
             raise AssertionError("an invariant of the data plane is broken")
         self.fleet.check_integrity()
-        if self._follower is not None:
-            self._follower.check_integrity()
-        self._dispatcher.check_integrity(0 if self._exchange is None else len(self._exchange.shared))
+        if self._reconciler is not None:
+            self._reconciler.check_integrity()
+        self._dispatcher.check_integrity(
+            0 if self._peer_sync is None else len(self._peer_sync.remote_inflight)
+        )
 
     def _make_relay(self, decide: Callable[[ProxyRequest], Decision]) -> Relay:
         """Its thread runs from here on; engines join later."""
@@ -244,8 +248,8 @@ class Proxy:
         shown: list[Collector] = []
         if self._recorder is not None:
             shown.append(self._recorder)
-        if self._exchange is not None:
-            shown.append(PeerCollector(self._exchange))
+        if self._peer_sync is not None:
+            shown.append(PeerCollector(self._peer_sync))
         return AdminEndpoints(
             self._dispatcher,
             self._locality,
@@ -254,7 +258,7 @@ class Proxy:
             settings.policy,
             self.ui,
             shown,
-            self._follower,
+            self._reconciler,
             self._registry_pages(),
             ApiKeys([*read_api_keys(settings.api_keys_file), *self._registrars]),
             self._streams,
@@ -262,14 +266,14 @@ class Proxy:
 
     def _group(self) -> ProxyGroup:
         """Which of the proxies this is, for the page."""
-        settings, exchange = self._settings, self._exchange
+        settings, peer_sync = self._settings, self._peer_sync
         group = ProxyGroup(settings.process_number, settings.processes, settings.process_listen)
-        if exchange is not None:
-            group.others = sum(bool(row["connected"]) for row in exchange.link.stats().values())
-            group.their_requests = len(exchange.shared)
+        if peer_sync is not None:
+            group.others = sum(bool(row["connected"]) for row in peer_sync.bus.stats().values())
+            group.their_requests = len(peer_sync.remote_inflight)
         return group
 
-    def _exchange_books(self) -> PeerSync | None:
+    def _make_peer_sync(self) -> PeerSync | None:
         """None: there are no peers to tell."""
         settings = self._settings
         if not settings.peers.listen:
@@ -331,15 +335,15 @@ class Proxy:
             return None
         registry = self._registry
         sources = make_sources(settings.discovery, registry)
-        members = Membership(
+        membership = Membership(
             [source.name for source in sources],
             fixed=settings.engines,
             grace_s=settings.discovery_grace_s,
             engines_max=settings.places,
         )
-        follower = Reconciler(sources, members, self.fleet)
-        self.fleet.freed = follower.look
-        return follower
+        reconciler = Reconciler(sources, membership, self.fleet)
+        self.fleet.freed = reconciler.look
+        return reconciler
 
     def _listen_to_events(self) -> Subscriber | None:
         if not self._settings.events and not self._settings.discovery:
@@ -383,8 +387,8 @@ class Proxy:
             await asyncio.sleep(_OBSERVE_EVERY_S)
             try:
                 self._dispatcher.learn()
-                if self._exchange is not None:
-                    self._exchange.expire(self.relay.now())
+                if self._peer_sync is not None:
+                    self._peer_sync.expire(self.relay.now())
                 self.ui.gather()
                 self._streams.look()
             except Exception:  # the deadlines of texts hang on this task

@@ -52,7 +52,7 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_ca: Annotated[
         str,
         about(
-            "authorities (PEM) that `moonpool status` trusts, and who dials a master inside TLS; "
+            "authorities (PEM) that `moonpool status` and processes that connect to a master by TLS trust; "
             "empty: the system's"
         ),
     ] = ""

@@ -58,7 +58,7 @@ def control_client(config: Config) -> _native.TlsClient | None:
 
     if cluster.tls_control != "mutual":
         return _native.TlsClient(cluster.tls_ca, cluster.tls_name)
-    _check_own_certificate(config, "who dials a master")
+    _check_own_certificate(config, "a process that connects to a master")
     return _native.TlsClient(cluster.tls_ca, cluster.tls_name, cluster.tls_cert, cluster.tls_key)
 
 

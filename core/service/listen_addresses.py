@@ -119,7 +119,7 @@ def require_token(config: Config, address: Address, key: str) -> None:
         return
     if key in OPEN_PAGES:
         raise _wrong(
-            f"{key} = {address} can be reached from other hosts, and these pages ask nobody for a secret: "
+            f"{key} = {address} can be reached from other hosts, and these pages ask for no secret: "
             f"keep them on 127.0.0.1:{address.port}, or protect the port yourself (a private network, a "
             f"proxy in front) and say so with a cluster token: cluster.token_file or {TOKEN_VARIABLE}",
             key,

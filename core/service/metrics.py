@@ -102,7 +102,7 @@ DESCRIPTIONS: dict[str, str] = {
     "places_short_total": "Of them, those with fewer nodes than asked for.",
     "forgets_total": "Keys of which clients said that they are removed.",
     "tombstones": "Removals that are remembered for nodes that are away.",
-    "tombstones_max": "The most of them; beyond it whoever was away drops all it holds.",
+    "tombstones_max": "The most of them; beyond it a node that was away drops all it holds.",
     "drops_total": "Stale copies that nodes were told to drop.",
     "drop_alls_total": "Nodes that were told to drop all they hold.",
     "connections_nodes": "Connections of nodes.",

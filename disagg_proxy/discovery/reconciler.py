@@ -48,9 +48,9 @@ class SourceStatus(msgspec.Struct):
 class Reconciler(Collector):
     """All on one event loop. ``start``, then ``close``; ``look`` when the fleet has got room."""
 
-    def __init__(self, sources: Sequence[Source], members: Membership, fleet: Fleet) -> None:
+    def __init__(self, sources: Sequence[Source], membership: Membership, fleet: Fleet) -> None:
         self._sources = sources
-        self._members = members
+        self._membership = membership
         self._fleet = fleet
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,7 +81,7 @@ class Reconciler(Collector):
 
     def look(self) -> None:
         """Does what is to be done now, and looks again when something may be."""
-        changes = self._members.changes(self._loop.time(), self._fleet.room)
+        changes = self._membership.changes(self._loop.time(), self._fleet.room)
         for name, why in changes.leave:
             self.left += 1
             _log.info("engine %s leaves: %s", name, why)
@@ -91,12 +91,12 @@ class Reconciler(Collector):
                 self._fleet.join(found)
             except Exception:  # the others join; this one is tried again when something else changes
                 _log.exception("engine %s (%s) cannot join", found.name, found.spec.url)
-                self._members.cannot_join(found.name)
+                self._membership.cannot_join(found.name)
                 continue
             self.joined += 1
             _log.info("engine %s (%s, %s) joins", found.name, found.spec.url, found.spec.role)
         self._tell_refused()
-        due_s = self._members.next_s()
+        due_s = self._membership.next_s()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if due_s is None else self._loop.call_at(due_s, self.look)
@@ -150,22 +150,22 @@ class Reconciler(Collector):
             labels=("reason",),
         )
         for reason in ("duplicate", "no_room", "broken"):
-            refused.add_metric((reason,), self._members.refused[reason])
+            refused.add_metric((reason,), self._membership.refused[reason])
         yield refused
         yield GaugeMetricFamily(
             "moonpool_proxy_discovery_missing",
             "Engines that their source does not name, for less than discovery_grace_s",
-            self._members.missing,
+            self._membership.missing,
         )
         yield CounterMetricFamily("moonpool_proxy_engines_joined", "Engines that joined", self.joined)
         yield CounterMetricFamily("moonpool_proxy_engines_left", "Engines that left", self.left)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
-        self._members.check_integrity()
+        self._membership.check_integrity()
 
     def _states(self) -> Sequence[SourceState]:
-        return tuple(self._members.sources.values())
+        return tuple(self._membership.sources.values())
 
     async def _run(self, source: Source) -> None:
         listener = _Listener(self, source.name)
@@ -178,8 +178,8 @@ class Reconciler(Collector):
             await asyncio.sleep(RESTART_S)
 
     def _found(self, source: str, engines: Sequence[DiscoveredEngine], ended: Set[str]) -> None:
-        before = len(self._members.sources[source].engines)
-        self._members.found(source, engines, ended, self._loop.time())
+        before = len(self._membership.sources[source].engines)
+        self._membership.found(source, engines, ended, self._loop.time())
         if before > 1 and not engines and not ended:  # said on purpose, or by a server that lost its data
             _log.warning(
                 "%s names no engine any more; the %d that it named leave after the grace", source, before
@@ -191,10 +191,10 @@ class Reconciler(Collector):
         self.look()
 
     def _failed(self, source: str, why: str) -> None:
-        self._members.failed(source, why)
+        self._membership.failed(source, why)
         if source not in self._told:
             self._told.add(source)
-            kept = len(self._members.sources[source].engines)
+            kept = len(self._membership.sources[source].engines)
             _log.warning("%s: %s; the %d engines that it named last stay", source, why, kept)
         self._heard.set()
 
@@ -204,7 +204,7 @@ class Reconciler(Collector):
             ("duplicate", "%d engines are offered under a name or at an address that another has: left out"),
             ("no_room", "%d engines are offered beyond those that there is room for (engines_max): left out"),
         ):
-            count = self._members.refused[reason]
+            count = self._membership.refused[reason]
             if count > self._refused_told.get(reason, 0):
                 _log.warning(sentence, count)
             self._refused_told[reason] = count
@@ -213,8 +213,8 @@ class Reconciler(Collector):
 class _Listener:
     """What one source tells."""
 
-    def __init__(self, follower: Reconciler, source: str) -> None:
-        self._follower = follower
+    def __init__(self, reconciler: Reconciler, source: str) -> None:
+        self._follower = reconciler
         self._source = source
 
     def found(self, engines: Sequence[DiscoveredEngine], ended: Set[str] = frozenset()) -> None:

@@ -315,7 +315,7 @@ class Registry:
             if key[:2] == (told.instance_id, told.tenant_id) and told.dp_rank in (None, key.dp_rank)
         ]
         if not keys:
-            return refused(404, f"nobody is registered as {told.instance_id}", "not_registered")
+            return refused(404, f"there is no registration {told.instance_id}", "not_registered")
         for key in keys:
             self._left_out.pop(key, None)
         self._tell(self._end([key for key in keys if key in self.publishers]))

@@ -74,11 +74,11 @@ class Handovers:
         giver, taker = self.engines[prefill], self.engines[decode]
         assert giver is not None
         assert taker is not None
-        meeting = giver.meeting
-        if meeting is not None:
+        bootstrap_server = giver.bootstrap_server
+        if bootstrap_server is not None:
             if taker.alone:  # it would not come (policies know; it was another when it was chosen)
                 return Plan(decode, note=note), Handed.NOT
-            members = meeting.members(self._rooms, request.prompt_count())
+            members = bootstrap_server.members(self._rooms, request.prompt_count())
             return one_shot(prefill, decode, members, note=note), Handed.ONE_SHOT
         bootstrap = giver.bootstrap
         rank = None if bootstrap is None else bootstrap.take()

@@ -79,7 +79,7 @@ class AdminEndpoints:
         policy: str,
         data: SnapshotBuilder,
         more: Sequence[Collector] = (),
-        follower: Reconciler | None = None,
+        reconciler: Reconciler | None = None,
         registry: RegistryEndpoints | None = None,
         readers: ApiKeys | None = None,
         streams: StreamWatch | None = None,
@@ -90,10 +90,10 @@ class AdminEndpoints:
         if dispatcher.uses_tokens:
             collectors += (ConductorCollector(dispatcher, locality, subscriber), PromptCollector(data))
         collectors += more
-        if follower is not None:
-            collectors.append(follower)
-        self._scrapes = MetricsEndpoint(look, collectors)
-        self._follower = follower
+        if reconciler is not None:
+            collectors.append(reconciler)
+        self._metrics_endpoint = MetricsEndpoint(look, collectors)
+        self._reconciler = reconciler
         self._registry = registry
         self._streams = streams
         self._readers = readers or ApiKeys(())
@@ -108,13 +108,13 @@ class AdminEndpoints:
         elif request.path in _KEYED and not self._readers.fits(request.headers("authorization")):
             reply(WANTS_KEY)
         elif request.path == b"/metrics":
-            self._scrapes.answer(reply)
+            self._metrics_endpoint.answer(reply)
         else:
             reply(self._answer_at(request.path))
 
     def close(self) -> None:
         """Stops the threads that make answers; waits for running ones."""
-        self._scrapes.close()
+        self._metrics_endpoint.close()
         if self._registry is not None:
             self._registry.close()
 
@@ -154,7 +154,7 @@ class AdminEndpoints:
         return [] if self._streams is None else [row for row in self._streams.rows() if row.state != "live"]
 
     def _sources(self) -> list[SourceStatus]:
-        return [] if self._follower is None else self._follower.rows()
+        return [] if self._reconciler is None else self._reconciler.rows()
 
 
 def _row(engine: Engine, counts: EngineCounters, events: str) -> EngineListing:

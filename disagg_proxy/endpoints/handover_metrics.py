@@ -66,7 +66,7 @@ class HandoverCollector(Collector):
             labels=("engine",),
         )
         for engine in self._handovers.engines:
-            if engine is not None and engine.bootstrap is not None and engine.meeting is None:
+            if engine is not None and engine.bootstrap is not None and engine.bootstrap_server is None:
                 up.add_metric((engine.name,), float(engine.bootstrap.up))
                 restarts.add_metric((engine.name,), engine.bootstrap.restarts)
                 stale.add_metric((engine.name,), engine.bootstrap.stale)

@@ -91,7 +91,11 @@ def _proxy_families(gauges: Counters) -> Iterator[Metric]:
     yield reserved
     for name, text, count in (
         ("policy_errors", "Decisions for which the policy raised an error", gauges.policy_errors),
-        ("observations_dropped", "Records that nobody fetched in time", gauges.observations_dropped),
+        (
+            "observations_dropped",
+            "Records that were dropped because they were not fetched in time",
+            gauges.observations_dropped,
+        ),
         ("access_log_dropped", "Lines that could not be written in time", gauges.log_lines_dropped),
     ):
         yield CounterMetricFamily(f"moonpool_proxy_{name}", text, count)

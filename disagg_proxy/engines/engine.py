@@ -39,7 +39,7 @@ class Engine:
         place: int,
         spec: EngineSpec,
         settings: ProxySettings,
-        neighbours: BootstrapConflicts | None = None,
+        conflicts: BootstrapConflicts | None = None,
     ) -> None:
         """neighbours: all engines that are there now, this one too; None: those of the settings."""
         self.place = place
@@ -51,9 +51,9 @@ class Engine:
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
         self.named: dict[str, bytes] | None = None  # models that its source said; it may say otherwise
-        self.neighbours = BootstrapConflicts(settings.engines) if neighbours is None else neighbours
-        self.bootstrap = bootstrap_of(spec, settings, self.neighbours)
-        self.meeting: BootstrapAddress | None = None
+        self.conflicts = BootstrapConflicts(settings.engines) if conflicts is None else conflicts
+        self.bootstrap = bootstrap_of(spec, settings, self.conflicts)
+        self.bootstrap_server: BootstrapAddress | None = None
         self.alone = True
         self.relay: Relay | None = None
         self.key = ""  # what it is shown as Authorization
@@ -71,7 +71,7 @@ class Engine:
         if settings.handover == "one_shot" and spec.role != "both":
             self._is_sglang(spec.role, None)
 
-    def serve_by(self, relay: Relay) -> None:
+    def attach_relay(self, relay: Relay) -> None:
         """The data plane that sends it requests."""
         self.relay = relay
         self._tell_role()
@@ -112,7 +112,7 @@ class Engine:
         if self.liveness.refused(self._now(), why):
             self._leave(why)
 
-    def serves(self, models: dict[str, bytes] | None) -> None:
+    def set_models(self, models: dict[str, bytes] | None) -> None:
         """What its /v1/models says now; None: nothing."""
         models = self.named if models is None else models
         if models != self.models:
@@ -121,7 +121,7 @@ class Engine:
                 self.relay.engine_models(self.place, None if models is None else list(models))
             self.became(self)
 
-    def is_met_by(self, context: bytes | None) -> None:
+    def set_context(self, context: bytes | None) -> None:
         """What the page of a context server says of it now."""
         if context is None and not self._warned:
             self._warned = True
@@ -133,7 +133,7 @@ class Engine:
             )
         self.context = context
 
-    def says(self, info: ServerInfo | None) -> None:
+    def set_server_info(self, info: ServerInfo | None) -> None:
         """What its page /server_info says of it; None: it has none, so it is not SGLang's."""
         self.sglang = self.waits = info is not None or not self.alone
         if info is None:
@@ -163,12 +163,14 @@ class Engine:
         host, told = self.spec.address[0], None
         if self.spec.bootstrap and self.spec.bootstrap_address is not None:
             host, told = self.spec.bootstrap_address
-        self.meeting = BootstrapAddress(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
+        self.bootstrap_server = (
+            BootstrapAddress(host, told or port or BOOTSTRAP_PORT) if role == "prefill" else None
+        )
         self.waits = True
         self._tell_role()
-        if self.meeting is not None and not self._warned:
+        if self.bootstrap_server is not None and not self._warned:
             self._warned = True
-            if far := self.neighbours.cut_off((self.meeting.host, self.meeting.port)):
+            if far := self.conflicts.cut_off((self.bootstrap_server.host, self.bootstrap_server.port)):
                 _log.warning(
                     "%s (%s) would be told to meet engine %s at %s:%d, on this host alone, and then waits in "
                     "vain; name the engine by an address that decode engines reach, too, or its bootstrap "
@@ -176,8 +178,8 @@ class Engine:
                     far.name,
                     far.url,
                     self.name,
-                    self.meeting.host,
-                    self.meeting.port,
+                    self.bootstrap_server.host,
+                    self.bootstrap_server.port,
                     self.url,
                 )
         self.became(self)
@@ -204,13 +206,13 @@ class Engine:
 
 
 def bootstrap_of(
-    spec: EngineSpec, settings: ProxySettings, neighbours: BootstrapConflicts
+    spec: EngineSpec, settings: ProxySettings, conflicts: BootstrapConflicts
 ) -> Bootstrap | None:
     """The bootstrap page that hand-overs from this engine may be arranged by. neighbours: all engines."""
     place = spec.bootstrap_address
     if place is None or settings.handover not in ("auto", "concurrent"):
         return None
-    if neighbours.is_shared(place):
+    if conflicts.is_shared(place):
         _log.info(
             "engine %s: prefill and decode take two steps, because other prefill engines would have their "
             "bootstrap page at %s:%d, too; give each its own, --prefill %s#bootstrap=PORT",
@@ -219,7 +221,7 @@ def bootstrap_of(
             spec.url,
         )
         return None
-    if far := neighbours.cut_off(place):
+    if far := conflicts.cut_off(place):
         _log.warning(
             "engine %s: prefill and decode take two steps, because %s (%s) would be told to meet it at "
             "%s:%d, on this host alone; name the engine by an address that decode engines reach, too, or "
@@ -237,7 +239,7 @@ def bootstrap_of(
         place,
         expected=expected,
         retry_s=settings.health.interval_s,
-        pages=neighbours.pages,
+        pages=conflicts.pages,
     )
 
 

@@ -97,7 +97,7 @@ class HealthChecker:
                 if engine.asks_context:
                     await self._look_at_context()
                 engine.answered_well(peer)
-                page = engine.bootstrap if engine.meeting is None else None
+                page = engine.bootstrap if engine.bootstrap_server is None else None
                 if page is not None and page.is_due(self._loop.time()):
                     await self._look_at_bootstrap(page)
             elif waits and status == 503 and self._loop.time() - began >= connect_s:
@@ -112,7 +112,7 @@ class HealthChecker:
                 status, body, _ = await _get(self._engine.address, "/v1/models", key=self._engine.key)
         except OSError:  # TimeoutError is one
             return
-        self._engine.serves(models_of(body) if status == 200 else None)
+        self._engine.set_models(models_of(body) if status == 200 else None)
 
     async def _look_at_server_info(self) -> bool:
         """Once, until it leaves the rotation: SGLang's scheduler has a part in the answer, so it may be late.
@@ -124,7 +124,7 @@ class HealthChecker:
             return False
         except OSError:  # it is asked again
             return True
-        self._engine.says(read_server_info(body) if status == 200 else None)
+        self._engine.set_server_info(read_server_info(body) if status == 200 else None)
         return True
 
     async def _look_at_context(self) -> None:
@@ -134,7 +134,7 @@ class HealthChecker:
                 status, body, _ = await _get(self._engine.address, tensorrt_llm.PAGE, key=self._engine.key)
         except OSError:  # TimeoutError is one
             return
-        self._engine.is_met_by(tensorrt_llm.read_server_info(body) if status == 200 else None)
+        self._engine.set_context(tensorrt_llm.read_server_info(body) if status == 200 else None)
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:

@@ -81,8 +81,8 @@ class StreamWatch:
         known = "its cache is guessed from what was sent to it"
         if source.pool:
             _log.warning(
-                "the KV events of %s: nothing publishes at %s for %g s, so nobody knows what the pool holds "
-                "there; a node publishes with --events",
+                "the KV events of %s: nothing publishes at %s for %g s, so it is not known what the pool "
+                "holds there; a node publishes with --events",
                 source.name,
                 source.endpoint,
                 SILENT_S,

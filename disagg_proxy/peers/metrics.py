@@ -23,12 +23,12 @@ _TEXTS = {
 class PeerCollector(Collector):
     """Metrics of the exchange with other proxies."""
 
-    def __init__(self, exchange: PeerSync) -> None:
-        self._exchange = exchange
+    def __init__(self, peer_sync: PeerSync) -> None:
+        self._peer_sync = peer_sync
 
     def collect(self) -> Iterator[Metric]:
         """Metric families, as of now."""
-        stats = self._exchange.link.stats()
+        stats = self._peer_sync.bus.stats()
         for name, text in _TEXTS.items():
             family: CounterMetricFamily | GaugeMetricFamily
             if name.endswith("_total"):
@@ -40,13 +40,13 @@ class PeerCollector(Collector):
             for where, row in stats.items():
                 family.add_metric((where,), row[name])
             yield family
-        shared = self._exchange.shared
+        remote_inflight = self._peer_sync.remote_inflight
         yield GaugeMetricFamily(
-            "moonpool_proxy_peer_requests", "Requests of other proxies in the books", len(shared)
+            "moonpool_proxy_peer_requests", "Requests of other proxies in the books", len(remote_inflight)
         )
         yield CounterMetricFamily(
             "moonpool_proxy_peer_unknown",
             "Requests and blocks of other proxies at engines that this one does not know or has elsewhere, "
             "or that cannot be",
-            shared.unknown,
+            remote_inflight.unknown,
         )

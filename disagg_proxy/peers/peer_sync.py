@@ -36,30 +36,30 @@ class PeerSync(DispatchObserver):
         self._seen: tuple[Instance, ...] = ()
         self._by_name: dict[str, Instance] = {}
         self._warned: set[str] = set()  # by the name of an engine
-        self.shared = RemoteInflight(self._find, self._heard_of_blocks)
-        self.link = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
-        self._feed = InflightFeed(self.link.tell)
+        self.remote_inflight = RemoteInflight(self._find, self._heard_of_blocks)
+        self.bus = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
+        self._feed = InflightFeed(self.bus.tell)
         dispatcher.scheduler.subscribe(self._feed)
         dispatcher.subscribe(self)
 
     def start(self, *, waits: bool = False) -> None:
         """See ``PeerBus.start``."""
-        self.link.start(waits=waits)
+        self.bus.start(waits=waits)
 
     def let_go(self) -> None:
         """See ``PeerBus.let_go``."""
-        self.link.let_go()
+        self.bus.let_go()
 
     def stop(self) -> None:
         """Idempotent."""
         self._dispatcher.scheduler.unsubscribe(self._feed)
         self._dispatcher.unsubscribe(self)
-        self.link.stop()
+        self.bus.stop()
 
     def expire(self, now_s: float) -> None:
         """Takes out requests of others that no proxy reports any more."""
         self._dispatcher.in_books(
-            lambda _, now: self.shared.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
+            lambda _, now: self.remote_inflight.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
         )
 
     def _find(self, name: str, site: str) -> Instance | None:
@@ -85,7 +85,7 @@ class PeerSync(DispatchObserver):
         """Tells the others which blocks the engine will hold."""
         for index, keys in place.keys:
             if keys:
-                self.link.tell(BlocksExpected(instance.known_as, index.block_tokens, keys, instance.site))
+                self.bus.tell(BlocksExpected(instance.known_as, index.block_tokens, keys, instance.site))
 
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:
@@ -101,14 +101,14 @@ class PeerSync(DispatchObserver):
         def enter(accounts: object, now_s: float) -> None:
             self._now_s = now_s
             if kind is Kind.STATE:
-                self.shared.replace(sender, changes, now_s)
+                self.remote_inflight.replace(sender, changes, now_s)
             else:
-                self.shared.apply(sender, changes, now_s)
+                self.remote_inflight.apply(sender, changes, now_s)
 
         self._dispatcher.in_books(enter)
 
     def _lost(self, sender: str) -> None:
-        count = self._dispatcher.in_books(lambda _, now_s: self.shared.gone(sender, now_s))
+        count = self._dispatcher.in_books(lambda _, now_s: self.remote_inflight.gone(sender, now_s))
         if count:
             log.warning("%d requests of a proxy that is gone are no longer counted", count)
 

@@ -18,7 +18,7 @@ _REASONS: Mapping[str, str] = {
     "match": "of those predicted to be as fast it held most of the prompt",
     "turn": "of those that were equal it was chosen longest ago",
     "prefill_busy": "the engines for prefill were busy, and to compute it here cost less than to wait",
-    "session": "its conversation was here, and nobody was clearly better",
+    "session": "its conversation was here, and no engine was clearly better",
 }
 
 
@@ -76,7 +76,7 @@ def why_miss(finished: FinishedRequest, instances: Sequence[Instance]) -> str:
     if best > predicted + SHORT_TOKENS:
         return f"{holder} held {best:,} tokens, and going there was predicted to be slower"
     if not predicted:
-        return "nobody held its beginning: new, or evicted everywhere"
+        return "no engine held its beginning: new, or evicted everywhere"
     return f"behind {predicted:,} tokens it is new, or was evicted everywhere"
 
 

@@ -456,7 +456,7 @@ def test_without_the_setting_there_is_no_tls(pem: Callable[[str], str]) -> None:
             "client",
             {"tls_control": "mutual", "tls_cert": ""},
             ConfigError,
-            "who dials a master has no cert",
+            "a process that connects to a master has no cert",
         ),
     ],
 )

@@ -284,8 +284,8 @@ async def test_an_engine_that_cannot_join_leaves_its_place_and_stops_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with bed(0, discovery=("http",), policy="conductor", tokenizer=("none",), engines_max=2) as b:
-        fleet, follower = b.proxy.fleet, b.proxy._follower
-        assert follower is not None
+        fleet, reconciler = b.proxy.fleet, b.proxy._reconciler
+        assert reconciler is not None
         became = b.proxy._dispatcher.became
 
         def broken(engine: Engine) -> None:
@@ -296,9 +296,9 @@ async def test_an_engine_that_cannot_join_leaves_its_place_and_stops_no_other(
         monkeypatch.setattr(b.proxy._dispatcher, "became", broken)
         specs = [EngineSpec(name, f"http://127.0.0.1:{port}") for port, name in ((1, "bad"), (2, "good"))]
         for _ in range(3):
-            follower._found("http", [DiscoveredEngine(spec) for spec in specs], frozenset())
+            reconciler._found("http", [DiscoveredEngine(spec) for spec in specs], frozenset())
             assert [engine.name for engine in b.proxy.engines] == ["good"]
-        assert follower._members.refused["broken"] == 1
+        assert reconciler._membership.refused["broken"] == 1
         assert fleet.room == 1
         b.proxy.check_integrity()
 
@@ -320,7 +320,7 @@ async def test_an_engine_that_fails_once_it_is_in_leaves_again(monkeypatch: pyte
         fleet.freed = looked
         bad = DiscoveredEngine(EngineSpec("bad", "http://127.0.0.1:1"), model="m")
         with monkeypatch.context() as patched:
-            patched.setattr(Engine, "serve_by", broken)
+            patched.setattr(Engine, "attach_relay", broken)
             with pytest.raises(RuntimeError, match="not today"):
                 fleet.join(bad)
         assert fleet.find("bad") is None
@@ -345,9 +345,9 @@ async def test_a_model_that_is_no_text_is_mended(tmp_path: Path) -> None:
     tell("\ud800")
     async with bed(0, discovery=(f"file:{told}",)) as b:
         assert not b.proxy.engines
-        follower = b.proxy._follower
-        assert follower is not None
-        assert follower._members.refused["broken"] == 1
+        reconciler = b.proxy._reconciler
+        assert reconciler is not None
+        assert reconciler._membership.refused["broken"] == 1
         b.proxy.check_integrity()
         tell("fine")
         await until(lambda: len(b.proxy.engines) == 1)

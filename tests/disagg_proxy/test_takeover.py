@@ -214,7 +214,7 @@ async def test_the_address_for_other_proxies_goes_to_the_successor() -> None:
             await old.open()
             await new.open()
             await asyncio.wait_for(old.replaced.wait(), 20)
-            link = new._exchange.link if new._exchange is not None else None
+            link = new._peer_sync.bus if new._peer_sync is not None else None
             assert link is not None
             assert link._unbound
             assert await old.drain()

@@ -36,7 +36,7 @@ async def test_no_request_is_lost_while_a_source_flaps_and_engines_die(
     health = HealthChecks(interval_s=0.02)
     more = {"policy": "conductor", "tokenizer": ("none",), "discovery_grace_s": 0.05, "engines_max": 5}
     async with bed(0, discovery=(name,), health=health, **more) as b:  # type: ignore[arg-type]
-        source = next(iter(b.proxy._follower._sources))  # type: ignore[union-attr]
+        source = next(iter(b.proxy._reconciler._sources))  # type: ignore[union-attr]
         source._look_every_s = 0.005  # type: ignore[attr-defined]
         answered, done = 0, asyncio.Event()
 
@@ -93,12 +93,12 @@ async def test_an_engine_that_is_forgotten_for_a_moment_keeps_what_is_known_of_i
         assert (await b.ask("POST", "/v1/completions", body)).status == 200
         engine, instance = b.proxy.engines[0], b.proxy._dispatcher.instances[0]
         write(path, [])
-        await until(lambda: b.proxy._follower._members.missing == 1)  # type: ignore[union-attr]
+        await until(lambda: b.proxy._reconciler._membership.missing == 1)  # type: ignore[union-attr]
         answer = await b.ask("POST", "/v1/completions", body, "X-Moonpool-Decision: 1\r\n")
         assert json.loads(answer.headers["x-moonpool-decision"])["own_tokens"] == 256
         assert "moonpool_proxy_discovery_missing 1.0" in (await b.ask("GET", "/metrics")).body.decode()
         write(path, [row])
-        await until(lambda: b.proxy._follower._members.missing == 0)  # type: ignore[union-attr]
+        await until(lambda: b.proxy._reconciler._membership.missing == 0)  # type: ignore[union-attr]
         assert b.proxy.engines[0] is engine
         assert b.proxy._dispatcher.instances[0] is instance
     await mock.stop()
@@ -116,5 +116,5 @@ async def test_of_two_thousand_engines_a_thousand_and_some_join(tmp_path: Path) 
         assert (await b.ask("POST", "/v1/completions", BODY)).status == 503
         first = b.proxy.engines[0].name
         write(path, rows[::-1])
-        await until(lambda: b.proxy._follower._members.sources[f"file:{path}"].updates == 2)  # type: ignore[union-attr]
+        await until(lambda: b.proxy._reconciler._membership.sources[f"file:{path}"].updates == 2)  # type: ignore[union-attr]
         assert b.proxy.engines[0].name == first  # whoever is there stays

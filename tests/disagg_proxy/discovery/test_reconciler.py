@@ -40,8 +40,8 @@ FOUND = [DiscoveredEngine(EngineSpec(name, f"http://{name}:1")) for name in ("a"
 @with_deadline
 async def test_a_source_that_suddenly_names_nobody_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     source = Said()
-    follower = Reconciler([source], Membership([source.name]), Fleet())
-    await follower.start()
+    reconciler = Reconciler([source], Membership([source.name]), Fleet())
+    await reconciler.start()
     await until(lambda: source.listener is not None)
     assert source.listener is not None
     source.listener.found(FOUND[:1])
@@ -50,5 +50,5 @@ async def test_a_source_that_suddenly_names_nobody_is_warned_of(caplog: pytest.L
     assert "names no engine" not in caplog.text
     source.listener.found([])
     source.listener.found([])
-    await follower.close()
+    await reconciler.close()
     assert caplog.text.count("said names no engine any more; the 2 that it named leave") == 1

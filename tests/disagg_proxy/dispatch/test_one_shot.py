@@ -180,14 +180,14 @@ async def test_a_batch_without_end_is_refused() -> None:
 
 
 def test_rooms_are_never_used_again() -> None:
-    meeting, rooms = BootstrapAddress("::1", 9000), BootstrapRoomIds()
-    seen = [json.loads(dict(meeting.members(rooms, None))[b"bootstrap_room"]) for _ in range(1000)]
-    seen += json.loads(dict(meeting.members(rooms, 1000))[b"bootstrap_room"])
+    bootstrap_server, rooms = BootstrapAddress("::1", 9000), BootstrapRoomIds()
+    seen = [json.loads(dict(bootstrap_server.members(rooms, None))[b"bootstrap_room"]) for _ in range(1000)]
+    seen += json.loads(dict(bootstrap_server.members(rooms, 1000))[b"bootstrap_room"])
     assert len(set(seen)) == 2000
     assert all(0 <= room < 1 << 63 for room in seen)
     assert seen[0] != BootstrapRoomIds().take()
-    assert dict(meeting.members(rooms, 0))[b"bootstrap_host"] == b"[]"
-    assert dict(meeting.members(rooms, None))[b"bootstrap_host"] == b'"[::1]"'
+    assert dict(bootstrap_server.members(rooms, 0))[b"bootstrap_host"] == b"[]"
+    assert dict(bootstrap_server.members(rooms, None))[b"bootstrap_host"] == b'"[::1]"'
 
 
 @with_deadline
@@ -815,7 +815,7 @@ def test_engines_say_what_they_are() -> None:
     async def scenario() -> None:
         async with fleet("prefill", "prefill", "decode", handover="one_shot") as f:
             assert [engine.role for engine in f.proxy.engines] == ["prefill", "prefill", "decode"]
-            ports = [engine.meeting and engine.meeting.port for engine in f.proxy.engines]
+            ports = [engine.bootstrap_server and engine.bootstrap_server.port for engine in f.proxy.engines]
             assert ports == [f.engines["prefill-0"].port, f.engines["prefill-1"].port, None]
             for prompt in ("short", PROMPT):  # a decode engine computes none
                 answer, why = await f.ask(prompt)
@@ -1054,7 +1054,7 @@ async def test_a_bootstrap_server_on_this_host_alone_is_pointed_out(caplog: pyte
     )
     engine = Engine(0, specs[0], ProxySettings(engines=specs))
     for _ in range(2):
-        engine.says(ServerInfo("prefill", 9000))
+        engine.set_server_info(ServerInfo("prefill", 9000))
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sum("waits in vain" in line for line in said) == 1
 

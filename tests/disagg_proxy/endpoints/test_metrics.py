@@ -29,7 +29,7 @@ async def test_all_who_ask_while_a_text_is_made_get_it_and_the_loop_goes_on(
         asking = [await b.client() for _ in range(5)]
         for client in asking:
             await client.send(request_bytes("GET", "/metrics"))
-        await until(lambda: len(b.proxy._pages._scrapes._asking) == 5)
+        await until(lambda: len(b.proxy._pages._metrics_endpoint._asking) == 5)
         assert (await b.ask("GET", "/health")).status == 200
         may_go.set()
         answers = [await client.answer() for client in asking]
@@ -51,7 +51,7 @@ async def test_a_text_that_was_work_is_kept_for_a_while(monkeypatch: pytest.Monk
         monkeypatch.setattr(metrics, "KEPT_S", 1e6)
         kept = await accepted()
         assert await accepted() == kept
-        b.proxy._pages._scrapes._kept_until_s = 0.0
+        b.proxy._pages._metrics_endpoint._kept_until_s = 0.0
         assert await accepted() != kept
 
 

@@ -34,33 +34,33 @@ def usable(specs: dict[str, EngineSpec]) -> set[str]:
 
 
 def test_who_comes_and_goes_changes_what_a_slow_version_sees(rng: random.Random) -> None:
-    neighbours, there = BootstrapConflicts(), dict[str, EngineSpec]()
+    conflicts, there = BootstrapConflicts(), dict[str, EngineSpec]()
     for _ in range(2_000):
         spec, before = rng.choice(PREFILL + OTHERS), usable(there)
         if spec.name in there and rng.random() < 0.8:
             del there[spec.name]
-            changed = neighbours.remove(spec.name)
+            changed = conflicts.remove(spec.name)
         else:  # at times it is there already
             there[spec.name] = spec
-            changed = neighbours.add(spec)
+            changed = conflicts.add(spec)
         after = usable(there)
         assert (before ^ after) - {spec.name} <= changed
-        assert neighbours.pages == {page for each in there.values() if (page := each.bootstrap_address)}
+        assert conflicts.pages == {page for each in there.values() if (page := each.bootstrap_address)}
         for each in there.values():
             page = each.bootstrap_address
             if page is not None:
-                alone = not neighbours.is_shared(page) and neighbours.cut_off(page) is None
+                alone = not conflicts.is_shared(page) and conflicts.cut_off(page) is None
                 assert alone == (each.name in after)
-    assert neighbours.remove("nobody") == set()
+    assert conflicts.remove("nobody") == set()
 
 
 def test_who_joins_is_of_no_matter_to_those_elsewhere() -> None:
     """So a thousand engines join in time that grows as they do."""
-    neighbours = BootstrapConflicts([OTHERS[1]])
+    conflicts = BootstrapConflicts([OTHERS[1]])
     for number in range(100):
         spec = EngineSpec(f"e{number}", f"http://10.1.0.{number}:1", "prefill")
-        assert neighbours.add(spec) == set()
-    assert neighbours.add(EngineSpec("twin", "http://10.1.0.7:2", "prefill")) == {"e7", "twin"}
-    assert neighbours.add(EngineSpec("third", "http://10.1.0.7:3", "prefill")) == set()
-    assert neighbours.remove("e7") == set()
-    assert neighbours.remove("third") == {"twin"}
+        assert conflicts.add(spec) == set()
+    assert conflicts.add(EngineSpec("twin", "http://10.1.0.7:2", "prefill")) == {"e7", "twin"}
+    assert conflicts.add(EngineSpec("third", "http://10.1.0.7:3", "prefill")) == set()
+    assert conflicts.remove("e7") == set()
+    assert conflicts.remove("third") == {"twin"}

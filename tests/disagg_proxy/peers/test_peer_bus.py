@@ -33,17 +33,17 @@ class Proxy:
         self.changed = threading.Condition()
         settings = PeerSettings((listen,), peers, token, **{**QUICK, **more})  # type: ignore[arg-type]
         self.waits = waits
-        self.link = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
+        self.bus = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
 
     def send(self, request: int) -> None:
         with self.changed:
             self.flight[request] = sent = Sent(request, "e0", "e0", 5, 0, 0, 1.0, False)
-            self.link.tell(sent)
+            self.bus.tell(sent)
 
     def end(self, request: int) -> None:
         with self.changed:
             del self.flight[request]
-            self.link.tell(Gone(request))
+            self.bus.tell(Gone(request))
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self.changed:
@@ -80,8 +80,8 @@ class Proxy:
 def proxies(*them: Proxy) -> Iterator[None]:
     with ExitStack() as stack:
         for each in them:
-            stack.callback(each.link.stop)
-            each.link.start(waits=each.waits)
+            stack.callback(each.bus.stop)
+            each.bus.start(waits=each.waits)
         yield
 
 
@@ -111,12 +111,12 @@ def test_a_state_takes_back_no_blocks(at: Callable[[str], str]) -> None:
     one = Proxy(at("a"))
     try:
         one.send(1)
-        one.link.tell(BlocksExpected("e0", 16, b"k" * 16))
+        one.bus.tell(BlocksExpected("e0", 16, b"k" * 16))
         one.send(2)
-        assert [sent.request for sent in one._state(one.link._forget_told)] == [1, 2]  # type: ignore[union-attr]
-        assert list(one.link._outbox) == [BlocksExpected("e0", 16, b"k" * 16)]
+        assert [sent.request for sent in one._state(one.bus._forget_told)] == [1, 2]  # type: ignore[union-attr]
+        assert list(one.bus._outbox) == [BlocksExpected("e0", 16, b"k" * 16)]
     finally:
-        one.link.stop()
+        one.bus.stop()
 
 
 def test_who_comes_later_is_told_all_and_who_restarts_begins_anew(at: Callable[[str], str]) -> None:
@@ -147,7 +147,7 @@ def test_a_proxy_that_reads_nothing_holds_nobody_up_and_catches_up(at: Callable[
             assert go_on.wait(DEADLINE_S)
         heard(sender, kind, changes)
 
-    listener.link._hear = hear
+    listener.bus._hear = hear
     with proxies(speaker, listener):
         speaker.send(0)
         assert stuck.wait(DEADLINE_S)
@@ -160,7 +160,7 @@ def test_a_proxy_that_reads_nothing_holds_nobody_up_and_catches_up(at: Callable[
 def test_only_who_has_the_token_hears(at: Callable[[str], str]) -> None:
     token = b"t" * 32
     speaker = Proxy("127.0.0.1:0", token=token)
-    where = f"127.0.0.1:{speaker.link.where.rpartition(':')[2]}"
+    where = f"127.0.0.1:{speaker.bus.where.rpartition(':')[2]}"
     same = Proxy(at("b"), where, token=token)
     other = Proxy(at("c"), where, token=b"u" * 32)
     none = Proxy(at("d"), where)
@@ -186,8 +186,8 @@ def test_its_own_address_and_two_ways_to_one_proxy_count_once(at: Callable[[str]
         one.send(3)
         two.wait_for({3})
         until_s = time.monotonic() + DEADLINE_S
-        while [row["connected"] for row in both.link.stats().values()] != [1.0]:
-            assert time.monotonic() < until_s, both.link.stats()
+        while [row["connected"] for row in both.bus.stats().values()] != [1.0]:
+            assert time.monotonic() < until_s, both.bus.stats()
             threading.Event().wait(0.01)
 
 
@@ -217,7 +217,7 @@ def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> 
             pass
         say(4, Kind.STATE, sent(2), sent(3))
         proxy.wait_for({2, 3})
-        (row,) = proxy.link.stats().values()
+        (row,) = proxy.bus.stats().values()
         assert (row["missed_total"], row["malformed_total"], row["states_total"]) == (1, 2, 2)
     context.destroy(0)
 
@@ -226,10 +226,10 @@ def test_a_name_that_leads_nowhere_is_tried_again(at: Callable[[str], str]) -> N
     proxy = Proxy(at("a"), "nowhere.invalid:7000", token=b"t" * 32)
     with proxies(proxy):
         until_s = time.monotonic() + DEADLINE_S
-        while proxy.link._resolved_s < 0 and time.monotonic() < until_s:
+        while proxy.bus._resolved_s < 0 and time.monotonic() < until_s:
             threading.Event().wait(0.01)
         proxy.send(1)
-        assert proxy.link.stats() == {}
+        assert proxy.bus.stats() == {}
 
 
 def test_an_address_that_is_taken_or_open_to_all_is_refused(at: Callable[[str], str]) -> None:
@@ -251,14 +251,14 @@ def test_a_successor_is_heard_where_its_predecessor_was(at: Callable[[str], str]
     """As soon as that one lets go of the address, though it still has requests. Its own address may be among
     those that the successor listens to: what it heard there of the predecessor is nobody's then."""
     old = Proxy("127.0.0.1:0", token=token)
-    where = f"127.0.0.1:{old.link.where.rpartition(':')[2]}"
+    where = f"127.0.0.1:{old.bus.where.rpartition(':')[2]}"
     new, other = Proxy(where, where, token=token, waits=True), Proxy(at("c"), where, token=token)
     with proxies(old, new, other):
         old.send(1)
         new.send(2)
         other.wait_for({1})
         new.wait_for({1})
-        old.link.let_go()
+        old.bus.let_go()
         other.wait_for({2})
         new.wait(lambda: not new.known)
         new.send(3)
@@ -267,7 +267,7 @@ def test_a_successor_is_heard_where_its_predecessor_was(at: Callable[[str], str]
 
 def test_who_waits_for_an_address_says_so_before_it_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        link = Proxy(f"127.0.0.1:{taken.getsockname()[1]}", waits=True).link
+        bus = Proxy(f"127.0.0.1:{taken.getsockname()[1]}", waits=True).bus
         with pytest.raises(ConfigError, match="choose another --peer-listen"):
-            link.start()
-        link.stop()
+            bus.start()
+        bus.stop()

@@ -45,7 +45,7 @@ def test_why_here(made: object, sentence: str) -> None:
         (finished(tokens=0), "its tokens were not known"),
         (finished(own=(980, 0, 0)), ""),
         (finished(own=(600, 0, 0), pool=980), ""),
-        (finished(), "nobody held its beginning"),
+        (finished(), "no engine held its beginning"),
         (finished(tokens=40), "shorter than what is kept"),
         (finished(own=(512, 0, 0)), "behind 512 tokens it is new"),
         (finished(own=(100, 0, 900)), "p2 held 900 tokens, and going there was predicted to be slower"),

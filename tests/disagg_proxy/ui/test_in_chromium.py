@@ -90,7 +90,7 @@ async def test_behind_a_real_proxy(tmp_path: Path) -> None:
             assert "within a factor of 1.5" in await t.text("#errors")
             said = await t.text("#last")
             assert "predicted" in said
-            assert "nobody held its beginning" in said
+            assert "no engine held its beginning" in said
             assert "behind 1,5" in said  # of 2,048 tokens three blocks of 512 are shared
             assert await t.count("#tiers rect.own") >= 1
             assert "own cache" in await t.text("#tiers-legend")

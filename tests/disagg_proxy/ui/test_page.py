@@ -90,7 +90,7 @@ async def test_it_says_what_became_of_requests_and_why() -> None:
         assert {row["tokens"] for row in others} == {300}
         assert [row["own"] for row in others] == [256, 256, 0]
         assert [row["cached"] for row in others] == [250] * 3
-        assert "nobody held its beginning" in others[-1]["why_miss"]
+        assert "no engine held its beginning" in others[-1]["why_miss"]
         assert "predicted" in others[0]["why_here"]
         assert all(row["ttft_s"] > 0 and row["predicted_s"] > 0 for row in others)
         assert len(found["points"]) == 3  # type: ignore[arg-type]
