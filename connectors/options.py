@@ -50,8 +50,12 @@ class PoolOptions:
         return paths.node_socket(self.node)
 
     def dial(self, fingerprint: bytes, timeout_s: float) -> _native.Client:
-        """Connects. timeout_s: the longest wait without progress. Raises Unavailable without a node,
-        AuthError when the token does not fit."""
+        """Connects under a fingerprint.
+
+        timeout_s: longest wait without progress, in seconds.
+
+        Raises Unavailable without a node, AuthError when the token does not fit.
+        """
         from moonpool import _native
         from moonpool.core.service.control_tls import control_client_of
 

@@ -27,8 +27,8 @@ NO_POOL = (Error, OSError, ValueError)
 
 
 class PoolClient:
-    """One client of the node. lookups, loads, saves: a worker each, so that a load never waits for saves, nor
-    a lookup for a load."""
+    """One client of the node, with a worker for each kind of operation, so that a load never waits for saves,
+    nor a lookup for a load."""
 
     def __init__(self, client: _native.Client) -> None:
         """client: a connected client, which this owns from now on."""

@@ -19,8 +19,11 @@ PIECE_BYTES = 4 << 20
 
 
 class Offer:
-    """Blocks that were promised to a request: this rank's objects of them, block by block, and the pins that
-    other ranks rely on. first: the number of the first block."""
+    """Blocks that were promised to a request: the objects of this rank, block by block, and the pins that
+    other ranks rely on.
+
+    first: the number of the first block.
+    """
 
     def __init__(self, first: int, blocks: int, views: Views, held: Held) -> None:
         self.first, self.blocks, self.views, self.held = first, blocks, views, held

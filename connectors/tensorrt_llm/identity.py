@@ -115,8 +115,8 @@ def revision(args: Any, folder: Path) -> str:
 
 
 def quantisation(args: Any, folder: Path) -> Json:
-    """Of the weights: what the checkpoint says beside its config, and what the arguments say: the method, and
-    what is done to which layer."""
+    """The quantisation of the weights: the method, and the treatment of each layer, from the checkpoint's
+    files and from the arguments."""
     beside = folder / "hf_quant_config.json"
     given = getattr(args, "quant_config", None)
     algorithms = [str(getattr(given, name, None)) for name in ("quant_algo", "kv_cache_quant_algo")]

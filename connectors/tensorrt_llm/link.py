@@ -60,7 +60,10 @@ class Engine:
 
 
 class Link:
-    """count: what happened, by name; docs/tensorrt_llm.md lists the names."""
+    """What both halves of rank 0 share.
+
+    count: events by name; docs/tensorrt_llm.md lists the names.
+    """
 
     def __init__(self, llm_args: Any) -> None:
         """Raises ConfigError for options that are wrong."""

@@ -10,8 +10,11 @@ Pages = tuple[tuple[int, ...], ...]  # by layer group, then by block; compat.NO_
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks that were promised to a parked request. digests: 32 bytes each, in the order of the pages; none
-    where the promise was taken back, and the engine still waits for its end."""
+    """Blocks that were promised to a parked request.
+
+    digests: 32 bytes each, in the order of the pages; none where the promise was withdrawn while the engine
+        still waits for its end.
+    """
 
     request_id: int
     digests: bytes
@@ -20,7 +23,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks that are full when the step ends. previous: the digest of the block before them, or b""."""
+    """Blocks that are full when the step ends.
+
+    previous: digest of the block before them, or b"".
+    """
 
     previous: bytes
     digests: bytes

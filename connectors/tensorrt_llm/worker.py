@@ -59,8 +59,10 @@ class MoonpoolWorker(compat.Worker):
             self._slots = Slots(self._link.engine.loading), Slots(self._link.engine.saving)
 
     def start_load_kv(self, stream: Any) -> None:
-        """Copies the blocks of the step from the pool to the pages before the forward pass. stream: of that
-        pass."""
+        """Copies the blocks of the step from the pool to the pages before the forward pass.
+
+        stream: of the forward pass.
+        """
         plan, engine = self._plan(), self._link.engine
         self._metadata = Plan((), plan.saves)  # the engine may come again with the same one
         for load in plan.loads:

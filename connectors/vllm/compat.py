@@ -133,7 +133,10 @@ class AdapterWatcher(Protocol):
         """The engine begins to read the files of ``lora``."""
 
     def adapter_loaded(self, lora: Any, *, well: bool) -> None:
-        """The engine has read them. well: without an error."""
+        """The engine has read the files.
+
+        well: whether it did so without an error.
+        """
 
     def adapter_removed(self, number: int) -> None:
         """The engine dropped the adapter of this number."""

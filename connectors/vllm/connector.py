@@ -215,9 +215,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         return None if self._worker is None else self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Before the forward of the step: leases that end must be invalid by then. vLLM zeroes and copies
-        blocks earlier (before or after ``handle_preemptions``, as its model runner has it): it copies only
-        where there are Mamba layers, and an engine that zeroes gives nothing."""
+        """Called before the forward of the step: leases that end must be invalid by then. vLLM zeroes and
+        copies blocks earlier (before or after ``handle_preemptions``, depending on its model runner). It
+        copies only for Mamba layers, and an engine that zeroes hands nothing over."""
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata is NOTHING:
             return

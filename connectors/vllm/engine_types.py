@@ -15,8 +15,11 @@ class Status(Protocol):
 
 
 class Request(Protocol):
-    """A request in the scheduler. Token counts; ``mm_features``: images, audio and video; ``cache_salt``: of
-    its block hashes."""
+    """A request in the scheduler.
+
+    mm_features: images, audio and video.
+    cache_salt: of its block hashes.
+    """
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -71,7 +74,10 @@ class BlockPool(Protocol):
 
 
 class NewRequest(Protocol):
-    """A request in its first step. block_ids: one list per KV cache group."""
+    """A request in its first step.
+
+    block_ids: one list per KV cache group.
+    """
 
     req_id: str
     block_ids: tuple[list[int], ...]
@@ -79,7 +85,10 @@ class NewRequest(Protocol):
 
 
 class CachedRequests(Protocol):
-    """Requests that had a step before, as columns. new_block_ids: added ones, or all after a preemption."""
+    """Requests that had a step before, as columns.
+
+    new_block_ids: added blocks, or all blocks after a preemption.
+    """
 
     req_ids: list[str]
     resumed_req_ids: set[str]
@@ -88,7 +97,10 @@ class CachedRequests(Protocol):
 
 
 class SchedulerOutput(Protocol):
-    """One step. num_scheduled_tokens: by request."""
+    """One step.
+
+    num_scheduled_tokens: tokens of each request.
+    """
 
     scheduled_new_reqs: list[NewRequest]
     scheduled_cached_reqs: CachedRequests

@@ -94,8 +94,10 @@ class Pool(Protocol):
         """A table of the rows: (address of block 0, bytes from block to block, bytes) of each column."""
 
     def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
-        """Asks for the longest prefix. names: ``name_size`` bytes each, ``width`` per block. Returns the
-        ticket."""
+        """Asks for the longest prefix of blocks that are all there. Returns the ticket.
+
+        names: of the objects, ``name_size`` bytes each, ``width`` per block.
+        """
 
     def submit_load(
         self,

@@ -194,7 +194,7 @@ class SchedulerHalf:
             self._adapters.removed(number)
 
     def distrust_adapters(self) -> None:
-        """After an unexpected exception: no request with an adapter uses the pool from here on."""
+        """Stops all use of the pool by requests with an adapter, after an unexpected exception."""
         self._adapters = None
         for request_id in list(self._adapted):
             self.forget(request_id)

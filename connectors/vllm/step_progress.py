@@ -10,7 +10,10 @@ from moonpool.connectors.vllm.engine_types import SchedulerOutput
 
 
 class Tracked(Protocol):
-    """block_ids: one list per KV cache group."""
+    """A request whose blocks are followed.
+
+    block_ids: one list per KV cache group.
+    """
 
     block_ids: list[list[int]]
 

@@ -207,13 +207,13 @@ class WorkerHalf:
         )
 
     def begin_handover(self, step: HandoverStep) -> None:
-        """Before anything of the step touches memory."""
+        """Begins the hand-overs of the step, before it uses any memory."""
         self._void.update(request_id for request_id in step.voids if request_id in self._awaited)
         if self._handover_worker is not None:
             self._handover_worker.begin(step)
 
     def revoke_leases(self) -> None:
-        """After an unexpected exception: which leases are over is not known, so none is valid."""
+        """Invalidates all leases: after an unexpected exception it is unknown which have ended."""
         if self._handover_worker is not None:
             self._handover_worker.revoke()
 
@@ -229,8 +229,7 @@ class WorkerHalf:
             self._handover_worker.computed(step)
 
     def fail_pulls(self, step: HandoverStep) -> None:
-        """After an unexpected exception: every pull of the step ends, as soon as nothing writes to its
-        blocks."""
+        """Ends every pull of the step once nothing writes to its blocks, after an unexpected exception."""
         self._awaited.update(pull.request_id for pull in step.pulls)
         if self._handover_worker is not None:
             self._handover_worker.fail_pulls(step, FAILED)
@@ -248,7 +247,7 @@ class WorkerHalf:
                 self._end_load(load, Failed(str(error)), 0.0)
 
     def fail_loads(self, step: Step) -> None:
-        """After an unexpected exception: every load of the step that is not under way has failed."""
+        """Fails every load of the step that is not under way, after an unexpected exception."""
         started = {
             running.job.request_id for running in self._running.values() if isinstance(running.job, Load)
         }
@@ -266,7 +265,7 @@ class WorkerHalf:
                 self._end_save(save, Failed(str(error), objects=1), 0.0)
 
     def give_up_saves(self, step: Step) -> None:
-        """After an unexpected exception: every save of the step that is not under way has ended."""
+        """Ends every save of the step that is not under way, after an unexpected exception."""
         started = {running.job.job_id for running in self._running.values() if isinstance(running.job, Save)}
         for save in step.saves:
             if save.job_id not in started and save.job_id not in self._report.saved:
@@ -499,7 +498,7 @@ def _good_blocks(ok: bytes, blocks: int) -> list[bool]:
 
 
 def _choose(items: bytes, count: int, width: int, choice: Choice | None) -> bytes:
-    """Of ``count`` items of equal size, ``width`` to a block, those of the chosen columns."""
+    """The chosen columns of ``count`` items of equal size, ``width`` to a block."""
     if choice is None:
         return items
     array = np.frombuffer(items, np.uint8).reshape(count // width, width, -1)

@@ -70,7 +70,7 @@ def bind_to_numa_node(node: int) -> None:
 
 
 def cpus_of(text: str) -> set[int]:
-    """Of a list such as "0-3,8"."""
+    """The CPUs of a list such as "0-3,8"."""
     cpus: set[int] = set()
     for piece in text.strip().split(","):
         first, _, last = piece.partition("-")

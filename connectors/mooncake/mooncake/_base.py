@@ -159,7 +159,7 @@ def as_named(name: bytes) -> bytes:
 
 
 def names_of(keys: Any) -> list[bytes | None]:
-    """Of each key name_or_none()."""
+    """name_or_none() of each key."""
     if isinstance(keys, (str, bytes)):
         raise TypeError("expected a list of keys, got one key")
     return [name_or_none(key) for key in keys]

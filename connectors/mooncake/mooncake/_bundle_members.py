@@ -325,7 +325,8 @@ def _plan_nested(name: str, entry: Mapping[str, Any], selection: Selection, dest
 
 
 def plan_ranges(entry: Mapping[str, Any], offsets: Array, rows: Sequence[int]) -> tuple[Plan, Array]:
-    """To read rows of a buffer in which row i begins at offsets[i]; and where they begin in what is read."""
+    """The ranges that read the chosen rows of a buffer in which row i begins at offsets[i], and where each
+    row begins in what is read."""
     chosen = np.asarray(list(rows), np.int64)
     bounds = np.zeros(len(chosen) + 1, np.int64)
     np.cumsum(offsets[chosen + 1] - offsets[chosen], out=bounds[1:])

@@ -66,8 +66,11 @@ class RemoteBundleRef:
 
 @dataclass(frozen=True)
 class BundleTransferPolicy:
-    """max_inflight_put: threads of a parallel put. put_mode "auto" is parallel with more than one thread and
-    8 objects or 64 MiB, else one batch. copy_mode: checked; a put copies once, into the pool, in each mode.
+    """How the objects of a bundle are written.
+
+    max_inflight_put: threads of a parallel put.
+    put_mode: "auto" is parallel with more than one thread and 8 objects or 64 MiB, else one batch.
+    copy_mode: checked only; a put copies once, into the pool, in each mode.
     """
 
     max_inflight_put: int = 1
@@ -397,7 +400,7 @@ def as_ref(ref: Any) -> RemoteBundleRef:
 
 
 def keys_of_bundle(ref: RemoteBundleRef) -> list[str]:
-    """Of all its objects but the manifest."""
+    """The keys of all objects of a bundle but its manifest."""
     manifest = ref.manifest
     entries = [manifest["meta"], *manifest["buffers"].values()]
     keys = [chunk["key"] for entry in entries for chunk in entry["chunks"]]

@@ -19,7 +19,11 @@ Schemas = Mapping[str, FieldSchema]
 
 
 class Fields(NamedTuple):
-    """batch: arrays and tensors. non_tensor_batch: those, and columns of Python values."""
+    """The fields of a DataProto.
+
+    batch: arrays and tensors.
+    non_tensor_batch: arrays, tensors and columns of Python values.
+    """
 
     batch: dict[Any, Any]
     non_tensor_batch: dict[Any, Any]

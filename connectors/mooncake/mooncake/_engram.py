@@ -12,7 +12,11 @@ from ._codes import Code
 
 @dataclass(slots=True)
 class EngramStoreConfig:
-    """table_vocab_sizes: rows of each head's table. embedding_dim: float32 numbers of a row."""
+    """The tables of an Engram.
+
+    table_vocab_sizes: rows of the table of each head.
+    embedding_dim: float32 numbers of a row.
+    """
 
     table_vocab_sizes: list[int] = field(default_factory=lambda: [1024])
     embedding_dim: int = 64

@@ -58,7 +58,11 @@ def connections_that_fit(wanted: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """body_bytes_max: of one body; of all together, BODIES_MAX times that. connections_max: None: 1,024."""
+    """The bounds of a server.
+
+    body_bytes_max: bytes of one body; all bodies together have BODIES_MAX times that.
+    connections_max: open connections; None: 1,024.
+    """
 
     body_bytes_max: int
     connections_max: int | None = None

@@ -111,7 +111,7 @@ class Objects(Base):
         )
 
     def upsert(self, key: str, value: Any, config: ReplicateConfig = DEFAULT) -> int:
-        """In place of what the key had; who reads the old bytes goes on with them."""
+        """Replaces the object of the key; readers of the old bytes keep them."""
         return self._put("upsert", [key], [_bytes_like(value)], config, replace=True)[0]
 
     def upsert_parts(self, key: str, *args: Any, config: ReplicateConfig = DEFAULT) -> int:
@@ -348,11 +348,14 @@ class Objects(Base):
     # ---- removing
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Also what is being read: who reads it goes on. So ``force`` changes nothing."""
+        """Removes the object, also while it is read: readers keep its bytes. So ``force`` changes nothing."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: list[str], force: bool = False) -> list[int]:
-        """Of each key 0 or a code. force: leased ones too, as always here (TorchSpec looks for this word)."""
+        """0 or a code for each key.
+
+        force: removes leased objects, too, as always here (TorchSpec looks for this word).
+        """
 
         def act() -> list[int]:
             flags = self._ask_of_some(keys, False, lambda store, names: store.remove(names))

@@ -120,8 +120,8 @@ class Parts(Objects):
         all_sizes: list[list[int]],
         all_src_offsets: list[list[int]],
     ) -> list[int]:
-        """Of objects of a session: ``sizes`` bytes from each ``src_offset`` into each buffer; the bytes of
-        each key together. A range outside of its object moves nothing of that key."""
+        """Copies ranges of objects of a session: ``sizes`` bytes from each ``src_offset`` into each buffer.
+        Returns the bytes of each key together. A range outside of its object copies nothing of that key."""
         operation = "batch_get_into_multi_buffer_ranges"
         rows = list(zip(keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=False))
         if not len(rows) == len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
@@ -154,9 +154,8 @@ class Parts(Objects):
         all_src_offsets: list[list[list[int]]],
         all_sizes: list[list[list[int]]],
     ) -> list[list[list[int]]]:
-        """For each buffer, each of its keys and each range: the bytes that were copied, or a code. A range
-        that begins in a registered buffer and leaves it is INVALID_PARAMS.
-        """
+        """The bytes that were copied, or a code, for each range of each key of each buffer. A range that
+        begins in a registered buffer and leaves it is INVALID_PARAMS."""
         same_length(buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         answer = []
         for pointer, keys, targets, sources, sizes in zip(

@@ -32,7 +32,7 @@ Ask = Callable[[Callable[["Store"], Answer]], Answer]
 
 
 class HardPins:
-    """Of one store, by key. Any thread."""
+    """The hard pins of one store, by key. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ class Replicas(Parts):
         self._tasks: OrderedDict[tuple[int, int], QueryTaskResponse] = OrderedDict()
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
-        """Of each copy that the master knows; [] is a miss. Raises a moonpool Error when it is not known."""
+        """A descriptor of each replica that the master knows; [] is a miss. Raises Error if unknown."""
         return self.batch_get_replica_desc([key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[ReplicaDescriptor]]:

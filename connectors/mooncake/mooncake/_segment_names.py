@@ -63,7 +63,7 @@ def segment_of(name: str, address: str) -> str:
 
 
 class SegmentNames:
-    """From names to addresses, as one process knows them. Any thread."""
+    """The addresses of names, as one process knows them. Any thread may call."""
 
     def __init__(self, members: Callable[[], Iterable[_native.Member]]) -> None:
         self._members = members

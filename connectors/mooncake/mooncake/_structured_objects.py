@@ -45,7 +45,11 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, init=False)
 class StructuredObjectPayload:
-    """metadata: what JSON has. buffers: named arrays, tensors and bytes."""
+    """An object of several buffers.
+
+    metadata: values that JSON has.
+    buffers: named arrays, tensors and bytes.
+    """
 
     metadata: Mapping[str, Any]
     buffers: Mapping[str, Any]

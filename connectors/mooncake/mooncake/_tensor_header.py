@@ -58,7 +58,11 @@ assert _AXIS.size * AXES_MAX == 128
 
 
 class Cut(NamedTuple):
-    """One axis of a shard. split_dim: the dimension that "tp" cuts. number: of an expert or a stage."""
+    """One axis of a shard.
+
+    split_dim: the dimension that "tp" cuts.
+    number: of an expert or a stage.
+    """
 
     kind: str
     rank: int
@@ -68,7 +72,11 @@ class Cut(NamedTuple):
 
 
 class Header(NamedTuple):
-    """shape: of what is here; of the whole tensor in whole_shape(). cuts: none for a whole tensor."""
+    """What stands before a tensor's bytes.
+
+    shape: of the shard; whole_shape has that of the whole tensor.
+    cuts: the axes of the shard; none for a whole tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]

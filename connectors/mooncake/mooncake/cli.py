@@ -67,8 +67,11 @@ def run(flags: dict[str, str]) -> None:
 
 
 async def serve(config: Config, address: Address, metadata: Address | None = None) -> None:
-    """Runs the master and its HTTP pages until SIGTERM or SIGINT. metadata: where the metadata server
-    listens, or None."""
+    """Runs the master and its HTTP pages until SIGTERM or SIGINT.
+
+    address: of the pages.
+    metadata: where the metadata server listens, or None.
+    """
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)

@@ -269,7 +269,7 @@ class TransferEngine:
         return self._code("write_bytes_to_buffer", act)
 
     def read_bytes_from_buffer(self, address: int, length: int, /) -> bytes:
-        """Of memory of this engine. Raises InvalidArgument outside of it."""
+        """The bytes of registered memory of this engine. Raises InvalidArgument outside of it."""
         return bytes(self._inside(number(address), number(length)))
 
     def _inside(self, address: int, length: int) -> memoryview:
@@ -304,7 +304,7 @@ class TransferEngine:
         return self.send_probe(segment_name)
 
     def get_first_buffer_address(self, segment_name: str, /) -> int:
-        """Of what the peer registered; 0 when that is nothing or the peer is gone."""
+        """The address of the peer's first region; 0 without one, or when the peer is gone."""
 
         def act() -> int:
             peer = self._peer(segment_name)
@@ -364,7 +364,10 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """notify: arrives after the bytes; with length 0 it is sent alone."""
+        """Moves ``length`` bytes as ``opcode`` says and waits: 0, or FAILED.
+
+        notify: arrives after the bytes; with length 0 it is sent alone.
+        """
         return self._one(opcode, target_hostname, buffer, peer_buffer_address, length, notify)
 
     def batch_transfer_sync_write(
@@ -399,7 +402,10 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """Moves slices as ``opcode`` says and waits: 0, or FAILED. notify: arrives after the bytes."""
+        """Moves slices, row i of the three lists each, as ``opcode`` says and waits: 0, or FAILED.
+
+        notify: arrives after the bytes.
+        """
         return self._many(opcode, target_hostname, buffers, peer_buffer_addresses, lengths, notify)
 
     def _one(

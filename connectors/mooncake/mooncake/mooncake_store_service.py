@@ -28,7 +28,11 @@ BODY_BYTES_MAX = 64 << 20
 
 
 class MooncakeStoreService:
-    """config_path: a JSON file; None: the environment. cli_config: values that count more."""
+    """A store behind a REST interface.
+
+    config_path: a JSON file; None: the environment.
+    cli_config: values that override those of the file.
+    """
 
     def __init__(self, config_path: str | None = None, cli_config: dict[str, Any] | None = None) -> None:
         given = dict(cli_config or {})

@@ -278,8 +278,9 @@ class MooncakeBundleTransfer(StructuredObjects):
     ) -> Any:
         """Three mappings, or ``data_cls`` of them; with type="dict" one flat dict.
 
-        fields, or batch_fields and non_tensor_fields: which; all without them. rows: a slice, or indices, of
-        which only these bytes are read. destinations: for arrays and tensors, as of materialize_into().
+        fields: names of the fields; None: batch_fields and non_tensor_fields, or all.
+        rows: a slice, or indices; only their bytes are read.
+        destinations: memory for arrays and tensors, see materialize_into().
         """
         if type not in ("dataproto", "dict"):
             raise ValueError(f"unsupported Mooncake payload type: {type!r}")

@@ -70,7 +70,10 @@ Answer = TypeVar("Answer")
 
 
 class MoonpoolEmbeddings(EmbeddingStore):
-    """storage_config: taken, not needed. Methods return for each hash whether it worked; any thread."""
+    """The store. Methods return for each hash whether it worked. Any thread may call.
+
+    storage_config: accepted and not used.
+    """
 
     def __init__(self, storage_config: object = None) -> None:
         socket = os.environ.get(NODE) or str(paths.default_node_socket())

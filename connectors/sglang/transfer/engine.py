@@ -159,7 +159,7 @@ class MoonpoolTransferEngine:
         return peer
 
     def _forget_if_gone(self, session_id: str, error: BaseException) -> None:
-        """Else what other threads write to that peer goes on."""
+        """Drops a peer that has ended; transfers of other threads to a live peer go on."""
         peer = self._peers.get(session_id)
         if peer is None or not isinstance(error, (TransferError, Unavailable)):
             return
@@ -190,7 +190,7 @@ class MoonpoolTransferEngine:
 
 
 def _listening(hostname: str, settings: Settings) -> moonpool.TransferEngine:
-    """At the first port that is free."""
+    """An engine that listens at the first free port."""
     host = settings.host or hostname
     trouble: Error | None = None
     for port in settings.ports:

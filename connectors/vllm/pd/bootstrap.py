@@ -62,7 +62,13 @@ class Bootstrap:
     def __init__(
         self, address: Address, *, dp_rank: int, engine_id: str, workers: dict[tuple[int, int], str]
     ) -> None:
-        """workers: (tensor rank, pipeline rank) -> address. Raises ConfigError when the address is taken."""
+        """address: where to listen; port 0: any.
+        dp_rank: the data-parallel replica of this engine.
+        engine_id: vLLM's name for it.
+        workers: (tensor rank, pipeline rank) -> address of the worker.
+
+        Raises ConfigError when the address is in use.
+        """
         table: dict[str, dict[str, str]] = {}
         for (tp_rank, pp_rank), place in sorted(workers.items()):
             table.setdefault(str(tp_rank), {})[str(pp_rank)] = place

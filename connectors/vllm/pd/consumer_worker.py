@@ -75,7 +75,10 @@ class IncomingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks to read next, there and here, under a lease. start: which of the pull's blocks is the first."""
+    """Blocks to read next, at the prefill engine and here, under a lease.
+
+    start: index in the pull of the first of them.
+    """
 
     request_id: str
     start: int
@@ -92,7 +95,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A pull is over: ``good`` leading blocks of it are here. error: why not all, or ""."""
+    """A pull that has ended.
+
+    good: leading blocks of it that are here.
+    error: why not all, or "".
+    """
 
     pull: Pull
     good: int
@@ -149,7 +156,7 @@ class ConsumerWorker:
         return incoming
 
     def fail_pull(self, pull: Pull, why: str, now_s: float) -> None:
-        """After an exception somewhere in ``pull``: it ends once all the same, and not while it is read."""
+        """``pull`` raised: the pull ends once all the same, and not while it is read."""
         incoming = self._requests.get(pull.request_id)
         if incoming is not None:
             incoming.pull = pull

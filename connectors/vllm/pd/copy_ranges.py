@@ -28,7 +28,10 @@ Addresses = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """``length`` bytes of block 0 and the way to other blocks, here and there. group: of the block ids."""
+    """``length`` bytes of block 0 in both engines, and the strides to other blocks.
+
+    group: KV cache group of the block ids.
+    """
 
     group: int
     here: int

@@ -145,7 +145,7 @@ class HandoverWorker:
     # A step, on the worker's thread
 
     def begin(self, step: HandoverStep) -> None:
-        """Before anything of the step touches memory."""
+        """Carries out the part of the step that must precede any use of memory: leases, holds, refusals."""
         with self._lock:
             self._send(self._producer.begin(step.opens, step.ends))
             for hold in step.holds:
@@ -176,12 +176,12 @@ class HandoverWorker:
                     self._await_last_piece(pull.request_id)
 
     def revoke(self) -> None:
-        """After an unexpected exception in ``begin``: no lease is valid any more."""
+        """Invalidates all leases, after an unexpected exception in ``begin``."""
         with self._lock:
             self._send(self._producer.revoke())
 
     def fail_pulls(self, step: HandoverStep, why: str) -> None:
-        """After an unexpected exception in ``pull``: those of the step end once all the same."""
+        """Ends the pulls of the step, after an unexpected exception in ``pull``."""
         with self._lock:
             for pull in step.pulls:
                 self._consumer.fail_pull(pull, why, self._clock())
@@ -306,7 +306,7 @@ class HandoverWorker:
             between()
 
     def _between(self, connection: PeerConnection) -> None:
-        """After a piece that the connection's thread read: what others wait for."""
+        """Sends what waits, after a piece that the connection's thread read."""
         with self._lock:
             self._tell()
         connection.speak()

@@ -34,7 +34,11 @@ class LeaseTable:
     """This worker's lease table."""
 
     def __init__(self, engine: TransferEngine, description: Description) -> None:
-        """description: where its slots are is filled in here. Raises TooLarge without memory."""
+        """engine: allocates and offers the memory.
+        description: of this worker; the address of the slots is filled in here.
+
+        Raises TooLarge without memory.
+        """
         slots = description.slot_count
         room = len(wire.encode_description(structs.replace(description, slots=1 << 62)))
         slots_at = -(-(HEAD.size + room) // PAGE_ALIGN) * PAGE_ALIGN

@@ -30,8 +30,13 @@ Job: TypeAlias = "Callable[[PeerConnection], None]"
 
 
 class PeerConnection:
-    """number: of its scratch word. Once it is open: segment; description where blocks are read; is_memory:
-    whether reading them is a copy of memory, which waits for no peer."""
+    """The connection to one worker of another engine, with its thread.
+
+    number: of its scratch word.
+    segment: the peer, once the connection is open.
+    description: the peer's memory layout, where blocks are read.
+    is_memory: whether reading blocks copies memory, and so waits for no peer.
+    """
 
     def __init__(
         self,
@@ -127,7 +132,10 @@ class PeerConnections:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ended: as of PeerConnection."""
+        """engine: opens the connections.
+        ended: see PeerConnection.
+        clock: seconds, monotonic.
+        """
         self._engine = engine
         self._ended = ended
         self._clock = clock

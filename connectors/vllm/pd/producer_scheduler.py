@@ -273,7 +273,7 @@ class ProducerScheduler:
             self._tally.add("leases")
 
     def _restart(self, produced: ProducedRequest) -> None:
-        """After a preemption the blocks are others: a new lease, under the same transfer."""
+        """Opens a new lease under the same transfer: after a preemption the blocks are others."""
         produced.preemptions = produced.request.num_preemptions
         if not produced.told or produced.lease.ranks <= 0:
             return

@@ -67,8 +67,8 @@ class ProducerWorker:
     # Events of the scheduler's half
 
     def begin(self, opens: tuple[Open, ...], ends: tuple[End, ...]) -> Outbox:
-        """Before anything of a step touches memory. A slot that ends may open again in the same step, and a
-        lease may end in the step that opens it."""
+        """Opens and ends leases, before the step uses any memory. A slot whose lease ends may open again in
+        the same step, and a lease may end in the step that opens it."""
         outbox: Outbox = []
         whys = {end.lease: end.why for end in ends}
         gone: dict[str, str] = {}
@@ -90,7 +90,7 @@ class ProducerWorker:
         return outbox
 
     def grown(self, grown: tuple[Grown, ...]) -> Outbox:
-        """After the forward of a step: these blocks are complete now."""
+        """Records the blocks that are complete after the forward of a step."""
         outbox: Outbox = []
         for more in grown:
             held = self._leases.get(more.lease)

@@ -36,14 +36,20 @@ class Malformed(Exception):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Decode takes ``transfer``. reply: the address of its worker."""
+    """Decode takes ``transfer``.
+
+    reply: the address of its worker.
+    """
 
     transfer: _Text
     reply: _Text
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Decode still needs these. reply: the address of its worker."""
+    """Decode still needs these.
+
+    reply: the address of its worker.
+    """
 
     reply: _Text
     leases: list[_U64]
