@@ -1,8 +1,9 @@
-"""Where engines come from: sources say which there are, one piece of code makes the proxy's fleet follow.
+"""Discovery: sources list the engines, the reconciler makes the proxy's fleet equal to that list.
 
-    source (flags, file, HTTP, etcd, Kubernetes) --the full set, each time--> members --join, leave--> fleet
+    source (file, HTTP, etcd, Kubernetes) --full list, each time--> membership --join, leave--> fleet
 
-A source knows nothing of the proxy; it yields full sets (``source.py``), or says that it cannot. What
-becomes of them is decided purely, with the time as an argument (``membership.py``), and carried out by
-``reconciler.py``. All of it runs on the proxy's event loop. docs/discovery.md has the formats.
+A source knows nothing of the proxy: it reports full lists, or why it cannot (``source.py``).
+``membership.py`` decides which engines join and leave; it is pure, with the time as an argument.
+``reconciler.py`` carries that out. All of it runs on the proxy's event loop. docs/discovery.md has the
+formats.
 """

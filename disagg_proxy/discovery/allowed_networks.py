@@ -1,4 +1,4 @@
-"""In which networks engines that register may be. Values only."""
+"""The networks in which engines may register. Values only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moonpool.core.errors import ConfigError
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 LOOPBACK = ("127.0.0.0/8", "::1/128")
-# Whatever the operator allows: link-local addresses, where clouds have their metadata services (fd00:ec2::254
-# is one, too), and addresses that are of no one host.
+# Refused whatever the operator allows: link-local addresses, where clouds have their metadata services
+# (fd00:ec2::254 is one, too), and addresses that do not belong to one host.
 _NEVER = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -28,7 +28,7 @@ _NEVER = tuple(
 
 
 class AllowedNetworks:
-    """texts: in CIDR form; (): this host alone. Raises ConfigError for what is no network."""
+    """texts: networks in CIDR form; (): loopback only. Raises ConfigError for text that is no network."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self.texts = tuple(texts) or LOOPBACK
@@ -41,19 +41,19 @@ class AllowedNetworks:
                 key="proxy.discovery_allow",
             ) from error
 
-    def have(self, address: IP) -> bool:
-        """Whether an engine may be there."""
+    def allow(self, address: IP) -> bool:
+        """Whether an engine may have this address."""
         if any(address in each for each in _NEVER):
             return False
         return any(address in each for each in self._allowed)
 
-    def check(self, hosts: Iterable[str]) -> None:
-        """Raises ConfigError unless all are allowed, and addresses: a name is none."""
+    def require_allowed(self, hosts: Iterable[str]) -> None:
+        """Raises ConfigError unless every host is a literal address in an allowed network."""
         for host in hosts:
             address = literal(host)
             if address is None:
                 raise ConfigError(f"{host} is a name, and no address that could be checked")
-            if not self.have(address):
+            if not self.allow(address):
                 raise self.refusal(host)
 
     def refusal(self, host: str) -> ConfigError:
@@ -65,7 +65,7 @@ class AllowedNetworks:
 
 
 def literal(host: str) -> IP | None:
-    """The address that ``host`` is; None for a name. An IPv4 address in the form of IPv6 is the IPv4 one."""
+    """Parses a literal address; None for a name. An IPv4-mapped IPv6 address becomes the IPv4 one."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,14 +1,14 @@
-"""Which blocks rolling hashes name, for ``POST /query_by_hash`` alone.
+"""Maps rolling block hashes to our digests, for ``POST /query_by_hash`` only.
 
     a rolling hash --keys()--> our own digests --PrefixIndex.match()--> holders, and where
 
-The prefix index knows blocks by our own digests, from which no hash of another kind can be had. So where
-engines register over HTTP their events are looked at a second time: their tokens make the hashes of
-Mooncake's indexer API, and the digests that they stand for. What a hash means stays known when its engine has
-dropped the block, for the pool may have it still. What cannot be placed for certain is left out: a parent
-that was never told, images, several cache groups.
+The prefix index names blocks by our digests, from which other hashes cannot be derived. So where engines
+register over HTTP, their events are processed a second time: their tokens yield the hashes of Mooncake's
+indexer API and the digests for them. A hash stays known after its engine has evicted the block, because the
+pool may still have it. Blocks whose content is uncertain are left out: unknown parents, images, several cache
+groups.
 
-Any thread may call anything.
+All methods are thread safe.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import msgspec
 from moonpool import _native
 from moonpool.core.store.keys import DIGEST_BYTES, chain_seed
 
-NAMES_MAX = 1 << 20  # blocks of all holders together; beyond it further ones are not known
-KNOWN_MAX = 1 << 20  # hashes that mean something; beyond it those that were told longest ago are forgotten
-MADE_AT_ONCE = 32  # places for names
-KEY_BYTES = 16  # of a digest, its beginning: what the index names a block by
+NAMES_MAX = 1 << 20  # blocks of all holders together; further ones are ignored
+KNOWN_MAX = 1 << 20  # known hashes; beyond it the least recently reported ones go
+MADE_AT_ONCE = 32  # blocks that are evicted at a time to make room
+KEY_BYTES = 16  # leading bytes of a digest: the name of a block in the prefix index
 
 Name = int | bytes
 
 
 class Space(NamedTuple):
-    """What must be equal for equal tokens to be the same block. lora, salt: "" for none."""
+    """Equal tokens are the same block only in equal spaces. lora, salt: "" for none."""
 
     block_tokens: int
     lora: str = ""
@@ -42,7 +42,7 @@ class Space(NamedTuple):
 
     @property
     def seed(self) -> bytes:
-        """What stands before the first block of its chains."""
+        """The digest before the first block of each chain."""
         return chain_seed(self.lora or None, self.salt or None)
 
 
@@ -79,7 +79,7 @@ _event = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 
 
 class _Block(msgspec.Struct):
-    """A block that a holder has under some name. copies: an engine tells of each, in every tier."""
+    """A block of one holder. copies: number of stored copies, one event for each tier."""
 
     space: Space
     sequence: int
@@ -88,8 +88,8 @@ class _Block(msgspec.Struct):
 
 
 class BlockHashIndex:
-    """names_max: beyond it the blocks of the holder with the most are not taken, and ``dropped`` counts them.
-    known_max: of hashes."""
+    """names_max: maximum of blocks; beyond it those of the largest holder are dropped and counted in
+    ``dropped``. known_max: maximum of hashes."""
 
     def __init__(self, names_max: int = NAMES_MAX, known_max: int = KNOWN_MAX) -> None:
         self.dropped = 0
@@ -105,7 +105,7 @@ class BlockHashIndex:
         return self._count
 
     def take(self, holder: int, payload: bytes) -> None:
-        """One batch of events of a holder."""
+        """Processes one batch of events (MessagePack) of a holder."""
         try:
             events = _batch.decode(payload).events
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -122,7 +122,7 @@ class BlockHashIndex:
                     try:
                         self._stored(holder, event)
                     except (TypeError, ValueError, OverflowError, IndexError):
-                        self.odd += 1  # ids that are none, or blocks of any size; nothing of it was taken
+                        self.odd += 1  # malformed ids or block size; nothing of the event was used
                 elif isinstance(event, _Removed):
                     for name in event.block_hashes:
                         self._removed(holder, name)
@@ -130,12 +130,12 @@ class BlockHashIndex:
                     self._forget(holder)
 
     def forget(self, holder: int) -> None:
-        """All that it told is void; what its hashes mean is not."""
+        """Drops the holder's blocks; the meaning of hashes stays."""
         with self._lock:
             self._forget(holder)
 
     def keys(self, space: Space, sequences: Sequence[int]) -> bytes:
-        """The index's keys of these blocks, 16 bytes each, up to the first that no event told of."""
+        """The index keys of these blocks, 16 bytes each, up to the first unknown hash."""
         found = []
         with self._lock:
             for sequence in sequences:
@@ -191,8 +191,8 @@ class BlockHashIndex:
             self._learn(block)
 
     def _make_room(self, names: dict[Name, _Block]) -> bool:
-        """False: these are the most names of a holder already. Else some of the holder with the most go, so
-        that an engine that tells without end drives no other out."""
+        """Evicts some blocks of the largest holder, so that one engine cannot displace the others. False:
+        ``names`` is the largest holder itself."""
         most = max(self._names.values(), key=len)
         if len(names) >= len(most):
             return False
@@ -202,7 +202,7 @@ class BlockHashIndex:
         return True
 
     def _learn(self, block: _Block) -> None:
-        """What its hash means, newly told."""
+        """Stores the digest of a hash as the most recent one."""
         which = block.space, block.sequence
         self._known[which] = block.digest[:KEY_BYTES]
         self._known.move_to_end(which)
@@ -224,7 +224,7 @@ class BlockHashIndex:
 
 
 def _salt(event: _Stored) -> str | None:
-    """None: a block has something else in its name, too, such as an image."""
+    """The salt of an event; None: the blocks have other extra keys, such as images."""
     texts: set[str] = set()
     for extras in event.extra_keys or ():
         for each in extras or ():
@@ -238,7 +238,7 @@ def _salt(event: _Stored) -> str | None:
 
 
 def _as_map(raw: msgspec.Raw) -> bytes:
-    """An event of an older form is an array: its type, and the fields in order."""
+    """Converts the older form of events, an array of type and fields, to a map."""
     content = bytes(raw)
     if content[:1] and (0x90 <= content[0] <= 0x9F or content[0] in (0xDC, 0xDD)):
         kind, *values = msgspec.msgpack.decode(content)

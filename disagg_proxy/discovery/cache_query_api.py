@@ -1,12 +1,12 @@
-"""Answers of ``POST /query`` and ``POST /query_by_hash``: which engines have how much of a prompt, in the
+"""Answers ``POST /query`` and ``POST /query_by_hash``: how much of a prompt each engine has cached, in the
 form of Mooncake's conductor.
 
     {"<tenant>": {"<instance>": {"longest_matched", "GPU", "DP": {"<rank>": ...}, "CPU", "DISK"}}}
 
-All are tokens, of whole blocks, from the prompt's start. GPU: on the device; CPU: on the device or in host
-memory, that of the pool included, DISK: anywhere, the pool's disks included, each 0 when it adds nothing to
-the tier before. The pool is for all engines; DP has what a rank holds itself, by which ranks can be told
-apart.
+All values are tokens of whole blocks from the prompt's start. GPU: on the device. CPU: on the device or in
+host memory, including the pool's. DISK: in any tier, including the pool's disks. CPU and DISK are 0 if they
+add nothing to the tier before. The pool counts for every engine; DP counts what each rank holds itself, so
+that ranks can be told apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Hash = Annotated[int, msgspec.Meta(ge=0)]  # of 64 bits
 
 
 class _Query(msgspec.Struct):
-    """token_ids: read apart, without a Python object for each."""
+    """Body of /query. token_ids: parsed separately, without a Python object for each."""
 
     model: Text
     token_ids: msgspec.Raw
@@ -46,7 +46,7 @@ class _Query(msgspec.Struct):
 
 
 class _HashQuery(msgspec.Struct):
-    """seq_hashes: rolling hashes; earlier drafts of the API called them block_hash."""
+    """Body of /query_by_hash. seq_hashes: rolling hashes; earlier drafts of the API call them block_hash."""
 
     model: Text
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
@@ -60,7 +60,8 @@ class _HashQuery(msgspec.Struct):
 
 
 class _Holder(NamedTuple):
-    """Of one rank of an instance. salt: of all that it holds; None: it has each request's own."""
+    """One rank of an instance. place: its index in the prefix indexes. salt: of all its blocks; None: each
+    block has its request's salt."""
 
     instance: str
     rank: int
@@ -69,7 +70,7 @@ class _Holder(NamedTuple):
 
 
 class CacheQueryApi:
-    """On any one thread. engines: that are there; publishers: registered ones."""
+    """Runs on any one thread. engines: those of the fleet. publishers: the active registrations."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class CacheQueryApi:
         self._sequences = sequences
 
     def by_tokens(self, body: bytes) -> Answer:
-        """The answer to POST /query."""
+        """Answers POST /query."""
         asked = _read(body, _Query)
         if isinstance(asked, Answer):
             return asked
@@ -94,7 +95,7 @@ class CacheQueryApi:
         return self._answer(asked, lambda index, space: index.keys(ids, space.seed))
 
     def by_hashes(self, body: bytes) -> Answer:
-        """The answer to POST /query_by_hash."""
+        """Answers POST /query_by_hash."""
         asked = _read(body, _HashQuery)
         if isinstance(asked, Answer):
             return asked
@@ -107,7 +108,7 @@ class CacheQueryApi:
     def _answer(
         self, asked: _Query | _HashQuery, keys: Callable[[_native.PrefixIndex, Space], bytes]
     ) -> Answer:
-        """keys: of the prompt's blocks in the index, as they are called in a space."""
+        """keys: computes the index keys of the prompt's blocks in a space."""
         index = self._index(asked.block_size)
         matches: dict[str, _Match] = {}  # by salt
         rows: dict[str, dict[int, Tiers]] = {}
@@ -132,7 +133,7 @@ class CacheQueryApi:
 
     def _holders(self, asked: _Query | _HashQuery) -> Iterator[_Holder]:
         registered: dict[str, ActiveRegistration] = {}
-        for each in tuple(self._publishers()):  # at once: the event loop changes them
+        for each in tuple(self._publishers()):  # a copy: the event loop changes it
             told = each.told
             if each.found is not None:
                 registered[each.found.name] = each
@@ -152,7 +153,7 @@ class CacheQueryApi:
 
 
 class _Match:
-    """Of one prompt. index: None: no engine has blocks of this size. pool: of all its nodes together."""
+    """Matches of one prompt. index: None: no engine has blocks of this size. pool: all nodes together."""
 
     def __init__(self, index: _native.PrefixIndex | None, keys: bytes) -> None:
         self.pool: Tiers = 0, 0, 0
@@ -163,7 +164,7 @@ class _Match:
             self._tiers = [memoryview(each).cast("I") for each in (match.device, match.host, match.blocks)]
 
     def of(self, place: int) -> Tiers:
-        """Leading blocks on the device, there or in the host's memory, anywhere."""
+        """Number of leading blocks: on the device, in host memory too, in any tier."""
         if not self._tiers:
             return 0, 0, 0
         device, host, anywhere = (each[place] if place < len(each) else 0 for each in self._tiers)
@@ -171,7 +172,7 @@ class _Match:
 
 
 def _read(body: bytes, kind: type[Asked]) -> Asked | Answer:
-    """The query, or what is wrong with it."""
+    """Parses a query; an Answer if it is invalid."""
     if len(body) > QUERY_BYTES_MAX:
         return refused(413, f"a query has {QUERY_BYTES_MAX} bytes at most", "query")
     try:
@@ -184,7 +185,7 @@ def _read(body: bytes, kind: type[Asked]) -> Asked | Answer:
 
 
 def _ids(body: bytes, told: msgspec.Raw) -> bytes | Answer:
-    """The ids of a prompt, u32 each, or what is wrong with them."""
+    """The token ids as packed u32; an Answer if they are invalid."""
     ids = _native.json_token_ids(body, "token_ids")
     if ids is not None and bytes(told).count(b"[") == 1:
         return bytes(ids)

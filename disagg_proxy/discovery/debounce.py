@@ -1,8 +1,7 @@
-"""What a source that hears of one key at a time (a pod, a key in etcd) knows of all of them, and when its
-listener is told.
+"""Debounces per-key watch events (pods, etcd keys) into full lists for the listener.
 
-A rollout of a thousand pods is thousands of changes, and a listener that hears a full set looks at all of it:
-so changes that come within GATHER_S are told together, and what changes nothing is not told.
+A rollout of a thousand pods causes thousands of events, and the listener processes the full list each time.
+So events within DEBOUNCE_S are reported together, and events without an effect are not reported.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ DEBOUNCE_S = 0.05
 
 
 class Debounce:
-    """On the event loop. As a context: at its end what was not told yet is told, unless the source is
-    cancelled."""
+    """The engines of one source, by key. Runs on the event loop. As a context manager it reports pending
+    changes at exit, unless the source was cancelled."""
 
     def __init__(self, listener: SourceListener) -> None:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._at: dict[str, DiscoveredEngine | None] = {}  # by key; None: it is known, and no engine
-        self._ended: set[str] = set()  # names, since it was told last
+        self._at: dict[str, DiscoveredEngine | None] = {}  # by key; None: a known key that is no engine
+        self._ended: set[str] = set()  # names, since the last report
         self._told_s = -DEBOUNCE_S
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,13 +40,13 @@ class Debounce:
                 self._tell()
 
     def all(self, engines: Mapping[str, DiscoveredEngine | None], ended: Iterable[str] = ()) -> None:
-        """These are all keys there are; told at once. ended: names of engines that are gone for good."""
+        """Replaces all keys and reports at once. ended: names of engines that are certainly gone."""
         self._at = dict(engines)
         self._ended.update(ended)
         self._tell()
 
     def put(self, key: str, found: DiscoveredEngine | None) -> None:
-        """found: the engine that it is now, None for one that is none."""
+        """Sets one key. found: its engine; None: the key is no engine."""
         if key not in self._at and len(self._at) >= OFFERED_MAX:
             return
         before = self._at.get(key)
@@ -56,12 +55,12 @@ class Debounce:
             self._changed()
 
     def drop(self, key: str) -> None:
-        """It is no more."""
+        """Removes one key."""
         if self._at.pop(key, None) is not None:
             self._changed()
 
     def ended(self, name: str) -> None:
-        """The engine of this name is gone for good, unless it is offered again."""
+        """Marks an engine as certainly gone, unless it is listed again."""
         self._ended.add(name)
         self._changed()
 

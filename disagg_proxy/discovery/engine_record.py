@@ -1,4 +1,4 @@
-"""An engine as files and etcd write it: one small table of text."""
+"""An engine as files and etcd write it: one small table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 class EngineRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """url: the engine's root. name: of its own, or made of host and port. role, bootstrap: as in EngineSpec.
-    events, replay: endpoints of its KV events, "" for none. model: what it serves, "": it will say."""
+    """An EngineSpec as text, with the engine's event stream and model.
+
+    url:             root URL of the engine.
+    name:            unique name; "": made of host and port.
+    role, bootstrap: as in EngineSpec.
+    events, replay:  endpoints of its KV events; "": none.
+    model:           model id; "": taken from /v1/models.
+    """
 
     url: str
     name: str = ""
@@ -27,7 +33,8 @@ class EngineRecord(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
 
     def found(self, name: str = "") -> DiscoveredEngine:
-        """name: where the row has none. Raises ConfigError for what cannot be meant."""
+        """The engine that the record describes. name: used if the record has none. Raises ConfigError for a
+        contradictory record."""
         called = self.name or name or name_of(self.url)
         spec = EngineSpec(called, self.url, self.role, str(self.bootstrap))
         if self.replay and not self.events:
@@ -37,5 +44,5 @@ class EngineRecord(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def name_of(text: str) -> str:
-    """A name made of a URL's host and port, or of any text; at most 64 characters."""
+    """A valid name made of a URL's host and port, or of any text; at most 64 characters."""
     return _NO_NAME.sub("-", text.removeprefix("http://").rstrip("/")).strip("-")[-64:]

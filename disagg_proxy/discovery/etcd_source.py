@@ -1,10 +1,10 @@
 """Engines under a prefix in etcd: one key for each. The value is an ``EngineRecord`` in JSON, or a URL alone.
 
-By etcd's JSON gateway (``/v3/kv/range``, ``/v3/watch``), over HTTP. The whole prefix is read at one revision,
-then every change behind it is watched. Whatever ends the watch (etcd goes away, a compaction) begins anew
-with reading all; what was known stays meanwhile. An engine puts its key with a lease, which it keeps alive:
-when it dies the key goes with the lease, which from here looks as if a client had deleted it, so it is given
-the grace.
+It uses etcd's JSON gateway (``/v3/kv/range``, ``/v3/watch``) over HTTP: it reads the whole prefix at one
+revision, then watches all later changes. After the end of a watch (etcd is away, a compaction) it reads all
+again; the last list stays in force meanwhile. An engine puts its key with a lease and keeps that alive. When
+the engine dies, the key goes with the lease; this looks like a deletion by a client, so the engine gets the
+grace period.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListe
 ENDPOINT = "http://127.0.0.1:2379"
 VALUE_BYTES_MAX = 64 << 10
 ANSWER_BYTES_MAX = 64 << 20
-PAGE = 1000  # keys that are read at a time
+PAGE = 1000  # keys for each range request
 CONNECT_S = 5.0
 ANSWER_S = 10.0
-SILENT_S = 30.0  # a watch says nothing while nothing changes, nor when etcd's host is gone
+SILENT_S = 30.0  # a watch is silent while nothing changes, and also when etcd's host is gone
 
 _log = logging.getLogger("moonpool.proxy")
 
@@ -81,14 +81,17 @@ _answer = msgspec.json.Decoder(_Answer, strict=False)
 
 
 class _Lost(Exception):
-    """Why etcd cannot be followed."""
+    """The watch cannot go on; the text is the reason."""
 
 
 class EtcdSource:
-    """text: ``URL[,URL...]/PREFIX``, or ``PREFIX`` for etcd on this host or where ETCDCTL_ENDPOINTS says. The
-    certificates of https are those of ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY, and ETCDCTL_USER is
-    NAME:PASSWORD, as for etcdctl. silent_s: after so long without a word all is read anew. Raises
-    ConfigError."""
+    """The source ``etcd:TEXT``.
+
+    text:     ``URL[,URL...]/PREFIX``, or ``PREFIX`` for etcd at ETCDCTL_ENDPOINTS or on this host.
+    environ:  certificates for https from ETCDCTL_CACERT, _CERT and _KEY; ETCDCTL_USER is NAME:PASSWORD.
+    silent_s: after this long without a message it reads all keys again.
+    Raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class EtcdSource:
         self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
         self._silent_s = silent_s
         self._turn = 0
-        self._odd: dict[str, str] = {}  # values that are no rows, which the log knows
+        self._odd: dict[str, str] = {}  # invalid values that were logged
 
     async def run(self, listener: SourceListener) -> None:
         """See ``Source.run``."""
@@ -132,8 +135,8 @@ class EtcdSource:
         session.headers["Authorization"] = msgspec.json.decode(said, type=_Token).token
 
     async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
-        """Reads all, then tells each change; returns when it was silent for so long that all should be read
-        anew. Raises _Lost and what aiohttp and msgspec raise."""
+        """Reads all keys, then follows changes; returns after silent_s seconds without a message. Raises
+        _Lost and errors of aiohttp and msgspec."""
         values, revision = await self._read_all(session)
         for key in self._odd.keys() - values.keys():
             del self._odd[key]
@@ -142,7 +145,7 @@ class EtcdSource:
             await self._watch(session, told, revision)
 
     async def _watch(self, session: aiohttp.ClientSession, told: Debounce, revision: int) -> None:
-        """Returns when it was silent for too long."""
+        """Follows changes; returns after silent_s seconds without a message."""
         begin, end = _range_of(self._prefix)
         create = {"key": begin, "range_end": end, "start_revision": str(revision + 1)}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._silent_s)
@@ -164,7 +167,7 @@ class EtcdSource:
         raise _Lost("etcd closed the watch")
 
     async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, str], int]:
-        """Values by key, both in base64, and the revision at which they were so."""
+        """(values by key, both in base64; their revision)"""
         begin, end = _range_of(self._prefix)
         values: dict[str, str] = {}
         revision = 0
@@ -193,7 +196,7 @@ class EtcdSource:
         return content
 
     def _engine(self, key: str, value: str) -> DiscoveredEngine | None:
-        """None, with a warning, for a value that is none."""
+        """The engine of a value; None, with a warning, for an invalid one."""
         if self._odd.get(key) == value:
             return None
         name = base64.b64decode(key).removeprefix(self._prefix).decode(errors="replace")
@@ -208,7 +211,7 @@ class EtcdSource:
 
 
 def parse(text: str, environ: Mapping[str, str]) -> tuple[list[str], bytes]:
-    """Roots of etcd's members, and the prefix of keys. Raises ConfigError."""
+    """(URLs of etcd's members, prefix of keys). Raises ConfigError."""
     *first, last = text.split(",") if "://" in text else [environ.get("ETCDCTL_ENDPOINTS") or ENDPOINT]
     parts = urlsplit(last)
     prefix = parts.path if "://" in text else text
@@ -239,14 +242,14 @@ def _tls_of(environ: Mapping[str, str]) -> ssl.SSLContext:
 
 
 def _range_of(prefix: bytes) -> tuple[str, str]:
-    """Of all keys that begin so: the first, and the first behind them."""
+    """The range of keys with this prefix, as (first, end) in base64."""
     behind = prefix.rstrip(b"\xff")
     end = behind[:-1] + bytes([behind[-1] + 1])
     return base64.b64encode(prefix).decode(), base64.b64encode(end).decode()
 
 
 def _order(key: str) -> str:
-    """A key as text that is ordered as etcd orders its keys."""
+    """A key as text that sorts in etcd's order."""
     return base64.b64decode(key).decode("latin-1")
 
 
@@ -262,7 +265,7 @@ def _row(value: bytes) -> EngineRecord:
 
 
 def _watched_of(line: bytes) -> _Watched:
-    """Raises _Lost when the watch has ended: etcd no longer knows all changes since, or has no leader."""
+    """Raises _Lost when the watch has ended: the revision was compacted, or there is no leader."""
     answer = _answer.decode(line)
     if answer.result is None:
         raise _Lost(f"the watch failed: {bytes(answer.error)[:200].decode(errors='replace')}")

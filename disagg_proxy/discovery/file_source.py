@@ -1,4 +1,4 @@
-"""Engines that a file names: TOML, JSON or YAML, read anew whenever it changes.
+"""Engines listed in a file, TOML, JSON or YAML, which is read again whenever it changes.
 
 The file has a table ``engines`` with one ``EngineRecord`` for each. A file that cannot be read, or that has
 any error, changes nothing: its last good content stays in force. A program that edits the file replaces it as
@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.5
 FILE_BYTES_MAX = 16 << 20
 _UNKNOWN = re.compile(r"unknown field `(\w+)`")
 _WRONG = re.compile(r"at `\$.*\.(\w+)`$")
-_SETTLED_S = 2.0  # a file that changed so lately may change again without looking different
+_SETTLED_S = 2.0  # a younger file may change again with an equal mtime
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FileSource:
-    """Looks at the file twice a second."""
+    """The source ``file:PATH``. Checks the file every look_every_s seconds."""
 
     def __init__(self, path: str, *, look_every_s: float = LOOK_EVERY_S) -> None:
         self.name = f"file:{path}"
@@ -63,7 +63,7 @@ class FileSource:
             await asyncio.sleep(self._look_every_s)
 
     def _read(self, mark: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, bytes | None]:
-        """What the file looks like, and its content, unless it looks as before."""
+        """(stat of the file, content); the content is None if the stat equals ``mark``."""
         status = os.stat(self._path)
         seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         if seen == mark:
@@ -75,8 +75,8 @@ class FileSource:
 
 
 def parse(suffix: str, content: bytes) -> list[DiscoveredEngine]:
-    """The engines of a file. suffix: .json, .toml, .yaml or .yml. Raises ConfigError, which names the line
-    where it can."""
+    """The engines of a file. suffix: .json, .toml, .yaml or .yml. Raises ConfigError, with the line
+    number if it is known."""
     if len(content) > FILE_BYTES_MAX:
         raise _bad(f"it is larger than {FILE_BYTES_MAX} bytes")
     try:
@@ -131,13 +131,13 @@ def _table(suffix: str, text: str) -> Any:
 
 
 def _line_of(text: str, needle: str) -> str:
-    """``line N: ``, of the last line that has it; "" when none has."""
+    """``line N: `` of the last line that contains ``needle``; "" if no line does."""
     lines = [number for number, line in enumerate(text.splitlines(), 1) if needle and needle in line]
     return f"line {lines[-1]}: " if lines else ""
 
 
 def _line_of_row(text: str, error: str) -> str:
-    """Where a member is that is not known, or of another type."""
+    """The line of the unknown or mistyped member that ``error`` names."""
     member = _UNKNOWN.search(error) or _WRONG.search(error)
     return _line_of(text, member[1]) if member else ""
 

@@ -1,6 +1,5 @@
-"""Puts addresses in the place of names that engines register under: a name is resolved once, and the address
-that was allowed is the one that is used from then on. A name that means another host later (DNS rebinding)
-leads nowhere.
+"""Replaces host names in registrations by addresses. A name is resolved once, and the address that was
+checked is used from then on: a name that resolves to another host later (DNS rebinding) has no effect.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ RESOLVE_S = 5.0
 
 
 class HostResolver:
-    """resolve: the addresses of a name; raises OSError."""
+    """networks: the allowed ones. resolve: returns the addresses of a name, or raises OSError."""
 
     def __init__(self, networks: AllowedNetworks, resolve: Resolve | None = None) -> None:
         self._networks = networks
         self._resolve = resolve or _resolve
 
-    def are_needed(self, told: Registration) -> bool:
-        """Whether it has names."""
+    def is_needed_for(self, told: Registration) -> bool:
+        """Whether the registration has host names."""
         return any(literal(host) is None for host in told.hosts())
 
-    async def pin(self, told: Registration, before: Registration | None) -> Registration:
-        """The registration with an allowed address in the place of each name. before: what it said the last
-        time; an address of then is kept while the name still has it. Raises ConfigError."""
+    async def resolve(self, told: Registration, before: Registration | None) -> Registration:
+        """The registration with an allowed address in place of each name. before: the registration under the
+        same key; its addresses are kept while the names still resolve to them. Raises ConfigError."""
         kept = set() if before is None else set(before.hosts())
         found: dict[str, str] = {}
         for host in told.hosts():
@@ -60,7 +59,7 @@ class HostResolver:
         except OSError as error:  # TimeoutError is one
             raise ConfigError(f"the name {host} has no address: {error.strerror or error}") from error
         addresses = {address for text in names if (address := literal(text)) is not None}
-        allowed = sorted((each for each in addresses if self._networks.have(each)), key=_order)
+        allowed = sorted((each for each in addresses if self._networks.allow(each)), key=_order)
         if not allowed:
             raise self._networks.refusal(f"{host} ({', '.join(map(str, sorted(addresses, key=_order)))})")
         return next((str(each) for each in allowed if str(each) in kept), str(allowed[0]))

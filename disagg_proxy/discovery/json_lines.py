@@ -1,4 +1,4 @@
-"""The messages of a stream of JSON, one to a line, as etcd and Kubernetes send what they watch."""
+"""Splits a stream into lines of JSON, the form of the watches of etcd and Kubernetes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import aiohttp
 
 
 async def lines_of(stream: aiohttp.StreamReader, bytes_max: int) -> AsyncIterator[bytes]:
-    """Each line that is not empty, until the stream ends; what is behind the last line's end is dropped.
-    Raises ValueError for a line of more than bytes_max."""
+    """Yields each non-empty line until the stream ends; drops an unfinished last line. Raises ValueError for
+    a line longer than ``bytes_max``."""
     held = b""
     async for piece in stream.iter_any():
         held += piece

@@ -1,11 +1,11 @@
-"""Engines that are pods of a Kubernetes cluster, chosen by their labels.
+"""Engines that are pods of a Kubernetes cluster, selected by labels.
 
-The API server is asked for all pods, page by page, and then watched from the resourceVersion of that list. A
-watch ends every few minutes and goes on from where it was; when the server no longer knows that version
-(410), all is read anew, and after a pause when that happens again soon. A pod is an engine while it runs and
-has an address; whether it is well the proxy finds out itself. One that is being deleted has ended.
+It lists all pods, page by page, and then watches from the resourceVersion of that list. A watch ends every
+few minutes and is resumed at its last version; when the server no longer has that version (410), the source
+lists again, after a pause if that happens twice within SOON_S. A pod is an engine while it runs and has an
+address; the proxy checks its health itself. A pod that is being deleted has ended.
 
-Inside of a cluster it reads the service account's token, anew for each connection, because it changes.
+Inside a cluster it reads the service account's token for each connection, because the token changes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListe
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 ANSWER_BYTES_MAX = 64 << 20
-PAGE = 500  # pods that are read at a time
+PAGE = 500  # pods for each list request
 CONNECT_S = 5.0
 ANSWER_S = 30.0
-WATCH_S = 240  # after so long the server ends a watch, which then goes on
-SILENT_S = 120.0  # it sends bookmarks about once a minute
-AT_ONCE_S = 0.05  # a watch that is so short is none
-SOON_S = 10.0  # a server that forgets again within so long is ill, and is left alone for a while
+WATCH_S = 240  # the server ends a watch after this long; it is resumed
+SILENT_S = 120.0  # the server sends bookmarks about once a minute
+AT_ONCE_S = 0.05  # a watch that ends sooner counts as failed
+SOON_S = 10.0  # two answers 410 within this time count as a failure, with a pause
 PORT = 8000
 _OPTIONS = ("api", "port", "role", "events", "replay", "bootstrap", "model")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -98,16 +98,21 @@ _failure = msgspec.json.Decoder(_Failure)
 
 
 class _Lost(Exception):
-    """Why the server cannot be followed."""
+    """The watch cannot go on; the text is the reason."""
 
 
 class _TooOld(Exception):
-    """The server no longer knows what followed that version."""
+    """The server no longer has this resourceVersion (410)."""
 
 
 class KubernetesSource:
-    """text: ``[NAMESPACE/]SELECTOR[?OPTION=VALUE&...]``; docs/discovery.md has the options. account: the
-    folder of the service account. Raises ConfigError."""
+    """The source ``kubernetes:TEXT``.
+
+    text:     ``[NAMESPACE/]SELECTOR[?OPTION=VALUE&...]``; docs/discovery.md has the options.
+    account:  the folder of the service account.
+    silent_s: after this long without a message it lists all pods again.
+    Raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -126,8 +131,8 @@ class KubernetesSource:
         self._tls = _tls_of(account) if self._api.startswith("https://") else None
         self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
         self._silent_s = silent_s
-        self._odd: dict[str, str] = {}  # pods that are no engines, and why; the log knows
-        self._forgot_s = -math.inf  # when the server last did not know a version
+        self._odd: dict[str, str] = {}  # invalid pods and the reasons that were logged
+        self._forgot_s = -math.inf  # time of the last answer 410
 
     async def run(self, listener: SourceListener) -> None:
         """See ``Source.run``."""
@@ -143,7 +148,7 @@ class KubernetesSource:
             await asyncio.sleep(self._backoff.died(clock()) - clock())
 
     async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
-        """Until the server is lost. Raises _Lost and what aiohttp and msgspec raise."""
+        """Lists and watches until it raises: _Lost, or errors of aiohttp and msgspec."""
         with Debounce(listener) as told:
             while True:
                 engines, ended, version = await self._read_all(session)
@@ -154,11 +159,11 @@ class KubernetesSource:
                 except (_TooOld, aiohttp.SocketTimeoutError) as error:
                     if isinstance(error, _TooOld):
                         self._forgot()
-                    # all is read anew; when the server is away that says so
+                    # list again; if the server is away, the list fails
 
     def _forgot(self) -> None:
-        """A list or a version is too old. Raises _Lost when that was so a moment ago: real servers say it for
-        a while after they have started, and each list is work for them."""
+        """Notes an answer 410. Raises _Lost for the second one within SOON_S: servers send it for a while
+        after their start, and each list is work for them."""
         now_s = asyncio.get_running_loop().time()
         before_s, self._forgot_s = self._forgot_s, now_s
         if now_s - before_s < SOON_S:
@@ -167,7 +172,7 @@ class KubernetesSource:
     async def _read_all(
         self, session: aiohttp.ClientSession
     ) -> tuple[dict[str, DiscoveredEngine | None], list[str], str]:
-        """What each pod is, the names of those that are being deleted, and the version of that."""
+        """(engine of each pod or None, names that are being deleted, resourceVersion)"""
         pods: dict[str, _Pod] = {}
         query = {"labelSelector": self._selector, "limit": str(PAGE)}
         while True:
@@ -176,7 +181,7 @@ class KubernetesSource:
                 self._path, params=query, headers=self._headers(), timeout=timeout
             ) as answer:
                 content = await _content(answer)
-            if answer.status == 410 and "continue" in query:  # the list is too old to be gone on with
+            if answer.status == 410 and "continue" in query:  # the list expired between two pages
                 self._forgot()
                 pods.clear()
                 del query["continue"]
@@ -194,7 +199,7 @@ class KubernetesSource:
             query["continue"] = page.metadata.continue_
 
     async def _watch(self, session: aiohttp.ClientSession, told: Debounce, version: str) -> str:
-        """Tells each change; returns the version that was seen last when the server ends the watch."""
+        """Follows changes until the server ends the watch; returns the last version."""
         query = {
             "labelSelector": self._selector,
             "watch": "1",
@@ -243,13 +248,12 @@ class KubernetesSource:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _name(self, pod: _Pod) -> str:
-        """Pods of two namespaces may have one name. No two names are alike: there is no
-        dot in a namespace."""
+        """A unique name: with all namespaces, the namespace (which has no dot) precedes the pod's name."""
         name = pod.metadata.name
         return f"{pod.metadata.namespace}.{name}" if self._namespace == "*" else name
 
     def _engine(self, name: str, pod: _Pod) -> DiscoveredEngine | None:
-        """None for a pod that is none now; for one that cannot be one with a warning."""
+        """The engine of a pod; None: it does not run, or, with a warning, its options are invalid."""
         if pod.metadata.deletion_timestamp or pod.status.phase != "Running" or not pod.status.pod_ip:
             return None
         try:
@@ -263,8 +267,8 @@ class KubernetesSource:
         return found
 
     def _row(self, pod: _Pod) -> EngineRecord:
-        """An annotation moonpool.io/OPTION counts more than a label of that name, and that more than the
-        option."""
+        """The record of a pod. An annotation moonpool.io/OPTION overrides the label of that name, which
+        overrides the option of the source."""
         meta = pod.metadata
         told = self._options | {
             option: value
@@ -284,7 +288,7 @@ class KubernetesSource:
 
 
 def parse(text: str) -> tuple[str, str, dict[str, str]]:
-    """Selector, namespace ("": the proxy's own, "*": all) and options. Raises ConfigError."""
+    """(selector, namespace ("": the proxy's own, "*": all), options). Raises ConfigError."""
     named, _, query = text.partition("?")
     namespace, slash, selector = named.partition("/")
     # A label's name may have a slash, too, behind a name with dots, which a namespace has not.

@@ -1,12 +1,12 @@
-"""Which engines the fleet should have, of what sources say: duplicates, absences, maxima. Pure.
+"""Decides which engines the fleet has, from the reports of the sources: duplicates, absences, maxima. Pure.
 
     offered --room--> member --missing for the grace, or ended--> gone
                         ^ '--missing--> in grace --offered again--' |
                         '------------offered again------------------'
 
-The first to come stays: an engine that is a member is not driven out by another that is offered under its
-name or address by another source. Its own source may say that it has another address now; then it is another
-engine, and the one before leaves.
+The first one stays: a member is not replaced by an engine that another source offers under the same name or
+address. Its own source may report another address for the name; then that is another engine, and the old one
+leaves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.settings import EngineSpec
 
-OFFERED_MAX = 65_536  # by one source; the rest is not looked at
+OFFERED_MAX = 65_536  # engines of one source; the rest is ignored
 
 
 class MembershipChanges(NamedTuple):
-    """What is to be done, in this order. why: of each name that leaves."""
+    """What the caller does now, in this order. leave: (name, reason) pairs."""
 
     leave: tuple[tuple[str, str], ...]
     join: tuple[DiscoveredEngine, ...]
@@ -31,7 +31,14 @@ class MembershipChanges(NamedTuple):
 
 @dataclass(slots=True)
 class SourceState:
-    """What is known of one source. at_s: when it last said what there is, None: never; why: it cannot now."""
+    """The last report of one source.
+
+    engines:           the engines of that report, by name.
+    at_s:              its time; None: there was none.
+    why:               the reason of a failure since; "": the source works.
+    updates, failures: number of reports, and of failures.
+    invalid:           engines of the last report that were dropped: duplicates, and those beyond the maximum.
+    """
 
     name: str
     engines: dict[str, DiscoveredEngine] = field(default_factory=dict)
@@ -46,13 +53,18 @@ class SourceState:
 class _Member:
     found: DiscoveredEngine
     source: str
-    missing_s: float | None = None  # since when
+    missing_s: float | None = None  # missing from its source since; None: listed
     ended: bool = False
 
 
 class Membership:
-    """fixed: engines that are there whatever the sources say. sources: their names; of two that offer the
-    same the first counts. engines_max: members and fixed ones."""
+    """The members: engines that were discovered and joined.
+
+    sources:     names of the sources; if two offer the same engine, the first one counts.
+    fixed:       engines that exist whatever the sources report.
+    grace_s:     seconds that a missing engine stays a member.
+    engines_max: maximum of members and fixed engines together.
+    """
 
     def __init__(
         self,
@@ -63,7 +75,7 @@ class Membership:
         engines_max: int = 1024,
     ) -> None:
         self.sources = {name: SourceState(name) for name in sources}
-        self.refused: Counter[str] = Counter()  # engines that are offered and not taken now, by reason
+        self.refused: Counter[str] = Counter()  # engines that are offered and not accepted, by reason
         self._fixed = tuple(fixed)
         self._grace_s = grace_s
         self._engines_max = engines_max
@@ -71,11 +83,11 @@ class Membership:
 
     @property
     def missing(self) -> int:
-        """Members that their source does not offer."""
+        """Number of members that their source does not list."""
         return sum(member.missing_s is not None for member in self._members.values())
 
     def found(self, source: str, engines: Sequence[DiscoveredEngine], ended: Set[str], now_s: float) -> None:
-        """A source says what there is."""
+        """Stores the report of a source."""
         state = self.sources[source]
         offered: dict[str, DiscoveredEngine] = {}
         for each in engines[:OFFERED_MAX]:
@@ -93,13 +105,13 @@ class Membership:
                 member.ended = member.ended or name in ended
 
     def failed(self, source: str, why: str) -> None:
-        """A source cannot say what there is: what it said last is taken to be true."""
+        """Stores the failure of a source: its last report stays in force."""
         state = self.sources[source]
         state.why = why
         state.failures += 1
 
     def changes(self, now_s: float, room: int) -> MembershipChanges:
-        """What is to be done now; taken to be done by the caller. room: engines that may join now."""
+        """The changes that are due; the caller applies them. room: number of engines that may join."""
         leave = dict(self._leaving(now_s))
         for name in leave:
             del self._members[name]
@@ -133,12 +145,12 @@ class Membership:
         return MembershipChanges(tuple(leave.items()), tuple(join))
 
     def cannot_join(self, name: str) -> None:
-        """The fleet could not take an engine that was to join: it is none."""
+        """Takes back a join that the fleet refused."""
         del self._members[name]
         self.refused["broken"] += 1
 
     def next_s(self) -> float | None:
-        """When ``changes`` may have something new, if nothing happens before."""
+        """The time of the next change without a new report; None: there is none."""
         missing = [each.missing_s for each in self._members.values() if each.missing_s is not None]
         return min(missing) + self._grace_s if missing else None
 

@@ -1,4 +1,4 @@
-"""Makes a fleet follow what sources of engines say."""
+"""Makes the fleet equal to what the sources report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from prometheus_client.registry import Collector
 from moonpool.disagg_proxy.discovery.membership import Membership, SourceState
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, Source
 
-FIRST_S = 5.0  # the start of a proxy waits so long for the first answers of its sources
-RESTART_S = 1.0  # before a source that broke is begun anew
+FIRST_S = 5.0  # longest wait of a starting proxy for the first reports of its sources
+RESTART_S = 1.0  # pause before a source that raised is run again
 
 _log = logging.getLogger("moonpool.proxy")
 
 
 class Fleet(Protocol):
-    """What follows; disagg_proxy/fleet.py."""
+    """The fleet that is changed: disagg_proxy/fleet.py."""
 
     @property
     def room(self) -> int:
@@ -35,8 +35,13 @@ class Fleet(Protocol):
 
 
 class SourceStatus(msgspec.Struct):
-    """A source in GET /engines and GET /health. state: waiting (for its first answer), ok, or lost: then what
-    it said last stays true, and why says what is wrong. age_s: of what it said last."""
+    """A source in GET /engines and GET /health.
+
+    state:   waiting (for its first report), ok, or lost: the last report stays in force.
+    why:     reason of the state lost, "" otherwise.
+    engines: number of engines in the last report.
+    age_s:   seconds since the last report; None: there was none.
+    """
 
     name: str
     state: str
@@ -46,7 +51,7 @@ class SourceStatus(msgspec.Struct):
 
 
 class Reconciler(Collector):
-    """All on one event loop. ``start``, then ``close``; ``look`` when the fleet has got room."""
+    """Runs on one event loop. ``start``, then ``close``; ``look`` when the fleet has room again."""
 
     def __init__(self, sources: Sequence[Source], membership: Membership, fleet: Fleet) -> None:
         self._sources = sources
@@ -56,12 +61,12 @@ class Reconciler(Collector):
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._heard = asyncio.Event()
-        self._told: set[str] = set()  # sources of which the log knows that they are lost
+        self._told: set[str] = set()  # sources that were logged as lost
         self._refused_told: dict[str, int] = {}
         self.joined = self.left = 0
 
     async def start(self) -> None:
-        """Returns when each source has said something, or FIRST_S seconds have passed."""
+        """Runs the sources. Returns when each has reported, or after FIRST_S seconds."""
         self._tasks = [self._loop.create_task(self._run(source)) for source in self._sources]
         try:
             async with asyncio.timeout(FIRST_S):
@@ -80,7 +85,7 @@ class Reconciler(Collector):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """Does what is to be done now, and looks again when something may be."""
+        """Applies the changes that are due, and sets the timer for the next ones."""
         changes = self._membership.changes(self._loop.time(), self._fleet.room)
         for name, why in changes.leave:
             self.left += 1
@@ -102,7 +107,7 @@ class Reconciler(Collector):
         self._timer = None if due_s is None else self._loop.call_at(due_s, self.look)
 
     def rows(self) -> list[SourceStatus]:
-        """Of each source."""
+        """The status of each source."""
         now_s = self._loop.time()
         return [
             SourceStatus(
@@ -172,7 +177,7 @@ class Reconciler(Collector):
         while True:
             try:
                 await source.run(listener)
-            except Exception as error:  # what a source did not think of: the others go on, and so does it
+            except Exception as error:  # a defect of one source: the others go on, and it is run again
                 _log.exception("the source of engines %s broke; it begins anew", source.name)
                 listener.failed(f"it broke: {type(error).__name__}: {error}")
             await asyncio.sleep(RESTART_S)
@@ -180,7 +185,7 @@ class Reconciler(Collector):
     def _found(self, source: str, engines: Sequence[DiscoveredEngine], ended: Set[str]) -> None:
         before = len(self._membership.sources[source].engines)
         self._membership.found(source, engines, ended, self._loop.time())
-        if before > 1 and not engines and not ended:  # said on purpose, or by a server that lost its data
+        if before > 1 and not engines and not ended:  # on purpose, or the server lost its data
             _log.warning(
                 "%s names no engine any more; the %d that it named leave after the grace", source, before
             )
@@ -199,7 +204,7 @@ class Reconciler(Collector):
         self._heard.set()
 
     def _tell_refused(self) -> None:
-        """Each time that there are more than before."""
+        """Warns when more engines are refused than before."""
         for reason, sentence in (
             ("duplicate", "%d engines are offered under a name or at an address that another has: left out"),
             ("no_room", "%d engines are offered beyond those that there is room for (engines_max): left out"),
@@ -211,7 +216,7 @@ class Reconciler(Collector):
 
 
 class _Listener:
-    """What one source tells."""
+    """The listener of one source."""
 
     def __init__(self, reconciler: Reconciler, source: str) -> None:
         self._follower = reconciler

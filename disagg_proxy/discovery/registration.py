@@ -1,4 +1,4 @@
-"""What a publisher of KV events says when it registers, in the form of Mooncake's conductor. Values only."""
+"""A registration of a publisher of KV events, in the form of Mooncake's conductor. Values only."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ _Part = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^|
 
 
 class Registration(msgspec.Struct):
-    """Members as Mooncake documents them; url, role, bootstrap and ttl_s are ours. ttl_s: it is to be made
-    again within so long, 0: it stays until it is unregistered."""
+    """The body of POST /register: members as Mooncake documents them, and ours: url, role, bootstrap, ttl_s.
+
+    url:             root URL of the engine; "": not an engine, its events are only followed.
+    role, bootstrap: as in EngineSpec.
+    ttl_s:           seconds until the registration expires unless it is repeated; 0: never.
+    """
 
     instance_id: _Part
     endpoint: Text = ""
@@ -45,12 +49,12 @@ class Registration(msgspec.Struct):
         return RegistrationKey(self.instance_id, self.tenant_id, self.dp_rank)
 
     def says(self, other: Registration) -> bool:
-        """Whether it is the same, but for the time that it has."""
+        """Whether both are equal except for ttl_s."""
         return msgspec.structs.replace(self, ttl_s=other.ttl_s) == other
 
     def hosts(self) -> list[str]:
-        """Names and addresses that the proxy, or an engine for it, would connect to. Raises ConfigError for
-        what is none."""
+        """The hosts that the proxy, or an engine on its behalf, would connect to. Raises ConfigError for a
+        malformed address."""
         hosts = [urlsplit(self.url).hostname or ""] if self.url else []
         for endpoint in (self.endpoint, self.replay_endpoint):
             if endpoint:
@@ -60,8 +64,8 @@ class Registration(msgspec.Struct):
         return hosts
 
     def found(self) -> DiscoveredEngine | None:
-        """The engine; None: it is none, its events are only followed. Raises ConfigError for what cannot be
-        meant."""
+        """The engine; None: the registration is for events only. Raises ConfigError if it is
+        contradictory."""
         if not self.url:
             if not self.endpoint:
                 raise ConfigError(
@@ -72,7 +76,7 @@ class Registration(msgspec.Struct):
         return DiscoveredEngine(spec, self.events(), self.modelname)
 
     def events(self) -> EventSource | None:
-        """None: it has none. Raises ConfigError for those that cannot be followed."""
+        """The event stream; None: there is none. Raises ConfigError for one that cannot be followed."""
         if not self.endpoint:
             return None
         if self.type.lower() not in _TYPES:

@@ -1,9 +1,9 @@
 """Engines that register themselves over HTTP, in the form of Mooncake's conductor ("Indexer API").
 
-A registration is one publisher of KV events: an instance, one of its data-parallel ranks, for a tenant. With
-``url``, a member of ours, it is also an engine that requests go to; without, its events are only followed for
-``/query``. The stream of a registration with ``url`` is the engine's own; each other one has a holder of its
-own in the indexes, behind the engines' places and the pool's nodes.
+A registration is one publisher of KV events: one data-parallel rank of an instance, for a tenant. With
+``url``, a member of ours, it is also an engine that gets requests; without, its events are only followed for
+``/query``. A registration with ``url`` uses the engine's holder in the prefix indexes; every other one has a
+holder of its own, numbered after the engines and the pool's nodes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from moonpool.disagg_proxy.settings import EngineSpec
 
 REGISTRATION_BYTES_MAX = 64 << 10
 PUBLISHERS_MAX = 4096
-LOOK_EVERY_S = 0.25  # at the file
-LAST_S = 2.0  # that the end of a proxy may wait for the file
-DEAD_S = 60.0  # that ended so long ago are taken out of the file: by then every process has ended them
+LOOK_EVERY_S = 0.25  # seconds between two reads of the file
+LAST_S = 2.0  # longest wait of a stopping proxy for the file
+DEAD_S = 60.0  # expired registrations leave the file after this: by then every process has expired them
 _log = logging.getLogger("moonpool.proxy")
 
 
@@ -44,8 +44,13 @@ class _Unregistration(msgspec.Struct):
 
 @dataclass(slots=True)
 class ActiveRegistration:
-    """found: the engine that it stands for; None: it stands for none, or another rank does. holder: of its
-    own in the indexes; None: it has none, because it is an engine's, or has no events."""
+    """A registration that is in force.
+
+    row:       the registration and its number in the file.
+    found:     the engine it stands for; None: none, or another rank stands for it.
+    holder:    its own index in the prefix indexes; None: it uses the engine's, or has no events.
+    expires_s: time at which it expires; infinity: never.
+    """
 
     row: StoredRegistration
     found: DiscoveredEngine | None
@@ -59,18 +64,24 @@ class ActiveRegistration:
 
 
 class EventStreams(Protocol):
-    """Follows streams that belong to no engine."""
+    """Follows event streams that belong to no engine."""
 
     def follow(self, name: str, source: EventSource) -> int | None:
-        """The holder that it has in the indexes; None: there is none left."""
+        """The holder of the stream in the prefix indexes; None: no holder is free."""
 
     def drop(self, name: str, holder: int) -> None:
         """Stops following the stream ``name`` and frees its holder."""
 
 
 class Registry:
-    """A source of engines. On the event loop. is_there: whether requests go to this engine. file: where it is
-    kept, and shared with other processes. networks: where engines may be; None: anywhere."""
+    """The source ``http``. Runs on the event loop.
+
+    streams:  follows event streams of registrations without an engine.
+    clock:    the event loop's, in seconds.
+    is_there: whether the fleet has this engine.
+    file:     keeps the registrations and shares them with other processes; None: memory only.
+    networks: where engines may be; None: anywhere.
+    """
 
     name = "http"
 
@@ -93,15 +104,15 @@ class Registry:
         self._changed = asyncio.Event()
         self._dead: dict[
             RegistrationKey, tuple[int, float]
-        ] = {}  # that ended by themselves: their numbers, and when
+        ] = {}  # expired registrations: their numbers, and when
         self._left_out: dict[
             RegistrationKey, StoredRegistration
-        ] = {}  # rows of the file that could not be taken
-        self._room = False  # something has gone since: they may be taken now
+        ] = {}  # registrations of the file that were refused
+        self._room = False  # a registration ended since: the refused ones may fit now
         self._unwritten = False
 
     async def run(self, listener: SourceListener) -> None:
-        """Ends registrations that were not made again in time, and follows the file."""
+        """Expires registrations that were not repeated in time, and follows the file. See ``Source.run``."""
         self._listener = listener
         if self._file is not None:
             await self._sync(self._file)
@@ -131,7 +142,7 @@ class Registry:
                     for key in list(self._dead)[:-PUBLISHERS_MAX]:  # as when the file cannot be written
                         del self._dead[key]
                 self._end(over)
-                listener.found(self._engines())  # they may come back: their engines are given the grace
+                listener.found(self._engines())  # they may come back: their engines get the grace period
 
     async def _share(self, file: RegistryFile) -> None:
         while True:
@@ -139,24 +150,24 @@ class Registry:
             await self._sync(file)
 
     async def _write_last(self, file: RegistryFile) -> None:
-        """What was answered since the last look: this proxy ends, and its successor is to know it."""
+        """Writes what was answered since the last sync, for the successor of this proxy."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(LAST_S):
                 while file.changes:
                     try:
                         await file.sync({key: each.row for key, each in self.publishers.items()}, {})
-                    except BlockingIOError:  # another process is writing, or the look that was broken off
+                    except BlockingIOError:  # another process is writing, or the sync that was cancelled
                         await asyncio.sleep(LAST_S / 100)
 
     async def _sync(self, file: RegistryFile) -> None:
-        """Takes what others were told, or this proxy before its restart; writes what was told here."""
+        """Reads registrations of other processes and of the time before a restart; writes those made here."""
         dead = {key: made for key, (made, at_s) in self._dead.items() if self._clock() - at_s > DEAD_S}
         writes = file.changes or dead
         known = {key: each.row for key, each in self.publishers.items()} if writes else {}
         try:
             try:
                 rows = await file.sync(known, dead)
-            except BlockingIOError:  # another process is writing; ours is for the next time
+            except BlockingIOError:  # another process is writing; ours are written next time
                 rows, dead = await file.read(), {}
         except OSError as error:
             if not self._unwritten:
@@ -184,8 +195,8 @@ class Registry:
         rows: Mapping[RegistrationKey, StoredRegistration],
         newer: Mapping[RegistrationKey, PendingWrite],
     ) -> None:
-        """What the file has, but for what is newer here. What has gone ends first: a newcomer may need its
-        name, its stream or its room."""
+        """Applies the file's registrations, except keys with newer changes here. Removals come first, since a
+        new registration may need the name, the holder or the room of a removed one."""
         before = self._engines()
         self._left_out = {key: row for key, row in self._left_out.items() if key in rows}
         ended = self._end([key for key in self.publishers if key not in rows and key not in newer])
@@ -204,7 +215,7 @@ class Registry:
             self._tell(ended)
 
     def _take(self, fresh: dict[RegistrationKey, StoredRegistration]) -> None:
-        """These rows of the file, and, when something has gone, those that had no room before."""
+        """Enters registrations of the file, and again refused ones once something has ended."""
         refused: dict[RegistrationKey, str] = {}
         while fresh or (self._room and self._left_out):
             tried = {**self._left_out, **fresh} if self._room else fresh
@@ -224,7 +235,7 @@ class Registry:
             _log.warning("the registration %s is left out: %s", key, refused[key])
 
     def read(self, body: bytes) -> Registration | Answer:
-        """What POST /register says, or what is wrong with it."""
+        """Parses the body of POST /register; an Answer if it is invalid."""
         if len(body) > REGISTRATION_BYTES_MAX:
             return _bad(f"a registration has {REGISTRATION_BYTES_MAX} bytes at most", status=413)
         try:
@@ -235,17 +246,17 @@ class Registry:
         return told
 
     def said_before(self, key: RegistrationKey) -> Registration | None:
-        """What is registered there now."""
+        """The registration under this key; None: there is none."""
         known = self.publishers.get(key)
         return None if known is None else known.told
 
     def register(self, body: bytes) -> Answer:
-        """The answer to POST /register, of a registration without names of hosts."""
+        """Answers POST /register; the registration must not have host names."""
         told = self.read(body)
         return told if isinstance(told, Answer) else self.admit(told)
 
     def admit(self, told: Registration) -> Answer:
-        """The answer to POST /register that says this."""
+        """Registers or renews; the answer to POST /register."""
         row = StoredRegistration(told, random.getrandbits(53))
         try:
             renewed = self._renew(row)
@@ -262,7 +273,7 @@ class Registry:
         return self._registered(row.told)
 
     def _renew(self, row: StoredRegistration) -> bool:
-        """Whether it is made again, and says the same."""
+        """Renews an equal registration; False if there is none."""
         known = self.publishers.get(row.told.key)
         if known is None or not known.told.says(row.told):
             return False
@@ -271,12 +282,12 @@ class Registry:
         return True
 
     def _enter(self, row: StoredRegistration) -> Answer | None:
-        """None: it is there now; else why not, and nothing has changed. Raises ConfigError for what cannot be
-        meant."""
+        """Enters a registration; None on success, otherwise the refusal, and nothing has changed. Raises
+        ConfigError for a contradictory one."""
         told = row.told
         found, events = told.found(), told.events()
         if self._networks is not None:
-            self._networks.check(told.hosts())
+            self._networks.require_allowed(told.hosts())
         known = self.publishers.get(told.key)
         if known is None and len(self.publishers) >= PUBLISHERS_MAX:
             return _bad(f"there are {PUBLISHERS_MAX} registrations, and no room for more", status=503)
@@ -289,7 +300,7 @@ class Registry:
         holder = None
         if found is None and events is not None:
             holder = self._streams.follow(str(told.key), replace(events, name=str(told.key)))
-            if holder is None:  # so none was dropped: what was registered before stays as it is
+            if holder is None:  # none was dropped, so the previous registration is unchanged
                 return _bad("as many streams of events are followed as there may be", status=503)
         self.publishers[told.key] = ActiveRegistration(row, found, holder, self._expires_s(row))
         self._room |= known is not None
@@ -302,7 +313,7 @@ class Registry:
         return self._clock() + row.told.ttl_s if row.told.ttl_s else math.inf
 
     def unregister(self, body: bytes) -> Answer:
-        """The answer to POST /unregister."""
+        """Answers POST /unregister."""
         if len(body) > REGISTRATION_BYTES_MAX:
             return _bad(f"a registration has {REGISTRATION_BYTES_MAX} bytes at most", status=413)
         try:
@@ -311,7 +322,7 @@ class Registry:
             return _bad(str(error))
         keys = [
             key
-            for key in {**self.publishers, **self._left_out}  # others may have had room for them
+            for key in {**self.publishers, **self._left_out}  # other processes may have accepted these
             if key[:2] == (told.instance_id, told.tenant_id) and told.dp_rank in (None, key.dp_rank)
         ]
         if not keys:
@@ -333,7 +344,7 @@ class Registry:
         return Answer(200, msgspec.json.encode(said))
 
     def _engine_of(self, name: str, but: RegistrationKey) -> DiscoveredEngine | None:
-        """The engine of this name that another registration than ``but`` stands for."""
+        """The engine of this name that a registration other than ``but`` stands for."""
         for key, each in self.publishers.items():
             if each.found is not None and each.found.name == name and key != but:
                 return each.found
@@ -343,7 +354,7 @@ class Registry:
         return [each.found for each in self.publishers.values() if each.found is not None]
 
     def _end(self, keys: Iterable[RegistrationKey]) -> frozenset[str]:
-        """The names of the engines that they stood for."""
+        """Ends registrations; the names of the engines they stood for."""
         names = set()
         for key in keys:
             gone = self.publishers.pop(key)
@@ -356,7 +367,7 @@ class Registry:
         return frozenset(names)
 
     def _hand_on(self, names: Iterable[str]) -> None:
-        """For engines of these names the next rank's registration stands, if there is one."""
+        """Lets the registration of another rank stand for each of these engines, if there is one."""
         orphans = set(names)
         for key, each in self.publishers.items():
             if each.told.url and key.instance_id in orphans:

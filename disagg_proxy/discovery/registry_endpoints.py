@@ -1,4 +1,4 @@
-"""The paths under which engines register and routers ask: which keys may, and what answers."""
+"""HTTP endpoints of the registry: engines register, routers query; checks API keys."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 
-QUERIES_MAX = 256  # that wait; their bodies count in bodies_bytes_max
-PINS_MAX = 64  # registrations whose names are being resolved
+QUERIES_MAX = 256  # queries that wait; their bodies count in bodies_bytes_max
+RESOLVING_MAX = 64  # registrations whose names are being resolved
 _log = logging.getLogger("moonpool.proxy")
 
 
 class RegistryEndpoints:
-    """On the event loop; queries are answered on a thread, for long prompts take time. registrars: keys
-    that may register; askers: keys that may ask; pins: gives names of engines their addresses."""
+    """Runs on the event loop; one thread answers queries, because long prompts take time.
+
+    registrars: API keys that may register.
+    askers:     API keys that may query.
+    resolver:   replaces host names in registrations by addresses.
+    """
 
     def __init__(
         self,
@@ -34,19 +38,19 @@ class RegistryEndpoints:
         queries: CacheQueryApi,
         registrars: ApiKeys,
         askers: ApiKeys,
-        pins: HostResolver,
+        resolver: HostResolver,
     ) -> None:
         self._registry = registry
         self._queries = queries
-        self._pins = pins
-        self._pinning: set[asyncio.Task[None]] = set()
+        self._resolver = resolver
+        self._resolving: set[asyncio.Task[None]] = set()
         self._registrars = registrars
         self._askers = askers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefix-queries")
         self._room = threading.Semaphore(QUERIES_MAX)
 
     def answer(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
-        """To a POST. reply: on any thread."""
+        """Answers a POST. reply: called once, on any thread."""
         if _of_a_web_page(request):
             why = "a web page may not do this: send it without Origin and Sec-Fetch-Site"
             return reply(refused(403, why, "web_page"))
@@ -64,7 +68,7 @@ class RegistryEndpoints:
         self._thread.submit(self._ask, request, reply)
 
     def close(self) -> None:
-        """Waits for a query that is being answered; others are dropped."""
+        """Waits for the running query; drops those that wait."""
         self._thread.shutdown(cancel_futures=True)
 
     def _register(self, body: bytes, reply: Callable[[Answer], None]) -> None:
@@ -72,22 +76,22 @@ class RegistryEndpoints:
         if isinstance(told, Answer):
             return reply(told)
         try:
-            if not self._pins.are_needed(told):
+            if not self._resolver.is_needed_for(told):
                 return reply(self._registry.admit(told))
         except ConfigError as error:
             return reply(refused(400, str(error), "registration"))
-        if len(self._pinning) >= PINS_MAX:
-            why = f"the names of {PINS_MAX} registrations are being resolved; register again later"
+        if len(self._resolving) >= RESOLVING_MAX:
+            why = f"the names of {RESOLVING_MAX} registrations are being resolved; register again later"
             return reply(refused(503, why, "busy"))
         task = asyncio.get_running_loop().create_task(self._register_by_name(told, reply))
-        self._pinning.add(task)
-        task.add_done_callback(self._pinning.discard)
+        self._resolving.add(task)
+        task.add_done_callback(self._resolving.discard)
 
     async def _register_by_name(self, told: Registration, reply: Callable[[Answer], None]) -> None:
         answer = refused(503, "the proxy ends", "busy")
         try:
-            pinned = await self._pins.pin(told, self._registry.said_before(told.key))
-            answer = self._registry.admit(pinned)
+            resolved = await self._resolver.resolve(told, self._registry.said_before(told.key))
+            answer = self._registry.admit(resolved)
         except ConfigError as error:
             answer = refused(400, str(error), "registration")
         except Exception:
@@ -108,14 +112,15 @@ class RegistryEndpoints:
 
 
 def _of_a_web_page(request: ProxyRequest) -> bool:
-    """On loopback no key is wanted, and any page in a browser there may send a POST, whose answer it need not
-    read. Browsers say Origin with each, also when the page's name was made to mean this host."""
+    """Whether a browser sent the request for a web page. On loopback no key is needed, and any page in a
+    browser there can send a POST without reading the answer. Browsers add Origin to each POST, also after DNS
+    rebinding."""
     site = request.headers("sec-fetch-site")
     return request.headers("origin") is not None or site not in (None, b"none")
 
 
 class SubscribedStreams:
-    """Streams that belong to no engine: gives each a holder, of so many from ``first`` on."""
+    """Event streams that belong to no engine. Each gets a holder index in [first, first + count)."""
 
     def __init__(self, subscriber: Subscriber | None, first: int, count: int) -> None:
         self._subscriber = subscriber
@@ -130,7 +135,8 @@ class SubscribedStreams:
         return holder
 
     def drop(self, name: str, holder: int) -> None:
-        """What it told is forgotten before the holder is another's: the subscriber obeys in order."""
+        """Stops following and frees the holder. The subscriber carries out orders in sequence, so the blocks
+        of this stream are removed before the next one gets the holder."""
         if self._subscriber is not None:
             self._subscriber.drop(name, holder)
         self._free.append(holder)

@@ -2,10 +2,10 @@
 
     told() --> changes --sync(): lock, read, change, rename--> the file --sync(): it looks different--> rows
 
-A process that changes the file holds a lock beside it and replaces it as a whole, so no other sees half of
-it. It holds no times: a registration that is made again has another number there, and a process that sees
-that counts its time anew.
-So a clock that jumps ends nothing, and what was registered before a restart has all its time again.
+A process that changes the file holds a lock beside it and replaces it as a whole, so other processes never
+read half of it. The file holds no times: a repeated registration gets another number, and a process that sees
+the new number restarts its time. So a clock that jumps expires nothing, and after a restart a registration
+has its full time again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class StoredRegistration(msgspec.Struct, frozen=True):
-    """A registration. made: any number, another each time that it is made."""
+    """A registration in the file. made: a random number, drawn anew with each repetition."""
 
     told: Registration
     made: int
 
 
 class PendingWrite(NamedTuple):
-    """row: None: it is to go. renewed: it was there, and says the same."""
+    """A change that is not written yet. row: None removes the key. renewed: an equal one was registered."""
 
     row: StoredRegistration | None
     renewed: bool
@@ -46,34 +46,37 @@ class _File(msgspec.Struct):
 
 
 class RegistryFile:
-    """``told`` and ``sync`` on one event loop; files are touched in a thread."""
+    """``told`` and ``sync`` run on one event loop; file operations run on a thread."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.changes: dict[RegistrationKey, PendingWrite] = {}  # that are not written yet
-        self._there: Mapping[RegistrationKey, StoredRegistration] = {}  # what it had
-        self._mark: tuple[int, ...] | None = None  # what it looked like then
-        self._broken: tuple[int, ...] | None = None  # and when it was said to be broken
+        self.changes: dict[RegistrationKey, PendingWrite] = {}  # not written yet
+        self._there: Mapping[RegistrationKey, StoredRegistration] = {}  # its content at the last read
+        self._mark: tuple[int, ...] | None = None  # its stat at the last read
+        self._broken: tuple[int, ...] | None = None  # its stat when it was logged as broken
 
     def told(self, key: RegistrationKey, row: StoredRegistration | None, *, renewed: bool = False) -> None:
-        """A publisher registered, or, None, unregistered here. renewed: it was registered before, and it is
-        in the file unless others were told to forget it."""
+        """Records a registration, or with None its end, for the next sync. renewed: an equal one existed, and
+        is in the file unless another process has unregistered it."""
         before, there = self.changes.get(key), self._there.get(key)
         news = row is None or row.told.ttl_s > 0 or there is None or there.told != row.told
-        if renewed and before is None and not news:  # no process counts its time
+        if renewed and before is None and not news:  # it never expires, so no process needs the repetition
             return
         self.changes[key] = PendingWrite(row, renewed and (before is None or before.renewed))
 
     async def read(self) -> Mapping[RegistrationKey, StoredRegistration] | None:
-        """What others have written; None: nothing is new. Raises OSError."""
+        """The registrations in the file; None: unchanged since the last read. Raises OSError."""
         return await asyncio.to_thread(self._read)
 
     async def sync(
         self, known: Mapping[RegistrationKey, StoredRegistration], dead: Mapping[RegistrationKey, int]
     ) -> Mapping[RegistrationKey, StoredRegistration] | None:
-        """Writes what was told, and reads what others have written; None: nothing is new. known: rows for a
-        file that is lost; dead: to be left out, if they were not made again since. Raises OSError, of these
-        BlockingIOError while another process is writing."""
+        """Writes pending changes and reads the file; None: unchanged since the last read.
+
+        known: registrations to restore a lost file from.
+        dead:  expired ones to leave out, unless they were repeated since.
+        Raises OSError; BlockingIOError while another process is writing.
+        """
         changes = dict(self.changes)
         rows: Mapping[RegistrationKey, StoredRegistration] | None
         if changes or dead:
@@ -82,7 +85,7 @@ class RegistryFile:
             except BlockingIOError:
                 raise
             except OSError:
-                self._mark = None  # what it had is not handed on: it is read anew
+                self._mark = None  # its content was not returned to the caller: read it again
                 self._forget(changes, known)
                 raise
         else:
@@ -97,7 +100,7 @@ class RegistryFile:
         changes: Mapping[RegistrationKey, PendingWrite],
         known: Mapping[RegistrationKey, StoredRegistration],
     ) -> None:
-        """What need not be written any more: publishers that came and went while the file could not be
+        """Drops changes that no longer matter: of publishers that came and went while the file could not be
         written."""
         for key, change in changes.items():
             needless = key not in self._there and (change.row is None or key not in known)
@@ -123,16 +126,16 @@ class RegistryFile:
                 if row is None:
                     rows.pop(key, None)
                 elif not renewed or (key in rows and rows[key].told.says(row.told)):
-                    rows[key] = row  # else it has been unregistered, or something else, elsewhere meanwhile
+                    rows[key] = row  # else another process unregistered or replaced it meanwhile
             self._write(msgspec.json.encode(_File(list(rows.values()))), on_disk=not heartbeats)
             self._mark, self._there = self._look(), rows
-        if heartbeats:  # they come all the time, and no other process should wait for the disk
+        if heartbeats:  # frequent, and no other process should wait for the disk
             with suppress(FileNotFoundError), self.path.open("rb") as file:
                 os.fsync(file.fileno())
         return rows
 
     def _read(self) -> dict[RegistrationKey, StoredRegistration] | None:
-        """None: it looks as before, is not there, or is broken, which is said once."""
+        """None: unchanged, missing, or broken; a broken file is logged once."""
         mark = self._look()
         if mark is not None and mark == self._mark:
             return None
@@ -153,7 +156,7 @@ class RegistryFile:
         return dict(self._there)
 
     def _look(self) -> tuple[int, ...] | None:
-        """None: it is not there."""
+        """Identity, mtime and size of the file; None: it is missing."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -161,8 +164,8 @@ class RegistryFile:
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
     def _write(self, content: bytes, *, on_disk: bool) -> None:
-        """on_disk: before it takes the old one's place. A process that can write it can bring in engines: it
-        is its user's alone."""
+        """Replaces the file. on_disk: sync it first. Mode 0600, since a process that can write the file can
+        add engines."""
         part = self.path.with_name(f"{self.path.name}.part")
         with suppress(FileNotFoundError):
             part.unlink()
@@ -175,7 +178,7 @@ class RegistryFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Raises BlockingIOError while another process has it."""
+        """Holds the lock. Raises BlockingIOError while another process holds it."""
         descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

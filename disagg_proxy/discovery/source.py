@@ -1,4 +1,4 @@
-"""What a source of engines is, and what it yields."""
+"""The interface of a source of engines, and of its listener."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from moonpool.disagg_proxy.settings import EngineSpec
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredEngine:
-    """One engine. events: its stream of KV events, None where it has none. model: what it serves, until its
-    /v1/models says so; "": not known."""
+    """One engine as a source describes it.
+
+    events: its stream of KV events; None: it publishes none.
+    model:  the model it serves, used until its /v1/models answers; "": unknown.
+    """
 
     spec: EngineSpec
     events: EventSource | None = None
@@ -26,21 +29,21 @@ class DiscoveredEngine:
 
 
 class SourceListener(Protocol):
-    """What hears of a source."""
+    """Receives the reports of one source."""
 
     def found(self, engines: Sequence[DiscoveredEngine], ended: Set[str] = frozenset()) -> None:
-        """These are all there are now. ended: names of which is known that they are gone for good; of others
-        that are missing it may be a flaw of the source."""
+        """Reports the full list of engines. ended: names that are certainly gone; an engine that is merely
+        missing from the list may be missing by a fault of the source, and gets a grace period."""
 
     def failed(self, why: str) -> None:
-        """The source cannot say what there is, in one clause."""
+        """Reports that the source cannot list engines; why: one clause."""
 
 
 class Source(Protocol):
-    """name: for people, such as ``file:/etc/engines.yaml``."""
+    """name: for logs and pages, such as ``file:/etc/engines.yaml``."""
 
     name: str
 
     async def run(self, listener: SourceListener) -> None:
-        """Tells the listener, again and again, until it is cancelled. Never ends by itself and never raises
-        for what another process did."""
+        """Reports to the listener until cancelled. Never returns by itself, and never raises for faults of
+        other processes."""

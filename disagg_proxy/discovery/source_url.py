@@ -1,4 +1,4 @@
-"""How sources of engines are named in settings: ``KIND`` or ``KIND:REST``. Values only."""
+"""Parses the names of sources in settings: ``KIND`` or ``KIND:REST``. Values only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXAMPLES = (
 
 
 class SourceUrl(NamedTuple):
-    """text: all of it."""
+    """kind: one of KINDS. rest: what follows the colon. text: the whole name."""
 
     kind: str
     rest: str
@@ -21,7 +21,7 @@ class SourceUrl(NamedTuple):
 
 
 def parse_source_url(text: str) -> SourceUrl:
-    """Raises ConfigError for what is none."""
+    """Raises ConfigError for text that names no source."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS or (kind == "http") != (not rest) or (kind == "http" and ":" in text):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Makes the sources that a proxy's settings name."""
+"""Constructs the sources that the settings name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moonpool.disagg_proxy.discovery.source_url import SourceUrl, parse_source_u
 
 
 def make_sources(names: Sequence[str], registry: Source | None = None) -> tuple[Source, ...]:
-    """In their order; registry: the one that is called http. Raises ConfigError for a name that means
-    nothing."""
+    """One source for each distinct name, in order. registry: the source for the name ``http``. Raises
+    ConfigError for an unknown name."""
     return tuple(_make(parse_source_url(name), registry) for name in dict.fromkeys(names))
 
 

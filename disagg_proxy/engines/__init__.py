@@ -1,12 +1,12 @@
-"""One engine behind the proxy, as Python knows it: its address, role and models, whether it is well, and how
-a prefill engine and a decode engine of its kind meet.
+"""One engine behind the proxy, on the Python side: its address, role, models and health, and how a prefill and
+a decode engine of its kind connect.
 
-    engine.py         what is held of one engine
-    health.py         asks each again and again, on the event loop; the one file here with a socket
-    bootstrap.py      where a prefill engine of vLLM's is met
-    bootstrap_conflicts.py     what of other engines matters to that
-    bootstrap_trust.py     whether what its page says is believed
-    sglang.py, tensorrt_llm.py    what engines of that kind say and want to be told
+    engine.py                     the state of one engine
+    health.py                     periodic checks, on the event loop; the only file here with a socket
+    bootstrap.py                  the bootstrap page of a vLLM prefill engine
+    bootstrap_conflicts.py        pages that several engines share, or that other hosts cannot reach
+    bootstrap_trust.py            whether a page belongs to its engine, by the latency of hand-overs
+    sglang.py, tensorrt_llm.py    the server_info and the request fields of these engines
 
-Which engines there are is ``fleet.py`` and ``discovery/``; what is sent to which is ``dispatch/``.
+``fleet.py`` and ``discovery/`` decide which engines exist, ``dispatch/`` which of them gets a request.
 """

@@ -71,19 +71,22 @@ def read_page(body: bytes, url: str) -> tuple[Rank, ...]:
 
 
 def is_next(last: Rank, rank: Rank) -> bool:
-    """Whether ``rank``, of the following port's page, is behind the same address."""
+    """Whether ``rank``, from the page of the following port, belongs to the same engine."""
     before, after = _RANK.fullmatch(last.engine_id), _RANK.fullmatch(rank.engine_id)
     return bool(before and after and before[1] == after[1] and int(after[2]) == int(before[2]) + 1)
 
 
 class Bootstrap:
-    """What is known of one engine's page. address: of the page; pages: those of all engines' pages, now;
-    expected: whether the settings count on it, so that a page that is not there is worth a warning. ``take``
-    may be called on any thread, the rest on the event loop.
+    """The bootstrap page of one engine. ``take`` and ``met`` may be called on any thread, the rest on the
+    event loop.
 
-    up: whether the page is known and believed; restarts: how often an engine had another id; stale: requests
-    that were sent with an id which may have been one of an engine that is no more; says: the ids on the page
-    when it was last seen, believed or not.
+    address:  of the page.
+    pages:    addresses of all engines' pages, a live view.
+    expected: whether the settings demand the page, so that its absence is logged.
+    up:       whether the page is known and trusted.
+    restarts: how often the engine came back with other ids.
+    stale:    requests that were sent with ids that a restart may have voided.
+    says:     ids on the page when it was last read, trusted or not.
     """
 
     def __init__(
@@ -104,12 +107,12 @@ class Bootstrap:
         self._expected = expected
         self._retry_first_s = self._retry_s = retry_s
         self._ask_at_s = 0.0
-        self._told = False  # the log knows that there is no page
+        self._told = False  # its absence was logged
         self._lock = threading.Lock()
         self._ranks: tuple[Rank, ...] = ()
-        self._ids: frozenset[str] = frozenset()  # the last that were known
+        self._ids: frozenset[str] = frozenset()  # the last known ids
         self._turn = 0
-        self._unconfirmed = 0  # taken since the page was last seen
+        self._unconfirmed = 0  # requests since the page was last read
         self._watch = BootstrapTrust()
         self._distrusted: frozenset[str] = frozenset()
         self._trust_at_s = 0.0
@@ -120,11 +123,11 @@ class Bootstrap:
         return bool(self._ranks)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether the page should be asked for."""
+        """Whether the page should be read now."""
         return self.up or now_s >= self._ask_at_s
 
     def take(self) -> Rank | None:
-        """Whom the next request is for; None: the page is not known."""
+        """The rank for the next request; None: the page is not known."""
         with self._lock:
             if not self._ranks:
                 return None
@@ -133,8 +136,8 @@ class Bootstrap:
             return self._ranks[self._turn % len(self._ranks)]
 
     def answered(self, ranks: tuple[Rank, ...], now_s: float, pages: Iterable[Bootstrap] = ()) -> None:
-        """The page is there, and says this (never empty). pages: of all engines. Of two that say the same
-        it is not known whose it is: neither is believed."""
+        """Stores the content of the page, which is never empty. pages: those of all engines. If two pages
+        have the same content, it is unknown to which engine it belongs, so neither is trusted."""
         ids = self.says = frozenset(rank.engine_id for rank in ranks)
         twins = [page for page in pages if page is not self and page.says & ids]
         for page in twins:
@@ -145,7 +148,7 @@ class Bootstrap:
         if ids == self._distrusted and now_s < self._trust_at_s:
             return
         with self._lock:
-            if self._ids - ids and ids - self._ids:  # one alone: a rank that was not seen this time
+            if self._ids - ids and ids - self._ids:  # a subset means that a rank was missed once
                 self.restarts += 1
                 self.stale += self._unconfirmed
             self._unconfirmed = 0
@@ -158,7 +161,8 @@ class Bootstrap:
             _log.info("engine %s hands over concurrently: %d rank(s)", self._engine, len(ranks))
 
     def met(self, decode: int, wait_s: float, *, concurrent: bool, now_s: float) -> None:
-        """A hand-over to a decode engine (its place), which came so long after its prefill. On any thread."""
+        """Reports a hand-over. decode: place of the decode engine. wait_s: seconds from the end of the
+        prefill."""
         with self._lock:
             if concurrent and not self._ranks:
                 return
@@ -190,7 +194,7 @@ class Bootstrap:
         )
 
     def failed(self, why: str, now_s: float) -> None:
-        """The page did not answer, though the engine is well."""
+        """The page could not be read, though the engine is healthy."""
         if self.up or self._expected:
             self._tell(why)
         self.says = frozenset()
@@ -198,7 +202,7 @@ class Bootstrap:
         self._ask_later(now_s)
 
     def engine_left(self) -> None:
-        """The engine is not in the rotation; when it comes back it is asked anew."""
+        """The engine left the rotation; its page is read again when it comes back."""
         self.says = frozenset()
         self._drop()
         self._retry_s, self._ask_at_s = self._retry_first_s, 0.0

@@ -1,7 +1,7 @@
-"""What of the other engines matters to a prefill engine's bootstrap page: which others have their page
-there, and which would be told to meet it at an address that this host alone has.
+"""Tracks conflicts of bootstrap pages: several prefill engines with one page address, and pages at loopback
+addresses while decode engines may be on other hosts.
 
-Kept rather than looked for, so that each engine joins at the same cost, however many there are. Pure.
+The state is incremental, so that each join costs the same, however many engines there are. Pure.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Page = tuple[str, int]  # host and port
 
 
 class BootstrapConflicts:
-    """All engines that are there, by name."""
+    """All engines of the fleet, by name."""
 
     def __init__(self, specs: Iterable[EngineSpec] = ()) -> None:
         self._specs: dict[str, EngineSpec] = {}
-        self._at: dict[Page, set[str]] = {}  # prefill engines whose page is there
-        self._far: dict[str, EngineSpec] = {}  # they answer, and may be on another machine than this one
+        self._at: dict[Page, set[str]] = {}  # names of the prefill engines with their page there
+        self._far: dict[str, EngineSpec] = {}  # decode-capable engines that may be on another host
         for spec in specs:
             self.add(spec)
 
     @property
     def pages(self) -> Set[Page]:
-        """Of all engines. Follows engines that come and go."""
+        """Page addresses of all engines, a live view."""
         return self._at.keys()
 
     def add(self, spec: EngineSpec) -> Set[str]:
-        """Instead of the one of its name. Returns whose page may be usable no longer."""
+        """Adds or replaces an engine. Returns the names of engines whose pages may have become unusable."""
         changed = self.remove(spec.name)
         self._specs[spec.name] = spec
         page = spec.bootstrap_address
@@ -45,7 +45,7 @@ class BootstrapConflicts:
         return changed | self._near() if len(self._far) == 1 else changed
 
     def remove(self, name: str) -> Set[str]:
-        """Nothing, when there is none. Returns whose page may be usable now."""
+        """Removes an engine, if present. Returns the names of engines whose pages may have become usable."""
         spec = self._specs.pop(name, None)
         if spec is None:
             return frozenset()
@@ -62,13 +62,14 @@ class BootstrapConflicts:
         return changed | self._near() if was_last else changed
 
     def is_shared(self, page: Page) -> bool:
-        """Whether it stands for several engines: it is not known whose it is."""
+        """Whether several engines have their page there, so that its owner is unknown."""
         return len(self._at.get(page, ())) > 1
 
     def cut_off(self, page: Page) -> EngineSpec | None:
-        """An engine that answers, and may be on another machine than this one, where alone the page is."""
+        """A decode-capable engine that may be on another host while the page is at a loopback address; None:
+        there is none."""
         return next(iter(self._far.values()), None) if Address(*page).is_loopback else None
 
     def _near(self) -> Set[str]:
-        """Engines whose page is on this host alone."""
+        """Names of engines whose page is at a loopback address."""
         return {name for page, names in self._at.items() if Address(*page).is_loopback for name in names}

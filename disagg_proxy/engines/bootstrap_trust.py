@@ -1,10 +1,10 @@
-"""Whether a bootstrap page is the one of its engine, by what comes of hand-overs.
+"""Decides from the latency of hand-overs whether a bootstrap page belongs to its engine.
 
-A page at the usual port may be of another engine of its host, or not to be reached by a decode engine. Then
-decode waits for what never comes, and all that can be seen of it is that answers come late after their
-prefill: not all, because decode may have had a prompt in its own cache, and one of several ranks may be
-right. An overloaded decode engine looks the same; so two steps are taken for a while, and if those are as
-late, it was not the page.
+A page at the default port may belong to another engine of the host, or be unreachable for a decode engine.
+Then decode waits in vain, and the only symptom is answers that come late after their prefill: not all of
+them, because decode may have a prompt in its own cache, and one of several ranks may be right. An overloaded
+decode engine shows the same symptom. So the two-step form is used for a while; if it is as late, the page is
+not the cause.
 
 Pure.
 """
@@ -16,17 +16,17 @@ from enum import Enum
 
 from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome
 
-LATE_S = 2.5  # of a hand-over: no take of blocks is so slow
-LATE_MAX = 4  # of the last WINDOW hand-overs to one decode engine
+LATE_S = 2.5  # a hand-over that takes longer is late: no transfer of blocks is so slow
+LATE_MAX = 4  # late ones among the last WINDOW hand-overs to one decode engine
 WINDOW = 16
 DISTRUST_S = 300.0
-# An engine's seconds for a token, at least: of an answer that comes whole only the end is seen. A slower one
-# may raise a doubt without need, which two steps then clear.
+# Least seconds for one token: only the end of a non-streamed answer is observed. A slower engine may raise a
+# needless doubt, which two-step hand-overs then clear.
 TOKEN_S = 0.01
 
 
 class Verdict(Enum):
-    """DOUBT: take two steps. CLEAR: two steps are as late; it was not the page."""
+    """DOUBT: use the two-step form. CLEAR: it is as late, so the page is not the cause."""
 
     NONE = 0
     DOUBT = 1
@@ -34,7 +34,7 @@ class Verdict(Enum):
 
 
 class BootstrapTrust:
-    """Of one page. Not thread safe. A doubt stands until it is cleared, or ``believe`` is called."""
+    """Trust in one page. Not thread safe. A doubt lasts until it is cleared, or until ``believe``."""
 
     def __init__(self) -> None:
         self._waits: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
@@ -42,7 +42,8 @@ class BootstrapTrust:
         self._quiet_until_s = 0.0
 
     def met(self, decode: int, wait_s: float, *, concurrent: bool, now_s: float) -> Verdict:
-        """A hand-over to a decode engine (its place) that ended so long after its prefill."""
+        """Records a hand-over. decode: place of the decode engine. wait_s: seconds from the end of the
+        prefill."""
         if now_s < self._quiet_until_s or concurrent == (self._doubt is not None):
             return Verdict.NONE
         bar_s = LATE_S
@@ -64,14 +65,14 @@ class BootstrapTrust:
         return Verdict.CLEAR
 
     def believe(self) -> None:
-        """Hand-overs are concurrent again."""
+        """Resets the state: hand-overs are concurrent again."""
         self._doubt = None
         self._waits.clear()
 
 
 def wait_of(seen: Observation) -> float | None:
-    """Seconds from the end of a prefill to the first token, or, of an answer that came whole, to its end,
-    less what its tokens must have taken. None: it is not known."""
+    """Seconds from the end of the prefill to the first token. For a non-streamed answer: to its end, less
+    TOKEN_S for each token. None: unknown."""
     if not seen.prefill_done_s or seen.status != 200:
         return None
     if seen.stream:

@@ -1,4 +1,4 @@
-"""What Python holds about one engine; its connections and its breaker are the data plane's."""
+"""The state of one engine on the Python side; its connections and its breaker belong to the relay."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class Engine:
-    """place: its position in the settings, stable.   role: both, prefill or decode.
+    """One engine of the fleet.
 
-    host:    what goes into the Host field.
-    models:  the ids that its /v1/models lists, with what it says of each as JSON; None: it did not say.
-    bootstrap: where a prefill engine can be met in the concurrent form; None: nowhere.
+    place:   its number in the relay and in the prefix indexes, stable.
+    role:    both, prefill or decode.
+    host:    value of the HTTP Host field.
+    models:  ids that its /v1/models lists, each with its JSON; None: unknown.
+    bootstrap: bootstrap page of a prefill engine, for the concurrent form; None: none is used.
     meeting: where it can be met in the one-shot form; None: nowhere.
-    sglang:  it is one of SGLang's; None: not asked since it came into the rotation.
-    waits:   its health check may take SGLang's time: it is SGLang's, or was when it was last asked; None:
-             not asked yet.
-    alone:   it can answer without another's prefill.
-    context: what generation servers are told of this context server of TensorRT-LLM's (members of an object);
-             None: it has not said how it is met, or it is not asked (asks_context).
+    sglang:  whether it is an SGLang engine; None: unknown since it entered the rotation.
+    waits:   whether its health check may take SGLang's time, because it is, or last was, an SGLang engine;
+             None: unknown.
+    alone:   whether it can answer without another engine's prefill.
+    context: members of a JSON object that tell generation servers how to reach this context server of
+             TensorRT-LLM; None: unknown, or not needed (asks_context).
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Engine:
         settings: ProxySettings,
         conflicts: BootstrapConflicts | None = None,
     ) -> None:
-        """neighbours: all engines that are there now, this one too; None: those of the settings."""
+        """conflicts: tracks all engines of the fleet; None: those of the settings."""
         self.place = place
         self.name = spec.name
         self.url = spec.url
@@ -50,13 +52,13 @@ class Engine:
         self.host = host_field(*spec.address)
         self.liveness = Liveness(settings.health.timeouts_max)
         self.models: dict[str, bytes] | None = None
-        self.named: dict[str, bytes] | None = None  # models that its source said; it may say otherwise
+        self.named: dict[str, bytes] | None = None  # models that its source gave; /v1/models overrides them
         self.conflicts = BootstrapConflicts(settings.engines) if conflicts is None else conflicts
         self.bootstrap = bootstrap_of(spec, settings, self.conflicts)
         self.bootstrap_server: BootstrapAddress | None = None
         self.alone = True
         self.relay: Relay | None = None
-        self.key = ""  # what it is shown as Authorization
+        self.key = ""  # API key that the proxy sends to it
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
         self.became: Callable[[Engine], None] = lambda engine: None
         self._resolved: tuple[str, int] | None = None
@@ -72,20 +74,20 @@ class Engine:
             self._is_sglang(spec.role, None)
 
     def attach_relay(self, relay: Relay) -> None:
-        """The data plane that sends it requests."""
+        """Sets the relay that sends requests to the engine."""
         self.relay = relay
         self._tell_role()
 
     def load(self) -> int:
-        """Requests that are there now."""
+        """Number of requests in flight."""
         return 0 if self.relay is None else self.relay.in_flight(self.place)
 
     def rests(self, now_s: float) -> bool:
-        """Whether it failed requests, so that none goes there as long as another can have it."""
+        """Whether it failed requests lately, so that other engines are preferred."""
         return self.relay is not None and self.relay.rests_until(self.place) > now_s
 
     def answered_well(self, peer: tuple[str, int] | None = None) -> None:
-        """A health check came back well. peer: the address that answered, to which requests go from now."""
+        """A health check succeeded. peer: the address that answered; requests go there from now on."""
         if self.relay is not None:
             if peer is not None and peer != self._resolved:
                 self._resolved = peer
@@ -96,24 +98,24 @@ class Engine:
             _log.info("engine %s (%s) is healthy", self.name, self.url)
 
     def answered_late(self, why: str) -> None:
-        """A health check was not answered in time."""
+        """A health check timed out. why: the reason."""
         if self.relay is not None:
             self.relay.engine_late(self.place)
         if self.liveness.timed_out(self._now(), why):
             self._leave(why)
 
     def not_checked(self) -> None:
-        """A health check could not be made, for a reason of our own: what was true is taken to be true."""
+        """A health check could not be made, for a reason on this host: the engine keeps its state."""
         if self.liveness.healthy and self.relay is not None:
             self.relay.engine_state(self.place, True, "")
 
     def refused(self, why: str) -> None:
-        """The engine is certainly not serving."""
+        """The engine certainly does not serve. why: the reason."""
         if self.liveness.refused(self._now(), why):
             self._leave(why)
 
     def set_models(self, models: dict[str, bytes] | None) -> None:
-        """What its /v1/models says now; None: nothing."""
+        """Sets the content of /v1/models; None: it could not be read."""
         models = self.named if models is None else models
         if models != self.models:
             self.models = models
@@ -122,7 +124,7 @@ class Engine:
             self.became(self)
 
     def set_context(self, context: bytes | None) -> None:
-        """What the page of a context server says of it now."""
+        """Sets ``context``, from /server_info of a context server."""
         if context is None and not self._warned:
             self._warned = True
             _log.warning(
@@ -134,7 +136,7 @@ class Engine:
         self.context = context
 
     def set_server_info(self, info: ServerInfo | None) -> None:
-        """What its page /server_info says of it; None: it has none, so it is not SGLang's."""
+        """Sets the content of /server_info; None: there is none, so it is not an SGLang engine."""
         self.sglang = self.waits = info is not None or not self.alone
         if info is None:
             return
@@ -158,7 +160,7 @@ class Engine:
             self.bootstrap.check_integrity()
 
     def _is_sglang(self, role: str, port: int | None) -> None:
-        """port: of its bootstrap server, where it has told."""
+        """Makes it an SGLang engine. port: of its bootstrap server; None: unknown."""
         self.role, self.alone = role, role == "both"
         host, told = self.spec.address[0], None
         if self.spec.bootstrap and self.spec.bootstrap_address is not None:
@@ -196,7 +198,7 @@ class Engine:
         if self.bootstrap is not None:
             self.bootstrap.engine_left()
         if self._asks:
-            self.sglang = None  # what comes back may be another
+            self.sglang = None  # another program may come back
         self.context = None
         self.turned(self, False)
         _log.warning("engine %s (%s) leaves the rotation: %s", self.name, self.url, why)
@@ -208,7 +210,8 @@ class Engine:
 def bootstrap_of(
     spec: EngineSpec, settings: ProxySettings, conflicts: BootstrapConflicts
 ) -> Bootstrap | None:
-    """The bootstrap page that hand-overs from this engine may be arranged by. neighbours: all engines."""
+    """The bootstrap page for hand-overs from this engine; None: it has none, or one that is not usable.
+    conflicts: tracks all engines."""
     place = spec.bootstrap_address
     if place is None or settings.handover not in ("auto", "concurrent"):
         return None
@@ -244,6 +247,6 @@ def bootstrap_of(
 
 
 def host_field(host: str, port: int) -> str:
-    """Host and port as they stand in a Host field; a name of other letters as DNS has it."""
+    """The value of a Host field; names with non-ASCII letters in DNS form."""
     name = f"[{host}]" if ":" in host else host
     return f"{name if name.isascii() else name.encode('idna').decode()}:{port}"

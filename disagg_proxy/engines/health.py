@@ -1,8 +1,9 @@
-"""Asks each engine ``GET /health`` again and again, over a new connection each time, so that accepting is
-tested too; and, when it is well, which models it serves, whether it is SGLang's, and where a prefill engine
-is met (vLLM's bootstrap page; a context server of TensorRT-LLM's).
+"""Checks each engine by ``GET /health``, each time over a new connection, so that accepting is tested, too.
+From a healthy engine it reads the models, whether it is an SGLang engine, and the address for hand-overs
+(vLLM's bootstrap page; a context server of TensorRT-LLM).
 
-One task per engine on the proxy's loop; what an outcome means is decided by ``conductor/liveness.py``.
+There is one task for each engine on the proxy's loop; ``conductor/liveness.py`` decides what an outcome
+means.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from moonpool.disagg_proxy.engines.sglang import HEALTH_S, PAGE, read_server_inf
 
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
-_NEXT_RANK_S = 0.5  # for each port behind a bootstrap page, where no process may listen
+_NEXT_RANK_S = 0.5  # for each further port of a bootstrap address, which may have no listener
 _PAGES_MAX = (
     16  # ports of one bootstrap address that are asked: ranks of one host, each with a page of its own
 )
-# What this process, or its host, has too little of; it says nothing about the engine.
+# Shortages of this process or host; they say nothing about the engine.
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 _log = logging.getLogger("moonpool.proxy")
@@ -43,16 +44,19 @@ class _ModelList(msgspec.Struct):
 
 
 class HealthChecker:
-    """Checks one engine until cancelled. ``first`` is done after the first outcome, good or bad. pages: the
-    bootstrap pages of all engines."""
+    """Checks one engine until cancelled.
+
+    first: a future that is done after the first outcome, good or bad.
+    pages: the bootstrap pages of all engines.
+    """
 
     def __init__(self, engine: Engine, checks: HealthChecks, pages: Collection[Bootstrap] = ()) -> None:
         self._engine = engine
         self._checks = checks
         self._pages = pages
         self._loop = asyncio.get_running_loop()
-        self._short = False  # the log knows that checks cannot be made
-        self._broke = False  # the log knows that one broke
+        self._short = False  # logged: checks cannot be made
+        self._broke = False  # logged: a check raised
         self.first: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
@@ -71,7 +75,7 @@ class HealthChecker:
             await asyncio.sleep(max(0.0, began + self._checks.interval_s - self._loop.time()))
 
     async def check(self) -> None:
-        """One check, with its outcome told to the engine."""
+        """Makes one check and reports its outcome to the engine."""
         engine, path = self._engine, self._checks.path
         connect_s = self._checks.timeout_s
         waits = self.first.done() if engine.waits is None else engine.waits
@@ -106,7 +110,7 @@ class HealthChecker:
                 engine.refused(f"GET {path} was answered with {status}")
 
     async def _look_at_models(self) -> None:
-        """What cannot be read says nothing: the engine then keeps what it said before."""
+        """Reads /v1/models; after a failure the engine keeps its models."""
         try:
             async with asyncio.timeout(self._checks.timeout_s):
                 status, body, _ = await _get(self._engine.address, "/v1/models", key=self._engine.key)
@@ -115,8 +119,8 @@ class HealthChecker:
         self._engine.set_models(models_of(body) if status == 200 else None)
 
     async def _look_at_server_info(self) -> bool:
-        """Once, until it leaves the rotation: SGLang's scheduler has a part in the answer, so it may be late.
-        False: it was, and what the engine is, is not known."""
+        """Reads /server_info, once until the engine leaves the rotation. SGLang's scheduler takes part in the
+        answer, so it may be late. False: it timed out, and the kind of the engine is unknown."""
         try:
             async with asyncio.timeout(max(self._checks.timeout_s, HEALTH_S)):
                 status, body, _ = await _get(self._engine.address, PAGE, key=self._engine.key)
@@ -128,7 +132,7 @@ class HealthChecker:
         return True
 
     async def _look_at_context(self) -> None:
-        """What cannot be read says nothing. Each time: a server that restarts is met elsewhere."""
+        """Reads /server_info of a context server, at each check, since a restart changes its address."""
         try:
             async with asyncio.timeout(self._checks.timeout_s):
                 status, body, _ = await _get(self._engine.address, tensorrt_llm.PAGE, key=self._engine.key)

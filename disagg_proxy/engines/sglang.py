@@ -1,12 +1,11 @@
-"""SGLang's engines: what they say of themselves, and how a prefill and a decode engine of theirs meet.
+"""SGLang engines: their self-description, and the fields by which a prefill and a decode engine connect.
 
-``GET /server_info`` tells the disaggregation mode, so that roles need not be given, and the port of a prefill
-engine's bootstrap server. Both engines get the same request, in which it says where they meet:
+``GET /server_info`` has the disaggregation mode, so that roles need not be configured, and the port of a
+prefill engine's bootstrap server. Both engines get the same request, with the bootstrap address and room:
 
     "bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 4611686018427387904
 
-A room is a number that names one prompt's hand-over. Of a batch of prompts each has its own: then all three
-are lists.
+A room is the number of one prompt's hand-over. For a batch of prompts all three fields are lists.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 
 MODES: Mapping[str, str] = {"prefill": "prefill", "decode": "decode"}  # the role; any other mode: both
 PAGE = "/server_info"
-# No client may say where to meet: disagg_proxy/csrc/relay/reserved.cpp.
+# Clients must not send these: disagg_proxy/csrc/relay/reserved.cpp.
 MEMBERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 HEALTH_S = 21.0  # SGLang's /health waits up to 20 s for its scheduler before it says 503
 FIRST_ROOMS = 1 << 62  # so that rooms never reach 2^63
@@ -28,7 +27,7 @@ PROMPTS_MAX = 4096  # of one request: each gets a room
 
 
 class ServerInfo(msgspec.Struct):
-    """The members that are looked at; a page without the first is another engine's."""
+    """The members that are used; an answer without the first is not SGLang's."""
 
     disaggregation_mode: str
     disaggregation_bootstrap_port: int | None = None
@@ -38,7 +37,7 @@ _info = msgspec.json.Decoder(ServerInfo)
 
 
 def read_server_info(body: bytes) -> ServerInfo | None:
-    """None: this is no such page."""
+    """Parses /server_info; None: it is not SGLang's."""
     try:
         info = _info.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # no JSON, no text, nested without end
@@ -48,9 +47,9 @@ def read_server_info(body: bytes) -> ServerInfo | None:
 
 
 class BootstrapRoomIds:
-    """Numbers that no request had before, of this proxy's or, as good as certainly, of another's. They follow
-    each other, so that SGLang's data-parallel ranks, which may be chosen by the room, have turns. On any
-    thread."""
+    """Unique bootstrap rooms: consecutive numbers from a random start, so that they practically never collide
+    with another proxy's. Consecutive, because SGLang may choose the data-parallel rank by the room. Thread
+    safe."""
 
     def __init__(self, first: int | None = None) -> None:
         self._numbers = itertools.count(secrets.randbelow(FIRST_ROOMS) if first is None else first)
@@ -62,13 +61,13 @@ class BootstrapRoomIds:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapAddress:
-    """Where a prefill engine's bootstrap server is, as decode engines are told."""
+    """The address of a prefill engine's bootstrap server, as sent to decode engines."""
 
     host: str
     port: int
 
     def members(self, rooms: BootstrapRoomIds, prompts: int | None) -> tuple[tuple[bytes, bytes], ...]:
-        """What both engines find in the request, as JSON. prompts: how many, where they are a list."""
+        """The members of the request for both engines, as JSON. prompts: their number; None: not a list."""
         host = b'"%b"' % (f"[{self.host}]" if ":" in self.host else self.host).encode()
         if prompts is None:
             values = (host, b"%d" % self.port, b"%d" % rooms.take())

@@ -1,10 +1,10 @@
-"""TensorRT-LLM's servers: how a context server and a generation server of theirs are told of each other, in
-``disaggregated_params``.
+"""TensorRT-LLM's servers: the field ``disaggregated_params``, by which a context server and a generation
+server learn of each other.
 
-Context first: the context server gets the first form below, and what it answers goes to the other.
+Context first: the context server gets the first form below; its answer goes to the generation server.
 
-Generation first: both are asked at once, and meet under a number of ours. The generation server calls the
-context server, and must be told where. The context server's ``GET /server_info`` says it beforehand:
+Generation first: both get the request at once, with a transfer id of ours. The generation server calls the
+context server at the address that its ``GET /server_info`` gave before:
 
     {"disaggregated_params": {"ctx_info_endpoint": ["tcp://10.0.0.1:4711"], "ctx_dp_rank": 0}}
 """
@@ -19,8 +19,8 @@ import msgspec
 
 PAGE = "/server_info"
 MEMBER = "disaggregated_params"
-FIRST_NUMBERS = 1 << 62  # numbers below 2^42 are a server's own
-_MEETS_BY = ("ctx_info_endpoint", "encoded_opaque_state")  # without both no engine can be met
+FIRST_NUMBERS = 1 << 62  # smaller ids than 2^42 are a server's own
+_MEETS_BY = ("ctx_info_endpoint", "encoded_opaque_state")  # one of them is needed to reach the server
 _OURS = ("request_type", "ctx_request_id", "disagg_request_id", "schedule_style", "conversation_id")
 
 
@@ -32,14 +32,14 @@ _page = msgspec.json.Decoder(_Page)
 
 
 def read_server_info(body: bytes) -> bytes | None:
-    """What a generation server is to be told of this context server: members of a JSON object, without its
-    braces. None: this page does not say where it is met."""
+    """The members of a JSON object, without braces, that tell a generation server how to reach this context
+    server. None: the page does not have them."""
     try:
         told = _page.decode(body).disaggregated_params
     except (msgspec.MsgspecError, ValueError, RecursionError):  # no JSON, no text, nested without end
         return None
     endpoint = told.get("ctx_info_endpoint")
-    if isinstance(endpoint, list):  # one for each rank; the first knows the others
+    if isinstance(endpoint, list):  # one for each rank; the first rank knows the others
         told["ctx_info_endpoint"] = endpoint[0] if endpoint else None
     if not any(isinstance(told.get(name), str) and told[name] for name in _MEETS_BY):
         return None
@@ -48,8 +48,8 @@ def read_server_info(body: bytes) -> bytes | None:
 
 
 class TransferIds:
-    """What hand-overs are known by: no two of this proxy's are the same, nor, as good as certainly, two of
-    several proxies'. On any thread."""
+    """Unique ids of hand-overs: consecutive numbers from a random start, so that they practically never
+    collide with another proxy's. Thread safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(FIRST_NUMBERS + secrets.randbelow(FIRST_NUMBERS >> 1))
@@ -66,7 +66,8 @@ def to_context(number: int, *, generation_first: bool) -> bytes:
 
 
 def to_generation(number: int, context: bytes) -> bytes:
-    """disaggregated_params for a generation server that is asked at once. context: see read_server_info."""
+    """disaggregated_params for a generation server in the form generation first. context: from
+    read_server_info."""
     form = (
         b'{"request_type":"generation_only","ctx_request_id":%d,"disagg_request_id":%d,"schedule_style":1,%b}'
     )

@@ -176,7 +176,7 @@ async def test_of_several_addresses_an_allowed_one_is_taken_and_kept() -> None:
         return meant
 
     made = HostResolver(AllowedNetworks(["10.0.0.0/8"]), resolve)
-    first = await made.pin(
+    first = await made.resolve(
         told(
             url="http://h", endpoint="tcp://h:1", replay_endpoint="tcp://h:2", role="prefill", bootstrap="h:3"
         ),
@@ -190,12 +190,12 @@ async def test_of_several_addresses_an_allowed_one_is_taken_and_kept() -> None:
         bootstrap="10.0.0.5:3",
     )
     meant.insert(0, "10.0.0.1")
-    assert await made.pin(told(url="http://h"), first) == told(url="http://10.0.0.5:80")
+    assert await made.resolve(told(url="http://h"), first) == told(url="http://10.0.0.5:80")
     meant[:] = ["10.0.0.1"]
-    assert await made.pin(told(url="http://h"), first) == told(url="http://10.0.0.1:80")
-    AllowedNetworks(["10.0.0.0/8"]).check(first.hosts())
+    assert await made.resolve(told(url="http://h"), first) == told(url="http://10.0.0.1:80")
+    AllowedNetworks(["10.0.0.0/8"]).require_allowed(first.hosts())
     with pytest.raises(ConfigError, match="is a name"):
-        AllowedNetworks(["10.0.0.0/8"]).check(told(url="http://h").hosts())
+        AllowedNetworks(["10.0.0.0/8"]).require_allowed(told(url="http://h").hosts())
 
 
 @with_deadline
@@ -210,7 +210,7 @@ async def test_a_name_that_has_no_address_is_said(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host_resolver, "RESOLVE_S", 0.01)
     for resolve in (unknown, silent):
         with pytest.raises(ConfigError, match="has no address"):
-            await HostResolver(AllowedNetworks(), resolve).pin(told(url="http://h:1"), None)
+            await HostResolver(AllowedNetworks(), resolve).resolve(told(url="http://h:1"), None)
 
 
 @with_deadline
