@@ -1,5 +1,5 @@
-"""One engine behind the proxy, on the Python side: its address, role, models and health, and how a prefill and
-a decode engine of its kind connect.
+"""One engine behind the proxy, on the Python side: its address, role, models and health, and how a prefill
+and a decode engine of its kind connect.
 
     engine.py                     the state of one engine
     health.py                     periodic checks, on the event loop; the only file here with a socket
