@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -117,6 +118,10 @@ class Base:
             return act()
         except (Error, OSError, MemoryError) as error:
             return [int(code_of(error, operation))] * n
+
+    def _each(self, operation: str, act: Any, *columns: Sequence[Any]) -> list[int]:
+        """The code of ``act`` for each row of the columns."""
+        return [self._code(operation, partial(act, *row)) for row in zip(*columns, strict=True)]
 
     def _range(self, address: int, size: int, *, writable: bool = False) -> tuple[int, int]:
         return self._buffers.check(number(address), number(size), writable=writable)

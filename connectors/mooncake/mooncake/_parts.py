@@ -266,9 +266,6 @@ class Parts(Objects):
                 f"{key!r:.80} is in no session; call batch_put_session_start() before"
             ) from None
 
-    def _each(self, operation: str, act: Any, *columns: Sequence[Any]) -> list[int]:
-        return [self._code(operation, partial(act, *row)) for row in zip(*columns, strict=True)]
-
 
 def ranges_inside(
     places: Sequence[tuple[int, int]], offsets: Sequence[int], length: int

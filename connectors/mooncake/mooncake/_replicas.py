@@ -14,7 +14,7 @@ from moonpool.core.store.types import Copy, ObjectStat, PutStatus
 
 from ._base import name_or_none
 from ._codes import Code, NoNode, Unsupported, code_of
-from ._parts import Parts
+from ._objects import Objects
 from ._segment_names import members_by_segment, segment_of
 from ._values import QueryTaskResponse, ReplicaDescriptor, TaskStatus, TaskType
 
@@ -23,7 +23,7 @@ LOOKS_MAX = 8  # at a copy that goes to the SSD or comes back while it is remove
 NO_TASK = (0, 0)
 
 
-class Replicas(Parts):
+class Replicas(Objects):
     """Where replicas of objects are, and copies and moves of them."""
 
     def __init__(self) -> None:

@@ -11,14 +11,13 @@ from moonpool.core.errors import Error, InvalidArgument
 
 from . import _access
 from ._access import Guest, OwnNode, own_node
-from ._base import number
+from ._base import Base, number
 from ._codes import Code, Unsupported, code_of
-from ._replicas import Replicas
 
 _NOTHING: dict[str, Any] = {"segment_ids": [], "allocated_size": 0}
 
 
-class Segments(Replicas):
+class Segments(Base):
     """Memory that this process lends to the pool after setup()."""
 
     def __init__(self) -> None:

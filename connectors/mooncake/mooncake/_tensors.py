@@ -12,7 +12,7 @@ from moonpool.core.errors import InvalidArgument
 
 from ._base import key_of, names_of
 from ._codes import Code, code_of, say
-from ._segments import Segments
+from ._objects import Objects
 from ._tensor_header import (
     HEADER_BYTES,
     Cut,
@@ -33,7 +33,7 @@ def memory_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-class Tensors(Segments):
+class Tensors(Objects):
     """Whole tensors, and the shards of tensor parallelism."""
 
     # ---- whole tensors

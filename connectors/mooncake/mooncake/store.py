@@ -26,7 +26,10 @@ from ._engram import EngramStore, EngramStoreConfig
 from ._no_f import MooncakeDistributedNoFRegister
 from ._objects import BufferHandle
 from ._parallel import Parallel
+from ._parts import Parts
 from ._pool import BufferLease, BufferLeaseView, BufferPool
+from ._replicas import Replicas
+from ._segments import Segments
 from ._ssd import ssd_path_of
 from ._tensor_header import _deserialize_tensor, _serialize_tensor, _tensor_metadata_size
 from ._values import (
@@ -81,7 +84,7 @@ FAILED, PENDING, PROCESSING, SUCCESS = (
 REPLICA_COPY, REPLICA_MOVE = TaskType.REPLICA_COPY, TaskType.REPLICA_MOVE
 
 
-class MooncakeDistributedStore(Parallel):
+class MooncakeDistributedStore(Parallel, Segments, Replicas, Parts):
     """A process's store. After close() it may be set up again."""
 
     def __init__(self) -> None:
