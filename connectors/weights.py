@@ -18,7 +18,7 @@ from moonpool.connectors.files import File, Identity, Reading, digest_of_files
 from moonpool.core.errors import ConfigError, Unavailable
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
-SMALL_BYTES = 256 << 20  # weights_digest waits for up to so many bytes
+SMALL_BYTES = 256 << 20  # weights_digest waits for files up to this size, in bytes
 SMALL_WAIT_S = 60.0
 SAY_S = 10.0
 READINGS_MAX = 64

@@ -36,7 +36,7 @@ from moonpool.core.errors import Closed, Error, InvalidArgument
 
 log = init_logger("lmcache.moonpool.adapter")
 LIST_MAX = 10_000_000
-LAYOUTS_MAX = 64  # of one key
+LAYOUTS_MAX = 64  # layouts that are looked up for one key
 _STORED, _REFUSED = 0, 2
 _AMBIGUOUS = (
     "moonpool: nothing is stored or found: this KV is of a type of 8 bits that LMCache does not name; set "
@@ -168,8 +168,8 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             log.warning("moonpool: not all of %d chunks were stored (%s)", len(keys), refusal)
         held = [i for i, outcome in enumerate(outcomes) if outcome != _REFUSED]
         sizes = [objects[i].get_size() if outcomes[i] == _STORED else 0 for i in held]
-        # Of no size: the pool evicts without telling, so what this server stored says nothing about what is
-        # there, and a sum that only grows would be wrong soon.
+        # With size 0: the pool evicts without notice, so a sum of what this server stored would only grow and
+        # soon be wrong.
         self._notify_keys_stored([keys[i] for i in held], [0] * len(held))
         return L2StoreResult(_REFUSED not in outcomes, sum(sizes))
 

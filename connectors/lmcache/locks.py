@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 UNASKED_S = 60.0  # until LMCache takes the answer of its lookup
-HELD_S = 300.0  # from then on; as long as its own locks
+HELD_S = 300.0  # seconds after the answer was taken; LMCache's own locks last as long
 
 
 class Released(Protocol):

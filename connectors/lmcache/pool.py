@@ -9,7 +9,7 @@ from moonpool import _native
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.connectors.node_connection import Messages, NodeConnection
 
-_PROBE = ["?"]  # asked for only to hear an answer
+_PROBE = ["?"]  # a name that no chunk has: any answer shows that the node is there
 _MESSAGES = Messages(
     absent="moonpool: no pool at %s (%s); this goes on without it and joins when a node appears there",
     silent="moonpool: the pool at %s does not answer (%s); until it does, this goes on without it",

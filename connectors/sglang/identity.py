@@ -119,7 +119,7 @@ def adapter_digests(args: Any) -> dict[str, Json]:
     for name, path in _adapters(getattr(args, "lora_paths", None) or ()):
         try:
             folder = Path(path) if Path(path).exists() else Path(compat.hub_folder(path))
-        except Exception as error:  # whatever the hub's client thinks of it
+        except Exception as error:  # the hub's client may raise anything
             raise ConfigError(
                 f"cannot tell which weights the adapter {path!r} stands for ({error}); download it and give "
                 f"the path",

@@ -46,7 +46,7 @@ def register() -> None:
             hooks.append((target, _translate_request, HookType.BEFORE))
         for target, hook, kind in hooks:
             HookRegistry.register(target, hook, kind)
-    except Exception as error:  # the engine must start, whatever a future SGLang looks like
+    except Exception as error:  # the engine must start, also with a future SGLang
         log.warning(
             "moonpool: this SGLang does not take the short name %s (%s: %s); use the backend dynamic, see "
             "docs/sglang.md",

@@ -66,7 +66,7 @@ def read_sidecar(name: str, pool: Any, config: Any, first_page: Any, draft: str 
         raise Refused(f"SGLang saves only rank 0's part of the pool {name!r}, which is cut by heads")
     try:
         (parts,) = pages_of(pool.get_page_buffer_meta(first_page), 1)
-    except Exception as error:  # whatever a pool of a kind that we never saw thinks of the question
+    except Exception as error:  # a pool of an unknown kind may raise anything
         raise Refused(f"the pages of the pool {name!r} cannot be addressed ({error})") from error
     replicated = config.is_mla_model and name not in _RANK_SHARDED
     what = {

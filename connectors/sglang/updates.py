@@ -63,7 +63,7 @@ def watch_loaded() -> None:
         try:
             watch(updater)
         except Refused:
-            return  # a backend that joins the pool is told
+            return  # reported by a backend that joins the pool
 
 
 def follow(follower: Follower) -> None:

@@ -29,7 +29,7 @@ def model_folder(args: Any) -> Path:
                 str(args.model), revision=getattr(args, "revision", None), local_files_only=True
             )
         )
-    except Exception as error:  # of a package that this one does not depend on, with errors of its own
+    except Exception as error:  # a package that is no dependency may raise errors of its own
         raise ConfigError(
             f"cannot tell which weights {args.model!r} stands for: it is neither a local folder nor a model "
             f"in the hub's cache ({type(error).__name__}); download it and give the path",

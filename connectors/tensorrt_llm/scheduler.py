@@ -28,7 +28,7 @@ class MoonpoolScheduler(compat.Scheduler):
         self._link = Link.of(llm_args)
         self._block_tokens = int(llm_args.kv_cache_config.tokens_per_block)
         self._chains: dict[int, Chain] = {}
-        self._loads: dict[int, Load] = {}  # that the workers were not told of yet
+        self._loads: dict[int, Load] = {}  # loads that the workers were not told of yet
         self._loading: set[int] = set()  # requests that they were told of, until they run
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

@@ -48,7 +48,7 @@ class Settings(PoolOptions):
             raise _wrong(VARIABLE, f"is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise _wrong(VARIABLE, "must be a JSON object")
-        # Where blocks lie first, as the documentation has it.
+        # Where blocks are comes first, as in the documentation.
         known = [field.name for field in sorted(fields(cls), key=lambda field: field.name == "require_pool")]
         for key in given:
             if key in ("token", "cluster_token"):

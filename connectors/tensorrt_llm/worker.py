@@ -76,7 +76,7 @@ class MoonpoolWorker(compat.Worker):
                     self._running.add(load.request_id)
                 try:
                     mark = engine.mover.mark(stream)
-                except Exception as error:  # of CUDA; get_finished raises it
+                except Exception as error:  # an error of CUDA; get_finished raises it
                     self._ended(load.request_id, error)
                 else:
                     self._threads[0].submit(self._load, engine, load, offer, mark)
@@ -198,7 +198,7 @@ class MoonpoolWorker(compat.Worker):
 
         def patient(first: int, last: int) -> Views:
             deadline_s = time.monotonic() + LOAD_DEADLINE_S
-            while True:  # whatever one answer was: the objects are held, and giving up costs the engine
+            while True:  # also after an error: the objects are pinned, and giving up ends the engine
                 try:
                     return kept.views(first, last)
                 except Error as failure:

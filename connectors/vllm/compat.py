@@ -202,7 +202,7 @@ def caches_adapters_by_path() -> bool:
 
         lora = SimpleNamespace(lora_name="n", lora_path="the path", lora_int_id=1)
         return "the path" in repr(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
-    except Exception:  # of a function that is vLLM's own business
+    except Exception:  # a private function of vLLM may raise anything
         return False
 
 

@@ -102,7 +102,7 @@ class Lookups:
         if pool is not None:
             try:
                 pool.release(pin_id)
-            except Error as error:  # with its connection the node has dropped the pin too
+            except Error as error:  # the node drops the pin together with its connection
                 self._log.debug("moonpool: pin %d not released: %s", pin_id, error)
 
     def _answered(self, state: RequestState | None, answer: PrefixAnswer, seconds: float) -> None:

@@ -27,7 +27,7 @@ def register() -> None:
     except ValueError as error:
         if not _is_ours(KVConnectorFactory):
             log.warning("moonpool: another plugin has taken the connector name %s (%s)", NAME, error)
-    except Exception as error:  # the engine must start, whatever a future factory thinks of our arguments
+    except Exception as error:  # the engine must start, also with a future factory
         log.warning("moonpool: cannot register the connector %s (%s: %s)", NAME, type(error).__name__, error)
 
 

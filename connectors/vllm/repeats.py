@@ -14,7 +14,7 @@ class Repeats:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kinds: dict[str, tuple[float, int]] = {}  # kind -> (when it was said, how often since)
+        self._kinds: dict[str, tuple[float, int]] = {}  # kind -> (when it was logged, occurrences since)
 
     def due(self, kind: str) -> int:
         """Counts one occurrence of ``kind``. How many are to be said now, this one included; 0: none."""

@@ -67,12 +67,12 @@ class SchedulerHalf:
         self._digest = digest
         self._log = log
         self._node: NodeConnection[Pool] | None = None
-        self._late: list[Handshake] = []  # of workers that are met when none of them is pending any more
+        self._late: list[Handshake] = []  # handshakes of pending workers, used when the last one is known
         self._suffixes = b""
         self._epoch = b""
         self._requests: dict[str, RequestState] = {}
         self._adapters = adapters
-        self._adapted: dict[str, int] = {}  # of requests with an adapter, its number
+        self._adapted: dict[str, int] = {}  # request -> number of its adapter
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
         self._free_block_wait = FreeBlockWait(clock)

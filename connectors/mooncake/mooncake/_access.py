@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NAMESPACE = "mooncake"
 LOOPBACK = "127.0.0.1"
 ANY = ("0.0.0.0", "::")
-MASTER_PORT = 50051  # of an address without one
+MASTER_PORT = 50051  # where an address has no port
 TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 0.25
@@ -255,7 +255,7 @@ class OwnNode(_Base):
 
     def __init__(self, settings: Settings) -> None:
         from moonpool.core.service.node import (
-            native_server,  # with it comes aiohttp, which a guest does not need
+            native_server,  # it imports aiohttp, which a guest does not need
         )
 
         super().__init__(settings, config := _node_config(settings))
@@ -377,7 +377,7 @@ def _node_config(settings: Settings) -> Config:
         listen = Address(every, listen.port)
     reached_as = Address(settings.host.host if listen.host in ANY else listen.host, listen.port)
     if listen.host in ANY and settings.host.is_loopback:
-        reached_as = master._replace(port=0)  # by an address that leads there
+        reached_as = master._replace(port=0)  # the address by which the master is reached
     arguments["node__name"] = node_name(settings.called or settings.host, reached_as)
     return settings.config(node__listen=str(listen), **arguments)
 

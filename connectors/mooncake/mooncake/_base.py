@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JOIN_AGAIN_S = 1.0
-NAME_BYTES_MAX = 65_536  # of a key as callers may name it
-KEY_BYTES_MAX = 1024  # of one that the pool takes
+NAME_BYTES_MAX = 65_536  # UTF-8 bytes of a key of callers
+KEY_BYTES_MAX = 1024  # bytes of a name in the pool
 KEPT_BYTES = 896
 DIGEST = b"#sha256:"
 

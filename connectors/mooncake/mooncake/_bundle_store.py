@@ -33,7 +33,7 @@ from ._codes import Code
 DEFAULT_BUNDLE_CHUNK_BYTES = 64 << 20
 AUTO_PARALLEL_MIN_BYTES = 64 << 20
 AUTO_PARALLEL_MIN_CHUNKS = 8
-VIEWED_BYTES_MAX = 256 << 20  # of the pool's memory that a read holds at once
+VIEWED_BYTES_MAX = 256 << 20  # bytes of the pool's memory that a read pins at once
 INTO_BYTES_MIN = 1 << 20  # whole objects of this size are read to their place; to check it costs up to 1 ms
 VERSION = 1
 LAYOUT = "bundle"

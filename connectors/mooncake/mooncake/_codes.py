@@ -27,7 +27,7 @@ from moonpool.core.errors import (
 logger = logging.getLogger("mooncake")
 
 SAY_AGAIN_S = 1.0
-KINDS_MAX = 1024  # of sentences that are remembered
+KINDS_MAX = 1024  # kinds of warnings that are remembered
 SAID_EACH_TIME = ("setup", "initialize")  # what is called seldom
 
 

@@ -28,7 +28,7 @@ from .store import MooncakeDistributedStore
 
 JOBS_MAX = 1000  # that are remembered
 KEYS_A_LOOK = 1000
-REPORT_S = 0.5  # in which a node has told the directory of a put; 20 ms where nothing is busy
+REPORT_S = 0.5  # within which the directory learns of a put; 20 ms on an idle host
 PASSES_MAX = 100  # over a segment that others put into meanwhile
 
 
@@ -115,7 +115,7 @@ class DrainJobs:
         self._rows, self._setup = rows, setup
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._states: dict[str, SegmentStatus] = {}  # of nodes, by incarnation
+        self._states: dict[str, SegmentStatus] = {}  # by incarnation of the node
         self._thread = ThreadPoolExecutor(1, "mooncake-drain")
         self._stop = threading.Event()
 

@@ -77,7 +77,7 @@ class BoundedHttp:
     def __init__(self, app: web.Application, limits: HttpLimits) -> None:
         self.limits = limits
         self.connections_max = connections_that_fit(limits.connections_max)
-        self.body_bytes = 0  # of all bodies, held now
+        self.body_bytes = 0  # bytes of all bodies that are held now
         self.open: dict[_Connection, None] = {}
         self.by_protocol: dict[asyncio.BaseProtocol, _Connection] = {}
         app.middlewares.insert(0, self._one_request)

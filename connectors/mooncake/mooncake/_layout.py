@@ -18,7 +18,7 @@ from moonpool.core.errors import InvalidArgument
 from ._tensor_header import DIMENSIONS_MAX, KINDS, Cut, Tensor, check_tensor
 from ._values import ParallelAxis, TensorParallelism
 
-RANKS_MAX = 65_536  # of an axis whose shards are all written or read in one call, and of writers
+RANKS_MAX = 65_536  # ranks of an axis whose shards are written or read in one call, and writers
 SIZE_MAX = (1 << 31) - 1
 
 

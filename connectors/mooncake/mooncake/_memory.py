@@ -18,7 +18,7 @@ from moonpool import _native
 from moonpool.core.errors import InvalidArgument
 
 _libc = ctypes.CDLL(None, use_errno=True)
-ADDRESSES = 1 << 47  # of a process
+ADDRESSES = 1 << 47  # addresses of a process
 _MAPPINGS = "/proc/self/maps"
 
 
@@ -27,7 +27,7 @@ class _Piece(ctypes.Structure):  # struct iovec
 
 
 _Two = _Piece * 2
-_BYTES = (ctypes.c_char * 2)()  # nobody reads them
+_BYTES = (ctypes.c_char * 2)()  # never read
 _NOWHERE = ctypes.pointer(_Piece(ctypes.addressof(_BYTES), 2))
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.process_vm_readv.argtypes = [

@@ -29,7 +29,7 @@ from ._values import DEFAULT, ReplicateConfig
 
 Part = Any  # what moonpool takes as the bytes of an object
 _OK, _REFUSED = int(Code.OK), int(Code.NO_AVAILABLE_HANDLE)
-_UNKNOWN = 2  # of Store.exist_flags
+_UNKNOWN = 2  # a flag of Store.exist_flags
 _BYTE = np.dtype(np.uint8)
 
 

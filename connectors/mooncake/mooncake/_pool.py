@@ -16,7 +16,7 @@ import numpy as np
 from ._codes import Code
 
 _UNIT = 1 << 62  # more than any machine has
-WAIT_S = 60.0  # of an acquire() that may wait and was given no time
+WAIT_S = 60.0  # of an acquire() that may wait, without a time-out of its own
 
 
 class _Exported(np.ndarray):

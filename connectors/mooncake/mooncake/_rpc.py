@@ -27,7 +27,7 @@ from ._hosts import session_of
 
 PIECE_BYTES = 512 << 10
 PENDING_MAX = 1024  # data of which pieces are missing
-PENDING_BYTES_MAX = 1 << 30  # of those, from one sender
+PENDING_BYTES_MAX = 1 << 30  # bytes of incomplete messages of one sender
 LISTEN_S = 0.1
 OK, FAILED = 0, -1
 

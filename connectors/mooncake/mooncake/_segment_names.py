@@ -23,7 +23,7 @@ from ._hosts import is_ip6
 if TYPE_CHECKING:
     from moonpool import _native
 
-PORTS = range(12_300, 14_301)  # of segments whose port was not given: callers open these in firewalls
+PORTS = range(12_300, 14_301)  # of segments without a given port; firewalls are opened for these
 PORT_TRIES = 64
 NODE_NAME_BYTES_MAX = 64
 LOOK_AGAIN_S = 1.0

@@ -13,8 +13,8 @@ PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
 LOG = "moonpool.ssd"
 SIZE = "MOONPOOL_SSD_SIZE"
 BYTES = "64GiB"  # without that variable
-SHARE = 0.2  # of what is free there, at most, without that variable: other processes have segments, too
-SHARE_MOST = 0.8  # with it
+SHARE = 0.2  # maximum part of the free space without that variable: other processes have segments, too
+SHARE_MOST = 0.8  # maximum part of the free space with that variable
 
 
 def ssd_path_of(enabled: bool, path: str) -> str:

@@ -40,7 +40,7 @@ FAILED = -1
 NOT_REGISTERED = -3
 OVERLAPPED = -7
 NO_PEER = -102
-NO_TRANSFER = 0  # of the methods that give the number of a transfer
+NO_TRANSFER = 0  # what submitting methods return when nothing was started
 TRANSFERS_MAX = 65_536
 
 CoroRPCInterface = RpcInterface

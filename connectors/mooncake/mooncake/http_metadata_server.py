@@ -26,7 +26,7 @@ from ._http import CONNECTIONS_HELP, BoundedHttp, HttpLimits
 
 VALUE_BYTES_MAX = 1 << 20
 TOTAL_BYTES_MAX = 256 << 20
-ENTRY_BYTES = 256  # of a value in memory, beside its key and its bytes
+ENTRY_BYTES = 256  # overhead of an entry, beside its key and its value
 START_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -186,7 +186,7 @@ class MooncakeDistributedStore(Parallel, Segments, Replicas, Parts):
         def act() -> int:
             if self._access is not None:
                 return int(Code.OK)
-            self._let_go()  # of what an earlier setup() waits for
+            self._let_go()  # ends what an earlier setup() waits for
             access: Access = make()
             try:
                 if http_port:

@@ -337,7 +337,7 @@ class MooncakeBundleTransfer(StructuredObjects):
             bundle = stages[place.stage]
             members = {"": place.member} if encoded is None else dict(encoded["payload_members"])
             if rows is not None and "offsets" in members:
-                del members["data"]  # which bytes of it: the offsets say
+                del members["data"]  # the offsets select its bytes
             for part, member in members.items():
                 is_field = encoded is None or (encoded["codec"] == "ndarray" and part == "data")
                 selection = Selection(rows) if is_field and rows is not None else ALL

@@ -85,7 +85,7 @@ class ProducerWorker:
             else:
                 self._open(one, outbox)
         for transfer, why in gone.items():
-            if transfer and transfer not in self._by_transfer:  # else it began again
+            if transfer and transfer not in self._by_transfer:  # otherwise it began again
                 self._say_gone(transfer, why, outbox)
         return outbox
 
@@ -95,7 +95,7 @@ class ProducerWorker:
         for more in grown:
             held = self._leases.get(more.lease)
             if held is None:
-                continue  # decode needs it no more
+                continue  # decode does not need it any more
             if not held.blocks:
                 held.blocks = [[] for _ in more.block_ids]
             if [len(known) for known in held.blocks] != [more.first] * len(more.block_ids):
