@@ -224,13 +224,23 @@ def test_reach_dials_once_for_all_and_takes_a_silent_client(world: World) -> Non
     for thread in threads:
         thread.join()
     assert reached == world.clients * 3
-    assert world.dialled == 1
+    assert (world.dialled, world.joined) == (1, 1)
     world.trouble = HUNG
     node.failed(HUNG)
     assert node.reach() is world.clients[0]
     node.close()
     with pytest.raises(Unavailable, match="has ended"):
         node.reach()
+
+
+def test_a_caller_that_overtakes_the_thread_makes_no_second_one(world: World) -> None:
+    world.trouble = NO_NODE
+    node = world.opened(retry_s=600)
+    waiting = node._thread
+    world.trouble = None
+    assert node.reach() is node.client is world.clients[0]
+    node.failed(HUNG)
+    assert (node.client, node._thread) == (None, waiting)
 
 
 def test_closing_ends_the_thread_and_waits_for_an_attempt(world: World) -> None:

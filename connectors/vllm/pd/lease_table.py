@@ -26,7 +26,7 @@ LOCATION = "moonpool-handover"
 MAGIC = b"MPKVPD1\0"
 HEAD = struct.Struct("<8sII")
 DESCRIPTION_MAX = 1 << 22
-SCRATCH = 257  # a word for each line, and one for the worker's own thread
+SCRATCH = 257  # a word for each connection, and one for the worker's own thread
 PAGE_ALIGN = 4096
 
 
