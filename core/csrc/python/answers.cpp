@@ -90,8 +90,9 @@ py::list PyPin::objects() const {
     py::list rows;
     for (size_t i = 0; i < names.size() && !held.pins.empty(); ++i) {
         bool there = held.has(i);
-        rows.append(py::make_tuple(there ? static_cast<int64_t>(held.descriptors[i].size) : kMiss,
-                                   there && held.pin_of(i)->session()->remote()));
+        rows.append(py::make_tuple(
+            there ? static_cast<int64_t>(held.descriptors[i].size) : kMiss,
+            there && held.pin_of(i)->session()->path().in_place(held.descriptors[i]) == nullptr));
     }
     return rows;
 }

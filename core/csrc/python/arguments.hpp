@@ -75,7 +75,7 @@ class Buffers {
     Buffers(const Buffers&) = delete;
 
     size_t size() const { return ranges_.size(); }
-    std::span<const Part> parts(size_t i) const {
+    std::span<const MemoryRef> parts(size_t i) const {
         return {parts_.data() + ranges_[i].first, ranges_[i].second};
     }
 
@@ -112,7 +112,7 @@ class Buffers {
             raise(Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
                   "buffer");
         }
-        parts_.push_back(Part{reinterpret_cast<std::byte*>(start), size});
+        parts_.push_back({.address = start, .bytes = size});
     }
 
     void add(PyObject* item) {
@@ -129,13 +129,12 @@ class Buffers {
                                                     " contiguous buffer"},
                   "buffer");
         }
-        parts_.push_back(
-            Part{static_cast<std::byte*>(views_.back().buf), static_cast<uint64_t>(views_.back().len)});
+        parts_.push_back(MemoryRef::host(views_.back().buf, static_cast<uint64_t>(views_.back().len)));
     }
 
     bool writable_;
     Views views_;
-    std::vector<Part> parts_;
+    std::vector<MemoryRef> parts_;
     std::vector<std::pair<size_t, size_t>> ranges_;
 };
 

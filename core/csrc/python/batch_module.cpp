@@ -125,7 +125,7 @@ class BatchClient {
 
         uint64_t size_of(size_t i) const {
             uint64_t sum = 0;
-            for (const Part& part : buffers.parts(i)) sum += part.size;
+            for (const MemoryRef& part : buffers.parts(i)) sum += part.bytes;
             return sum;
         }
 

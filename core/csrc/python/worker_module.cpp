@@ -219,14 +219,14 @@ class PyWorker {
             void run(Client& client) override {
                 std::vector<std::string_view> keys = split(names, name_size),
                                               above = split(parents, name_size);
-                std::vector<std::vector<Part>> sources(keys.size());
+                std::vector<std::vector<MemoryRef>> sources(keys.size());
                 std::vector<PutItem> items;
                 for (size_t i = 0; i < keys.size(); ++i) {
                     if (columns[i] >= parts->columns()) {
                         result = Error{Code::kInvalidArgument, "a column is not in the part table"};
                         return;
                     }
-                    parts->parts(columns[i], indices[i], sources[i]);
+                    parts->append_parts(columns[i], indices[i], sources[i]);
                     std::string_view parent = above.empty() ? std::string_view() : above[i];
                     // All zero bytes: the first block of a chain, which has no parent.
                     if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};

@@ -47,7 +47,7 @@ ClientOptions dialing(Server& server) {
 
 PutOutcome put(Client& client, std::string_view name, std::string_view data, bool replace = false,
                std::string_view parent = {}, bool ack = true) {
-    Part part{reinterpret_cast<std::byte*>(const_cast<char*>(data.data())), data.size()};
+    MemoryRef part = MemoryRef::host(data.data(), data.size());
     PutItem item{name, parent, {&part, 1}};
     auto report = client.put({&item, 1}, PutOptions{replace, ack});
     REQUIRE_MESSAGE(report.ok(), report.error().text);
@@ -56,7 +56,7 @@ PutOutcome put(Client& client, std::string_view name, std::string_view data, boo
 
 std::optional<std::string> get(Client& client, std::string_view name, bool verify = true) {
     std::string into(70000, '\0');
-    Part part{reinterpret_cast<std::byte*>(into.data()), into.size()};
+    MemoryRef part = MemoryRef::host(into.data(), into.size());
     GetItem item{name, {&part, 1}};
     auto sizes = client.get({&item, 1}, verify);
     REQUIRE_MESSAGE(sizes.ok(), sizes.error().text);
@@ -412,7 +412,7 @@ TEST_CASE("server: threads put, get, pin, remove and look up the same few keys w
             for (int i = 0; i < kOperations; ++i) {
                 auto key = static_cast<uint32_t>(random.below(kKeys));
                 std::string name = name_of(key), data = stamped(key, random.between(0, 8000));
-                Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
+                MemoryRef part = MemoryRef::host(data.data(), data.size());
                 PutItem item{name, {}, {&part, 1}};
                 if (!writers.put({&item, 1}, PutOptions{random.one_in(2), !random.one_in(4)})) ++failures;
                 std::string_view one = name;
@@ -425,7 +425,7 @@ TEST_CASE("server: threads put, get, pin, remove and look up the same few keys w
             for (int i = 0; i < kOperations; ++i) {
                 auto key = static_cast<uint32_t>(random.below(kKeys));
                 std::string name = name_of(key);
-                Part part{reinterpret_cast<std::byte*>(into.data()), into.size()};
+                MemoryRef part = MemoryRef::host(into.data(), into.size());
                 GetItem item{name, {&part, 1}};
                 auto sizes = readers.get({&item, 1}, random.one_in(2));
                 if (!sizes) {
@@ -532,7 +532,7 @@ TEST_CASE("server: stopped under its clients, every call ends") {
             threads.emplace_back([&, t] {
                 Client client(dialing(*server));
                 std::string name = "k" + std::to_string(t), data(1000, 'x');
-                Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
+                MemoryRef part = MemoryRef::host(data.data(), data.size());
                 PutItem item{name, {}, {&part, 1}};
                 std::string_view one = name;
                 while (!stop) {

@@ -59,7 +59,7 @@ std::string name_of(uint64_t number) { return "k" + std::to_string(number); }
 
 PutOutcome put(Client& client, uint64_t number, bool replace = false, std::string_view group = {}) {
     std::string data = content(number);
-    Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
+    MemoryRef part = MemoryRef::host(data.data(), data.size());
     std::string name = name_of(number);
     PutItem item{name, {}, {&part, 1}, group};
     PutOptions options;
@@ -71,7 +71,7 @@ PutOutcome put(Client& client, uint64_t number, bool replace = false, std::strin
 
 std::optional<std::string> get(Client& client, uint64_t number) {
     std::string into(kObject, '\0');
-    Part part{reinterpret_cast<std::byte*>(into.data()), into.size()};
+    MemoryRef part = MemoryRef::host(into.data(), into.size());
     std::string name = name_of(number);
     GetItem item{name, {&part, 1}};
     auto sizes = client.get({&item, 1}, true);
@@ -275,7 +275,7 @@ TEST_CASE(
     put(client, 1, false, "g");
     // The other of its group is never written: a group of which each is being written stays for so long.
     std::string large(1 << 20, 'x');
-    Part large_part{reinterpret_cast<std::byte*>(large.data()), large.size()};
+    MemoryRef large_part = MemoryRef::host(large.data(), large.size());
     PutItem large_item{"larger than a segment", {}, {&large_part, 1}, "g"};
     REQUIRE(client.put({&large_item, 1}, PutOptions{})->outcomes[0] == PutOutcome::kStored);
     until([&] { return gauge(*server, "ssd_writing") != 0; });
@@ -287,7 +287,7 @@ TEST_CASE(
         put(client, i);
     }
     std::string data(kObject, '!');
-    Part part{reinterpret_cast<std::byte*>(data.data()), data.size()};
+    MemoryRef part = MemoryRef::host(data.data(), data.size());
     PutItem item{name, {}, {&part, 1}};
     REQUIRE(client.put({&item, 1}, PutOptions{})->outcomes[0] == PutOutcome::kStored);
     CHECK(get(client, 1) == data);

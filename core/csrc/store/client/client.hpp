@@ -154,7 +154,7 @@ class Client {
     // client_stripes.cpp: objects that lie in pieces on several nodes.
     Status fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
     Status view_striped(std::span<const std::string_view> names, bool verify, std::vector<ObjectView>& views);
-    Result<bool> get_stripes(const Manifest& manifest, std::span<const Part> parts, bool verify);
+    Result<bool> get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify);
     // Runs read(manifest) -> Result<bool>, once more with the new manifest where the object was replaced
     // meanwhile; what it said last.
     template <class Read>

@@ -43,7 +43,7 @@ Result<std::vector<ObjectState>> Client::describe(std::span<const std::string_vi
         states[i].size = copies.front().what.size;
         if (states[i].size != kManifestBytes) continue;
         std::array<std::byte, kManifestBytes> bytes;
-        Part part{bytes.data(), bytes.size()};
+        MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
         GetItem item{names[i], {&part, 1}};
         Result<std::vector<int64_t>> got = get_whole({&item, 1}, true);
         if (!got || got->front() != static_cast<int64_t>(kManifestBytes)) continue;

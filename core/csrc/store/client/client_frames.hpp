@@ -18,14 +18,6 @@ inline bool no_answer(const Error& error) {
     return error.code == Code::kUnavailable || error.code == Code::kTimeout || error.code == Code::kProtocol;
 }
 
-inline uint64_t total(std::span<const Part> parts) {
-    uint64_t bytes = 0;
-    for (const Part& part : parts) {
-        if (__builtin_add_overflow(bytes, part.size, &bytes)) return UINT64_MAX;
-    }
-    return bytes;
-}
-
 inline Error too_small(std::string_view name, uint64_t have, uint64_t need) {
     return Error{Code::kInvalidArgument, "the buffer for key " + std::string(name) + " holds " +
                                              std::to_string(have) + " bytes, the object has " +

@@ -177,13 +177,13 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
     }
     for (int attempt = 0; attempt < 2 && !at.empty(); ++attempt) {
         std::vector<std::shared_ptr<std::byte[]>> memory;
-        std::vector<Part> parts;
+        std::vector<MemoryRef> parts;
         std::vector<GetItem> items;
         for (uint64_t room : rooms) {
             memory.emplace_back(new (std::nothrow) std::byte[room]);
             if (memory.back() == nullptr)
                 return Error{Code::kOs, "no memory for " + std::to_string(room) + " bytes"};
-            parts.push_back(Part{memory.back().get(), room});
+            parts.push_back(MemoryRef::host(memory.back().get(), room));
         }
         for (size_t k = 0; k < at.size(); ++k) items.push_back({names[at[k]], {&parts[k], 1}});
         Result<std::vector<int64_t>> sizes = get_whole(items, verify);

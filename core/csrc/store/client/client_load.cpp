@@ -28,7 +28,7 @@ Handover Client::hand_over(const Prefix& prefix) {
         size_t place = static_cast<size_t>(std::ranges::find(others, session) - others.begin());
         if (place == others.size()) {
             others.push_back(session);
-            std::string route = (session->remote() ? "tcp:" : "unix:") + session->peer();
+            std::string route = session->path().route();
             out.holders.append(reinterpret_cast<const char*>(session->incarnation().data()),
                                session->incarnation().size());
             auto size = static_cast<uint16_t>(route.size());

@@ -8,11 +8,11 @@
 
 namespace moonpool {
 
-// Whether the own node would have to evict for that much. Not known of a node of another host.
+// Whether the own node would have to evict for that much. Not known of a node whose index is not mapped here.
 bool Client::own_is_full(uint64_t bytes) {
     std::shared_ptr<Session> session = own_.current();
-    if (session == nullptr || !session->alive() || session->remote()) return false;
-    return session->index().free_bytes() < bytes + session->arena_bytes() / 8;
+    if (session == nullptr || !session->alive() || session->path().index() == nullptr) return false;
+    return session->path().index()->free_bytes() < bytes + session->arena_bytes() / 8;
 }
 
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
@@ -222,8 +222,9 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
 
 std::optional<uint64_t> Client::own_has(std::string_view name) {
     std::shared_ptr<Session> session = own_.current();
-    if (session == nullptr || session->remote()) return std::nullopt;
-    std::optional<IndexHit> hit = session->index().find(session->space(), own_.hasher()(name), name);
+    const IndexReader* index = session == nullptr ? nullptr : session->path().index();
+    if (index == nullptr) return std::nullopt;
+    std::optional<IndexHit> hit = index->find(session->space(), own_.hasher()(name), name);
     if (!hit) return std::nullopt;
     return hit->size;
 }
@@ -286,7 +287,7 @@ std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std
     for (size_t k = 0; pinned && k < which.size(); ++k) {
         if (!pinned->has(k)) continue;
         uint32_t crc = 0;
-        for (const Part& part : items[which[k]].parts) crc = crc32c(crc, part.data, part.size);
+        for (const MemoryRef& part : items[which[k]].parts) crc = crc32c(crc, part.data(), part.bytes);
         const Descriptor& d = pinned->descriptors[k];
         if (d.size == total(items[which[k]].parts) && d.crc == crc) equal.push_back(which[k]);
     }

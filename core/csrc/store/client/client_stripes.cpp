@@ -17,12 +17,12 @@ constexpr uint64_t kStripeBytesMax = 64ull << 20;
 constexpr uint64_t kStripesMax = 4096;
 
 // The first bytes of an object, wherever its parts lie.
-std::array<std::byte, kManifestBytes> beginning(std::span<const Part> parts) {
+std::array<std::byte, kManifestBytes> beginning(std::span<const MemoryRef> parts) {
     std::array<std::byte, kManifestBytes> bytes{};
     size_t at = 0;
-    for (const Part& part : parts) {
-        size_t n = std::min<uint64_t>(bytes.size() - at, part.size);
-        if (n != 0) std::memcpy(bytes.data() + at, part.data, n);
+    for (const MemoryRef& part : parts) {
+        size_t n = std::min<uint64_t>(bytes.size() - at, part.bytes);
+        if (n != 0) std::memcpy(bytes.data() + at, part.data(), n);
         at += n;
     }
     return bytes;
@@ -70,7 +70,7 @@ Status Client::view_striped(std::span<const std::string_view> names, bool verify
             if (memory == nullptr) {
                 return Error{Code::kOs, "no memory for an object of " + std::to_string(m.size) + " bytes"};
             }
-            Part part{memory.get(), m.size};
+            MemoryRef part = MemoryRef::host(memory.get(), m.size);
             Result<bool> got = get_stripes(m, {&part, 1}, verify);
             if (got && *got) views[i] = ObjectView{memory, memory.get(), m.size};
             return got;
@@ -95,7 +95,7 @@ Result<bool> Client::read_striped(std::string_view name, Manifest manifest, Read
 
 Result<std::optional<Manifest>> Client::manifest_of(std::string_view name) {
     std::array<std::byte, kManifestBytes> bytes;
-    Part part{bytes.data(), bytes.size()};
+    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
     GetItem item{name, {&part, 1}};
     Result<std::vector<int64_t>> got = get_whole({&item, 1}, true);
     if (!got) return got.error();
@@ -145,10 +145,10 @@ void Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, std::s
     pinned.under[i] = kNoPin;
 }
 
-Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const Part> parts, bool verify) {
+Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify) {
     if (manifest.stripes() > kStripesMax) return false;
     std::vector<std::string> names = stripe_names(manifest);
-    std::vector<std::vector<Part>> targets;
+    std::vector<std::vector<MemoryRef>> targets;
     std::vector<GetItem> items;
     targets.reserve(manifest.stripes());
     for (uint64_t i = 0; i < manifest.stripes(); ++i) {
@@ -171,13 +171,14 @@ void Client::add_genuine(std::string_view name, const RemovedManifest& removed,
 
 void Client::own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests) {
     std::shared_ptr<Session> session = own_.current();
-    if (session == nullptr || session->remote()) return;
+    const IndexReader* index = session == nullptr ? nullptr : session->path().index();
+    if (index == nullptr) return;
     for (size_t i = 0; i < names.size(); ++i) {
-        auto hit = session->index().find(session->space(), own_.hasher()(names[i]), names[i]);
+        auto hit = index->find(session->space(), own_.hasher()(names[i]), names[i]);
         if (!hit || hit->size != kManifestBytes) continue;
         RemovedManifest manifest;
         manifest.item = i;
-        Part part{manifest.bytes.data(), manifest.bytes.size()};
+        MemoryRef part = MemoryRef::host(manifest.bytes.data(), manifest.bytes.size());
         GetItem item{names[i], {&part, 1}};
         Result<std::vector<int64_t>> got = own_.get({&item, 1}, false, true);
         if (got && got->front() == static_cast<int64_t>(kManifestBytes)) manifests.push_back(manifest);
@@ -241,7 +242,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
     }
     std::vector<std::string> names = stripe_names(manifest);
     const std::string group_name = manifest.group_name();
-    std::vector<std::vector<Part>> parts;
+    std::vector<std::vector<MemoryRef>> parts;
     std::vector<PutItem> stripes;
     parts.reserve(manifest.stripes());
     for (uint64_t i = 0; i < manifest.stripes(); ++i) {
@@ -308,7 +309,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         return success();
     }
     std::vector<std::byte> bytes = encode(manifest, options_.token, item.name);
-    Part part{bytes.data(), bytes.size()};
+    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
     std::string_view group = item.group.empty() ? std::string_view(group_name) : item.group;
     PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};
     Result<PutReport> put = put_whole({&under_key, 1}, for_manifest);

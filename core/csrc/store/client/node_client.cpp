@@ -5,8 +5,8 @@
 #include <map>
 #include <numeric>
 
-#include "base/copy.hpp"
 #include "base/crc32c.hpp"
+#include "memory/copier.hpp"
 #include "store/client/client_frames.hpp"
 
 namespace moonpool {
@@ -16,39 +16,24 @@ namespace {
 constexpr std::chrono::milliseconds kBackoffMin{250};
 constexpr std::chrono::milliseconds kBackoffMax{2000};
 
-void scatter(std::span<const Part> parts, const std::byte* from, uint64_t size) {
-    for (const Part& part : parts) {
-        uint64_t n = std::min(part.size, size);
-        copy(part.data, from, n);
-        from += n;
-        size -= n;
+// A load's parts are made for so many objects at a time: the addresses of many blocks' rows are many.
+constexpr size_t kLoadAtOnce = 256;
+
+Status check_memory(const BlockPath& path, std::span<const MemoryRef> parts) {
+    for (const MemoryRef& part : parts) {
+        if (reachable_by_cpu(part.kind) || path.moves(part.kind)) continue;
+        return Error{Code::kInvalidArgument,
+                     std::string("the path ") + path.route() + " moves no " + name_of(part.kind) + " memory"};
     }
+    return success();
 }
 
-// Copies one range to several. The checksum of what was copied; without `verify` it is taken on trust.
-uint32_t copy_out(std::span<const Part> parts, const std::byte* from, uint64_t size, bool verify,
-                  uint32_t expected) {
-    if (!verify) {
-        scatter(parts, from, size);
-        return expected;
-    }
-    uint32_t crc = 0;
-    for (const Part& part : parts) {
-        uint64_t n = std::min(part.size, size);
-        crc = copy_crc32c(crc, part.data, from, n);
-        from += n;
-        size -= n;
-    }
-    return crc;
-}
-
-uint32_t gather_crc(std::byte* to, std::span<const Part> parts) {
-    uint32_t crc = 0;
-    for (const Part& part : parts) {
-        crc = copy_crc32c(crc, to, part.data, part.size);
-        to += part.size;
-    }
-    return crc;
+// What get() says of an object that was read, or was not: its size, or kMiss or kDamagedRead.
+Result<int64_t> size_read(const GetItem& item, uint64_t size, bool damaged, bool tolerant) {
+    uint64_t room = total(item.parts);
+    if (room < size && !tolerant) return too_small(item.name, room, size);
+    if (damaged && !tolerant) return corrupt(item.name);
+    return damaged ? kDamagedRead : static_cast<int64_t>(size);
 }
 
 }  // namespace
@@ -61,14 +46,14 @@ PartTable::PartTable(std::vector<std::vector<StridedRow>> columns) : columns_(st
     }
 }
 
-void PartTable::parts(size_t column, uint64_t index, std::vector<Part>& out) const {
-    out.clear();
+void PartTable::append_parts(size_t column, uint64_t index, std::vector<MemoryRef>& out) const {
+    const size_t first = out.size();
     for (const StridedRow& row : columns_[column]) {
-        auto* data = reinterpret_cast<std::byte*>(row.address + index * row.stride);
-        if (!out.empty() && out.back().data + out.back().size == data) {
-            out.back().size += row.length;
+        uint64_t address = row.address + index * row.stride;
+        if (out.size() != first && out.back().address + out.back().bytes == address) {
+            out.back().bytes += row.length;
         } else {
-            out.push_back(Part{data, row.length});
+            out.push_back({.address = address, .bytes = row.length});
         }
     }
 }
@@ -147,6 +132,7 @@ Status NodeClient::check_item(const Session& session, const PutItem& item) const
     std::string_view names[3] = {item.name, item.parent.empty() ? item.name : item.parent,
                                  item.group.empty() ? item.name : item.group};
     if (Status status = check_names(session, names); !status) return status;
+    if (Status status = check_memory(session.path(), item.parts); !status) return status;
     if (item.parts.size() <= session.parts_max()) return success();
     return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +
                                              " parts is over the limit of " +
@@ -157,147 +143,57 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
-    uint64_t ahead = 0;
-    if (s.remote()) return put_remote(*opened, items, replace, ack, timeout_ms);
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
-        ahead += Session::room_bytes(total(item.parts));
     }
-
-    PutReport report;
-    report.outcomes.assign(items.size(), PutOutcome::kRefused);
-    struct Written {
-        size_t item;
-        Room room;
-        uint32_t crc;
-    };
-    std::vector<Written> written;
-    std::shared_ptr<Slab> own;
-    FrameBudget budget(s, 64);
-    const bool marks = has_marks(s, items);
-
-    auto commit = [&]() -> Status {
-        if (written.empty()) return success();
-        auto build = [&](Writer& w) {
-            commit_head(s, replace, marks, written.size()).write(w);
-            for (const Written& x : written) {
-                CommitRow{x.room.extent, x.crc, key_of(items[x.item])}.write(w, marks);
-            }
-        };
-        Status status = success();
-        if (ack || s.behind()) {
-            auto parse = [&](Reader& r) {
-                return read_outcomes(r, written.size(), [&](size_t i, PutOutcome outcome) {
-                    report.outcomes[written[i].item] = outcome;
-                });
-            };
-            status = s.call(Kind::kCommit, build, parse, timeout_ms);
-        } else {
-            status = s.send(Kind::kCommit, build);
-            for (Written& x : written) report.outcomes[x.item] = PutOutcome::kStored;  // as far as we know
-        }
-        for (size_t i = written.size(); i-- > 0;) {
-            Written& x = written[i];
-            PutOutcome outcome = report.outcomes[x.item];
-            if (outcome == PutOutcome::kStored) report.stored_bytes += x.room.extent.size;
-            if (outcome == PutOutcome::kRefused)
-                report.refusal = "the node's object table is full of pinned objects";
-            if (status && outcome != PutOutcome::kStored) s.unreserve(x.room);
-        }
-        written.clear();
-        budget.reset();
-        return status;
-    };
-
-    for (size_t i = 0; i < items.size(); ++i) {
-        const PutItem& item = items[i];
-        uint64_t size = total(item.parts);
-        ahead -= Session::room_bytes(size);
-        if (!replace) {
-            // Already there: nothing to copy. The node has the last word on what is not in the index.
-            if (std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name)) {
-                report.outcomes[i] = PutOutcome::kExists;
-                if (hit->size == kManifestBytes) report.manifest_sized.push_back(i);
-                continue;
-            }
-        }
-        uint64_t item_bytes = CommitRow::bytes(key_of(item), marks);
-        if (!budget.fits(item_bytes)) {
-            if (Status status = commit(); !status) return status.error();
-        }
-        std::string why;
-        Result<Room> room = s.reserve(size, ahead, own, why, timeout_ms);
-        if (room && room->slab == nullptr && size != 0 && !written.empty()) {
-            // What this call has written so far cannot be evicted before it is committed.
-            if (Status status = commit(); !status) return status.error();
-            why.clear();
-            room = s.reserve(size, 0, own, why, timeout_ms);
-        }
-        if (!room) return room.error();
-        if (room->slab == nullptr && size != 0) {
-            report.refusal = why;
-            continue;
-        }
-        uint32_t crc = size == 0 ? 0 : gather_crc(s.arena() + room->extent.offset, item.parts);
-        written.push_back({i, std::move(*room), crc});
-        budget.add(item_bytes);
-    }
-    if (Status status = commit(); !status) return status.error();
-    return report;
+    return s.path().put(items, {.replace = replace, .ack = ack, .timeout_ms = timeout_ms});
 }
 
 Result<std::vector<int64_t>> NodeClient::get(std::span<const GetItem> items, bool verify, bool tolerant) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
-    if (s.remote()) return get_remote(s, items, tolerant);
-    std::vector<int64_t> sizes(items.size(), kMiss);
-    std::vector<size_t> ask;
-    for (size_t i = 0; i < items.size(); ++i) {
-        const GetItem& item = items[i];
+    std::vector<NamedRead> reads;
+    reads.reserve(items.size());
+    for (const GetItem& item : items) {
         if (Status status = check_names(s, {&item.name, 1}); !status) return status.error();
-        std::optional<IndexHit> hit = s.index().find(s.space(), hash_(item.name), item.name);
-        if (!hit) {
-            ask.push_back(i);
-            continue;
-        }
-        uint64_t room = total(item.parts);
-        if (room < hit->size && tolerant) {
-            sizes[i] = static_cast<int64_t>(hit->size);
-            continue;
-        }
-        if (room < hit->size) return too_small(item.name, room, hit->size);
-        const std::byte* from = s.arena() + hit->offset;
-        uint32_t crc = copy_out(item.parts, from, hit->size, verify, hit->crc);
-        if (!hit->still_valid()) {
-            ask.push_back(i);
-            continue;
-        }
-        if (crc != hit->crc && tolerant) {
-            sizes[i] = kDamagedRead;
-            continue;
-        }
-        if (crc != hit->crc) return corrupt(item.name);
-        s.note_read(hit->slot, hit->size);
-        sizes[i] = static_cast<int64_t>(hit->size);
+        if (Status status = check_memory(s.path(), item.parts); !status) return status.error();
+        reads.push_back({item.name, item.parts});
     }
-    if (ask.empty()) return sizes;
-
-    std::vector<std::string_view> names;
+    if (Status status = s.path().read(reads, verify); !status) return status.error();
+    std::vector<int64_t> sizes(items.size(), kMiss);
+    std::vector<size_t> unknown;
+    for (size_t i = 0; i < items.size(); ++i) {
+        const NamedRead& read = reads[i];
+        if (read.outcome == NamedRead::kAskPin) unknown.push_back(i);
+        if (read.outcome == NamedRead::kAskPin || read.outcome == NamedRead::kMiss) continue;
+        Result<int64_t> size = size_read(items[i], read.size, read.outcome == NamedRead::kDamaged, tolerant);
+        if (!size) return size.error();
+        sizes[i] = *size;
+    }
+    const size_t step = s.path().pins_at_once();
     std::vector<GetItem> asked;
-    for (size_t i : ask) {
-        names.push_back(items[i].name);
-        asked.push_back(items[i]);
+    for (size_t begin = 0; begin < unknown.size(); begin += asked.size()) {
+        asked.clear();
+        for (size_t k = begin; k < unknown.size() && asked.size() < step; ++k) {
+            asked.push_back(items[unknown[k]]);
+        }
+        Result<std::vector<int64_t>> found = pin_and_get(asked, verify, tolerant);
+        if (!found) return found.error();
+        for (size_t k = 0; k < asked.size(); ++k) sizes[unknown[begin + k]] = (*found)[k];
     }
+    return sizes;
+}
+
+Result<std::vector<int64_t>> NodeClient::pin_and_get(std::span<const GetItem> items, bool verify,
+                                                     bool tolerant) {
+    std::vector<std::string_view> names;
+    for (const GetItem& item : items) names.push_back(item.name);
     Result<Pinned> pinned = pin(names);
     if (!pinned) return pinned.error();
-    std::vector<size_t> places(asked.size());
+    std::vector<size_t> places(items.size());
     std::iota(places.begin(), places.end(), 0);
-    // From the pins' own session: the node may have been replaced since the index was looked at.
-    Result<std::vector<int64_t>> found = get_pinned(*pinned, places, asked, verify);
-    if (!found) return found.error();
-    for (size_t k = 0; k < ask.size(); ++k) sizes[ask[k]] = (*found)[k];
-    return sizes;
+    return get_pinned(*pinned, places, items, verify, tolerant);
 }
 
 Status NodeClient::verify(const Pinned& pinned, std::span<const size_t> places,
@@ -305,43 +201,44 @@ Status NodeClient::verify(const Pinned& pinned, std::span<const size_t> places,
     for (size_t i = 0; i < places.size(); ++i) {
         if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
         const Descriptor& d = pinned.descriptors[places[i]];
-        const Session& s = *pinned.pin_of(places[i])->session();
-        if (s.remote()) continue;  // verified when its bytes arrive
-        if (crc32c(0, s.arena() + d.offset, d.size) != d.crc) return corrupt(names[i]);
+        const std::byte* bytes = pinned.pin_of(places[i])->session()->path().in_place(d);
+        if (bytes == nullptr) continue;  // compared when they are read
+        if (crc32c(0, bytes, d.size) != d.crc) return corrupt(names[i]);
     }
     return success();
 }
 
+// From the pins' own sessions: the node may have been replaced since the index was looked at.
 Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::span<const size_t> places,
-                                                    std::span<const GetItem> items, bool verify) {
+                                                    std::span<const GetItem> items, bool verify,
+                                                    bool tolerant) {
     std::vector<int64_t> sizes(items.size(), kMiss);
-    std::map<Session*, std::vector<size_t>> remote;
+    std::map<Session*, std::vector<size_t>> by_session;
     for (size_t i = 0; i < items.size(); ++i) {
         if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
-        const Descriptor& d = pinned.descriptors[places[i]];
+        uint64_t size = pinned.descriptors[places[i]].size;
         Session& s = *pinned.pin_of(places[i])->session();
-        uint64_t room = total(items[i].parts);
-        if (room < d.size) return too_small(items[i].name, room, d.size);
-        if (s.remote()) {
-            remote[&s].push_back(i);
+        if (Status status = check_memory(s.path(), items[i].parts); !status) return status.error();
+        if (total(items[i].parts) >= size) {
+            by_session[&s].push_back(i);
             continue;
         }
-        if (copy_out(items[i].parts, s.arena() + d.offset, d.size, verify, d.crc) != d.crc) {
-            return corrupt(items[i].name);
-        }
-        s.note_read(d.slot, d.size);
-        sizes[i] = static_cast<int64_t>(d.size);
+        Result<int64_t> told = size_read(items[i], size, false, tolerant);
+        if (!told) return told.error();
+        sizes[i] = *told;
     }
-    for (auto& [s, wanted] : remote) {
+    for (auto& [s, which] : by_session) {
         std::vector<PinnedRead> reads;
-        for (size_t i : wanted) reads.push_back({pinned.descriptors[places[i]], items[i].parts});
-        Status status = read_pinned(*s, reads);
+        reads.reserve(which.size());
+        for (size_t i : which) reads.push_back({pinned.descriptors[places[i]], items[i].parts});
+        Status status = s->path().read(reads, PinHolder::kThisProcess, verify);
         if (!status) return status.error();
-        for (size_t k = 0; k < wanted.size(); ++k) {
-            if (reads[k].outcome == PinnedRead::kDamaged) return corrupt(items[wanted[k]].name);
-            if (reads[k].outcome == PinnedRead::kRead) {
-                sizes[wanted[k]] = static_cast<int64_t>(reads[k].descriptor.size);
-            }
+        for (size_t k = 0; k < which.size(); ++k) {
+            if (reads[k].outcome == PinnedRead::kGone) continue;
+            bool damaged = reads[k].outcome == PinnedRead::kDamaged;
+            Result<int64_t> size = size_read(items[which[k]], reads[k].descriptor.size, damaged, tolerant);
+            if (!size) return size.error();
+            sizes[which[k]] = *size;
         }
     }
     return sizes;
@@ -408,33 +305,43 @@ void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor
         report.error = "the node was restarted since these objects were pinned";
         return;
     }
-    if (s.remote()) return load_remote(s, descriptors, which, table, indices, columns, report);
-    std::vector<Part> parts;
-    for (uint32_t i : which) {
-        const Descriptor& d = descriptors[i];
-        if (columns[i] >= table.columns() || d.size != table.object_bytes(columns[i]) ||
-            d.offset > s.arena_bytes() || d.size > s.arena_bytes() - d.offset) {
-            report.error = "a stored object has another size than this engine's blocks";
-            continue;
+    std::vector<MemoryRef> parts;
+    std::vector<size_t> ends;  // of each object's parts
+    std::vector<PinnedRead> reads;
+    std::vector<uint32_t> objects;
+    for (size_t begin = 0; begin < which.size(); begin += kLoadAtOnce) {
+        parts.clear();
+        ends.clear();
+        reads.clear();
+        objects.clear();
+        for (uint32_t i : which.subspan(begin, std::min(kLoadAtOnce, which.size() - begin))) {
+            if (columns[i] >= table.columns() || descriptors[i].size != table.object_bytes(columns[i])) {
+                report.error = "a stored object has another size than this engine's blocks";
+                continue;
+            }
+            table.append_parts(columns[i], indices[i], parts);
+            ends.push_back(parts.size());
+            objects.push_back(i);
         }
-        std::optional<IndexHit> hit = s.index().at(d.slot, d.generation);
-        if (!hit) {
-            report.error = "a pinned object was removed before it was loaded";
-            continue;
+        for (size_t k = 0; k < objects.size(); ++k) {
+            size_t first = k == 0 ? 0 : ends[k - 1];
+            reads.push_back({descriptors[objects[k]], std::span(parts).subspan(first, ends[k] - first)});
         }
-        table.parts(columns[i], indices[i], parts);
-        uint32_t crc = copy_out(parts, s.arena() + d.offset, d.size, verify, d.crc);
-        if (!hit->still_valid()) {
-            report.error = "a pinned object was removed while it was loaded";
-            continue;
+        Status status = s.path().read(reads, PinHolder::kAnotherProcess, verify);
+        if (!status) {
+            report.error = status.error().text;
+            break;
         }
-        if (crc != d.crc) {
-            report.error = "the bytes of a stored object do not match their checksum";
-            continue;
+        for (size_t k = 0; k < objects.size(); ++k) {
+            if (reads[k].outcome == PinnedRead::kRead) {
+                report.ok[objects[k]] = 1;
+                report.bytes += reads[k].descriptor.size;
+            } else {
+                report.error = reads[k].outcome == PinnedRead::kGone
+                                   ? "a pinned object was removed before it was loaded"
+                                   : "the bytes of a stored object do not match their checksum";
+            }
         }
-        s.note_read(d.slot, d.size);
-        report.ok[i] = 1;
-        report.bytes += d.size;
     }
     s.flush_reads();
 }

@@ -1,5 +1,5 @@
-// NodeClient: the verbs of the store against one node, from any process: on the node's own host by the memory
-// that both map, from elsewhere by READ and PUT over TCP. `Client` makes one pool of many of these.
+// NodeClient: the verbs of the store against one node, from any process: names, limits, pins and checks. The
+// session's BlockPath moves the bytes. `Client` makes one pool of many of these.
 //
 // Any thread may call. No call retries: when the node is lost, the call says so, and the next one tries to
 // connect, at most once per back-off step. What a call can do without the node (read what is in the shared
@@ -18,32 +18,11 @@
 #include <utility>
 #include <vector>
 
+#include "store/client/items.hpp"
 #include "store/client/session.hpp"
 #include "store/shared/stripes.hpp"
 
 namespace moonpool {
-
-struct PutItem {
-    std::string_view name;
-    std::string_view parent;  // empty: none
-    std::span<const Part> parts;
-    std::string_view group = {};  // what goes with it when a node evicts; empty: nothing
-    uint32_t soft_ms = 0;         // a soft pin; 0: none
-};
-
-struct PutReport {
-    std::vector<PutOutcome> outcomes;
-    std::string refusal;  // why, for the items whose outcome is kRefused
-    uint64_t stored_bytes = 0;
-    std::vector<uint8_t> copies;         // of each stored item, on different hosts; empty: one each
-    std::string short_of_copies;         // why there are fewer than asked for
-    std::vector<size_t> manifest_sized;  // items that were there already, and may be striped
-};
-
-struct GetItem {
-    std::string_view name;
-    std::span<const Part> parts;
-};
 
 inline constexpr int64_t kMiss = -1;
 inline constexpr int64_t kDamagedRead = -2;  // came over TCP, and does not match its checksum
@@ -113,7 +92,8 @@ class PartTable {
 
     size_t columns() const { return columns_.size(); }
     uint64_t object_bytes(size_t column) const { return bytes_[column]; }
-    void parts(size_t column, uint64_t index, std::vector<Part>& out) const;
+    // Appends where the object of that column and index lies; rows that touch are one part.
+    void append_parts(size_t column, uint64_t index, std::vector<MemoryRef>& out) const;
 
    private:
     std::vector<std::vector<StridedRow>> columns_;
@@ -125,17 +105,6 @@ struct LoadReport {
     uint64_t bytes = 0;
     std::string error;  // empty when all are ok
 };
-
-// An object that is pinned at a node of another host, and where its bytes are to go: exactly its size.
-struct PinnedRead {
-    enum Outcome { kGone, kRead, kDamaged };
-    Descriptor descriptor;
-    std::span<const Part> parts;
-    Outcome outcome = kGone;
-};
-
-// Reads all of them over TCP, in as few frames as their limits allow.
-Status read_pinned(Session& session, std::span<PinnedRead> reads);
 
 class NodeClient {
    public:
@@ -162,7 +131,8 @@ class NodeClient {
     static Status verify(const Pinned& pinned, std::span<const size_t> places,
                          std::span<const std::string_view> names);
     static Result<std::vector<int64_t>> get_pinned(const Pinned& pinned, std::span<const size_t> places,
-                                                   std::span<const GetItem> items, bool verify);
+                                                   std::span<const GetItem> items, bool verify,
+                                                   bool tolerant = false);
     static Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places);
     // 0: no; kThere, or kManifestSized for what may be striped. use: it counts as one.
     static constexpr uint8_t kThere = 1, kManifestSized = 2;
@@ -179,8 +149,8 @@ class NodeClient {
     Result<std::vector<Description>> describe(std::span<const std::string_view> names);
 
     // Copies pinned objects, described by the process that pinned them, into strided memory: those of
-    // `which`, or all. Each is checked after the copy, against its generation in shared memory or its
-    // checksum over TCP, so a pin that was lost meanwhile is a failed load and never wrong bytes.
+    // `which`, or all. Each is checked after the copy, by the node's index or by its checksum, so a pin that
+    // was lost meanwhile is a failed load and never wrong bytes.
     void load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
               std::span<const uint32_t> which, const PartTable& table, std::span<const uint32_t> indices,
               std::span<const uint16_t> columns, bool verify, LoadReport& report);
@@ -199,12 +169,6 @@ class NodeClient {
     const KeyHasher& hasher() const { return hash_; }
 
    private:
-    Result<PutReport> put_remote(const std::shared_ptr<Session>& opened, std::span<const PutItem> items,
-                                 bool replace, bool ack, int timeout_ms);
-    Result<std::vector<int64_t>> get_remote(Session& s, std::span<const GetItem> items, bool tolerant);
-    void load_remote(Session& s, std::span<const Descriptor> descriptors, std::span<const uint32_t> which,
-                     const PartTable& table, std::span<const uint32_t> indices,
-                     std::span<const uint16_t> columns, LoadReport& report);
     // Others wait here while one connects to a node that may not answer.
     std::unique_lock<std::mutex> lock_session() {
         std::unique_lock lock(mutex_, std::try_to_lock);
@@ -216,6 +180,7 @@ class NodeClient {
     }
     Status check_names(const Session& session, std::span<const std::string_view> names) const;
     Status check_item(const Session& session, const PutItem& item) const;
+    Result<std::vector<int64_t>> pin_and_get(std::span<const GetItem> items, bool verify, bool tolerant);
 
     ClientOptions options_;
     KeyHasher hash_;

@@ -66,38 +66,40 @@ Result<Pinned> NodeClient::pin(std::span<const std::string_view> names) {
     return pinned;
 }
 
-// What came over TCP damaged, or was gone by then, is a miss.
+// Bytes that cannot be read in place are read into memory of the view's own; what arrived damaged, or was
+// gone by then, is a miss.
 Result<std::vector<ObjectView>> NodeClient::views(const Pinned& pinned, std::span<const size_t> places) {
     std::vector<ObjectView> views(places.size());
-    std::map<Session*, std::vector<size_t>> remote;
+    std::map<Session*, std::vector<size_t>> to_read;
     for (size_t i = 0; i < places.size(); ++i) {
         if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
         const Descriptor& d = pinned.descriptors[places[i]];
         const std::shared_ptr<Pin>& pin = pinned.pin_of(places[i]);
-        if (pin->session()->remote()) {
-            remote[pin->session().get()].push_back(i);
-            continue;
+        if (const std::byte* bytes = pin->session()->path().in_place(d)) {
+            pin->session()->note_read(d.slot, d.size);
+            views[i] = ObjectView{pin, bytes, d.size};
+        } else {
+            to_read[pin->session().get()].push_back(i);
         }
-        pin->session()->note_read(d.slot, d.size);
-        views[i] = ObjectView{pin, pin->session()->arena() + d.offset, d.size};
     }
-    for (auto& [session, wanted] : remote) {
-        std::vector<Part> parts(wanted.size());
-        std::vector<std::shared_ptr<std::byte[]>> memory(wanted.size());
+    for (auto& [session, which] : to_read) {
+        std::vector<MemoryRef> parts(which.size());
+        std::vector<std::shared_ptr<std::byte[]>> memory(which.size());
         std::vector<PinnedRead> reads;
-        for (size_t k = 0; k < wanted.size(); ++k) {
-            const Descriptor& d = pinned.descriptors[places[wanted[k]]];
+        for (size_t k = 0; k < which.size(); ++k) {
+            const Descriptor& d = pinned.descriptors[places[which[k]]];
             memory[k].reset(new (std::nothrow) std::byte[d.size]);
             if (memory[k] == nullptr) {
                 return Error{Code::kOs, "no memory for an object of " + std::to_string(d.size) + " bytes"};
             }
-            parts[k] = Part{memory[k].get(), d.size};
+            parts[k] = MemoryRef::host(memory[k].get(), d.size);
             reads.push_back({d, {&parts[k], 1}});
         }
-        if (Status status = read_pinned(*session, reads); !status) return status.error();
-        for (size_t k = 0; k < wanted.size(); ++k) {
+        Status status = session->path().read(reads, PinHolder::kThisProcess, true);
+        if (!status) return status.error();
+        for (size_t k = 0; k < which.size(); ++k) {
             if (reads[k].outcome != PinnedRead::kRead) continue;
-            views[wanted[k]] = ObjectView{memory[k], memory[k].get(), parts[k].size};
+            views[which[k]] = ObjectView{memory[k], memory[k].get(), parts[k].bytes};
         }
     }
     return views;
@@ -112,10 +114,10 @@ Result<std::vector<uint8_t>> NodeClient::exists(std::span<const std::string_view
     std::vector<std::string_view> ask;
     std::vector<size_t> ask_index;
     auto there = [](uint64_t size) { return size == kManifestBytes ? kManifestSized : kThere; };
-    const bool look = !s.remote() && !use;
+    const IndexReader* index = use ? nullptr : s.path().index();
     for (size_t i = 0; i < names.size(); ++i) {
-        if (look) {
-            if (auto hit = s.index().find(s.space(), hash_(names[i]), names[i])) {
+        if (index != nullptr) {
+            if (auto hit = index->find(s.space(), hash_(names[i]), names[i])) {
                 present[i] = there(hit->size);
                 continue;
             }

@@ -28,11 +28,7 @@ std::shared_ptr<NodeClient> Peers::node(const std::string& route) {
     options.dial = nullptr;
     options.socket_path.clear();
     options.address.clear();
-    if (route.starts_with(kUnix)) {
-        options.socket_path = route.substr(kUnix.size());
-    } else if (route.starts_with(kTcp)) {
-        options.address = route.substr(kTcp.size());
-    }
+    (void)set_route(options, route);
     auto made = std::make_shared<NodeClient>(std::move(options));
     if (closed_) {
         made->close();

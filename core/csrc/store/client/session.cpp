@@ -132,7 +132,6 @@ Session::~Session() {
         }
         ::shutdown(fd_.get(), SHUT_RDWR);
     }
-    slab_.reset();
 }
 
 bool Session::check_alive() {
@@ -151,8 +150,7 @@ bool Session::check_alive() {
 
 void Session::retire() {
     flush_reads();
-    std::lock_guard lock(slab_mutex_);
-    slab_.reset();
+    path_->retire();
 }
 
 // The socket stays open until the last view is gone: a node that was merely late keeps our pins that long, so
@@ -443,7 +441,7 @@ Status Session::read(size_t n, const Build& build, const Target& target, std::ve
         for (size_t i = 0; i < n; ++i) {
             if (rows[i].bytes == 0) continue;
             uint64_t room = 0;
-            for (const Part& part : target(i)) room += part.size;
+            for (const MemoryRef& part : target(i)) room += part.bytes;
             if (rows[i].bytes > room || rows[i].bytes > follow) return misfit();
             follow -= rows[i].bytes;
         }
@@ -471,9 +469,9 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
         uint64_t left = rows[i].bytes;
         if (left == 0) continue;
         all += left;
-        for (const Part& part : target(i)) {
-            uint64_t size = std::min(left, part.size);
-            if (size != 0) pieces.push_back({part.data, size, i});
+        for (const MemoryRef& part : target(i)) {
+            uint64_t size = std::min(left, part.bytes);
+            if (size != 0) pieces.push_back({part.data(), size, i});
             left -= size;
         }
     }
@@ -504,10 +502,11 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
     return success();
 }
 
-Status Session::put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms) {
+Status Session::put(const Build& build, std::span<const MemoryRef> parts, const Parse& parse,
+                    int timeout_ms) {
     if (fork_.in_child()) return forked();
     uint64_t bytes = 0;
-    for (const Part& part : parts) bytes += part.size;
+    for (const MemoryRef& part : parts) bytes += part.bytes;
     Status status = success();
     {
         auto lock = lock_io();
@@ -537,7 +536,7 @@ Status Session::put(const Build& build, std::span<const Part> parts, const Parse
 }
 
 // What stands in out_, and the parts behind it.
-Status Session::send_parts(std::span<const Part> parts) {
+Status Session::send_parts(std::span<const MemoryRef> parts) {
     constexpr size_t kParts = 64;
     Signals signals(fd_.get());
     iovec iov[kParts];
@@ -548,7 +547,7 @@ Status Session::send_parts(std::span<const Part> parts) {
         if (head < out_.size()) iov[n++] = iovec{out_.data() + head, out_.size() - head};
         uint64_t skip = done;
         for (size_t i = next; i < parts.size() && n < kParts; ++i, skip = 0) {
-            if (parts[i].size != skip) iov[n++] = iovec{parts[i].data + skip, parts[i].size - skip};
+            if (parts[i].bytes != skip) iov[n++] = iovec{parts[i].data() + skip, parts[i].bytes - skip};
         }
         if (n == 0) break;
         msghdr message{};
@@ -565,10 +564,10 @@ Status Session::send_parts(std::span<const Part> parts) {
         head += step;
         left -= step;
         while (next < parts.size()) {
-            step = std::min(left, parts[next].size - done);
+            step = std::min(left, parts[next].bytes - done);
             done += step;
             left -= step;
-            if (done != parts[next].size) break;
+            if (done != parts[next].bytes) break;
             ++next;
             done = 0;
         }

@@ -1,7 +1,7 @@
-// Session: a client's side of one connection to one life of a node: the socket and, on the node's own host,
-// the mappings and the leased slab; over TCP (`remote()`) bytes travel in READ and PUT frames instead. When
-// the connection is lost the session is dead for good; Client opens the next one. Views keep their session
-// (and so the mapping) alive, and stay readable after the node died.
+// Session: a client's side of one connection to one incarnation of a node: the handshake, the socket and its
+// frames. The bytes of objects travel by its path (paths/block_path.hpp). When the connection is lost the
+// session is dead for good; NodeClient opens the next one. Views keep their session, and so what its path has
+// mapped, alive: they stay readable after the node died.
 //
 // Any thread may call. One request is in flight at a time; copying happens outside the lock.
 #pragma once
@@ -22,11 +22,8 @@
 #include "base/fork.hpp"
 #include "base/patience.hpp"
 #include "base/result.hpp"
-#include "memory/mapping.hpp"
-#include "store/shared/descriptor.hpp"
+#include "store/client/paths/block_path.hpp"
 #include "store/shared/messages.hpp"
-#include "store/shared/part.hpp"
-#include "store/shared/shared_index.hpp"
 #include "store/shared/space.hpp"
 #include "wire/auth.hpp"
 #include "wire/frame.hpp"
@@ -46,22 +43,10 @@ struct ClientOptions {
     std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
 };
 
-class Session;
-
-// A lease: memory of the arena that only this client writes. Handed back with the last reference to it.
-struct Slab {
-    Session& session;
-    Extent extent;
-    uint64_t cursor = 0;  // the next free byte, from extent.offset
-
-    Slab(Session& s, Extent e) : session(s), extent(e) {}
-    ~Slab();
-    Slab(const Slab&) = delete;
-};
-
-struct Room {
-    std::shared_ptr<Slab> slab;
-    Extent extent;
+// What a node of this host hands over with its WELCOME.
+struct SharedMemory {
+    Fd arena, index;
+    uint64_t arena_bytes = 0, index_bytes = 0;
 };
 
 class Session {
@@ -75,6 +60,7 @@ class Session {
 
     bool alive() const { return alive_.load(std::memory_order_acquire); }
     bool check_alive();  // looks whether the node has hung up since the last call
+    BlockPath& path() const { return *path_; }
     // Gives back what this client would write next, and lets the connection end with the last view and pin.
     void retire();
     // Whether one-way frames pile up because the node takes none.
@@ -93,56 +79,49 @@ class Session {
     // One-way: does not wait for a node that takes nothing, never fails; lost with the connection.
     void post(Kind kind, const Build& build);
 
-    // Over TCP: asks for bytes and receives them where target(row) says, a whole object or a piece. `crcs`
-    // are those of what arrived. build writes the body of READ, with `n` rows.
-    using Target = std::function<std::span<const Part>(size_t row)>;
+    // Asks for bytes and receives them where target(row) says, a whole object or a piece. `crcs` are those of
+    // what arrived. build writes the body of READ, with `n` rows.
+    using Target = std::function<std::span<const MemoryRef>(size_t row)>;
     Status read(size_t n, const Build& build, const Target& target, std::vector<ReadRow>& rows,
                 std::vector<uint32_t>& crcs);
 
-    // Over TCP: build writes the body of PUT up to the bytes, which are then taken from `parts`. Without
+    // build writes the body of PUT up to the bytes, which are then taken from `parts`. Without
     // `parse` nothing is waited for.
-    Status put(const Build& build, std::span<const Part> parts, const Parse& parse, int timeout_ms);
-
-    // Room for an object of `size` bytes. `ahead`: how much more room (see room_bytes) the caller is going to
-    // ask for. `own`: empty at first; a caller that asks for much gets its own slab there, so that callers
-    // lease, and get fresh pages, beside each other. A refusal is told in `why` and leaves slab empty.
-    Result<Room> reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
-                         int timeout_ms);
-    static uint64_t room_bytes(uint64_t size);  // of a slab, for an object of `size` bytes
-    void unreserve(Room& room);                 // it was not committed after all
+    Status put(const Build& build, std::span<const MemoryRef> parts, const Parse& parse, int timeout_ms);
 
     // Tells the node, with the next frame, what was read straight from the arena.
     void note_read(uint32_t slot, uint64_t bytes);
     void flush_reads();
 
     const Incarnation& incarnation() const { return incarnation_; }
-    const IndexReader& index() const { return index_; }
-    std::byte* arena() const { return arena_.data(); }
     uint64_t arena_bytes() const { return arena_bytes_; }
     uint32_t space() const { return space_; }
+    uint64_t slab_bytes() const { return slab_bytes_; }
     uint64_t object_bytes_max() const { return object_bytes_max_; }
     uint32_t key_bytes_max() const { return key_bytes_max_; }
     uint32_t parts_max() const { return parts_max_; }
     uint32_t frame_bytes_max() const { return frame_bytes_max_; }
     uint32_t frame_keys_max() const { return frame_keys_max_; }
     const std::string& peer() const { return peer_; }
-    bool remote() const { return arena_.data() == nullptr; }
     const std::string& node_name() const { return node_name_; }
     const std::string& host_id() const { return host_id_; }
     const std::string& address() const { return address_; }  // where other hosts reach the node
     const std::string& master() const { return master_; }    // empty: the node is alone
     bool knows(uint32_t feature) const { return (features_ & feature) != 0; }
 
+    // For the path while it opens: to a node's Unix socket, or to its TCP port.
+    Status connect_here(const ClientOptions& options, SharedMemory& memory);
+    Status connect_remote(const ClientOptions& options);
+
    private:
-    friend struct Slab;
     class Turn;
     Session() = default;
 
-    Status handshake(const ClientOptions& options);
+    Status handshake(const ClientOptions& options, SharedMemory& memory);
     Status wait(short events);
     bool read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes);
     Status receive_bytes(const std::vector<ReadRow>& rows, const Target& target, std::vector<uint32_t>& crcs);
-    Status send_parts(std::span<const Part> parts);
+    Status send_parts(std::span<const MemoryRef> parts);
     Status open_space(const ClientOptions& options);
     Status open_within(const ClientOptions& options, int most_ms, const std::atomic<bool>* given_up);
     std::unique_lock<std::mutex> lock_io();
@@ -168,9 +147,6 @@ class Session {
     void take_posted(std::vector<std::byte>& out);
     bool drain(bool wait);
     void flush_posted();
-    Result<Room> reserve_shared(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms);
-    Status make_writable(Extent extent);
-    Result<std::shared_ptr<Slab>> lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms);
 
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
@@ -187,8 +163,6 @@ class Session {
     std::optional<Opening> opening_;
     std::atomic<bool> alive_{true};
     Incarnation incarnation_{};
-    Mapping arena_;
-    IndexReader index_;
     uint32_t space_ = 0;
     uint64_t arena_bytes_ = 0, slab_bytes_ = 0, object_bytes_max_ = 0;
     uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
@@ -205,10 +179,7 @@ class Session {
     std::vector<uint32_t> read_slots_;
     uint64_t read_count_ = 0, read_bytes_ = 0;
 
-    std::mutex slab_mutex_;
-    std::shared_ptr<Slab> slab_;  // for what is less than a slab
-    std::mutex populated_mutex_;
-    std::vector<bool> populated_;  // by huge page: whose page table entries were filled once
+    std::unique_ptr<BlockPath> path_;  // declared last: it ends while the rest is there
 };
 
 }  // namespace moonpool

@@ -1,5 +1,4 @@
-// The half of Session that begins it: finds the node, proves the cluster token to it and has its proof, maps
-// its memory.
+// The half of Session that begins it: finds the node, proves the cluster token to it and has its proof.
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -62,6 +61,11 @@ Result<Fd> connect_to(const ClientOptions& options, Deadline end, const std::ato
     }
 }
 
+int left_ms(Deadline end) {
+    auto left = end - std::chrono::steady_clock::now();
+    return static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count());
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
@@ -81,29 +85,9 @@ Status Session::open_within(const ClientOptions& options, int most_ms, const std
     if (most_ms <= 0) return Error{Code::kTimeout, "others left no time of this call to connect"};
     const Deadline end = deadline_in(most_ms);
     opening_ = Opening{end, given_up};
-    if (options.address.empty()) {
-        Result<Fd> fd = connect_to(options, end, given_up);
-        if (!fd) return fd.error();
-        fd_ = std::move(*fd);
-        peer_ = options.dial ? "the embedded node" : options.socket_path;
-        if (Status status = handshake(options); !status) return status;
-    } else {
-        DialOptions to{
-            options.address, options.token, options.tenant, std::string(kPurposeStore), most_ms, ""};
-        to.given_up = given_up;
-        Result<Dialed> dialed = moonpool::dial(to);
-        if (!dialed) return dialed.error();
-        fd_ = std::move(dialed->fd);
-        leave_bbr_when_near(fd_.get());
-        peer_ = options.address;
-        incarnation_ = dialed->incarnation;
-        Reader welcome(dialed->welcome);
-        uint64_t arena_bytes = 0, index_bytes = 0;
-        if (!read_welcome(welcome, arena_bytes, index_bytes)) {
-            return Error{Code::kProtocol,
-                         options.address + " does not speak the protocol of a Moonpool node"};
-        }
-    }
+    Result<std::unique_ptr<BlockPath>> path = open_path(*this, options);
+    if (!path) return path.error();
+    path_ = std::move(*path);
     timeout_ms_ = waits_ms_ = socket_ms_ = one_wait(options.timeout_ms);
     set_socket_timeouts(fd_.get(), timeout_ms_);
     if (Status status = open_space(options); !status) return status;
@@ -111,7 +95,37 @@ Status Session::open_within(const ClientOptions& options, int most_ms, const std
     return success();
 }
 
-Status Session::handshake(const ClientOptions& options) {
+Status Session::connect_here(const ClientOptions& options, SharedMemory& memory) {
+    Result<Fd> fd = connect_to(options, opening_->end, opening_->given_up);
+    if (!fd) return fd.error();
+    fd_ = std::move(*fd);
+    peer_ = options.dial ? "the embedded node" : options.socket_path;
+    return handshake(options, memory);
+}
+
+Status Session::connect_remote(const ClientOptions& options) {
+    DialOptions to{options.address,
+                   options.token,
+                   options.tenant,
+                   std::string(kPurposeStore),
+                   std::max(1, left_ms(opening_->end)),
+                   ""};
+    to.given_up = opening_->given_up;
+    Result<Dialed> dialed = moonpool::dial(to);
+    if (!dialed) return dialed.error();
+    fd_ = std::move(dialed->fd);
+    leave_bbr_when_near(fd_.get());
+    peer_ = options.address;
+    incarnation_ = dialed->incarnation;
+    Reader welcome(dialed->welcome);
+    uint64_t arena_bytes = 0, index_bytes = 0;
+    if (!read_welcome(welcome, arena_bytes, index_bytes)) {
+        return Error{Code::kProtocol, options.address + " does not speak the protocol of a Moonpool node"};
+    }
+    return success();
+}
+
+Status Session::handshake(const ClientOptions& options, SharedMemory& memory) {
     FrameHeader header;
     if (Status status = receive_frame(header, nullptr); !status) return status;
     Reader challenge(body_);
@@ -142,8 +156,7 @@ Status Session::handshake(const ClientOptions& options) {
     Reader welcome(body_);
     if (header.kind == Kind::kError) return read_error(welcome);
     std::string_view proof = welcome.bytes(sizeof(Mac));
-    uint64_t arena_bytes = 0, index_bytes = 0;
-    if (header.kind != Kind::kWelcome || !read_welcome(welcome, arena_bytes, index_bytes) ||
+    if (header.kind != Kind::kWelcome || !read_welcome(welcome, memory.arena_bytes, memory.index_bytes) ||
         fds.size() != 2) {
         return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
     }
@@ -154,14 +167,8 @@ Status Session::handshake(const ClientOptions& options) {
         return Error{Code::kAuth,
                      peer_ + " does not know the cluster token: it is not the node that it claims to be"};
     }
-    Result<Mapping> arena = Mapping::map(fds[0].get(), arena_bytes, true);
-    if (!arena) return arena.error();
-    // Mapped writable first, for the right to make single slabs writable again; read-only from here on.
-    if (Status status = arena->protect(0, arena_bytes, false); !status) return status;
-    arena_ = std::move(*arena);
-    Result<IndexReader> index = IndexReader::open(fds[1].get(), index_bytes, incarnation_);
-    if (!index) return index.error();
-    index_ = std::move(*index);
+    memory.arena = std::move(fds[0]);
+    memory.index = std::move(fds[1]);
     return success();
 }
 

@@ -74,16 +74,16 @@ std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::s
     return manifest;
 }
 
-std::vector<Part> slice(std::span<const Part> parts, uint64_t from, uint64_t size) {
-    std::vector<Part> out;
-    for (const Part& part : parts) {
+std::vector<MemoryRef> slice(std::span<const MemoryRef> parts, uint64_t from, uint64_t size) {
+    std::vector<MemoryRef> out;
+    for (const MemoryRef& part : parts) {
         if (size == 0) break;
-        if (from >= part.size) {
-            from -= part.size;
+        if (from >= part.bytes) {
+            from -= part.bytes;
             continue;
         }
-        uint64_t n = std::min(size, part.size - from);
-        out.push_back(Part{part.data + from, n});
+        uint64_t n = std::min(size, part.bytes - from);
+        out.push_back(part.sub(from, n));
         size -= n;
         from = 0;
     }

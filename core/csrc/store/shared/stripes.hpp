@@ -16,7 +16,7 @@
 #include <string_view>
 #include <vector>
 
-#include "store/shared/part.hpp"
+#include "memory/memory_ref.hpp"
 
 namespace moonpool {
 
@@ -53,6 +53,6 @@ std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::s
 bool is_stripe(std::string_view name);
 
 // Where [from, from + size) of an object lies in its parts.
-std::vector<Part> slice(std::span<const Part> parts, uint64_t from, uint64_t size);
+std::vector<MemoryRef> slice(std::span<const MemoryRef> parts, uint64_t from, uint64_t size);
 
 }  // namespace moonpool

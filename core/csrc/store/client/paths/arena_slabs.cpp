@@ -1,7 +1,8 @@
-// The half of Session that writes objects where a node leased it memory: slabs, which small objects share.
+// The half of ArenaPath that says where in the arena an object is written: in slabs, leased from the node,
+// which small objects share.
 #include <algorithm>
 
-#include "store/client/session.hpp"
+#include "store/client/paths/arena_path.hpp"
 
 namespace moonpool {
 
@@ -12,15 +13,16 @@ constexpr uint64_t kLeaseAheadSlabs = 4;  // a batch leases at most this many sl
 
 }  // namespace
 
-Slab::~Slab() {
-    if (!session.alive()) return;
-    (void)session.arena_.protect(extent.offset, extent.size, false);
-    session.post(Kind::kReturn, [this](Writer& w) { w.number(extent.offset); });
+ArenaPath::Slab::~Slab() {
+    if (!path.session_.alive()) return;
+    (void)path.arena_.protect(extent.offset, extent.size, false);
+    path.session_.post(Kind::kReturn, [this](Writer& w) { w.number(extent.offset); });
 }
 
-Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::string& why, int timeout_ms) {
+Result<std::shared_ptr<ArenaPath::Slab>> ArenaPath::lease(uint64_t min, uint64_t want, std::string& why,
+                                                          int timeout_ms) {
     Extent extent;
-    Status status = call(
+    Status status = session_.call(
         Kind::kLease,
         [&](Writer& w) {
             w.number(min);
@@ -40,7 +42,7 @@ Result<std::shared_ptr<Slab>> Session::lease(uint64_t min, uint64_t want, std::s
     return slab;
 }
 
-Status Session::make_writable(Extent extent) {
+Status ArenaPath::make_writable(Extent extent) {
     if (Status status = arena_.protect(extent.offset, extent.size, true); !status) return status;
     bool fresh = false;
     {
@@ -56,23 +58,23 @@ Status Session::make_writable(Extent extent) {
     return success();
 }
 
-uint64_t Session::room_bytes(uint64_t size) {
+uint64_t ArenaPath::room_bytes(uint64_t size) {
     return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign;
 }
 
-Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own, std::string& why,
-                              int timeout_ms) {
+Result<ArenaPath::Room> ArenaPath::reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Slab>& own,
+                                           std::string& why, int timeout_ms) {
     if (size == 0) return Room{};
-    if (size > object_bytes_max_) {
+    if (size > session_.object_bytes_max()) {
         why = "an object of " + std::to_string(size) + " bytes is over the limit of " +
-              std::to_string(object_bytes_max_) + " bytes (node.object_share_max of the arena)";
+              std::to_string(session_.object_bytes_max()) + " bytes (node.object_share_max of the arena)";
         return Room{};
     }
     uint64_t need = room_bytes(size);
     if (own == nullptr || own->cursor + need > own->extent.size) {
         own.reset();  // goes back once it is committed, so that what is in it may make room
-        if (need + ahead < slab_bytes_) return reserve_shared(size, ahead, why, timeout_ms);
-        uint64_t want = std::max(need, std::min(need + ahead, slab_bytes_ * kLeaseAheadSlabs));
+        if (need + ahead < session_.slab_bytes()) return reserve_shared(size, ahead, why, timeout_ms);
+        uint64_t want = std::max(need, std::min(need + ahead, session_.slab_bytes() * kLeaseAheadSlabs));
         Result<std::shared_ptr<Slab>> slab = lease(need, want, why, timeout_ms);
         if (!slab) return slab.error();
         if (*slab == nullptr) return Room{};
@@ -84,14 +86,15 @@ Result<Room> Session::reserve(uint64_t size, uint64_t ahead, std::shared_ptr<Sla
 }
 
 // For what is less than a slab: all threads fill one.
-Result<Room> Session::reserve_shared(uint64_t size, uint64_t ahead, std::string& why, int timeout_ms) {
+Result<ArenaPath::Room> ArenaPath::reserve_shared(uint64_t size, uint64_t ahead, std::string& why,
+                                                  int timeout_ms) {
     uint64_t need = room_bytes(size);
     std::lock_guard lock(slab_mutex_);
     if (slab_ == nullptr || slab_->cursor + need > slab_->extent.size) {
         // A large object gets a lease of its own; the slab for small ones stays as it is.
-        bool own = need > slab_bytes_ / 2 && ahead == 0;
+        bool own = need > session_.slab_bytes() / 2 && ahead == 0;
         if (!own) slab_.reset();  // goes back once its last writer has committed
-        Result<std::shared_ptr<Slab>> slab = lease(need, own ? need : slab_bytes_, why, timeout_ms);
+        Result<std::shared_ptr<Slab>> slab = lease(need, own ? need : session_.slab_bytes(), why, timeout_ms);
         if (!slab) return slab.error();
         if (*slab == nullptr) return Room{};
         if (own) {
@@ -105,12 +108,17 @@ Result<Room> Session::reserve_shared(uint64_t size, uint64_t ahead, std::string&
     return room;
 }
 
-void Session::unreserve(Room& room) {
+void ArenaPath::unreserve(Room& room) {
     if (room.slab == nullptr) return;
     std::lock_guard lock(slab_mutex_);
     uint64_t need = room_bytes(room.extent.size);
     if (room.slab->extent.offset + room.slab->cursor == room.extent.offset + need) room.slab->cursor -= need;
     room.slab.reset();
+}
+
+void ArenaPath::retire() {
+    std::lock_guard lock(slab_mutex_);
+    slab_.reset();
 }
 
 }  // namespace moonpool

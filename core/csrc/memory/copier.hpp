@@ -1,0 +1,40 @@
+// Copier: copies bytes between kinds of memory. Besides transports and system calls only copiers touch what a
+// MemoryRef names, so a new kind of memory is one more Copier in the table of copier.cpp.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "base/result.hpp"
+#include "memory/memory_ref.hpp"
+
+namespace moonpool {
+
+// A device's order of copies. A copier of host memory ignores it: its copies are over on return.
+struct Stream;
+
+class Copier {
+   public:
+    virtual ~Copier() = default;
+    virtual std::string_view name() const = 0;
+    virtual bool can(MemoryKind from, MemoryKind to) const = 0;
+    // `to` and `from` have the same length and do not overlap. crc: CRC-32C, continued over the bytes; null:
+    // not computed.
+    virtual Status copy(const MemoryRef& to, const MemoryRef& from, uint32_t* crc,
+                        Stream* stream = nullptr) const = 0;
+};
+
+// Null when no copier of this build copies between these kinds.
+const Copier* find_copier(MemoryKind from, MemoryKind to);
+
+const char* name_of(MemoryKind kind);
+
+// Several ranges to one, one after another; `to` has room for all of them.
+Status gather(const MemoryRef& to, std::span<const MemoryRef> from, uint32_t* crc);
+// One range to several: the first `from.bytes` bytes of `to`; what is left of `to` stays as it is.
+Status scatter(std::span<const MemoryRef> to, const MemoryRef& from, uint32_t* crc);
+// The checksum of the first `bytes` bytes of memory that the CPU reaches.
+uint32_t checksum(std::span<const MemoryRef> parts, uint64_t bytes);
+
+}  // namespace moonpool

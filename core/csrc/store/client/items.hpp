@@ -1,0 +1,46 @@
+// What callers hand to the verbs of the store, and what they get back.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "memory/memory_ref.hpp"
+#include "store/shared/messages.hpp"
+
+namespace moonpool {
+
+struct PutItem {
+    std::string_view name;
+    std::string_view parent;  // empty: none
+    std::span<const MemoryRef> parts;
+    std::string_view group = {};  // what goes with it when a node evicts; empty: nothing
+    uint32_t soft_ms = 0;         // a soft pin; 0: none
+};
+
+struct PutReport {
+    std::vector<PutOutcome> outcomes;
+    std::string refusal;  // why, for the items whose outcome is kRefused
+    uint64_t stored_bytes = 0;
+    std::vector<uint8_t> copies;         // of each stored item, on different hosts; empty: one each
+    std::string short_of_copies;         // why there are fewer than asked for
+    std::vector<size_t> manifest_sized;  // items that were there already, and may be striped
+};
+
+struct GetItem {
+    std::string_view name;
+    std::span<const MemoryRef> parts;
+};
+
+// The bytes of all parts; UINT64_MAX when they are more than that.
+inline uint64_t total(std::span<const MemoryRef> parts) {
+    uint64_t bytes = 0;
+    for (const MemoryRef& part : parts) {
+        if (__builtin_add_overflow(bytes, part.bytes, &bytes)) return UINT64_MAX;
+    }
+    return bytes;
+}
+
+}  // namespace moonpool
