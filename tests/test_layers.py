@@ -55,6 +55,7 @@ CPP = {
     "core/store/shared": TRANSPORT,
     "core/store/node": ("store/shared", "directory", "ssd", *TRANSPORT),
     "core/store/client": ("store/shared", "directory", *TRANSPORT),
+    "core/store/client/paths": ("store/client", "store/shared", *TRANSPORT),
     "core/capi": ("engine", *WIRE),
     "core/nixl": ("capi", "engine", *WIRE),
     "core/python": ("store/shared", "store/node", "store/client", "directory", "ssd", "engine", *TRANSPORT),

@@ -61,8 +61,19 @@ class Pool:
         return sum(server.metrics()[metric] for server in self.nodes.values())
 
     def told(self) -> None:
-        """Waits until the directory knows of every object."""
-        until(lambda: self.master.metrics()["directory_rows"] == self.total("objects"))
+        """Waits until the directory knows of every object, and of no other."""
+
+        def level() -> bool:
+            # The counts alone are level, too, while one object's row and another's removal are on their way.
+            master = self.master.metrics()
+            applied = master["rows_added_total"] + master["rows_removed_total"]
+            return (
+                self.total("master_rows_waiting") == 0
+                and self.total("master_rows_sent_total") == applied
+                and master["directory_rows"] == self.total("objects")
+            )
+
+        until(level)
 
     def close(self) -> None:
         for store in self.stores:

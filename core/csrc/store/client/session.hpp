@@ -1,5 +1,5 @@
 // Session: a client's side of one connection to one incarnation of a node: the handshake, the socket and its
-// frames. The bytes of objects travel by its path (paths/block_path.hpp). When the connection is lost the
+// frames. The bytes of objects travel by its path (block_path.hpp). When the connection is lost the
 // session is dead for good; NodeClient opens the next one. Views keep their session, and so what its path has
 // mapped, alive: they stay readable after the node died.
 //
@@ -22,7 +22,7 @@
 #include "base/fork.hpp"
 #include "base/patience.hpp"
 #include "base/result.hpp"
-#include "store/client/paths/block_path.hpp"
+#include "store/client/block_path.hpp"
 #include "store/shared/messages.hpp"
 #include "store/shared/space.hpp"
 #include "wire/auth.hpp"

@@ -13,7 +13,7 @@
 #include "memory/allocator.hpp"
 #include "memory/copier.hpp"
 #include "memory/mapping.hpp"
-#include "store/client/paths/block_path.hpp"
+#include "store/client/block_path.hpp"
 #include "store/client/session.hpp"
 
 namespace moonpool {

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "store/client/paths/block_path.hpp"
+#include "store/client/block_path.hpp"
 #include "store/client/session.hpp"
 
 namespace moonpool {

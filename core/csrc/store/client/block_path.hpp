@@ -2,10 +2,10 @@
 // keeps names, pins and the order of things; a path moves bytes, and NodeClient never asks which path it has:
 // what a path can do beyond moving is a method with a default that says "no".
 //
-//   arena_path.hpp  a node of this host: its arena and its index are mapped here
-//   tcp_path.hpp    a node of another host: READ and PUT frames, one round trip each
+//   paths/arena_path.hpp  a node of this host: its arena and its index are mapped here
+//   paths/tcp_path.hpp    a node of another host: READ and PUT frames, one round trip each
 //
-// A further path is a class and a row of the table in paths.cpp. Any thread may call.
+// A further path is a class and a row of the table in paths/paths.cpp. Any thread may call.
 #pragma once
 
 #include <cstdint>
