@@ -85,7 +85,7 @@ class PoolClient:
         self.hold([bytes(BLOCK_NAME_BYTES)], 1)
 
     @property
-    def life(self) -> bytes:
+    def incarnation(self) -> bytes:
         """The incarnation of the node: changes when another node answers; empty before the first answer."""
         return self._client.incarnation
 

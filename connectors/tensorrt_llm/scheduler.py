@@ -118,7 +118,7 @@ class MoonpoolScheduler(compat.Scheduler):
             return None
         try:
             offer = self._look_up(engine, connection, digests[first:usable], first)
-            known.of(connection.life)
+            known.seen_at(connection.incarnation)
             if offer is not None:
                 known.add(digests[first : first + offer.blocks])
             # This engine computes what was found and not read, and then saves it here.

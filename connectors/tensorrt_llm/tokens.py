@@ -67,7 +67,7 @@ class Known:
         self._limit = limit
         self._clock = clock
         self._heard_s: OrderedDict[bytes, float] = OrderedDict()
-        self._life = b""
+        self._incarnation = b""
         self._lock = threading.Lock()
 
     def add(self, digests: Iterable[bytes]) -> None:
@@ -86,14 +86,14 @@ class Known:
             for digest in digests:
                 self._heard_s.pop(digest, None)
 
-    def of(self, life: bytes) -> None:
+    def seen_at(self, incarnation: bytes) -> None:
         """Forgets all digests when the node is another one.
 
-        life: the node's incarnation; b"" when there is no node now.
+        incarnation: 16 bytes of the node; b"" when there is no node now.
         """
         with self._lock:
-            if life and life != self._life:
-                self._life = life
+            if incarnation and incarnation != self._incarnation:
+                self._incarnation = incarnation
                 self._heard_s.clear()
 
     def doubtful(self, digests: Iterable[bytes]) -> list[bytes]:

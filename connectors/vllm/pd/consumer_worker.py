@@ -325,7 +325,7 @@ class ConsumerWorker:
     # Time
 
     def tick(self, now_s: float) -> list[tuple[Hashable, Heartbeat]]:
-        """Signs of life, by connection; gives up on transfers that their prefill engine does not know."""
+        """Heartbeats, by connection; gives up on transfers that their prefill engine does not know."""
         for incoming in list(self._by_transfer.values()):
             if now_s - incoming.known_s > self._silence_s:
                 self.fail(incoming, f"the prefill engine knew nothing of it for {self._silence_s:g} s", now_s)

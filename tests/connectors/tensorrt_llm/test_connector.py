@@ -447,14 +447,14 @@ def test_what_was_heard_of_long_ago_is_doubtful() -> None:
     now_s[0] += chains.KNOWN_S / 2
     assert known.doubtful([b"a", b"b", b"c", b"d"]) == [b"a"]
     assert known.leading([b"a", b"b", b"d"]) == 2  # until it is asked for
-    known.of(b"one")
+    known.seen_at(b"one")
     assert known.leading([b"a"]) == 0
     known.add([b"a", b"b", b"c", b"d"])
-    known.of(b"")  # nobody there now
-    known.of(b"one")
+    known.seen_at(b"")  # nobody there now
+    known.seen_at(b"one")
     assert known.leading([b"b", b"c", b"d"]) == 3
     assert known.leading([b"a"]) == 0  # too many
-    known.of(b"another")
+    known.seen_at(b"another")
     assert known.leading([b"b"]) == 0
 
 
