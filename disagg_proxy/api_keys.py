@@ -1,4 +1,4 @@
-"""Keys that callers of the proxy's own pages send: ``Authorization: Bearer KEY``."""
+"""API keys of clients of the proxy's own endpoints: ``Authorization: Bearer KEY``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WANTS_KEY = refused(
 
 
 class ApiKeys:
-    """The keys that a page accepts. No key at all: it accepts every caller."""
+    """The API keys that an endpoint accepts; without any it accepts every client."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def fits(self, authorization: bytes | None) -> bool:
-        """All are compared, in constant time."""
+        """Whether the header has an accepted key. Compares all keys in constant time."""
         scheme, _, key = (authorization or b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         fitting = [hmac.compare_digest(digest, each) for each in self._digests]

@@ -1,14 +1,14 @@
-"""What each engine is shown as ``Authorization: Bearer KEY``. A client's own key goes to no engine: with it
-an engine could ask others in the client's name.
+"""The API key that the proxy sends to each engine as ``Authorization: Bearer KEY``. A client's own key goes
+to no engine: an engine could use it in the client's name.
 
-A file of lines, blank ones and those that begin with '#' aside:
+The file has one line for each key; blank lines and those that begin with '#' are ignored:
 
     KEY             for the engines of the proxy's own settings
     NAME KEY        for the engine of this name
     HOST:PORT KEY   for the engine at this address
-    * KEY           for all, those that are discovered, too: a client that registers an engine gets this key
+    * KEY           for all engines, discovered ones, too: a client that registers an engine gets this key
 
-The line that says most about an engine counts: its address, its name, KEY, ``* KEY``.
+The most specific line counts, in this order: address, name, KEY, ``* KEY``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class EngineKeys:
         self._keys = dict(keys)
 
     def of(self, spec: EngineSpec, *, given: bool) -> str:
-        """The key for an engine; "": none. given: it stands in the proxy's own settings."""
+        """The key for an engine; "": none. given: whether the engine is one of the proxy's own settings."""
         places = ["{}:{}".format(*spec.address), spec.name, *([_GIVEN] if given else []), "*"]
         return next((self._keys[place] for place in places if place in self._keys), "")
 
 
 def read_engine_keys(path: str) -> EngineKeys:
-    """path: "" for none. Raises ConfigError when the file cannot be read or has a line of another form."""
+    """Reads the file; path "": no keys. Raises ConfigError for an unreadable file or a malformed line."""
     keys: dict[str, str] = {}
     if not path:
         return EngineKeys(keys)
@@ -48,12 +48,12 @@ def read_engine_keys(path: str) -> EngineKeys:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        who = words[0] if len(words) == 2 else _GIVEN
+        name = words[0] if len(words) == 2 else _GIVEN
         if len(words) > 2 or not words[-1].isprintable():
             raise _bad(f"line {number} of {path} is neither KEY nor NAME KEY")
-        if who in keys:
-            raise _bad(f"line {number} of {path} gives {who or 'the engines of the settings'} another key")
-        keys[who] = words[-1]
+        if name in keys:
+            raise _bad(f"line {number} of {path} gives {name or 'the engines of the settings'} another key")
+        keys[name] = words[-1]
     if not keys:
         raise _bad(f"{path} has no key; write KEY or NAME KEY per line, or name no file")
     return EngineKeys(keys)

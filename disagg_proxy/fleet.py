@@ -1,10 +1,10 @@
-"""The engines of one proxy, which may join and leave while it runs: gives each a place and takes all parts
-along that keep something of it.
+"""The engines of one proxy, which join and leave while it runs. The fleet gives each a place and updates
+every part that keeps state of it.
 
     free --join--> there --leave--> leaving --its last request is over--> free
 
-A place is a small number that stands for an engine everywhere. It is another's only when nothing that was
-sent to the one before is under way. Everything here runs on the event loop.
+A place is a small number that stands for an engine everywhere. It is reused only when no request of its
+former engine is in flight. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class Fleet:
-    """``start`` begins the health checks; engines may join before. ``close`` ends them."""
+    """``start`` begins the health checks, ``close`` ends them; engines may join before ``start``."""
 
     def __init__(
         self,
@@ -54,11 +54,9 @@ class Fleet:
         self._free = list(range(settings.places))
         self._there: dict[str, tuple[DiscoveredEngine, Engine]] = {}
         self._leaving: dict[int, Engine] = {}  # by place
-        self._failed: set[int] = set()  # places of those that leave because they could not join
+        self._failed: set[int] = set()  # places of engines that leave because their join failed
         self._pages: dict[int, Bootstrap] = {}  # by place
-        self._conflicts = BootstrapConflicts(
-            settings.engines
-        )  # those of the settings are there, or on their way
+        self._conflicts = BootstrapConflicts(settings.engines)  # engines of the settings have joined, or will
         self._checkers: dict[int, HealthChecker] = {}  # by place
         self._checks: dict[int, asyncio.Task[None]] = {}
         self._started = False
@@ -66,31 +64,31 @@ class Fleet:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """Those that are there, ordered by place; not those that are leaving."""
+        """The engines by place, without those that are leaving."""
         return self._dispatcher.engines
 
     @property
     def leaving(self) -> tuple[Engine, ...]:
-        """Those of which something is still under way."""
+        """Removed engines that still have requests in flight."""
         return tuple(self._leaving.values())
 
     @property
     def room(self) -> int:
-        """Engines that may join now."""
+        """Number of engines that may join now."""
         return len(self._free)
 
     def find(self, name: str) -> DiscoveredEngine | None:
-        """The engine of this name that is there."""
+        """The engine of this name; None: there is none, or it is leaving."""
         there = self._there.get(name)
         return None if there is None else there[0]
 
     def engine(self, place: int) -> Engine | None:
-        """The engine that is there; not one that is leaving."""
+        """The engine at this place; None: there is none, or it is leaving."""
         return None if place in self._leaving else self._dispatcher.at[place]
 
     def join(self, found: DiscoveredEngine) -> Engine:
-        """Raises LookupError when the name is taken or no place is free. Whatever is wrong, the
-        engine is not there then, and its place is free."""
+        """Adds an engine. Raises LookupError when the name is taken or no place is free. After any error the
+        engine is not in the fleet and its place is free."""
         spec = found.spec
         if spec.name in self._there:
             raise LookupError(f"there is an engine called {spec.name} already")
@@ -117,7 +115,7 @@ class Fleet:
         return engine
 
     def _enter(self, found: DiscoveredEngine, place: int) -> Engine:
-        """Into the tables of all parts; the data plane's last, for from there requests may come."""
+        """Enters the engine into all parts; the relay comes last, since requests may follow at once."""
         spec = found.spec
         engine = Engine(place, spec, self._settings, self._conflicts)
         if found.model:
@@ -138,7 +136,7 @@ class Fleet:
         return engine
 
     def _undo(self, found: DiscoveredEngine, place: int) -> None:
-        """The data plane never heard of the engine: nothing was sent there."""
+        """Takes back ``_enter``; the relay never knew the engine, so no request was sent to it."""
         name = found.spec.name
         self._there.pop(name, None)
         self._conflicts.remove(name)
@@ -152,8 +150,8 @@ class Fleet:
         heapq.heappush(self._free, place)
 
     def leave(self, name: str) -> None:
-        """No request goes to the engine any more; those that are there have drain_s to end. Nothing, when
-        there is none of this name."""
+        """Removes an engine, if present: it gets no further requests, and those in flight have drain_s
+        seconds to finish."""
         there = self._there.pop(name, None)
         if there is None:
             return
@@ -168,7 +166,7 @@ class Fleet:
         self._relay.remove_engine(engine.place, self._settings.deadlines.drain_s)
 
     def gone(self, place: int) -> None:
-        """Nothing of the engine that was leaving is under way."""
+        """Frees the place of an engine that has left: its last request is over."""
         engine = self._leaving.pop(place, None)
         if engine is None:
             return
@@ -177,19 +175,19 @@ class Fleet:
         heapq.heappush(self._free, place)
         _log.info("engine %s (%s) is gone", engine.name, engine.url)
         if place in self._failed:
-            self._failed.remove(place)  # it would be tried again at once, and without end
+            self._failed.remove(place)  # else it would be tried again at once, endlessly
         else:
             self.freed()
 
     async def start(self) -> None:
-        """Check all engines once, and then again and again."""
+        """Starts the health checks; returns when each engine was checked once."""
         self._started = True
         for engine in self.engines:
             self._check(engine)
         await self.checked()
 
     async def checked(self) -> None:
-        """Until each engine that is there now was checked once, or has left."""
+        """Returns when each present engine was checked once, or has left."""
         first = [checker.first for checker in self._checkers.values()]
         if first:
             await asyncio.wait(first)
@@ -229,7 +227,7 @@ class Fleet:
                 self._look_at_page(there[1])
 
     def _look_at_page(self, engine: Engine) -> None:
-        """Engines that came or went may have made its bootstrap page usable, or keep it from use."""
+        """Recomputes whether the bootstrap page is usable, after engines have joined or left."""
         address = engine.spec.bootstrap_address
         if address is None or self._settings.handover not in ("auto", "concurrent"):
             return
@@ -242,14 +240,14 @@ class Fleet:
                     engine.name,
                     *address,
                 )
-            engine.bootstrap = bootstrap_of(engine.spec, self._settings, self._conflicts)  # says why not
+            engine.bootstrap = bootstrap_of(engine.spec, self._settings, self._conflicts)  # logs the reason
         if engine.bootstrap is not None:
             self._pages[engine.place] = engine.bootstrap
         else:
             self._pages.pop(engine.place, None)
 
     def _turned(self, engine: Engine, healthy: bool) -> None:
-        """An engine left the rotation, or came back."""
+        """Reports to the other parts that an engine left or entered the rotation."""
         if not healthy:
             self._dispatcher.forget(engine)
         there = self._there.get(engine.name)

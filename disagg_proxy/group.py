@@ -1,12 +1,12 @@
-"""Several processes that serve at one address: each a whole proxy with the same listening sockets, so that
-the kernel gives each client to one that is free, and what waits in line is lost with none of them.
+"""Several proxy processes at one address. They share the listening sockets, so the kernel gives each client
+to a free process, and the death of one process loses no waiting connection.
 
-    this process   binds, hands the sockets out, starts a dead one again, passes SIGTERM on, kills at a second
-                   signal: a terminal and a service manager signal all processes at one time
-    process i      a proxy; tells its siblings what it has in flight (peers/), through a socket in a folder
-                   of this user alone (group_folder.py)
+    this process   binds, passes the sockets on, restarts dead processes, forwards SIGTERM, kills at a second
+                   signal (a terminal and a service manager signal all processes at a time)
+    process i      a whole proxy; exchanges requests in flight with its siblings (peers/), through sockets in
+                   a folder of this user (group_folder.py)
 
-It also hands the sockets to a proxy that takes over, and takes over itself (takeover.py).
+The group also takes over from a running proxy, and hands over to a new one (takeover.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
 
-_READY_S = 60.0  # of a process; a first look at its engines
-_END_S = 10.0  # of one that has given up
+_READY_S = 60.0  # longest start of a process, with the first check of its engines
+_END_S = 10.0  # longest end of a process that has given up
 _spawning = multiprocessing.get_context("spawn")
 _log = logging.getLogger("moonpool.proxy")
 
 
 def run(settings: ProxySettings) -> int:
-    """Until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that is wrong."""
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a wrong setting."""
     try:
         return asyncio.run(_Group(settings).run())
     except ConfigError as error:
@@ -59,7 +59,7 @@ def run(settings: ProxySettings) -> int:
 
 
 class _Child:
-    """One process, and those that took its place."""
+    """One process and its restarts."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -72,7 +72,7 @@ class _Group:
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
         self._listening: list[socket.socket] = []
-        self._own: list[list[socket.socket]] = []  # at which each process is reached alone
+        self._own: list[list[socket.socket]] = []  # sockets of each process alone (process_listen)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._signalled = False
@@ -127,7 +127,7 @@ class _Group:
         return 0
 
     def _on_signal(self) -> None:
-        if self._signalled:  # a take-over stops, too: what runs survives one signal after it
+        if self._signalled:  # stopping by a take-over does not count: the first signal after it is survived
             self._hurry.set()
         self._signalled = True
         self._stop.set()
@@ -140,7 +140,7 @@ class _Group:
         return [*self._listening, *(each for own in self._own for each in own)]
 
     def _listen_alone(self) -> None:
-        """Raises ConfigError."""
+        """Binds the sockets of each process alone. Raises ConfigError."""
         for number in range(self._settings.processes if self._settings.process_listen else 0):
             text = _next(self._settings.process_listen, number)
             host, port = parse_address(text, "proxy.process_listen")
@@ -148,8 +148,8 @@ class _Group:
             take_or_bind(self._predecessor, host, port, self._own[-1], "--process-listen")
 
     async def _keep(self, child: _Child, folder: str) -> None:
-        """Starts a process, again and again. Raises ConfigError when it never serves."""
-        failures, who = 0, child.number + 1  # as its own lines and /ui call it
+        """Starts a process, and restarts it whenever it ends. Raises ConfigError if it never serves."""
+        failures, number = 0, child.number + 1  # as its log and /ui number it
         while True:
             hears, tells = _spawning.Pipe(duplex=False)
             child.process = process = _spawning.Process(
@@ -166,34 +166,34 @@ class _Group:
                 ),
                 name=f"moonpool-proxy-{child.number}",
             )
-            process.start()  # here: it ends with the thread that has started it
+            process.start()  # on this thread: the process ends with the thread that started it
             tells.close()
             child.backoff.started(time.monotonic())
             served = await _says_ready(hears, _READY_S)
             hears.close()
             child.served |= served
-            if not served:  # it is about to end, or hangs
+            if not served:  # it ends soon, or hangs
                 await _ends_within(process, _END_S)
                 process.kill()
             await _ended(process)
             failures = 0 if served else failures + 1
             if not child.served and (process.exitcode == EXIT_USAGE or failures >= 3):
                 raise ConfigError(
-                    f"moonpool proxy: process {who} ended with {process.exitcode} before it served",
+                    f"moonpool proxy: process {number} ended with {process.exitcode} before it served",
                     operation="listen",
                     key="proxy.processes",
                 )
             again_s = child.backoff.died(time.monotonic()) - time.monotonic()
             _log.warning(
                 "process %d of the proxy ended with %s; it starts again in %.1f s",
-                who,
+                number,
                 process.exitcode,
                 again_s,
             )
             await asyncio.sleep(again_s)
 
     async def _end(self, children: list[_Child]) -> None:
-        """They drain together; a process not done in time, or at a second signal, is killed."""
+        """Drains all processes together; kills those that are late, or all at a second signal."""
         running = [each.process for each in children if each.process is not None and each.process.is_alive()]
         for process in running:
             if process.pid is not None and process.is_alive():
@@ -216,7 +216,7 @@ class _Group:
         return [*self._listening, *(self._own[number] if self._own else ())]
 
     def _of(self, number: int, folder: str) -> ProxySettings:
-        """What one process is told. Other hosts' proxies are taken to have as many processes as this one."""
+        """The settings of one process. Proxies of other hosts are assumed to have as many processes."""
         settings, count = self._settings, self._settings.processes
         siblings = [f"ipc://{folder}/{each}" for each in range(count)]
         peers = replace(
@@ -229,7 +229,7 @@ class _Group:
         )
         log = settings.access_log
         registry = settings.discovery_registry_file
-        if settings.registers and not registry:  # an engine registers at one of them
+        if settings.registers and not registry:  # an engine registers with one process only
             registry = f"{folder}/registrations.json"
         return msgspec.structs.replace(
             settings,
@@ -252,8 +252,8 @@ def _serve(
     log_json: bool,
     number: int,
 ) -> None:
-    """In the new process."""
-    die_with_parent(parent, ORPHANED)  # said for each thread of the parent
+    """Main function of a process of the group."""
+    die_with_parent(parent, ORPHANED)  # delivered for each thread of the parent
     logs.begin(log_level, f"process {number + 1}: ", as_json=log_json)
     with hold(folder):
         code = run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent)
@@ -261,7 +261,7 @@ def _serve(
 
 
 def _next(text: str, number: int) -> str:
-    """The address so many ports further; a free port and a path stay."""
+    """The address with its port increased by ``number``; port 0 and ipc paths stay."""
     if text.startswith("ipc://"):
         return text
     address = parse_address(text, "proxy.peer_listen")
@@ -269,12 +269,12 @@ def _next(text: str, number: int) -> str:
 
 
 async def _says_ready(hears: multiprocessing.connection.Connection, timeout_s: float) -> bool:
-    """Whether a process said that it serves, before it ended or the time was over."""
+    """Whether a process reported that it serves, within timeout_s seconds."""
 
     def wait() -> bool:
         try:
             return hears.poll(timeout_s) and bool(hears.recv())
-        except EOFError:  # it has ended, and its end of the pipe with it
+        except EOFError:  # the process has ended and closed its end of the pipe
             return False
 
     return await asyncio.to_thread(wait)
@@ -286,7 +286,7 @@ async def _ends_within(process: SpawnProcess, seconds: float) -> None:
 
 
 async def _ended(process: SpawnProcess) -> None:
-    """Also when this is cancelled nothing keeps waiting."""
+    """Waits for the end of a process; leaves no reader behind when cancelled."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     descriptor = os.dup(process.sentinel)

@@ -1,7 +1,8 @@
-"""The folder of what only the processes of one group share; it goes with the last of them, however they end.
+"""The private folder of one group of processes. It is removed with the last of them, however they end.
 
-Each of them holds a shared lock on it, all its life; one that ends removes the folder when no other holds it.
-A killed process holds it no more: the next group to start removes what killed ones have left.
+Each process holds a shared lock on the folder for its lifetime; a process that ends removes the folder if no
+other process holds a lock. The lock of a killed process is gone, so the next group to start removes its
+folder.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PREFIX = "moonpool-group-"
-_UNHELD = "moonpool-new-"  # for the moment before its first lock
+_UNHELD = "moonpool-new-"  # the name until the first lock is held
 
 
 @contextmanager
 def new_folder() -> Iterator[str]:
-    """The path of a new one, held. Raises OSError when it cannot be made."""
+    """Creates a folder and holds it; yields its path. Raises OSError."""
     _remove_abandoned()
     made = tempfile.mkdtemp(prefix=_UNHELD)
     path = str(Path(made).with_name(Path(made).name.replace(_UNHELD, _PREFIX)))
@@ -33,7 +34,7 @@ def new_folder() -> Iterator[str]:
 
 @contextmanager
 def hold(path: str) -> Iterator[None]:
-    """One more holds it. Raises OSError when it is gone."""
+    """Holds an existing folder. Raises OSError if it is gone."""
     descriptor = _open(path)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     with _held(path, descriptor):
@@ -45,16 +46,16 @@ def _held(path: str, descriptor: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _remove_if_nobodys(path, descriptor)
+        _remove_if_unheld(path, descriptor)
         os.close(descriptor)
 
 
 def _remove_abandoned() -> None:
     for each in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # of another user
             descriptor = _open(str(each))
             if os.fstat(descriptor).st_uid == os.getuid():
-                _remove_if_nobodys(str(each), descriptor)
+                _remove_if_unheld(str(each), descriptor)
             os.close(descriptor)
 
 
@@ -62,8 +63,8 @@ def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _remove_if_nobodys(path: str, descriptor: int) -> None:
-    """The descriptor's own lock counts for nothing, and is given up."""
+def _remove_if_unheld(path: str, descriptor: int) -> None:
+    """Removes the folder unless another process holds it; gives up the lock of ``descriptor``."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)

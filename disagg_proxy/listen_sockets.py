@@ -1,4 +1,4 @@
-"""The sockets that a proxy listens on: its own, or those of the proxy that it replaces."""
+"""The listening sockets of a proxy: new ones, or those of the proxy that it replaces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 async def take_over_or_bind(settings: ProxySettings, listening: list[socket.socket]) -> Predecessor | None:
-    """Adds the sockets of the proxy that runs at the settings' address, where that is wanted and there is
-    one, which is returned; else new ones. Raises as ``take_or_bind``."""
+    """Adds the listening sockets. With ``take_over`` and a proxy running at the address they are that
+    proxy's, which is returned; otherwise new ones. Raises as ``take_or_bind``."""
     host, port = settings.host, settings.port
     if settings.take_over and settings.registers and not settings.discovery_registry_file:
         _log.warning(
@@ -40,10 +40,10 @@ def take_or_bind(
     listening: list[socket.socket],
     option: str = "--port",
 ) -> None:
-    """Adds a socket for each address of the host: the predecessor's, or, where it has none, new ones. option:
-    that the address comes from.
+    """Adds a socket for each address of the host: the predecessor's, or a new one where it has none.
 
-    Raises ConfigError; what was bound before is then there.
+    option: the option that the address comes from.
+    Raises ConfigError; sockets that were bound before it stay in the list.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -61,7 +61,7 @@ def take_or_bind(
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind(address)
             if port == 0:
-                break  # each would get a port of its own
+                break  # each address would get another port
     except OSError as error:
         raise _no_address(host, port, option, error) from error
 

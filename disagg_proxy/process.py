@@ -1,4 +1,4 @@
-"""A proxy as a process: its signals, its exit code, what it prints, how many files it may open."""
+"""A proxy as a process: signals, exit code, printed lines, limit of open files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.tokens.tokenizer_threads import are_at_work
 
 _log = logging.getLogger("moonpool.proxy")
-_FILES_RESERVED = 128  # for all that does not grow with clients or engines: refused clients, pages, metrics
-_FILES_PER_STREAM = 6  # of KV events: two connections, and the wake-ups of four sockets
-REPLACED = signal.SIGUSR1  # of a parent: as SIGTERM, and a successor wants its addresses
-ORPHANED = signal.SIGUSR2  # the parent is dead: as one SIGTERM, however often the kernel says so
-_SWITCH_INTERVAL_S = 0.0005  # how long a page being made may keep a request's decision waiting
+_FILES_RESERVED = 128  # for everything that does not grow with clients or engines
+_FILES_PER_STREAM = 6  # of KV events: two connections, and wake-ups of four sockets
+REPLACED = signal.SIGUSR1  # from the parent: like SIGTERM, and a successor takes over the addresses
+ORPHANED = signal.SIGUSR2  # the parent is dead: like one SIGTERM, however often it arrives
+_SWITCH_INTERVAL_S = 0.0005  # longest wait of a decision for a thread that makes a page
 
 
 def run(
@@ -37,11 +37,11 @@ def run(
     ready: Callable[[str], None] | None = None,
     parent: int | None = None,
 ) -> int:
-    """Run a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a setting that
-    is wrong. ready: in the place of a printed line.
+    """Runs a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a wrong
+    setting. ready: called with the URL instead of printing a line.
 
-    A second signal ends it without waiting for running requests; not while it has a parent, the process that
-    started this one: that kills it then, and may pass a signal on that came to both.
+    A second signal ends the process without waiting for requests in flight. With a parent (the process that
+    started this one) it does not: the parent kills it then, and forwards signals that may have come to both.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
@@ -96,7 +96,7 @@ async def _serve_until_signal(
 
 
 def line(settings: ProxySettings, url: str) -> str:
-    """What a proxy prints when it serves."""
+    """The line that a proxy prints when it serves."""
     named = [f"{engine.name} at {engine.url}" for engine in settings.engines]
     engines = ", ".join((*named, *(f"those of {name}" for name in settings.discovery)))
     return f"moonpool proxy: serving on {url} ({settings.policy} over {engines})"

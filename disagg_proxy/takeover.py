@@ -1,10 +1,10 @@
-"""How a new proxy takes the place of a running one at the same address without a refused connection.
+"""Hot restart: a new proxy replaces a running one at the same address without a refused connection.
 
-The running one hands its listening sockets over, through a UNIX socket named after the address (in the
-abstract name space, so there is no file that could be left behind). For a moment both accept from the same
-queue, so no connection is between the two. Only when the new one serves, the old one drains and ends; a new
-one that fails before that has changed nothing. The address for other proxies is ZeroMQ's, which shares no
-socket: the old one lets go of it when it is told, and the new one tries until then (peers/peer_bus.py).
+The old proxy passes its listening sockets through a Unix socket named after the address (in the abstract name
+space, so no file can be left behind). For a moment both accept from the same queue, so no connection is lost.
+The old proxy drains and ends only once the new one serves; a new proxy that fails before has changed nothing.
+ZeroMQ cannot share the socket for other proxies: the old proxy unbinds its address when it is replaced, and
+the new one retries until then (peers/peer_bus.py).
 
     new: connects           old: the listening sockets (SCM_RIGHTS)
     new: checks its engines, accepts, b"taken"      old: gives up the name, closes this connection, drains
@@ -22,30 +22,29 @@ from contextlib import suppress
 
 _GREETING = b"moonpool-proxy 1"
 _TAKEN = b"taken"
-_SOCKETS_MAX = 200  # two for each of 64 processes, and theirs; the kernel's limit is 253
-_ANSWER_S = 5.0  # of the old proxy
-_PREPARE_S = 120.0  # of the new one, from the sockets to serving
-_PAUSE_S = 1.0  # before what failed for want of open files, or of the name, is tried again
+_SOCKETS_MAX = 200  # two for each of 64 processes, and their own; the kernel's limit is 253
+_ANSWER_S = 5.0  # seconds for the old proxy to answer
+_PREPARE_S = 120.0  # seconds for the new proxy, from the sockets to serving
+_PAUSE_S = 1.0  # pause before a retry for want of open files, or of the name
 
 _log = logging.getLogger("moonpool.proxy")
 
 
 class Predecessor:
-    """A proxy that runs at this address and has handed over its sockets: ``take`` them, then ``release`` it,
-    or ``close``."""
+    """The running proxy, which has passed its sockets: ``take`` them, then ``release`` it, or ``close``."""
 
     def __init__(self, connection: socket.socket, listening: list[socket.socket]) -> None:
         self._connection = connection
         self.listening = listening
 
     def take(self, places: Set[tuple[str, int]]) -> list[socket.socket]:
-        """Those at these addresses; the caller's from now on."""
+        """The sockets at these addresses; the caller owns them from now on."""
         taken = [each for each in self.listening if each.getsockname()[:2] in places]
         self.listening = [each for each in self.listening if each not in taken]
         return taken
 
     async def release(self) -> None:
-        """We serve: it may go."""
+        """Tells the old proxy that this one serves."""
         await asyncio.to_thread(self._release)
 
     def _release(self) -> None:
@@ -53,7 +52,7 @@ class Predecessor:
         with self._connection:
             try:
                 self._connection.sendall(_TAKEN)
-                self._connection.recv(1)  # its end: the name is free for us
+                self._connection.recv(1)  # end of file: the name is free
             except OSError as error:
                 _log.warning("the proxy that ran here has not confirmed that it will end: %s", error)
 
@@ -63,13 +62,13 @@ class Predecessor:
         self._connection.close()
 
     def _close_rest(self) -> None:
-        """What was not taken: the predecessor had more addresses."""
+        """Closes sockets that were not taken: the predecessor had more addresses."""
         while self.listening:
             self.listening.pop().close()
 
 
 def find_predecessor(host: str, port: int) -> Predecessor | None:
-    """The proxy of this user that runs at this address, if there is one."""
+    """The proxy of this user that runs at this address; None: there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_ANSWER_S)
     try:
@@ -91,10 +90,10 @@ def find_predecessor(host: str, port: int) -> Predecessor | None:
 
 
 class Offer:
-    """Hands the sockets to a process of this user that asks for them, one at a time.
+    """Passes the sockets to processes of this user that ask for them, one at a time.
 
-    taken: called when another proxy serves in our place. While the name is another's, because a predecessor
-    has not given it up yet, it is tried again.
+    taken: called when another proxy serves in our place.
+    The name is retried while a predecessor still holds it.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Offer:
         self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._serve(bound))
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Ends the offer. May be called twice."""
         task, self._task = self._task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -134,7 +133,7 @@ class Offer:
         while True:
             try:
                 caller, _ = await loop.sock_accept(self._socket)
-            except OSError as error:  # no open file is left, or the caller is gone
+            except OSError as error:  # out of open files, or the caller is gone
                 _log.warning("another proxy could not be answered: %s", error.strerror or error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -155,7 +154,7 @@ def _name(host: str, port: int) -> str:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether a process of this user, or of root, is at the other end."""
+    """Whether the peer process belongs to this user or to root."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return user in (os.getuid(), 0)

@@ -1,8 +1,8 @@
-"""Several proxies in front of the same engines: each tells the others what it sends where.
+"""Several proxies in front of the same engines: each sends the others its requests in flight.
 
     Scheduler  --InflightFeed-->  wire.Change  --PeerBus (XPUB)-->  the others' PeerBus (SUB)
                                                                -->  RemoteInflight  -->  Instance.books
 
-A policy then sees one line of prefills per engine, whichever proxy filled it. What is exchanged is what is in
-flight; each proxy listens to the engines' events itself, and learns its models from its own requests.
+So a policy sees one queue of prefills for each engine, whichever proxy filled it. Only requests in flight are
+exchanged; each proxy subscribes to the engines' events itself, and trains its models on its own requests.
 """

@@ -1,8 +1,7 @@
-"""Where an engine is, in words that another host can compare with its own: whether two proxies that have an
-engine of one name can mean the same one.
+"""The site of an engine: a text that tells whether two proxies mean the same engine by one name.
 
-    10.0.0.1:8000               of an address and of a host's name
-    127.0.0.1:8000@MACHINE      of this machine alone: another's is another engine
+10.0.0.1:8000               an address or a host name
+127.0.0.1:8000@MACHINE      a loopback address, with the id of the machine
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def site_of(host: str, port: int) -> str:
-    """As others are told of it; "": it cannot be said."""
+    """The site to send to other proxies; "": unknown."""
     if not _is_here(host):
         return str(Address(host, port))
     machine = _machine()
@@ -26,8 +25,8 @@ def site_of(host: str, port: int) -> str:
 
 @lru_cache(1024)
 def may_be_one(mine: str, theirs: str) -> bool:
-    """Whether they can be one engine. What cannot be told apart can: a host's name and an address, what only
-    one of them reaches on its own machine, and "", which is not known."""
+    """Whether two sites may be the same engine. True if they are not comparable: a host name and an address,
+    a loopback and another address, or an unknown site ("")."""
     if mine == theirs or not mine or not theirs:
         return True
     (host, port, machine), (their_host, their_port, their_machine) = _parts(mine), _parts(theirs)
@@ -50,7 +49,7 @@ def _parts(site: str) -> tuple[str, str, str]:
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Without the zone, which each host calls as it likes; of an IPv4 address written as IPv6 the former."""
+    """The address without its zone, whose name is local; an IPv4-mapped IPv6 address becomes the IPv4 one."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -65,7 +64,7 @@ def _is_here(host: str) -> bool:
 
 @cache
 def _machine() -> str:
-    """The same to all processes of this machine, until it starts anew; "": not known."""
+    """The boot id of this machine, equal in all its processes; "": unknown."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

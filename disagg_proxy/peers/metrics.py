@@ -1,4 +1,4 @@
-"""What a proxy knows of the others, as Prometheus shows it."""
+"""Prometheus metrics of the exchange with other proxies."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The thread that exchanges messages with the other proxies.
+"""A thread that exchanges messages with the other proxies over ZMQ.
 
     others <--XPUB-- outbox (deque, filled by any thread, emptied every gather_s)
     others ---SUB--> hear(sender, kind, changes)
 
-A proxy that subscribes is sent the whole state, and so is one that missed a message: it sees a gap in the
-sequence and subscribes again. Nothing waits for a proxy that does not read: its queue is bounded, and what
-it missed comes back with the state.
+A new subscriber gets the whole state. A proxy that missed a message sees a gap in the sequence numbers and
+subscribes again. The thread never waits for a slow subscriber: its queue is bounded, and the next state
+replaces what it missed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from moonpool.disagg_proxy.peers.wire import (
     encode,
 )
 
-_TICK_S = 0.1  # also between two looks whether an address is free
+_TICK_S = 0.1  # also the pause between two attempts to bind an address in use
 _STOP_TIMEOUT_S = 10.0
-_AT_ONCE = 64  # messages of one proxy before the others get their turn
-_OUTBOX_MAX = 200_000  # changes that wait for the thread; beyond it they are dropped, and a state says all
+_AT_ONCE = 64  # messages of one peer in a row
+_OUTBOX_MAX = 200_000  # pending changes; beyond it they are dropped, and a state follows
 
 log = logging.getLogger("moonpool.proxy")
 
 
 @dataclass(slots=True)
 class PeerCounts:
-    """Of one address. missed: gaps in what came; malformed: messages that could not be read."""
+    """Counters of one address. missed: sequence gaps; malformed: messages that could not be decoded."""
 
     messages: int = 0
     changes: int = 0
@@ -61,15 +61,15 @@ class PeerCounts:
 
 @dataclass(slots=True)
 class _Peer:
-    """An address to which we subscribe; all of it belongs to the thread."""
+    """A subscription to one address; only the thread uses it."""
 
     where: str
     sub: zmq.Socket[bytes]
     counts: PeerCounts
-    sender: str = ""  # "": no peer has spoken yet
+    sender: str = ""  # "": no message yet
     sequence: int = -1
-    whole: bool = False  # a state has come, and every message since
-    twin: bool = False  # another address leads to the same proxy, which is heard there
+    whole: bool = False  # a state has arrived, and every message since
+    twin: bool = False  # another address leads to the same proxy; this one is ignored
     heard_s: float = 0.0
     asked_s: float = 0.0
 
@@ -77,11 +77,11 @@ class _Peer:
 class PeerBus:
     """Exchanges from start() to stop().
 
-    hear:  (sender, kind, changes), on this thread; kind STATE replaces all that was known of the sender.
-    lost:  (sender): it is not heard of any more, or it is another one after a restart.
-    state: what this proxy has in flight. It runs ``then`` while nothing can be told.
-    waits: an address that is in use may become free: it is tried again, and until then no peer hears of us.
-    Raises ConfigError when the address cannot be had.
+    hear:  called on the thread with (sender, kind, changes); kind STATE replaces the sender's whole state.
+    lost:  called with a sender that is silent for too long, or that has restarted.
+    state: returns the requests in flight. It calls its argument while no change can be told.
+    waits: whether to retry an address in use; until it is bound, no peer receives anything.
+    Raises ConfigError if the address cannot be bound.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class PeerBus:
             zmq_curve.authenticate(self._context, zmq_curve.PEERS, settings.token) if settings.token else None
         )
         self._peers: dict[str, _Peer] = {}
-        self._lock = threading.Lock()  # of _peers, for stats
+        self._lock = threading.Lock()  # guards _peers, for stats()
         self._state_wanted = False
         self._state_sent_s = self._beat_sent_s = self._resolved_s = self._bound_s = -math.inf
-        # Names are looked up beside the exchange: a name server that is silent must not hold it up.
+        # A separate thread resolves names: a silent name server must not stop the exchange.
         self._lookups = ThreadPoolExecutor(1, "proxy-peers-names")
         self._lookup: Future[set[str] | None] | None = None
         self._unbound = list(settings.listen)
@@ -129,11 +129,11 @@ class PeerBus:
 
     @property
     def where(self) -> str:
-        """The endpoint that others subscribe to."""
+        """The endpoint that other proxies subscribe to."""
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self, *, waits: bool = False) -> None:
-        """Raises ConfigError when an address is in use, unless it waits for it."""
+        """Starts the thread. Raises ConfigError if an address is in use, unless ``waits``."""
         if self._unbound and not waits:
             raise self._no_address(zmq.ZMQError(errno.EADDRINUSE))
         if self._unbound:
@@ -141,7 +141,7 @@ class PeerBus:
         self._thread.start()
 
     def let_go(self) -> None:
-        """A successor wants the address: others will hear of it, and of us no longer."""
+        """Unbinds the address for a successor: other proxies then hear the successor instead."""
         self._lets_go = True
         os.eventfd_write(self._wake, 1)
 
@@ -156,10 +156,10 @@ class PeerBus:
         else:
             self._thread.join(_STOP_TIMEOUT_S)
         if not self._thread.is_alive():
-            os.close(self._wake)  # not before: its number would be another's, and a thread might still write
+            os.close(self._wake)  # not before: the number may be reused while a thread still writes
 
     def tell(self, change: Change) -> None:
-        """On any thread, and cheap: others hear of it within ``gather_s``."""
+        """Sends a change to the others within ``gather_s``. May be called on any thread; cheap."""
         outbox = self._outbox
         if len(outbox) >= _OUTBOX_MAX:
             self._overflowed = True
@@ -170,7 +170,7 @@ class PeerBus:
             os.eventfd_write(self._wake, 1)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By address: counters (*_total) and gauges."""
+        """Counters (*_total) and gauges, by address."""
         now_s = self._clock()
         with self._lock:
             peers = list(self._peers.values())
@@ -226,8 +226,8 @@ class PeerBus:
         self._end()
 
     def _say(self) -> None:
-        """What has happened here since the last time."""
-        self._asleep = True  # before the outbox is read: a thread that adds to it behind us wakes us again
+        """Sends the pending changes, a state if one is due, and the heartbeat."""
+        self._asleep = True  # before the outbox is read: a thread that appends later wakes this one again
         now_s = self._clock()
         if self._overflowed:
             self._overflowed = False
@@ -243,7 +243,7 @@ class PeerBus:
             self._send(Kind.CHANGES, [])
 
     def _forget_told(self) -> None:
-        """What a state says need not be told; blocks are in none."""
+        """Drops pending changes that a state contains; states contain no blocks."""
         for _ in range(len(self._outbox)):
             change = self._outbox.popleft()
             if isinstance(change, BlocksExpected):
@@ -263,7 +263,7 @@ class PeerBus:
             self._state_wanted |= said[:1] == b"\x01"
 
     def _on_messages(self, peer: _Peer) -> bool:
-        """Returns whether there may be more."""
+        """Processes messages of a peer; returns whether there may be more."""
         for _ in range(_AT_ONCE):
             try:
                 frames = peer.sub.recv_multipart(zmq.NOBLOCK)
@@ -284,7 +284,7 @@ class PeerBus:
         if head.sender == self.name:
             if peer.sender != self.name:
                 self._forget(peer, "has given its place to this one")
-            peer.sender = self.name  # our own address was among those given
+            peer.sender = self.name  # one of the given addresses is our own
             return
         if head.sender != peer.sender or peer.twin:
             if head.sender != peer.sender:
@@ -334,7 +334,7 @@ class PeerBus:
         peer.sender, peer.whole, peer.twin = "", False, False
 
     def _resolve(self) -> None:
-        """Connects to addresses that are new, and leaves those that are no more."""
+        """Connects to new addresses, and disconnects from those that are gone."""
         now_s = self._clock()
         if self._lookup is None and now_s - self._resolved_s >= self._settings.resolve_s:
             self._resolved_s = now_s
@@ -342,7 +342,7 @@ class PeerBus:
         if self._lookup is None or not self._lookup.done():
             return
         wanted, self._lookup = self._lookup.result(), None
-        if wanted is None:  # whom we know stays
+        if wanted is None:  # the known peers stay
             return
         for where in wanted - self._peers.keys():
             peer = _Peer(where, self._subscribe(where), PeerCounts(), heard_s=now_s)
@@ -416,7 +416,7 @@ class PeerBus:
 
 
 def _endpoints(texts: tuple[str, ...]) -> set[str] | None:
-    """All that the addresses stand for; None when a name cannot be looked up."""
+    """The endpoints of all addresses; None if a name cannot be resolved."""
     endpoints = set()
     for text in texts:
         address = endpoint(text)

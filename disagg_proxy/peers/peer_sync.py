@@ -1,5 +1,5 @@
-"""Joins one proxy's books to the other proxies': what the dispatcher sends is told, what others tell enters
-the books."""
+"""Synchronises requests in flight with the other proxies: sends this proxy's, and enters theirs into the
+scheduler's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("moonpool.proxy")
 
 
 class PeerSync(DispatchObserver):
-    """start, then stop. Raises ConfigError when the address for other proxies cannot be had. waits, and
+    """``start``, then ``stop``. Raises ConfigError if the address for other proxies cannot be bound. waits,
     ``let_go``: see ``peer_bus.py``."""
 
     def __init__(
@@ -35,7 +35,7 @@ class PeerSync(DispatchObserver):
         self._now_s = 0.0
         self._seen: tuple[Instance, ...] = ()
         self._by_name: dict[str, Instance] = {}
-        self._warned: set[str] = set()  # by the name of an engine
+        self._warned: set[str] = set()  # names of engines
         self.remote_inflight = RemoteInflight(self._find, self._heard_of_blocks)
         self.bus = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
         self._feed = InflightFeed(self.bus.tell)
@@ -51,20 +51,20 @@ class PeerSync(DispatchObserver):
         self.bus.let_go()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Ends the exchange. May be called twice."""
         self._dispatcher.scheduler.unsubscribe(self._feed)
         self._dispatcher.unsubscribe(self)
         self.bus.stop()
 
     def expire(self, now_s: float) -> None:
-        """Takes out requests of others that no proxy reports any more."""
+        """Removes requests of other proxies that are too old."""
         self._dispatcher.in_books(
             lambda _, now: self.remote_inflight.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
         )
 
     def _find(self, name: str, site: str) -> Instance | None:
         instances = self._dispatcher.scheduler.accounts.instances
-        if instances is not self._seen:  # a thousand engines are looked for by name in each message
+        if instances is not self._seen:  # each message may look up a thousand engines by name
             self._seen = instances
             self._by_name = {each.known_as: each for each in instances}
         instance = self._by_name.get(name)
@@ -79,7 +79,7 @@ class PeerSync(DispatchObserver):
             )
         return None
 
-    # From here to the others
+    # To the other proxies
 
     def on_place(self, instance: Instance, place: Place) -> None:
         """Tells the others which blocks the engine will hold."""
@@ -89,13 +89,13 @@ class PeerSync(DispatchObserver):
 
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:
-            then()  # what waits to be told is in the state already
+            then()  # the state contains the pending changes
             flights = self._dispatcher.scheduler.accounts.in_flight()
             return [sent(request, flight, now_s) for request, flight in flights.items()]
 
         return self._dispatcher.in_books(look)
 
-    # From the others to here, on the link's thread
+    # From the other proxies, on the bus's thread
 
     def _hear(self, sender: str, kind: Kind, changes: list[Change]) -> None:
         def enter(accounts: object, now_s: float) -> None:

@@ -1,6 +1,7 @@
-"""Brings what other proxies have in flight into the books of this one. Pure: ``now_s`` is an argument.
+"""Enters the requests that other proxies have in flight into this proxy's accounts. Pure: ``now_s`` is an
+argument.
 
-Their requests get names of their own in the books, negative ones, since a proxy's own begin at 1.
+Their requests get negative numbers, since a proxy's own start at 1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.peers.wire import Begun, BlocksExpected, Change, Gone, Prefilled, Sent
 
-REQUESTS_MAX = 100_000  # of all other proxies together; beyond it new ones are not counted
+REQUESTS_MAX = 100_000  # of all other proxies together; further ones are ignored
 TOKENS_MAX = 1 << 40
 PREDICTED_S_MAX = 3600.0
 
@@ -24,24 +25,27 @@ class _Theirs:
     decode: Instance
     sent_s: float
     tokens: int
-    coming: bool  # to another instance than that which computes it
+    coming: bool  # decode runs on another instance than prefill
     computed: bool = False
     decoding: bool = False
 
 
 class RemoteInflight:
-    """find: the instance of a name that is at a site, None when this proxy does not know it. placed: hears
-    which blocks an engine will hold, as (instance, tokens a block, keys). Not thread safe."""
+    """The requests of the other proxies. Not thread safe.
+
+    find:   (name, site) -> the instance; None: unknown here.
+    placed: called with (instance, tokens for each block, keys) of blocks that an engine will hold.
+    """
 
     def __init__(
         self,
         find: Callable[[str, str], Instance | None],
         placed: Callable[[Instance, int, bytes], None] = lambda instance, block_tokens, keys: None,
     ) -> None:
-        self.unknown = 0  # requests of engines that are not ours, or that were not plausible
+        self.unknown = 0  # requests for unknown engines, and implausible ones
         self._find = find
         self._placed = placed
-        self._of: dict[str, dict[int, _Theirs]] = {}  # by sender and its name for the request
+        self._of: dict[str, dict[int, _Theirs]] = {}  # by sender and its number for the request
         self._count = 0
         self._last = 0
 
@@ -53,11 +57,11 @@ class RemoteInflight:
         return len(self._of.get(sender, ()))
 
     def apply(self, sender: str, changes: Iterable[Change], now_s: float) -> None:
-        """In their order."""
+        """Applies changes in order."""
         theirs = self._of.setdefault(sender, {})
         for change in changes:
             if isinstance(change, Sent):
-                self._leave(theirs, change.request, now_s)  # an attempt before this one
+                self._leave(theirs, change.request, now_s)  # the previous attempt
                 self._enter(theirs, change, now_s)
             elif isinstance(change, Prefilled):
                 self._computed(theirs.get(change.request), now_s)
@@ -76,7 +80,7 @@ class RemoteInflight:
                     self._placed(instance, change.block_tokens, change.keys)
 
     def replace(self, sender: str, state: Iterable[Change], now_s: float) -> None:
-        """All that a sender has in flight. What is known already stays in its place in line."""
+        """Replaces all requests of a sender. Known requests keep their position in the queue."""
         theirs = self._of.setdefault(sender, {})
         entries = {entry.request: entry for entry in state if isinstance(entry, Sent)}
         for request in [each for each in theirs if each not in entries]:
@@ -98,7 +102,7 @@ class RemoteInflight:
                 self._decodes(known, now_s)
 
     def gone(self, sender: str, now_s: float) -> int:
-        """The sender is not heard of any more. Returns how many requests of it were in the books."""
+        """Removes all requests of a sender that is gone; returns their number."""
         theirs = self._of.pop(sender, {})
         count = len(theirs)
         for request in list(theirs):
@@ -106,8 +110,8 @@ class RemoteInflight:
         return count
 
     def expire(self, before_s: float, streams_before_s: float, now_s: float) -> None:
-        """Takes out what was sent before that, or before the other and streams: the proxy that sent it has
-        forgotten it, too."""
+        """Removes requests sent before ``before_s``, streams before ``streams_before_s``: their proxy has
+        dropped them, too."""
         for theirs in self._of.values():
             for request in [
                 each
@@ -174,7 +178,7 @@ class RemoteInflight:
 
 
 def _arrived(known: _Theirs) -> None:
-    """What was coming to the decode instance is there, or comes no more."""
+    """Ends the pending hand-over to the decode instance."""
     if known.coming:
         known.coming = False
         known.decode.coming -= 1
@@ -182,7 +186,7 @@ def _arrived(known: _Theirs) -> None:
 
 
 def _is_plausible(entry: Sent) -> bool:
-    """A frame that lies must not make a line of a thousand years."""
+    """Whether the values are in range: a wrong frame must not add a queue of a thousand years."""
     return (
         0 <= entry.tokens <= TOKENS_MAX
         and 0 <= entry.own <= entry.tokens

@@ -1,4 +1,4 @@
-"""Which other proxies this one exchanges its requests in flight with. Values only; times in seconds."""
+"""Settings of the exchange with other proxies. Values only; times in seconds."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ _LOCAL = re.compile(r"ipc://\S+")
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """listen: where others reach this proxy, HOST:PORT, or ipc://PATH on this host; (): it exchanges nothing.
+    """Addresses, token and intervals.
 
-    peers:   where the others are, written alike. A host name stands for all its addresses, looked up again
-             every ``resolve_s``, so that one name serves for all replicas; its own address may be among them.
-    token:   of the cluster: all messages are encrypted, and only a process that has it can speak or listen.
-             Without, all addresses must be of this machine.
+    listen:  addresses to bind, HOST:PORT, or ipc://PATH on this host; (): no exchange.
+    peers:   addresses of the other proxies, in the same form. A host name stands for all its addresses and is
+             resolved every ``resolve_s``, so one name serves for all replicas; our own may be among them.
+    token:   the cluster token: messages are encrypted, and only processes that have it can take part.
+             Without it all addresses must be of this machine.
     """
 
     listen: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     token: bytes = b""
-    gather_s: float = 0.002  # what happens within it goes in one message
-    beat_s: float = 0.5  # the longest silence of a proxy that is well
-    silent_s: float = 3.0  # after it, what a proxy had in flight is not counted any more
+    gather_s: float = 0.002  # changes within it are sent in one message
+    beat_s: float = 0.5  # heartbeat: the longest silence of a healthy proxy
+    silent_s: float = 3.0  # a proxy that is silent for longer is lost
     resolve_s: float = 5.0
-    state_s: float = 0.1  # the shortest time between two whole states
-    queue_messages_max: int = 2000  # for one other proxy that does not read
+    state_s: float = 0.1  # the shortest time between two states
+    queue_messages_max: int = 2000  # for each subscriber
     message_bytes_max: int = 64 << 20
 
     def __post_init__(self) -> None:
@@ -50,7 +51,7 @@ class PeerSettings:
 
 
 def endpoint(text: str, key: str = "peers") -> Address | str:
-    """An address, or the ipc:// endpoint as it is. Raises ConfigError."""
+    """Parses an address; an ipc:// endpoint is returned as it is. Raises ConfigError."""
     return text if _LOCAL.fullmatch(text) else parse_address(text, f"proxy.{key}")
 
 

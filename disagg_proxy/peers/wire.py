@@ -1,9 +1,9 @@
-"""What proxies say to each other: a message is a head, and changes or a whole state.
+"""Messages between proxies: a head, and changes or a whole state.
 
     frames: Head (msgpack array), list of changes (msgpack arrays with a tag)
 
-A state says all that the sender has in flight and takes the place of what was known of it. Engines have the
-names that their operator gave them, HOST:PORT where it gave none: each proxy numbers its engines as it likes.
+A state has all requests that the sender has in flight and replaces what was known of it. Engines are named by
+the operator, or by HOST:PORT, since each proxy numbers its engines differently.
 The site tells whether two engines of one name are one engine (host_identity.py); an older proxy sends none.
 """
 
@@ -14,18 +14,19 @@ from enum import IntEnum
 import msgspec
 
 VERSION = 1
-CHANGES_MAX = 1024  # of one message of changes
+CHANGES_MAX = 1024  # changes in one message
 
 
 class Kind(IntEnum):
-    """Of a message. CHANGES without any are a sign of life."""
+    """Kind of a message. CHANGES with an empty list is a heartbeat."""
 
     CHANGES = 0
     STATE = 1
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
-    """sender: another one after each start. sequence: grows by one with each message of it."""
+    """Head of a message. sender: random id of one run of a proxy. sequence: grows by one with each
+    message."""
 
     version: int
     sender: str
@@ -34,10 +35,12 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Sent(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """A request went out: its prompt is computed by ``computes``, its answer made by ``decode``.
+    """A request was sent: engine ``computes`` prefills it, engine ``decode`` answers.
 
-    silent: when its prefill ends will not be heard of. In a state, age_s: seconds since it went out;
-    computed, decoding: how far it is. computes_at, decode_at: where these engines are; "": not known.
+    silent:                 no message will report the end of its prefill.
+    age_s:                  seconds since it was sent; above 0 in states only.
+    computed, decoding:     its progress; in states only.
+    computes_at, decode_at: sites of the engines; "": unknown.
     """
 
     request: int
@@ -56,26 +59,26 @@ class Sent(msgspec.Struct, array_like=True, tag=0, frozen=True):
 
 
 class Prefilled(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """Its prompt is computed."""
+    """The prefill of a request is done."""
 
     request: int
 
 
 class Begun(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Its first token is there. computed: its prefill is over, too."""
+    """The first token was sent. computed: the prefill is done, too."""
 
     request: int
     computed: bool
 
 
 class Gone(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """Nothing of it is in work any more."""
+    """The request is over."""
 
     request: int
 
 
 class BlocksExpected(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """The blocks of a prompt that went to an engine, which will hold them. keys: 16 bytes each."""
+    """Blocks of a prompt that was sent to an engine, which will hold them. keys: 16 bytes each."""
 
     engine: str
     block_tokens: int
