@@ -75,7 +75,7 @@ async def of_a_page() -> tuple[float, float, int]:
     proxy.ui.gather()
     pages, gauges = [], []
     for _ in range(20):
-        proxy.relay.skip(1.1)  # else the last page is given again
+        proxy.relay.advance_clock_for_test(1.1)  # else the last page is given again
         began_s = time.thread_time()
         page = proxy.ui.page()
         pages.append(time.thread_time() - began_s)

@@ -211,7 +211,7 @@ class Proxy:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
-        if not self.counters().whole:
+        if not self.counters().intact:
             raise AssertionError("an invariant of the data plane is broken")
         self.fleet.check_integrity()
         if self._reconciler is not None:

@@ -62,7 +62,7 @@ class EngineCounters(msgspec.Struct):
 
 class Counters(msgspec.Struct):
     """What the data plane has counted. engines: ordered by place. reserved: what clients may not say and was
-    left out, by kind. whole: whether its invariants hold."""
+    left out, by kind. intact: whether its invariants hold."""
 
     engines: list[EngineCounters]
     rejected: dict[str, int]
@@ -74,7 +74,7 @@ class Counters(msgspec.Struct):
     observations_dropped: int
     log_lines_dropped: int
     policy_errors: int
-    whole: bool
+    intact: bool
 
 
 def look(relay: Relay) -> Counters:

@@ -968,6 +968,10 @@ class Relay:
         """
         At a free place, below engines_max. key: what the engine is shown as Authorization: Bearer KEY, in place of the client's.
         """
+    def advance_clock_for_test(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        For tests: let so much time pass.
+        """
     def clients(self) -> list:
         """
         What each client's connection is doing.
@@ -1025,10 +1029,6 @@ class Relay:
     def resume(self, request: ProxyRequest, decision: typing.Any) -> None:
         """
         The decision about a request for which decide returned None. From any thread.
-        """
-    def skip(self, seconds: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        """
-        For tests: let so much time pass.
         """
     def take_observations(self) -> bytes:
         """

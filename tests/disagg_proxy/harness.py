@@ -65,7 +65,7 @@ class FakeClock:
     def now(self, value: float) -> None:
         assert self.relay is not None
         passed, self._now = value - self._now, value
-        self.relay.skip(passed)
+        self.relay.advance_clock_for_test(passed)
 
 
 async def until(condition: Callable[[], bool]) -> None:

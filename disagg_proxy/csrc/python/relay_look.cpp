@@ -30,7 +30,7 @@ struct Look {
     size_t clients = 0, held = 0, unread = 0;
     uint64_t accepted = 0, dropped = 0, unlogged = 0;
     std::array<uint64_t, 3> reserved{};
-    bool whole = true;
+    bool intact = true;
 };
 
 Look look_at(const relay::Relay& relay) {
@@ -49,7 +49,7 @@ Look look_at(const relay::Relay& relay) {
     look.accepted = relay.accepted;
     look.dropped = relay.observations.dropped();
     look.unlogged = relay.access_log ? relay.access_log->dropped() : 0;
-    look.whole = relay.whole();
+    look.intact = relay.check_integrity();
     return look;
 }
 
@@ -122,7 +122,7 @@ py::dict relay_counters(relay::Relay& relay, uint64_t policy_errors) {
     out["observations_dropped"] = look.dropped;
     out["log_lines_dropped"] = look.unlogged;
     out["policy_errors"] = policy_errors;
-    out["whole"] = look.whole;
+    out["intact"] = look.intact;
     return out;
 }
 

@@ -19,7 +19,7 @@
 #include "python/relay_settings.hpp"
 #include "python/view.hpp"
 #include "relay/relay.hpp"
-#include "relay/texts.hpp"
+#include "relay/tokenize_queue.hpp"
 
 namespace moonpool::python {
 
@@ -128,13 +128,13 @@ Decision decision_of(py::handle value, size_t engines) {
         return static_cast<int>(at);
     };
     if (value.is_none()) {
-        decision.is = Decision::Is::kLater;
+        decision.kind = Decision::Kind::kLater;
     } else if (PyLong_Check(value.ptr())) {
-        decision.is = Decision::Is::kPlan;
+        decision.kind = Decision::Kind::kPlan;
         decision.plan.engine = place(value);
     } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 8) {
         auto plan = py::reinterpret_borrow<py::tuple>(value);
-        decision.is = Decision::Is::kPlan;
+        decision.kind = Decision::Kind::kPlan;
         decision.plan.engine = place(plan[0]);
         if (!plan[1].is_none()) decision.plan.prefill = place(plan[1]);
         if (!plan[2].is_none()) {
@@ -153,7 +153,7 @@ Decision decision_of(py::handle value, size_t engines) {
         if (decision.plan.prefill == decision.plan.engine) bad("a plan prefills where it decodes");
     } else if (PyTuple_Check(value.ptr()) && PyTuple_GET_SIZE(value.ptr()) == 5) {
         auto answer = py::reinterpret_borrow<py::tuple>(value);
-        decision.is = Decision::Is::kPage;
+        decision.kind = Decision::Kind::kPage;
         decision.page.status = answer[0].cast<int>();
         decision.page.body = answer[1].cast<std::string>();
         decision.page.content_type = answer[2].cast<std::string>();
@@ -178,7 +178,7 @@ class PyRelay final : public relay::Decider {
           page_(std::move(page)),
           refused_(std::move(refused)),
           gone_(std::move(gone)),
-          texts_(texts_max) {
+          tokenize_queue_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
             settings.engines.push_back({name, host, role_of(role), ""});
@@ -251,7 +251,7 @@ class PyRelay final : public relay::Decider {
     void close() {
         {
             py::gil_scoped_release nogil;
-            texts_.close();
+            tokenize_queue_.close();
             if (relay_) relay_->close();
         }
         // The thread that called them has ended. They hold the proxy, which holds this: a cycle that Python's
@@ -263,14 +263,14 @@ class PyRelay final : public relay::Decider {
         std::optional<Question> question;
         {
             py::gil_scoped_release nogil;
-            question = texts_.next();
+            question = tokenize_queue_.next();
         }
         return request_of(question);
     }
-    std::optional<PyRequest> overdue_text(double since_s) { return request_of(texts_.overdue(since_s)); }
-    void skip(double seconds) {
+    std::optional<PyRequest> overdue_text(double since_s) { return request_of(tokenize_queue_.overdue(since_s)); }
+    void advance_clock_for_test(double seconds) {
         py::gil_scoped_release nogil;
-        relay_->skip(seconds);
+        relay_->advance_clock_for_test(seconds);
     }
     double now() const { return relay_->clock(); }
     uint32_t in_flight(size_t place) const { return relay_->in_flight(checked(place)); }
@@ -294,8 +294,8 @@ class PyRelay final : public relay::Decider {
     void decide(std::vector<Question>& questions) override {
         bool locked = false;
         for (Question& question : questions) {
-            if (texts_.take(question, relay_->now)) {
-                question.decision.is = Decision::Is::kLater;
+            if (tokenize_queue_.take(question, relay_->now)) {
+                question.decision.kind = Decision::Kind::kLater;
                 continue;
             }
             if (!std::exchange(locked, true)) PyEval_RestoreThread(thread_);
@@ -349,7 +349,7 @@ class PyRelay final : public relay::Decider {
             PyRequest request(question.request, tuple_of(question.candidates), question.attempt);
             py::object answer = (question.page ? page_ : decide_)(std::move(request));
             Decision decision = decision_of(answer, engines_);
-            if (decision.is == Decision::Is::kPlan) check(decision.plan, question);
+            if (decision.kind == Decision::Kind::kPlan) check(decision.plan, question);
             return decision;
         } catch (py::error_already_set& error) {
             report(error);
@@ -383,7 +383,7 @@ class PyRelay final : public relay::Decider {
     py::function decide_, page_, refused_;
     py::object gone_;
     size_t engines_ = 0;
-    relay::Texts texts_;
+    relay::TokenizeQueue tokenize_queue_;
     std::unique_ptr<relay::Relay> relay_;
     PyGILState_STATE gil_{};
     PyThreadState* thread_ = nullptr;
@@ -462,7 +462,7 @@ void bind_relay(py::module_& m) {
              "The first in line, if it came before this time; else None.")
         .def("drain", &PyRelay::drain, py::arg("timeout_s"), "Whether all requests finished in time.")
         .def("close", &PyRelay::close)
-        .def("skip", &PyRelay::skip, py::arg("seconds"), "For tests: let so much time pass.")
+        .def("advance_clock_for_test", &PyRelay::advance_clock_for_test, py::arg("seconds"), "For tests: let so much time pass.")
         .def("now", &PyRelay::now, "Seconds of the relay's monotonic clock.")
         .def("in_flight", &PyRelay::in_flight, py::arg("place"))
         .def(

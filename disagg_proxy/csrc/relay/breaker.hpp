@@ -55,7 +55,7 @@ class Breaker {
     }
 
     // Whether all invariants hold.
-    bool whole() const {
+    bool check_integrity() const {
         double most = limits_.open_s > limits_.open_s_max ? limits_.open_s : limits_.open_s_max;
         return !(trial_ && closed_) && (!closed_ || failures_ < limits_.failures_max) &&
                rest_s_ >= limits_.open_s && rest_s_ <= most;

@@ -527,7 +527,7 @@ void Client::abort() {
     held_at_ = 0;
     out_.clear();
     count_unread();
-    relay_.bury(*this);
+    relay_.defer_delete(*this);
 }
 
 Exchange* Client::let_exchange_go() {

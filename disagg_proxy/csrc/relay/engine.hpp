@@ -1,5 +1,5 @@
 // Engine: all that the relay knows of one engine, and its open connections. The relay's thread alone touches
-// it, but for what policies read of it, a Glance.
+// it, but for what policies read of it, an EngineStatus.
 //
 //     there --remove--> leaving: no request begins --its requests and connections are over--> gone
 #pragma once
@@ -23,16 +23,16 @@ namespace moonpool::relay {
 class Leg;
 
 // What other threads may read of the engine at a place. Outlives it, since a reader holds nothing of it.
-struct Glance {
+struct EngineStatus {
     std::atomic<uint32_t> in_flight{0};
     std::atomic<double> rests_until{0};  // of its breaker
 };
 
 class Engine {
    public:
-    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits, Glance& glance)
-        : place(place), settings(settings), role(settings.role), breaker(limits), glance(glance) {
-        glance.rests_until = 0;  // of the one before
+    Engine(size_t place, const EngineSettings& settings, const BreakerLimits& limits, EngineStatus& status)
+        : place(place), settings(settings), role(settings.role), breaker(limits), status(status) {
+        status.rests_until = 0;  // of the one before
     }
 
     const size_t place;
@@ -48,7 +48,7 @@ class Engine {
     sockaddr_storage address{};
     socklen_t address_size = 0;
     std::vector<Leg*> legs;  // the requests that are there now; each knows its index
-    Glance& glance;
+    EngineStatus& status;
 
     // Of one that leaves: when its requests are cut, and how many had been removed with it.
     double leaves_at = 0;
@@ -71,8 +71,8 @@ class Engine {
     std::vector<std::unique_ptr<Upstream>> open;
     std::vector<Upstream*> idle;  // the one that was used last is used next; the oldest is first
 
-    bool whole() const {
-        return breaker.whole() && idle.size() <= open.size() && legs.size() == glance.in_flight.load();
+    bool check_integrity() const {
+        return breaker.check_integrity() && idle.size() <= open.size() && legs.size() == status.in_flight.load();
     }
 };
 

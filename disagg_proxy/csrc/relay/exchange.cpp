@@ -134,7 +134,7 @@ http::Refusal Exchange::nobody() const {
 
 void Exchange::decided(Decision& decision) {
     bool page = state_ == ExchangeState::kAskingPage;
-    if (decision.is == Decision::Is::kPage) {
+    if (decision.kind == Decision::Kind::kPage) {
         if (tried_.empty()) {
             state_.move_to(ExchangeState::kOver);
             return client_->answer_page(decision.page);
@@ -144,7 +144,7 @@ void Exchange::decided(Decision& decision) {
         observe(Outcome::kRefused);
         return client_->answer_page(decision.page);
     }
-    if (decision.is == Decision::Is::kPlan && !page) {
+    if (decision.kind == Decision::Kind::kPlan && !page) {
         if (relay_.are_there(decision.plan)) return follow(decision.plan);
         relay_.not_wanted(request_->id, decision);  // an engine of it has left meanwhile
         if (!std::exchange(asked_again_, true)) return ask();

@@ -37,10 +37,10 @@ void Leg::go(Engine& chosen) {
     for (std::string_view piece : body) message_bytes += piece.size();
     progress_at_ = relay_.now;
     trial_ = chosen.breaker.started(relay_.now);
-    chosen.glance.rests_until = chosen.breaker.rests_until();
+    chosen.status.rests_until = chosen.breaker.rests_until();
     index = chosen.legs.size();
     chosen.legs.push_back(this);
-    ++chosen.glance.in_flight;
+    ++chosen.status.in_flight;
     if (chosen.idle.empty()) return connect();
     upstream_ = chosen.idle.back();
     chosen.idle.pop_back();
@@ -162,9 +162,9 @@ void Leg::leave(Verdict verdict) {
     left.legs[index] = left.legs.back();
     left.legs[index]->index = index;
     left.legs.pop_back();
-    --left.glance.in_flight;
+    --left.status.in_flight;
     left.breaker.finished(verdict, relay_.now, trial_);
-    left.glance.rests_until = left.breaker.rests_until();
+    left.status.rests_until = left.breaker.rests_until();
 }
 
 }  // namespace moonpool::relay

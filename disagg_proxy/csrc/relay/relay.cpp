@@ -49,12 +49,12 @@ Relay::Relay(Settings given, Decider& decider)
     bodies.most = settings.limits.bodies_bytes_max;
     page_bodies.most = bodies.most / kPageBodiesShare;
     size_t places = std::max(settings.engines_max, settings.engines.size());
-    glances_ = std::make_unique<Glance[]>(places);
+    statuses_ = std::make_unique<EngineStatus[]>(places);
     engine_names_.resize(places);
     engines.resize(places);
     for (size_t place = 0; place < settings.engines.size(); ++place) {
         const EngineSettings& engine = settings.engines[place];
-        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, glances_[place]);
+        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, statuses_[place]);
         engine_names_[place] = engine.name;
     }
 }
@@ -86,7 +86,7 @@ Relay::~Relay() { close(); }
 double Relay::clock() const {
     auto since = std::chrono::steady_clock::now().time_since_epoch();
     auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-    return static_cast<double>(ns + skipped_ns_.load(std::memory_order_relaxed)) * 1e-9;
+    return static_cast<double>(ns + advanced_ns_.load(std::memory_order_relaxed)) * 1e-9;
 }
 
 void Relay::post(std::function<void()> function) {
@@ -134,7 +134,7 @@ void Relay::listen(int fd) {
 void Relay::add_engine(size_t place, EngineSettings engine) {
     post([this, place, engine = std::move(engine)] {
         if (engines[place]) return;  // it is not free
-        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, glances_[place]);
+        engines[place] = std::make_unique<Engine>(place, engine, settings.breaker, statuses_[place]);
         engine_names_[place] = engine.name;
     });
 }
@@ -208,7 +208,7 @@ void Relay::resume(uint64_t request, Decision decision) {
 
 // A policy that keeps books has written the plan down, and hears that nothing came of it.
 void Relay::not_wanted(uint64_t request, const Decision& decision) {
-    if (decision.is != Decision::Is::kPlan || decision.plan.note == 0) return;
+    if (decision.kind != Decision::Kind::kPlan || decision.plan.note == 0) return;
     Observation left;
     left.request = request;
     left.note = decision.plan.note;
@@ -243,8 +243,8 @@ void Relay::close() {
     access_log.reset();  // its last lines
 }
 
-void Relay::skip(double seconds) {
-    skipped_ns_ += static_cast<int64_t>(seconds * 1e9);
+void Relay::advance_clock_for_test(double seconds) {
+    advanced_ns_ += static_cast<int64_t>(seconds * 1e9);
     call([this] {
         now = clock();
         sweep();
@@ -306,7 +306,7 @@ void Relay::decide() {
             continue;
         }
         applying_[i] = nullptr;
-        if (questions[i].decision.is == Decision::Is::kLater) {
+        if (questions[i].decision.kind == Decision::Kind::kLater) {
             later_[questions[i].request->id] = exchange;
         } else {
             exchange->decided(questions[i].decision);
@@ -358,7 +358,7 @@ void Relay::sweep_leaving(Engine& engine) {
     auto uses = [&](const auto& exchange) { return exchange->may_use(engine); };
     if (std::any_of(exchanges_.begin(), exchanges_.end(), uses)) return;
     size_t place = engine.place;
-    engine_graves_.push_back(std::move(engines[place]));
+    retired_engines_.push_back(std::move(engines[place]));
     decider_.engine_gone(place);
 }
 
@@ -385,8 +385,8 @@ bool Relay::are_there(const Plan& plan) const {
 
 // After each turn: what ended in it can go now.
 void Relay::clean() {
-    graves_.clear();
-    engine_graves_.clear();
+    retired_.clear();
+    retired_engines_.clear();
     for (Exchange* exchange : spent_exchanges_) {
         exchange->release();
         spare_exchanges_.push_back(exchange);
@@ -406,7 +406,7 @@ void Relay::clean() {
 void Relay::stop_listening() {
     for (auto& listener : listeners_) {
         poller.close(*listener);
-        graves_.push_back(std::move(listener));
+        retired_.push_back(std::move(listener));
     }
     listeners_.clear();
 }
@@ -494,9 +494,9 @@ bool Relay::close_idle(const Client& newcomer, const uint64_t* of_address) {
     return false;
 }
 
-void Relay::bury(Client& client) {
+void Relay::defer_delete(Client& client) {
     size_t index = client.index;
-    graves_.push_back(std::move(clients_[index]));
+    retired_.push_back(std::move(clients_[index]));
     if (index + 1 < clients_.size()) {
         clients_[index] = std::move(clients_.back());
         clients_[index]->index = index;
@@ -505,9 +505,9 @@ void Relay::bury(Client& client) {
     look_whether_empty();
 }
 
-void Relay::bury(Engine& engine, Upstream& upstream) {
+void Relay::defer_delete(Engine& engine, Upstream& upstream) {
     size_t index = upstream.index;
-    graves_.push_back(std::move(engine.open[index]));
+    retired_.push_back(std::move(engine.open[index]));
     if (index + 1 < engine.open.size()) {
         engine.open[index] = std::move(engine.open.back());
         engine.open[index]->index = index;
@@ -699,7 +699,7 @@ void Relay::count_rejected(std::string_view reason) {
 
 int Relay::retry_after() const { return std::max(1, static_cast<int>(std::ceil(settings.retry_after_s))); }
 
-bool Relay::whole() const {
+bool Relay::check_integrity() const {
     size_t budget = 0;
     size_t unread = 0;
     for (const auto& client : clients_) {
@@ -709,7 +709,7 @@ bool Relay::whole() const {
     return budget == bodies.held + page_bodies.held && bodies.held <= bodies.most &&
            page_bodies.held <= page_bodies.most && unread == unread_bytes &&
            std::all_of(engines.begin(), engines.end(),
-                       [](const auto& engine) { return !engine || engine->whole(); });
+                       [](const auto& engine) { return !engine || engine->check_integrity(); });
 }
 
 }  // namespace moonpool::relay

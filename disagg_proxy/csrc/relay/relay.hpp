@@ -51,8 +51,8 @@ class Relay {
     // No request goes there any more; those that are there have drain_s to end. Then the decider hears that
     // the engine is gone.
     void remove_engine(size_t place, double drain_s);
-    uint32_t in_flight(size_t place) const { return glances_[place].in_flight; }
-    double rests_until(size_t place) const { return glances_[place].rests_until; }
+    uint32_t in_flight(size_t place) const { return statuses_[place].in_flight; }
+    double rests_until(size_t place) const { return statuses_[place].rests_until; }
     void engine_state(size_t place, bool healthy);
     void engine_late(size_t place);  // it has not answered a health check in time
     void engine_address(size_t place, const sockaddr_storage& address, socklen_t size);
@@ -62,7 +62,7 @@ class Relay {
     void resume(uint64_t request, Decision decision);
     bool drain(double timeout_s);  // accept no more, finish what runs; whether all did
     void close();                  // end everything now; idempotent
-    void skip(double seconds);     // for tests: so much time has passed
+    void advance_clock_for_test(double seconds);     // for tests: so much time has passed
     double clock() const;
     // Run something on the relay's thread and wait for it; here, when that is this thread or it has ended.
     void call(const std::function<void()>& function);
@@ -97,8 +97,8 @@ class Relay {
     const std::vector<std::unique_ptr<Client>>& clients() const { return clients_; }
 
     void accept(int fd, const sockaddr_storage& peer);
-    void bury(Client& client);
-    void bury(Engine& engine, Upstream& upstream);
+    void defer_delete(Client& client);
+    void defer_delete(Engine& engine, Upstream& upstream);
     Upstream& new_upstream(Engine& engine);
     void drop_idle(Engine& engine);
     std::shared_ptr<Request> new_request();
@@ -123,7 +123,7 @@ class Relay {
     void count_rejected(std::string_view reason);
     int retry_after() const;
     const std::vector<std::string>& engine_names() const { return engine_names_; }
-    bool whole() const;  // whether all invariants hold
+    bool check_integrity() const;  // whether all invariants hold
 
    private:
     Relay(Settings settings, Decider& decider);
@@ -152,7 +152,7 @@ class Relay {
     Decider& decider_;
     ApiKeys keys_;
     std::vector<std::string> engine_names_;
-    std::unique_ptr<Glance[]> glances_;  // by place
+    std::unique_ptr<EngineStatus[]> statuses_;  // by place
     uint64_t removals_ = 0;
     bool models_known_ = false;
     uint64_t next_id_ = 1;
@@ -160,8 +160,8 @@ class Relay {
 
     std::vector<std::unique_ptr<Listener>> listeners_;
     std::vector<std::unique_ptr<Client>> clients_;  // each knows its index
-    std::vector<std::unique_ptr<Socket>> graves_;
-    std::vector<std::unique_ptr<Engine>> engine_graves_;
+    std::vector<std::unique_ptr<Socket>> retired_;
+    std::vector<std::unique_ptr<Engine>> retired_engines_;
     std::vector<std::shared_ptr<Request>> spent_requests_, spare_requests_;
     std::vector<std::unique_ptr<Exchange>> exchanges_;
     std::vector<Exchange*> spent_exchanges_, spare_exchanges_;
@@ -171,7 +171,7 @@ class Relay {
     std::unordered_map<uint64_t, Exchange*> later_, examining_;
 
     Wake wake_;
-    std::atomic<int64_t> skipped_ns_{0};
+    std::atomic<int64_t> advanced_ns_{0};
     std::mutex mutex_;
     std::condition_variable emptied_;
     std::vector<std::function<void()>> posted_;

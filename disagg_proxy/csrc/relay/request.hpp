@@ -123,8 +123,8 @@ struct Page {
 
 // What came of asking. kLater: the decider will say, by the request's id.
 struct Decision {
-    enum class Is : uint8_t { kLater, kPlan, kPage, kFailed };
-    Is is = Is::kFailed;
+    enum class Kind : uint8_t { kLater, kPlan, kPage, kFailed };
+    Kind kind = Kind::kFailed;
     Plan plan;
     Page page;
 };

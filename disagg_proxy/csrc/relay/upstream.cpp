@@ -191,7 +191,7 @@ void Upstream::close() {
     if (open()) relay_.poller.close(*this);  // not when there was no socket to be had
     auto at = std::find(engine_.idle.begin(), engine_.idle.end(), this);
     if (at != engine_.idle.end()) engine_.idle.erase(at);
-    relay_.bury(engine_, *this);
+    relay_.defer_delete(engine_, *this);
 }
 
 bool Upstream::is_cut() const {

@@ -959,7 +959,7 @@ def test_a_prefill_engine_that_refuses_releases_decode() -> None:
                 assert (await asked(f, "/v1/completions", {"prompt": PROMPT}))[0] == told
                 await until(lambda: not decode.accounts()["blocks_held"])
             engine_of(f, "prefill").faults = {}
-            f.proxy.relay.skip(10.0)  # its breaker rests
+            f.proxy.relay.advance_clock_for_test(10.0)  # its breaker rests
             await check(f)
             assert text_of((await f.ask(PROMPT))[0]) == text_for(PROMPT)
             await f.settle()

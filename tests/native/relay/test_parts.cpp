@@ -21,7 +21,7 @@
 #include "relay/request.hpp"
 #include "relay/reserved.hpp"
 #include "relay/routes.hpp"
-#include "relay/texts.hpp"
+#include "relay/tokenize_queue.hpp"
 #include "relay/trace.hpp"
 #include "relay/usage.hpp"
 
@@ -33,7 +33,7 @@ TEST_CASE("a breaker opens after so many failures in a row and closes by one goo
     auto ask = [&](Verdict verdict) {
         bool trial = breaker.started(now);
         breaker.finished(verdict, now, trial);
-        CHECK(breaker.whole());
+        CHECK(breaker.check_integrity());
         return trial;
     };
     ask(Verdict::kBad);
@@ -321,8 +321,8 @@ TEST_CASE("text is what a tokenizer would be asked about") {
 
 TEST_CASE("a line of texts is bounded, and takes first questions alone") {
     Question text = asking(Kind::kChat, R"({"messages":[]})");
-    CHECK_FALSE(Texts(0).take(text, 1));
-    Texts texts(2);
+    CHECK_FALSE(TokenizeQueue(0).take(text, 1));
+    TokenizeQueue texts(2);
     Question again = text, page = text;
     again.attempt = 1;
     page.page = true;
@@ -342,7 +342,7 @@ TEST_CASE("a line of texts is bounded, and takes first questions alone") {
 
 TEST_CASE("each text goes to one of those who wait, and the end to all of them") {
     constexpr uint64_t kCount = 2000;
-    Texts texts(kCount);
+    TokenizeQueue texts(kCount);
     std::vector<std::atomic<int>> seen(kCount);
     std::atomic<uint64_t> total{0};
     std::vector<std::thread> threads;

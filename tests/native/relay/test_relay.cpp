@@ -126,11 +126,11 @@ class RandomDecider final : public Decider {
     void decide(std::vector<Question>& questions) override {
         for (Question& question : questions) {
             Decision decision;
-            decision.is = Decision::Is::kPlan;
+            decision.kind = Decision::Kind::kPlan;
             const auto& all = question.candidates;
             switch (question.page ? 9 : chance_() % 8) {
                 case 0:
-                    decision.is = Decision::Is::kFailed;
+                    decision.kind = Decision::Kind::kFailed;
                     break;
                 case 1:
                 case 2:
@@ -147,7 +147,7 @@ class RandomDecider final : public Decider {
                     }
                     break;
                 case 9:
-                    decision.is = Decision::Is::kPage;
+                    decision.kind = Decision::Kind::kPage;
                     decision.page.body = "page";
                     break;
                 default:
@@ -156,7 +156,7 @@ class RandomDecider final : public Decider {
             if (!all.empty()) decision.plan.engine = all[0];
             if (chance_() % 4 == 0) {
                 relay.load()->resume(question.request->id, decision);
-                question.decision.is = Decision::Is::kLater;
+                question.decision.kind = Decision::Kind::kLater;
             } else {
                 question.decision = decision;
             }
@@ -311,7 +311,7 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
         CHECK(relay.engines[0]->healthy);
         CHECK(relay.engines[0]->breaker.failures() <= failures);
         CHECK(relay.engines[0]->legs.empty());
-        CHECK(relay.whole());
+        CHECK(relay.check_integrity());
     });
     relay.close();
 }
@@ -421,14 +421,14 @@ TEST_CASE("engines join and leave in a storm, and each place is free again") {
         all_came = place == round % 3;
         if (all_came) join(*place);
         CHECK(relay.in_flight(round % 3) <= 4 * 40 * 2);  // all that four visitors ever send
-        relay.call([&] { CHECK(relay.whole()); });
+        relay.call([&] { CHECK(relay.check_integrity()); });
     }
     for (auto& visitor : visitors) visitor.join();
     CHECK(all_came);
     CHECK(joined > 3);
     CHECK(relay.drain(10));
     relay.call([&] {
-        CHECK(relay.whole());
+        CHECK(relay.check_integrity());
         CHECK(relay.engine_count() == 3);
     });
     relay.close();
@@ -462,7 +462,7 @@ TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {
     for (auto& visitor : visitors) visitor.join();
     CHECK(relay.drain(10));
     relay.call([&] {
-        CHECK(relay.whole());
+        CHECK(relay.check_integrity());
         CHECK(relay.bodies.held == 0);
         CHECK(relay.accepted > 200);
         for (const auto& engine : relay.engines) CHECK(engine->legs.empty());

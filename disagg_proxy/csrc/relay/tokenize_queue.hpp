@@ -1,5 +1,6 @@
-// Texts: requests whose prompt is text, in line for the threads that tokenise and then decide. So the relay's
-// thread, which all sockets wait for, does not wait for the GIL while those threads hold it.
+// TokenizeQueue: first questions about requests whose prompt is text. The threads that tokenise take them, and then
+// decide; so the relay's thread, which all sockets wait for, does not wait for the GIL while those threads hold it.
+// From any thread.
 #pragma once
 
 #include <condition_variable>
@@ -12,16 +13,17 @@
 
 namespace moonpool::relay {
 
-class Texts {
+class TokenizeQueue {
    public:
     // A larger body takes too long to tokenise, and to copy before that; dispatcher.py has the same bound.
     static constexpr size_t kBodyBytesMax = 4 << 20;
 
     // waiting_max: of requests; 0: take() refuses all.
-    explicit Texts(size_t waiting_max) : waiting_max_(waiting_max) {}
+    explicit TokenizeQueue(size_t waiting_max) : waiting_max_(waiting_max) {}
 
-    // A first question about a prompt in text comes into line; whatever else is to be decided at once. now:
-    // of the relay's clock, s.
+    // True: the question is in the queue. False: the caller decides it at once, since it is not the first about its
+    // request, its prompt is no text, its body is too large, or the queue is full or closed.
+    // now: of the relay's clock, s.
     bool take(const Question& question, double now) {
         if (waiting_max_ == 0 || question.page || question.attempt > 0) return false;
         if (question.request->body.size() > kBodyBytesMax || !question.request->has_text()) return false;
@@ -34,7 +36,7 @@ class Texts {
         return true;
     }
 
-    // The next one; waits for it. nullopt: closed.
+    // The oldest question; waits for one. nullopt: closed.
     std::optional<Question> next() {
         std::unique_lock lock(mutex_);
         some_.wait(lock, [&] { return closed_ || !waiting_.empty(); });
@@ -42,7 +44,7 @@ class Texts {
         return first();
     }
 
-    // The first one, if it has been in line since before this time.
+    // The oldest question, if it was queued before this time, s of the relay's clock.
     std::optional<Question> overdue(double since) {
         std::lock_guard lock(mutex_);
         if (waiting_.empty() || waiting_.front().since >= since) return std::nullopt;
