@@ -35,20 +35,21 @@ struct Look {
 
 Look look_at(const relay::Relay& relay) {
     Look look;
-    for (const auto& engine : relay.engines) {
+    for (const auto& engine : relay.engines().all()) {
         if (!engine) continue;
         look.engines.push_back({engine->place, engine->settings.name, engine->leaving(), engine->counts,
                                 engine->healthy, engine->breaker.closed(), engine->breaker.failures(),
                                 engine->legs.size(), engine->open.size(), engine->idle.size()});
     }
-    look.rejected.insert(relay.rejected.begin(), relay.rejected.end());
-    look.clients = relay.clients().size();
-    look.held = relay.bodies.held + relay.page_bodies.held;
-    look.unread = relay.unread_bytes;
-    look.reserved = relay.reserved;
-    look.accepted = relay.accepted;
-    look.dropped = relay.observations.dropped();
-    look.unlogged = relay.access_log ? relay.access_log->dropped() : 0;
+    const relay::RelayContext& context = relay.context();
+    look.rejected.insert(context.rejected.begin(), context.rejected.end());
+    look.clients = relay.clients().all().size();
+    look.held = relay.clients().budget.body_bytes();
+    look.unread = relay.clients().budget.unread_bytes();
+    look.reserved = context.reserved;
+    look.accepted = relay.clients().accepted();
+    look.dropped = context.observations.dropped();
+    look.unlogged = context.access_log ? context.access_log->dropped() : 0;
     look.intact = relay.check_integrity();
     return look;
 }
@@ -131,7 +132,7 @@ py::list relay_clients(relay::Relay& relay) {
     {
         py::gil_scoped_release nogil;
         relay.call([&] {
-            for (const auto& client : relay.clients()) looks.push_back(client->look());
+            for (const auto& client : relay.clients().all()) looks.push_back(client->look());
         });
     }
     py::list out;

@@ -267,7 +267,9 @@ class PyRelay final : public relay::Decider {
         }
         return request_of(question);
     }
-    std::optional<PyRequest> overdue_text(double since_s) { return request_of(tokenize_queue_.overdue(since_s)); }
+    std::optional<PyRequest> overdue_text(double since_s) {
+        return request_of(tokenize_queue_.overdue(since_s));
+    }
     void advance_clock_for_test(double seconds) {
         py::gil_scoped_release nogil;
         relay_->advance_clock_for_test(seconds);
@@ -276,7 +278,7 @@ class PyRelay final : public relay::Decider {
     uint32_t in_flight(size_t place) const { return relay_->in_flight(checked(place)); }
     double rests_until(size_t place) const { return relay_->rests_until(checked(place)); }
 
-    py::bytes take_observations() { return py::bytes(relay_->observations.take()); }
+    py::bytes take_observations() { return py::bytes(relay_->take_observations()); }
 
     py::dict counters() { return relay_counters(*relay_, policy_errors_); }
     py::list clients() { return relay_clients(*relay_); }
@@ -294,7 +296,7 @@ class PyRelay final : public relay::Decider {
     void decide(std::vector<Question>& questions) override {
         bool locked = false;
         for (Question& question : questions) {
-            if (tokenize_queue_.take(question, relay_->now)) {
+            if (tokenize_queue_.take(question, relay_->context().now)) {
                 question.decision.kind = Decision::Kind::kLater;
                 continue;
             }
@@ -374,7 +376,7 @@ class PyRelay final : public relay::Decider {
     // A policy that breaks at each request must not fill the disk with tracebacks.
     void report(py::error_already_set& error) {
         ++policy_errors_;
-        double now = relay_->now;
+        double now = relay_->context().now;
         if (now - reported_at_ < 1 && reported_at_ > 0) return;
         reported_at_ = now;
         error.discard_as_unraisable("moonpool proxy: policy");
@@ -462,7 +464,8 @@ void bind_relay(py::module_& m) {
              "The first in line, if it came before this time; else None.")
         .def("drain", &PyRelay::drain, py::arg("timeout_s"), "Whether all requests finished in time.")
         .def("close", &PyRelay::close)
-        .def("advance_clock_for_test", &PyRelay::advance_clock_for_test, py::arg("seconds"), "For tests: let so much time pass.")
+        .def("advance_clock_for_test", &PyRelay::advance_clock_for_test, py::arg("seconds"),
+             "For tests: let so much time pass.")
         .def("now", &PyRelay::now, "Seconds of the relay's monotonic clock.")
         .def("in_flight", &PyRelay::in_flight, py::arg("place"))
         .def(

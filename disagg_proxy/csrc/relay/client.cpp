@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cmath>
 #include <utility>
 
 #include "http/head_writer.hpp"
+#include "relay/client_table.hpp"
+#include "relay/context.hpp"
 #include "relay/exchange.hpp"
-#include "relay/relay.hpp"
 
 namespace moonpool::relay {
 
@@ -27,28 +29,29 @@ constexpr size_t kPageBodyBytesMax = 16 << 20;
 
 }  // namespace
 
-Client::Client(Relay& relay, int connection, size_t place, uint64_t peer)
+Client::Client(RelayContext& context, ClientTable& table, int connection, size_t place, uint64_t peer)
     : index(place),
       address(peer),
-      relay_(relay),
-      parser_({relay.settings.limits.head_bytes_max, relay.settings.limits.body_bytes_max}),
-      of_address_(relay.addresses.come(peer)) {
+      context_(context),
+      table_(table),
+      parser_({context.settings.limits.head_bytes_max, context.settings.limits.body_bytes_max}),
+      of_address_(table.addresses.come(peer)) {
     fd.reset(connection);
 }
 
-Client::~Client() { relay_.addresses.leave(address); }
+Client::~Client() { table_.addresses.leave(address); }
 
 void Client::begin() {
-    deadline_ = relay_.now + relay_.settings.deadlines.head_s;  // of the first request
+    deadline_ = context_.now + context_.settings.deadlines.head_s;  // of the first request
     wait_idle();
-    if (!relay_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
+    if (!context_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
 }
 
-void Client::wait_idle() { (past_ == Past::kServed ? relay_.idle : relay_.strangers).push(idle_); }
+void Client::wait_idle() { (past_ == Past::kServed ? table_.idle : table_.strangers).push(idle_); }
 
 void Client::enter(ClientState state, double deadline_s) {
     state_.move_to(state);
-    deadline_ = relay_.now + deadline_s;
+    deadline_ = context_.now + deadline_s;
 }
 
 bool Client::busy() const {
@@ -83,9 +86,9 @@ void Client::read_some(uint32_t events) {
         if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
-    ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
+    ssize_t n = ::recv(fd.get(), context_.scratch.data(), context_.scratch.size(), 0);
     if (n > 0) {
-        if (state_ != ClientState::kLingering) take({relay_.scratch.data(), static_cast<size_t>(n)});
+        if (state_ != ClientState::kLingering) take({context_.scratch.data(), static_cast<size_t>(n)});
     } else if (n == 0) {
         end_of_input();
     } else if (errno != EAGAIN && errno != EINTR) {
@@ -124,8 +127,8 @@ size_t Client::read(std::string_view data) {
             auto whole = static_cast<size_t>(std::max<int64_t>(request_->head.content_length, 0));
             if (body.capacity() < whole && body.size() >= whole / kReserveAllFrom) body.reserve(whole);
             body.append(piece.content);
-            size_t most = relay_.settings.limits.body_bytes_max;
-            if (pages_body()) most = std::min(most, kPageBodyBytesMax);
+            size_t most = context_.settings.limits.body_bytes_max;
+            if (route_ == Route::kPage) most = std::min(most, kPageBodyBytesMax);
             if (body.size() > most) {
                 refuse(http::body_too_large(most));
                 return data.size();
@@ -158,7 +161,7 @@ bool Client::read_head(std::string_view data, size_t& at) {
         case http::Step::kDone:
             break;
     }
-    request_ = relay_.new_request();
+    request_ = table_.requests.take();
     http::RequestHead& head = request_->head;
     std::swap(head, parser_.head());
     request_->head_bytes.assign(input.substr(0, head.bytes));
@@ -178,18 +181,18 @@ bool Client::read_head(std::string_view data, size_t& at) {
 
 // Whether the request may be, by its head alone. False: it was refused, and nothing more of it is read.
 bool Client::judge() {
-    relay_.adopt(*request_);
+    table_.ids.give(*request_, context_);
     const http::RequestHead& head = request_->head;
     refusal_ = {};
-    route_ = relay_.routes.find(head.method, head.path, refusal_);
-    if (route_ != Route::kRefused && route_ != Route::kPage && !relay_.key_fits(*request_)) {
+    route_ = table_.routes.find(head.method, head.path, refusal_);
+    if (route_ != Route::kRefused && route_ != Route::kPage && !table_.key_fits(*request_)) {
         route_ = Route::kRefused;
         refusal_ = {
             401, "invalid_api_key",
             "this proxy wants an API key: send Authorization: Bearer KEY with a key that its operator "
             "gave you"};
     }
-    const Deadlines& limits = relay_.settings.deadlines;
+    const Deadlines& limits = context_.settings.deadlines;
     if (route_ == Route::kRelay || route_ == Route::kModels) idle_.leave();
     if (route_ != Route::kRefused) {
         enter(ClientState::kBody, limits.body_stall_s);
@@ -211,7 +214,7 @@ void Client::hold(std::string_view data) {
     }
     held_.append(data);
     count_unread();
-    if (held_.size() > relay_.settings.limits.pipelined_bytes_max) {
+    if (held_.size() > context_.settings.limits.pipelined_bytes_max) {
         held_back_ = true;
         watch();
     }
@@ -231,7 +234,7 @@ void Client::go_on() {
     if (held_at_ >= held_.size()) {
         held_ = std::string();
         held_at_ = 0;
-    } else if (held_.size() - held_at_ > relay_.settings.limits.pipelined_bytes_max && open()) {
+    } else if (held_.size() - held_at_ > context_.settings.limits.pipelined_bytes_max && open()) {
         held_back_ = true;
         watch();
     }
@@ -239,7 +242,7 @@ void Client::go_on() {
 
 // Part of a request is there: set its deadline, and say that the body may come if the client asks.
 void Client::await_more() {
-    const Deadlines& limits = relay_.settings.deadlines;
+    const Deadlines& limits = context_.settings.deadlines;
     if (state_ == ClientState::kIdle && parser_.begun()) {
         enter(ClientState::kHead, limits.head_s);  // for the whole head, however it drips
     }
@@ -253,74 +256,59 @@ void Client::await_more() {
     size_t size = request_->body.size();
     double earned_s = static_cast<double>(size - read_bytes_) / limits.body_bytes_per_s_min;
     read_bytes_ = size;
-    deadline_ = std::min(relay_.now + limits.body_stall_s, deadline_ + earned_s);
+    deadline_ = std::min(context_.now + limits.body_stall_s, deadline_ + earned_s);
 }
 
 bool Client::count_body() {
     size_t size = request_->body.size();
     if (size <= budgeted_) return true;
-    Relay::Purse& purse = pages_body() ? relay_.page_bodies : relay_.bodies;
-    size_t more = size - budgeted_;
-    if (purse.held + more > purse.most) {
-        refuse({503, "bodies_held", "the proxy holds as many request bodies as it may; try again"});
+    if (auto refusal = table_.budget.take_body(body_for(), of_address_, size - budgeted_)) {
+        refuse(*refusal);
         return false;
     }
-    const Limits& limits = relay_.settings.limits;
-    auto share = static_cast<size_t>(static_cast<double>(purse.most) * limits.address_share);
-    share = std::max(share, std::min(purse.most, limits.body_bytes_max));  // at least one of any size
-    if (of_address_.body_bytes + more > share) {
-        refuse({429, "address_bodies",
-                "your address has its share of " + std::to_string(share) +
-                    " bytes of request bodies here; wait for some, or have the operator raise "
-                    "proxy.address_share"});
-        return false;
-    }
-    purse.held += more;
-    of_address_.body_bytes += more;
     budgeted_ = size;
     return true;
 }
 
 void Client::give_budget() {
-    (pages_body() ? relay_.page_bodies : relay_.bodies).held -= budgeted_;
-    of_address_.body_bytes -= budgeted_;
+    table_.budget.give_body(body_for(), of_address_, budgeted_);
     budgeted_ = 0;
 }
 
 void Client::count_unread() {
     size_t unread = open() ? out_.size() + held_.size() - held_at_ : 0;
-    relay_.unread_bytes += unread - unread_;
+    table_.budget.change_unread(unread_, unread);
     unread_ = unread;
 }
 
 // Answering.
 
-bool Client::last() const { return relay_.draining || !request_->head.keep_alive; }
+bool Client::last() const { return context_.draining || !request_->head.keep_alive; }
 
 void Client::serve() {
     bool refused = state_ == ClientState::kDropping;
     state_.move_to(ClientState::kAnswering);
     past_ = std::max(past_, refused || route_ == Route::kPage ? Past::kAsked : Past::kServed);
-    request_->arrived_at = relay_.now;  // whole
+    request_->arrived_at = context_.now;  // whole
     bool close = last();
     if (refused) return refuse_request(std::exchange(refusal_, {}), close);
     idle_.leave();
-    exchange_ = relay_.take_exchange();
-    if (route_ == Route::kPage || (route_ == Route::kModels && relay_.models_known())) {
+    exchange_ = table_.exchanges.take();
+    if (route_ == Route::kPage || (route_ == Route::kModels && table_.engines.models_known())) {
         exchange_->begin_page(*this, request_, close);
     } else {
-        exchange_->begin(*this, request_, close);
+        exchange_->begin(*this, request_, table_.routes.is_added(request_->head.path), close);
     }
 }
 
 void Client::answer(int status, std::string_view reason, std::string_view body, std::string_view type,
                     const std::vector<std::pair<std::string, std::string>>& headers, bool close) {
-    if (!reason.empty()) relay_.count_rejected(reason);
+    if (!reason.empty()) context_.count_rejected(reason);
     std::array<http::OwnField, 16> own;
     size_t count = 0;
     std::string retry;
     if (status == 503 || status == 429) {
-        retry = std::to_string(relay_.retry_after());
+        retry = std::to_string(std::max(1, static_cast<int>(std::ceil(context_.settings.retry_after_s))));
         own[count++] = {"Retry-After", retry};
     } else if (status == 401) {
         own[count++] = {"WWW-Authenticate", "Bearer"};
@@ -338,7 +326,7 @@ void Client::answer(int status, std::string_view reason, std::string_view body, 
     made.head_only = request_->head.method == "HEAD";
     std::string text;
     http::write_own_answer(text, made);
-    if (relay_.access_log) log(status, body.size());
+    if (context_.access_log) log(status, body.size());
     write(text, {});
 }
 
@@ -359,14 +347,14 @@ void Client::refuse_request(const http::Refusal& refusal, bool close) {
 void Client::exchange_refused(const http::Refusal& refusal) { refuse_request(refusal, last()); }
 
 void Client::exchange_finished(bool close) {
-    if (relay_.access_log && exchange_ != nullptr) {
+    if (context_.access_log && exchange_ != nullptr) {
         log(exchange_->observation().status, exchange_->body_bytes());
     }
     end_request(close);
 }
 
 void Client::exchange_broken() {
-    if (relay_.access_log && exchange_ != nullptr) {
+    if (context_.access_log && exchange_ != nullptr) {
         log(exchange_->observation().status, exchange_->body_bytes());
     }
     abort();  // a reset rather than an orderly end: an answer that ends with the connection must not look
@@ -377,36 +365,37 @@ void Client::end_request(bool close) {
     if (!open()) return;
     let_exchange_go();
     give_budget();
-    relay_.give_back(std::move(request_));
-    enter(ClientState::kIdle, relay_.settings.deadlines.client_idle_s);
+    table_.requests.give_back(std::move(request_));
+    enter(ClientState::kIdle, context_.settings.deadlines.client_idle_s);
     wait_idle();
-    if (close || relay_.draining) {
+    if (close || context_.draining) {
         close_soon();
     } else if ((held_.size() > held_at_ || held_back_) && !ready_) {
         ready_ = true;
-        relay_.ready.push_back(this);  // not from here: a refusal may come from inside of read()
+        table_.set_ready(*this);  // not from here: a refusal may come from inside of read()
     }
 }
 
 // Refuse what cannot be read on: answer, then wait a little so that the client can read why.
 void Client::refuse(const http::Refusal& refusal) {
-    if (!request_) request_ = relay_.new_request();
-    relay_.adopt(*request_);
+    if (!request_) request_ = table_.requests.take();
+    table_.ids.give(*request_, context_);
     answer(refusal.status, refusal.reason, http::error_body(refusal.status, refusal.reason, refusal.sentence),
            kJson, {}, true);
     if (!open()) return;
     give_budget();
-    relay_.give_back(std::move(request_));
+    table_.requests.give_back(std::move(request_));
     parser_.reset();
     partial_ = std::string();
     idle_.leave();
-    enter(ClientState::kLingering, relay_.settings.deadlines.linger_s);
+    enter(ClientState::kLingering, context_.settings.deadlines.linger_s);
     if (out_.empty()) ::shutdown(fd.get(), SHUT_WR);  // else flush() does
 }
 
 void Client::log(int status, uint64_t bytes) {
-    relay_.access_log->add(*request_, fd.get(), status, bytes, relay_.now,
-                           exchange_ != nullptr ? &exchange_->observation() : nullptr, relay_.engine_names());
+    context_.access_log->add(*request_, fd.get(), status, bytes, context_.now,
+                             exchange_ != nullptr ? &exchange_->observation() : nullptr,
+                             table_.engines.names());
 }
 
 // Writing.
@@ -424,12 +413,12 @@ void Client::write(std::string_view head, std::string_view body) {
         body.remove_prefix(sent - of_head);
     }
     if (head.empty() && body.empty()) return;
-    if (out_.empty()) took_at_ = relay_.now;
+    if (out_.empty()) took_at_ = context_.now;
     out_.append(head);
     out_.append(body);
     count_unread();
     watch();
-    if (out_.size() > relay_.settings.limits.write_buffer_bytes_max && !write_paused_) {
+    if (out_.size() > context_.settings.limits.write_buffer_bytes_max && !write_paused_) {
         write_paused_ = true;
         if (exchange_ != nullptr && !exchange_->over()) exchange_->pause();
     }
@@ -438,18 +427,18 @@ void Client::write(std::string_view head, std::string_view body) {
 void Client::flush() {
     size_t before = out_.size();
     if (!out_.flush(fd.get())) return abort();
-    if (out_.size() != before) took_at_ = relay_.now;
+    if (out_.size() != before) took_at_ = context_.now;
     count_unread();
     if (out_.empty() && state_ == ClientState::kClosing) return abort();
     if (out_.empty() && state_ == ClientState::kLingering) ::shutdown(fd.get(), SHUT_WR);
     watch();
-    if (write_paused_ && out_.size() <= relay_.settings.limits.write_buffer_bytes_max / 4) {
+    if (write_paused_ && out_.size() <= context_.settings.limits.write_buffer_bytes_max / 4) {
         write_paused_ = false;
         if (exchange_ != nullptr) {
             exchange_->resume();
         } else if (!ready_) {
             ready_ = true;
-            relay_.ready.push_back(this);
+            table_.set_ready(*this);
         }
     }
 }
@@ -460,14 +449,14 @@ void Client::watch() {
         events |= static_cast<uint32_t>(EPOLLRDHUP);
         if (!held_back_) events |= static_cast<uint32_t>(EPOLLIN);
     }
-    relay_.poller.watch(*this, events);
+    context_.poller.watch(*this, events);
 }
 
 // Ending.
 
 void Client::sweep(double now) {
-    if (write_paused_ && now - took_at_ >= relay_.settings.deadlines.client_stall_s) {
-        relay_.count_rejected("client_stalled");
+    if (write_paused_ && now - took_at_ >= context_.settings.deadlines.client_stall_s) {
+        context_.count_rejected("client_stalled");
         return abort();
     }
     if (exchange_ != nullptr) {
@@ -495,7 +484,7 @@ void Client::drain() {
     if (busy() || ending()) return;
     if (past_ != Past::kNone) return close_soon();
     // It has just connected: its first request is on its way.
-    deadline_ = std::min(deadline_, relay_.now + relay_.settings.deadlines.linger_s);
+    deadline_ = std::min(deadline_, context_.now + context_.settings.deadlines.linger_s);
 }
 
 // Close once all is written; if the client does not take it, sweep aborts.
@@ -505,7 +494,7 @@ void Client::close_soon() {
     held_at_ = 0;
     count_unread();
     if (out_.empty()) return abort();
-    enter(ClientState::kClosing, relay_.settings.deadlines.client_stall_s);
+    enter(ClientState::kClosing, context_.settings.deadlines.client_stall_s);
     watch();
 }
 
@@ -519,21 +508,21 @@ void Client::abort() {
     }
     state_.move_to(ClientState::kClosed);
     idle_.leave();
-    relay_.poller.close(*this);
+    context_.poller.close(*this);
     if (Exchange* exchange = let_exchange_go()) exchange->cancel();
     give_budget();
-    relay_.give_back(std::move(request_));
+    table_.requests.give_back(std::move(request_));
     held_ = std::string();
     held_at_ = 0;
     out_.clear();
     count_unread();
-    relay_.defer_delete(*this);
+    table_.defer_delete(*this);
 }
 
 Exchange* Client::let_exchange_go() {
     Exchange* exchange = exchange_;
     exchange_ = nullptr;
-    if (exchange != nullptr) relay_.give_back(exchange);
+    if (exchange != nullptr) table_.exchanges.give_back(exchange);
     return exchange;
 }
 

@@ -19,6 +19,7 @@
 #include "http/refusal.hpp"
 #include "http/request_parser.hpp"
 #include "relay/addresses.hpp"
+#include "relay/client_budget.hpp"
 #include "relay/idle_list.hpp"
 #include "relay/poller.hpp"
 #include "relay/request.hpp"
@@ -28,7 +29,8 @@
 namespace moonpool::relay {
 
 class Exchange;
-class Relay;
+class ClientTable;
+struct RelayContext;
 
 enum class ClientState : uint8_t {
     kIdle,       // no request is under way
@@ -70,11 +72,11 @@ static_assert(kClientStates.is_complete());
 class Client final : public Socket {
    public:
     // address: as Addresses has it.
-    Client(Relay& relay, int fd, size_t index, uint64_t address);
+    Client(RelayContext& context, ClientTable& table, int fd, size_t index, uint64_t address);
     ~Client() override;
 
     void on_events(uint32_t events) override;
-    // What stands in index 0 upwards of the relay's clients; set by the relay.
+    // In the table of clients, which sets it.
     size_t index;
 
     // What the relay calls.
@@ -89,7 +91,7 @@ class Client final : public Socket {
     const uint64_t address;
     Held& of_address() { return of_address_; }
 
-    // In one of the relay's lists while the connection can be closed for another one's sake.
+    // In one of the table's lists while the connection can be closed for another one's sake.
     struct Idle : IdleList::Hook {
         explicit Idle(Client* client) : client(client) {}
         Client* const client;
@@ -121,7 +123,9 @@ class Client final : public Socket {
     void hold(std::string_view data);
     void await_more();
     bool count_body();
-    bool pages_body() const { return route_ == Route::kPage; }
+    ClientBudget::For body_for() const {
+        return route_ == Route::kPage ? ClientBudget::For::kPages : ClientBudget::For::kEngines;
+    }
     void wait_idle();
     void give_budget();
     void count_unread();
@@ -144,7 +148,8 @@ class Client final : public Socket {
     bool ending() const { return state_ >= ClientState::kLingering; }
     Exchange* let_exchange_go();
 
-    Relay& relay_;
+    RelayContext& context_;
+    ClientTable& table_;
     http::RequestParser parser_;
     http::BodyReader body_;
     std::shared_ptr<Request> request_;  // being read, or being answered
@@ -156,7 +161,7 @@ class Client final : public Socket {
     State<kClientStates> state_;
     bool held_back_ = false;     // too much was read ahead: reads no more for now
     bool write_paused_ = false;  // the client takes too little: starts nothing for now
-    bool ready_ = false;         // stands in the relay's list of those that may go on
+    bool ready_ = false;         // the table calls go_on() in this turn
     // The most that it has been so far: of a whole request, and of one that was for an engine.
     enum class Past : uint8_t { kNone, kAsked, kServed } past_ = Past::kNone;
     // Of the request that is being read.

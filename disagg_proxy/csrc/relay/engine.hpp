@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "relay/breaker.hpp"
@@ -70,9 +71,28 @@ class Engine {
     // Connections. All open ones, idle or not; each knows its index.
     std::vector<std::unique_ptr<Upstream>> open;
     std::vector<Upstream*> idle;  // the one that was used last is used next; the oldest is first
+    Upstream& add_upstream(RelayContext& context) {
+        open.push_back(std::make_unique<Upstream>(context, *this));
+        open.back()->index = open.size() - 1;
+        return *open.back();
+    }
+    std::unique_ptr<Upstream> take_out(Upstream& upstream) {
+        size_t index = upstream.index;
+        std::unique_ptr<Upstream> taken = std::move(open[index]);
+        if (index + 1 < open.size()) {
+            open[index] = std::move(open.back());
+            open[index]->index = index;
+        }
+        open.pop_back();
+        return taken;
+    }
+    void close_idle() {
+        while (!idle.empty()) idle.back()->close();
+    }
 
     bool check_integrity() const {
-        return breaker.check_integrity() && idle.size() <= open.size() && legs.size() == status.in_flight.load();
+        return breaker.check_integrity() && idle.size() <= open.size() &&
+               legs.size() == status.in_flight.load();
     }
 };
 

@@ -9,8 +9,9 @@
 #include "json/scanner.hpp"
 #include "relay/client.hpp"
 #include "relay/context_first.hpp"
-#include "relay/engine.hpp"
-#include "relay/relay.hpp"
+#include "relay/decision_queue.hpp"
+#include "relay/engine_table.hpp"
+#include "relay/request_head.hpp"
 #include "relay/usage.hpp"
 
 namespace moonpool::relay {
@@ -63,7 +64,7 @@ void Exchange::release() {
 
 void Exchange::await_decision(ExchangeState state) {
     state_.move_to(state);
-    ask_deadline_ = relay_.now + relay_.settings.deadlines.decide_s;
+    ask_deadline_ = context_.now + context_.settings.deadlines.decide_s;
 }
 
 bool Exchange::undecided() const {
@@ -71,16 +72,15 @@ bool Exchange::undecided() const {
            state_ == ExchangeState::kAskingPage;
 }
 
-void Exchange::begin(Client& client, std::shared_ptr<Request> request, bool close) {
+void Exchange::begin(Client& client, std::shared_ptr<Request> request, bool may_be_form, bool close) {
     begin_request(client, std::move(request), close);
     await_decision(ExchangeState::kExamining);
-    if (request_->body.size() > kBesideBytes) return relay_.examine(*this, request_);
-    bool form = relay_.routes.is_added(request_->head.path);
-    examined(request_->examine(relay_.settings.limits.body, form));
+    if (request_->body.size() > kBesideBytes) return decisions_.examine(*this, request_, may_be_form);
+    examined(request_->examine(context_.settings.limits.body, may_be_form));
 }
 
 void Exchange::examined(std::optional<http::Refusal> refusal) {
-    relay_.reserved[0] += request_->facts().reserved;
+    context_.reserved[0] += request_->facts().reserved;
     if (refusal) return refuse(std::move(*refusal), Outcome::kRefused);
     ask();
 }
@@ -88,14 +88,14 @@ void Exchange::examined(std::optional<http::Refusal> refusal) {
 void Exchange::begin_page(Client& client, std::shared_ptr<Request> request, bool close) {
     begin_request(client, std::move(request), close);
     await_decision(ExchangeState::kAskingPage);
-    relay_.ask(*this, Question{request_, {}, 0, true, {}});
+    decisions_.ask(*this, Question{request_, {}, 0, true, {}});
 }
 
 // Choosing.
 
 void Exchange::ask() {
     Question question{request_, {}, observation_.attempts, false, {}};
-    bool known = relay_.candidates(*request_, tried_, question.candidates);
+    bool known = engines_.candidates(*request_, tried_, question.candidates);
     if (question.candidates.empty()) {
         if (!known) {
             return refuse({404, "model_not_found",
@@ -106,8 +106,8 @@ void Exchange::ask() {
         return refuse(nobody(), Outcome::kFailed);
     }
     await_decision(ExchangeState::kAsking);
-    asked_at_removal_ = relay_.removals();
-    relay_.ask(*this, std::move(question));
+    asked_at_removal_ = engines_.removals();
+    decisions_.ask(*this, std::move(question));
 }
 
 // While it is being asked for, the answer may name any engine that was there when the question was put.
@@ -122,7 +122,7 @@ http::Refusal Exchange::nobody() const {
     if (!why_.empty()) {
         return {502, "engine_failed", why_ + ", and no other healthy engine is left; try again"};
     }
-    size_t count = relay_.engine_count();
+    size_t count = engines_.count();
     if (count == 0) {
         return {503, "no_engine",
                 "no engine has been discovered yet; GET /engines says where they are looked for"};
@@ -145,14 +145,14 @@ void Exchange::decided(Decision& decision) {
         return client_->answer_page(decision.page);
     }
     if (decision.kind == Decision::Kind::kPlan && !page) {
-        if (relay_.are_there(decision.plan)) return follow(decision.plan);
-        relay_.not_wanted(request_->id, decision);  // an engine of it has left meanwhile
+        if (engines_.has(decision.plan)) return follow(decision.plan);
+        decisions_.decision_unused(request_->id, decision);  // an engine of it has left meanwhile
         if (!std::exchange(asked_again_, true)) return ask();
     }
     if (page) return refuse({500, "page_failed", "the proxy could not make this page"}, Outcome::kRefused);
     // The policy broke. The proxy goes on: any engine is better than none.
     std::vector<uint16_t> candidates;
-    relay_.candidates(*request_, tried_, candidates);
+    engines_.candidates(*request_, tried_, candidates);
     if (candidates.empty()) return refuse(nobody(), Outcome::kFailed);
     Plan plan;
     plan.engine = candidates[request_->id % candidates.size()];
@@ -167,12 +167,12 @@ void Exchange::follow(const Plan& plan) {
     observation_.decode = plan.engine;
     observation_.prefill = plan.prefill;
     observation_.stream = request_->facts().stream;
-    Engine& engine = *relay_.engines[static_cast<size_t>(plan.engine)];
+    Engine& engine = engines_.at(plan.engine);
     if (plan.prefill < 0 || !request_->facts().is_object) {
         observation_.prefill = plan_.prefill = -1;
         return answer_by(engine);
     }
-    Engine& prefill = *relay_.engines[static_cast<size_t>(plan.prefill)];
+    Engine& prefill = engines_.at(plan.prefill);
     const HandoverForm& form = handover_form(plan_.form);
     state_.move_to(form.at_once() ? ExchangeState::kAnswering : ExchangeState::kPrefilling);
     send_prefill_leg(prefill, form.prefill_edits(plan_));
@@ -201,13 +201,13 @@ void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view>
     answer_.head_only = request_->head.method == "HEAD";
     size_t bytes = 0;
     for (std::string_view piece : answer_.body) bytes += piece.size();
-    relay_.write_request_head(answer_.head, *request_, engine, bytes, nullptr);
+    write_request_head(answer_.head, *request_, engine, bytes, nullptr);
     tried_.push_back(static_cast<uint16_t>(engine.place));
     answer_.go(engine);
 }
 
 void Exchange::leg_sent(Leg& leg) {
-    (&leg == &prefill_ ? observation_.sent_prefill : observation_.sent_decode) = relay_.now;
+    (&leg == &prefill_ ? observation_.sent_prefill : observation_.sent_decode) = context_.now;
 }
 
 // Receiving.
@@ -221,16 +221,16 @@ void Exchange::leg_received(Leg& leg, const http::ResponseHead* head, std::strin
 }
 
 bool Exchange::again_allowed() const {
-    return observation_.attempts <= relay_.settings.limits.retries_max && broken_ < kBrokenMax;
+    return observation_.attempts <= context_.settings.limits.retries_max && broken_ < kBrokenMax;
 }
 
 bool Exchange::may_move(const Leg& leg) {
-    if (answer_.answered() || observation_.attempts > relay_.settings.limits.retries_max) return false;
+    if (answer_.answered() || observation_.attempts > context_.settings.limits.retries_max) return false;
     if (broken_ + 1 >= kBrokenMax || leg.engine == nullptr) return false;
     std::vector<uint16_t> left;
-    relay_.candidates(*request_, tried_, left);
+    engines_.candidates(*request_, tried_, left);
     return std::any_of(left.begin(), left.end(),
-                       [&](uint16_t place) { return relay_.engines[place]->works(relay_.now); });
+                       [&](uint16_t place) { return engines_.at(place).works(context_.now); });
 }
 
 void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bool complete) {
@@ -278,13 +278,13 @@ void Exchange::hold(std::string_view body, bool complete) {
     merge_.take(body, complete);
     if (prefill_.engine == nullptr) hand_on_merged();
     bool waits = state_ == ExchangeState::kAnswering && !paused_;
-    if (waits && merge_.held_bytes() > relay_.settings.limits.prefill_answer_bytes_max) too_large();
+    if (waits && merge_.held_bytes() > context_.settings.limits.prefill_answer_bytes_max) too_large();
 }
 
 void Exchange::hand_on_merged() {
     if (!merge_.has_prompt()) merge_.take_prompt(std::exchange(prefill_answer_.text, {}));
     if (merge_.is_stream()) return hand_on_merged_events();
-    if (!merge_.complete() || merge_.held_bytes() > relay_.settings.limits.prefill_answer_bytes_max) return;
+    if (!merge_.complete() || merge_.held_bytes() > context_.settings.limits.prefill_answer_bytes_max) return;
     Page page;
     page.status = status_;
     page.body = merge_.merged();
@@ -325,8 +325,8 @@ void Exchange::hand_on_merged_events() {
 
 // The first byte of the body: engines send the head of a stream before they have computed anything.
 void Exchange::begun() {
-    observation_.first_byte = relay_.now;
-    answer_.engine->counts.first_byte.observe(relay_.now - request_->arrived_at);
+    observation_.first_byte = context_.now;
+    answer_.engine->counts.first_byte.observe(context_.now - request_->arrived_at);
     reached(Stage::kBegun);
 }
 
@@ -375,7 +375,7 @@ void Exchange::read_usage(std::string_view body) {
 
 void Exchange::finish() {
     Engine& engine = *answer_.engine;
-    engine.counts.whole.observe(relay_.now - request_->arrived_at);
+    engine.counts.whole.observe(context_.now - request_->arrived_at);
     ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
     engine.counts.relayed_bytes += engine_bytes_;
     answer_.leave(verdict_on_status(status_));
@@ -386,7 +386,7 @@ void Exchange::finish() {
         one_shot() ? prefill_.leave_drained(met) : prefill_.leave(Verdict::kNone);
     }
     if (one_shot() && status_ < 500) {
-        engine.suspected = relay_.engines[static_cast<size_t>(plan_.prefill)]->suspected = 0;
+        engine.suspected = engines_.at(plan_.prefill).suspected = 0;
     }
     observe(Outcome::kAnswered);
 }
@@ -412,6 +412,8 @@ void Exchange::note_broken(const Leg& leg, Reason reason) {
     if (broken_ >= kBrokenMax) why_ += ", as another engine did that had this request";
 }
 
+void Exchange::leg_refused(Leg& leg) { engines_.refused(*leg.engine); }
+
 void Exchange::leg_lacks(const char* why) {
     prefill_.leave(Verdict::kNone);
     if (answer_.answered()) return;  // concurrent, and the client is being answered already
@@ -436,7 +438,7 @@ void Exchange::answer_failed(Reason reason, const std::string&) {
     }
     answer_.leave(Verdict::kBad);
     prefill_.leave(Verdict::kNone);
-    if (at_once()) not_tried(*relay_.engines[static_cast<size_t>(plan_.prefill)]);
+    if (at_once()) not_tried(engines_.at(plan_.prefill));
     // A first byte that never came is not tried elsewhere: it took long enough.
     if (reason != Reason::kFirstByte && again_allowed()) {
         ++engine.counts.retries;
@@ -459,23 +461,23 @@ void Exchange::refuse(http::Refusal refusal, Outcome outcome) {
 
 void Exchange::observe(Outcome outcome) {
     state_.move_to(ExchangeState::kOver);
-    observation_.last_byte = relay_.now;
+    observation_.last_byte = context_.now;
     observation_.outcome = static_cast<uint8_t>(outcome);
-    if (observation_.attempts > 0) relay_.observations.add(observation_);
+    if (observation_.attempts > 0) context_.observations.add(observation_);
 }
 
 void Exchange::reached(Stage stage) {
     if (observation_.note == 0) return;  // the policy keeps no books
     Observation now = observation_;
     now.stage = static_cast<uint8_t>(stage);
-    relay_.observations.add(now);
+    context_.observations.add(now);
 }
 
 // What the client does.
 
 void Exchange::cancel() {
     if (over()) return;
-    if (undecided()) relay_.forget(*this);
+    if (undecided()) decisions_.forget(*this);
     request_->gone = true;
     const Leg& where = answer_.engine != nullptr ? answer_ : prefill_;
     if (where.engine != nullptr) {
@@ -503,7 +505,7 @@ void Exchange::resume() {
 
 void Exchange::sweep(double now) {
     if (undecided() && now >= ask_deadline_) {
-        relay_.forget(*this);
+        decisions_.forget(*this);
         return refuse({503, "undecided", "the proxy found no engine for this request in time; try again"},
                       Outcome::kFailed);
     }

@@ -35,6 +35,9 @@
 namespace moonpool::relay {
 
 class Client;
+class DecisionQueue;
+class EngineTable;
+struct RelayContext;
 
 enum class ExchangeState : uint8_t {
     kOver,        // has no request, or is through with it
@@ -68,13 +71,19 @@ static_assert(kExchangeStates.is_complete());
 
 class Exchange {
    public:
-    explicit Exchange(Relay& relay) : answer_(relay, *this), prefill_(relay, *this), relay_(relay) {}
+    Exchange(RelayContext& context, EngineTable& engines, DecisionQueue& decisions)
+        : answer_(context, *this),
+          prefill_(context, *this),
+          context_(context),
+          engines_(engines),
+          decisions_(decisions) {}
 
-    // Send a request to the engines. close: its answer is the connection's last.
-    void begin(Client& client, std::shared_ptr<Request> request, bool close);
+    // Send a request to the engines. may_be_form: its body may be one instead of JSON. close: its answer is
+    // the connection's last.
+    void begin(Client& client, std::shared_ptr<Request> request, bool may_be_form, bool close);
     // Have a page of the proxy's own made.
     void begin_page(Client& client, std::shared_ptr<Request> request, bool close);
-    void examined(std::optional<http::Refusal> refusal);  // what came of relay.examine()
+    void examined(std::optional<http::Refusal> refusal);  // what came of DecisionQueue::examine()
     void decided(Decision& decision);
 
     void cancel();       // the client is gone, or the proxy ends
@@ -93,6 +102,7 @@ class Exchange {
     void leg_sent(Leg& leg);
     void leg_received(Leg& leg, const http::ResponseHead* head, std::string_view body, bool complete);
     void leg_failed(Leg& leg, Reason reason, std::string why);
+    void leg_refused(Leg& leg);       // the engine refuses connections
     void leg_lacks(const char* why);  // what this process needs to connect; no engine is to blame
 
     // Of the last answer, for the access log.
@@ -153,7 +163,9 @@ class Exchange {
     void read_usage(std::string_view body);
 
     Leg answer_, prefill_;
-    Relay& relay_;
+    RelayContext& context_;
+    EngineTable& engines_;
+    DecisionQueue& decisions_;
     Client* client_ = nullptr;
     State<kExchangeStates> state_;
 

@@ -5,10 +5,10 @@
 #include "http/head_writer.hpp"
 #include "json/scanner.hpp"
 #include "relay/client.hpp"
-#include "relay/engine.hpp"
+#include "relay/engine_table.hpp"
 #include "relay/exchange.hpp"
 #include "relay/one_shot.hpp"
-#include "relay/relay.hpp"
+#include "relay/request_head.hpp"
 #include "relay/usage.hpp"
 
 namespace moonpool::relay {
@@ -34,7 +34,7 @@ void Exchange::send_prefill_leg(Engine& engine, std::span<const json::Edit> edit
     prefill_.body.assign(prefill_body_.pieces().begin(), prefill_body_.pieces().end());
     prefill_.head.clear();
     prefill_.head_only = false;
-    relay_.write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), &plan_);
+    write_request_head(prefill_.head, *request_, engine, prefill_body_.bytes(), &plan_);
     tried_.push_back(static_cast<uint16_t>(engine.place));
     prefill_.go(engine);
 }
@@ -48,7 +48,7 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
     }
     prefill_answer_.reader.take_all(body, prefill_answer_.text);
     bool logprobs = one_shot() && request_->wants_prompt_logprobs();
-    size_t most = relay_.settings.limits.prefill_answer_bytes_max;
+    size_t most = context_.settings.limits.prefill_answer_bytes_max;
     if (one_shot() && !logprobs) most = std::max(most, kErrorBytes);
     if (may_trim_prefill()) {
         prefill_answer_.trimmed = true;
@@ -86,8 +86,8 @@ void Exchange::prefill_done() {
         if (blames_request(status) && waited_for) return answer_with_refusal();
         return prefill_failed(verdict_on_status(status), !blames_request(status));
     }
-    observation_.prefill_done = relay_.now;
-    engine.counts.prefill.observe(relay_.now - observation_.sent_prefill);
+    observation_.prefill_done = context_.now;
+    engine.counts.prefill.observe(context_.now - observation_.sent_prefill);
     if (one_shot()) {
         Usage usage;
         if (find_any_usage(prefill_answer_.text, usage)) {
@@ -98,7 +98,7 @@ void Exchange::prefill_done() {
         ended(Prefill::kHandedOver);
         return merge_.active() ? hand_on_merged() : void();
     }
-    auto& scanned = relay_.scratch_object;
+    auto& scanned = context_.scratch_object;
     bool whole = scanned.scan(prefill_answer_.text);
     const json::Member* usage = whole ? scanned.find("usage") : nullptr;
     if (usage != nullptr) observation_.prefill_cached_tokens = usage_of(usage->value).cached;
@@ -139,7 +139,7 @@ void Exchange::hand_over(std::span<const json::Edit> edits) {
     answer_body_.make(request_->facts().object, edits);
     observation_.handed_over = static_cast<uint8_t>(plan_.form);
     if (state_ != ExchangeState::kAnswering) state_.move_to(ExchangeState::kAnswering);
-    send_answer_leg(*relay_.engines[static_cast<size_t>(plan_.engine)], answer_body_.pieces());
+    send_answer_leg(engines_.at(plan_.engine), answer_body_.pieces());
 }
 
 // What the prefill engine says against the request is the answer.
@@ -188,7 +188,7 @@ void Exchange::answer_alone() {
     if (one_shot() || broken_ >= kBrokenMax) {
         return refuse({502, "engine_failed", why_ + "; try again"}, Outcome::kFailed);
     }
-    Engine& engine = *relay_.engines[static_cast<size_t>(plan_.engine)];
+    Engine& engine = engines_.at(plan_.engine);
     bool tried = std::find(tried_.begin(), tried_.end(), engine.place) != tried_.end();
     if (!engine.healthy || tried) return ask();
     plan_.prefill = -1;
@@ -228,15 +228,15 @@ void Exchange::ask_another_pair() {
 // Whether a request may go to another engine of the same role.
 bool Exchange::has_another(const Engine& engine) {
     std::vector<uint16_t> left;
-    relay_.candidates(*request_, tried_, left);
+    engines_.candidates(*request_, tried_, left);
     return std::any_of(left.begin(), left.end(),
-                       [&](uint16_t place) { return relay_.engines[place]->role == engine.role; });
+                       [&](uint16_t place) { return engines_.at(place).role == engine.role; });
 }
 
 // It is the request that asks for so much: no engine is to blame, and another would say the same.
 void Exchange::too_large() {
     std::string why = "the answer's logprobs take more than " +
-                      std::to_string(relay_.settings.limits.prefill_answer_bytes_max) +
+                      std::to_string(context_.settings.limits.prefill_answer_bytes_max) +
                       " bytes; ask for fewer of them, or from a later logprob_start_len on";
     prefill_.leave(Verdict::kNone);
     answer_.leave(Verdict::kNone);

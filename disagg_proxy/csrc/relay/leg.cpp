@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <cstring>
 
+#include "relay/context.hpp"
 #include "relay/engine.hpp"
 #include "relay/exchange.hpp"
-#include "relay/relay.hpp"
 
 namespace moonpool::relay {
 
@@ -35,8 +35,8 @@ void Leg::go(Engine& chosen) {
     sent_at = 0;
     message_bytes = head.size();
     for (std::string_view piece : body) message_bytes += piece.size();
-    progress_at_ = relay_.now;
-    trial_ = chosen.breaker.started(relay_.now);
+    progress_at_ = context_.now;
+    trial_ = chosen.breaker.started(context_.now);
     chosen.status.rests_until = chosen.breaker.rests_until();
     index = chosen.legs.size();
     chosen.legs.push_back(this);
@@ -48,9 +48,9 @@ void Leg::go(Engine& chosen) {
 }
 
 void Leg::connect() {
-    upstream_ = &relay_.new_upstream(*engine);
+    upstream_ = &engine->add_upstream(context_);
     state_.move_to(LegState::kConnecting);
-    deadline_ = relay_.now + relay_.settings.deadlines.connect_s;
+    deadline_ = context_.now + context_.settings.deadlines.connect_s;
     int error = upstream_->connect(*this);
     if (error == 0) return;
     upstream_->close();
@@ -61,8 +61,8 @@ void Leg::connected() { send(); }
 
 void Leg::send() {
     state_.move_to(LegState::kWaiting);
-    sent_at = progress_at_ = relay_.now;
-    deadline_ = relay_.now + relay_.settings.deadlines.first_byte_s;
+    sent_at = progress_at_ = context_.now;
+    deadline_ = context_.now + context_.settings.deadlines.first_byte_s;
     exposed_ = true;
     exchange_.leg_sent(*this);
     upstream_->send(*this);
@@ -71,13 +71,13 @@ void Leg::send() {
 void Leg::cannot_connect(int error) {
     upstream_ = nullptr;
     if (is_own_lack(error)) return exchange_.leg_lacks(std::strerror(error));
-    if (error == ECONNREFUSED) relay_.engine_refused(*engine);  // do not wait for the next health check
+    if (error == ECONNREFUSED) exchange_.leg_refused(*this);  // do not wait for the next health check
     failed(Reason::kConnect, std::string("cannot be reached: ") + std::strerror(error));
 }
 
 void Leg::received(const http::ResponseHead* answer, std::string_view bytes, bool complete) {
-    progress_at_ = relay_.now;
-    deadline_ = relay_.now + relay_.settings.deadlines.stream_stall_s;
+    progress_at_ = context_.now;
+    deadline_ = context_.now + context_.settings.deadlines.stream_stall_s;
     if (answer != nullptr) set_answered(true);
     if (complete) upstream_ = nullptr;
     exchange_.leg_received(*this, answer, bytes, complete);
@@ -91,8 +91,8 @@ void Leg::set_answered(bool answered) {
 void Leg::went_stale() {
     upstream_ = nullptr;
     if (fresh_only_) return failed(Reason::kLost, "closed the connection before its answer was complete");
-    relay_.drop_idle(*engine);  // one idle connection turned out to be stale: its sisters are too
-    fresh_only_ = true;         // the same engine once more: it did nothing wrong
+    engine->close_idle();  // one idle connection turned out to be stale: its sisters are too
+    fresh_only_ = true;    // the same engine once more: it did nothing wrong
     connect();
 }
 
@@ -102,7 +102,7 @@ void Leg::failed(Reason reason, std::string why) {
 
 void Leg::sweep(double now) {
     if (engine == nullptr || now < deadline_) return;
-    const Deadlines& limits = relay_.settings.deadlines;
+    const Deadlines& limits = context_.settings.deadlines;
     if (state_ == LegState::kConnecting) {
         failed(Reason::kConnect, "did not accept a connection within " + seconds(limits.connect_s));
     } else if (paused_) {
@@ -115,8 +115,8 @@ void Leg::sweep(double now) {
 }
 
 void Leg::engine_silent(double since) {
-    const Deadlines& limits = relay_.settings.deadlines;
-    double quiet_s = relay_.now - std::max(since, progress_at_);
+    const Deadlines& limits = context_.settings.deadlines;
+    double quiet_s = context_.now - std::max(since, progress_at_);
     if (quiet_s < std::max(limits.suspect_engine_s, engine->patience_s)) return;
     bool last = quiet_s >= std::max(limits.silent_engine_s, engine->patience_s);
     if (!last && !exchange_.may_move(*this)) return;
@@ -136,8 +136,8 @@ void Leg::pause() {
 void Leg::resume() {
     paused_ = false;
     if (state_ == LegState::kConnecting) return;
-    progress_at_ = relay_.now;
-    deadline_ = relay_.now + relay_.settings.deadlines.stream_stall_s;
+    progress_at_ = context_.now;
+    deadline_ = context_.now + context_.settings.deadlines.stream_stall_s;
     if (upstream_ != nullptr) upstream_->resume();  // else all of its answer is here, and held back
 }
 
@@ -163,7 +163,7 @@ void Leg::leave(Verdict verdict) {
     left.legs[index]->index = index;
     left.legs.pop_back();
     --left.status.in_flight;
-    left.breaker.finished(verdict, relay_.now, trial_);
+    left.breaker.finished(verdict, context_.now, trial_);
     left.status.rests_until = left.breaker.rests_until();
 }
 

@@ -20,7 +20,7 @@ namespace moonpool::relay {
 
 class Engine;
 class Exchange;
-class Relay;
+struct RelayContext;
 class Upstream;
 
 enum class LegState : uint8_t {
@@ -43,7 +43,7 @@ static_assert(kLegStates.is_complete());
 
 class Leg {
    public:
-    Leg(Relay& relay, Exchange& exchange) : relay_(relay), exchange_(exchange) {}
+    Leg(RelayContext& context, Exchange& exchange) : context_(context), exchange_(exchange) {}
     Leg(const Leg&) = delete;
 
     // The message: fill these, then go(). The body's pieces must stay where they are until the leg has left.
@@ -88,7 +88,7 @@ class Leg {
     void connect();
     void send();
 
-    Relay& relay_;
+    RelayContext& context_;
     Exchange& exchange_;
     Upstream* upstream_ = nullptr;
     State<kLegStates> state_;

@@ -4,15 +4,17 @@
 
 #include <cerrno>
 
-#include "relay/relay.hpp"
+#include "relay/client_table.hpp"
+#include "relay/context.hpp"
 #include "relay/tcp.hpp"
 
 namespace moonpool::relay {
 
-Listener::Listener(Relay& relay, int listening) : relay_(relay) {
+Listener::Listener(RelayContext& context, ClientTable& clients, int listening)
+    : context_(context), clients_(clients) {
     fd.reset(listening);
     // What is accepted inherits it: six system calls less for each client.
-    tune(listening, relay.settings.deadlines.tcp_dead_peer_s);
+    tune(listening, context.settings.deadlines.tcp_dead_peer_s);
 }
 
 void Listener::on_events(uint32_t) {
@@ -33,17 +35,17 @@ bool Listener::take_one() {
         int accepted =
             ::accept4(fd.get(), reinterpret_cast<sockaddr*>(&peer), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (accepted >= 0) {
-            relay_.accept(accepted, peer);
+            clients_.accept(accepted, peer);
             return true;
         }
         if (errno == EINTR || errno == ECONNABORTED) continue;  // that one has left; the next may be there
         // No descriptor or memory left: they wait in the kernel's queue. Watched on, the socket would be
         // reported again and again meanwhile.
-        if (errno != EAGAIN) relay_.poller.watch(*this, 0);
+        if (errno != EAGAIN) context_.poller.watch(*this, 0);
         return false;
     }
 }
 
-void Listener::sweep() { relay_.poller.watch(*this, EPOLLIN); }
+void Listener::sweep() { context_.poller.watch(*this, EPOLLIN); }
 
 }  // namespace moonpool::relay

@@ -5,11 +5,12 @@
 
 namespace moonpool::relay {
 
-class Relay;
+class ClientTable;
+struct RelayContext;
 
 class Listener final : public Socket {
    public:
-    Listener(Relay& relay, int listening);
+    Listener(RelayContext& context, ClientTable& clients, int listening);
 
     void on_events(uint32_t) override;
     // Take every client that is connected already: a client that still waits when the last holder of the
@@ -22,7 +23,8 @@ class Listener final : public Socket {
     // The next one; false when there is none, or no descriptor for it.
     bool take_one();
 
-    Relay& relay_;
+    RelayContext& context_;
+    ClientTable& clients_;
 };
 
 }  // namespace moonpool::relay

@@ -12,7 +12,7 @@
 namespace moonpool::relay {
 
 // Something with a file descriptor. When it is closed its object must live on until the poller's turn is
-// over: an event of it may have been fetched already (see Relay::defer_delete).
+// over: an event of it may have been fetched already (see RelayContext::defer_delete).
 class Socket {
    public:
     virtual ~Socket() = default;

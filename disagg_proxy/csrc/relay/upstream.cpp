@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <cstring>
 
+#include "relay/context.hpp"
 #include "relay/engine.hpp"
 #include "relay/leg.hpp"
-#include "relay/relay.hpp"
 #include "relay/tcp.hpp"
 
 namespace moonpool::relay {
@@ -23,13 +23,13 @@ constexpr size_t kTurnBytes = 512 << 10;  // sent to one engine before others ha
 int Upstream::connect(Leg& leg) {
     fd.reset(::socket(engine_.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return errno;
-    tune(fd.get(), relay_.settings.deadlines.tcp_dead_peer_s);
+    tune(fd.get(), context_.settings.deadlines.tcp_dead_peer_s);
     int result =
         ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&engine_.address), engine_.address_size);
     if (result != 0 && errno != EINPROGRESS) return errno;
     leg_ = &leg;
     connecting_ = true;
-    return relay_.poller.add(*this, EPOLLOUT) ? 0 : errno;
+    return context_.poller.add(*this, EPOLLOUT) ? 0 : errno;
 }
 
 void Upstream::on_events(uint32_t events) {
@@ -92,9 +92,9 @@ void Upstream::write_more() {
 }
 
 void Upstream::read_some() {
-    ssize_t n = ::recv(fd.get(), relay_.scratch.data(), relay_.scratch.size(), 0);
+    ssize_t n = ::recv(fd.get(), context_.scratch.data(), context_.scratch.size(), 0);
     if (n > 0 && (leg_ != nullptr || drained_until > 0))
-        return feed({relay_.scratch.data(), static_cast<size_t>(n)});
+        return feed({context_.scratch.data(), static_cast<size_t>(n)});
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
     if (n == 0 && headed_ && body_.finish()) return deliver(false, {}, true);
@@ -156,11 +156,11 @@ void Upstream::give_back() {
     paused_ = false;
     drained_until = 0;
     if (!parser_.head().keep_alive || unsent_ > 0 || engine_.leaving() ||
-        engine_.idle.size() >= relay_.settings.limits.idle_upstreams_max) {
+        engine_.idle.size() >= context_.settings.limits.idle_upstreams_max) {
         return close();
     }
     reused_ = true;
-    idle_since = relay_.now;
+    idle_since = context_.now;
     engine_.idle.push_back(this);
     watch();
 }
@@ -182,16 +182,16 @@ void Upstream::drain(Leg& leg) {
     if (leg_ != &leg) return;
     if (connecting_ || unsent_ > 0) return let_go(leg);
     leg_ = nullptr;
-    drained_until = relay_.now + relay_.settings.deadlines.linger_s;
+    drained_until = context_.now + context_.settings.deadlines.linger_s;
 }
 
 void Upstream::close() {
     if (closed_) return;
     closed_ = true;
-    if (open()) relay_.poller.close(*this);  // not when there was no socket to be had
+    if (open()) context_.poller.close(*this);  // not when there was no socket to be had
     auto at = std::find(engine_.idle.begin(), engine_.idle.end(), this);
     if (at != engine_.idle.end()) engine_.idle.erase(at);
-    relay_.defer_delete(engine_, *this);
+    context_.defer_delete(engine_.take_out(*this));
 }
 
 bool Upstream::is_cut() const {
@@ -213,7 +213,7 @@ void Upstream::resume() {
 void Upstream::watch() {
     // Paused: nothing but errors is reported, and those end it.
     uint32_t reads = paused_ ? 0u : static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP;
-    relay_.poller.watch(*this, reads | (unsent_ > 0 ? static_cast<uint32_t>(EPOLLOUT) : 0u));
+    context_.poller.watch(*this, reads | (unsent_ > 0 ? static_cast<uint32_t>(EPOLLOUT) : 0u));
 }
 
 }  // namespace moonpool::relay

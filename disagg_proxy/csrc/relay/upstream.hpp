@@ -17,11 +17,11 @@ namespace moonpool::relay {
 
 class Engine;
 class Leg;
-class Relay;
+struct RelayContext;
 
 class Upstream final : public Socket {
    public:
-    Upstream(Relay& relay, Engine& engine) : relay_(relay), engine_(engine) {}
+    Upstream(RelayContext& context, Engine& engine) : context_(context), engine_(engine) {}
 
     // Begin to connect; the leg hears of it. An errno, or 0.
     int connect(Leg& leg);
@@ -56,7 +56,7 @@ class Upstream final : public Socket {
     void fail_answer(std::string why);
     void watch();
 
-    Relay& relay_;
+    RelayContext& context_;
     Engine& engine_;
     bool closed_ = false;
     Leg* leg_ = nullptr;

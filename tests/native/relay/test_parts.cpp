@@ -15,6 +15,7 @@
 #include "relay/addresses.hpp"
 #include "relay/api_keys.hpp"
 #include "relay/breaker.hpp"
+#include "relay/client_budget.hpp"
 #include "relay/counts.hpp"
 #include "relay/idle_list.hpp"
 #include "relay/observations.hpp"
@@ -177,6 +178,31 @@ TEST_CASE("addresses are counted by host, and an IPv6 network is one") {
     addresses.leave(7);
     addresses.leave(7);
     CHECK(addresses.size() == 0);
+}
+
+TEST_CASE("bodies have a budget, each address a share of it, and pages one of their own") {
+    using For = ClientBudget::For;
+    Limits limits;
+    limits.bodies_bytes_max = 800;
+    limits.body_bytes_max = 10;
+    ClientBudget budget(limits);
+    Held one, other, third;
+    CHECK_FALSE(budget.take_body(For::kEngines, one, 400));
+    CHECK(budget.take_body(For::kEngines, one, 1)->reason == "address_bodies");
+    CHECK_FALSE(budget.take_body(For::kEngines, other, 399));
+    CHECK(budget.take_body(For::kEngines, third, 2)->reason == "bodies_held");
+    CHECK_FALSE(budget.take_body(For::kPages, third, 50));
+    CHECK(budget.take_body(For::kPages, third, 1)->reason == "address_bodies");
+    CHECK(budget.take_body(For::kPages, third, 51)->reason == "bodies_held");
+    CHECK(budget.check_integrity(849, 0));
+    budget.give_body(For::kEngines, one, 400);
+    CHECK_FALSE(budget.take_body(For::kEngines, one, 1));
+    CHECK(one.body_bytes == 1);
+    budget.change_unread(0, 7);
+    budget.change_unread(7, 3);
+    CHECK(budget.check_integrity(450, 3));
+    CHECK_FALSE(budget.check_integrity(451, 3));
+    CHECK_FALSE(budget.check_integrity(450, 4));
 }
 
 TEST_CASE("idle connections stand in the order in which they began to wait") {

@@ -281,12 +281,12 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
     size_t visitors = 1;
     auto gone = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (visitors > 0 && std::chrono::steady_clock::now() < gone) {
-        relay.call([&] { visitors = relay.clients().size(); });
+        relay.call([&] { visitors = relay.clients().all().size(); });
     }
     REQUIRE(visitors == 0);
     engine_is_back();
     uint32_t failures = 0;
-    relay.call([&] { failures = relay.engines[0]->breaker.failures(); });
+    relay.call([&] { failures = relay.engines().at(0).breaker.failures(); });
     Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     REQUIRE(::connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
     auto ask = [&](const char* request) {
@@ -308,9 +308,9 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
     CHECK(refused.starts_with("HTTP/1.1 503"));
     CHECK(refused.find("open_files") != std::string::npos);
     relay.call([&] {
-        CHECK(relay.engines[0]->healthy);
-        CHECK(relay.engines[0]->breaker.failures() <= failures);
-        CHECK(relay.engines[0]->legs.empty());
+        CHECK(relay.engines().at(0).healthy);
+        CHECK(relay.engines().at(0).breaker.failures() <= failures);
+        CHECK(relay.engines().at(0).legs.empty());
         CHECK(relay.check_integrity());
     });
     relay.close();
@@ -334,7 +334,7 @@ TEST_CASE("accepted connections have what the listening socket was told") {
     REQUIRE(::poll(&answered, 1, 10000) == 1);
     std::vector<int> found;
     relay.call([&] {
-        REQUIRE(relay.clients().size() == 1);
+        REQUIRE(relay.clients().all().size() == 1);
         constexpr std::pair<int, int> kOptions[] = {{IPPROTO_TCP, TCP_NODELAY},
                                                     {SOL_SOCKET, SO_KEEPALIVE},
                                                     {IPPROTO_TCP, TCP_KEEPIDLE},
@@ -342,7 +342,7 @@ TEST_CASE("accepted connections have what the listening socket was told") {
         for (auto [level, option] : kOptions) {
             int value = -1;
             socklen_t size = sizeof(value);
-            ::getsockopt(relay.clients()[0]->fd.get(), level, option, &value, &size);
+            ::getsockopt(relay.clients().all()[0]->fd.get(), level, option, &value, &size);
             found.push_back(value);
         }
     });
@@ -429,7 +429,7 @@ TEST_CASE("engines join and leave in a storm, and each place is free again") {
     CHECK(relay.drain(10));
     relay.call([&] {
         CHECK(relay.check_integrity());
-        CHECK(relay.engine_count() == 3);
+        CHECK(relay.engines().count() == 3);
     });
     relay.close();
 }
@@ -463,9 +463,9 @@ TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {
     CHECK(relay.drain(10));
     relay.call([&] {
         CHECK(relay.check_integrity());
-        CHECK(relay.bodies.held == 0);
-        CHECK(relay.accepted > 200);
-        for (const auto& engine : relay.engines) CHECK(engine->legs.empty());
+        CHECK(relay.clients().budget.body_bytes() == 0);
+        CHECK(relay.clients().accepted() > 200);
+        for (const auto& engine : relay.engines().all()) CHECK(engine->legs.empty());
     });
     relay.close();
 }
