@@ -13,7 +13,7 @@ help:
 	@echo "              ARGS='-k store' for pytest   ENGINE=0 without real engines   SGLANG=0 without SGLang"
 	@echo '              ONLY=pytest   HEAVY=1 the long forms, too'
 	@echo 'make build    compile what changed in core/csrc, into an environment of this checkout'
-	@echo 'make lint     ruff, mypy --strict, clang-format   FIX=1 repairs'
+	@echo 'make lint     ruff, mypy --strict, clang-format, clang-tidy   FIX=1 repairs'
 	@echo 'make native   the C++ tests alone, under ASan+UBSan and under TSan'
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
 	@echo 'make wheel    sdist and wheel into dist/'

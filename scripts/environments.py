@@ -126,6 +126,11 @@ def engine(progress: Progress, choice: EngineChoice | None = None) -> Environmen
     return _overlay(progress, base)
 
 
+def programs(progress: Progress, name: str, *requirements: str) -> Environment:
+    """An environment called ``name`` with just these packages, for their commands."""
+    return _base(progress, name, list(requirements))
+
+
 def alone(progress: Progress, choice: EngineChoice) -> Environment:
     """Just what is chosen, without this checkout."""
     return _base(progress, f"engine-{choice.name}", list(choice.requirements), choice)

@@ -1,4 +1,6 @@
-"""`make lint`: ruff, mypy --strict, clang-format. `make lint FIX=1` repairs what can be repaired."""
+"""`make lint`: ruff, mypy --strict, clang-format, clang's thread-safety analysis. `make lint FIX=1`
+repairs what can be repaired.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts import environments, system_packages
+from scripts import environments, system_packages, thread_safety
 from scripts.environments import ROOT, Environment
 from scripts.progress import Progress
 
@@ -40,7 +42,8 @@ def lint(progress: Progress, tools: Environment, fix: bool = False) -> bool:
         progress.say("lint: " + " ".join([Path(command[0]).name, *command[1:]])[:90])
         result = subprocess.run(command, cwd=ROOT, env=environments.clean_env(), check=False)
         clean = clean and result.returncode == 0
-    return clean
+    analyser = environments.programs(progress, "clang-tidy", thread_safety.CLANG_TIDY)
+    return thread_safety.check(progress, tools, analyser.program("clang-tidy")) and clean
 
 
 def main() -> None:

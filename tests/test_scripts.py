@@ -372,3 +372,49 @@ def test_both_end_what_they_have_started_when_the_run_is_told_to_end(tmp_path: P
     finally:
         process.kill()
         process.wait()
+
+
+# Where `make lint` has put it: the fixtures below look into a cache of their own.
+CLANG_TIDY = sorted(
+    Path(os.environ.get("MOONPOOL_CACHE", str(Path.home() / ".cache" / "moonpool"))).glob(
+        "envs/clang-tidy-*/bin/clang-tidy"
+    )
+)
+
+
+@pytest.mark.skipif(not CLANG_TIDY, reason="`make lint` installs clang-tidy")
+def test_a_field_used_without_its_mutex_fails_lint_until_it_is_locked(
+    scripts: ModuleType, progress: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    thread_safety = importlib.import_module("scripts.thread_safety")
+    # Counts its runs, so that the test sees which units are looked at again.
+    program = tmp_path / "clang-tidy"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/runs\nexec {CLANG_TIDY[-1]} "$@"\n')
+    program.chmod(0o755)
+    base = tmp_path / "core" / "csrc" / "base"
+    base.mkdir(parents=True)
+    (base / "mutex.hpp").write_text((ROOT / "core" / "csrc" / "base" / "mutex.hpp").read_text())
+    (base / "plain.cpp").write_text("int one() { return 1; }\n")
+    (base / "counter.hpp").write_text('#include "base/mutex.hpp"\n')
+    unit = base / "counter.cpp"
+    text = (
+        '#include "base/counter.hpp"\nusing namespace moonpool;\nMutex mutex;\nint count GUARDED_BY(mutex);\n'
+    )
+
+    def is_clean() -> bool:
+        return bool(thread_safety.check(progress, scripts.Environment(tmp_path), program, tmp_path))
+
+    def analysed() -> int:
+        return (tmp_path / "runs").read_text().count("--quiet")
+
+    unit.write_text(text + "void add() { ++count; }\n")
+    assert not is_clean()
+    assert "writing variable 'count' requires holding mutex 'mutex'" in capfd.readouterr().out
+    unit.write_text(text + "void add() { MutexLock lock(mutex); ++count; }\n")
+    assert is_clean()
+    assert analysed() == 2  # plain.cpp reaches no mutex
+    assert is_clean()
+    assert analysed() == 2  # nothing changed
+    (base / "counter.hpp").write_text('#include "base/mutex.hpp"\ninline int two() { return 2; }\n')
+    assert is_clean()
+    assert analysed() == 3

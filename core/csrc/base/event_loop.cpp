@@ -47,7 +47,7 @@ Status EventLoop::start() {
     }
     if (thread_.started()) return success();
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         stopped_ = false;
     }
     stopping_ = false;
@@ -58,7 +58,7 @@ bool EventLoop::post(std::function<void()> function) {
     if (fork_.in_child()) return false;
     bool first;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (stopped_) return false;
         first = posted_.empty();
         posted_.push_back(std::move(function));
@@ -93,7 +93,7 @@ bool EventLoop::stop() {
         return false;
     }
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         stopped_ = true;
     }
     stopping_ = true;
@@ -187,7 +187,7 @@ void EventLoop::drop(int fd, const std::shared_ptr<EventHandler>& handler) {
 void EventLoop::run_posted() {
     std::vector<std::function<void()>> posted;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         posted.swap(posted_);
     }
     for (auto& function : posted) function();

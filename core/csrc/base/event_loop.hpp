@@ -11,13 +11,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
 #include "base/clock.hpp"
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 #include "base/pulse.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
@@ -66,7 +66,7 @@ class EventLoop {
     bool stop();
 
     // False when the loop has stopped; the function is then destroyed uncalled.
-    bool post(std::function<void()> function);
+    bool post(std::function<void()> function) EXCLUDES(mutex_);
     // Runs it on the loop and waits, any other thread. False: the loop has stopped, or did not come to it in
     // time; then it may still run later, so that it must own what it uses.
     bool call(std::function<void()> function, uint32_t timeout_ms);
@@ -89,9 +89,9 @@ class EventLoop {
     ForkGuard fork_;
     Fd epoll_, wake_;
     ClosedInChildren epoll_closed_{epoll_};
-    std::mutex mutex_;
-    std::vector<std::function<void()>> posted_;
-    bool stopped_ = false;  // under the mutex, as posted_
+    Mutex mutex_;
+    std::vector<std::function<void()>> posted_ GUARDED_BY(mutex_);
+    bool stopped_ GUARDED_BY(mutex_) = false;
     std::atomic<bool> stopping_{false};
     std::unordered_map<int, std::shared_ptr<EventHandler>> handlers_;
     Pulse pulse_;

@@ -4,8 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <vector>
+
+#include "base/mutex.hpp"
 
 namespace moonpool {
 
@@ -14,16 +15,19 @@ namespace {
 std::atomic<uint64_t> generation{0};
 
 // Held over every fork(), so that a child finds the list whole.
-std::mutex& list_mutex() {
-    static auto* mutex = new std::mutex;
+Mutex& list_mutex() {
+    static auto* mutex = new Mutex;
     return *mutex;
 }
-std::vector<Fd*>& list() {
+std::vector<Fd*>& list() REQUIRES(list_mutex()) {
     static auto* fds = new std::vector<Fd*>;
     return *fds;
 }
 
-void in_child() {
+// fork() has locked it in the parent, and unlocks it there.
+void before_fork() NO_THREAD_SAFETY_ANALYSIS { list_mutex().lock(); }
+void in_parent() NO_THREAD_SAFETY_ANALYSIS { list_mutex().unlock(); }
+void in_child() NO_THREAD_SAFETY_ANALYSIS {
     generation.fetch_add(1);
     for (Fd* fd : list()) fd->reset();
     list().clear();
@@ -33,20 +37,19 @@ void in_child() {
 }  // namespace
 
 uint64_t fork_generation() {
-    static const int registered =
-        ::pthread_atfork([] { list_mutex().lock(); }, [] { list_mutex().unlock(); }, in_child);
+    static const int registered = ::pthread_atfork(before_fork, in_parent, in_child);
     (void)registered;
     return generation.load(std::memory_order_relaxed);
 }
 
 ClosedInChildren::ClosedInChildren(Fd& fd) : fd_(&fd) {
     fork_generation();  // sees to the registration
-    std::lock_guard lock(list_mutex());
+    MutexLock lock(list_mutex());
     list().push_back(fd_);
 }
 
 ClosedInChildren::~ClosedInChildren() {
-    std::lock_guard lock(list_mutex());
+    MutexLock lock(list_mutex());
     std::erase(list(), fd_);
 }
 

@@ -20,7 +20,7 @@ void Journal::note(Level level, const char* kind, std::string peer, std::string 
     auto now = std::chrono::steady_clock::now().time_since_epoch();
     double now_s = std::chrono::duration<double>(now).count();
     if (text.size() > kTextBytesMax) text.resize(kTextBytesMax);
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     Budget& budget = budgets_[kind];
     budget.tokens = std::min<double>(kBurst, budget.tokens + (now_s - budget.filled_s));
     budget.filled_s = now_s;
@@ -38,12 +38,12 @@ void Journal::note(Level level, const char* kind, std::string peer, std::string 
 std::vector<Note> Journal::take() {
     uint64_t value;
     (void)!::read(wake_.get(), &value, sizeof(value));
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return std::exchange(notes_, {});
 }
 
 uint64_t Journal::left_out_total() const {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return left_out_total_;
 }
 

@@ -9,11 +9,11 @@
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/mutex.hpp"
 
 namespace moonpool {
 
@@ -35,11 +35,11 @@ class Journal {
     Journal();
 
     // Any thread; never blocks for longer than another call of these takes. kind: a literal.
-    void note(Level level, const char* kind, std::string peer, std::string text);
+    void note(Level level, const char* kind, std::string peer, std::string text) EXCLUDES(mutex_);
 
-    std::vector<Note> take();
+    std::vector<Note> take() EXCLUDES(mutex_);
     int fd() const { return wake_.get(); }  // readable when there are notes
-    uint64_t left_out_total() const;
+    uint64_t left_out_total() const EXCLUDES(mutex_);
 
    private:
     struct Budget {
@@ -48,10 +48,10 @@ class Journal {
         uint64_t left_out = 0;
     };
 
-    mutable std::mutex mutex_;
-    std::vector<Note> notes_;
-    std::map<std::string, Budget> budgets_;
-    uint64_t left_out_total_ = 0;
+    mutable Mutex mutex_;
+    std::vector<Note> notes_ GUARDED_BY(mutex_);
+    std::map<std::string, Budget> budgets_ GUARDED_BY(mutex_);
+    uint64_t left_out_total_ GUARDED_BY(mutex_) = 0;
     Fd wake_;
 };
 

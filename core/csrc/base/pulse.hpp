@@ -6,9 +6,9 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
+
+#include "base/mutex.hpp"
 
 namespace moonpool {
 
@@ -18,8 +18,8 @@ class Pulse {
 
     // `post` makes the loop call answer(). Any thread but the loop's. False: no answer by `deadline`.
     template <class Post>
-    bool ask(Post post, Clock::time_point deadline) {
-        std::unique_lock lock(mutex_);
+    bool ask(Post post, Clock::time_point deadline) EXCLUDES(mutex_) {
+        MutexLock lock(mutex_);
         if (!asked_) {
             asked_ = true;
             lock.unlock();
@@ -27,22 +27,23 @@ class Pulse {
             lock.lock();
         }
         uint64_t before = answers_;
-        return answered_.wait_until(lock, deadline, [&] { return !asked_ || answers_ != before; });
+        return answered_.wait_until(lock, deadline,
+                                    [&]() REQUIRES(mutex_) { return !asked_ || answers_ != before; });
     }
 
     // Of the loop.
-    void answer() {
-        std::lock_guard lock(mutex_);
+    void answer() EXCLUDES(mutex_) {
+        MutexLock lock(mutex_);
         asked_ = false;
         ++answers_;
         answered_.notify_all();
     }
 
    private:
-    std::mutex mutex_;
-    std::condition_variable answered_;
-    bool asked_ = false;
-    uint64_t answers_ = 0;
+    Mutex mutex_;
+    CondVar answered_;
+    bool asked_ GUARDED_BY(mutex_) = false;
+    uint64_t answers_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace moonpool

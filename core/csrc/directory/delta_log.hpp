@@ -7,9 +7,9 @@
 
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "directory/types.hpp"
 
 namespace moonpool {
@@ -32,7 +32,7 @@ class DeltaLog {
     void push(const Hash128& hash, Tier tier, bool added) {
         bool first = false;
         {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             if (inventory_due_) return;
             first = rows_.empty();
             if (rows_.size() == max_) {
@@ -48,7 +48,7 @@ class DeltaLog {
 
     // Moves the rows to `out`, which is empty and lends its memory. False: an inventory is due instead.
     bool take(std::vector<DeltaRow>& out) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (inventory_due_) return false;
         std::swap(rows_, out);
         return true;
@@ -57,33 +57,33 @@ class DeltaLog {
     // From now on rows are kept again: an inventory that is taken later, piece by piece and each told before
     // the rows that come after it, is complete with them.
     void begin_inventory() {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         rows_.clear();
         inventory_due_ = false;
     }
     // No thread takes rows: none are kept until the next inventory.
     void pause() {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         decltype(rows_)().swap(rows_);
         inventory_due_ = true;
     }
 
     size_t size() const {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         return rows_.size();
     }
     uint64_t overflows() const {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         return overflows_;
     }
 
    private:
     const size_t max_;
     const std::function<void()> wake_;
-    mutable std::mutex mutex_;
-    std::vector<DeltaRow> rows_;
-    bool inventory_due_ = true;  // the first thing that a master hears
-    uint64_t overflows_ = 0;
+    mutable Mutex mutex_;
+    std::vector<DeltaRow> rows_ GUARDED_BY(mutex_);
+    bool inventory_due_ GUARDED_BY(mutex_) = true;  // the first thing that a master hears
+    uint64_t overflows_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace moonpool

@@ -38,26 +38,43 @@ ssize_t receive_soon(ControlSocket& socket, void* data, size_t size) {
 
 }  // namespace
 
+// A call's hold of the socket. Time spent waiting for it counts against the caller's patience, unless a
+// connection came of it.
+class SCOPED_CAPABILITY DirectoryClient::IoLock {
+   public:
+    explicit IoLock(DirectoryClient& client) ACQUIRE(client.io_mutex_) : mutex_(client.io_mutex_) {
+        if (mutex_.try_lock()) return;
+        auto since = Clock::now();
+        mutex_.lock();
+        if (!client.connected_) Patience::spent_since(since);
+    }
+    ~IoLock() RELEASE() { mutex_.unlock(); }
+    IoLock(const IoLock&) = delete;
+
+   private:
+    Mutex& mutex_;
+};
+
 // A call's turn at the socket, with io_mutex_ held and a connection: it waits no longer than its caller's
-// patience lasts.
+// patience lasts. The analysis does not see that client_'s mutex is the caller's.
 class DirectoryClient::Turn {
    public:
-    explicit Turn(DirectoryClient& client) : client_(client) {
+    explicit Turn(DirectoryClient& client) REQUIRES(client.io_mutex_) : client_(client) {
         client.waits_ms_ = Patience::within(client.options_.timeout_ms);
         if (client.waits_ms_ > 0) set(client.waits_ms_);
     }
-    ~Turn() {
+    ~Turn() NO_THREAD_SAFETY_ANALYSIS {
         if (client_.waits_ms_ > 0) set(client_.options_.timeout_ms);
     }
     Turn(const Turn&) = delete;
 
-    Status any() const {
+    Status any() const NO_THREAD_SAFETY_ANALYSIS {
         if (client_.waits_ms_ > 0) return success();
         return Error{Code::kTimeout, "others left no time of this call to ask the master"};
     }
 
    private:
-    void set(int ms) {
+    void set(int ms) NO_THREAD_SAFETY_ANALYSIS {
         if (client_.waits_ms_ == client_.options_.timeout_ms || !client_.socket_.fd.valid()) return;
         client_.socket_.timeout_ms = ms;
         set_socket_timeouts(client_.socket_.fd.get(), ms);
@@ -66,15 +83,6 @@ class DirectoryClient::Turn {
 };
 
 DirectoryClient::DirectoryClient(DirectoryClientOptions options) : options_(std::move(options)) {}
-
-std::unique_lock<std::mutex> DirectoryClient::lock_io() {
-    std::unique_lock lock(io_mutex_, std::try_to_lock);
-    if (lock.owns_lock()) return lock;
-    auto since = Clock::now();
-    lock.lock();
-    if (!connected_) Patience::spent_since(since);
-    return lock;
-}
 
 DirectoryClient::~DirectoryClient() { close(); }
 
@@ -87,7 +95,7 @@ void DirectoryClient::close() {
     }
     std::unique_ptr<ServiceThread> dialer;
     {
-        std::lock_guard lock(dialing_->mutex);
+        MutexLock lock(dialing_->mutex);
         dialer = std::move(dialing_->thread);
         if (int fd = live_fd_.load(); fd >= 0)
             ::shutdown(fd, SHUT_RDWR);  // wakes the caller that waits for an answer
@@ -101,9 +109,9 @@ void DirectoryClient::close() {
 void DirectoryClient::dial_loop() {
     int backoff_ms = options_.backoff_first_ms;
     Dialing& dialing = *dialing_;
-    std::unique_lock lock(dialing.mutex);
+    MutexLock lock(dialing.mutex);
     while (!closed_) {
-        dialing.wake.wait(lock, [&] { return closed_ || dialing.wanted; });
+        dialing.wake.wait(lock, [&]() REQUIRES(dialing.mutex) { return closed_ || dialing.wanted; });
         if (closed_) return;
         lock.unlock();
         DialOptions dial_options;
@@ -136,7 +144,7 @@ void DirectoryClient::dial_loop() {
 Status DirectoryClient::ready() {
     if (connected_) return success();
     Dialing& dialing = *dialing_;
-    std::unique_lock lock(dialing.mutex);
+    MutexLock lock(dialing.mutex);
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
     socket_ = {};
     live_fd_ = -1;
@@ -152,7 +160,7 @@ Status DirectoryClient::ready() {
     if (!dialing.once) {
         auto since = Clock::now();
         auto most = std::chrono::milliseconds(std::max(Patience::within(2 * options_.timeout_ms), 0));
-        dialing.done.wait_for(lock, most, [&] { return closed_ || dialing.once; });
+        dialing.done.wait_for(lock, most, [&]() REQUIRES(dialing.mutex) { return closed_ || dialing.once; });
         if (!dialing.socket.fd.valid()) Patience::spent_since(since);
     }
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
@@ -178,7 +186,7 @@ Status DirectoryClient::ready() {
 Error DirectoryClient::lost(Error error) {
     if (error.code == Code::kTimeout) Patience::spent(waits_ms_);
     connected_ = false;
-    std::lock_guard lock(dialing_->mutex);
+    MutexLock lock(dialing_->mutex);
     if (!closed_) {
         dialing_->wanted = true;
         dialing_->wake.notify_all();
@@ -280,7 +288,7 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
 
 Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
     if (fork_.in_child()) return forked();
-    auto lock = lock_io();
+    IoLock lock(*this);
     if (Status status = ready(); !status) return status.error();
     Turn turn(*this);
     if (Status status = turn.any(); !status) return status.error();
@@ -331,8 +339,8 @@ Status DirectoryClient::refresh_members() {
     auto fresh = std::make_shared<Members>();
     bool changed = false;
     Status status = ask(
-        Kind::kMembers, [&](Writer& w) { w.number(members_epoch_); },
-        [&](Reader& r) {
+        Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { w.number(members_epoch_); },
+        [&](Reader& r) REQUIRES(io_mutex_) {
             fresh->epoch = r.number<uint64_t>();
             auto flags = r.number<uint8_t>();
             changed = (flags & kMembersChanged) != 0;
@@ -361,7 +369,7 @@ Status DirectoryClient::refresh_members() {
 
 Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
     if (fork_.in_child()) return forked();
-    auto lock = lock_io();
+    IoLock lock(*this);
     if (members_ != nullptr && !fresh && !members_due() && !closed_) return members_;
     Status status = ready();
     if (status) {
@@ -375,7 +383,7 @@ Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
 
 Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, const PlaceOptions& options) {
     if (fork_.in_child()) return forked();
-    auto lock = lock_io();
+    IoLock lock(*this);
     if (Status status = ready(); !status) return status.error();
     Turn turn(*this);
     if (Status status = turn.any(); !status) return status.error();
@@ -403,7 +411,7 @@ Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, c
 
 Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
     if (fork_.in_child()) return forked();
-    auto lock = lock_io();
+    IoLock lock(*this);
     if (Status status = ready(); !status) return status.error();
     Turn turn(*this);
     if (Status status = turn.any(); !status) return status.error();

@@ -8,16 +8,15 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
 #include "directory/types.hpp"
@@ -88,21 +87,21 @@ class DirectoryClient {
     using Clock = std::chrono::steady_clock;
 
     class Turn;
-    std::unique_lock<std::mutex> lock_io();
-    Status ready();
-    Status ask(Kind kind, const Build& build, const Parse& parse);
+    class IoLock;
+    Status ready() REQUIRES(io_mutex_);
+    Status ask(Kind kind, const Build& build, const Parse& parse) REQUIRES(io_mutex_);
     Status ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
                          const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
-                         const std::function<bool()>& more);
-    uint64_t begin(Kind kind);
-    Status send_all(std::span<const std::byte> bytes);
-    Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse);
-    Status receive(void* data, size_t size);
-    Status refresh_members();
-    bool members_due() const {
+                         const std::function<bool()>& more) REQUIRES(io_mutex_);
+    uint64_t begin(Kind kind) REQUIRES(io_mutex_);
+    Status send_all(std::span<const std::byte> bytes) REQUIRES(io_mutex_);
+    Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse) REQUIRES(io_mutex_);
+    Status receive(void* data, size_t size) REQUIRES(io_mutex_);
+    Status refresh_members() REQUIRES(io_mutex_);
+    bool members_due() const REQUIRES(io_mutex_) {
         return Clock::now() - members_at_ >= std::chrono::milliseconds(options_.members_ms);
     }
-    Error lost(Error error);
+    Error lost(Error error) REQUIRES(io_mutex_);
     static Error forked();
     void dial_loop();
 
@@ -111,28 +110,30 @@ class DirectoryClient {
     std::atomic<bool> connected_{false};
     std::atomic<bool> closed_{false};
 
-    std::mutex io_mutex_;  // the socket and what follows
-    ControlSocket socket_;
+    Mutex io_mutex_;
+    ControlSocket socket_ GUARDED_BY(io_mutex_);
     ClosedInChildren closed_in_children_{socket_.fd};
-    int waits_ms_ = 0;  // of one wait of the call in progress
-    std::vector<std::byte> out_, body_;
-    size_t frame_at_ = 0;
-    uint64_t next_request_ = 1;
-    std::shared_ptr<const Members> members_;
-    uint64_t members_epoch_ = 0;  // of members_, as this connection's master counts; 0: none of its
-    Clock::time_point members_at_{};
-    std::shared_ptr<const Members> before_;  // members_ of the connection before, while this master fills up
+    int waits_ms_ GUARDED_BY(io_mutex_) = 0;  // of one wait of the call in progress
+    std::vector<std::byte> out_ GUARDED_BY(io_mutex_), body_ GUARDED_BY(io_mutex_);
+    size_t frame_at_ GUARDED_BY(io_mutex_) = 0;
+    uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;
+    std::shared_ptr<const Members> members_ GUARDED_BY(io_mutex_);
+    uint64_t members_epoch_ GUARDED_BY(io_mutex_) =
+        0;  // of members_, as this connection's master counts; 0: none of its
+    Clock::time_point members_at_ GUARDED_BY(io_mutex_){};
+    // members_ of the connection before, while this master fills up
+    std::shared_ptr<const Members> before_ GUARDED_BY(io_mutex_);
 
     // Between callers and the thread that dials. A child of fork() does not destroy it: the thread is not
     // there, and destroying a condition variable waits for the threads that wait on it.
     struct Dialing {
-        std::mutex mutex;
-        std::condition_variable wake, done;
-        bool wanted = false, once = false;
-        ControlSocket socket;  // that a caller has yet to take
+        Mutex mutex;
+        CondVar wake, done;
+        bool wanted GUARDED_BY(mutex) = false, once GUARDED_BY(mutex) = false;
+        ControlSocket socket GUARDED_BY(mutex);  // that a caller has yet to take
         ClosedInChildren closed_in_children{socket.fd};
-        Error why_not;
-        std::unique_ptr<ServiceThread> thread;
+        Error why_not GUARDED_BY(mutex);
+        std::unique_ptr<ServiceThread> thread GUARDED_BY(mutex);
     };
     std::unique_ptr<Dialing> dialing_ = std::make_unique<Dialing>();
     std::atomic<int> live_fd_{-1};  // of socket_, for close(), which does not wait for a call in progress

@@ -49,7 +49,7 @@ void MemberAgent::wake() {
 }
 
 MemberAgent::State MemberAgent::state() const {
-    std::lock_guard lock(state_mutex_);
+    MutexLock lock(state_mutex_);
     State state = state_;
     if (answered_at_ != Clock::time_point{}) {
         state.answered_ms = static_cast<uint64_t>(
@@ -61,7 +61,7 @@ MemberAgent::State MemberAgent::state() const {
 void MemberAgent::set_why_not(const std::string& why) {
     bool was_joined = false, is_news = false;
     {
-        std::lock_guard lock(state_mutex_);
+        MutexLock lock(state_mutex_);
         was_joined = std::exchange(state_.joined, false);
         is_news = std::exchange(state_.why_not, why) != why;
     }
@@ -214,7 +214,7 @@ Status MemberAgent::tell_inventory(Link& link) {
     link.next_beat = Clock::now();  // its answer says what to drop
     bool was_joined = false;
     {
-        std::lock_guard lock(state_mutex_);
+        MutexLock lock(state_mutex_);
         was_joined = std::exchange(state_.joined, true);
         state_.why_not.clear();
     }
@@ -325,7 +325,7 @@ Status MemberAgent::on_answer(Link& link, const FrameHeader& header, Reader body
         return nonsense;
     }
     {
-        std::lock_guard lock(state_mutex_);
+        MutexLock lock(state_mutex_);
         state_.id = id_;
         state_.epoch = epoch;
         answered_at_ = Clock::now();

@@ -10,13 +10,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/journal.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
 #include "directory/delta_log.hpp"
@@ -122,9 +122,9 @@ class MemberAgent {
     uint64_t drops_done_ = 0;
     NodeId id_ = kNoNode;
 
-    mutable std::mutex state_mutex_;
-    State state_;
-    Clock::time_point answered_at_{};
+    mutable Mutex state_mutex_;
+    State state_ GUARDED_BY(state_mutex_);
+    Clock::time_point answered_at_ GUARDED_BY(state_mutex_){};
 };
 
 }  // namespace moonpool

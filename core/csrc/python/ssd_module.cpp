@@ -4,10 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 
 #include "base/crc32c.hpp"
+#include "base/mutex.hpp"
 #include "python/arguments.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
@@ -24,22 +23,22 @@ class Gather {
     explicit Gather(size_t n) : outcomes_(n, ssd::Outcome::kRefused) {}
 
     ssd::Done begin(size_t at) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         ++open_;
         return [this, at](ssd::Outcome outcome) {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             outcomes_[at] = outcome;
             --open_;
             changed_.notify_all();
         };
     }
     void not_begun() {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         --open_;
     }
     void wait_until_open_at_most(size_t n) {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return open_ <= n; });
+        MutexLock lock(mutex_);
+        changed_.wait(lock, [&]() REQUIRES(mutex_) { return open_ <= n; });
     }
     size_t done() const {
         size_t n = 0;
@@ -49,10 +48,10 @@ class Gather {
     const std::vector<ssd::Outcome>& outcomes() const { return outcomes_; }
 
    private:
-    std::mutex mutex_;
-    std::condition_variable changed_;
+    Mutex mutex_;
+    CondVar changed_;
     std::vector<ssd::Outcome> outcomes_;
-    size_t open_ = 0;
+    size_t open_ GUARDED_BY(mutex_) = 0;
 };
 
 class PySsdLog {

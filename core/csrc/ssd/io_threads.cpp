@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 
+#include "base/mutex.hpp"
 #include "ssd/io_queue.hpp"
 
 namespace moonpool::ssd {
@@ -21,7 +20,7 @@ class ThreadQueue : public IoQueue {
 
     ~ThreadQueue() override {
         {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             closing_ = true;
         }
         work_.notify_all();
@@ -30,17 +29,17 @@ class ThreadQueue : public IoQueue {
 
     void submit(const IoOperation& operation) override {
         {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             waiting_.push_back(operation);
         }
         work_.notify_one();
     }
 
     void reap(std::vector<IoDone>& done, int wait_ms) override {
-        std::unique_lock lock(mutex_);
+        MutexLock lock(mutex_);
         if (wait_ms != 0) {
             ended_.wait_for(lock, std::chrono::milliseconds(wait_ms),
-                            [&] { return awake_ || !done_.empty(); });
+                            [&]() REQUIRES(mutex_) { return awake_ || !done_.empty(); });
         }
         awake_ = false;
         done.insert(done.end(), done_.begin(), done_.end());
@@ -49,7 +48,7 @@ class ThreadQueue : public IoQueue {
 
     void wake() override {
         {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             awake_ = true;
         }
         ended_.notify_one();
@@ -60,9 +59,9 @@ class ThreadQueue : public IoQueue {
 
    private:
     void run() {
-        std::unique_lock lock(mutex_);
+        MutexLock lock(mutex_);
         for (;;) {
-            work_.wait(lock, [&] { return closing_ || !waiting_.empty(); });
+            work_.wait(lock, [&]() REQUIRES(mutex_) { return closing_ || !waiting_.empty(); });
             if (waiting_.empty()) return;
             IoOperation operation = waiting_.front();
             waiting_.pop_front();
@@ -88,11 +87,12 @@ class ThreadQueue : public IoQueue {
 
     File& file_;
     uint32_t depth_;
-    std::mutex mutex_;
-    std::condition_variable work_, ended_;
-    std::deque<IoOperation> waiting_;
-    std::vector<IoDone> done_;
-    bool awake_ = false, closing_ = false;
+    Mutex mutex_;
+    CondVar work_, ended_;
+    std::deque<IoOperation> waiting_ GUARDED_BY(mutex_);
+    std::vector<IoDone> done_ GUARDED_BY(mutex_);
+    bool awake_ GUARDED_BY(mutex_) = false;
+    bool closing_ GUARDED_BY(mutex_) = false;
     std::vector<std::thread> threads_;
 };
 

@@ -5,11 +5,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <unordered_set>
 
 #include "base/crc32c.hpp"
+#include "base/mutex.hpp"
 
 namespace moonpool::ssd {
 
@@ -44,32 +44,33 @@ class Scanner {
           space_(space),
           headers_(slots),
           footers_(slots),
-          lost_(slots, false) {
-        result_.numbers.assign(slots, 0);
-    }
+          numbers_(slots, 0),
+          lost_(slots, false) {}
 
     Recovery run(uint32_t records_max) {
         each_slot([this](uint32_t slot) { read_ends(slot); });
         choose_segments();
         each_slot([this](uint32_t slot) { read_records(slot); });
+        MutexLock lock(mutex_);
         floor_ = std::max(floor_, tail_);
         floor_ = std::max(floor_, oldest_believed());
         forget_dead(records_max);
         for (uint32_t slot = 0; slot < slots_; ++slot) {
             if (lost_[slot]) ++result_.damaged;
-            if (result_.numbers[slot] < floor_ || lost_[slot]) result_.numbers[slot] = 0;
+            if (numbers_[slot] < floor_ || lost_[slot]) numbers_[slot] = 0;
         }
+        result_.numbers = std::move(numbers_);
         result_.next_number = newest_ + 1;
         result_.bytes_read = bytes_read_;
         return std::move(result_);
     }
 
    private:
-    uint64_t oldest_believed() const {
+    uint64_t oldest_believed() const REQUIRES(mutex_) {
         if (blind_) return newest_ + 1;
         std::vector<uint64_t> present;
         for (uint32_t slot = 0; slot < slots_; ++slot) {
-            if (result_.numbers[slot] != 0 && !lost_[slot]) present.push_back(result_.numbers[slot]);
+            if (numbers_[slot] != 0 && !lost_[slot]) present.push_back(numbers_[slot]);
         }
         std::sort(present.rbegin(), present.rend());
         uint64_t expected = newest_;
@@ -111,8 +112,9 @@ class Scanner {
         if (read(begin_of(slot), block.get(), kBlockBytes)) {
             headers_[slot] = decode_segment_header(superblock_.id, {block.get(), kBlockBytes});
         } else {
-            std::lock_guard lock(mutex_);
-            lost_[slot] = blind_ = true;  // it may be the newest
+            MutexLock lock(mutex_);
+            lost_[slot] = true;
+            blind_ = true;  // it may be the newest
         }
         if (read(begin_of(slot) + superblock_.segment_bytes - kBlockBytes, block.get(), kBlockBytes)) {
             footers_[slot] = decode_footer(superblock_.id, {block.get(), kBlockBytes});
@@ -126,7 +128,7 @@ class Scanner {
             uint64_t number = 0;
             if (footers_[slot]) number = footers_[slot]->number;  // when the header is damaged
             if (headers_[slot]) number = headers_[slot]->number;
-            result_.numbers[slot] = number;
+            numbers_[slot] = number;
             newest_ = std::max(newest_, number);
         }
         for (const auto& header : headers_) {
@@ -135,7 +137,7 @@ class Scanner {
     }
 
     void read_records(uint32_t slot) {
-        uint64_t number = result_.numbers[slot];
+        uint64_t number = numbers_[slot];
         if (number < floor_ || blind_) return;
         std::optional<Footer> footer = footers_[slot];
         bool sealed = footer && footer->number == number;
@@ -152,7 +154,7 @@ class Scanner {
         }
         Aligned segment = aligned(superblock_.segment_bytes);
         if (!read(begin_of(slot), segment.get(), superblock_.segment_bytes)) {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             lost_[slot] = true;
             return;
         }
@@ -160,7 +162,7 @@ class Scanner {
         std::vector<FoundRecord> records = scan_segment(superblock_.id, number, bytes);
         add(slot, records);
         if (!sealed) seal(slot, number, records);
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         ++result_.scanned;
         if (sealed) ++result_.damaged;
     }
@@ -191,7 +193,7 @@ class Scanner {
         for (const FoundRecord& found : records) {
             const Record& record = found.record;
             if (record.kind == RecordKind::kRemovals) {
-                std::lock_guard lock(mutex_);
+                MutexLock lock(mutex_);
                 if (!found.removals.empty()) tail_ = std::max(tail_, found.removals.front());
                 for (size_t i = 1; i < found.removals.size(); ++i) removed_.insert(found.removals[i]);
                 result_.sequence_max = std::max(result_.sequence_max, record.sequence);
@@ -209,15 +211,14 @@ class Scanner {
             entry.data_offset = record.data_offset();
             entry.place = Place{slot, found.block};
             entry.set_text(record.name, record.parent);
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             result_.sequence_max = std::max(result_.sequence_max, record.sequence);
             entry.space = space_(record.space);
             uint32_t old = index_.find(entry.hash);
             if (old != kNoEntry) {
                 const Entry& other = index_.entry(old);
-                bool newer = entry.sequence != other.sequence
-                                 ? entry.sequence > other.sequence
-                                 : result_.numbers[slot] > result_.numbers[other.place.slot];
+                bool newer = entry.sequence != other.sequence ? entry.sequence > other.sequence
+                                                              : numbers_[slot] > numbers_[other.place.slot];
                 if (!newer) continue;
                 index_.erase(old);
             }
@@ -225,12 +226,12 @@ class Scanner {
         }
     }
 
-    void forget_dead(uint32_t records_max) {
+    void forget_dead(uint32_t records_max) REQUIRES(mutex_) {
         for (uint32_t at = 0; at < index_.slots(); ++at) {
             const Entry& e = index_.entry(at);
             if (e.sequence == 0) continue;
             uint32_t slot = e.place.slot;
-            bool dead = removed_.contains(e.sequence) || result_.numbers[slot] < floor_ || lost_[slot];
+            bool dead = removed_.contains(e.sequence) || numbers_[slot] < floor_ || lost_[slot];
             if (dead || index_.count() > records_max) index_.erase(at);
         }
     }
@@ -238,17 +239,23 @@ class Scanner {
     File& file_;
     const Superblock& superblock_;
     uint32_t slots_;
-    Index& index_;
+    Index& index_ GUARDED_BY(mutex_);
     const SpaceOf& space_;
+
+    // Written by one thread for each slot, or between the two passes; read after that.
     std::vector<std::optional<SegmentHeader>> headers_;
     std::vector<std::optional<Footer>> footers_;
-    std::vector<bool> lost_;
-    std::mutex mutex_;  // index, removed_, lost_, result_
-    std::unordered_set<uint64_t> removed_;
-    uint64_t floor_ = 0, newest_ = 0, tail_ = 0;
-    bool blind_ = false;  // a segment's header cannot be read
+    std::vector<uint64_t> numbers_;  // of each slot's segment, 0: none
+    uint64_t floor_ = 0;             // segments of lower numbers are void
+    uint64_t newest_ = 0;
+    std::atomic<bool> blind_{false};  // a segment's header cannot be read
     std::atomic<uint64_t> bytes_read_{0};
-    Recovery result_;
+
+    mutable Mutex mutex_;
+    std::vector<bool> lost_ GUARDED_BY(mutex_);  // slots that cannot be read
+    std::unordered_set<uint64_t> removed_ GUARDED_BY(mutex_);
+    uint64_t tail_ GUARDED_BY(mutex_) = 0;
+    Recovery result_ GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -26,7 +26,7 @@ BlockEvents::BlockEvents() : wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 void BlockEvents::stored(std::string_view identity, const Hash128& hash, std::string_view name) {
     if (name.size() != kNameBytes) return;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto at = objects_.find(hash);
     if (at == objects_.end()) {
         uint32_t space = space_of(identity);
@@ -50,7 +50,7 @@ void BlockEvents::stored(std::string_view identity, const Hash128& hash, std::st
 }
 
 void BlockEvents::change(const Hash128& hash, Tier tier, bool added) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto at = objects_.find(hash);
     if (at == objects_.end()) return;  // no block's, or from before this life
     count(at->second, tier == Tier::kSsd ? 1 : 0, added);
@@ -118,7 +118,7 @@ void BlockEvents::push(const Row& row) {
 
 bool BlockEvents::take(std::vector<Row>& out) {
     out.clear();
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     uint64_t count = 0;
     (void)!::read(wake_.get(), &count, sizeof(count));
     std::swap(rows_, out);
@@ -129,7 +129,7 @@ bool BlockEvents::take(std::vector<Row>& out) {
 
 void BlockEvents::inventory(uint32_t& cursor, std::vector<Row>& out) const {
     out.clear();
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     for (uint32_t left = kPiece; left > 0; --left) {
         const uint8_t tier = cursor < kDisk ? 0 : 1;
         const uint32_t row = cursor & ~kDisk;
@@ -145,14 +145,14 @@ void BlockEvents::inventory(uint32_t& cursor, std::vector<Row>& out) const {
 }
 
 std::vector<std::string> BlockEvents::fingerprints() const {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     std::vector<std::string> out;
     for (const Space& space : spaces_) out.push_back(space.fingerprint);
     return out;
 }
 
 BlockEvents::Counters BlockEvents::counters() const {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     Counters out = counters_;
     out.blocks = blocks_.used();
     out.objects = objects_.size();
@@ -160,7 +160,7 @@ BlockEvents::Counters BlockEvents::counters() const {
 }
 
 bool BlockEvents::check_integrity() const {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     std::vector<std::array<uint16_t, 2>> objects(blocks_.end());
     for (const auto& [hash, object] : objects_) {
         if (!object.in[0] && !object.in[1]) return false;

@@ -11,13 +11,13 @@
 
 #include <array>
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/rows.hpp"
 #include "base/sha256.hpp"
@@ -90,23 +90,23 @@ class BlockEvents {
         size_t operator()(const Hash128& hash) const { return hash.low; }
     };
 
-    void change(const Hash128& hash, Tier tier, bool added);
-    void count(Object& object, size_t tier, bool added);
-    void tell(Block& block, size_t tier);
-    uint32_t space_of(std::string_view identity);
-    uint32_t obtain(uint32_t space, const Digest& digest);
-    void push(const Row& row);
+    void change(const Hash128& hash, Tier tier, bool added) EXCLUDES(mutex_);
+    void count(Object& object, size_t tier, bool added) REQUIRES(mutex_);
+    void tell(Block& block, size_t tier) REQUIRES(mutex_);
+    uint32_t space_of(std::string_view identity) REQUIRES(mutex_);
+    uint32_t obtain(uint32_t space, const Digest& digest) REQUIRES(mutex_);
+    void push(const Row& row) REQUIRES(mutex_);
 
-    mutable std::mutex mutex_;
+    mutable Mutex mutex_;
     Fd wake_;
-    std::unordered_map<std::string, uint32_t> space_ids_;
-    std::vector<Space> spaces_;
-    Rows<Block, 1024> blocks_;
-    std::unordered_map<std::string, uint32_t> block_ids_;  // space and digest -> row
-    std::unordered_map<Hash128, Object, HashOf> objects_;
-    std::vector<Row> rows_;
-    bool all_due_ = false;
-    Counters counters_;
+    std::unordered_map<std::string, uint32_t> space_ids_ GUARDED_BY(mutex_);
+    std::vector<Space> spaces_ GUARDED_BY(mutex_);
+    Rows<Block, 1024> blocks_ GUARDED_BY(mutex_);
+    std::unordered_map<std::string, uint32_t> block_ids_ GUARDED_BY(mutex_);  // space and digest -> row
+    std::unordered_map<Hash128, Object, HashOf> objects_ GUARDED_BY(mutex_);
+    std::vector<Row> rows_ GUARDED_BY(mutex_);
+    bool all_due_ GUARDED_BY(mutex_) = false;
+    Counters counters_ GUARDED_BY(mutex_);
 };
 
 }  // namespace moonpool

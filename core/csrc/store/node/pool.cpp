@@ -71,7 +71,7 @@ void Pool::reserve_for(uint64_t bytes) {
     auto end = std::chrono::steady_clock::now() + kReserveMs;
     while (reserving() && allocator_.largest() < bytes && std::chrono::steady_clock::now() < end) {
         loop_waits_ = true;
-        std::unique_lock lock(commit_mutex_);
+        MutexLock lock(commit_mutex_);
         loop_waits_ = false;
         loop_waits_.notify_all();
         // What the thread did meanwhile may be enough.
@@ -160,7 +160,7 @@ uint64_t Pool::collapse_memory() {
 Result<uint64_t> Pool::commit_memory(uint64_t bytes) {
     // A mutex alone could be this thread's again and again.
     while (loop_waits_) loop_waits_.wait(true);
-    std::lock_guard lock(commit_mutex_);
+    MutexLock lock(commit_mutex_);
     return commit_next(bytes);
 }
 

@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "memory/allocator.hpp"
 #include "memory/leases.hpp"
 #include "memory/mapping.hpp"
@@ -86,7 +86,7 @@ class Pool {
     // Reserves the next piece of the arena's memory, on any thread but the loop, which goes first; 0: there
     // is no more.
     static constexpr uint64_t kCommitBytes = 32ull << 20;
-    Result<uint64_t> commit_memory(uint64_t bytes = kCommitBytes);
+    Result<uint64_t> commit_memory(uint64_t bytes = kCommitBytes) EXCLUDES(commit_mutex_);
     // Opens to the allocator what has been reserved since (the loop).
     void open_memory();
     // Memory that is still being reserved counts as free: a node that has just started is not full, and
@@ -108,7 +108,7 @@ class Pool {
     static constexpr std::chrono::milliseconds kReserveMs{500};
 
     Pool() = default;
-    Result<uint64_t> commit_next(uint64_t bytes);
+    Result<uint64_t> commit_next(uint64_t bytes) REQUIRES(commit_mutex_);
     void reserve_for(uint64_t bytes);
     std::optional<Extent> open_lease(uint64_t min, uint64_t want, uint64_t align);
 
@@ -135,7 +135,7 @@ class Pool {
     };
     Scrub scrub_;
     bool memory_short_ = false;
-    std::mutex commit_mutex_;  // one piece after the other
+    Mutex commit_mutex_;  // of the arena's growth: its pieces are committed one after the other
     std::function<bool(uint64_t)> may_commit_;
     std::atomic<bool> loop_waits_{false};
     std::atomic<uint64_t> committed_{0};
