@@ -1,47 +1,358 @@
+// The callers' side of a log, and its thread's loop. Every call takes the state's mutex for some us and,
+// where the thread sleeps, wakes it: one system call. Each turn of the loop goes round the parts once, and
+// then waits for I/O.
 #include "ssd/log.hpp"
 
-#include "ssd/engine.hpp"
+#include <algorithm>
+#include <utility>
+
+#include "ssd/log_parts.hpp"
 
 namespace moonpool::ssd {
 
-Log::Log(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
+Log::Log(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
 Log::~Log() = default;
 
-Result<std::unique_ptr<Log>> Log::open(LogOptions options) {
-    Result<std::unique_ptr<Engine>> engine = Engine::open(std::move(options));
-    if (!engine) return engine.error();
-    return std::unique_ptr<Log>(new Log(std::move(*engine)));
+void Log::close() { parts_->close(); }
+const std::string& Log::directory() const { return parts_->state.options.directory; }
+const char* Log::io_name() const { return parts_->io.queue_name(); }
+std::string Log::io_reason() const { return parts_->io.queue_reason(); }
+
+uint32_t Log::space(std::string_view identity) {
+    LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    return state.open_space(identity);
 }
 
-uint32_t Log::space(std::string_view identity) { return engine_->space(identity); }
-void Log::leave_space(uint32_t space) { engine_->leave_space(space); }
-std::optional<Found> Log::find(const Key& key, bool with_parent) { return engine_->find(key, with_parent); }
+void Log::leave_space(uint32_t space) {
+    LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    state.spaces[space].open = false;
+}
+
+std::optional<Found> Log::find(const Key& key, bool with_parent) {
+    LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    uint32_t at = state.off ? kNoEntry : state.index.find(key.space, key.hash, key.name);
+    if (at == kNoEntry) return std::nullopt;
+    Entry& e = state.index.entry(at);
+    e.used = true;
+    return Found{e.sequence, e.size, e.crc, with_parent ? std::string(e.parent()) : std::string()};
+}
+
 bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<const std::byte>> parts,
                 uint32_t crc, Done done) {
-    return engine_->write(key, parent, std::move(parts), crc, std::move(done));
+    LogState& state = parts_->state;
+    auto job = std::make_shared<WriteJob>();
+    job->space = key.space;
+    job->hash = key.hash;
+    job->name = key.name;
+    job->parent = parent;
+    job->parts = std::move(parts);
+    job->crc = crc;
+    job->done = std::move(done);
+    for (std::span<const std::byte> part : job->parts) job->size += part.size();
+    bool wake;
+    {
+        MutexLock lock(state.mutex);
+        bool full = state.writes_waiting >= state.options.queue_max;
+        if (state.index.count() + state.writes_waiting >= state.options.records_max) {
+            full = true;
+            state.reclaim_wanted = true;
+        }
+        Record shape;
+        shape.space = *state.spaces[key.space].identity;
+        shape.name = key.name;
+        shape.parent = parent;
+        shape.size = job->size;
+        uint64_t most =
+            state.superblock.segment_bytes - 2 * kBlockBytes;  // header, footer, and the summary's part
+        bool fits = job->size < most && shape.encodable() &&
+                    shape.bytes() + round_up_to_block(SummaryWriter::bytes_for(shape)) <= most;
+        if (state.closing || state.read_only || state.off || full || !fits) {
+            ++state.counters.refused;
+            return false;
+        }
+        job->sequence = state.options.sequence->fetch_add(1) + 1;
+        uint32_t old = state.index.find(key.hash);
+        if (old != kNoEntry) state.drop(key.hash, state.index.entry(old).sequence);
+        state.forget_writing(key.hash);
+        state.writing[key.hash.low] = job->sequence;
+        ++state.writes_waiting;
+        job->identity = state.spaces[key.space].identity;
+        ++state.spaces[key.space].writes;
+        state.write_inbox.push_back(std::move(job));
+        wake = std::exchange(state.sleeping, false);
+    }
+    if (wake) parts_->io.wake();
+    return true;
 }
+
 bool Log::read(const Key& key, std::span<std::byte> to, Done done) {
-    return engine_->read(key, to, std::move(done));
+    LogState& state = parts_->state;
+    auto job = std::make_shared<ReadJob>();
+    bool wake;
+    {
+        MutexLock lock(state.mutex);
+        uint32_t at = state.index.find(key.space, key.hash, key.name);
+        if (state.closing || state.off || at == kNoEntry || state.reads_waiting >= state.options.queue_max)
+            return false;
+        Entry& e = state.index.entry(at);
+        if (e.size != to.size()) return false;
+        e.used = true;
+        job->sequence = e.sequence;
+        job->hash = e.hash;
+        job->place = e.place;
+        job->offset = state.begin_of(e.place.slot) + uint64_t{e.place.block} * kBlockBytes + e.data_offset;
+        job->to = to;
+        job->crc = e.crc;
+        job->done = std::move(done);
+        ++state.readers[e.place.slot];
+        ++state.reads_waiting;
+        state.read_inbox.push_back(std::move(job));
+        wake = std::exchange(state.sleeping, false);
+    }
+    if (wake) parts_->io.wake();
+    return true;
 }
-bool Log::remove(const Key& key) { return engine_->remove(key); }
-void Log::sync(Done done) { engine_->sync(std::move(done)); }
-uint32_t Log::list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const {
-    return engine_->list(space, cursor, scan, out);
+
+bool Log::remove(const Key& key) {
+    LogState& state = parts_->state;
+    {
+        MutexLock lock(state.mutex);
+        uint32_t at = state.index.find(key.hash);
+        bool another = at != kNoEntry && state.index.find(key.space, key.hash, key.name) == kNoEntry;
+        if (another) return false;
+    }
+    return remove(key.hash);
 }
+
+bool Log::remove(const Hash128& hash) {
+    LogState& state = parts_->state;
+    bool wake, was_there;
+    {
+        MutexLock lock(state.mutex);
+        uint32_t at = state.index.find(hash);
+        was_there = at != kNoEntry;
+        if (was_there) {
+            state.drop(hash, state.index.entry(at).sequence);
+            ++state.counters.removed;
+        }
+        was_there |= state.forget_writing(hash);
+        wake = was_there && std::exchange(state.sleeping, false);
+    }
+    if (wake) parts_->io.wake();
+    return was_there;
+}
+
+std::optional<uint64_t> Log::sequence(const Hash128& hash) const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    uint32_t at = state.off ? kNoEntry : state.index.find(hash);
+    if (at == kNoEntry) return std::nullopt;
+    return state.index.entry(at).sequence;
+}
+
 uint32_t Log::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const {
-    return engine_->hashes(cursor, scan, out);
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    uint32_t end = state.off ? 0 : state.index.slots();
+    for (; cursor < end && scan > 0; ++cursor, --scan) {
+        if (state.index.entry(cursor).sequence != 0) out.push_back(state.index.entry(cursor).hash);
+    }
+    return cursor < end ? cursor : 0;
 }
-std::vector<Hash128> Log::take_lost(uint32_t scan) { return engine_->take_lost(scan); }
-std::optional<uint64_t> Log::sequence(const Hash128& hash) const { return engine_->sequence(hash); }
-bool Log::remove(const Hash128& hash) { return engine_->remove(hash); }
-void Log::close() { engine_->close(); }
-bool Log::accepts_writes() const { return engine_->accepts_writes(); }
-std::string Log::trouble() const { return engine_->trouble(); }
-uint64_t Log::object_bytes_max() const { return engine_->object_bytes_max(); }
-const std::string& Log::directory() const { return engine_->directory(); }
-std::vector<std::pair<const char*, uint64_t>> Log::counters() const { return engine_->counters(); }
-const char* Log::io_name() const { return engine_->io_name(); }
-std::string Log::io_reason() const { return engine_->io_reason(); }
-bool Log::check_integrity() const { return engine_->check_integrity(); }
+
+std::vector<Hash128> Log::take_lost(uint32_t scan) {
+    LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    std::vector<Hash128> lost;
+    if (!state.off) return lost;
+    for (; scan > 0 && state.index.count() != 0; --scan, ++state.lost_cursor) {
+        if (state.lost_cursor >= state.index.slots())
+            state.lost_cursor = 0;  // a write may have ended behind it
+        if (state.index.entry(state.lost_cursor).sequence == 0) continue;
+        lost.push_back(state.index.entry(state.lost_cursor).hash);
+        state.index.erase(state.lost_cursor);
+    }
+    return lost;
+}
+
+void Log::sync(Done done) {
+    LogState& state = parts_->state;
+    auto job = std::make_shared<WriteJob>();
+    job->kind = WriteJob::Kind::kSync;
+    job->done = std::move(done);
+    bool wake = false, refused;
+    {
+        MutexLock lock(state.mutex);
+        refused = state.closing || state.read_only || state.off;
+        if (!refused) {
+            ++state.writes_waiting;
+            job->removals_before = state.removals_pushed;
+            state.write_inbox.push_back(job);
+            wake = std::exchange(state.sleeping, false);
+        }
+    }
+    if (refused) return job->done(Outcome::kRefused);
+    if (wake) parts_->io.wake();
+}
+
+uint32_t Log::list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    uint32_t end = state.off ? 0 : state.index.slots();
+    for (; cursor < end && scan > 0; ++cursor, --scan) {
+        const Entry& e = state.index.entry(cursor);
+        if (e.sequence == 0 || e.space != space) continue;
+        out.push_back(Listed{e.sequence, e.size, e.crc, std::string(e.name())});
+    }
+    return cursor < end ? cursor : 0;
+}
+
+bool Log::accepts_writes() const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    return !state.read_only && !state.off && !state.closing;
+}
+
+std::string Log::trouble() const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    return state.trouble;
+}
+
+uint64_t Log::object_bytes_max() const {
+    const LogState& state = parts_->state;
+    return state.superblock.segment_bytes - 3 * kBlockBytes - 2 * uint64_t{kHeaderBytesMax};
+}
+
+std::vector<std::pair<const char*, uint64_t>> Log::counters() const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    const LogState::Counters& c = state.counters;
+    return {
+        {"ssd_objects", state.index.count()},
+        {"ssd_object_bytes", state.index.object_bytes()},
+        {"ssd_spaces", state.space_ids.size()},
+        {"ssd_bytes", state.slots * state.superblock.segment_bytes},
+        {"ssd_live_bytes", state.index.live_bytes()},
+        {"ssd_free_bytes", parts_->segments.free_bytes()},
+        {"ssd_reads_waiting", state.reads_waiting},
+        {"ssd_writes_waiting", state.writes_waiting},
+        {"ssd_read_only", state.read_only ? 1u : 0u},
+        {"ssd_off", state.off ? 1u : 0u},
+        {"ssd_buffered", parts_->direct ? 0u : 1u},
+        {"ssd_written_total", c.written},
+        {"ssd_written_bytes_total", c.written_bytes},
+        {"ssd_read_total", c.read},
+        {"ssd_read_bytes_total", c.read_bytes},
+        {"ssd_removed_total", c.removed},
+        {"ssd_evicted_total", c.evicted},
+        {"ssd_evicted_bytes_total", c.evicted_bytes},
+        {"ssd_copied_total", c.copied},
+        {"ssd_copied_bytes_total", c.copied_bytes},
+        {"ssd_corrupt_total", c.corrupt},
+        {"ssd_read_errors_total", c.read_errors},
+        {"ssd_write_errors_total", c.write_errors},
+        {"ssd_write_refused_total", c.refused},
+        {"ssd_reclaimed_segments_total", c.reclaimed},
+        {"ssd_syncs_total", c.syncs},
+        {"ssd_recovered_damaged_segments", parts_->recovery.damaged},
+        {"ssd_recovered_scanned_segments", parts_->recovery.scanned},
+        {"ssd_recovered_bytes_read", parts_->recovery.bytes_read},
+    };
+}
+
+bool Log::check_integrity() const {
+    const LogState& state = parts_->state;
+    MutexLock lock(state.mutex);
+    return state.index.check_integrity() && state.index.count() <= state.options.records_max;
+}
+
+// ---- the thread
+
+Log::Parts::~Parts() {
+    if (fork.in_child()) {
+        (void)thread.join();
+        io.abandon_queue();
+        return;
+    }
+    close();
+}
+
+void Log::Parts::close() {
+    if (fork.in_child()) return;  // the thread is the parent's
+    {
+        MutexLock lock(state.mutex);
+        state.closing = true;
+    }
+    if (!thread.started()) return;
+    io.wake();
+    (void)thread.join();
+    io.close_file();  // another may have the directory now; no thread submits to the queue any more
+}
+
+void Log::Parts::run() {
+    for (;;) {
+        bool closing = take_inbox();
+        if (closing) {
+            reader.refuse();
+            writer.refuse();
+            reclaimer.stop_copying();
+        }
+        reader.start();
+        reclaimer.step();
+        writer.queue_removals();
+        writer.append_writes();
+        io.sync_when_due();
+        io.step_barriers();
+        tell_gone();
+        int wait_ms = 0;
+        {
+            MutexLock lock(state.mutex);
+            bool more = !state.read_inbox.empty() || !state.write_inbox.empty() || state.closing != closing;
+            more |= !state.removals.empty() && !writer.removals_in_flight() && !state.read_only;
+            if (!more) {
+                state.sleeping = true;
+                wait_ms = static_cast<int>(std::clamp<uint32_t>(state.options.sync_ms, 1, 1000));
+            }
+        }
+        if (closing && finished()) break;
+        io.reap(wait_ms);
+    }
+}
+
+// Moves what callers have given to the thread's own queues.
+bool Log::Parts::take_inbox() {
+    MutexLock lock(state.mutex);
+    state.sleeping = false;
+    for (ReadJobPtr& job : state.read_inbox) reader.add(std::move(job));
+    for (WriteJobPtr& job : state.write_inbox) writer.add(std::move(job));
+    state.read_inbox.clear();
+    state.write_inbox.clear();
+    return state.closing;
+}
+
+// Closing: seals what is open, and waits for all that is in flight.
+bool Log::Parts::finished() {
+    if (!io.at_rest() || !writer.at_rest()) return false;
+    {
+        MutexLock lock(state.mutex);
+        if (!state.is_writable()) return true;
+        // Removals that found no room, though nothing is on its way any more, stay unwritten.
+        if (!state.removals.empty() && !writer.has_internal()) return false;
+    }
+    return !writer.seal_open();
+}
+
+void Log::Parts::tell_gone() {
+    std::vector<Hash128> gone;
+    {
+        MutexLock lock(state.mutex);
+        gone.swap(state.gone);
+    }
+    if (!gone.empty() && state.options.on_gone) state.options.on_gone(gone);
+}
 
 }  // namespace moonpool::ssd

@@ -1,5 +1,5 @@
 // Log: objects in one directory of a disk, in the order they were written (docs/ssd.md). The public face of
-// the SSD tier's storage; engine.hpp has the machinery.
+// the SSD tier's storage; log_parts.hpp has the machinery.
 //
 // Every call returns at once: I/O is done by threads of the log, and what is queued has a maximum. Any thread
 // may call; callbacks run on the log's thread and must not block.
@@ -69,8 +69,6 @@ struct Listed {
     std::string name;
 };
 
-class Engine;
-
 class Log {
    public:
     // Reads what is there. The error is one sentence with the remedy.
@@ -122,8 +120,9 @@ class Log {
     bool check_integrity() const;
 
    private:
-    explicit Log(std::unique_ptr<Engine> engine);
-    std::unique_ptr<Engine> engine_;
+    struct Parts;
+    explicit Log(std::unique_ptr<Parts> parts);
+    std::unique_ptr<Parts> parts_;
 };
 
 }  // namespace moonpool::ssd

@@ -1,9 +1,10 @@
+#include "ssd/record_reader.hpp"
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "base/crc32c.hpp"
-#include "ssd/engine.hpp"
 
 namespace moonpool::ssd {
 
@@ -14,12 +15,12 @@ constexpr uint32_t kErrorsInRowMax = 64;
 }  // namespace
 
 // Pieces of one read after the other, as long as there are buffers; a large object takes several.
-void Engine::start_reads() {
+void RecordReader::start() {
     while (!reads_.empty()) {
         ReadJobPtr job = reads_.front();
         if (job->to.empty()) {
             reads_.pop_front();
-            finish_read(job);
+            finish(job);
             continue;
         }
         if (job->submitted == 0) {
@@ -27,25 +28,25 @@ void Engine::start_reads() {
             job->consumed = job->offset;
         }
         uint64_t end = round_up_to_block(job->offset + job->to.size());
-        while (job->error == 0 && job->submitted < end && read_buffers_->available() != 0) submit_piece(job);
+        while (job->error == 0 && job->submitted < end && buffers_.available() != 0) submit_piece(job);
         if (job->error == 0 && job->submitted < end) return;
         reads_.pop_front();
-        if (job->error != 0 && job->ios == 0) finish_read(job);
+        if (job->error != 0 && job->ios == 0) finish(job);
     }
 }
 
-void Engine::submit_piece(const ReadJobPtr& job) {
+void RecordReader::submit_piece(const ReadJobPtr& job) {
     uint64_t end = round_up_to_block(job->offset + job->to.size());
-    auto bytes = static_cast<uint32_t>(std::min<uint64_t>(end - job->submitted, read_buffers_->bytes()));
-    std::byte* buffer = read_buffers_->take();
+    auto bytes = static_cast<uint32_t>(std::min<uint64_t>(end - job->submitted, buffers_.bytes()));
+    std::byte* buffer = buffers_.take();
     uint64_t from = job->submitted;
     job->submitted += bytes;
     ++job->ios;
-    submit_io(IoOperation::Kind::kRead, from, buffer, bytes, [this, job, from, buffer, bytes](int error) {
+    io_.submit(IoOperation::Kind::kRead, from, buffer, bytes, [this, job, from, buffer, bytes](int error) {
         --job->ios;
         if (error != 0 && job->error == 0) job->error = error;
         if (job->error != 0) {
-            read_buffers_->give_back(buffer);
+            buffers_.give_back(buffer);
         } else {
             job->ready.emplace(from, std::pair(buffer, bytes));
         }
@@ -53,8 +54,15 @@ void Engine::submit_piece(const ReadJobPtr& job) {
     });
 }
 
+void RecordReader::refuse() {
+    for (const ReadJobPtr& job : std::exchange(reads_, {})) {
+        job->error = ECANCELED;
+        if (job->ios == 0) finish(job);
+    }
+}
+
 // In the order of the object's bytes, because that is the order of its checksum.
-void Engine::consume(const ReadJobPtr& job) {
+void RecordReader::consume(const ReadJobPtr& job) {
     uint64_t end = job->offset + job->to.size();
     while (job->error == 0 && job->consumed < end) {
         uint64_t first = job->offset / kBlockBytes * kBlockBytes;
@@ -67,47 +75,48 @@ void Engine::consume(const ReadJobPtr& job) {
         job->crc_so_far =
             copy_crc32c(job->crc_so_far, job->to.data() + (job->consumed - job->offset), buffer + skip, n);
         job->consumed += n;
-        read_buffers_->give_back(buffer);
+        buffers_.give_back(buffer);
         job->ready.erase(it);
     }
     if (job->error != 0) {
-        for (auto& [from, piece] : job->ready) read_buffers_->give_back(piece.first);
+        for (auto& [from, piece] : job->ready) buffers_.give_back(piece.first);
         job->ready.clear();
         if (job->ios != 0) return;
         // One that still has pieces to submit stands in the queue, and ends there.
         if (!reads_.empty() && reads_.front() == job) return;
     }
-    if (job->ios == 0) finish_read(job);
+    if (job->ios == 0) finish(job);
 }
 
-void Engine::finish_read(const ReadJobPtr& job) {
+void RecordReader::finish(const ReadJobPtr& job) {
     Outcome outcome = Outcome::kDone;
     {
-        std::lock_guard lock(mutex_);
-        --readers_[job->place.slot];
-        --reads_waiting_;
+        MutexLock lock(log_.mutex);
+        --log_.readers[job->place.slot];
+        --log_.reads_waiting;
         if (job->error == ECANCELED) {
             outcome = Outcome::kRefused;
         } else if (job->error != 0) {
             outcome = Outcome::kFailed;
-            ++counters_.read_errors;
-            gone_.push_back(job->hash);
-            drop(job->hash, job->sequence);
-            if (++read_errors_in_row_ >= kErrorsInRowMax && !off_) {
-                off_ = read_only_ = true;
-                removals_.clear();
-                trouble_ = "reading from " + directory() + " failed " + std::to_string(kErrorsInRowMax) +
-                           " times: " + std::strerror(job->error) + "; it is not used any more";
+            ++log_.counters.read_errors;
+            log_.gone.push_back(job->hash);
+            log_.drop(job->hash, job->sequence);
+            if (++errors_in_row_ >= kErrorsInRowMax && !log_.off) {
+                log_.off = log_.read_only = true;
+                log_.removals.clear();
+                log_.trouble = "reading from " + log_.options.directory + " failed " +
+                               std::to_string(kErrorsInRowMax) + " times: " + std::strerror(job->error) +
+                               "; it is not used any more";
             }
         } else if (job->crc_so_far != job->crc) {
             outcome = Outcome::kMiss;
-            ++counters_.corrupt;
-            gone_.push_back(job->hash);
-            drop(job->hash, job->sequence);
+            ++log_.counters.corrupt;
+            log_.gone.push_back(job->hash);
+            log_.drop(job->hash, job->sequence);
         } else {
-            read_errors_in_row_ = 0;
-            ++counters_.read;
-            counters_.read_bytes += job->to.size();
+            errors_in_row_ = 0;
+            ++log_.counters.read;
+            log_.counters.read_bytes += job->to.size();
         }
     }
     job->done(outcome);
