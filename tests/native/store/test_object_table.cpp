@@ -27,7 +27,7 @@ struct Bed {
 
     // Commits an object in memory of its own; its lease is closed again, so the object alone holds it.
     ObjectTable::Commit commit(std::string_view name, uint32_t parent = kNoSlot, bool replace = false,
-                               uint64_t size = kObjectBytes, const Keep& keep = {}) {
+                               uint64_t size = kObjectBytes, const RetentionHints& keep = {}) {
         auto lease = leases.open(size, size, kObjectBytes);
         REQUIRE(lease);
         Extent extent{lease->offset, size};
@@ -348,7 +348,7 @@ TEST_CASE("object table: a window of one object takes what goes by age, leaves f
             std::string any = names.empty() ? "" : names[random.below(names.size())];
             if (verb >= 6 && pinned.contains(any) && !random.one_in(4)) continue;
             std::string name = "k" + std::to_string(step);
-            Keep keep{{}, random.one_in(4) ? 1000u : 0u};
+            RetentionHints keep{{}, random.one_in(4) ? 1000u : 0u};
             for (Bed* bed : {&one, &window}) {
                 uint32_t slot = any.empty() ? kNoSlot : bed->find(any);
                 if (verb < 4) {
@@ -376,7 +376,7 @@ TEST_CASE("object table: a window takes what a pinned object hangs on last, and 
     Bed bed(16, 8 * kObjectBytes);
     // Three pages of two pools: only those of one hang on each other.
     for (int page = 0; page < 3; ++page) {
-        Keep keep{Hash128{static_cast<uint64_t>(page) + 1, 2}, 0};
+        RetentionHints keep{Hash128{static_cast<uint64_t>(page) + 1, 2}, 0};
         std::string number = std::to_string(page);
         bed.commit("state" + number, kNoSlot, false, kObjectBytes, keep);
         uint32_t parent = page == 0 ? kNoSlot : bed.find("kv" + std::to_string(page - 1));
@@ -483,7 +483,7 @@ TEST_CASE("object table: a group goes whole while anything else can go, soft pin
         };
         for (int step = 0; step < 1500; ++step) {
             if (!detached.empty() && random.one_in(3)) {
-                bed.table.let_go(detached.back().slot, detached.back().generation);
+                bed.table.release(detached.back().slot, detached.back().generation);
                 detached.pop_back();
             }
             std::string name = "k" + std::to_string(random.below(40));
@@ -497,7 +497,7 @@ TEST_CASE("object table: a group goes whole while anything else can go, soft pin
                 bool has_parent = random.one_in(2) && parent != things.end() && parent != known;
                 t.parent = has_parent ? parent->second.generation : 0;
                 if (random.one_in(4)) t.soft_ms = 1 + static_cast<uint32_t>(random.below(50));
-                Keep keep;
+                RetentionHints keep;
                 if (t.group >= 0) keep.group = Hash128{static_cast<uint64_t>(t.group), 7};
                 keep.soft_ms = t.soft_ms;
                 uint32_t above = has_parent ? parent->second.slot : kNoSlot;
@@ -524,8 +524,8 @@ TEST_CASE("object table: a group goes whole while anything else can go, soft pin
                 bed.table.unpin(known->second.slot, known->second.generation);
                 if (--known->second.pins == 0) use(known->second);
             } else if (verb == 11) {
-                known->second.held ? bed.table.let_go(known->second.slot, known->second.generation)
-                                   : bed.table.hold(known->second.slot);
+                known->second.held ? bed.table.release(known->second.slot, known->second.generation)
+                                   : bed.table.retain(known->second.slot);
                 known->second.held = !known->second.held;
             } else if (verb == 12) {
                 now += random.below(20);
@@ -600,7 +600,7 @@ TEST_CASE("object table: the end of a chain in an open lease does not keep the r
 
 TEST_CASE("object table: groups that are children of each other go all the same") {
     Bed bed(4);
-    Keep a{Hash128{1, 1}, 0}, b{Hash128{2, 2}, 0};
+    RetentionHints a{Hash128{1, 1}, 0}, b{Hash128{2, 2}, 0};
     bed.commit("a1", kNoSlot, false, kObjectBytes, a);
     bed.commit("b1", bed.find("a1"), false, kObjectBytes, b);
     bed.commit("a2", bed.find("b1"), false, kObjectBytes, a);
@@ -620,14 +620,14 @@ TEST_CASE("object table: one reader of each group is in nobody's way") {
     constexpr uint32_t kGroups = 8, kEach = 4;
     Bed bed(kGroups * kEach);
     for (uint32_t i = 0; i < kGroups * kEach; ++i) {
-        Keep keep{Hash128{i / kEach, 5}, 0};
+        RetentionHints keep{Hash128{i / kEach, 5}, 0};
         bed.commit("g" + std::to_string(i), kNoSlot, false, kObjectBytes, keep);
         if (i % kEach == 0) bed.table.pin(bed.find("g" + std::to_string(i)));
     }
     for (uint32_t i = 0; i < kGroups; ++i) {  // the group used the longest ago is broken up, and no other
         REQUIRE(bed.table.evict_for_memory());
         CHECK(bed.table.counters().objects == kGroups * kEach - (i + 1) * (kEach - 1));
-        CHECK(bed.table.mates(bed.find("g" + std::to_string(i * kEach))).empty());
+        CHECK(bed.table.group_members(bed.find("g" + std::to_string(i * kEach))).empty());
         CHECK(bed.table.check_integrity());
     }
     CHECK_FALSE(bed.table.evict_for_memory());
@@ -640,7 +640,7 @@ TEST_CASE("object table: what a soft pin kept goes by its age when that ends") {
     bed.table.on_time(1);
     for (int i = 0; i < kOld; ++i) bed.commit("old" + std::to_string(i));
     for (int i = 0; i < kSoft; ++i) {
-        bed.commit("soft" + std::to_string(i), kNoSlot, false, kObjectBytes, Keep{{}, 10});
+        bed.commit("soft" + std::to_string(i), kNoSlot, false, kObjectBytes, RetentionHints{{}, 10});
     }
     bed.commit("new");
     bed.table.on_time(100);
@@ -664,13 +664,13 @@ TEST_CASE("object table: what a soft pin kept goes by its age when that ends") {
 
 TEST_CASE("object table: a group of which one member is written goes before soft pins and newer ones") {
     Bed bed(16);
-    Keep keep{Hash128{1, 2}, 0};
-    bed.commit("soft", kNoSlot, false, kObjectBytes, Keep{{}, 1000});
+    RetentionHints keep{Hash128{1, 2}, 0};
+    bed.commit("soft", kNoSlot, false, kObjectBytes, RetentionHints{{}, 1000});
     for (const char* name : {"a", "b"}) bed.commit(name, kNoSlot, false, kObjectBytes, keep);
     bed.commit("newer");
     uint32_t a = bed.find("a");
     uint64_t generation = bed.table.generation(a);
-    bed.table.hold(a);
+    bed.table.retain(a);
     uint64_t free = bed.allocator.free_bytes();
     REQUIRE(bed.table.evict_one());
     CHECK(bed.find("a") == kNoSlot);
@@ -678,14 +678,14 @@ TEST_CASE("object table: a group of which one member is written goes before soft
     CHECK(bed.find("newer") != kNoSlot);
     CHECK(bed.allocator.free_bytes() == free + kObjectBytes);
     CHECK(bed.table.readable(a, generation));  // for whoever writes it
-    bed.table.let_go(a, generation);
+    bed.table.release(a, generation);
     CHECK(bed.allocator.free_bytes() == free + 2 * kObjectBytes);
     CHECK(bed.table.check_integrity());
 }
 
 TEST_CASE("object table: a window takes no group for the age of a member that nobody used") {
     Bed bed(16, 4 * kObjectBytes);
-    Keep keep{Hash128{1, 2}, 0};
+    RetentionHints keep{Hash128{1, 2}, 0};
     bed.commit("g0", kNoSlot, false, kObjectBytes, keep);
     bed.commit("x0");
     bed.commit("x1");
@@ -699,13 +699,13 @@ TEST_CASE("object table: a window takes no group for the age of a member that no
 
 TEST_CASE("object table: a removed member that is read leaves its group") {
     Bed bed(16);
-    Keep keep{Hash128{1, 2}, 0};
+    RetentionHints keep{Hash128{1, 2}, 0};
     for (const char* name : {"a", "b", "c"}) bed.commit(name, kNoSlot, false, kObjectBytes, keep);
     uint32_t a = bed.find("a");
     uint64_t generation = bed.table.generation(a);
     bed.table.pin(a);
     bed.table.remove(a);
-    CHECK(bed.table.mates(bed.find("b")) == std::vector<uint32_t>{bed.find("c")});
+    CHECK(bed.table.group_members(bed.find("b")) == std::vector<uint32_t>{bed.find("c")});
     CHECK(bed.table.evict_one());
     CHECK(bed.table.counters().objects == 0);
     CHECK(bed.table.readable(a, generation));
@@ -716,11 +716,11 @@ TEST_CASE("object table: a removed member that is read leaves its group") {
 
 TEST_CASE("object table: a group is bounded, and what is over it stays by itself") {
     Bed bed(kGroupMembersMax + 8, (kGroupMembersMax + 8) * kObjectBytes);
-    Keep keep{Hash128{1, 2}, 0};
+    RetentionHints keep{Hash128{1, 2}, 0};
     for (uint32_t i = 0; i < kGroupMembersMax + 3; ++i) {
         bed.commit("k" + std::to_string(i), kNoSlot, false, kObjectBytes, keep);
     }
-    CHECK(bed.table.mates(bed.find("k0")).size() == kGroupMembersMax - 1);
+    CHECK(bed.table.group_members(bed.find("k0")).size() == kGroupMembersMax - 1);
     CHECK_FALSE(bed.table.grouped(bed.find("k" + std::to_string(kGroupMembersMax))));
     CHECK(bed.table.evict_one());
     CHECK(bed.table.counters().objects == 3);
@@ -731,7 +731,7 @@ TEST_CASE("object table: a window spares soft pins and split groups where it can
     constexpr uint64_t kBytes = 8 * kObjectBytes;
     for (bool tight : {false, true}) {
         Bed bed(16, kBytes);
-        Keep soft{{}, 1000}, group{Hash128{1, 2}, 0};
+        RetentionHints soft{{}, 1000}, group{Hash128{1, 2}, 0};
         bed.commit("s0", kNoSlot, false, kObjectBytes, soft);
         bed.commit("s1", kNoSlot, false, kObjectBytes, soft);
         bed.commit("g0", kNoSlot, false, kObjectBytes, group);

@@ -118,9 +118,9 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         auto [extent, crc, key] = CommitRow::read(body, head.marks());
         std::string_view name = key.name;
         if (!body.ok() || !key.within(limits.key_bytes)) return malformed("is no COMMIT");
-        Keep keep;
-        keep.soft_ms = key.soft_ms;
-        if (!key.group.empty()) keep.group = pool_->hash(space, key.group);
+        RetentionHints hints;
+        hints.soft_ms = key.soft_ms;
+        if (!key.group.empty()) hints.group = pool_->hash(space, key.group);
 
         if (extent.size != 0) {
             if (!leased(extent)) return malformed("commits memory that was not leased to this client");
@@ -134,7 +134,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             if (!one_way) Writer(out_).number(PutOutcome::kExists);
             continue;
         }
-        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace, keep)) {
+        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace, hints)) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
@@ -334,7 +334,7 @@ bool Connection::on_touch(Reader body) {
     ObjectTable& table = pool_->table();
     for (uint32_t i = 0; i < n; ++i) {
         auto slot = body.number<uint32_t>();
-        if (table.complete(slot)) table.touch(slot);
+        if (table.committed(slot)) table.touch(slot);
     }
     return true;
 }
@@ -407,7 +407,7 @@ bool Connection::on_list(const FrameHeader& header, Reader body) {
     uint32_t end = in_memory ? table.slots_used() : 0;
     uint32_t stop = cursor < end ? std::min(end, cursor + kScanMax) : cursor;
     for (; cursor < stop && n < limit; ++cursor) {
-        if (!table.complete(cursor) || table.entry(cursor).space != space) continue;
+        if (!table.committed(cursor) || table.entry(cursor).space != space) continue;
         std::string_view name = table.name(cursor);
         if (name.substr(0, prefix.size()) != prefix) continue;
         const IndexEntry& entry = table.entry(cursor);

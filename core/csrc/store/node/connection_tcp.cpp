@@ -53,8 +53,8 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         row.crc = object.crc;
         row.name = object.key.name;
         row.parent = object.key.parent;
-        row.keep.soft_ms = object.key.soft_ms;
-        if (!object.key.group.empty()) row.keep.group = pool_->hash(space, object.key.group);
+        row.hints.soft_ms = object.key.soft_ms;
+        if (!object.key.group.empty()) row.hints.group = pool_->hash(space, object.key.group);
         left -= row.size;
         put->rows.push_back(std::move(row));
     }
@@ -180,7 +180,7 @@ PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
     if (row.size != 0 && !pool_->leases().commit(row.extent)) return PutOutcome::kRefused;
     uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put.space, row.parent);
     switch (table.commit(put.space, pool_->hash(put.space, row.name), row.name, row.extent, row.crc, parent,
-                         put.replace, row.keep)) {
+                         put.replace, row.hints)) {
         case ObjectTable::Commit::kStored:
             count(m.stored_total);
             count(m.stored_bytes_total, row.size);
@@ -271,7 +271,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
     // Deepest first, so that the root of a chain is its most recently used object.
     for (size_t i = wanted.size(); i-- > 0;) {
-        if (wanted[i].slot != kNoSlot && table.complete(wanted[i].slot)) table.touch(wanted[i].slot);
+        if (wanted[i].slot != kNoSlot && table.committed(wanted[i].slot)) table.touch(wanted[i].slot);
     }
     for (const Wanted& row : wanted) {
         if (row.bytes == 0) continue;

@@ -79,7 +79,7 @@ bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
         const ObjectTable& table = it->second->table();
         uint32_t end = std::min(table.slots_used(), slot + kSlotsPerPiece);
         for (; slot < end; ++slot) {
-            if (!table.complete(slot)) continue;
+            if (!table.committed(slot)) continue;
             const IndexEntry& entry = table.entry(slot);
             piece->rows.push_back({Hash128{entry.hash_low, entry.hash_high}, Tier::kDram, true});
         }
@@ -147,7 +147,7 @@ bool NodeMember::drop_all_of_memory() {
                 *end = table->slots_used();
                 uint32_t stop = std::min(*end, *slot + kDropsPerPiece);
                 for (; *slot < stop; ++*slot) {
-                    if (!table->complete(*slot)) continue;
+                    if (!table->committed(*slot)) continue;
                     const IndexEntry& entry = table->entry(*slot);
                     Hash128 hash{entry.hash_low, entry.hash_high};
                     table->remove(*slot);

@@ -9,7 +9,7 @@ ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& 
       allocator_(allocator),
       leases_(leases),
       objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))),
-      marks_(static_cast<Marks*>(std::calloc(index_.slots(), sizeof(Marks)))) {}
+      group_states_(static_cast<GroupState*>(std::calloc(index_.slots(), sizeof(GroupState)))) {}
 
 std::string_view ObjectTable::name(uint32_t slot) const {
     const IndexEntry& e = index_.entry(slot);
@@ -37,12 +37,12 @@ uint32_t ObjectTable::find(const Hash128& hash) const {
 
 ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std::string_view object_name,
                                         Extent extent, uint32_t crc, uint32_t parent, bool replace,
-                                        const Keep& keep) {
+                                        const RetentionHints& hints) {
     uint32_t old = find(space, hash, object_name);
     if (old != kNoSlot && !replace) return Commit::kExists;
     // Room first, so that a refusal leaves the old generation where it is.
     bool full = free_slots_.empty() && used_ == index_.slots();
-    bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].holds == 0;
+    bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].retains == 0;
     if (full && !old_makes_room) {
         uint64_t before = counters_.evicted_total;
         if (!evict_one()) return Commit::kNoSlot;
@@ -50,7 +50,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     }
     if (replace && on_replace_) on_replace_(hash);
     if (old != kNoSlot) retire(old, false);
-    if (parent != kNoSlot && !complete(parent)) parent = kNoSlot;  // it was evicted or replaced just now
+    if (parent != kNoSlot && !committed(parent)) parent = kNoSlot;  // it was evicted or replaced just now
     uint32_t slot;
     if (!free_slots_.empty()) {
         slot = free_slots_.back();
@@ -62,21 +62,22 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     o = Object{};
     o.generation = ++generation_;
     o.last_used = ++clock_;
-    o.state = State::kComplete;
+    o.state.move_to(SlotState::kCommitted);
     o.parent = kNoSlot;
-    bool marked = keep.group != Hash128{} || keep.soft_ms != 0;
-    if (marked) marks_[slot] = Marks{};
-    if (keep.group != Hash128{}) join(slot, keep.group);
-    if (keep.soft_ms != 0) {
+    bool has_state = hints.group != Hash128{} || hints.soft_ms != 0;
+    if (has_state) group_states_[slot] = GroupState{};
+    if (hints.group != Hash128{}) join(slot, hints.group);
+    if (hints.soft_ms != 0) {
         o.soft = true;
-        marks_[slot].soft_ms = keep.soft_ms;
+        group_states_[slot].soft_ms = hints.soft_ms;
         pin_softly(slot);
     }
     if (parent != kNoSlot) {
         o.parent = parent;
         o.parent_generation = objects_[parent].generation;
         ++objects_[parent].children;
-        if (o.group != nullptr && o.group == objects_[parent].group) ++marks_[parent].children_in_group;
+        if (o.group != nullptr && o.group == objects_[parent].group)
+            ++group_states_[parent].children_in_group;
         settle(parent, false);
     }
     if (object_name.size() > kInlineName) long_names_.emplace(slot, object_name);
@@ -99,7 +100,7 @@ void ObjectTable::use(uint32_t slot) {
     if (o.group != nullptr) unlist_member(slot);
     o.last_used = ++clock_;
     o.used = true;
-    if (o.soft && !o.soft_now && o.state == State::kComplete) pin_softly(slot);
+    if (o.soft && !o.soft_now && o.state == SlotState::kCommitted) pin_softly(slot);
     objects_[standing(slot)].last_used = clock_;
 }
 
@@ -123,28 +124,28 @@ void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
     if (--o.pins != 0) return;
     --counters_.pinned;
     counters_.pinned_bytes -= extent(slot).size;
-    if (o.state == State::kDetached) {
-        if (o.holds != 0) return;
+    if (o.state == SlotState::kDetached) {
+        if (o.retains != 0) return;
         --counters_.detached;
-        release(slot);
+        free_slot(slot);
     } else {
         use(slot);  // it was in use until now
         settle(slot, true);
     }
 }
 
-void ObjectTable::hold(uint32_t slot) {
+void ObjectTable::retain(uint32_t slot) {
     Object& o = objects_[slot];
-    if (o.holds++ == 0 && o.group != nullptr) ++o.group->held;
+    if (o.retains++ == 0 && o.group != nullptr) ++o.group->retained;
 }
 
-void ObjectTable::let_go(uint32_t slot, uint64_t generation) {
+void ObjectTable::release(uint32_t slot, uint64_t generation) {
     Object& o = objects_[slot];
-    if (o.generation != generation || o.holds == 0 || --o.holds != 0) return;
-    if (o.group != nullptr) --o.group->held;
-    if (o.state != State::kDetached || o.pins != 0) return;
+    if (o.generation != generation || o.retains == 0 || --o.retains != 0) return;
+    if (o.group != nullptr) --o.group->retained;
+    if (o.state != SlotState::kDetached || o.pins != 0) return;
     --counters_.detached;
-    release(slot);
+    free_slot(slot);
 }
 
 std::string_view ObjectTable::parent_name(uint32_t slot) const {
@@ -155,7 +156,7 @@ std::string_view ObjectTable::parent_name(uint32_t slot) const {
 
 void ObjectTable::set_saved(uint32_t slot, bool saved) {
     Object& o = objects_[slot];
-    if (o.saved == saved || o.state != State::kComplete) return;
+    if (o.saved == saved || o.state != SlotState::kCommitted) return;
     o.saved = saved;
     uint64_t bytes = extent(slot).size;
     counters_.saved_bytes = saved ? counters_.saved_bytes + bytes : counters_.saved_bytes - bytes;
@@ -179,20 +180,20 @@ void ObjectTable::retire(uint32_t slot, bool tell) {
     index_.retract(slot);
     --counters_.objects;
     counters_.object_bytes -= extent(slot).size;
-    if (o.pins != 0 || o.holds != 0) {
-        o.state = State::kDetached;
+    if (o.pins != 0 || o.retains != 0) {
+        o.state.move_to(SlotState::kDetached);
         ++counters_.detached;
     } else {
-        release(slot);
+        free_slot(slot);
     }
 }
 
-void ObjectTable::release(uint32_t slot) {
+void ObjectTable::free_slot(uint32_t slot) {
     Object& o = objects_[slot];
     forget_parent(slot);
     leases_.free(extent(slot));
     long_names_.erase(slot);
-    o.state = State::kFree;
+    o.state.move_to(SlotState::kFree);
     o.generation = 0;
     free_slots_.push_back(slot);
     uint32_t space = index_.entry(slot).space;
@@ -218,12 +219,12 @@ void ObjectTable::join(uint32_t slot, const Hash128& id) {
     Object& o = objects_[slot];
     if (group.members++ == 0) {
         group.id = id;
-        group.first = marks_[slot].after = marks_[slot].before = slot;
+        group.first = group_states_[slot].after = group_states_[slot].before = slot;
     } else {
-        Marks& first = marks_[group.first];
-        marks_[slot].after = group.first;
-        marks_[slot].before = first.before;
-        marks_[first.before].after = slot;
+        GroupState& first = group_states_[group.first];
+        group_states_[slot].after = group.first;
+        group_states_[slot].before = first.before;
+        group_states_[first.before].after = slot;
         first.before = slot;
         unlist(group.first);  // settle() of this one lists it anew
         objects_[group.first].last_used = clock_;
@@ -238,19 +239,19 @@ void ObjectTable::leave(uint32_t slot) {
     unlist(group->first);
     unlist_member(slot);
     if (o.blocks) --group->blocked;
-    if (o.holds != 0) --group->held;
+    if (o.retains != 0) --group->retained;
     o.blocks = false;
     o.group = nullptr;
     uint32_t parent = o.parent;
     bool known = parent != kNoSlot && objects_[parent].generation == o.parent_generation;
-    if (known && objects_[parent].group == group) --marks_[parent].children_in_group;
+    if (known && objects_[parent].group == group) --group_states_[parent].children_in_group;
     if (--group->members == 0) {
         groups_.erase(group->id);
         return;
     }
-    const Marks& place = marks_[slot];
-    marks_[place.before].after = place.after;
-    marks_[place.after].before = place.before;
+    const GroupState& place = group_states_[slot];
+    group_states_[place.before].after = place.after;
+    group_states_[place.after].before = place.before;
     if (group->first == slot) {
         group->first = place.after;
         Object& first = objects_[group->first];
@@ -259,10 +260,11 @@ void ObjectTable::leave(uint32_t slot) {
     settle(known && objects_[parent].group == group ? parent : group->first, false);
 }
 
-std::vector<uint32_t> ObjectTable::mates(uint32_t slot) const {
+std::vector<uint32_t> ObjectTable::group_members(uint32_t slot) const {
     std::vector<uint32_t> others;
     if (objects_[slot].group == nullptr) return others;
-    for (uint32_t at = marks_[slot].after; at != slot; at = marks_[at].after) others.push_back(at);
+    for (uint32_t at = group_states_[slot].after; at != slot; at = group_states_[at].after)
+        others.push_back(at);
     return others;
 }
 
@@ -270,18 +272,18 @@ std::vector<uint32_t> ObjectTable::mates(uint32_t slot) const {
 
 void ObjectTable::pin_softly(uint32_t slot) {
     Object& o = objects_[slot];
-    Marks& marks = marks_[slot];
-    marks.soft_until = now_ms_ + marks.soft_ms;
+    GroupState& state = group_states_[slot];
+    state.soft_until = now_ms_ + state.soft_ms;
     o.soft_now = true;
     o.used = false;
-    soft_pins_.emplace(marks.soft_until, slot);
+    soft_pins_.emplace(state.soft_until, slot);
     if (o.group != nullptr) ++o.group->soft;
 }
 
 void ObjectTable::unpin_softly(uint32_t slot) {
     Object& o = objects_[slot];
     if (!o.soft_now) return;
-    soft_pins_.erase({marks_[slot].soft_until, slot});
+    soft_pins_.erase({group_states_[slot].soft_until, slot});
     o.soft_now = false;
     if (o.group != nullptr) --o.group->soft;
 }
@@ -304,11 +306,11 @@ bool ObjectTable::check_integrity() const {
     uint64_t soft = 0;
     std::vector<Extent> extents;
     std::vector<uint32_t> in_space(in_space_.size());
-    uint64_t complete_count = 0, bytes = 0, saved = 0, detached = 0, listed = 0, alone = 0;
+    uint64_t committed = 0, bytes = 0, saved = 0, detached = 0, listed = 0, alone = 0;
     uint64_t pinned = 0, pinned_bytes = 0;
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
-        if (o.state == State::kFree) continue;
+        if (o.state == SlotState::kFree) continue;
         ++in_space[index_.entry(slot).space];
         if (extent(slot).size != 0) extents.push_back(extent(slot));
         if (o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation) {
@@ -317,19 +319,19 @@ bool ObjectTable::check_integrity() const {
         }
         if (o.soft_now) {
             ++soft;
-            if (!soft_pins_.contains({marks_[slot].soft_until, slot})) return false;
+            if (!soft_pins_.contains({group_states_[slot].soft_until, slot})) return false;
         }
         if (o.pins != 0) {
             ++pinned;
             pinned_bytes += extent(slot).size;
         }
-        if (o.state == State::kDetached) {
+        if (o.state == SlotState::kDetached) {
             ++detached;
-            if ((o.pins == 0 && o.holds == 0) || o.listed || o.saved) return false;
+            if ((o.pins == 0 && o.retains == 0) || o.listed || o.saved) return false;
             if (o.group != nullptr || o.soft_now) return false;
             continue;
         }
-        ++complete_count;
+        ++committed;
         bytes += extent(slot).size;
         if (o.saved) saved += extent(slot).size;
         const IndexEntry& e = index_.entry(slot);
@@ -338,24 +340,25 @@ bool ObjectTable::check_integrity() const {
     }
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
-        if (o.state == State::kFree) continue;
+        if (o.state == SlotState::kFree) continue;
         if (o.children != children[slot]) return false;
-        if (o.group != nullptr && marks_[slot].children_in_group != children_in_group[slot]) return false;
+        if (o.group != nullptr && group_states_[slot].children_in_group != children_in_group[slot])
+            return false;
         bool goes = may_go(slot);
         if (o.group == nullptr) {
             if (o.listed != goes) return false;
             continue;
         }
-        if (o.blocks == goes || marks_[marks_[slot].after].before != slot ||
-            objects_[marks_[slot].after].group != o.group) {
+        if (o.blocks == goes || group_states_[group_states_[slot].after].before != slot ||
+            objects_[group_states_[slot].after].group != o.group) {
             return false;
         }
-        if (marks_[slot].listed != may_go_alone(slot)) return false;
-        alone += marks_[slot].listed;
+        if (group_states_[slot].listed != may_go_alone(slot)) return false;
+        alone += group_states_[slot].listed;
         Group& books = groups[o.group];
         ++books.members;
         books.blocked += o.blocks;
-        books.held += o.holds != 0;
+        books.retained += o.retains != 0;
         books.soft += o.soft_now;
         if (o.listed != (o.group->first == slot && o.group->blocked == 0)) return false;
     }
@@ -363,26 +366,26 @@ bool ObjectTable::check_integrity() const {
         auto it = groups_.find(group->id);
         if (it == groups_.end() || &it->second != group || group->members > kGroupMembersMax) return false;
         if (books.members != group->members || books.blocked != group->blocked) return false;
-        if (books.held != group->held || books.soft != group->soft) return false;
-        if (mates(group->first).size() + 1 != group->members) return false;
+        if (books.retained != group->retained || books.soft != group->soft) return false;
+        if (group_members(group->first).size() + 1 != group->members) return false;
     }
     if (groups.size() != groups_.size() || soft != soft_pins_.size()) return false;
     uint32_t before = kNoSlot;
-    for (uint32_t slot = oldest_member_; slot != kNoSlot; slot = marks_[slot].newer) {
-        if (!marks_[slot].listed || marks_[slot].older != before || alone-- == 0) return false;
+    for (uint32_t slot = oldest_member_; slot != kNoSlot; slot = group_states_[slot].newer) {
+        if (!group_states_[slot].listed || group_states_[slot].older != before || alone-- == 0) return false;
         before = slot;
     }
     if (before != newest_member_ || alone != 0) return false;
     for (uint8_t which = 0; which < orders_.size(); ++which) {
-        for (auto [used, slot] : orders_[which].apart) {
+        for (auto [used, slot] : orders_[which].out_of_order) {
             const Object& o = objects_[slot];
-            if (!o.listed || !o.apart || o.order != which || o.order != order_of(slot)) return false;
+            if (!o.listed || !o.out_of_order || o.order != which || o.order != order_of(slot)) return false;
             if (o.last_used != used || ++listed > used_) return false;
         }
         uint32_t previous = kNoSlot;
         for (uint32_t slot = orders_[which].oldest; slot != kNoSlot; slot = objects_[slot].newer) {
             const Object& o = objects_[slot];
-            if (!o.listed || o.apart || o.order != which || o.order != order_of(slot)) return false;
+            if (!o.listed || o.out_of_order || o.order != which || o.order != order_of(slot)) return false;
             if (o.older != previous || ++listed > used_) return false;
             previous = slot;
         }
@@ -392,7 +395,7 @@ bool ObjectTable::check_integrity() const {
     for (size_t i = 1; i < extents.size(); ++i) {
         if (extents[i].offset < extents[i - 1].end()) return false;
     }
-    return complete_count == counters_.objects && bytes == counters_.object_bytes &&
+    return committed == counters_.objects && bytes == counters_.object_bytes &&
            saved == counters_.saved_bytes && detached == counters_.detached && pinned == counters_.pinned &&
            pinned_bytes == counters_.pinned_bytes && in_space == in_space_ && leases_.check_integrity();
 }

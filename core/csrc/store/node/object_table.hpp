@@ -1,23 +1,24 @@
 // ObjectTable: the objects of one tenant on one node: names, life cycle, pins, chains and the order of
 // eviction. Pure: no thread, no clock, no memory touched; the node's loop owns it.
 //
-//   free --commit--> complete --remove, replace or evict--> free            (it has no pin)
-//                        \----------------------------> detached --last unpin--> free   (pinned readers keep
-//                        it)
+//   free --commit--> committed --remove, replace or evict--> free              (nothing reads it)
+//                        \----------------------------> detached --last reader--> free
 //
 // Invariants (check_integrity):
-//   - only complete objects are linked in the index, exactly once;
-//   - an object is in the eviction list exactly when it is complete, has no pin and no cached child, so that
-//   a chain
-//     goes leaf first; of a group its first member stands there for all, when that holds for each of them
-//     (but for children in the group itself), so that all go or none;
+//   - only committed objects are linked in the index, exactly once;
+//   - an object is in the eviction list exactly when it is committed, has no pin and no cached child: a
+//     chain goes leaf first. Of a group the first member stands there for all, when that holds for each of
+//     them (but for children in the group itself), so that all go or none;
 //   - soft-pinned objects, and groups with one, stand in a list of their own, which comes after the other;
-//   - a member that could go but for its group is in a third list. It is for when nothing else can go: a
-//   group
-//     is broken up rather than in the way of what is new. So some object can go as long as not all are
-//     pinned;
-//   - children counts the complete or detached objects whose (parent slot, parent generation) is this object;
-//   - the extents of complete and detached objects are disjoint.
+//   - a member that could go but for its group is in a third list, for when nothing else can go: a group is
+//     broken up rather than in the way of what is new. So some object can go as long as not all are pinned;
+//   - children counts the committed or detached objects of which this object is the parent, by its slot and
+//     its generation;
+//   - the extents of committed and detached objects are disjoint.
+//
+// Costs: commit, pin, unpin and touch are O(1) but for the index; an object that becomes evictable far from
+// the ends of its list goes to a tree instead (out_of_order), O(log n). An eviction looks at 256 objects at
+// most.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +34,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/state.hpp"
 #include "directory/delta_log.hpp"
 #include "memory/leases.hpp"
 #include "store/shared/shared_index.hpp"
@@ -49,17 +51,28 @@ struct TableCounters {
     uint64_t evicted_bytes_total = 0;
     uint64_t evicted_unsaved_total = 0;    // that no SSD had
     uint64_t evicted_for_slots_total = 0;  // for the number of objects, not for memory
-    uint64_t saved_bytes = 0;              // of complete objects that an SSD has too
+    uint64_t saved_bytes = 0;              // of committed objects that an SSD has too
 };
 
 // What a put asks of the order of eviction.
-struct Keep {
+struct RetentionHints {
     Hash128 group{};       // of objects that go together; zero: none
     uint32_t soft_ms = 0;  // goes after all others, while it is used that often; 0: no
 };
 
 inline constexpr uint32_t kGroupMembersMax =
     1024;  // they go in one step of the loop; more stay by themselves
+
+enum class SlotState : uint8_t { kFree, kCommitted, kDetached };
+
+inline constexpr Transitions<SlotState, 3> kSlot{
+    "slot",
+    {
+        {SlotState::kFree, "free", {SlotState::kCommitted}},
+        {SlotState::kCommitted, "committed", {SlotState::kDetached, SlotState::kFree}},
+        {SlotState::kDetached, "detached", {SlotState::kFree}},
+    }};
+static_assert(kSlot.is_complete());
 
 class ObjectTable {
    public:
@@ -89,7 +102,7 @@ class ObjectTable {
     // replace, an existing object of that name is removed first; without, it stays and the caller keeps the
     // extent.
     Commit commit(uint32_t space, const Hash128& hash, std::string_view name, Extent extent, uint32_t crc,
-                  uint32_t parent, bool replace, const Keep& keep = {});
+                  uint32_t parent, bool replace, const RetentionHints& hints = {});
 
     // Most recently used. Callers touch a chain deepest first, so that its root is the last to go.
     void touch(uint32_t slot);
@@ -97,9 +110,9 @@ class ObjectTable {
     void pin(uint32_t slot);
     void unpin(uint32_t slot, uint64_t generation);
 
-    // Keeps the bytes of an object while they are copied elsewhere; unlike a pin it is no use of the object.
-    void hold(uint32_t slot);
-    void let_go(uint32_t slot, uint64_t generation);
+    // Keeps the bytes of an object while they are copied elsewhere; unlike a pin it does not count as a use.
+    void retain(uint32_t slot);
+    void release(uint32_t slot, uint64_t generation);
 
     void remove(uint32_t slot) { retire(slot, true); }
 
@@ -113,10 +126,12 @@ class ObjectTable {
     // evicting by age has left holes only. False when pinned or leased memory stands in the way everywhere.
     bool evict_window(uint64_t bytes);
 
-    bool complete(uint32_t slot) const { return slot < used_ && objects_[slot].state == State::kComplete; }
-    // Complete, or removed but still pinned.
+    bool committed(uint32_t slot) const {
+        return slot < used_ && objects_[slot].state == SlotState::kCommitted;
+    }
+    // Committed, or removed but still pinned.
     bool readable(uint32_t slot, uint64_t generation) const {
-        return slot < used_ && objects_[slot].state != State::kFree &&
+        return slot < used_ && objects_[slot].state != SlotState::kFree &&
                objects_[slot].generation == generation;
     }
     uint64_t generation(uint32_t slot) const { return objects_[slot].generation; }
@@ -128,7 +143,7 @@ class ObjectTable {
     uint64_t uses() const { return clock_; }  // so far: commits, touches, pins
     uint64_t oldest_use() const {             // of the next victim
         for (const Order& order : orders_) {
-            uint64_t used = order.apart.empty() ? UINT64_MAX : order.apart.begin()->first;
+            uint64_t used = order.out_of_order.empty() ? UINT64_MAX : order.out_of_order.begin()->first;
             if (order.oldest != kNoSlot) used = std::min(used, objects_[order.oldest].last_used);
             if (used != UINT64_MAX) return used;
         }
@@ -151,25 +166,24 @@ class ObjectTable {
     void on_time(uint64_t now_ms);
     bool soft_pinned(uint32_t slot) const { return objects_[slot].soft_now; }
     bool grouped(uint32_t slot) const { return objects_[slot].group != nullptr; }
-    bool held(uint32_t slot) const { return objects_[slot].holds != 0; }
+    bool retained(uint32_t slot) const { return objects_[slot].retains != 0; }
     uint32_t group_size(uint32_t slot) const {
         return objects_[slot].group == nullptr ? 1 : objects_[slot].group->members;
     }
     // The other members of its group.
-    std::vector<uint32_t> mates(uint32_t slot) const;
+    std::vector<uint32_t> group_members(uint32_t slot) const;
 
     bool check_integrity() const;
 
    private:
-    enum class State : uint8_t { kFree = 0, kComplete, kDetached };
-    // Complete objects in a ring, newest last.
+    // Committed objects in a ring, newest last.
     struct Group {
         Hash128 id{};
         uint32_t first = kNoSlot;
         uint32_t members = 0;
-        uint32_t blocked = 0;  // of them, by a pin or a child outside
-        uint32_t held = 0;     // of them, while they are written
-        uint32_t soft = 0;     // of them, soft-pinned
+        uint32_t blocked = 0;   // of them, by a pin or a child outside
+        uint32_t retained = 0;  // of them, while they are copied elsewhere
+        uint32_t soft = 0;      // of them, soft-pinned
     };
     struct HashOfHash {
         size_t operator()(const Hash128& hash) const { return hash.low; }
@@ -178,8 +192,17 @@ class ObjectTable {
     struct Order {
         uint32_t oldest = kNoSlot;
         uint32_t newest = kNoSlot;
-        std::set<std::pair<uint64_t, uint32_t>> apart;  // whose place in the list is far from its ends
+        std::set<std::pair<uint64_t, uint32_t>> out_of_order;  // whose place in the list is far from its ends
     };
+    // Invariants of a slot, beyond those of the table:
+    //
+    //   state      generation  in the index  owns its extent  pins + retains
+    //   free       0           no            no               0
+    //   committed  > 0         yes           yes              any
+    //   detached   > 0         no            yes              > 0
+    //
+    //   listed, out_of_order, blocks, saved, soft_now: only while it is committed;
+    //   out_of_order: only while it is listed; blocks: only of a group's member.
     struct Object {
         uint64_t generation;
         uint64_t last_used;
@@ -189,22 +212,22 @@ class ObjectTable {
         uint32_t newer;
         uint32_t children;
         uint32_t pins;
-        State state;
-        bool listed;
-        bool scrubbed;
-        bool saved;
-        uint16_t holds;
-        uint8_t order;  // while it is listed
-        bool blocks;    // its group
-        bool used;      // since its soft pin began anew
-        bool soft;      // it was put with a soft pin,
-        bool soft_now;  // which holds
-        bool apart;     // in its order's set, while it is listed
-        Group* group;   // nullptr: none
+        State<kSlot> state;
+        bool listed;        // in orders_[order], for itself or for its group
+        bool scrubbed;      // its bytes were verified since they came to memory
+        bool saved;         // an SSD has it too
+        uint16_t retains;   // copies of it under way, as retain() asked for
+        uint8_t order;      // 0, or 1 for what is soft-pinned; while it is listed
+        bool blocks;        // a pin or a child outside keeps it, and so its whole group
+        bool used;          // since its soft pin began anew
+        bool soft;          // it was put with a soft pin,
+        bool soft_now;      // which has not ended: it is in soft_pins_
+        bool out_of_order;  // in its order's set, not in its list
+        Group* group;       // nullptr: none
     };
     static_assert(sizeof(Object) <= 64, "pins and touches of many objects cost a cache line each");
-    // Of those that have a group or a soft pin; of others it is never looked at.
-    struct Marks {
+    // Of an object with a group or a soft pin; of others it is never looked at.
+    struct GroupState {
         uint32_t after;  // in the group's ring
         uint32_t before;
         uint32_t children_in_group;
@@ -233,19 +256,19 @@ class ObjectTable {
         bool known = o.parent != kNoSlot && objects_[o.parent].generation == o.parent_generation;
         return known ? o.parent : kNoSlot;
     }
-    bool held_back(uint32_t slot) const {
+    bool all_retained(uint32_t slot) const {  // it, or each member of its group
         const Object& o = objects_[slot];
-        return o.group == nullptr ? o.holds != 0 : o.group->held == o.group->members;
+        return o.group == nullptr ? o.retains != 0 : o.group->retained == o.group->members;
     }
     // Whether nothing but its group keeps it.
     bool may_go(uint32_t slot) const {
         const Object& o = objects_[slot];
-        uint32_t inside = o.group == nullptr ? 0 : marks_[slot].children_in_group;
-        return o.state == State::kComplete && o.pins == 0 && o.children == inside;
+        uint32_t inside = o.group == nullptr ? 0 : group_states_[slot].children_in_group;
+        return o.state == SlotState::kCommitted && o.pins == 0 && o.children == inside;
     }
     bool may_go_alone(uint32_t slot) const {
         const Object& o = objects_[slot];
-        return o.state == State::kComplete && o.pins == 0 && o.children == 0;
+        return o.state == SlotState::kCommitted && o.pins == 0 && o.children == 0;
     }
     uint8_t order_of(uint32_t slot) const {
         const Object& o = objects_[slot];
@@ -259,17 +282,17 @@ class ObjectTable {
         Extent extent;
         uint32_t slot;  // kNoSlot: free already
     };
-    struct Turn {  // in a window: the smallest goes first
+    struct VictimRank {  // in evict_window(): the smallest goes first
         uint8_t rank = 0;
         uint64_t used = 0;
         uint32_t below = 0;  // from the object down to the one that was used then
-        auto operator<=>(const Turn&) const = default;
+        auto operator<=>(const VictimRank&) const = default;
     };
-    std::vector<Turn> turns() const;
+    std::vector<VictimRank> victim_ranks() const;
     void evict_alone(uint32_t victim);
     void forget_parent(uint32_t slot);
     void retire(uint32_t slot, bool tell);
-    void release(uint32_t slot);  // complete or detached -> free
+    void free_slot(uint32_t slot);  // committed or detached -> free
     uint32_t first_evictable(bool for_memory) const;
     uint32_t first_of(const Order& order, bool for_memory) const;
     bool frees_memory(uint32_t slot) const;
@@ -281,7 +304,7 @@ class ObjectTable {
     Leases& leases_;
     // calloc: pages of slots never used are never touched
     std::unique_ptr<Object[], FreeMemory> objects_;
-    std::unique_ptr<Marks[], FreeMemory> marks_;
+    std::unique_ptr<GroupState[], FreeMemory> group_states_;
     uint32_t used_ = 0;
     std::vector<uint32_t> free_slots_;
     std::unordered_map<uint32_t, std::string> long_names_;

@@ -25,18 +25,18 @@ uint32_t ObjectTable::first_evictable(bool for_memory) const {
 }
 
 uint32_t ObjectTable::first_of(const Order& order, bool for_memory) const {
-    auto apart = order.apart.begin();
+    auto out_of_order = order.out_of_order.begin();
     uint32_t in_list = order.oldest;
     for (int i = 0;; ++i) {
-        bool from_apart =
-            apart != order.apart.end() && (in_list == kNoSlot || apart->first < objects_[in_list].last_used);
-        uint32_t victim = from_apart ? apart->second : in_list;
+        bool from_out_of_order = out_of_order != order.out_of_order.end() &&
+                                 (in_list == kNoSlot || out_of_order->first < objects_[in_list].last_used);
+        uint32_t victim = from_out_of_order ? out_of_order->second : in_list;
         if (victim == kNoSlot) return kNoSlot;
         bool passed = for_memory && i < kWalkMax && !frees_memory(victim);
-        if (!held_back(victim) && !passed) return victim;
+        if (!all_retained(victim) && !passed) return victim;
         if (i == kWalkMax) return kNoSlot;
-        if (from_apart) {
-            ++apart;
+        if (from_out_of_order) {
+            ++out_of_order;
         } else {
             in_list = objects_[in_list].newer;
         }
@@ -49,7 +49,7 @@ uint32_t ObjectTable::first_of(const Order& order, bool for_memory) const {
 bool ObjectTable::frees_memory(uint32_t slot) const {
     auto inside = [&](uint32_t each) { return leases_.inside_open(extent(each)); };
     for (int i = 0; i < kWalkMax && slot != kNoSlot; ++i, slot = objects_[slot].parent) {
-        if (!inside(slot) || !std::ranges::all_of(mates(slot), inside)) return true;
+        if (!inside(slot) || !std::ranges::all_of(group_members(slot), inside)) return true;
     }
     return false;
 }
@@ -59,8 +59,8 @@ uint32_t ObjectTable::first_member(bool for_memory) const {
     uint32_t victim = oldest_member_;
     for (int i = 0; i < kWalkMax && victim != kNoSlot; ++i) {
         bool passed = for_memory && leases_.inside_open(extent(victim));
-        if (objects_[victim].holds == 0 && !passed) return victim;
-        victim = marks_[victim].newer;
+        if (objects_[victim].retains == 0 && !passed) return victim;
+        victim = group_states_[victim].newer;
     }
     return kNoSlot;
 }
@@ -71,7 +71,7 @@ bool ObjectTable::evict(uint32_t victim) {
     if (victim == kNoSlot) return false;
     const Group* group = objects_[victim].group;
     bool whole = group != nullptr && group->blocked == 0;
-    std::vector<uint32_t> others = mates(victim);
+    std::vector<uint32_t> others = group_members(victim);
     if (!whole) std::ranges::sort(others, std::greater{}, [&](uint32_t slot) { return generation(slot); });
     evict_alone(victim);
     for (uint32_t slot : others) {
@@ -90,31 +90,31 @@ void ObjectTable::evict_alone(uint32_t victim) {
 // When an object's turn comes, a parent's after those of its children: a chain loses its end first. What is
 // soft-pinned, and parts of a group of which another must stay, come after all others, and what a pinned
 // object hangs on comes last.
-std::vector<ObjectTable::Turn> ObjectTable::turns() const {
-    std::vector<Turn> turns(used_);
+std::vector<ObjectTable::VictimRank> ObjectTable::victim_ranks() const {
+    std::vector<VictimRank> ranks(used_);
     std::vector<uint32_t> untold(used_);  // children
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
-        if (o.state == State::kFree) continue;
+        if (o.state == SlotState::kFree) continue;
         bool split = o.group != nullptr && o.group->blocked != 0;
-        turns[slot].rank = o.pins != 0 ? 2 : order_of(slot) != 0 || split;
-        turns[slot].used = objects_[standing(slot)].last_used;
+        ranks[slot].rank = o.pins != 0 ? 2 : order_of(slot) != 0 || split;
+        ranks[slot].used = objects_[standing(slot)].last_used;
         untold[slot] = o.children;
     }
     for (uint32_t leaf = 0; leaf < used_; ++leaf) {
-        if (objects_[leaf].state == State::kFree || objects_[leaf].children != 0) continue;
+        if (objects_[leaf].state == SlotState::kFree || objects_[leaf].children != 0) continue;
         for (uint32_t slot = leaf, parent; (parent = known_parent(slot)) != kNoSlot; slot = parent) {
-            Turn after = turns[slot];
+            VictimRank after = ranks[slot];
             ++after.below;
-            turns[parent] = std::max(turns[parent], after);
+            ranks[parent] = std::max(ranks[parent], after);
             if (--untold[parent] != 0) break;  // the last child goes on from here
         }
     }
     for (uint32_t slot = 0; slot < used_; ++slot) {
         if (objects_[slot].group == nullptr) continue;
-        turns[standing(slot)] = std::max(turns[standing(slot)], turns[slot]);
+        ranks[standing(slot)] = std::max(ranks[standing(slot)], ranks[slot]);
     }
-    return turns;
+    return ranks;
 }
 
 // Free extents and objects without pins, by offset. A window slides over runs that touch each other; the best
@@ -125,18 +125,21 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     allocator_.for_each([&](Extent e) { pieces.push_back({e, kNoSlot}); });
     for (uint32_t slot = 0; slot < used_; ++slot) {
         const Object& o = objects_[slot];
-        if (o.state != State::kComplete || o.pins != 0 || o.holds != 0 || extent(slot).size == 0) continue;
+        if (o.state != SlotState::kCommitted || o.pins != 0 || o.retains != 0 || extent(slot).size == 0)
+            continue;
         if (!leases_.inside_open(extent(slot))) pieces.push_back({extent(slot), slot});
     }
     std::sort(pieces.begin(), pieces.end(),
               [](const Piece& a, const Piece& b) { return a.extent.offset < b.extent.offset; });
-    std::vector<Turn> all = turns();
+    std::vector<VictimRank> all = victim_ranks();
     auto price = [](const Piece& p) { return p.slot == kNoSlot ? 0 : p.extent.size; };
-    auto turn = [&](size_t i) { return pieces[i].slot == kNoSlot ? Turn{} : all[standing(pieces[i].slot)]; };
+    auto turn = [&](size_t i) {
+        return pieces[i].slot == kNoSlot ? VictimRank{} : all[standing(pieces[i].slot)];
+    };
     size_t best_begin = 0, best_end = 0;
-    std::pair<Turn, uint64_t> best{Turn{.rank = UINT8_MAX}, 0};
+    std::pair<VictimRank, uint64_t> best{VictimRank{.rank = UINT8_MAX}, 0};
     uint64_t window_price = 0;
-    std::deque<size_t> last;  // of the window, the turns falling: that of the first is the window's
+    std::deque<size_t> last;  // of the window, the ranks falling: that of the first is the window's
     for (size_t begin = 0, end = 0; end < pieces.size();) {
         if (end > begin && pieces[end].extent.offset != pieces[end - 1].extent.end()) {
             begin = end;
@@ -160,7 +163,7 @@ bool ObjectTable::evict_window(uint64_t bytes) {
     if (best_end == 0) return false;
     for (size_t i = best_begin; i < best_end; ++i) {
         uint32_t slot = pieces[i].slot;
-        if (slot != kNoSlot && complete(slot)) evict(slot);  // else it went with its group
+        if (slot != kNoSlot && committed(slot)) evict(slot);  // else it went with its group
     }
     return true;
 }
@@ -173,8 +176,8 @@ void ObjectTable::settle(uint32_t slot, bool newest) {
     uint32_t at = slot;
     if (o.group != nullptr) {
         Group& group = *o.group;
-        if (marks_[slot].listed != may_go_alone(slot)) {
-            marks_[slot].listed ? unlist_member(slot) : list_member(slot, newest);
+        if (group_states_[slot].listed != may_go_alone(slot)) {
+            group_states_[slot].listed ? unlist_member(slot) : list_member(slot, newest);
         }
         if (o.blocks == goes) goes ? --group.blocked : ++group.blocked;
         o.blocks = !goes;
@@ -197,8 +200,8 @@ void ObjectTable::list(uint32_t slot, uint8_t which, bool at_newest) {
     for (int i = 0; newer != kNoSlot && objects_[newer].last_used < o.last_used; ++i) {
         newer = objects_[newer].newer;
         if (i < kWalkMax) continue;
-        o.apart = true;
-        order.apart.emplace(o.last_used, slot);
+        o.out_of_order = true;
+        order.out_of_order.emplace(o.last_used, slot);
         return;
     }
     uint32_t older = newer == kNoSlot ? order.newest : objects_[newer].older;
@@ -213,9 +216,9 @@ void ObjectTable::unlist(uint32_t slot) {
     if (!o.listed) return;
     o.listed = false;
     Order& order = orders_[o.order];
-    if (o.apart) {
-        order.apart.erase({o.last_used, slot});
-        o.apart = false;
+    if (o.out_of_order) {
+        order.out_of_order.erase({o.last_used, slot});
+        o.out_of_order = false;
         return;
     }
     (o.older == kNoSlot ? order.oldest : objects_[o.older].newer) = o.newer;
@@ -224,20 +227,20 @@ void ObjectTable::unlist(uint32_t slot) {
 
 // At one of the ends: about by age, which is enough for what goes last of all.
 void ObjectTable::list_member(uint32_t slot, bool at_newest) {
-    Marks& m = marks_[slot];
+    GroupState& m = group_states_[slot];
     m.listed = true;
     m.older = at_newest ? newest_member_ : kNoSlot;
     m.newer = at_newest ? kNoSlot : oldest_member_;
-    (m.older == kNoSlot ? oldest_member_ : marks_[m.older].newer) = slot;
-    (m.newer == kNoSlot ? newest_member_ : marks_[m.newer].older) = slot;
+    (m.older == kNoSlot ? oldest_member_ : group_states_[m.older].newer) = slot;
+    (m.newer == kNoSlot ? newest_member_ : group_states_[m.newer].older) = slot;
 }
 
 void ObjectTable::unlist_member(uint32_t slot) {
-    Marks& m = marks_[slot];
+    GroupState& m = group_states_[slot];
     if (!m.listed) return;
     m.listed = false;
-    (m.older == kNoSlot ? oldest_member_ : marks_[m.older].newer) = m.newer;
-    (m.newer == kNoSlot ? newest_member_ : marks_[m.newer].older) = m.older;
+    (m.older == kNoSlot ? oldest_member_ : group_states_[m.older].newer) = m.newer;
+    (m.newer == kNoSlot ? newest_member_ : group_states_[m.newer].older) = m.older;
 }
 
 }  // namespace moonpool

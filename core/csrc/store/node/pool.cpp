@@ -125,7 +125,7 @@ uint64_t Pool::scrub(uint64_t budget) {
     for (uint32_t looked = 0; looked < 4096 && budget > 0 && table_->slots_used() > 0; ++looked) {
         if (scrub_.slot >= table_->slots_used()) scrub_ = {};
         uint32_t slot = scrub_.slot;
-        if (!table_->complete(slot) || table_->scrubbed(slot)) {
+        if (!table_->committed(slot) || table_->scrubbed(slot)) {
             scrub_ = Scrub{slot + 1};
             continue;
         }

@@ -22,7 +22,7 @@ struct PutRow {
     uint32_t crc = 0;  // as the sender computed it
     std::string name;
     std::string parent;
-    Keep keep;
+    RetentionHints hints;
     std::byte* to = nullptr;  // null: the bytes are forgotten
     Extent extent;
     PutOutcome outcome = PutOutcome::kStored;

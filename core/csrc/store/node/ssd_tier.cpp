@@ -210,8 +210,8 @@ bool SsdTier::write_next(Tenant& tenant) {
     Dirty next = tenant.dirty.front();
     ObjectTable& table = tenant.pool->table();
     tenant.dirty.pop_front();
-    bool dead = !table.complete(next.slot) || table.generation(next.slot) != next.generation;
-    if (dead || table.saved(next.slot) || table.held(next.slot)) return true;
+    bool dead = !table.committed(next.slot) || table.generation(next.slot) != next.generation;
+    if (dead || table.saved(next.slot) || table.retained(next.slot)) return true;
     uint64_t used = table.last_used(next.slot);
     if (!flushing_ && (table.pins(next.slot) != 0 || used != next.last_used)) {
         tenant.dirty.push_back({next.slot, next.generation, used});
@@ -245,13 +245,13 @@ bool SsdTier::write_next(Tenant& tenant) {
         }
         return flushing_;
     }
-    table.hold(next.slot);
+    table.retain(next.slot);
     written_now_.emplace(std::pair(hash.high, hash.low), device);
     // The rest of its group comes next, so that the ring comes round to all of it at about the same time.
     if (!next.with_mate && table.group_size(next.slot) <= kMatesMax) {
-        for (uint32_t mate : table.mates(next.slot)) {
-            if (table.saved(mate) || table.held(mate) || table.pins(mate) != 0) continue;
-            tenant.dirty.push_front({mate, table.generation(mate), table.last_used(mate), true});
+        for (uint32_t member : table.group_members(next.slot)) {
+            if (table.saved(member) || table.retained(member) || table.pins(member) != 0) continue;
+            tenant.dirty.push_front({member, table.generation(member), table.last_used(member), true});
         }
     }
     ++writing_;
@@ -270,7 +270,7 @@ void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t gen
     ObjectTable& table = tenant.pool->table();
     bool there = outcome == ssd::Outcome::kDone && devices_[device]->has(hash);
     if (there) tell(hash, true);  // though it was evicted meanwhile, with its group
-    if (table.complete(slot) && table.generation(slot) == generation) {
+    if (table.committed(slot) && table.generation(slot) == generation) {
         if (there) {
             table.set_saved(slot, true);
         } else if (!flushing_) {
@@ -279,7 +279,7 @@ void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t gen
             ++not_saved_total_;
         }
     }
-    table.let_go(slot, generation);
+    table.release(slot, generation);
     for (auto& [name, other] : tenants_) clean(other);
 }
 
