@@ -453,7 +453,7 @@ TEST_CASE("server: threads put, get, pin, remove and look up the same few keys w
                 std::swap(held[random.below(held.size())], held.back());
                 auto& [old_key, old] = held.back();
                 const Descriptor& d = old.descriptors[0];
-                if (!is_stamped(old_key, old.pin_of(0)->session()->arena() + d.offset, d.size)) ++wrong;
+                if (!is_stamped(old_key, old.pin_of(0)->session()->path().in_place(d), d.size)) ++wrong;
                 ++views;
                 held.pop_back();
             }
