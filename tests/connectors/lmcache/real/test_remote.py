@@ -158,7 +158,7 @@ def test_chunks_are_lent_in_place(node: Node, make: Make) -> None:
     chunks = backend.run(backend.connector.batched_get(backend.keys(1, 2)))
     assert manager.get_free_size() == free
     assert node.pinned() == 2
-    assert backend.connector._lent.nbytes == 2 * chunks[0].get_size()
+    assert backend.connector._zero_copy.nbytes == 2 * chunks[0].get_size()
     for number in range(100, 2100, 100):  # more than the pool holds
         backend.put(range(number, number + 100))
     for number, chunk in zip((1, 2), chunks, strict=True):
@@ -167,7 +167,7 @@ def test_chunks_are_lent_in_place(node: Node, make: Make) -> None:
         assert len(chunk.byte_array) == chunk.get_size()
         chunk.ref_count_down()
     until(lambda: node.pinned() == 0)
-    assert backend.connector._lent.nbytes == 0
+    assert backend.connector._zero_copy.nbytes == 0
 
 
 def test_what_is_lent_has_a_limit(node: Node, make: Make) -> None:
