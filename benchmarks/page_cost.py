@@ -14,7 +14,7 @@ from collections.abc import Callable
 from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -30,7 +30,7 @@ def over() -> tuple[Observation, Choice, Request, float]:
     values |= {"prompt_tokens": 4600, "cached_tokens": 2000, "trace_id": bytes(16)}
     why = {"predicted_ttft_s": 0.4, "wait_s": 0.1, "prefill_s": 0.3, "own_tokens": 2000, "reason": "match"}
     asked = Request(4600, [1000] * INSTANCES, 3000)
-    return Observation(**values), Choice(Instance(3, "engine-3"), None, 0.3, why), asked, 10.0
+    return Observation(**values), Choice(Worker(3, "engine-3"), None, 0.3, why), asked, 10.0
 
 
 def each_us(work: Callable[[], object], count: int, turns: int) -> float:

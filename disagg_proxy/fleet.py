@@ -19,7 +19,7 @@ import msgspec
 from moonpool._native import Relay
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
-from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.engine_api_keys import read_engine_keys
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
 from moonpool.disagg_proxy.engines.bootstrap_conflicts import BootstrapConflicts
@@ -40,14 +40,14 @@ class Fleet:
         settings: ProxySettings,
         relay: Relay,
         dispatcher: Dispatcher,
-        locality: Locality,
+        locator: PrefixLocator,
         subscriber: Subscriber | None,
         recorder: Recorder | None,
     ) -> None:
         self._settings = settings
         self._relay = relay
         self._dispatcher = dispatcher
-        self._locality = locality
+        self._locator = locator
         self._subscriber = subscriber
         self._recorder = recorder
         self._keys = read_engine_keys(settings.engine_key_file)
@@ -127,7 +127,7 @@ class Fleet:
             names = list(self._recorder.engines)
             names[place] = spec.name
             self._recorder.engines = tuple(names)
-        self._locality.join(place)
+        self._locator.join(place)
         if self._subscriber is not None and found.events is not None:
             self._subscriber.follow(found.events, place)
         self._dispatcher.join(engine)
@@ -146,7 +146,7 @@ class Fleet:
         if engine is not None:
             self._dispatcher.part(engine)
             self._dispatcher.leave(engine)
-        self._locality.leave(place)
+        self._locator.leave(place)
         heapq.heappush(self._free, place)
 
     def leave(self, name: str) -> None:
@@ -171,7 +171,7 @@ class Fleet:
         if engine is None:
             return
         self._dispatcher.leave(engine)
-        self._locality.leave(place)
+        self._locator.leave(place)
         heapq.heappush(self._free, place)
         _log.info("engine %s (%s) is gone", engine.name, engine.url)
         if place in self._failed:

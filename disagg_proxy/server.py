@@ -34,7 +34,7 @@ from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.discovery.sources import make_sources
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
-from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.endpoints.admin import AdminEndpoints
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
@@ -91,12 +91,12 @@ class Proxy:
         self._offer: Offer | None = None
         self.replaced = asyncio.Event() if replaced is None else replaced  # another proxy is at our address
         self._indexes = PrefixIndexes()
-        self._locality = Locality(self._indexes)
+        self._locator = PrefixLocator(self._indexes)
         policy = make_policy(settings.policy)
         tokens = _token_source(settings, lambda: self.engines) if policy.uses_tokens else None
         self._dispatcher = Dispatcher(
             policy,
-            self._locality,
+            self._locator,
             tokens,
             places=settings.places,
             loop=self._loop,
@@ -114,11 +114,11 @@ class Proxy:
         if self._recorder is not None:
             self._dispatcher.subscribe(self._recorder)
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
-        self._streams = StreamWatch(self._subscriber, self._locality.unheard_since, lambda: self.relay.now())
+        self._streams = StreamWatch(self._subscriber, self._locator.unheard_since, lambda: self.relay.now())
         self._peer_sync = self._make_peer_sync()
         self.relay = self._make_relay(decide or self._dispatcher.decide)
         self.fleet = Fleet(
-            settings, self.relay, self._dispatcher, self._locality, self._subscriber, self._recorder
+            settings, self.relay, self._dispatcher, self._locator, self._subscriber, self._recorder
         )
         events = {source.name: source for source in settings.events if not source.pool}
         for spec in settings.engines:
@@ -252,7 +252,7 @@ class Proxy:
             shown.append(PeerCollector(self._peer_sync))
         return AdminEndpoints(
             self._dispatcher,
-            self._locality,
+            self._locator,
             self._subscriber,
             self.counters,
             settings.policy,
@@ -281,7 +281,7 @@ class Proxy:
         if not self._dispatcher.uses_tokens:
             _log.warning("the policy %s keeps no books that proxies could exchange", settings.policy)
             return None
-        return PeerSync(settings.peers, self._dispatcher, self._locality, waits=settings.take_over)
+        return PeerSync(settings.peers, self._dispatcher, self._locator, waits=settings.take_over)
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
         self.relay.resume(request, decision)
@@ -350,7 +350,7 @@ class Proxy:
             return None
         pool = tuple(source for source in self._settings.events if source.pool)  # engines bring their own
         places = {source.name: self._settings.places + number for number, source in enumerate(pool)}
-        return Subscriber(pool, self._indexes, places, followed=self._locality.hears)
+        return Subscriber(pool, self._indexes, places, followed=self._locator.hears)
 
     def _page(self, request: ProxyRequest) -> Decision:
         """On the data plane's thread: a page is made on the loop, where it holds up no request."""

@@ -127,7 +127,7 @@ def _request(tokens: list[int]) -> bytes:
 
 async def _until_told(proxy: Proxy, blocks: int) -> None:
     deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while (known := proxy._locality.stats().get("entries", 0)) < blocks:
+    while (known := proxy._locator.stats().get("entries", 0)) < blocks:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"the index has {known:.0f} of {blocks} blocks")
         await asyncio.sleep(0.02)

@@ -1,10 +1,10 @@
 """Whether a request is taken at all: early rejection at its arrival, by what is predicted for it.
 
-    its first token   the instance's line in seconds + its own prefill [+ hand-over + the wait for room there]
-    its gaps          the decode instance as it will be when this prefill ends: ``decode_forecast.py``
+    its first token   the worker's line in seconds + its own prefill [+ hand-over + the wait for room there]
+    its gaps          the decode worker as it will be when this prefill ends: ``decode_forecast.py``
 
 A request that is refused at once costs nothing, and its client can go elsewhere; one that is let in and fails
-its objective has kept others waiting. To look at the decode instances as they are *now* makes the load of
+its objective has kept others waiting. To look at the decode workers as they are *now* makes the load of
 prefill and of decode swing against each other, because what is let in arrives there a whole prefill later
 (Mooncake, arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode
 time for all; here the times are learnt, and so is by how much predictions are exceeded. The paper does not
@@ -24,8 +24,8 @@ from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats, Ti
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.decode_forecast import DecodeForecast, Occupancy
 from moonpool.disagg_proxy.conductor.demand import PER_OCTAVE, Capacity, Demand
-from moonpool.disagg_proxy.conductor.instance import Instance, answering
 from moonpool.disagg_proxy.conductor.quantile_margin import QuantileMargin
+from moonpool.disagg_proxy.conductor.worker import Worker, answering
 
 LEAD_PRIOR_S = 2.0
 SHORTEST = 2.0 ** (-1 / PER_OCTAVE) * (1 - 1e-9)  # of the lengths of a class, over those behind it; rounded
@@ -44,7 +44,7 @@ class Objective(NamedTuple):
 
 
 class Lookahead(Enum):
-    """At which moment of the decode instance admission looks."""
+    """At which moment of the decode worker admission looks."""
 
     AHEAD = "ahead"  # when this request's prefill will end
     NOW = "now"
@@ -73,7 +73,7 @@ class Prediction(NamedTuple):
 
 @dataclass(slots=True)
 class _Taken:
-    decode: Instance
+    decode: Worker
     at_s: float
     objective: Objective
     prediction: Prediction
@@ -86,7 +86,7 @@ def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
         request.tokens, request.own_at(computes), request.from_pool(computes)
     )
     handover_s = choice.decode.handover_model.predict(request.tokens) if choice.prefill is not None else 0.0
-    return computes.books.wait_s(now_s) + prefill_s + handover_s
+    return computes.load.wait_s(now_s) + prefill_s + handover_s
 
 
 class Admission:
@@ -101,17 +101,17 @@ class Admission:
         self.ttft_margin = QuantileMargin()
         self.gap_margin = QuantileMargin()
         self._demand: dict[Hashable, Demand] = {}
-        self._ahead: dict[Instance, DecodeForecast] = {}
+        self._ahead: dict[Worker, DecodeForecast] = {}
         self._taken: dict[int, _Taken] = {}
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def capacity_class(
-        self, group: Hashable, request: Request, instances: Sequence[Instance], now_s: float
+        self, group: Hashable, request: Request, workers: Sequence[Worker], now_s: float
     ) -> Capacity:
         """Whether it takes a place at decode that serves more of those that come (``demand.py``). To be asked
-        once about each that comes. group: of those that may go to the same instances."""
+        once about each that comes. group: of those that may go to the same workers."""
         if self.lookahead is not Lookahead.AHEAD or not self.objective.any:
             return Capacity.FITS
         demand = self._demand.get(group)
@@ -121,7 +121,7 @@ class Admission:
             demand = self._demand[group] = Demand()
         demand.add(request.tokens, now_s)
         limit_s = self.objective.gap_s / self.gap_margin.factor
-        longest = demand.longest(instances, limit_s, self.answers, now_s)
+        longest = demand.longest(workers, limit_s, self.answers, now_s)
         longest *= request.urgency  # whose priority is one more may ask twice as much
         if request.tokens >= longest:
             return Capacity.EXCEEDS
@@ -171,7 +171,7 @@ class Admission:
         return Prediction(first_s, gap_s, refusal)
 
     def is_final(
-        self, refusal: Refusal | None, request: Request, instances: Sequence[Instance], wanted: Objective
+        self, refusal: Refusal | None, request: Request, workers: Sequence[Worker], wanted: Objective
     ) -> bool:
         """Whether waiting would not help: its time is over, or decode would be too slow if nothing else were
         there. A margin above one is not counted: it may shrink again."""
@@ -179,12 +179,10 @@ class Admission:
             return refusal is not None and refusal.reason == "ttft"
         margin = min(self.gap_margin.factor, 1.0)
         nobody = Occupancy(0.0, 0.0)
-        return all(
-            self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in answering(instances)
-        )
+        return all(self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in answering(workers))
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
-        """With ``Lookahead.AFTER``: what the decode instance says when the prompt is computed."""
+        """With ``Lookahead.AFTER``: what the decode worker says when the prompt is computed."""
         taken = self._taken.get(name)
         if self.lookahead is not Lookahead.AFTER or taken is None:
             return None
@@ -246,16 +244,16 @@ class Admission:
         self._note(taken.decode, ahead, now_s)
         self.answers.observe(answer_s, tokens)
 
-    def stalled(self, instance: Instance, seconds: float, now_s: float) -> None:
+    def stalled(self, worker: Worker, seconds: float, now_s: float) -> None:
         """A prompt was computed where others decode."""
-        ahead = self._ahead.get(instance)
+        ahead = self._ahead.get(worker)
         if ahead is not None and 0.0 <= seconds < math.inf:
-            self._note(instance, ahead, now_s, stall_s=seconds)
+            self._note(worker, ahead, now_s, stall_s=seconds)
 
-    def forget(self, instance: Instance) -> None:
+    def forget(self, worker: Worker) -> None:
         """It is gone, and what was to be decoded there with it."""
-        self._ahead.pop(instance, None)
-        for name in [name for name, taken in self._taken.items() if taken.decode is instance]:
+        self._ahead.pop(worker, None)
+        for name in [name for name, taken in self._taken.items() if taken.decode is worker]:
             del self._taken[name]
 
     def check_integrity(self) -> None:
@@ -265,20 +263,20 @@ class Admission:
         if len(self._taken) != sum(map(len, self._ahead.values())):
             raise AssertionError("the requests that were taken do not add up")
 
-    def _of(self, instance: Instance) -> DecodeForecast:
-        ahead = self._ahead.get(instance)
+    def _of(self, worker: Worker) -> DecodeForecast:
+        ahead = self._ahead.get(worker)
         if ahead is None:
-            ahead = self._ahead[instance] = DecodeForecast(self.answers, self.leads)
+            ahead = self._ahead[worker] = DecodeForecast(self.answers, self.leads)
         return ahead
 
-    def _now(self, decode: Instance) -> Occupancy:
+    def _now(self, decode: Worker) -> Occupancy:
         own = self._of(decode).now()
         # Other proxies' requests, and those from before admission: as many as now.
         return Occupancy(
-            max(own.requests, decode.books.decodes), max(own.context_tokens, decode.books.context_tokens)
+            max(own.requests, decode.load.decodes), max(own.context_tokens, decode.load.context_tokens)
         )
 
-    def _then(self, decode: Instance, first_s: float, now_s: float) -> Occupancy:
+    def _then(self, decode: Worker, first_s: float, now_s: float) -> Occupancy:
         there = self._now(decode)
         if self.lookahead is Lookahead.NOW:
             return there
@@ -290,23 +288,23 @@ class Admission:
         )
 
     @staticmethod
-    def _gap_s(request: Request, decode: Instance, there: Occupancy) -> float:
+    def _gap_s(request: Request, decode: Worker, there: Occupancy) -> float:
         return decode.decode_model.predict(there.requests + 1, there.context_tokens + request.tokens)
 
-    def _lacks(self, request: Request, decode: Instance, there: Occupancy) -> float:
+    def _lacks(self, request: Request, decode: Worker, there: Occupancy) -> float:
         """Tokens of room, where that is known."""
         if not decode.room_tokens:
             return 0.0
         answers = self.answers.tokens * (there.requests + 1)
         return there.context_tokens + request.tokens + answers - decode.room_tokens
 
-    def _room_wait_s(self, request: Request, decode: Instance, there: Occupancy) -> float:
-        """A request that does not fit waits for others' ends: a full instance is empty after an answer's mean
+    def _room_wait_s(self, request: Request, decode: Worker, there: Occupancy) -> float:
+        """A request that does not fit waits for others' ends: a full worker is empty after an answer's mean
         time."""
         lacks = self._lacks(request, decode, there)
         return lacks / decode.room_tokens * self.answers.times.mean_s if lacks > 0 else 0.0
 
-    def _is_wanted(self, request: Request, decode: Instance, there: Occupancy, wanted: Objective) -> bool:
+    def _is_wanted(self, request: Request, decode: Worker, there: Occupancy, wanted: Objective) -> bool:
         """Whether others are likely to need its place: how many are there at a time varies by the root of
         their number, and seldom by twice as much."""
         more = 1.0 + 2.0 / math.sqrt(max(there.requests, 1.0))
@@ -328,5 +326,5 @@ class Admission:
         )
 
     @staticmethod
-    def _note(decode: Instance, ahead: DecodeForecast, now_s: float, *, stall_s: float = 0.0) -> None:
+    def _note(decode: Worker, ahead: DecodeForecast, now_s: float, *, stall_s: float = 0.0) -> None:
         ahead.note(decode.decode_model.predict(*ahead.now()), now_s, stall_s=stall_s)

@@ -1,4 +1,4 @@
-"""How well the time to the first token is predicted: predicted against observed, of each instance and of the
+"""How well the time to the first token is predicted: predicted against observed, of each worker and of the
 last requests."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-RATIOS_MAX = 256  # of an instance: the errors of its last requests
+RATIOS_MAX = 256  # of a worker: the errors of its last requests
 RECENT_MAX = 1024
 FEWEST = 16  # fewer say nothing
 LEAST_S = 0.001  # times below it are one
@@ -15,7 +15,7 @@ LONGEST_S = 900.0  # of a time that can be meant; what takes longer is a clock t
 
 
 class Ratios:
-    """Of one instance: observed over predicted. refused: what was no time."""
+    """Of one worker: observed over predicted. refused: what was no time."""
 
     __slots__ = ("_ordered", "_ratios", "observed", "refused")
 
@@ -57,7 +57,7 @@ class Ratios:
 class Compared(NamedTuple):
     predicted_s: float
     observed_s: float
-    instance: str
+    worker: str
 
 
 class Calibration:
@@ -66,9 +66,9 @@ class Calibration:
     def __init__(self) -> None:
         self._recent: deque[Compared] = deque(maxlen=RECENT_MAX)
 
-    def observe(self, ratios: Ratios, instance: str, predicted_s: float, observed_s: float) -> None:
+    def observe(self, ratios: Ratios, worker: str, predicted_s: float, observed_s: float) -> None:
         if ratios.observe(predicted_s, observed_s):
-            self._recent.append(Compared(predicted_s, observed_s, instance))
+            self._recent.append(Compared(predicted_s, observed_s, worker))
 
     def recent(self) -> list[Compared]:
         """The oldest first. On any thread."""

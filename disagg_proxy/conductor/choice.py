@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.conductor.sender import Sender
+from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
+from moonpool.disagg_proxy.conductor.worker import Worker
 
 PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
 ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not limit it
 
 
 class Request(NamedTuple):
-    """tokens: of the prompt, 0 when not known; own: by an instance's place, how many leading tokens lie in
+    """tokens: of the prompt, 0 when not known; own: by a worker's place, how many leading tokens lie in
     its own cache; pool: how many leading tokens the pool holds; holder: the sender of them, None when not
     known; answer_tokens: the most it may answer.
 
@@ -32,7 +32,7 @@ class Request(NamedTuple):
     tenant: str = ""
     priority: int = 0
     session: str = ""
-    holder: Sender | None = None
+    holder: TransferBacklog | None = None
     gap_s: float = math.inf
     one: bool = True
 
@@ -41,12 +41,12 @@ class Request(NamedTuple):
         """What a second of its time counts, beside others'."""
         return 2.0 ** max(min(self.priority, PRIORITY_MOST), -PRIORITY_MOST)
 
-    def own_at(self, instance: Instance) -> int:
-        return self.own[instance.place] if instance.place < len(self.own) else 0
+    def own_at(self, worker: Worker) -> int:
+        return self.own[worker.place] if worker.place < len(self.own) else 0
 
-    def from_pool(self, instance: Instance) -> int:
-        """Tokens behind the instance's own that the pool would give it."""
-        behind = self.pool - self.own_at(instance)
+    def from_pool(self, worker: Worker) -> int:
+        """Tokens behind the worker's own that the pool would give it."""
+        behind = self.pool - self.own_at(worker)
         return behind if behind > 0 else 0
 
 
@@ -56,17 +56,17 @@ class Choice(NamedTuple):
     prefill: computes the prompt and hands it to decode; None: decode does both.
 
     prefill_s: predicted seconds of the prompt's fetch and computation, without the wait. why: what it was
-    weighed by, for people. fetch: whether what the pool holds is to be fetched, where the instance obeys;
+    weighed by, for people. fetch: whether what the pool holds is to be fetched, where the worker obeys;
     lost_s: predicted seconds that to fetch it takes more than to compute it.
     """
 
-    decode: Instance
-    prefill: Instance | None = None
+    decode: Worker
+    prefill: Worker | None = None
     prefill_s: float = 0.0
     why: Mapping[str, float | int | str] = MappingProxyType({})
     fetch: bool = True
     lost_s: float = 0.0
 
     @property
-    def computes(self) -> Instance:
+    def computes(self) -> Worker:
         return self.prefill or self.decode

@@ -1,4 +1,4 @@
-"""A decode instance as it will be: requests that decode there now and still will, whose prefill ends before,
+"""A decode worker as it will be: requests that decode there now and still will, whose prefill ends before,
 and that have not come yet but will have by then.
 
 Pure and of bounded size: requests are counted by the half second in which their decode begins.
@@ -43,7 +43,7 @@ class _Taken:
 class DecodeForecast:
     """Requests are named by any hashable; what is said of unknown ones changes nothing, so that reports may
     come late, twice or never. answers: how long they take; leads: from being taken to the first token; both
-    are shared by the instances. A clock that jumps spoils what is predicted, for as long as the jump; the
+    are shared by the workers. A clock that jumps spoils what is predicted, for as long as the jump; the
     counts stay right.
     """
 

@@ -16,8 +16,8 @@ from enum import IntEnum
 import numpy as np
 
 from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats
-from moonpool.disagg_proxy.conductor.flow import OVER_S, YOUNG_S
-from moonpool.disagg_proxy.conductor.instance import Instance, answering
+from moonpool.disagg_proxy.conductor.arrival_rate import OVER_S, YOUNG_S
+from moonpool.disagg_proxy.conductor.worker import Worker, answering
 
 PER_OCTAVE = 16  # classes of lengths: within one all requests take equal room
 CLASSES = 24 * PER_OCTAVE
@@ -36,7 +36,7 @@ class Capacity(IntEnum):
 
 
 class Demand:
-    """Of requests that may decode at the same instances. Not thread safe."""
+    """Of requests that may decode at the same workers. Not thread safe."""
 
     def __init__(self) -> None:
         self._came = np.zeros((2, CLASSES))  # requests, tokens; faded
@@ -55,20 +55,20 @@ class Demand:
         self._came[:, _class(tokens)] += (1.0, tokens)
 
     def longest(
-        self, instances: Sequence[Instance], gap_s: float, answers: AnswerLengthStats, now_s: float
+        self, workers: Sequence[Worker], gap_s: float, answers: AnswerLengthStats, now_s: float
     ) -> float:
-        """Below so many tokens of a prompt what comes can decode at those of the instances that decode, none
+        """Below so many tokens of a prompt what comes can decode at those of the workers that decode, none
         of its gaps longer than gap_s; only some of the last class. Infinity as long as it is not known how
         long answers take."""
         if not answers.times.learnt:
             return math.inf
         if not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._looked_s = now_s
-            self._longest = self._look(instances, gap_s, answers)
+            self._longest = self._look(workers, gap_s, answers)
         return self._longest
 
-    def _look(self, instances: Sequence[Instance], gap_s: float, answers: AnswerLengthStats) -> float:
-        decoding = answering(instances)
+    def _look(self, workers: Sequence[Worker], gap_s: float, answers: AnswerLengthStats) -> float:
+        decoding = answering(workers)
         if not decoding:
             return math.inf
         age_s = max(self._age_s, YOUNG_S)
@@ -84,9 +84,9 @@ class Demand:
         return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
 
 
-def _gaps(instance: Instance) -> tuple[float, float, float]:
-    """Seconds: of an empty instance, and how much longer each request, and each token, makes a gap."""
-    gap_s = instance.decode_model.predict
+def _gaps(worker: Worker) -> tuple[float, float, float]:
+    """Seconds: of an empty worker, and how much longer each request, and each token, makes a gap."""
+    gap_s = worker.decode_model.predict
     none = gap_s(0, 0)
     return none, gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6
 

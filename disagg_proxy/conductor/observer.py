@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
 
 
@@ -14,16 +14,16 @@ from moonpool.disagg_proxy.data_plane.observations import Observation
 class InFlight:
     """One request from its dispatch to its end. Times in seconds.
 
-    at_s:      when it was dispatched.
+    at_s:       when it was dispatched.
     prefill_s, ttft_s: predicted: of its prompt's computation, and to its first token.
-    pool:      tokens that are fetched.
-    ahead_s:   of the sender's other fetches.
-    queued:    others were computed before it.
-    silent:    when its prefill ends will not be heard of.
-    coming:    its prompt is computed by another instance than the one that answers, and is on its way.
+    pool:       tokens that are fetched.
+    ahead_s:    of the holder's other fetches.
+    queued:     others were computed before it.
+    silent:     when its prefill ends will not be heard of.
+    pending_handover: another worker than the one that answers computes its prompt, and still has it.
     computed, decoding: how far it is.
-    sound:     the time of its first token can be.
-    decodes_s: since when, of an answer that comes whole; 0.0: not known.
+    sound:      the time of its first token can be.
+    decodes_s:  since when, of an answer that comes whole; 0.0: not known.
     """
 
     choice: Choice
@@ -35,7 +35,7 @@ class InFlight:
     ahead_s: float
     queued: bool
     silent: bool
-    coming: bool
+    pending_handover: bool
     computed: bool = False
     decoding: bool = False
     sound: bool = True
@@ -70,5 +70,5 @@ class Observer:
     def on_leave(self, request: int) -> None:
         """It is not accounted for any more."""
 
-    def on_trained(self, instance: Instance) -> None:
-        """One of the instance's models knows more than a first guess."""
+    def on_trained(self, worker: Worker) -> None:
+        """One of the worker's models knows more than a first guess."""

@@ -24,7 +24,7 @@ class Plan(NamedTuple):
     members:         both are asked at once with one body: the client's, with these members (name, JSON). With
                      prefill_params: engine alone gets these, prefill those as its disaggregated_params.
     headers:         for a client that sent X-Moonpool-Decision.
-    note:            comes back in the observation of this request (a signed 64-bit number).
+    tracked:         the scheduler accounts for the request: its observation says so, and how far it is.
     prefill_headers: for prefill, in the place of what the client sent under these names; three at most.
     """
 
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     prefill_params: bytes | None = None
     engine_params: bytes | None = None
     headers: Headers = ()
-    note: int = 0
+    tracked: bool = False
     prefill_headers: Headers = ()
     members: Headers = ()
 
@@ -71,14 +71,14 @@ def refused(status: int, sentence: str, reason: str) -> Answer:
     return Answer(status, error_body(status, sentence, reason), reason=reason)
 
 
-def single(engine: int, *, headers: Headers = (), note: int = 0) -> Plan:
-    """One engine answers. (Without headers and note its place alone says the same.)"""
-    return Plan(engine, headers=headers, note=note)
+def single(engine: int, *, headers: Headers = (), tracked: bool = False) -> Plan:
+    """One engine answers. (Without headers and tracked its place alone says the same.)"""
+    return Plan(engine, headers=headers, tracked=tracked)
 
 
-def two_step(prefill: int, decode: int, *, headers: Headers = (), note: int = 0) -> Plan:
+def two_step(prefill: int, decode: int, *, headers: Headers = (), tracked: bool = False) -> Plan:
     """prefill computes the prompt for one token; what it says about its blocks is handed to decode."""
-    return Plan(decode, prefill, headers=headers, note=note)
+    return Plan(decode, prefill, headers=headers, tracked=tracked)
 
 
 def concurrent(
@@ -88,16 +88,18 @@ def concurrent(
     decode_params: bytes,
     *,
     headers: Headers = (),
-    note: int = 0,
+    tracked: bool = False,
     prefill_headers: Headers = (),
 ) -> Plan:
     """Both at once; each gets its kv_transfer_params."""
-    return Plan(decode, prefill, prefill_params, decode_params, headers, note, prefill_headers)
+    return Plan(decode, prefill, prefill_params, decode_params, headers, tracked, prefill_headers)
 
 
-def context_first(prefill: int, decode: int, params: bytes, *, headers: Headers = (), note: int = 0) -> Plan:
+def context_first(
+    prefill: int, decode: int, params: bytes, *, headers: Headers = (), tracked: bool = False
+) -> Plan:
     """prefill computes the prompt; the disaggregated_params of its answer are handed to decode."""
-    return Plan(decode, prefill, params, None, headers, note)
+    return Plan(decode, prefill, params, None, headers, tracked)
 
 
 def generation_first(
@@ -107,16 +109,18 @@ def generation_first(
     decode_params: bytes,
     *,
     headers: Headers = (),
-    note: int = 0,
+    tracked: bool = False,
 ) -> Plan:
     """Both at once; each gets its disaggregated_params."""
     members = ((b"disaggregated_params", decode_params),)
-    return Plan(decode, prefill, prefill_params, None, headers, note, (), members)
+    return Plan(decode, prefill, prefill_params, None, headers, tracked, (), members)
 
 
-def one_shot(prefill: int, decode: int, members: Headers, *, headers: Headers = (), note: int = 0) -> Plan:
+def one_shot(
+    prefill: int, decode: int, members: Headers, *, headers: Headers = (), tracked: bool = False
+) -> Plan:
     """Both at once, with the same body."""
-    return Plan(decode, prefill, headers=headers, note=note, members=members)
+    return Plan(decode, prefill, headers=headers, tracked=tracked, members=members)
 
 
 Decision = int | Plan | Answer | None

@@ -9,11 +9,11 @@ from typing import Protocol, cast
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import PrefixAffinity
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
+from moonpool.disagg_proxy.conductor.worker import Worker
 
 
 class Policy(Protocol):
@@ -26,8 +26,8 @@ class Policy(Protocol):
     uses_tokens: bool
     """Whether prompts are tokenised and looked up for it; without, ``Request`` says nothing of tokens."""
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        """instances: never empty, ordered by place. now_s: seconds of a monotonic clock.
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        """workers: never empty, ordered by place. now_s: seconds of a monotonic clock.
 
         Changes nothing that a later choice depends on: it is asked about requests that are then refused, and
         again and again about one that waits.
@@ -84,9 +84,7 @@ def make_policy(name: str) -> Policy:
     if not callable(getattr(policy, "choose", None)) or not isinstance(
         getattr(policy, "uses_tokens", None), bool
     ):
-        raise _bad(
-            f"the policy {name} needs a method choose(request, instances, now_s) and a bool uses_tokens"
-        )
+        raise _bad(f"the policy {name} needs a method choose(request, workers, now_s) and a bool uses_tokens")
     if not callable(getattr(policy, "sent", _nothing)):
         raise _bad(f"what the policy {name} has as sent is no method sent(request, choice, now_s)")
     made: Policy = policy

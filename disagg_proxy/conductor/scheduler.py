@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction, Refusal
 from moonpool.disagg_proxy.conductor.admission_controller import (
     HOLD_S,
@@ -27,24 +26,25 @@ from moonpool.disagg_proxy.conductor.admission_controller import (
 )
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Capacity
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.observer import Observer
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
 
 NO_OBJECTIVE = Objective()
 
 
-class Fit(NamedTuple):
+class EligibleWorkers(NamedTuple):
     """Instances that may be chosen now. computing: those that compute prompts."""
 
-    instances: tuple[Instance, ...]
-    computing: tuple[Instance, ...]
+    workers: tuple[Worker, ...]
+    computing: tuple[Worker, ...]
 
     @classmethod
-    def of(cls, instances: tuple[Instance, ...]) -> Fit:
-        return cls(instances, tuple(each for each in instances if each.role is not Role.DECODE))
+    def of(cls, workers: tuple[Worker, ...]) -> EligibleWorkers:
+        return cls(workers, tuple(each for each in workers if each.role is not Role.DECODE))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,7 +54,7 @@ class PendingRequest:
     name:      of the request, the same as in its observations.
     asked:     what the policy is told of it, as of the last look.
     objective: that admission judges it by.
-    group:     requests of one group may go to the same instances.
+    group:     requests of one group may go to the same workers.
     streams:   the answer comes token by token.
     waits:     it is or was in the queue.
     choice:    that it was dispatched by; None: it was not.
@@ -81,20 +81,20 @@ class Driver(Protocol[P_contra]):
     def is_gone(self, pending: P_contra) -> bool:
         """Whether the client wants the answer no more."""
 
-    def eligible(self, pending: P_contra) -> Fit:
-        """The instances that the request may go to now."""
+    def eligible(self, pending: P_contra) -> EligibleWorkers:
+        """The workers that the request may go to now."""
 
     def refresh(self, pending: P_contra) -> Request:
         """What is known of the request now; ``pending.asked`` where nothing new is."""
 
     def none_eligible(self, pending: P_contra) -> Refusal:
-        """Why a request is refused to which no instance is left."""
+        """Why a request is refused to which no worker is left."""
 
     def objection(self, pending: P_contra, choice: Choice) -> Refusal | None:
         """Why the choice cannot be carried out, now or later; None: it can."""
 
-    def sisters(self, instance: Instance) -> Iterable[Instance]:
-        """The other instances of its kind."""
+    def same_kind(self, worker: Worker) -> Iterable[Worker]:
+        """The other workers of its kind."""
 
 
 class Dispatched(NamedTuple, Generic[P]):
@@ -125,7 +125,7 @@ class Scheduler(Generic[P]):
     """Not thread safe.
 
     admission:     predicts who would miss an objective; None: admits all.
-    is_heard:      whether the KV events of the instance at a place say what it holds.
+    is_heard:      whether the KV events of the worker at a place say what it holds.
     hears_pool:    whether those of a pool are heard, if there is one.
     policy_failed: hears in one sentence what becomes of a request although the policy raised, while that
                    exception is handled. None: the exception goes to the caller.
@@ -146,8 +146,8 @@ class Scheduler(Generic[P]):
     ) -> None:
         self.policy = policy
         self.admission = admission
-        self.accounts = Accounts(admission=admission, hears=is_heard, hears_pool=hears_pool)
-        self.subscribe(_Teacher(driver.sisters))
+        self.inflight = InflightTracker(admission=admission, hears=is_heard, hears_pool=hears_pool)
+        self.subscribe(_ModelSeeder(driver.same_kind))
         self.controller: AdmissionController[P] = AdmissionController(self, *limits)
         self.unfinished = False
         self._driver = driver
@@ -161,25 +161,25 @@ class Scheduler(Generic[P]):
 
     def subscribe(self, observer: Observer) -> None:
         """The observer hears of all requests from now on. On any thread."""
-        self.accounts.subscribe(observer)
+        self.inflight.subscribe(observer)
 
     def unsubscribe(self, observer: Observer) -> None:
         """Idempotent. On any thread."""
-        self.accounts.unsubscribe(observer)
+        self.inflight.unsubscribe(observer)
 
     # Workers
 
-    def join(self, instance: Instance) -> None:
+    def join(self, worker: Worker) -> None:
         """There is one more, at a place where none is."""
-        self.accounts.join(instance)
+        self.inflight.join(worker)
 
     def leave(self, place: int) -> None:
-        """The instance there is no more, and no request is there."""
-        self.accounts.leave(place)
+        """The worker there is no more, and no request is there."""
+        self.inflight.leave(place)
 
     def forget(self, place: int) -> None:
-        """What was sent to the instance there is lost."""
-        self.accounts.forget(place)
+        """What was sent to the worker there is lost."""
+        self.inflight.forget(place)
 
     # Requests
 
@@ -200,18 +200,18 @@ class Scheduler(Generic[P]):
     def dispatch(self, pending: P, now_s: float) -> Dispatched[P] | Refused[P]:
         """At once, whatever it costs. Raises what the policy raises; then nothing has happened."""
         driver = self._driver
-        instances = driver.eligible(pending).instances
-        if not instances:
+        workers = driver.eligible(pending).workers
+        if not workers:
             return Refused(pending, driver.none_eligible(pending))
         pending.asked = driver.refresh(pending)
-        choice = self.policy.choose(pending.asked, instances, now_s)
+        choice = self.policy.choose(pending.asked, workers, now_s)
         refusal = driver.objection(pending, choice)
         if refusal is None:
             self._send(pending, choice, now_s, None)
         return _effect(pending, refusal)
 
     def observe(self, observation: Observation) -> None:
-        self.accounts.learn(observation)
+        self.inflight.observe(observation)
 
     def tick(self, now_s: float) -> list[Dispatched[P] | Refused[P]]:
         """To be called every RELEASE_EVERY_S while requests wait, and again while ``unfinished``."""
@@ -226,7 +226,7 @@ class Scheduler(Generic[P]):
 
     def expire(self, now_s: float) -> None:
         """Forgets requests that the data plane does not report any more."""
-        self.accounts.expire(now_s)
+        self.inflight.expire(now_s)
 
     def after_prefill(self, name: int, asked: Request, choice: Choice) -> Refusal | None:
         """With ``Lookahead.AFTER``: why a request is refused once its prompt is computed; None: it is not."""
@@ -243,8 +243,8 @@ class Scheduler(Generic[P]):
 
     def check_integrity(self, remote_requests: int = 0) -> None:
         """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that were
-        entered into the instances' books."""
-        self.accounts.check_integrity(remote_requests)
+        entered into the workers' loads."""
+        self.inflight.check_integrity(remote_requests)
         self.controller.queue.check_integrity()
 
     # What the gate asks
@@ -254,7 +254,7 @@ class Scheduler(Generic[P]):
 
     def is_busy(self, pending: P, now_s: float) -> bool:
         computing = self._driver.eligible(pending).computing
-        return bool(computing) and all(each.books.wait_s(now_s) >= HOLD_S for each in computing)
+        return bool(computing) and all(each.load.wait_s(now_s) >= HOLD_S for each in computing)
 
     def share(self, pending: P) -> int:
         return len(self._driver.eligible(pending).computing)
@@ -263,20 +263,20 @@ class Scheduler(Generic[P]):
         return pending.objective.gap_s
 
     def capacity_class(self, pending: P, now_s: float) -> Capacity:
-        instances = self._driver.eligible(pending).instances
-        if self.admission is None or not instances:
+        workers = self._driver.eligible(pending).workers
+        if self.admission is None or not workers:
             return Capacity.FITS
-        return self.admission.capacity_class(pending.group, pending.asked, instances, now_s)
+        return self.admission.capacity_class(pending.group, pending.asked, workers, now_s)
 
     def ask(
         self, pending: P, waited_s: float, now_s: float, send: Send, *, only_if_spare: bool = False
     ) -> AdmissionResult:
         driver, admission = self._driver, self.admission
         able = driver.eligible(pending)
-        if not able.instances:
+        if not able.workers:
             return AdmissionResult(0.0, driver.none_eligible(pending), final=True)
         asked = pending.asked = driver.refresh(pending)
-        choice = self._choose(asked, able.instances, now_s)
+        choice = self._choose(asked, able.workers, now_s)
         refusal = driver.objection(pending, choice)
         if refusal is not None:
             return AdmissionResult(0.0, refusal, final=True)
@@ -289,7 +289,7 @@ class Scheduler(Generic[P]):
                 asked, choice, now_s, objective=objective, waited_s=waited_s, only_if_spare=only_if_spare
             )
             refusal = prediction.refusal
-            final = admission.is_final(refusal, asked, able.instances, objective)
+            final = admission.is_final(refusal, asked, able.workers, objective)
         sent = refusal is None and send is Send.NOW
         if sent:
             self._send(pending, choice, now_s, prediction)
@@ -298,22 +298,22 @@ class Scheduler(Generic[P]):
             choice.prefill_s, refusal, sent=sent, final=final, prompt=prompt, answer=answer
         )
 
-    def _choose(self, asked: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    def _choose(self, asked: Request, workers: Sequence[Worker], now_s: float) -> Choice:
         if self._policy_failed is None:
-            return self.policy.choose(asked, instances, now_s)
+            return self.policy.choose(asked, workers, now_s)
         try:
-            choice = self.policy.choose(asked, instances, now_s)
-            if choice.decode not in instances:
+            choice = self.policy.choose(asked, workers, now_s)
+            if choice.decode not in workers:
                 raise LookupError(f"the policy chose {choice.decode.name}, which is not among the candidates")
             return choice
         except Exception:  # what comes to the gate is weighed there, whatever chose
             self._policy_failed("the policy failed; the request goes to the engine with the least work")
-            return _least_work(asked, instances, now_s)
+            return _least_work(asked, workers, now_s)
 
     def _send(self, pending: P, choice: Choice, now_s: float, prediction: Prediction | None) -> None:
         pending.choice, pending.sent_s = choice, now_s
         asked = pending.asked
-        self.accounts.sent(
+        self.inflight.on_dispatch(
             pending.name,
             choice,
             asked,
@@ -325,14 +325,14 @@ class Scheduler(Generic[P]):
         self.tell_policy(asked, choice, now_s)
 
 
-class _Teacher(Observer):
+class _ModelSeeder(Observer):
     """Instances that have not been observed yet begin with what one of their kind has learnt."""
 
-    def __init__(self, sisters: Callable[[Instance], Iterable[Instance]]) -> None:
-        self._sisters = sisters
+    def __init__(self, same_kind: Callable[[Worker], Iterable[Worker]]) -> None:
+        self._same_kind = same_kind
 
-    def on_trained(self, instance: Instance) -> None:
-        instance.teach(list(self._sisters(instance)))
+    def on_trained(self, worker: Worker) -> None:
+        worker.seed_models(list(self._same_kind(worker)))
 
 
 def _effect(pending: P, refusal: Refusal | None) -> Dispatched[P] | Refused[P]:
@@ -342,15 +342,15 @@ def _effect(pending: P, refusal: Refusal | None) -> Dispatched[P] | Refused[P]:
     return Dispatched(pending, pending.choice)
 
 
-def _least_work(asked: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+def _least_work(asked: Request, workers: Sequence[Worker], now_s: float) -> Choice:
     """The engine with the least work; with a prefill engine where it does not answer alone."""
 
-    def wait_s(instance: Instance) -> float:
-        return instance.books.wait_s(now_s)
+    def wait_s(worker: Worker) -> float:
+        return worker.load.wait_s(now_s)
 
-    groups = Groups.of(instances)
-    decode = min((*groups.alone, *groups.takers), key=wait_s)
-    computing = () if decode.alone else groups.givers[False]
+    groups = Groups.of(workers)
+    decode = min((*groups.self_sufficient, *groups.decode_workers), key=wait_s)
+    computing = () if decode.self_sufficient else groups.prefill_workers[False]
     computes = min(computing, key=wait_s, default=decode)
     took_s = computes.prefill_model.predict(asked.tokens, asked.own_at(computes), asked.from_pool(computes))
     return Choice(decode, computes if computing else None, took_s)

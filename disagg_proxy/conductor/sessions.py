@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 
 SESSIONS_MAX = 65_536
 
@@ -13,7 +13,7 @@ SESSIONS_MAX = 65_536
 class Last(NamedTuple):
     """tokens: of its prompt, 0 when not known."""
 
-    instance: Instance
+    worker: Worker
     tokens: int
 
 
@@ -29,10 +29,10 @@ class Sessions:
     def find(self, session: str) -> Last | None:
         return self._last.get(session) if session else None
 
-    def keep(self, session: str, instance: Instance, tokens: int) -> None:
+    def keep(self, session: str, worker: Worker, tokens: int) -> None:
         if not session:
             return
-        self._last[session] = Last(instance, tokens)
+        self._last[session] = Last(worker, tokens)
         self._last.move_to_end(session)
         if len(self._last) > SESSIONS_MAX:
             self._last.popitem(last=False)

@@ -14,7 +14,7 @@ RECORD = struct.Struct("<QqiiddddddiiiiHBBBBBB16s8s8s")
 # The same, to be counted without a tuple for each.
 COLUMNS = np.dtype(
     [
-        *((name, "<i8") for name in ("request", "note")),
+        *((name, "<i8") for name in ("request", "tracked")),
         *((name, "<i4") for name in ("prefill", "decode")),
         *((name, "<f8") for name in ("arrived_s", "sent_prefill_s", "prefill_done_s")),
         *((name, "<f8") for name in ("sent_decode_s", "first_byte_s", "last_byte_s")),
@@ -25,13 +25,13 @@ COLUMNS = np.dtype(
         *((name, f"S{size}") for name, size in (("trace_id", 16), ("parent_id", 8), ("span_id", 8))),
     ]
 )
-_KEPT = struct.Struct("<8xq76xB35x")  # note and handed_over alone
+_KEPT = struct.Struct("<8xq76xB35x")  # tracked and handed_over alone
 
 
 class Stage(IntEnum):
     """ENDED: the last record of a request. PREFILLED: the prefill engine has answered. BEGUN: the first byte
     of the answer is there, unless one that is no stream ends at once. The latter two only of requests whose
-    plan has a note.
+    plan is tracked.
     """
 
     ENDED = 0
@@ -49,7 +49,7 @@ class Outcome(IntEnum):
     REFUSED = 4
 
 
-class Handed(IntEnum):
+class HandoverForm(IntEnum):
     """Whether, and how, the engine that answers was told where a prefill engine's work lies."""
 
     NOT = 0
@@ -62,11 +62,11 @@ class Handed(IntEnum):
 
 class Observation(NamedTuple):
     """One record, in the order of its bytes. Places are -1 and times 0.0 where it did not come to that;
-    tokens are the engine's own counts, -1 where its answer did not tell. handed_over: Handed.
+    tokens are the engine's own counts, -1 where its answer did not tell. handed_over: HandoverForm.
     """
 
     request: int
-    note: int
+    tracked: int
     prefill: int
     decode: int
     arrived_s: float
@@ -105,7 +105,7 @@ def read_last(records: bytes, count: int) -> Iterator[Observation]:
 
 
 def read_kept(records: bytes) -> Iterator[Observation]:
-    """Of the records those that the proxy keeps account of: with a note, or handed over. (A policy that looks
+    """Of the records those that the proxy keeps account of: tracked, or handed over. (A policy that looks
     at no prompt makes neither, and every request would pay for a tuple that is thrown away.)"""
     for number, kept in enumerate(_KEPT.iter_unpack(records)):
         if kept != (0, 0):

@@ -56,7 +56,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
-    locality: str | None = None
+    locator: str | None = None
     cache_salt: str | None = None
 
 
@@ -158,7 +158,7 @@ class BlockHashIndex:
     def _stored(self, holder: int, event: _Stored) -> None:
         if (
             event.group_idx
-            or event.locality == "REMOTE"
+            or event.locator == "REMOTE"
             or (event.lora_id is not None and not event.lora_name)
         ):
             return

@@ -5,7 +5,7 @@ which tokenised the text; observations come back on the event loop as well.
     intake.py         what the scheduler is told of a request
     pending.py         a request that the scheduler judges, and the answers to those that reach no engine
     candidates.py     which engines a request may go to
-    locality.py       where the blocks of a prompt lie
+    locator.py       where the blocks of a prompt lie
     plans.py          from a choice to what the data plane carries out
     handovers.py      the form in which prefill and decode work together
 

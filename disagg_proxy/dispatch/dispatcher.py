@@ -18,28 +18,28 @@ from typing import TypeVar
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
-from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.plan import Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.conductor.scheduler import (
     Dispatched,
-    Fit,
+    EligibleWorkers,
     QueueLimits,
     Refused,
     Scheduler,
 )
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane import observations
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
-from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest, none_left, objection
 from moonpool.disagg_proxy.dispatch.plans import Plans
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch
 from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.peers.host_identity import site_of
@@ -65,7 +65,7 @@ class Dispatcher:
     def __init__(
         self,
         policy: Policy,
-        locality: Locality,
+        locator: PrefixLocator,
         tokens: TokenSource | LocalSource | None,
         *,
         places: int,
@@ -86,22 +86,22 @@ class Dispatcher:
             self,
             Admission(admission.objective) if admission.any else None,
             QueueLimits(admission.queue_max, admission.queue_deadline),
-            is_heard=locality.is_heard,
+            is_heard=locator.is_heard,
             hears_pool=hears_pool,
             policy_failed=self._policy_failed,
         )
         self._letting_in: asyncio.Task[None] | None = None
         self.handovers = Handovers(self.at, handover=handover)
         self.prompts = PromptIds(tokens, loop, self.told)
-        self._intake = Intake(self.candidates, locality, self.scheduler)
+        self._intake = Intake(self.candidates, locator, self.scheduler)
         self._plans = Plans(self.handovers, policy_name or type(policy).__name__)
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
         self._observers: tuple[DispatchObserver, ...] = ()  # replaced whole: they leave on any thread
-        self.uses_tokens = policy.uses_tokens  # prompts are looked at; without, no books are kept
+        self.uses_tokens = policy.uses_tokens  # prompts are looked at; without, none is tracked
         # Of a policy that looks at prompts every record is kept account of.
         self._read = observations.read if policy.uses_tokens else observations.read_kept
-        self._locality = locality
+        self._locator = locator
         self._resume = resume
         self._observed = observed
         self._clock = clock
@@ -122,9 +122,9 @@ class Dispatcher:
         return self.candidates.engines
 
     @property
-    def instances(self) -> tuple[Instance, ...]:
+    def workers(self) -> tuple[Worker, ...]:
         """Of the engines, ordered by place."""
-        return self.candidates.instances
+        return self.candidates.workers
 
     @property
     def healthy_count(self) -> int:
@@ -157,7 +157,7 @@ class Dispatcher:
                 self._resume(request, decision)
         except Exception:  # a policy of the user's own: any engine is better than none
             self._policy_failed()
-            self._resume(request, Plan(request.candidates[0], note=1))
+            self._resume(request, Plan(request.candidates[0], tracked=True))
 
     def learn(self) -> None:
         """Takes in what the data plane has observed."""
@@ -165,26 +165,26 @@ class Dispatcher:
         with self._lock:
             self._learn(self._observed())
             self.scheduler.expire(now_s)
-        self._locality.expire(now_s)
+        self._locator.expire(now_s)
 
-    def in_books(self, act: Callable[[Accounts, float], Result]) -> Result:
-        """What another part has to do with the books, now."""
+    def with_tracker(self, act: Callable[[InflightTracker, float], Result]) -> Result:
+        """What another part has to do with the tracker, under the lock."""
         with self._lock:
-            return act(self.scheduler.accounts, self._clock())
+            return act(self.scheduler.inflight, self._clock())
 
     def join(self, engine: Engine) -> None:
         """There is one more engine, at a place where none is."""
-        instance = Instance(
+        worker = Worker(
             engine.place,
             engine.name,
             Role(engine.role),
-            load=engine.load,
+            relay_requests=engine.load,
             known_as=engine.spec.known_as,
             site=site_of(*engine.spec.address),
         )
         with self._lock:
-            self.scheduler.join(instance)
-        self.candidates.join(engine, instance)
+            self.scheduler.join(worker)
+        self.candidates.join(engine, worker)
         self.became(engine)
 
     def part(self, engine: Engine) -> None:
@@ -202,18 +202,18 @@ class Dispatcher:
 
     def became(self, engine: Engine) -> None:
         """The engine turned out to be something else than it was given as."""
-        instance = self.candidates.instance_at[engine.place]
+        worker = self.candidates.worker_at[engine.place]
         self.candidates.became(engine)
         with self._lock:
             self.candidates.look_anew()
-            if instance is not None:
-                instance.learn_from(self.candidates.sisters(engine))
+            if worker is not None:
+                worker.learn_from(self.candidates.same_kind(engine))
 
     def forget(self, engine: Engine) -> None:
         """The engine left the rotation: what it had in work and in its cache is not counted on."""
         with self._lock:
             self.scheduler.forget(engine.place)
-        self._locality.forget(engine.place)
+        self._locator.forget(engine.place)
 
     def limit_wait(self, seconds: float) -> None:
         """The proxy ends: no request waits for longer than this to be sent."""
@@ -241,11 +241,11 @@ class Dispatcher:
             return self._choose(request, UNKNOWN, None)
         return self._choose(request, *self._intake.look_up(request, ids))
 
-    def _choose(self, request: ProxyRequest, asked: Request, place: Place | None) -> Decision:
-        if not self._those(request).instances:
+    def _choose(self, request: ProxyRequest, asked: Request, match: PrefixMatch | None) -> Decision:
+        if not self._those(request).workers:
             return none_left()
         try:
-            pending = self._intake.pending(request, asked, place)
+            pending = self._intake.pending(request, asked, match)
         except BadHeader as error:
             return refused(400, str(error), "bad_header")
         with self._lock:
@@ -265,16 +265,16 @@ class Dispatcher:
         return pending.answer_to(own.refusal) if isinstance(own, Refused) else self._sent(pending, own.choice)
 
     def _sent(self, pending: PendingProxyRequest, choice: Choice) -> Plan:
-        """It is in the books."""
-        request, place, sent_s = pending.request, pending.place, pending.sent_s
-        if place is not None:
-            self._locality.sent(place, choice.computes.place, sent_s)
+        """The request is accounted for."""
+        request, match, sent_s = pending.request, pending.match, pending.sent_s
+        if match is not None:
+            self._locator.sent(match, choice.computes.place, sent_s)
             for each in self._observers:
-                each.on_place(choice.computes, place)
+                each.on_prompt(choice.computes, match)
         for each in self._observers:
             each.on_choice(request, choice)
         waited_s = sent_s - request.arrived_s if pending.waits else 0.0
-        return self._plans.plan(request, choice, note=1, waited_s=waited_s)
+        return self._plans.plan(request, choice, tracked=True, waited_s=waited_s)
 
     # Requests that wait
 
@@ -311,7 +311,7 @@ class Dispatcher:
             plan = self._sent(pending, effect.choice)
         except Exception:  # of a policy's choice: the others must not wait in vain for it
             self._policy_failed()
-            plan = Plan(effect.choice.decode.place, note=1)
+            plan = Plan(effect.choice.decode.place, tracked=True)
         self._resume(pending.request, plan)
 
     # What the scheduler asks
@@ -319,7 +319,7 @@ class Dispatcher:
     def is_gone(self, pending: PendingProxyRequest) -> bool:
         return pending.request.gone
 
-    def eligible(self, pending: PendingProxyRequest) -> Fit:
+    def eligible(self, pending: PendingProxyRequest) -> EligibleWorkers:
         if not pending.waits:
             return self._those(pending.request)
         return self.candidates.of_waiting(str(pending.group), self._clock())
@@ -335,9 +335,9 @@ class Dispatcher:
         pending.answer = objection(pending.request, choice)
         return None if pending.answer is None else _SAID
 
-    def sisters(self, instance: Instance) -> Iterable[Instance]:
-        engine = self.at[instance.place]
-        return () if engine is None else self.candidates.sisters(engine)
+    def same_kind(self, worker: Worker) -> Iterable[Worker]:
+        engine = self.at[worker.place]
+        return () if engine is None else self.candidates.same_kind(engine)
 
     def _policy_failed(
         self, what: str = "the policy failed; the request goes to the first engine that may have it"
@@ -347,18 +347,18 @@ class Dispatcher:
             _log.exception(what)
 
     def _choose_simply(self, request: ProxyRequest) -> Decision:
-        instances = self._those(request).instances
-        if not instances:
+        workers = self._those(request).workers
+        if not workers:
             return none_left()
-        choice = self.scheduler.policy.choose(UNKNOWN, instances, request.arrived_s)
-        if not choice.decode.alone and (answer := objection(request, choice)):
+        choice = self.scheduler.policy.choose(UNKNOWN, workers, request.arrived_s)
+        if not choice.decode.self_sufficient and (answer := objection(request, choice)):
             return answer
         self.scheduler.tell_policy(UNKNOWN, choice, request.arrived_s)
         for each in self._observers:
             each.on_choice(request, choice)
         if choice.prefill is None and not choice.why and request.headers("x-moonpool-decision") is None:
             return choice.decode.place
-        return self._plans.plan(request, choice, note=0)
+        return self._plans.plan(request, choice, tracked=False)
 
     def _learn(self, records: bytes) -> None:
         if records:

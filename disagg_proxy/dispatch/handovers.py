@@ -29,7 +29,7 @@ from moonpool.disagg_proxy.conductor.plan import (
     one_shot,
 )
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
-from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
 from moonpool.disagg_proxy.engines.bootstrap import parameters
 from moonpool.disagg_proxy.engines.bootstrap_trust import wait_of
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -46,10 +46,10 @@ OUTCOMES: Mapping[int, str] = {
     Outcome.REFUSED: "refused",
 }
 _ENDED = int(Stage.ENDED)
-_FORMS = tuple(Handed)
-_TWO_STEP = Handed.TWO_STEP  # an enum's members are slow to look up
+_FORMS = tuple(HandoverForm)
+_TWO_STEP = HandoverForm.TWO_STEP  # an enum's members are slow to look up
 _TENSORRT_LLM = ("context_first", "generation_first")
-_COUNT_TAKEN = (int(Handed.TWO_STEP), int(Handed.CONCURRENT))
+_COUNT_TAKEN = (int(HandoverForm.TWO_STEP), int(HandoverForm.CONCURRENT))
 
 
 class Handovers:
@@ -61,50 +61,54 @@ class Handovers:
         self, engines: Sequence[Engine | None], instance: str = "", *, handover: str = "auto"
     ) -> None:
         self.engines = engines
-        self.stats: dict[Handed, FormStats] = {form: FormStats() for form in _FORMS if form}
+        self.stats: dict[HandoverForm, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
         self._rooms = BootstrapRoomIds()
         self._tensorrt_llm = handover in _TENSORRT_LLM
         self._numbers = TransferIds()
 
-    def plan(self, decode: int, prefill: int, request: ProxyRequest, note: int) -> tuple[Plan, Handed]:
+    def plan(
+        self, decode: int, prefill: int, request: ProxyRequest, tracked: bool
+    ) -> tuple[Plan, HandoverForm]:
         """The plan for a pair (places), and its form."""
         if self._tensorrt_llm:
-            return self._plan_by_number(decode, prefill, request, note)
-        giver, taker = self.engines[prefill], self.engines[decode]
-        assert giver is not None
-        assert taker is not None
-        bootstrap_server = giver.bootstrap_server
+            return self._plan_by_number(decode, prefill, request, tracked)
+        prefill_engine, decode_engine = self.engines[prefill], self.engines[decode]
+        assert prefill_engine is not None
+        assert decode_engine is not None
+        bootstrap_server = prefill_engine.bootstrap_server
         if bootstrap_server is not None:
-            if taker.alone:  # it would not come (policies know; it was another when it was chosen)
-                return Plan(decode, note=note), Handed.NOT
+            if decode_engine.self_sufficient:  # it would not come: it was another one when it was chosen
+                return Plan(decode, tracked=tracked), HandoverForm.NOT
             members = bootstrap_server.members(self._rooms, request.prompt_count())
-            return one_shot(prefill, decode, members, note=note), Handed.ONE_SHOT
-        bootstrap = giver.bootstrap
+            return one_shot(prefill, decode, members, tracked=tracked), HandoverForm.ONE_SHOT
+        bootstrap = prefill_engine.bootstrap
         rank = None if bootstrap is None else bootstrap.take()
         if rank is None:
-            return Plan(decode, prefill, None, None, (), note), _TWO_STEP
+            return Plan(decode, prefill, None, None, (), tracked), _TWO_STEP
         # Names this attempt; a request id of the client's would not do, which may come twice.
         transfer = f"moonpool-{self._instance}-{request.id:x}-{request.attempt}"
         to_prefill, to_decode = parameters(rank, transfer)
         own = () if rank.number is None else ((RANK_HEADER, b"%d" % rank.number),)
-        plan = concurrent(prefill, decode, to_prefill, to_decode, note=note, prefill_headers=own)
-        return plan, Handed.CONCURRENT
+        plan = concurrent(prefill, decode, to_prefill, to_decode, tracked=tracked, prefill_headers=own)
+        return plan, HandoverForm.CONCURRENT
 
     def _plan_by_number(
-        self, decode: int, prefill: int, request: ProxyRequest, note: int
-    ) -> tuple[Plan, Handed]:
+        self, decode: int, prefill: int, request: ProxyRequest, tracked: bool
+    ) -> tuple[Plan, HandoverForm]:
         """TensorRT-LLM's. Generation first where the context server says how it is met."""
         if request.prompt_count() is not None:  # it hands over one prompt at a time
-            return Plan(decode, note=note), Handed.NOT
-        giver = self.engines[prefill]
-        assert giver is not None
-        number, context = self._numbers.take(), giver.context
+            return Plan(decode, tracked=tracked), HandoverForm.NOT
+        prefill_engine = self.engines[prefill]
+        assert prefill_engine is not None
+        number, context = self._numbers.take(), prefill_engine.context
         to_prefill = to_context(number, generation_first=context is not None)
         if context is None:
-            return context_first(prefill, decode, to_prefill, note=note), Handed.CONTEXT_FIRST
+            return context_first(prefill, decode, to_prefill, tracked=tracked), HandoverForm.CONTEXT_FIRST
         to_decode = to_generation(number, context)
-        return generation_first(prefill, decode, to_prefill, to_decode, note=note), Handed.GENERATION_FIRST
+        return generation_first(
+            prefill, decode, to_prefill, to_decode, tracked=tracked
+        ), HandoverForm.GENERATION_FIRST
 
     def observed(self, seen: Observation) -> None:
         """A request has ended."""
@@ -112,12 +116,12 @@ class Handovers:
             return
         form = _FORMS[seen.handed_over]
         self.stats[form].add(seen)
-        giver = self.engines[seen.prefill]
-        bootstrap = None if giver is None else giver.bootstrap
-        if form not in (Handed.TWO_STEP, Handed.CONCURRENT):
+        prefill_engine = self.engines[seen.prefill]
+        bootstrap = None if prefill_engine is None else prefill_engine.bootstrap
+        if form not in (HandoverForm.TWO_STEP, HandoverForm.CONCURRENT):
             return
         if bootstrap is not None and (wait_s := wait_of(seen)) is not None:
-            at_once = form is Handed.CONCURRENT
+            at_once = form is HandoverForm.CONCURRENT
             bootstrap.met(seen.decode, wait_s, concurrent=at_once, now_s=seen.last_byte_s)
 
 

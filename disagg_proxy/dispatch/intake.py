@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Request
 from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, Scheduler
-from moonpool.disagg_proxy.conductor.sender import Sender
+from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
 from moonpool.disagg_proxy.dispatch import request_hints
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
-from moonpool.disagg_proxy.dispatch.locality import Locality, Place, seed_of
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch, seed_of
 
 ANSWER_TOKENS_MAX = 1 << 30  # that a request is taken to ask for; no engine has room for more
 
@@ -21,25 +21,27 @@ class Intake:
     """Thread safe."""
 
     def __init__(
-        self, candidates: Candidates, locality: Locality, scheduler: Scheduler[PendingProxyRequest]
+        self, candidates: Candidates, locator: PrefixLocator, scheduler: Scheduler[PendingProxyRequest]
     ) -> None:
         self._candidates = candidates
-        self._locality = locality
+        self._locator = locator
         self._scheduler = scheduler
-        self._pool = Sender()  # all of its nodes: which of them will send is not known
+        self._pool = TransferBacklog()  # all of its nodes: which of them will send is not known
 
-    def look_up(self, request: ProxyRequest, ids: bytes) -> tuple[Request, Place]:
+    def look_up(self, request: ProxyRequest, ids: bytes) -> tuple[Request, PrefixMatch]:
         """ids: of its prompt, u32 little-endian."""
         model = request.model
-        place = self._locality.find(ids, seed_of(request.cache_salt, model, self._models(request, model)))
+        match = self._locator.find(ids, seed_of(request.cache_salt, model, self._models(request, model)))
         # A client may write any number of 64 bits, and what is reckoned with it must still be one.
         answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
-        pool, hidden = place.pool, self._scheduler.accounts.hidden_pool
+        pool, hidden = match.pool, self._scheduler.inflight.hidden_pool
         if hidden is not None and hidden.seen:
-            pool = self._reachable(request, place)
-        return Request(len(ids) // 4, place.own, pool, answer_tokens, holder=self._pool), place
+            pool = self._reachable(request, match)
+        return Request(len(ids) // 4, match.own, pool, answer_tokens, holder=self._pool), match
 
-    def pending(self, request: ProxyRequest, asked: Request, place: Place | None) -> PendingProxyRequest:
+    def pending(
+        self, request: ProxyRequest, asked: Request, match: PrefixMatch | None
+    ) -> PendingProxyRequest:
         """Raises BadHeader."""
         hints = request_hints.read(request.headers)
         if hints is not request_hints.NO_HINTS:
@@ -62,14 +64,14 @@ class Intake:
             group=model,
             streams=request.stream,
             request=request,
-            place=place,
+            match=match,
             is_judged=admission is not None and not request.attempt,
         )
 
-    def _reachable(self, request: ProxyRequest, place: Place) -> int:
+    def _reachable(self, request: ProxyRequest, match: PrefixMatch) -> int:
         """Tokens of the prompt that some engine of its model holds, and has saved in a pool of all."""
-        own, instances = place.own, self._candidates.of(request).instances
-        return max((own[each.place] for each in instances if each.place < len(own)), default=0)
+        own, workers = match.own, self._candidates.of(request).workers
+        return max((own[each.place] for each in workers if each.place < len(own)), default=0)
 
     def _models(self, request: ProxyRequest, model: str) -> Mapping[str, bytes] | None:
         """Of an engine that has the model; None: no candidate says that it does."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.choice import Choice
-from moonpool.disagg_proxy.conductor.instance import Instance
-from moonpool.disagg_proxy.dispatch.locality import Place
+from moonpool.disagg_proxy.conductor.worker import Worker
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixMatch
 
 
 class DispatchObserver:
@@ -15,8 +15,8 @@ class DispatchObserver:
     def on_choice(self, request: ProxyRequest, choice: Choice) -> None:
         """A request is about to be sent."""
 
-    def on_place(self, instance: Instance, place: Place) -> None:
-        """This instance will hold the prompt whose blocks are at ``place``."""
+    def on_prompt(self, worker: Worker, match: PrefixMatch) -> None:
+        """This worker will hold the prompt whose blocks ``match`` names."""
 
     def on_records(self, records: bytes) -> None:
         """All that the data plane has recorded since the last call; with the dispatcher's lock."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.admission import Refusal
 from moonpool.disagg_proxy.conductor.choice import Choice
-from moonpool.disagg_proxy.conductor.instance import Role
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.conductor.scheduler import PendingRequest
+from moonpool.disagg_proxy.conductor.worker import Role
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES
-from moonpool.disagg_proxy.dispatch.locality import Place
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixMatch
 from moonpool.disagg_proxy.engines.sglang import PROMPTS_MAX
 
 RETRY_AFTER_S_MAX = 3600.0
@@ -20,11 +20,11 @@ RETRY_AFTER_S_MAX = 3600.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingProxyRequest(PendingRequest):
-    """place: where its prompt lies, as of its arrival; None: not known. is_judged: by admission. answer: why
+    """match: where its prompt lies, as of its arrival; None: not known. is_judged: by admission. answer: why
     no engine can serve it, whatever the load."""
 
     request: ProxyRequest
-    place: Place | None
+    match: PrefixMatch | None
     is_judged: bool = False
     answer: Answer | None = None
 
@@ -47,13 +47,13 @@ def none_left() -> Answer:
 
 def objection(request: ProxyRequest, choice: Choice) -> Answer | None:
     """Why the chosen engines, which cannot answer alone, are not asked; None: they are."""
-    if choice.decode.alone or request.kind not in GENERATES:
+    if choice.decode.self_sufficient or request.kind not in GENERATES:
         return None  # what is no generation needs no cache
     if choice.prefill is None or choice.decode.role is Role.PREFILL:
         who = "prefill" if choice.decode.role is Role.DECODE else "decode"
         why = f"no healthy {who} engine is left for {choice.decode.name}, which does not answer alone"
         return refused(503, f"{why}; GET /engines says why, try again soon", "no_engine")
-    if choice.prefill.alone:
+    if choice.prefill.self_sufficient:
         why = f"{choice.decode.name} is SGLang's, and its prefill engine {choice.prefill.name} is not"
         return refused(503, f"{why}: give them model names of their own, or a proxy each", "no_engine")
     if (request.prompt_count() or 0) > PROMPTS_MAX:

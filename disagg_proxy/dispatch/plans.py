@@ -7,7 +7,7 @@ import msgspec
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.conductor.plan import Plan
-from moonpool.disagg_proxy.data_plane.observations import Handed
+from moonpool.disagg_proxy.data_plane.observations import HandoverForm
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 
 
@@ -18,13 +18,13 @@ class Plans:
         self._handovers = handovers
         self._policy_name = policy_name
 
-    def plan(self, request: ProxyRequest, choice: Choice, *, note: int, waited_s: float = 0.0) -> Plan:
+    def plan(self, request: ProxyRequest, choice: Choice, *, tracked: bool, waited_s: float = 0.0) -> Plan:
         """waited_s: that the request was in the queue."""
         decode, prefill = choice.decode, choice.prefill
         if prefill is None:
-            plan, form = Plan(decode.place, note=note), Handed.NOT
+            plan, form = Plan(decode.place, tracked=tracked), HandoverForm.NOT
         else:
-            plan, form = self._handovers.plan(decode.place, prefill.place, request, note)
+            plan, form = self._handovers.plan(decode.place, prefill.place, request, tracked)
         if request.headers("x-moonpool-decision") is None:
             return plan
         why = {

@@ -14,7 +14,7 @@ from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.discovery.reconciler import Reconciler, SourceStatus
 from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
-from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.endpoints.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.endpoints.handover_metrics import HandoverCollector
 from moonpool.disagg_proxy.endpoints.metrics import MetricsEndpoint
@@ -73,7 +73,7 @@ class AdminEndpoints:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        locality: Locality,
+        locator: PrefixLocator,
         subscriber: Subscriber | None,
         look: Callable[[], Counters],
         policy: str,
@@ -88,7 +88,7 @@ class AdminEndpoints:
         self._look = look
         collectors: list[Collector] = [HandoverCollector(dispatcher.handovers)]
         if dispatcher.uses_tokens:
-            collectors += (ConductorCollector(dispatcher, locality, subscriber), PromptCollector(data))
+            collectors += (ConductorCollector(dispatcher, locator, subscriber), PromptCollector(data))
         collectors += more
         if reconciler is not None:
             collectors.append(reconciler)

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
-from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
@@ -18,9 +18,9 @@ Values = dict[tuple[str, ...], float]  # by the values of the labels
 class ConductorCollector(Collector):
     """Metrics of policies that look at prompts: queues, predictions, prefix indexes, event streams."""
 
-    def __init__(self, dispatcher: Dispatcher, locality: Locality, subscriber: Subscriber | None) -> None:
+    def __init__(self, dispatcher: Dispatcher, locator: PrefixLocator, subscriber: Subscriber | None) -> None:
         self._dispatcher = dispatcher
-        self._locality = locality
+        self._locator = locator
         self._subscriber = subscriber
 
     def collect(self) -> Iterator[Metric]:
@@ -40,9 +40,9 @@ class ConductorCollector(Collector):
         yield CounterMetricFamily(
             "moonpool_proxy_impossible_times",
             "Observations whose times cannot be: a clock jumped; nothing was learnt from them",
-            dispatcher.scheduler.accounts.nonsense,
+            dispatcher.scheduler.inflight.nonsense,
         )
-        hidden = dispatcher.scheduler.accounts.hidden_pool
+        hidden = dispatcher.scheduler.inflight.hidden_pool
         if hidden is not None:
             yield _family(
                 "moonpool_proxy_hidden_pool",
@@ -53,7 +53,7 @@ class ConductorCollector(Collector):
         yield from self._admission()
         yield from self._engines()
         yield from self._predictions()
-        for name, value in sorted(self._locality.stats().items()):
+        for name, value in sorted(self._locator.stats().items()):
             yield _family(
                 f"moonpool_proxy_index_{name}", "Of the prefix index; docs/events.md", (), {(): value}
             )
@@ -75,7 +75,7 @@ class ConductorCollector(Collector):
         yield _family("moonpool_proxy_admission_margin", text, ("prediction",), margins)
 
     def _engines(self) -> Iterator[Metric]:
-        accounts = self._dispatcher.scheduler.accounts
+        inflight = self._dispatcher.scheduler.inflight
         rows: dict[str, tuple[str, Values]] = {
             "cache_predictions_total": (
                 "Answers whose cached tokens were compared with what was predicted",
@@ -91,13 +91,13 @@ class ConductorCollector(Collector):
             "prefill_odd_samples_total": ("Prefills that took absurdly long or short: not learnt from", {}),
             "fetched_token_seconds": ("Learnt: to fetch a token from the pool, latency left out", {}),
         }
-        for instance in accounts.instances:
-            label, watch = (instance.name,), accounts.watches[instance.place]
+        for worker in inflight.workers:
+            label, watch = (worker.name,), inflight.watches[worker.place]
             rows["cache_predictions_total"][1][label] = watch.reports
             rows["cache_predictions_wrong_total"][1][label] = watch.wrong
-            rows["books_requests"][1][label] = instance.books.requests
-            rows["books_context_tokens"][1][label] = instance.books.context_tokens
-            model = instance.prefill_model
+            rows["books_requests"][1][label] = worker.load.requests
+            rows["books_context_tokens"][1][label] = worker.load.context_tokens
+            model = worker.prefill_model
             rows["prefill_samples_total"][1][label] = model.regression.samples
             rows["prefill_odd_samples_total"][1][label] = model.regression.odd + model.regression.refused
             rows["fetched_token_seconds"][1][label] = (model.transfer_s(1001) - model.transfer_s(1)) / 1000
@@ -116,12 +116,12 @@ class ConductorCollector(Collector):
             "Predictions of the time to the first token that were compared with what was observed",
             labels=("engine",),
         )
-        for instance in self._dispatcher.scheduler.accounts.instances:
-            counts.add_metric((instance.name,), instance.ttft_ratios.observed)
-            if not instance.ttft_ratios.known:
+        for worker in self._dispatcher.scheduler.inflight.workers:
+            counts.add_metric((worker.name,), worker.ttft_ratios.observed)
+            if not worker.ttft_ratios.known:
                 continue
             for share in QUANTILES:
-                ratios.add_metric((instance.name, str(share)), instance.ttft_ratios.quantile(share))
+                ratios.add_metric((worker.name, str(share)), worker.ttft_ratios.quantile(share))
         yield ratios
         yield counts
 

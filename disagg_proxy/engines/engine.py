@@ -56,7 +56,7 @@ class Engine:
         self.conflicts = BootstrapConflicts(settings.engines) if conflicts is None else conflicts
         self.bootstrap = bootstrap_of(spec, settings, self.conflicts)
         self.bootstrap_server: BootstrapAddress | None = None
-        self.alone = True
+        self.self_sufficient = True
         self.relay: Relay | None = None
         self.key = ""  # API key that the proxy sends to it
         self.turned: Callable[[Engine, bool], None] = lambda engine, healthy: None
@@ -137,7 +137,7 @@ class Engine:
 
     def set_server_info(self, info: ServerInfo | None) -> None:
         """Sets the content of /server_info; None: there is none, so it is not an SGLang engine."""
-        self.sglang = self.waits = info is not None or not self.alone
+        self.sglang = self.waits = info is not None or not self.self_sufficient
         if info is None:
             return
         role = MODES.get(info.disaggregation_mode, "both")
@@ -161,7 +161,7 @@ class Engine:
 
     def _is_sglang(self, role: str, port: int | None) -> None:
         """Makes it an SGLang engine. port: of its bootstrap server; None: unknown."""
-        self.role, self.alone = role, role == "both"
+        self.role, self.self_sufficient = role, role == "both"
         host, told = self.spec.address[0], None
         if self.spec.bootstrap and self.spec.bootstrap_address is not None:
             host, told = self.spec.bootstrap_address
@@ -189,7 +189,7 @@ class Engine:
     def _tell_role(self) -> None:
         if self.relay is None:
             return
-        patience_s = 0.0 if self.alone else HEALTH_S * self._settings.health.timeouts_max
+        patience_s = 0.0 if self.self_sufficient else HEALTH_S * self._settings.health.timeouts_max
         self.relay.engine_role(self.place, self.role, patience_s)
 
     def _leave(self, why: str) -> None:

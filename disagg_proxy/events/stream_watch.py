@@ -6,7 +6,7 @@
     silent    something publishes there, and says nothing though its engine was sent prompts
     resting   too much came of it: the subscriber has cut it off for a while, and has said so
 
-A stream that is not live is not worse than none (dispatch/locality.py). On the event loop.
+A stream that is not live is not worse than none (dispatch/prefix_locator.py). On the event loop.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, STREAMS_S
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.inflight import FORGOTTEN_S, STREAMS_S
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
-from moonpool.disagg_proxy.dispatch.locality import Locality, Place
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch
 from moonpool.disagg_proxy.peers.host_identity import may_be_one
 from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed, sent
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
@@ -28,13 +28,13 @@ class PeerSync(DispatchObserver):
     ``let_go``: see ``peer_bus.py``."""
 
     def __init__(
-        self, settings: PeerSettings, dispatcher: Dispatcher, locality: Locality, *, waits: bool = False
+        self, settings: PeerSettings, dispatcher: Dispatcher, locator: PrefixLocator, *, waits: bool = False
     ) -> None:
         self._dispatcher = dispatcher
-        self._locality = locality
+        self._locator = locator
         self._now_s = 0.0
-        self._seen: tuple[Instance, ...] = ()
-        self._by_name: dict[str, Instance] = {}
+        self._seen: tuple[Worker, ...] = ()
+        self._by_name: dict[str, Worker] = {}
         self._warned: set[str] = set()  # names of engines
         self.remote_inflight = RemoteInflight(self._find, self._heard_of_blocks)
         self.bus = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
@@ -58,42 +58,42 @@ class PeerSync(DispatchObserver):
 
     def expire(self, now_s: float) -> None:
         """Removes requests of other proxies that are too old."""
-        self._dispatcher.in_books(
+        self._dispatcher.with_tracker(
             lambda _, now: self.remote_inflight.expire(now_s - FORGOTTEN_S, now_s - STREAMS_S, now)
         )
 
-    def _find(self, name: str, site: str) -> Instance | None:
-        instances = self._dispatcher.scheduler.accounts.instances
-        if instances is not self._seen:  # each message may look up a thousand engines by name
-            self._seen = instances
-            self._by_name = {each.known_as: each for each in instances}
-        instance = self._by_name.get(name)
-        if instance is None or may_be_one(instance.site, site):
-            return instance
+    def _find(self, name: str, site: str) -> Worker | None:
+        workers = self._dispatcher.scheduler.inflight.workers
+        if workers is not self._seen:  # each message may look up a thousand engines by name
+            self._seen = workers
+            self._by_name = {each.known_as: each for each in workers}
+        worker = self._by_name.get(name)
+        if worker is None or may_be_one(worker.site, site):
+            return worker
         if name not in self._warned:
             self._warned.add(name)
             log.warning(
                 "engine %s is at %s here and at %s to another proxy, whose requests for it are not counted; "
                 "give each engine a name of its own, the same at all proxies",
-                *(name, instance.site, site),
+                *(name, worker.site, site),
             )
         return None
 
     # To the other proxies
 
-    def on_place(self, instance: Instance, place: Place) -> None:
+    def on_prompt(self, worker: Worker, match: PrefixMatch) -> None:
         """Tells the others which blocks the engine will hold."""
-        for index, keys in place.keys:
+        for index, keys in match.keys:
             if keys:
-                self.bus.tell(BlocksExpected(instance.known_as, index.block_tokens, keys, instance.site))
+                self.bus.tell(BlocksExpected(worker.known_as, index.block_tokens, keys, worker.site))
 
     def _state(self, then: Callable[[], None]) -> list[Change]:
         def look(accounts: object, now_s: float) -> list[Change]:
             then()  # the state contains the pending changes
-            flights = self._dispatcher.scheduler.accounts.in_flight()
+            flights = self._dispatcher.scheduler.inflight.in_flight()
             return [sent(request, flight, now_s) for request, flight in flights.items()]
 
-        return self._dispatcher.in_books(look)
+        return self._dispatcher.with_tracker(look)
 
     # From the other proxies, on the bus's thread
 
@@ -105,13 +105,13 @@ class PeerSync(DispatchObserver):
             else:
                 self.remote_inflight.apply(sender, changes, now_s)
 
-        self._dispatcher.in_books(enter)
+        self._dispatcher.with_tracker(enter)
 
     def _lost(self, sender: str) -> None:
-        count = self._dispatcher.in_books(lambda _, now_s: self.remote_inflight.gone(sender, now_s))
+        count = self._dispatcher.with_tracker(lambda _, now_s: self.remote_inflight.gone(sender, now_s))
         if count:
             log.warning("%d requests of a proxy that is gone are no longer counted", count)
 
-    def _heard_of_blocks(self, instance: Instance, block_tokens: int, keys: bytes) -> None:
+    def _heard_of_blocks(self, worker: Worker, block_tokens: int, keys: bytes) -> None:
         if len(keys) % KEY_BYTES == 0:
-            self._locality.heard(instance.place, block_tokens, keys, self._now_s)
+            self._locator.heard(worker.place, block_tokens, keys, self._now_s)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.peers.wire import Begun, BlocksExpected, Change, Gone, Prefilled, Sent
 
 REQUESTS_MAX = 100_000  # of all other proxies together; further ones are ignored
@@ -21,11 +21,11 @@ PREDICTED_S_MAX = 3600.0
 @dataclass(slots=True)
 class _Theirs:
     name: int
-    computes: Instance
-    decode: Instance
+    computes: Worker
+    decode: Worker
     sent_s: float
     tokens: int
-    coming: bool  # decode runs on another instance than prefill
+    pending_handover: bool  # decode runs on another worker than prefill
     computed: bool = False
     decoding: bool = False
 
@@ -33,14 +33,14 @@ class _Theirs:
 class RemoteInflight:
     """The requests of the other proxies. Not thread safe.
 
-    find:   (name, site) -> the instance; None: unknown here.
-    placed: called with (instance, tokens for each block, keys) of blocks that an engine will hold.
+    find:   (name, site) -> the worker; None: unknown here.
+    placed: called with (worker, tokens for each block, keys) of blocks that an engine will hold.
     """
 
     def __init__(
         self,
-        find: Callable[[str, str], Instance | None],
-        placed: Callable[[Instance, int, bytes], None] = lambda instance, block_tokens, keys: None,
+        find: Callable[[str, str], Worker | None],
+        placed: Callable[[Worker, int, bytes], None] = lambda worker, block_tokens, keys: None,
     ) -> None:
         self.unknown = 0  # requests for unknown engines, and implausible ones
         self._find = find
@@ -73,11 +73,11 @@ class RemoteInflight:
             elif isinstance(change, Gone):
                 self._leave(theirs, change.request, now_s)
             elif isinstance(change, BlocksExpected):
-                instance = self._find(change.engine, change.at)
-                if instance is None:
+                worker = self._find(change.engine, change.at)
+                if worker is None:
                     self.unknown += 1
                 else:
-                    self._placed(instance, change.block_tokens, change.keys)
+                    self._placed(worker, change.block_tokens, change.keys)
 
     def replace(self, sender: str, state: Iterable[Change], now_s: float) -> None:
         """Replaces all requests of a sender. Known requests keep their position in the queue."""
@@ -134,15 +134,15 @@ class RemoteInflight:
         self._last -= 1
         sent_s = now_s - entry.age_s
         apart = computes is not decode
-        known = _Theirs(self._last, computes, decode, sent_s, entry.tokens, coming=apart)
+        known = _Theirs(self._last, computes, decode, sent_s, entry.tokens, pending_handover=apart)
         theirs[entry.request] = known
         self._count += 1
         if apart:
-            decode.coming += 1
-            decode.coming_tokens += entry.tokens
-        computes.flow.add(entry.predicted_s, now_s)
+            decode.pending_handover += 1
+            decode.pending_handover_tokens += entry.tokens
+        computes.arrival_rate.add(entry.predicted_s, now_s)
         if not entry.computed:
-            computes.books.prefill_began(
+            computes.load.prefill_began(
                 known.name,
                 entry.tokens,
                 entry.own,
@@ -158,14 +158,14 @@ class RemoteInflight:
     def _computed(known: _Theirs | None, now_s: float) -> None:
         if known is not None and not known.computed:
             known.computed = True
-            known.computes.books.prefill_ended(known.name, now_s)
+            known.computes.load.prefill_ended(known.name, now_s)
 
     @staticmethod
     def _decodes(known: _Theirs | None, now_s: float) -> None:
         if known is not None and not known.decoding:
             known.decoding = True
             _arrived(known)
-            known.decode.books.decode_began(known.name, known.tokens, now_s)
+            known.decode.load.decode_began(known.name, known.tokens, now_s)
 
     def _leave(self, theirs: dict[int, _Theirs], request: int, now_s: float) -> None:
         known = theirs.pop(request, None)
@@ -173,16 +173,16 @@ class RemoteInflight:
             return
         self._count -= 1
         _arrived(known)
-        known.computes.books.prefill_ended(known.name, now_s, done=False)
-        known.decode.books.decode_ended(known.name, 0, now_s)
+        known.computes.load.prefill_ended(known.name, now_s, done=False)
+        known.decode.load.decode_ended(known.name, 0, now_s)
 
 
 def _arrived(known: _Theirs) -> None:
-    """Ends the pending hand-over to the decode instance."""
-    if known.coming:
-        known.coming = False
-        known.decode.coming -= 1
-        known.decode.coming_tokens -= known.tokens
+    """Ends the pending hand-over to the decode worker."""
+    if known.pending_handover:
+        known.pending_handover = False
+        known.decode.pending_handover -= 1
+        known.decode.pending_handover_tokens -= known.tokens
 
 
 def _is_plausible(entry: Sent) -> bool:

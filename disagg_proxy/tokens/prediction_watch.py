@@ -44,7 +44,7 @@ class PredictionWatch:
         if self.wrong_lengths * 2 > self.wrong:
             return (
                 f"prompts have other lengths there than here (the last: {tokens} tokens, not "
-                f"{predicted_tokens}), so cache locality cannot be seen: give the proxy the tokenizer and "
+                f"{predicted_tokens}), so cache locator cannot be seen: give the proxy the tokenizer and "
                 f"chat template of the engine, or let it ask the engine (proxy.tokenizer)"
             )
         if self.more * 2 > self.wrong:

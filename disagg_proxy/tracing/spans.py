@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome
+from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome
 
 Value = str | int | float | bool
 _FAILED = (Outcome.FAILED, Outcome.BROKEN_OFF)
@@ -83,7 +83,7 @@ def spans_of(
                 _known(
                     {
                         "moonpool.engine": engines[observation.prefill],
-                        "moonpool.handover": Handed(observation.handed_over).name.lower(),
+                        "moonpool.handover": HandoverForm(observation.handed_over).name.lower(),
                         "moonpool.cached_tokens": observation.prefill_cached_tokens,
                     }
                 ),

@@ -1,6 +1,6 @@
 """The page at /ui: the state of the proxy and the reasons of its decisions, for people.
 
-    Accounts._ended -> History.on_finish        a tuple into a ring, on the thread that decides; a request
+    Scheduler --Observer--> History.on_finish   a tuple into a ring, on the thread that decides; a request
                                                 costs nothing else
     History.gather  (event loop, 4 x a second)  sums of 5 s, the last requests, predicted and observed
     snapshot.py     (event loop, on request)    JSON at /ui/data

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.ui.history import FinishedRequest
 
 TOLERANCE_TOKENS = 160  # an engine's own count differs by its last block, and a few tokens
@@ -53,7 +53,7 @@ def why_here(finished: FinishedRequest) -> str:
     return "; ".join(parts) or "the policy did not say"
 
 
-def why_miss(finished: FinishedRequest, instances: Sequence[Instance]) -> str:
+def why_miss(finished: FinishedRequest, instances: Sequence[Worker]) -> str:
     """One sentence; "" for a prompt that was found as far as can be. instances: that there are now."""
     asked = finished.asked
     if not asked.tokens:
@@ -87,7 +87,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"
 
 
-def _best_elsewhere(finished: FinishedRequest, instances: Sequence[Instance]) -> tuple[int, str]:
+def _best_elsewhere(finished: FinishedRequest, instances: Sequence[Worker]) -> tuple[int, str]:
     """(tokens, whose), of the instances that there are now."""
     held = finished.asked.own
     best = max(held, default=0)

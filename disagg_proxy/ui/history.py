@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.observer import Finished, Observer
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Observation, Stage, read_last
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 
@@ -41,7 +41,7 @@ class FinishedRequest(NamedTuple):
 
     @property
     def reused(self) -> tuple[int, int]:
-        """Tokens that were taken to lie in the instance's own cache, and those behind them that were to come
+        """Tokens that were taken to lie in the worker's own cache, and those behind them that were to come
         from the pool."""
         computes = self.choice.computes
         fetched = self.asked.from_pool(computes) if self.choice.fetch else 0
@@ -78,7 +78,7 @@ class FinishedRequest(NamedTuple):
 class TimeStep(msgspec.Struct, array_like=True):
     """STEP_S seconds. own, pool, tokens: of prompts of known length; told, cached: of the answers that said
     how much was cached. ttft_s: of all streams together. wait_s: seconds of prefill in line at the step's
-    end, of the instance that had most."""
+    end, of the worker that had most."""
 
     at_s: float
     requests: int = 0
@@ -127,8 +127,8 @@ class History(Observer, DispatchObserver):
         """Of policies that look at no prompts: all records, as they are."""
         self._records.append(records)
 
-    def gather(self, now_s: float, instances: Sequence[Instance | None] = ()) -> None:
-        """Takes in what has come. now_s: of the data plane's clock. instances: by place; of these records are
+    def gather(self, now_s: float, workers: Sequence[Worker | None] = ()) -> None:
+        """Takes in what has come. now_s: of the data plane's clock. workers: by place; of these records are
         made into requests that can be shown."""
         if not self.steps or now_s >= self.steps[-1].at_s + STEP_S:
             self._turn(now_s)
@@ -139,7 +139,7 @@ class History(Observer, DispatchObserver):
             return
         step, before = self.steps[-1], msgspec.structs.replace(self.steps[-1])
         while records:
-            self._count(step, records.popleft(), instances)
+            self._count(step, records.popleft(), workers)
         while fresh:
             finished = FinishedRequest._make(fresh.popleft())
             self.last.append(finished)
@@ -163,7 +163,7 @@ class History(Observer, DispatchObserver):
                 begin_s = self.steps[-1].at_s + STEP_S
         self.steps.append(TimeStep(begin_s))
 
-    def _count(self, step: TimeStep, records: bytes, instances: Sequence[Instance | None]) -> None:
+    def _count(self, step: TimeStep, records: bytes, workers: Sequence[Worker | None]) -> None:
         """Requests of which only the data plane's records are known. Their sums cost nothing by request."""
         rows = np.frombuffer(records, COLUMNS)
         rows = rows[(rows["stage"] == Stage.ENDED) & (rows["decode"] >= 0)]
@@ -177,9 +177,9 @@ class History(Observer, DispatchObserver):
         step.streams += len(streams)
         step.ttft_s += float((streams["first_byte_s"] - streams["arrived_s"]).sum())
         for each in read_last(rows.tobytes(), LAST_MAX):
-            decode = instances[each.decode] if each.decode < len(instances) else None
+            decode = workers[each.decode] if each.decode < len(workers) else None
             if decode is not None:
-                prefill = instances[each.prefill] if 0 <= each.prefill < len(instances) else None
+                prefill = workers[each.prefill] if 0 <= each.prefill < len(workers) else None
                 sent_s = each.sent_prefill_s or each.sent_decode_s
                 self.last.append(FinishedRequest(each, Choice(decode, prefill), Request(), sent_s))
 

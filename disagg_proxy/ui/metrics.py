@@ -18,7 +18,7 @@ class PromptCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Metric families, as of now."""
-        books, total = self._data.books(), self._data.total()
+        loads, total = self._data.loads(), self._data.total()
         tokens = CounterMetricFamily(
             "moonpool_proxy_prompt_tokens",
             "Tokens of prompts that have ended, by where they were taken to lie: own, pool, computed",
@@ -42,7 +42,7 @@ class PromptCollector(Collector):
         decodes = GaugeMetricFamily(
             "moonpool_proxy_books_decodes", "Requests that are taken to decode", labels=("engine",)
         )
-        for name, row in books.items():
+        for name, row in loads.items():
             waits.add_metric((name,), row.wait_s)
             decodes.add_metric((name,), row.decoding)
         yield waits

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool import __version__
-from moonpool.disagg_proxy.conductor.accounts import Accounts
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -30,7 +30,7 @@ _OUTCOMES = ("answered", "client left", "failed", "broken off", "refused")
 
 
 class EngineSnapshot(NamedTuple):
-    """wait_s: seconds of prefill in line. waiting, decoding: requests in the conductor's books; -1 where it
+    """wait_s: seconds of prefill in line. waiting, decoding: requests in the conductor's account; -1 where it
     keeps none. requests: answers, and prefills for others. events: as in GET /engines."""
 
     name: str
@@ -73,7 +73,7 @@ class DecisionRow(msgspec.Struct):
 
 class ProxyGroup(msgspec.Struct):
     """Which process this is: ``number`` (from 0) of ``processes`` at one address, reached alone at ``listen``
-    ("": nowhere). others: proxies that it hears; their_requests: of those, in its books."""
+    ("": nowhere). others: proxies that it hears; their_requests: of those, in its account."""
 
     number: int = 0
     processes: int = 1
@@ -134,7 +134,7 @@ class SnapshotBuilder:
 
     def gather(self) -> None:
         """Sums up what ended since the last call."""
-        self.history.gather(self._clock(), self._dispatcher.candidates.instance_at)
+        self.history.gather(self._clock(), self._dispatcher.candidates.worker_at)
 
     def total(self) -> Totals:
         """Since the start, up to now."""
@@ -142,14 +142,14 @@ class SnapshotBuilder:
         self.gather()
         return self.history.total
 
-    def books(self) -> dict[str, Books]:
-        """Of each instance that is there, by name; of none where the policy keeps no books."""
-        found, there = self._books(), self._dispatcher.instances
+    def loads(self) -> dict[str, LoadRow]:
+        """Of each worker that is there, by name; of none where the policy keeps no account."""
+        found, there = self._loads(), self._dispatcher.workers
         return {each.name: found[each.place] for each in there if each.place in found}
 
-    def _books(self) -> dict[int, Books]:
+    def _loads(self) -> dict[int, LoadRow]:
         """By place, of those that are leaving, too."""
-        return self._dispatcher.in_books(_books) if self._dispatcher.uses_tokens else {}
+        return self._dispatcher.with_tracker(_loads) if self._dispatcher.uses_tokens else {}
 
     def page(self) -> bytes:
         """The snapshot as JSON; made anew after KEPT_S seconds."""
@@ -162,13 +162,13 @@ class SnapshotBuilder:
 
     def _page(self, now_s: float) -> Snapshot:
         dispatcher, history, counters = self._dispatcher, self.history, self._look()
-        instances = tuple(dispatcher.instances)
+        workers = tuple(dispatcher.workers)
         engines = {each.place: each for each in dispatcher.engines}
-        books = self._books()
+        loads = self._loads()
         events = {} if self._streams is None else self._streams.of_engines()
         rows = [
             _engine_row(
-                engines.get(each.place), each, books.get(each.place, _NO_BOOKS), events.get(each.place, "")
+                engines.get(each.place), each, loads.get(each.place, _NO_LOAD), events.get(each.place, "")
             )
             for each in counters.engines
         ]
@@ -199,18 +199,17 @@ class SnapshotBuilder:
             failures=failures,
             blind=dispatcher.blind,
             last=[
-                _decision_row(finished, instances, now_s, dispatcher.uses_tokens)
-                for finished in reversed(last)
+                _decision_row(finished, workers, now_s, dispatcher.uses_tokens) for finished in reversed(last)
             ],
         )
 
     def wait_s(self) -> float:
         """Of the longest line now."""
-        return max((each.wait_s for each in self.books().values()), default=0.0)
+        return max((each.wait_s for each in self.loads().values()), default=0.0)
 
 
-class Books(NamedTuple):
-    """Of one instance, as in EngineRow."""
+class LoadRow(NamedTuple):
+    """Of one worker, as in EngineRow."""
 
     wait_s: float
     waiting: int
@@ -218,21 +217,19 @@ class Books(NamedTuple):
     context_tokens: int
 
 
-_NO_BOOKS = Books(0.0, -1, -1, 0)
+_NO_LOAD = LoadRow(0.0, -1, -1, 0)
 
 
-def _books(accounts: Accounts, now_s: float) -> dict[int, Books]:
-    """By place. The books' lock is held: nothing but reading."""
+def _loads(inflight: InflightTracker, now_s: float) -> dict[int, LoadRow]:
+    """By place. The dispatcher's lock is held: nothing but reading."""
     found = {}
-    for instance in accounts.instances:
-        books = instance.books
-        found[instance.place] = Books(
-            books.wait_s(now_s), books.prefills, books.decodes, books.context_tokens
-        )
+    for worker in inflight.workers:
+        load = worker.load
+        found[worker.place] = LoadRow(load.wait_s(now_s), load.prefills, load.decodes, load.context_tokens)
     return found
 
 
-def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, events: str) -> EngineSnapshot:
+def _engine_row(engine: Engine | None, counts: EngineCounters, load: LoadRow, events: str) -> EngineSnapshot:
     """engine: None for one that is leaving."""
     return EngineSnapshot(
         counts.name,
@@ -241,8 +238,8 @@ def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, eve
         "" if engine is None else engine.liveness.why,
         not counts.breaker_closed,
         counts.in_flight,
-        round(books.wait_s, 4),
-        *books[1:],
+        round(load.wait_s, 4),
+        *load[1:],
         counts.requests,
         sum(counts.failures.values()),
         events,
@@ -250,7 +247,7 @@ def _engine_row(engine: Engine | None, counts: EngineCounters, books: Books, eve
 
 
 def _decision_row(
-    finished: FinishedRequest, instances: Sequence[Instance], now_s: float, explains: bool
+    finished: FinishedRequest, workers: Sequence[Worker], now_s: float, explains: bool
 ) -> DecisionRow:
     observation, choice = finished.observation, finished.choice
     own, pool = finished.reused
@@ -271,7 +268,7 @@ def _decision_row(
         ttft_s=_number(finished.ttft_s),
         total_s=round(max(observation.last_byte_s - observation.arrived_s, 0.0), 4),
         why_here=why_here(finished) if explains else "",
-        why_miss=why_miss(finished, instances) if explains else "",
+        why_miss=why_miss(finished, workers) if explains else "",
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Books', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'Standing', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
+__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -768,7 +768,7 @@ class Decoded:
         """
         Between two of its tokens.
         """
-class Books:
+class WorkerLoad:
     """
     What one engine has to do: prefills in line, requests that decode. Requests are named by integers; a call about one that is not known changes nothing. Times are seconds of one clock.
     """
@@ -824,12 +824,12 @@ class Books:
     @property
     def requests(self) -> int:
         ...
-class Standing:
+class WorkerView:
     """
-    What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
+    What policies compare workers by, of one worker. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; pending_handover, pending_handover_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
     """
     obeys: bool
-    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, books: Books, prefill: PrefillModel, decode: DecodeModel) -> None:
+    def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, load: WorkerLoad, prefill: PrefillModel, decode: DecodeModel) -> None:
         ...
     def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
         """
@@ -840,16 +840,16 @@ class Standing:
         Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.
         """
     @property
-    def coming(self) -> int:
+    def pending_handover(self) -> int:
         ...
-    @coming.setter
-    def coming(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+    @pending_handover.setter
+    def pending_handover(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     @property
-    def coming_tokens(self) -> int:
+    def pending_handover_tokens(self) -> int:
         ...
-    @coming_tokens.setter
-    def coming_tokens(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+    @pending_handover_tokens.setter
+    def pending_handover_tokens(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     @property
     def room_tokens(self) -> int:
@@ -867,11 +867,11 @@ class Candidates:
     """
     Instances to choose among, weighed all at once.
     """
-    def __init__(self, instances: collections.abc.Sequence[Standing]) -> None:
+    def __init__(self, workers: collections.abc.Sequence[WorkerView]) -> None:
         ...
     def __len__(self) -> int:
         ...
-    def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, harm: typing.SupportsFloat | typing.SupportsIndex = 0.0, chance: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, gap_most_s: typing.SupportsFloat | typing.SupportsIndex = ..., need_tokens: typing.SupportsInt | typing.SupportsIndex = 0, without: Standing | None = None, last: Standing | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
+    def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, marginal_delay: typing.SupportsFloat | typing.SupportsIndex = 0.0, reuse_probability: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, gap_most_s: typing.SupportsFloat | typing.SupportsIndex = ..., need_tokens: typing.SupportsInt | typing.SupportsIndex = 0, without: WorkerView | None = None, last: WorkerView | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
         """
         Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost). Nobody may: the cost is infinite.
         """

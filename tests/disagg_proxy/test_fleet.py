@@ -21,7 +21,7 @@ import uvloop
 from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.conductor.calibration import FEWEST
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -54,7 +54,7 @@ class Fleet:
     async def hear(self) -> None:
         """Until the proxy has heard of every block that an engine has."""
         cached = sum(engine.accounts()["blocks_cached"] for engine in self.engines.values())
-        while self.proxy._locality.stats().get("entries", 0) < cached:
+        while self.proxy._locator.stats().get("entries", 0) < cached:
             await asyncio.sleep(0.005)
 
     def is_clean(self) -> bool:
@@ -66,7 +66,7 @@ class Fleet:
         while not self.is_clean():
             await asyncio.sleep(0.005)
         dispatcher = self.proxy._dispatcher
-        while len(dispatcher.scheduler.accounts):
+        while len(dispatcher.scheduler.inflight):
             dispatcher.learn()
             await asyncio.sleep(0.005)
         self.proxy.check_integrity()
@@ -225,7 +225,7 @@ def test_an_engine_that_dies_is_forgotten_and_its_requests_go_elsewhere() -> Non
             while dispatcher.healthy_count == 2:
                 await asyncio.sleep(0.01)
             gone = next(engine for engine in f.proxy.engines if engine.name == why["engine"])
-            assert dispatcher.scheduler.accounts.instances[gone.place].books.requests == 0
+            assert dispatcher.scheduler.inflight.workers[gone.place].load.requests == 0
 
     play(scenario)
 
@@ -283,7 +283,7 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
                     await answer.read()
                 took_s.append(time.monotonic() - began_s)
             await f.settle()
-            model = f.proxy._dispatcher.instances[0].prefill_model
+            model = f.proxy._dispatcher.workers[0].prefill_model
             learnt = model.regression.samples + model.regression.odd  # one that was held up is too long
             assert learnt == FEWEST
             print(f"learnt {model.predict(1_000):.4f} s; clients waited", *(f"{s:.3f}" for s in took_s))
@@ -291,11 +291,11 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
             assert 0.05 - early_s <= model.predict(1_000) <= max(took_s)
             whole_s = f.proxy.counters().engines[0].first_byte[1]
             assert FEWEST * (0.05 - early_s) <= whole_s <= sum(took_s)
-            compared = f.proxy._dispatcher.scheduler.accounts.calibration.recent()
-            assert [each.instance for each in compared] == [f.proxy._dispatcher.instances[0].name] * FEWEST
+            compared = f.proxy._dispatcher.scheduler.inflight.calibration.recent()
+            assert [each.worker for each in compared] == [f.proxy._dispatcher.workers[0].name] * FEWEST
             async with f.session.get(f.url + "/metrics") as page:
                 text = await page.text()
-            name = compared[0].instance
+            name = compared[0].worker
             assert f'moonpool_proxy_ttft_predictions_total{{engine="{name}"}} {FEWEST}.0' in text
             assert f'moonpool_proxy_ttft_observed_over_predicted{{engine="{name}",quantile="0.9"}}' in text
 
@@ -326,7 +326,7 @@ class Broken:
 
     uses_tokens = True
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    def choose(self, request: Request, instances: Sequence[Worker], now_s: float) -> Choice:
         raise ValueError("not today")
 
 
@@ -350,7 +350,7 @@ def test_predicted_and_observed_cache_hits_agree() -> None:
                 if number < 5:
                     await f.hear()
             await f.settle()
-            watches = f.proxy._dispatcher.scheduler.accounts.watches.values()
+            watches = f.proxy._dispatcher.scheduler.inflight.watches.values()
             assert sum(watch.reports for watch in watches) == 60
             assert sum(watch.wrong for watch in watches) == 0
 

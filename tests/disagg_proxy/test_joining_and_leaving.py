@@ -58,14 +58,14 @@ async def test_a_proxy_without_engines_says_so_until_one_joins() -> None:
 async def test_one_that_joins_begins_with_what_engines_of_its_model_have_learnt() -> None:
     async with bed(0, discovery=("http",), engines_max=4) as b:
         await joined(b, "first", "small")
-        learnt = b.proxy._dispatcher.instances[0].prefill_model
+        learnt = b.proxy._dispatcher.workers[0].prefill_model
         prior_s = learnt.predict(10_000)
         for number in range(50):
             learnt.observe(1_000 * (number % 20), 0, 0, 0.1 + number % 20)
         for name, model in (("other", "large"), ("sister", "small"), ("untold", "")):
             await joined(b, name, model)
         first, other, sister, untold = (
-            each.prefill_model.predict(10_000) for each in b.proxy._dispatcher.instances
+            each.prefill_model.predict(10_000) for each in b.proxy._dispatcher.workers
         )
         assert first == pytest.approx(10.1, rel=0.1)
         assert other == prior_s

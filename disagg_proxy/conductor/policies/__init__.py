@@ -1,2 +1,2 @@
-"""Policies, one class a file. Each chooses among the instances that may be chosen now: the dispatcher leaves
+"""Policies, one class a file. Each chooses among the workers that may be chosen now: the dispatcher leaves
 out those that are dead, rest or have been tried for this request."""

@@ -1,9 +1,9 @@
 """Algorithm 1 of the Mooncake paper (FAST '25) with the transfer term, and with what a choice costs others.
 
-    for each instance i that computes prompts, with u_i seconds of prefill in line:
+    for each worker i that computes prompts, with u_i seconds of prefill in line:
         fetch what the pool holds behind its own, where that is predicted to be sooner than to compute it
         x_i = transfer + prefill(n, own, fetched)
-        cost = urgency (u_i + x_i)  +  harm x_i (u_i + x_i / 2)  +  chance b_i (n - own)
+        cost = urgency (u_i + x_i)  +  delay x_i (u_i + x_i / 2)  +  reuse b_i (n - own)
                its own time            later requests' time         blocks that are driven out
     take the least; of equals (within 1 ms) the longest match, then the fewest requests, then the one that was
         chosen longest ago; a conversation stays where it was, when predictions are no better than to tell
@@ -15,7 +15,7 @@
 
 The paper chooses between fetching and computing by a threshold set by hand; here the model does. Affinity
 needs no slack set by hand, either: where a prefix lies work is saved, and what saved work is worth to those
-that come later (``flow.harm``) grows with the load. docs/conductor.md has the sources.
+that come later (``arrival_rate.marginal_delay``) grows with the load. docs/conductor.md has the sources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import (
     SPLIT_TOKENS_MIN,
     Group,
@@ -33,8 +32,9 @@ from moonpool.disagg_proxy.conductor.policies.roles import (
     Roles,
     is_worth_splitting,
 )
+from moonpool.disagg_proxy.conductor.reuse_estimator import ReuseEstimator
 from moonpool.disagg_proxy.conductor.sessions import Sessions
-from moonpool.disagg_proxy.conductor.space import Space
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 TRY_SHARE = 0.02  # of requests' time, that fetches may cost which seem not worth it: to find out a mistake
 TRY_MOST = 20.0  # times a request's time that may be saved up for that
@@ -43,10 +43,10 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class _Found(NamedTuple):
-    """The instance that is to compute a prompt, and why. ttft_s: without a hand-over. lost_s: by fetching
+    """The worker that is to compute a prompt, and why. ttft_s: without a hand-over. lost_s: by fetching
     rather than computing."""
 
-    instance: Instance
+    worker: Worker
     reason: str
     ttft_s: float
     prefill_s: float
@@ -63,24 +63,26 @@ class Conductor:
     def __init__(self) -> None:
         self._turn = 0
         self._roles = Roles()
-        self._space = Space()
+        self._reuse = ReuseEstimator()
         self._sessions = Sessions()
         self._spare_s = 0.0  # for tries
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        groups = self._roles.of(instances)
-        if groups.takers:
-            decode, gap_s = self._decode(request, groups.takers)
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        groups = self._roles.of(workers)
+        if groups.decode_workers:
+            decode, gap_s = self._decode(request, groups.decode_workers)
             if is_worth_splitting(request, decode):
                 taken = decode if decode.role is _PREFILL else None  # no other answers
-                best = self._compute(request, groups.givers[decode.alone], now_s, without=taken)
+                best = self._compute(
+                    request, groups.prefill_workers[decode.self_sufficient], now_s, without=taken
+                )
                 apart = best.cost + request.urgency * decode.handover_model.predict(request.tokens)
                 whole = self._beside(request, groups, best, now_s)
                 if whole is None or apart < whole.cost:
-                    prefill = None if best.instance is decode else best.instance
+                    prefill = None if best.worker is decode else best.worker
                     return self._choice(request, decode, prefill, best, gap_s)
                 return self._whole(request, whole)
-        return self._whole(request, self._compute(request, groups.alone, now_s))
+        return self._whole(request, self._compute(request, groups.self_sufficient, now_s))
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         computes, decode = choice.computes, choice.decode
@@ -91,7 +93,7 @@ class Conductor:
             ttft_s = float(choice.why.get("wait_s", 0.0)) + choice.prefill_s
             self._spare_s = min(self._spare_s + TRY_SHARE * ttft_s, TRY_MOST * ttft_s)
             self._spare_s = max(self._spare_s - choice.lost_s, 0.0)
-        self._space.observe(request.tokens - own, own + (in_pool if choice.fetch else 0))
+        self._reuse.observe(request.tokens - own, own + (in_pool if choice.fetch else 0))
         self._sessions.keep(request.session, computes, request.tokens)
 
     def _beside(self, request: Request, groups: Groups, apart: _Found, now_s: float) -> _Found | None:
@@ -123,14 +125,14 @@ class Conductor:
         group: Group,
         now_s: float,
         *,
-        without: Instance | None = None,
+        without: Worker | None = None,
         stalled: float = 0.0,
         gap_most_s: float = math.inf,
         need_tokens: int = 0,
     ) -> _Found:
         """stalled: what a second counts in which those that decode there get no tokens. gap_most_s: of which
-        no instance may have more between two tokens there, what is in line computed in the same step;
-        need_tokens: for which there has to be room. Where no instance is left the cost is infinite."""
+        no worker may have more between two tokens there, what is in line computed in the same step;
+        need_tokens: for which there has to be room. Where no worker is left the cost is infinite."""
         tokens, last_own = request.tokens, -1
         last = self._sessions.find(request.session)
         if last is not None and not tokens:  # as long as its last prompt, which is there
@@ -142,36 +144,36 @@ class Conductor:
             now_s,
             ahead_s=request.holder.ahead_s(now_s) if request.holder is not None else 0.0,
             urgency=request.urgency,
-            harm=group.harm(now_s),
-            chance=self._space.chance,
+            marginal_delay=group.marginal_delay(now_s),
+            reuse_probability=self._reuse.probability,
             spare_s=self._spare_s,
             stalled=stalled,
             gap_most_s=gap_most_s,
             need_tokens=need_tokens,
             without=without,
-            last=last and last.instance,
+            last=last and last.worker,
             last_own=last_own,
-            noise=last.instance.ttft_ratios.noise if last is not None else 0.0,
+            noise=last.worker.ttft_ratios.noise if last is not None else 0.0,
         )
         return _Found(group[which], *found)
 
     @staticmethod
-    def _decode(request: Request, group: Group) -> tuple[Instance, float]:
+    def _decode(request: Request, group: Group) -> tuple[Worker, float]:
         which, gap_s = group.candidates.least_gap(request.tokens, request.tokens + request.answer_tokens)
         return group[which], gap_s
 
     def _whole(self, request: Request, best: _Found) -> Choice:
-        return self._choice(request, best.instance, None, best, best.instance.gap_s(request.tokens))
+        return self._choice(request, best.worker, None, best, best.worker.gap_s(request.tokens))
 
     @staticmethod
     def _choice(
         request: Request,
-        decode: Instance,
-        prefill: Instance | None,
+        decode: Worker,
+        prefill: Worker | None,
         best: _Found,
         gap_s: float,
     ) -> Choice:
-        in_pool = request.from_pool(best.instance)
+        in_pool = request.from_pool(best.worker)
         handover_s = 0.0 if prefill is None else decode.handover_model.predict(request.tokens)
         return Choice(
             decode,
@@ -185,7 +187,7 @@ class Conductor:
                 "prefill_s": best.prefill_s - best.transfer_s,
                 "handover_s": handover_s,
                 "prompt_tokens": request.tokens,
-                "own_tokens": request.own_at(best.instance),
+                "own_tokens": request.own_at(best.worker),
                 "pool_tokens": in_pool,
                 "reason": best.reason,
             },

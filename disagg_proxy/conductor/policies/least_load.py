@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Roles
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
@@ -22,11 +22,11 @@ class LeastLoad:
         self._turns: dict[int, int] = {}
         self._turn = 0
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        groups = self._roles.of(instances)
-        if not groups.takers:
-            return Choice(self._least(groups.alone))
-        decode = self._least(groups.takers)
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        groups = self._roles.of(workers)
+        if not groups.decode_workers:
+            return Choice(self._least(groups.self_sufficient))
+        decode = self._least(groups.decode_workers)
         able = groups.able(decode)
         if not able:
             return Choice(decode)
@@ -37,5 +37,5 @@ class LeastLoad:
         self._turn += 1
         self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
 
-    def _least(self, instances: Sequence[Instance]) -> Instance:
-        return min(instances, key=lambda each: (each.in_flight, self._turns.get(each.place, -1)))
+    def _least(self, workers: Sequence[Worker]) -> Worker:
+        return min(workers, key=lambda each: (each.in_flight, self._turns.get(each.place, -1)))

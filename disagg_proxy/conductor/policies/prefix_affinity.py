@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_splitting
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 BUSIER_MAX = 8  # requests more than the least busy one has
 SHARE_MIN = 0.1  # of the prompt, below which a match decides nothing
@@ -14,7 +14,7 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class PrefixAffinity:
-    """The longest match in an instance's own cache, among those that have at most BUSIER_MAX requests more
+    """The longest match in a worker's own cache, among those that have at most BUSIER_MAX requests more
     than the least busy; without a match the least busy. Instances that compute prompts for others and
     those that serve requests whole are weighed together. Simple, and it needs no model; ``conductor`` weighs
     both in seconds.
@@ -25,12 +25,12 @@ class PrefixAffinity:
     def __init__(self) -> None:
         self._roles = Roles()
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        groups = self._roles.of(instances)
-        decode = self._near(request, groups.takers or groups.alone)
-        if not groups.takers or not is_worth_splitting(request, decode):
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        groups = self._roles.of(workers)
+        decode = self._near(request, groups.decode_workers or groups.self_sufficient)
+        if not groups.decode_workers or not is_worth_splitting(request, decode):
             return self._choice(request, decode, None)
-        least_busy = min(groups.takers, key=lambda each: (each.in_flight, each.place))
+        least_busy = min(groups.decode_workers, key=lambda each: (each.in_flight, each.place))
         able = groups.able(least_busy)
         if not able:
             return Choice(decode)
@@ -40,18 +40,18 @@ class PrefixAffinity:
         return self._choice(request, best, None)
 
     @staticmethod
-    def _near(request: Request, instances: Sequence[Instance]) -> Instance:
-        least = min(instance.in_flight for instance in instances)
-        near = [instance for instance in instances if instance.in_flight <= least + BUSIER_MAX]
+    def _near(request: Request, workers: Sequence[Worker]) -> Worker:
+        least = min(worker.in_flight for worker in workers)
+        near = [worker for worker in workers if worker.in_flight <= least + BUSIER_MAX]
 
-        def rank(instance: Instance) -> tuple[int, int, int]:
-            own = request.own_at(instance)
-            return (-own if own >= SHARE_MIN * request.tokens else 0, instance.in_flight, instance.place)
+        def rank(worker: Worker) -> tuple[int, int, int]:
+            own = request.own_at(worker)
+            return (-own if own >= SHARE_MIN * request.tokens else 0, worker.in_flight, worker.place)
 
         return min(near, key=rank)
 
     @staticmethod
-    def _choice(request: Request, decode: Instance, prefill: Instance | None) -> Choice:
+    def _choice(request: Request, decode: Worker, prefill: Worker | None) -> Choice:
         computes = prefill or decode
         return Choice(
             decode, prefill, why={"own_tokens": request.own_at(computes), "in_flight": computes.in_flight}

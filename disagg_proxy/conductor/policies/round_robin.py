@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Roles
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _BOTH = Role.BOTH
 
 
 class RoundRobin:
-    """Whose last turn is longest ago is next: requests for other models, and instances that leave or return,
-    move no other's. Prefill and decode instances have a turn each; with any prefill instance there every
-    request is split, but for the turns of instances that serve requests whole."""
+    """Whose last turn is longest ago is next: requests for other models, and workers that leave or return,
+    move no other's. Prefill and decode workers have a turn each; with any prefill worker there every
+    request is split, but for the turns of workers that serve requests whole."""
 
     uses_tokens = False
 
@@ -25,17 +25,19 @@ class RoundRobin:
         self._computed: dict[int, int] = {}  # the last turn, by place
         self._decoded: dict[int, int] = {}
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        groups = self._roles.of(instances)
-        if not groups.takers:
-            return Choice(_next(groups.alone, self._computed))
-        kinds = {each.alone for each in groups.takers}
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        groups = self._roles.of(workers)
+        if not groups.decode_workers:
+            return Choice(_next(groups.self_sufficient, self._computed))
+        kinds = {each.self_sufficient for each in groups.decode_workers}
         computes = _next((each for kind in kinds for each in groups.computing[kind]), self._computed)
         if computes.role is not _PREFILL:
             return Choice(computes)
-        takers = [each for each in groups.takers if each.alone is computes.alone] or groups.takers
+        kind = computes.self_sufficient
+        paired = [each for each in groups.decode_workers if each.self_sufficient is kind]
+        paired = paired or list(groups.decode_workers)
         # A whole engine has its turn to compute.
-        decode = _next([each for each in takers if each.role is not _BOTH] or takers, self._decoded)
+        decode = _next([each for each in paired if each.role is not _BOTH] or paired, self._decoded)
         return Choice(computes) if decode.role is _PREFILL else Choice(decode, computes)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
@@ -45,5 +47,5 @@ class RoundRobin:
             self._decoded[choice.decode.place] = self._turn
 
 
-def _next(group: Iterable[Instance], turns: Mapping[int, int]) -> Instance:
+def _next(group: Iterable[Worker], turns: Mapping[int, int]) -> Worker:
     return min(group, key=lambda each: turns.get(each.place, 0))  # of those without a turn the first

@@ -4,19 +4,19 @@
 
 namespace moonpool {
 
-double Standing::gap_s(int64_t tokens) const {
-    auto batch = static_cast<double>(static_cast<int64_t>(books->decodes()) + coming + 1);
-    auto context = static_cast<double>(books->context_tokens() + coming_tokens + tokens);
+double WorkerView::gap_s(int64_t tokens) const {
+    auto batch = static_cast<double>(static_cast<int64_t>(load->decodes()) + pending_handover + 1);
+    auto context = static_cast<double>(load->context_tokens() + pending_handover_tokens + tokens);
     return decode->predict(batch, context);
 }
 
-Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& prompt, int64_t own) const {
-    const PrefillCosts by = standing.prefill->costs();
+Candidates::Weighed Candidates::weigh(const WorkerView& view, const Prompt& prompt, int64_t own) const {
+    const PrefillCosts by = view.prefill->costs();
     auto tokens = static_cast<double>(prompt.tokens), held = static_cast<double>(own);
     auto in_pool = static_cast<double>(prompt.pool);
     double rest = tokens - held;
     double prefill_s = by.base_s + by.compute_s(held, tokens) + by.load_token_s * held;
-    double wait_s = standing.books->wait_s(prompt.now_s);
+    double wait_s = view.load->wait_s(prompt.now_s);
     double pull = in_pool - held;
     bool fetches = pull > 0;
     double transfer_s = 0, lost_s = 0;
@@ -28,7 +28,7 @@ Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& pr
             pull_s = std::max(transfer_s, pull_s);
         }
         double saved_s = by.compute_s(held, in_pool);
-        fetches = pull_s < saved_s + prompt.spare_s || !standing.obeys;
+        fetches = pull_s < saved_s + prompt.spare_s || !view.obeys;
         if (fetches) {
             prefill_s += transfer_s - saved_s;
             lost_s = std::max(pull_s - saved_s, 0.0);
@@ -37,18 +37,17 @@ Candidates::Weighed Candidates::weigh(const Standing& standing, const Prompt& pr
         }
     }
     double ttft_s = wait_s + prefill_s;
-    double later_s = prompt.harm * prefill_s * (wait_s + 0.5 * prefill_s);
-    double stalls_s = static_cast<double>(standing.books->decodes()) * prefill_s;
-    double cost =
-        prompt.urgency * ttft_s + later_s + prompt.chance * by.token_s * rest + prompt.stalled * stalls_s;
+    double later_s = prompt.marginal_delay * prefill_s * (wait_s + 0.5 * prefill_s);
+    double stalls_s = static_cast<double>(view.load->decodes()) * prefill_s;
+    double cost = prompt.urgency * ttft_s + later_s + prompt.reuse_probability * by.token_s * rest +
+                  prompt.stalled * stalls_s;
     return {cost, ttft_s, prefill_s, transfer_s, lost_s, own, fetches};
 }
 
-bool Candidates::may(const Standing& standing, const Prompt& prompt, double ttft_s) const {
-    if (&standing == prompt.without && all_.size() > 1) return false;
-    if (prompt.gap_most_s < INFINITY && standing.gap_s(prompt.tokens) + ttft_s > prompt.gap_most_s)
-        return false;
-    return prompt.need_tokens == 0 || standing.has_room(prompt.need_tokens + standing.coming_tokens);
+bool Candidates::may(const WorkerView& view, const Prompt& prompt, double ttft_s) const {
+    if (&view == prompt.without && all_.size() > 1) return false;
+    if (prompt.gap_most_s < INFINITY && view.gap_s(prompt.tokens) + ttft_s > prompt.gap_most_s) return false;
+    return prompt.need_tokens == 0 || view.has_room(prompt.need_tokens + view.pending_handover_tokens);
 }
 
 Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> own) {
@@ -57,14 +56,14 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     double least = INFINITY, least_ttft_s = INFINITY;
     size_t left = 0;
     for (size_t i = 0; i < all_.size(); ++i) {
-        const Standing& standing = *all_[i];
-        int64_t held = standing.place < own.size() ? own[standing.place] : 0;
-        if (&standing == prompt.last) {
+        const WorkerView& view = *all_[i];
+        int64_t held = view.place < own.size() ? own[view.place] : 0;
+        if (&view == prompt.last) {
             stays = i;
             if (prompt.last_own >= 0) held = prompt.last_own;
         }
-        const Weighed& weighed = weighed_.emplace_back(weigh(standing, prompt, held));
-        if (!may(standing, prompt, weighed.ttft_s)) {
+        const Weighed& weighed = weighed_.emplace_back(weigh(view, prompt, held));
+        if (!may(view, prompt, weighed.ttft_s)) {
             weighed_.back() = {INFINITY, INFINITY, 0, 0, 0, -1, false};
             continue;
         }
@@ -104,10 +103,10 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
 
 LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
     // Where none has room, all are looked at.
-    auto roomy = [&](const Standing& standing) {
-        return standing.has_room(need_tokens + standing.coming_tokens);
+    auto roomy = [&](const WorkerView& view) {
+        return view.has_room(need_tokens + view.pending_handover_tokens);
     };
-    bool any = std::any_of(all_.begin(), all_.end(), [&](const auto& standing) { return roomy(*standing); });
+    bool any = std::any_of(all_.begin(), all_.end(), [&](const auto& view) { return roomy(*view); });
     LeastGap best{0, INFINITY};
     for (size_t i = 0; i < all_.size(); ++i) {
         if (any && !roomy(*all_[i])) continue;
@@ -122,7 +121,7 @@ LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
 }
 
 bool Candidates::goes_first(size_t one, size_t other) const {
-    size_t mine = all_[one]->books->requests(), others = all_[other]->books->requests();
+    size_t mine = all_[one]->load->requests(), others = all_[other]->load->requests();
     return mine != others ? mine < others : all_[one]->turn < all_[other]->turn;
 }
 

@@ -1,8 +1,8 @@
-// Candidates: the instances that a policy chooses among, weighed all at once. What a weight is made of, and
+// Candidates: the workers that a policy chooses among, weighed all at once. What a weight is made of, and
 // why, stands with the policy (disagg_proxy/conductor/policies/conductor.py) and in cost_model.hpp; here it
 // is computed for a thousand of them without asking Python for each.
 //
-// Pure: times are arguments, nothing is kept between two questions but what the instances themselves hold.
+// Pure: times are arguments, nothing is kept between two questions but what the workers themselves hold.
 #pragma once
 
 #include <cmath>
@@ -12,34 +12,35 @@
 #include <span>
 #include <vector>
 
-#include "conductor/books.hpp"
 #include "conductor/cost_model.hpp"
+#include "conductor/worker_load.hpp"
 
 namespace moonpool {
 
-// Standing: what policies compare instances by, of one instance.
-struct Standing {
-    Standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
-             std::shared_ptr<const PrefillModel> prefill, std::shared_ptr<const DecodeModel> decode)
+// WorkerView: what policies compare workers by, of one worker.
+struct WorkerView {
+    WorkerView(uint32_t place, int64_t room_tokens, std::shared_ptr<WorkerLoad> load,
+               std::shared_ptr<const PrefillModel> prefill, std::shared_ptr<const DecodeModel> decode)
         : place(place),
           room_tokens(room_tokens),
-          books(std::move(books)),
+          load(std::move(load)),
           prefill(std::move(prefill)),
           decode(std::move(decode)) {}
-    Standing(const Standing&) = delete;
+    WorkerView(const WorkerView&) = delete;
 
     // Seconds between the tokens of one more request, of so many tokens.
     double gap_s(int64_t tokens) const;
     bool has_room(int64_t tokens) const {
-        return room_tokens == 0 || books->context_tokens() + tokens <= room_tokens;
+        return room_tokens == 0 || load->context_tokens() + tokens <= room_tokens;
     }
 
-    const uint32_t place;                   // among all instances
-    int64_t room_tokens;                    // what its KV cache holds; 0: not known
-    bool obeys = false;                     // it computes what it is told not to fetch
-    int64_t coming = 0, coming_tokens = 0;  // requests that others prefill for it, tokens of their prompts
-    int64_t turn = -1;                      // when a policy last chose it, by the policy's own count
-    const std::shared_ptr<Books> books;
+    const uint32_t place;                 // among all workers
+    int64_t room_tokens;                  // what its KV cache holds; 0: not known
+    bool obeys = false;                   // it computes what it is told not to fetch
+    int64_t pending_handover = 0;         // requests that others prefill for it
+    int64_t pending_handover_tokens = 0;  // of their prompts
+    int64_t turn = -1;                    // when a policy last chose it, by the policy's own count
+    const std::shared_ptr<WorkerLoad> load;
     const std::shared_ptr<const PrefillModel> prefill;
     const std::shared_ptr<const DecodeModel> decode;
 };
@@ -49,20 +50,20 @@ struct Prompt {
     int64_t tokens = 0;
     int64_t pool = 0;  // leading tokens that the pool holds
     double now_s = 0;
-    double ahead_s = 0;  // of the sender's other fetches
-    double urgency = 1;  // what a second of its own time counts
-    double harm = 0;     // what a second of work costs later requests, for each second before it
-    double chance = 0;   // that a token which is driven out must be computed again
-    double spare_s = 0;  // so much more than to compute a fetch may cost, to see what it does
-    double stalled = 0;  // what a second counts in which one that decodes there gets no tokens
+    double ahead_s = 0;            // of the sender's other fetches
+    double urgency = 1;            // what a second of its own time counts
+    double marginal_delay = 0;     // what a second of work costs later requests, for each second before it
+    double reuse_probability = 0;  // that a token which is driven out must be computed again
+    double spare_s = 0;            // so much more than to compute a fetch may cost, to see what it does
+    double stalled = 0;            // what a second counts in which one that decodes there gets no tokens
     // An engine that would keep those that decode there from their next token for longer, all that is in line
     // there computed first, or has no room for so many tokens, is no candidate.
     double gap_most_s = INFINITY;
     int64_t need_tokens = 0;
-    const Standing* without = nullptr;  // is no candidate, unless it is the only one
-    const Standing* last = nullptr;     // where its conversation was
-    int64_t last_own = -1;              // what that holds of it; -1: as the others, by place
-    double noise = 0;                   // by how much of its time predictions are wrong there
+    const WorkerView* without = nullptr;  // is no candidate, unless it is the only one
+    const WorkerView* last = nullptr;     // where its conversation was
+    int64_t last_own = -1;                // what that holds of it; -1: as the others, by place
+    double noise = 0;                     // by how much of its time predictions are wrong there
 };
 
 enum class Reason : uint8_t { kOnly, kSession, kMatch, kTurn, kLeastTime, kSparesOthers };
@@ -85,11 +86,11 @@ class Candidates {
    public:
     static constexpr double kEqualS = 0.001, kEqualGapS = 0.00005;  // what makes no difference
 
-    explicit Candidates(std::vector<std::shared_ptr<Standing>> all) : all_(std::move(all)) {}
+    explicit Candidates(std::vector<std::shared_ptr<WorkerView>> all) : all_(std::move(all)) {}
 
     size_t size() const { return all_.size(); }
     // The engine that is to compute the prompt; at an infinite cost when none may. own: tokens in an
-    // instance's own cache, by its place; one behind the end has none.
+    // worker's own cache, by its place; one behind the end has none.
     Cheapest cheapest(const Prompt& prompt, std::span<const uint32_t> own);
     // The engine that is to answer, of those with room for so many tokens, or of all when none has.
     LeastGap least_gap(int64_t tokens, int64_t need_tokens) const;
@@ -100,12 +101,12 @@ class Candidates {
         int64_t own;
         bool fetches;
     };
-    Weighed weigh(const Standing& standing, const Prompt& prompt, int64_t own) const;
-    bool may(const Standing& standing, const Prompt& prompt, double ttft_s) const;
+    Weighed weigh(const WorkerView& view, const Prompt& prompt, int64_t own) const;
+    bool may(const WorkerView& view, const Prompt& prompt, double ttft_s) const;
     // Of two that are equal otherwise: the fewest requests, then the one that was chosen longest ago.
     bool goes_first(size_t one, size_t other) const;
 
-    std::vector<std::shared_ptr<Standing>> all_;
+    std::vector<std::shared_ptr<WorkerView>> all_;
     std::vector<Weighed> weighed_;  // of the last question: its memory is used again
 };
 

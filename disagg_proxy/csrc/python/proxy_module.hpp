@@ -8,7 +8,7 @@ namespace moonpool::python {
 void bind_proxy(py::module_& m);  // all that follow
 void bind_conductor(py::module_& m);
 void bind_cost_models(py::module_& m);
-void bind_books(py::module_& m);
+void bind_workers(py::module_& m);
 void bind_parsers(py::module_& m);
 void bind_relay(py::module_& m);
 

@@ -3,7 +3,7 @@
     arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
             -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
 
-The policy sees what it sees in the proxy (``Desk``): ``Instance`` objects whose books and models the
+The policy sees what it sees in the proxy (``Desk``): ``Worker`` objects whose loads and models the
 ``Scheduler`` keeps, from observations of the same form. It does not see the machine, nor how long an answer
 will be.
 """
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
-from moonpool.disagg_proxy.data_plane.observations import Handed, Outcome, Stage
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
+from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Change
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
 from moonpool.disagg_proxy.tools.simulator.desk import Desk
@@ -101,15 +101,15 @@ class Cluster:
         for number, desk in enumerate(desks):
             tell = functools.partial(self._tell, number) if self._exchanging else None
             desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool, tell=tell)
-        for instance in self.instances:
+        for instance in self.workers:
             self._open(instance.place)
         for each in check(happenings, counts):
             self.events.at(each.at_s, functools.partial(self._happen, each))
 
     @property
-    def instances(self) -> tuple[Instance, ...]:
+    def workers(self) -> tuple[Worker, ...]:
         """Those that may be chosen now, as the first proxy sees them."""
-        return self._desks[0].fleet.instances
+        return self._desks[0].fleet.workers
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
         """All of them, to the last token."""
@@ -152,13 +152,13 @@ class Cluster:
         decode = self.engines[job.decode_place]
         if isinstance(decode, PrefillEngine):  # no instance decodes
             job.first_s = job.done_s = self.events.now_s
-            desk.observe(job, Stage.BEGUN, handed=Handed.NOT)
+            desk.observe(job, Stage.BEGUN, handed=HandoverForm.NOT)
             self.ended(job)
             return
         if job.orphan:
             self._again(job)
             return
-        desk.observe(job, Stage.PREFILLED, handed=Handed.TWO_STEP)
+        desk.observe(job, Stage.PREFILLED, handed=HandoverForm.TWO_STEP)
         if desk.turned_away(job):
             self._over(job)
             return
@@ -172,10 +172,10 @@ class Cluster:
     def began(self, job: Job) -> None:
         apart = job.prefill_place != job.decode_place
         self._settle(job)
-        self._desk(job).observe(job, Stage.BEGUN, handed=Handed.TWO_STEP if apart else Handed.NOT)
+        self._desk(job).observe(job, Stage.BEGUN, handed=HandoverForm.TWO_STEP if apart else HandoverForm.NOT)
 
     def ended(self, job: Job) -> None:
-        self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT)
+        self._desk(job).observe(job, Stage.ENDED, handed=HandoverForm.NOT)
         self._over(job)
 
     # What a proxy does
@@ -280,7 +280,9 @@ class Cluster:
             prompt_there = place == job.prefill_place and now_s < job.there_s
             if job.first_s < math.inf:
                 if place == job.decode_place:
-                    self._desk(job).observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.BROKEN_OFF)
+                    self._desk(job).observe(
+                        job, Stage.ENDED, handed=HandoverForm.NOT, outcome=Outcome.BROKEN_OFF
+                    )
                     job.why_not = "lost"
                     self._over(job)
             elif prompt_there or (place == job.decode_place and job.computed_s < math.inf):
@@ -304,7 +306,7 @@ class Cluster:
 
     def _look(self, now_s: float) -> None:
         """How loaded prefill and decode are."""
-        waits_s = [each.books.wait_s(now_s) for each in self.instances if each.role is not _DECODE]
+        waits_s = [each.load.wait_s(now_s) for each in self.workers if each.role is not _DECODE]
         gaps_s = [engine.gap_s(now_s) for engine in self.engines if isinstance(engine, WholeEngine)]
         self.loads.add(now_s, sum(waits_s) / max(len(waits_s), 1), sum(gaps_s) / max(len(gaps_s), 1))
 

@@ -3,7 +3,7 @@
     arrival -> scheduler.submit: refused, waits, or -> what the caches hold -> policy.choose -> sent
 
 What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several desks
-have instances, books and models of their own, and tell each other what they have in flight, and which blocks
+have workers, loads and models of their own, and tell each other what they have in flight, and which blocks
 it brings where.
 """
 
@@ -17,18 +17,18 @@ from typing import Protocol
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal, ttft_s
 from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.conductor.scheduler import (
     NO_OBJECTIVE,
     Dispatched,
-    Fit,
+    EligibleWorkers,
     PendingRequest,
     QueueLimits,
     Refused,
     Scheduler,
 )
-from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.conductor.worker import Worker
+from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
 from moonpool.disagg_proxy.peers.wire import BlocksExpected, Change
@@ -82,7 +82,7 @@ class Desk:
     def open(
         self, engines: Engines, fleet: Fleet, *, pool: bool, tell: Callable[[Change], None] | None = None
     ) -> None:
-        """Before the first request. pool: instances fetch what others hold. tell: takes what other proxies
+        """Before the first request. pool: workers fetch what others hold. tell: takes what other proxies
         are to hear."""
         self._tell = tell
         if tell is not None:
@@ -92,19 +92,19 @@ class Desk:
         self._events = engines.events
         self._pool = pool
         self.shared = RemoteInflight(
-            lambda name, _: next((each for each in fleet.instances if each.name == name), None), self._placed
+            lambda name, _: next((each for each in fleet.workers if each.name == name), None), self._placed
         )
-        for instance in fleet.instances:
-            self.scheduler.join(instance)
+        for worker in fleet.workers:
+            self.scheduler.join(worker)
 
     def join(self, name: str) -> int:
-        """An instance of this name, or kind; its place."""
-        instance = self.fleet.join(name)
-        self.scheduler.join(instance)
-        return instance.place
+        """A worker of this name, or kind; its place."""
+        worker = self.fleet.join(name)
+        self.scheduler.join(worker)
+        return worker.place
 
     def leave(self, place: int) -> None:
-        """Nothing of the instance is under way any more."""
+        """Nothing of the worker is under way any more."""
         self.scheduler.forget(place)
         self.scheduler.leave(place)
         self.expected.forget(place)
@@ -114,8 +114,8 @@ class Desk:
         self._release_later()
 
     def again(self, job: Job) -> None:
-        """An instance died before its first token: a proxy sends such a request anew, whatever it costs."""
-        self.observe(job, Stage.ENDED, handed=Handed.NOT, outcome=Outcome.FAILED)
+        """A worker died before its first token: a proxy sends such a request anew, whatever it costs."""
+        self.observe(job, Stage.ENDED, handed=HandoverForm.NOT, outcome=Outcome.FAILED)
         job.restart()
         self._carry_out([self.scheduler.dispatch(self._pending(job), self._events.now_s)])
 
@@ -126,11 +126,13 @@ class Desk:
         refusal = self.scheduler.after_prefill(job.name, *job.choice)
         if refusal is None:
             return False
-        self.observe(job, Stage.ENDED, handed=Handed.NOT)
+        self.observe(job, Stage.ENDED, handed=HandoverForm.NOT)
         job.why_not = refusal.reason
         return True
 
-    def observe(self, job: Job, stage: Stage, *, handed: Handed, outcome: Outcome = Outcome.ANSWERED) -> None:
+    def observe(
+        self, job: Job, stage: Stage, *, handed: HandoverForm, outcome: Outcome = Outcome.ANSWERED
+    ) -> None:
         """As the data plane of a proxy would have recorded it."""
         now_s = self._events.now_s
         apart = job.prefill_place != job.decode_place
@@ -138,7 +140,7 @@ class Desk:
         self.scheduler.observe(
             Observation(  # in order, because that many names cost four times as much
                 job.name,
-                1,  # note
+                1,  # tracked
                 job.prefill_place if apart else -1,
                 job.decode_place,
                 job.arrival.at_s,
@@ -175,7 +177,7 @@ class Desk:
     def is_gone(self, pending: _Pending) -> bool:
         return False
 
-    def eligible(self, pending: _Pending) -> Fit:
+    def eligible(self, pending: _Pending) -> EligibleWorkers:
         return self.fleet.eligible
 
     def refresh(self, pending: _Pending) -> Request:
@@ -185,12 +187,12 @@ class Desk:
             job.arrival.tokens,
             held.by_place,
             held.anywhere * BLOCK_TOKENS if self._pool else 0,
-            holder=self.fleet.at[held.best].sender if self._pool and held.anywhere else None,
+            holder=self.fleet.at[held.best].transfer_backlog if self._pool and held.anywhere else None,
             gap_s=math.inf if admission is None else admission.gap_limit_s(),
         )
 
     def none_eligible(self, pending: _Pending) -> Refusal:
-        return Refusal(NO_INSTANCE, 0.0, "no instance is left")
+        return Refusal(NO_INSTANCE, 0.0, "no worker is left")
 
     def objection(self, pending: _Pending, choice: Choice) -> Refusal | None:
         job, now_s = pending.job, self._events.now_s
@@ -198,8 +200,8 @@ class Desk:
         job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(pending.asked, choice, now_s)
         return None
 
-    def sisters(self, instance: Instance) -> Iterable[Instance]:
-        return self.fleet.sisters(instance)
+    def same_kind(self, worker: Worker) -> Iterable[Worker]:
+        return self.fleet.same_kind(worker)
 
     # What happens to a request
 
@@ -227,11 +229,11 @@ class Desk:
             self._tell(BlocksExpected(choice.computes.name, BLOCK_TOKENS, keys))
         self._engines.submit(job)
 
-    def _placed(self, instance: Instance, block_tokens: int, keys: bytes) -> None:
+    def _placed(self, worker: Worker, block_tokens: int, keys: bytes) -> None:
         """Another proxy has sent a prompt of these blocks there."""
         ends = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
         blocks = [int.from_bytes(keys[end - KEY_BYTES : end]) for end in ends]
-        self.expected.expect(instance.place, blocks)
+        self.expected.expect(worker.place, blocks)
 
     def _release_later(self) -> None:
         if self.scheduler.waiting and not self._releases:

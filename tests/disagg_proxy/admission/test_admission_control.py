@@ -18,7 +18,7 @@ from moonpool._native import PrefillModel, ProxyRequest
 from moonpool.core.config.proxy_section import BreakerLimits, HealthChecks
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.scheduler import Fit
+from moonpool.disagg_proxy.conductor.scheduler import EligibleWorkers
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
@@ -399,9 +399,9 @@ async def test_nobody_who_waits_is_sent_to_an_engine_that_leaves() -> None:
             await until(lambda count=number - 2: waiting(running) == count)  # type: ignore[misc]
         running.proxy.fleet.leave(leaver.name)
         first_token.set()
-        instance = running.proxy._dispatcher.candidates.instance_at[0]
+        instance = running.proxy._dispatcher.candidates.worker_at[0]
         assert instance is not None
-        await until(lambda: instance.books.wait_s(running.proxy._dispatcher._clock()) < 1.0)
+        await until(lambda: instance.load.wait_s(running.proxy._dispatcher._clock()) < 1.0)
         others_may_go.set()
         await until(lambda: len(other.seen) == 4)
         assert [json.loads(seen.body)["prompt"][0] for seen in other.seen[1:]] == [3, 4, 5]
@@ -420,8 +420,8 @@ async def test_while_engines_stay_the_same_policies_get_the_same_tuple() -> None
         dispatcher, given = running.proxy._dispatcher, []
         able = dispatcher.eligible
 
-        def looked(pending: PendingProxyRequest) -> Fit:
-            given.append(able(pending).instances)
+        def looked(pending: PendingProxyRequest) -> EligibleWorkers:
+            given.append(able(pending).workers)
             return able(pending)
 
         dispatcher.eligible = looked  # type: ignore[method-assign]
@@ -434,7 +434,7 @@ async def test_while_engines_stay_the_same_policies_get_the_same_tuple() -> None
         assert given[-1] is not given[0]
         dispatcher.engines[0].refused("it is not there")
         await until(lambda: len(given[-1]) == 1)
-        assert given[-1] == dispatcher.instances[1:]
+        assert given[-1] == dispatcher.workers[1:]
         may_go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 3
 
@@ -545,9 +545,9 @@ async def test_without_its_policy_nobody_is_sent_where_nothing_is_answered_alone
             raise RuntimeError("odd")
 
         dispatcher.scheduler.policy.choose = fail  # type: ignore[method-assign, assignment]
-        instance = dispatcher.candidates.instance_at[0]
+        instance = dispatcher.candidates.worker_at[0]
         assert instance is not None
-        instance.alone = False
+        instance.self_sufficient = False
         assert (await (await post(running, LONG)).answer()).status == 200
         assert (len(decode.seen), len(whole.seen)) == (0, 1)
 

@@ -9,14 +9,14 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 
-def pair(room_tokens: int = 0) -> tuple[Instance, Instance]:
-    return Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE, room_tokens=room_tokens)
+def pair(room_tokens: int = 0) -> tuple[Worker, Worker]:
+    return Worker(0, "p", Role.PREFILL), Worker(1, "d", Role.DECODE, room_tokens=room_tokens)
 
 
-def choice(prefill: Instance, decode: Instance, prefill_s: float) -> Choice:
+def choice(prefill: Worker, decode: Worker, prefill_s: float) -> Choice:
     return Choice(decode, prefill, prefill_s)
 
 
@@ -25,7 +25,7 @@ def test_everybody_is_taken_who_is_in_time() -> None:
     admission = Admission(Objective(ttft_s=3.0))
     asked = Request(tokens=10_000)
     assert admission.predict(asked, choice(prefill, decode, 1.0), 0.0).refusal is None
-    prefill.books.prefill_began(1, 10_000, 0, 0, 2.5, 0.0)
+    prefill.load.prefill_began(1, 10_000, 0, 0, 2.5, 0.0)
     refused = admission.predict(asked, choice(prefill, decode, 1.0), 0.0)
     assert refused.refusal is not None
     assert refused.refusal.reason == "ttft"
@@ -77,7 +77,7 @@ def test_decode_is_looked_at_when_the_prefill_will_have_ended() -> None:
 
 def test_what_no_empty_instance_can_do_is_not_waited_for() -> None:
     prefill, decode = pair()
-    quicker = Instance(2, "q", Role.DECODE)
+    quicker = Worker(2, "q", Role.DECODE)
     for _ in range(200):
         quicker.decode_model.observe(1, 100, 0.004)
     admission = Admission(Objective())
@@ -159,8 +159,8 @@ def test_what_was_promised_too_much_is_promised_no_more() -> None:
 
 def test_an_instance_that_is_gone_and_clocks_that_jump_leave_nothing_behind() -> None:
     chance = random.Random(13)
-    decodes = [Instance(place, f"d{place}", Role.DECODE) for place in range(1, 4)]
-    prefill = Instance(0, "p", Role.PREFILL)
+    decodes = [Worker(place, f"d{place}", Role.DECODE) for place in range(1, 4)]
+    prefill = Worker(0, "p", Role.PREFILL)
     admission = Admission(Objective(30.0, 0.1))
     now_s = 0.0
     for _ in range(10_000):
@@ -187,6 +187,6 @@ def test_an_instance_that_is_gone_and_clocks_that_jump_leave_nothing_behind() ->
 @pytest.mark.parametrize("look", list(Lookahead))
 def test_without_an_objective_nobody_is_refused(look: Lookahead) -> None:
     prefill, decode = pair()
-    prefill.books.prefill_began(1, 1, 0, 0, 1e9, 0.0)
+    prefill.load.prefill_began(1, 1, 0, 0, 1e9, 0.0)
     found = Admission(Objective(), look).predict(Request(tokens=1 << 20), choice(prefill, decode, 1e9), 0.0)
     assert found.refusal is None

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from moonpool._native import PrefillModel
-from moonpool.disagg_proxy.conductor.accounts import FORGOTTEN_S, Accounts
 from moonpool.disagg_proxy.conductor.calibration import FEWEST, RECENT_MAX, Calibration, Ratios
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.inflight import FORGOTTEN_S, InflightTracker
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
 
 SEED = 20261121
@@ -52,7 +52,7 @@ def test_the_last_ones_are_kept_and_no_more() -> None:
     calibration.observe(ratios, "e", 1.0, math.nan)
     recent = calibration.recent()
     assert len(recent) <= RECENT_MAX
-    assert recent[-1].instance == "e"
+    assert recent[-1].worker == "e"
     assert ratios.refused > 0
 
 
@@ -99,16 +99,16 @@ def test_an_engine_that_really_became_ten_times_slower_is_believed() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -5.0, 1e9])
 def test_times_that_cannot_be_leave_books_and_models_as_they_were(bad: float) -> None:
     """Of every stage; the request after it is predicted as if nothing had been."""
-    accounts = Accounts([Instance(0, "e")])
-    engine = accounts.instances[0]
+    tracker = InflightTracker([Worker(0, "e")])
+    engine = tracker.workers[0]
     now_s = 100.0
 
     def one(number: int, first_s: float, end_s: float) -> None:
-        accounts.sent(number, Choice(engine), Request(tokens=4_000), streams=True, now_s=now_s)
+        tracker.on_dispatch(number, Choice(engine), Request(tokens=4_000), streams=True, now_s=now_s)
         seen = BLANK._replace(request=number, first_byte_s=first_s)
-        accounts.learn(seen._replace(stage=Stage.BEGUN))
-        accounts.learn(seen._replace(last_byte_s=end_s, completion_tokens=11))
-        accounts.check_integrity()
+        tracker.observe(seen._replace(stage=Stage.BEGUN))
+        tracker.observe(seen._replace(last_byte_s=end_s, completion_tokens=11))
+        tracker.check_integrity()
 
     for number in range(40):
         one(number, now_s + 1.0, now_s + 2.0)
@@ -119,38 +119,38 @@ def test_times_that_cannot_be_leave_books_and_models_as_they_were(bad: float) ->
         now_s += 10.0
         one(1_000 + number, now_s + 1.0, bad)
         now_s += 10.0
-    assert accounts.nonsense == 40
-    assert len(accounts) == engine.books.requests == 0
-    assert engine.books.wait_s(now_s) == 0.0
+    assert tracker.nonsense == 40
+    assert len(tracker) == engine.load.requests == 0
+    assert engine.load.wait_s(now_s) == 0.0
     assert engine.prefill_model.predict(4_000) == pytest.approx(before_s, rel=0.05)
     assert engine.decode_model.predict(1, 4_000) == pytest.approx(gap_s, rel=0.05)
     assert engine.ttft_ratios.quantile(0.9) < 1.2
-    assert all(each.observed_s <= FORGOTTEN_S for each in accounts.calibration.recent())
-    accounts.sent(9_999, Choice(engine), Request(tokens=4_000), streams=True, now_s=now_s)
-    assert engine.books.wait_s(now_s) == pytest.approx(before_s, rel=0.05)
+    assert all(each.observed_s <= FORGOTTEN_S for each in tracker.calibration.recent())
+    tracker.on_dispatch(9_999, Choice(engine), Request(tokens=4_000), streams=True, now_s=now_s)
+    assert engine.load.wait_s(now_s) == pytest.approx(before_s, rel=0.05)
 
 
 def test_first_tokens_are_compared_with_what_was_predicted_for_them() -> None:
-    accounts = Accounts([Instance(0, "e")])
-    engine = accounts.instances[0]
+    tracker = InflightTracker([Worker(0, "e")])
+    engine = tracker.workers[0]
     for number in range(50):
         start_s = number * 10.0
-        accounts.sent(number, Choice(engine), Request(tokens=4_000), streams=True, now_s=start_s)
+        tracker.on_dispatch(number, Choice(engine), Request(tokens=4_000), streams=True, now_s=start_s)
         seen = BLANK._replace(request=number, first_byte_s=start_s + 2.0)
-        accounts.learn(seen._replace(stage=Stage.BEGUN))
-        accounts.learn(seen._replace(last_byte_s=start_s + 5.0, completion_tokens=31))
-    recent = accounts.calibration.recent()
+        tracker.observe(seen._replace(stage=Stage.BEGUN))
+        tracker.observe(seen._replace(last_byte_s=start_s + 5.0, completion_tokens=31))
+    recent = tracker.calibration.recent()
     assert len(recent) == 50
-    assert {each.instance for each in recent} == {"e"}
+    assert {each.worker for each in recent} == {"e"}
     assert recent[0].observed_s == 2.0 > recent[0].predicted_s  # the prior was of a faster engine
     assert recent[-1].predicted_s == pytest.approx(2.0, rel=0.1)
     assert engine.ttft_ratios.quantile(0.5) == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_prompt_of_unknown_length_teaches_nothing() -> None:
-    accounts = Accounts([Instance(0, "e")])
-    engine = accounts.instances[0]
-    accounts.sent(1, Choice(engine), Request(), streams=True, now_s=0.0)
-    accounts.learn(BLANK._replace(request=1, first_byte_s=2.0, stage=Stage.BEGUN))
+    tracker = InflightTracker([Worker(0, "e")])
+    engine = tracker.workers[0]
+    tracker.on_dispatch(1, Choice(engine), Request(), streams=True, now_s=0.0)
+    tracker.observe(BLANK._replace(request=1, first_byte_s=2.0, stage=Stage.BEGUN))
     assert engine.prefill_model.regression.samples == 0
-    assert accounts.calibration.recent() == []
+    assert tracker.calibration.recent() == []

@@ -12,7 +12,7 @@ from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Obje
 from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import EVERY_S, PER_OCTAVE, Capacity, Demand
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 WITHIN = 2.0 ** (1.5 / PER_OCTAVE)  # a class and a half
 
@@ -24,9 +24,9 @@ def taught(seconds: float) -> AnswerLengthStats:
     return answers
 
 
-def decodes(count: int, room_tokens: int = 0) -> list[Instance]:
+def decodes(count: int, room_tokens: int = 0) -> list[Worker]:
     """10 ms, 0.3 ms for each request, and 0.02 ms for a thousand tokens."""
-    return [Instance(place, f"d{place}", Role.DECODE, room_tokens=room_tokens) for place in range(count)]
+    return [Worker(place, f"d{place}", Role.DECODE, room_tokens=room_tokens) for place in range(count)]
 
 
 def come(demand: Demand, rate: float, tokens: list[int], seconds: float = 600.0) -> None:
@@ -102,7 +102,7 @@ def test_where_nobody_decodes_nobody_exceeds() -> None:
     demand = Demand()
     come(demand, 50.0, [8_000, 80_000])
     assert demand.longest([], 0.05, taught(10.0), 600.0) == math.inf
-    alone = [Instance(0, "p", Role.PREFILL)]
+    alone = [Worker(0, "p", Role.PREFILL)]
     assert demand.longest(alone, 0.05, taught(10.0), 600.0 + EVERY_S) < math.inf  # all that there is
 
 
@@ -139,7 +139,7 @@ def admission(look: Lookahead = Lookahead.AHEAD, gap_s: float = 0.05) -> Admissi
 
 
 def test_only_under_overload_and_by_priority_and_by_group() -> None:
-    fleet = [Instance(9, "p", Role.PREFILL), *decodes(1)]
+    fleet = [Worker(9, "p", Role.PREFILL), *decodes(1)]
 
     def class_of(gate: Admission, rate: float, request: Request, group: str = "g") -> Capacity:
         chance = random.Random(1)
@@ -189,7 +189,7 @@ def test_lengths_at_which_a_class_begins_are_of_that_class() -> None:
 
 def test_an_exceeding_one_is_taken_where_nobody_needs_its_place() -> None:
     (decode,) = decodes(1)
-    choice = Choice(decode, Instance(9, "p", Role.PREFILL), 1.0)
+    choice = Choice(decode, Worker(9, "p", Role.PREFILL), 1.0)
     asked = Request(10_000)
     gate = admission()
     assert gate.predict(asked, choice, 0.0, only_if_spare=True).refusal is None

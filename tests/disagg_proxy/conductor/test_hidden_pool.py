@@ -68,9 +68,9 @@ async def test_equal_engines_share_what_only_the_pool_explains(
                 stream.tell(stored(chain(100_000 * (at + 1), 2), 10))
             conversation = chain(0, PROMPT // BLOCK)
             streams[0].tell(stored(conversation, 1000, None))
-            locality, ids = b.proxy._locality, array("I", conversation).tobytes()
-            await until(lambda: locality.is_heard(0) and locality.is_heard(1))
-            await until(lambda: locality.find(ids, b"").own[0] == len(conversation))
+            locator, ids = b.proxy._locator, array("I", conversation).tobytes()
+            await until(lambda: locator.is_heard(0) and locator.is_heard(1))
+            await until(lambda: locator.find(ids, b"").own[0] == len(conversation))
 
             async def at_once(count: int) -> Counter[str]:
                 """So many turns of the conversation, none of which ends before all are there."""
@@ -82,7 +82,7 @@ async def test_equal_engines_share_what_only_the_pool_explains(
                 return Counter(await asyncio.gather(*asked))
 
             assert set(await at_once(12)) == {"engine-0"}  # it alone has the conversation, by its events
-            hidden = b.proxy._dispatcher.scheduler.accounts.hidden_pool
+            hidden = b.proxy._dispatcher.scheduler.inflight.hidden_pool
             assert hidden is not None
             for number in range(SEEN_MIN):
                 await ask(b, chain(1_000_000 + 10_000 * number, PROMPT // BLOCK))

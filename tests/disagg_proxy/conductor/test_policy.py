@@ -6,14 +6,14 @@ import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policy import POLICIES, hook_of, make_policy
+from moonpool.disagg_proxy.conductor.worker import Worker
 
 
 class MyOwn:
     uses_tokens = False
 
-    def choose(self, request: Request, instances: list[Instance], now_s: float) -> Choice:
+    def choose(self, request: Request, instances: list[Worker], now_s: float) -> Choice:
         return Choice(instances[-1])
 
 
@@ -39,12 +39,12 @@ def test_each_name_makes_a_fresh_policy(name: str) -> None:
 
 
 def test_a_class_of_the_users_own_is_made_by_its_path() -> None:
-    instances = [Instance(place, f"e{place}") for place in range(3)]
+    instances = [Worker(place, f"e{place}") for place in range(3)]
     assert make_policy(f"{__name__}:MyOwn").choose(Request(), instances, 0.0).decode.place == 2
 
 
 def test_it_may_hear_of_what_was_sent_or_not() -> None:
-    policy, choice = Counts(), Choice(Instance(0, "e"))
+    policy, choice = Counts(), Choice(Worker(0, "e"))
     hook_of(policy)(Request(), choice, 0.0)
     hook_of(make_policy(f"{__name__}:MyOwn"))(Request(), choice, 0.0)
     assert policy.count == 1

@@ -13,16 +13,16 @@ import pytest
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Refusal
 from moonpool.disagg_proxy.conductor.admission_controller import RELEASED_MAX
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.scheduler import (
     Dispatched,
-    Fit,
+    EligibleWorkers,
     PendingRequest,
     QueueLimits,
     Refused,
     Scheduler,
 )
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
 
 LONG = 20_000
@@ -33,15 +33,15 @@ class Bed:
     """A driver that knows its requests by name."""
 
     def __init__(self, roles: Sequence[Role] = (Role.BOTH,)) -> None:
-        self.instances = tuple(Instance(place, f"engine-{place}", role) for place, role in enumerate(roles))
+        self.workers = tuple(Worker(place, f"engine-{place}", role) for place, role in enumerate(roles))
         self.gone: set[int] = set()
         self.objections: dict[int, Refusal] = {}
 
     def is_gone(self, pending: PendingRequest) -> bool:
         return pending.name in self.gone
 
-    def eligible(self, pending: PendingRequest) -> Fit:
-        return Fit.of(self.instances)
+    def eligible(self, pending: PendingRequest) -> EligibleWorkers:
+        return EligibleWorkers.of(self.workers)
 
     def refresh(self, pending: PendingRequest) -> Request:
         return pending.asked
@@ -52,16 +52,16 @@ class Bed:
     def objection(self, pending: PendingRequest, choice: Choice) -> Refusal | None:
         return self.objections.get(pending.name)
 
-    def sisters(self, instance: Instance) -> Iterable[Instance]:
-        return [each for each in self.instances if each is not instance and each.role is instance.role]
+    def same_kind(self, worker: Worker) -> Iterable[Worker]:
+        return [each for each in self.workers if each is not worker and each.role is worker.role]
 
 
 def made(bed: Bed, objective: Objective | None = None, waiting_max: int = 0) -> Scheduler[PendingRequest]:
     admission = None if objective is None else Admission(objective)
     limits = QueueLimits(waiting_max, deadline_s=60.0)
     scheduler: Scheduler[PendingRequest] = Scheduler(Conductor(), bed, admission, limits)
-    for instance in bed.instances:
-        scheduler.join(instance)
+    for worker in bed.workers:
+        scheduler.join(worker)
     return scheduler
 
 
@@ -85,10 +85,10 @@ def test_a_request_is_dispatched_and_accounted_for_until_it_is_over() -> None:
     pending = request(1)
     assert scheduler.submit(pending, 0.0) == [Dispatched(pending, pending.choice)]
     assert pending.choice is not None
-    assert pending.choice.decode is bed.instances[0]
-    assert bed.instances[0].books.requests == 1
+    assert pending.choice.decode is bed.workers[0]
+    assert bed.workers[0].load.requests == 1
     computed(scheduler, 1, 1.0)
-    assert bed.instances[0].books.requests == 0
+    assert bed.workers[0].load.requests == 0
     scheduler.check_integrity()
 
 
@@ -153,10 +153,10 @@ def test_what_would_be_too_late_is_refused_and_is_not_in_the_books() -> None:
     (effect,) = scheduler.submit(request(2, objective=objective), 0.0)
     assert isinstance(effect, Refused)
     assert effect.refusal.reason == "ttft"
-    assert bed.instances[0].books.requests == 1
+    assert bed.workers[0].load.requests == 1
     again = scheduler.dispatch(request(2, objective=objective), 0.0)  # a second attempt
     assert isinstance(again, Dispatched)
-    assert bed.instances[0].books.requests == 2
+    assert bed.workers[0].load.requests == 2
 
 
 @pytest.mark.parametrize("submits", [True, False])
@@ -166,7 +166,7 @@ def test_an_objection_of_the_driver_refuses_whatever_the_load(submits: bool) -> 
     scheduler, pending = made(bed, waiting_max=5), request(1)
     effects = scheduler.submit(pending, 0.0) if submits else [scheduler.dispatch(pending, 0.0)]
     assert effects == [Refused(pending, bed.objections[1])]
-    bed.instances = ()
+    bed.workers = ()
     effects = scheduler.submit(pending, 0.0) if submits else [scheduler.dispatch(pending, 0.0)]
     assert [effect.refusal.reason for effect in effects if isinstance(effect, Refused)] == ["none"]
     assert scheduler.waiting == 0
@@ -187,7 +187,7 @@ def test_a_tick_stops_after_some_and_says_so() -> None:
 
 
 class Failing(Conductor):
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
         raise RuntimeError("odd")
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
@@ -197,8 +197,8 @@ class Failing(Conductor):
 def test_a_failing_policy_costs_no_request_where_the_driver_wants_to_hear_of_it() -> None:
     bed, said = Bed((Role.PREFILL, Role.PREFILL, Role.DECODE)), list[str]()
     scheduler: Scheduler[PendingRequest] = Scheduler(Failing(), bed, policy_failed=said.append)
-    for instance in bed.instances:
-        scheduler.join(instance)
+    for worker in bed.workers:
+        scheduler.join(worker)
     (effect,) = scheduler.submit(request(1), 0.0)
     assert isinstance(effect, Dispatched)
     assert len(said) == 2
@@ -212,11 +212,11 @@ def test_an_engine_that_has_learnt_teaches_its_sisters() -> None:
     scheduler = made(bed)
     for name in range(1, 40):
         start_s = 10.0 * name
-        bed.instances[1].books.prefill_began(10_000 + name, 1, 0, 0, 1e6, start_s)  # it is busy
+        bed.workers[1].load.prefill_began(10_000 + name, 1, 0, 0, 1e6, start_s)  # it is busy
         scheduler.submit(request(name), start_s)
-        bed.instances[1].books.forget_all()
+        bed.workers[1].load.forget_all()
         computed(scheduler, name, start_s + 5.0)
-    assert bed.instances[0].books.requests == 0
-    taught = bed.instances[1].prefill_model
+    assert bed.workers[0].load.requests == 0
+    taught = bed.workers[1].prefill_model
     assert not taught.regression.samples
     assert taught.predict(LONG) > 4.0  # not the 2.4 s of the prior

@@ -40,11 +40,17 @@ def test_columns_are_those_of_the_record() -> None:
 
 
 def test_records_without_a_note_and_a_handover_are_passed_over() -> None:
-    def record(request: int, note: int, handed_over: int) -> bytes:
+    def record(request: int, tracked: int, handed_over: int) -> bytes:
         return RECORD.pack(
-            request, note, -1, 0, *(1.0,) * 6, *(-1,) * 4, 200, 0, 1, handed_over, 1, 0, 1, b"t", b"p", b"s"
+            *(request, tracked, -1, 0),
+            *(1.0,) * 6,
+            *(-1,) * 4,
+            *(200, 0, 1, handed_over, 1, 0, 1),
+            b"t",
+            b"p",
+            b"s",
         )
 
     records = record(1, 0, 0) + record(2, -1, 0) + record(3, 0, 2) + record(4, 0, 0) + record(5, 7, 1)
     assert [each.request for each in read_kept(records)] == [2, 3, 5]
-    assert list(read_kept(records)) == [each for each in read(records) if each.note or each.handed_over]
+    assert list(read_kept(records)) == [each for each in read(records) if each.tracked or each.handed_over]

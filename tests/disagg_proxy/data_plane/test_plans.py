@@ -431,7 +431,7 @@ async def test_what_a_policy_sees() -> None:
                 bytes(r.body),
             )  # type: ignore[attr-defined]
         )
-        return single(0, headers=((b"X-Moonpool-Decision", b"because"),), note=-5)
+        return single(0, headers=((b"X-Moonpool-Decision", b"because"),), tracked=True)
 
     async with bed(2, decide=decide) as b:
         body = '{"model":"å","max_tokens":4,"stream":true,"prompt":[1,2,65536]}'.encode()

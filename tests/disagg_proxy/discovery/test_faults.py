@@ -91,7 +91,7 @@ async def test_an_engine_that_is_forgotten_for_a_moment_keeps_what_is_known_of_i
     async with bed(0, discovery=(f"file:{path}",), **more) as b:  # type: ignore[arg-type]
         body = json.dumps({"model": "m", "prompt": list(range(256))}).encode()
         assert (await b.ask("POST", "/v1/completions", body)).status == 200
-        engine, instance = b.proxy.engines[0], b.proxy._dispatcher.instances[0]
+        engine, instance = b.proxy.engines[0], b.proxy._dispatcher.workers[0]
         write(path, [])
         await until(lambda: b.proxy._reconciler._membership.missing == 1)  # type: ignore[union-attr]
         answer = await b.ask("POST", "/v1/completions", body, "X-Moonpool-Decision: 1\r\n")
@@ -100,7 +100,7 @@ async def test_an_engine_that_is_forgotten_for_a_moment_keeps_what_is_known_of_i
         write(path, [row])
         await until(lambda: b.proxy._reconciler._membership.missing == 0)  # type: ignore[union-attr]
         assert b.proxy.engines[0] is engine
-        assert b.proxy._dispatcher.instances[0] is instance
+        assert b.proxy._dispatcher.workers[0] is instance
     await mock.stop()
 
 

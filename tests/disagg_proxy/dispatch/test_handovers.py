@@ -125,7 +125,7 @@ def test_decode_is_asked_while_prefill_computes() -> None:
             assert prefill.counts["finished"] == 0
             await asking
             await f.settle()
-            model = f.proxy._dispatcher.instances[0].prefill_model
+            model = f.proxy._dispatcher.workers[0].prefill_model
             assert model.regression.samples == 1
 
     play(scenario)

@@ -880,7 +880,7 @@ def test_generate_goes_where_its_prefix_lies(prompt: dict[str, Any]) -> None:
                 assert why["prompt_tokens"] == tokens
                 assert meta["completion_tokens"] == 3
                 assert (why["own_tokens"] > tokens - 32) == (turn > 0)
-            watches = f.proxy._dispatcher.scheduler.accounts.watches.values()
+            watches = f.proxy._dispatcher.scheduler.inflight.watches.values()
             assert sum(watch.reports for watch in watches) == 3
             assert sum(watch.wrong for watch in watches) == 0
 

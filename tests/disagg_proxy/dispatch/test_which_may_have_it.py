@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.dispatch.candidates import Candidates
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -16,7 +16,7 @@ def fleet(models: list[set[str]]) -> tuple[Candidates, list[Engine]]:
     for engine, served in zip(engines, models, strict=True):
         engine.models = dict.fromkeys(served, b"{}")
         engine.answered_well()
-        candidates.join(engine, Instance(engine.place, engine.name, Role.BOTH))
+        candidates.join(engine, Worker(engine.place, engine.name, Role.BOTH))
     return candidates, engines
 
 
@@ -24,27 +24,27 @@ def test_models_of_the_same_engines_share_one_tuple() -> None:
     every = {f"m{number}" for number in range(40)}
     candidates, engines = fleet([every, every, every | {"own"}])
     candidates.look_again([*every, "own"], 1.0)
-    fits = {id(candidates.of_waiting(model, 1.0).instances) for model in every}
+    fits = {id(candidates.of_waiting(model, 1.0).workers) for model in every}
     assert len(fits) == 1
-    assert candidates.of_waiting("own", 1.0).instances == candidates.instances[2:]
+    assert candidates.of_waiting("own", 1.0).workers == candidates.workers[2:]
     candidates.look_again([*every, "own", ""], 2.0)
-    assert {id(candidates.of_waiting(model, 2.0).instances) for model in every | {""}} == fits
+    assert {id(candidates.of_waiting(model, 2.0).workers) for model in every | {""}} == fits
     engines[2].refused("it is not there")
     candidates.look_again([*every, "own"], 3.0)
-    assert {candidates.of_waiting(model, 3.0).instances for model in every} == {candidates.instances[:2]}
-    assert len({id(candidates.of_waiting(model, 3.0).instances) for model in every}) == 1
-    assert candidates.of_waiting("own", 3.0).instances == candidates.instances[2:]  # better than nobody
+    assert {candidates.of_waiting(model, 3.0).workers for model in every} == {candidates.workers[:2]}
+    assert len({id(candidates.of_waiting(model, 3.0).workers) for model in every}) == 1
+    assert candidates.of_waiting("own", 3.0).workers == candidates.workers[2:]  # better than nobody
     engines[2].answered_well()
     candidates.look_again(every, 4.0)
-    assert candidates.of_waiting("m0", 4.0).instances == candidates.instances
+    assert candidates.of_waiting("m0", 4.0).workers == candidates.workers
 
 
 def test_what_an_engine_is_now_is_looked_up_anew() -> None:
     candidates, engines = fleet([{"m"}, {"m"}])
     candidates.look_again(["m"], 1.0)
-    assert candidates.of_waiting("m", 1.0).computing == candidates.instances
+    assert candidates.of_waiting("m", 1.0).computing == candidates.workers
     engines[1].role = "decode"
     candidates.became(engines[1])
     candidates.look_anew()
     candidates.look_again(["m"], 1.0)
-    assert candidates.of_waiting("m", 1.0).computing == candidates.instances[:1]
+    assert candidates.of_waiting("m", 1.0).computing == candidates.workers[:1]

@@ -76,4 +76,4 @@ async def begun(at: Bed) -> Client:
 
 def requests(at: Bed) -> list[int]:
     """In the books of each engine."""
-    return [each.books.requests for each in at.proxy._dispatcher.scheduler.accounts.instances]
+    return [each.load.requests for each in at.proxy._dispatcher.scheduler.inflight.workers]

@@ -9,9 +9,9 @@ import random
 import msgspec
 import pytest
 
-from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed, sent
 from moonpool.disagg_proxy.peers.remote_inflight import RemoteInflight
@@ -32,22 +32,29 @@ from moonpool.disagg_proxy.peers.wire import (
 from moonpool.disagg_proxy.settings import parse_engines
 
 
-def fleet() -> list[Instance]:
+def fleet() -> list[Worker]:
     roles = [Role.BOTH, Role.BOTH, Role.PREFILL, Role.DECODE]
-    return [Instance(place, f"e{place}", role) for place, role in enumerate(roles)]
+    return [Worker(place, f"e{place}", role) for place, role in enumerate(roles)]
 
 
-def shared_of(instances: list[Instance]) -> RemoteInflight:
+def shared_of(instances: list[Worker]) -> RemoteInflight:
     return RemoteInflight(lambda name, _: {each.name: each for each in instances}.get(name))
 
 
-def loads(instances: list[Instance], now_s: float) -> list[tuple[float, ...]]:
+def loads(instances: list[Worker], now_s: float) -> list[tuple[float, ...]]:
     rows: list[tuple[float, ...]] = []
     for each in instances:
-        wait_s = round(each.books.wait_s(now_s), 9)  # first: silent prefills end when somebody asks
-        books = each.books
+        wait_s = round(each.load.wait_s(now_s), 9)  # first: silent prefills end when somebody asks
+        books = each.load
         rows.append(
-            (books.prefills, books.decodes, books.context_tokens, each.coming, each.coming_tokens, wait_s)
+            (
+                books.prefills,
+                books.decodes,
+                books.context_tokens,
+                each.pending_handover,
+                each.pending_handover_tokens,
+                wait_s,
+            )
         )
     return rows
 
@@ -55,7 +62,7 @@ def loads(instances: list[Instance], now_s: float) -> list[tuple[float, ...]]:
 def observation(request: int, stage: Stage, at_s: float, *, apart: bool) -> Observation:
     values = dict.fromkeys(Observation._fields, 0) | {
         "request": request,
-        "note": 1,
+        "tracked": 1,
         "prefill_done_s": at_s if stage is Stage.PREFILLED else 0.0,
         "first_byte_s": at_s if stage is Stage.BEGUN else 0.0,
         "last_byte_s": at_s if stage is Stage.ENDED else 0.0,
@@ -76,10 +83,10 @@ def test_two_proxies_have_the_same_lines(seed: int) -> None:
     random_ = random.Random(seed)
     print("seed", seed)
     ours, theirs = fleet(), fleet()
-    accounts, shared = Accounts(ours), shared_of(theirs)
+    tracker, shared = InflightTracker(ours), shared_of(theirs)
     now_s = 100.0
     said: list[Change] = []
-    accounts.subscribe(InflightFeed(said.append))
+    tracker.subscribe(InflightFeed(said.append))
     running: dict[int, tuple[Stage, bool]] = {}
     for step in range(400):
         now_s += random_.random() * 0.1
@@ -90,12 +97,14 @@ def test_two_proxies_have_the_same_lines(seed: int) -> None:
                 if apart
                 else Choice(ours[random_.randrange(2)], None, random_.random())
             )
-            accounts.sent(request, choice, Request(random_.randrange(1, 9999)), streams=streams, now_s=now_s)
+            tracker.on_dispatch(
+                request, choice, Request(random_.randrange(1, 9999)), streams=streams, now_s=now_s
+            )
             running[request] = (Stage.PREFILLED if apart else Stage.BEGUN, apart)
         else:
             request = random_.choice(list(running))
             stage, apart = running[request]
-            accounts.learn(observation(request, stage, now_s, apart=apart))
+            tracker.observe(observation(request, stage, now_s, apart=apart))
             if stage is Stage.ENDED:
                 del running[request]
             else:
@@ -106,18 +115,18 @@ def test_two_proxies_have_the_same_lines(seed: int) -> None:
         shared.apply("other", said, now_s)
         said.clear()
         assert loads(theirs, now_s) == loads(ours, now_s), step
-        assert len(shared) == len(accounts)
+        assert len(shared) == len(tracker)
         shared.check_integrity()
     late = fleet()  # a proxy that starts now and is told all at once; again, nothing counts twice
     late_shared = shared_of(late)
-    state = [sent(request, flight, now_s) for request, flight in accounts.in_flight().items()]
+    state = [sent(request, flight, now_s) for request, flight in tracker.in_flight().items()]
     for _ in range(2):
         late_shared.replace("other", state, now_s)
         assert [row[1:5] for row in loads(late, now_s)] == [row[1:5] for row in loads(ours, now_s)]
         # When a prefill of which nobody will hear began is not told, so that some may seem to last longer.
         assert all(new[0] >= old[0] for new, old in zip(loads(late, now_s), loads(ours, now_s), strict=True))
-        assert len(late_shared) == len(accounts)
-    assert shared.gone("other", now_s) == len(accounts)
+        assert len(late_shared) == len(tracker)
+    assert shared.gone("other", now_s) == len(tracker)
     assert all(row == (0, 0, 0, 0, 0, 0.0) for row in loads(theirs, now_s))
 
 
@@ -127,16 +136,16 @@ def test_a_state_ends_what_it_does_not_name_and_moves_what_went_elsewhere() -> N
     first = [Sent(1, "e0", "e0", 100, 0, 0, 1.0, False), Sent(2, "e0", "e0", 100, 0, 0, 1.0, False)]
     shared.apply("a", first, 10.0)
     shared.replace("a", [Sent(2, "e1", "e1", 100, 0, 0, 1.0, False)], 10.5)
-    assert [each.books.prefills for each in instances] == [0, 1, 0, 0]
+    assert [each.load.prefills for each in instances] == [0, 1, 0, 0]
     shared.replace("a", [], 11.0)
-    assert [each.books.requests for each in instances] == [0, 0, 0, 0]
+    assert [each.load.requests for each in instances] == [0, 0, 0, 0]
 
 
 def test_a_long_line_that_is_told_late_is_as_short_as_it_is() -> None:
     instances = fleet()
     shared = shared_of(instances)
     shared.replace("a", [Sent(1, "e0", "e0", 100, 0, 0, 5.0, False, age_s=3.0)], 10.0)
-    assert instances[0].books.wait_s(10.0) == pytest.approx(2.0)
+    assert instances[0].load.wait_s(10.0) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -168,33 +177,33 @@ def test_what_cannot_be_is_counted_and_left_out(lie: Sent) -> None:
 def test_lists_of_engines_may_have_another_order() -> None:
     """Names that are made of an engine's position mean nothing elsewhere."""
 
-    def instances_of(*texts: str) -> list[Instance]:
+    def instances_of(*texts: str) -> list[Worker]:
         specs = parse_engines(texts)
-        return [Instance(place, each.name, known_as=each.known_as) for place, each in enumerate(specs)]
+        return [Worker(place, each.name, known_as=each.known_as) for place, each in enumerate(specs)]
 
     mine = instances_of("http://u2:1", "x=http://u3:1", "http://u1:1")
     theirs = instances_of("http://u1:1", "http://u2:1", "x=http://proxied:2", "http://u4:1")
     told: list[Change] = []
-    accounts = Accounts(theirs)
-    accounts.subscribe(InflightFeed(told.append))
+    tracker = InflightTracker(theirs)
+    tracker.subscribe(InflightFeed(told.append))
     for number, each in enumerate(theirs):
         asked = Request(tokens=100 * (number + 1))
-        accounts.sent(number, Choice(each, prefill_s=1.0), asked, streams=True, now_s=0.0)
+        tracker.on_dispatch(number, Choice(each, prefill_s=1.0), asked, streams=True, now_s=0.0)
     shared = RemoteInflight(lambda name, _: {each.known_as: each for each in mine}.get(name))
     shared.apply("a", told, 0.0)
     shared.replace("a", told, 0.0)
-    held = [each.books.prefill_ended(-1 - number, 1.0) for each, number in zip(mine, (1, 2, 0), strict=True)]
+    held = [each.load.prefill_ended(-1 - number, 1.0) for each, number in zip(mine, (1, 2, 0), strict=True)]
     assert [ended and ended.tokens for ended in held] == [200, 300, 100]
     assert shared.unknown == 2  # u4, twice
 
 
 def test_books_that_only_others_fill_are_whole() -> None:
     instances = fleet()
-    accounts, shared = Accounts(instances), shared_of(instances)
+    tracker, shared = InflightTracker(instances), shared_of(instances)
     shared.apply("a", [Sent(1, "e0", "e0", 5, 0, 0, 1.0, False)], 1.0)
     with pytest.raises(AssertionError, match="none was sent"):
-        accounts.check_integrity()
-    accounts.check_integrity(len(shared))
+        tracker.check_integrity()
+    tracker.check_integrity(len(shared))
 
 
 def test_no_proxy_can_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +222,10 @@ def test_what_nobody_reports_any_more_ends() -> None:
     assert len(shared) == 2
     shared.expire(1.5, 0.0, 2.0)
     assert len(shared) == 1
-    assert instances[1].books.decodes == 1  # a stream may take long
+    assert instances[1].load.decodes == 1  # a stream may take long
     shared.expire(1.5, 1.5, 2.0)
-    assert len(shared) == instances[1].books.decodes == 0
-    assert instances[0].books.requests == 0
+    assert len(shared) == instances[1].load.decodes == 0
+    assert instances[0].load.requests == 0
 
 
 def test_every_change_comes_through_the_wire() -> None:

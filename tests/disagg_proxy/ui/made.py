@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
 from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, TimeStep
 from moonpool.disagg_proxy.ui.snapshot import DecisionRow, EngineSnapshot, ProxyGroup, Snapshot
 
-INSTANCES = tuple(Instance(place, f"p{place}") for place in range(3))
+INSTANCES = tuple(Worker(place, f"p{place}") for place in range(3))
 
 
 def finished(

@@ -8,9 +8,9 @@
 namespace moonpool {
 namespace {
 
-std::shared_ptr<Standing> standing(uint32_t place) {
-    return std::make_shared<Standing>(place, 0, std::make_shared<Books>(), std::make_shared<PrefillModel>(),
-                                      std::make_shared<DecodeModel>());
+std::shared_ptr<WorkerView> view(uint32_t place) {
+    return std::make_shared<WorkerView>(place, 0, std::make_shared<WorkerLoad>(),
+                                        std::make_shared<PrefillModel>(), std::make_shared<DecodeModel>());
 }
 
 // That the answers are right is compared with plain Python (test_candidates.py); here that there is always
@@ -20,25 +20,25 @@ TEST_CASE("candidates: somebody is found whatever the numbers") {
     const double numbers[] = {0, 1, -1, 1e300, -1e300, INFINITY, -INFINITY, NAN};
     auto number = [&] { return numbers[random.below(std::size(numbers))]; };
     for (int story = 0; story < 2000; ++story) {
-        std::vector<std::shared_ptr<Standing>> all;
+        std::vector<std::shared_ptr<WorkerView>> all;
         size_t count = 1 + random.below(5);
         for (uint32_t place = 0; place < count; ++place) {
-            all.push_back(standing(place));
+            all.push_back(view(place));
             all.back()->obeys = random.one_in(2);
             all.back()->room_tokens = static_cast<int64_t>(random.below(3) * 500);
-            if (random.one_in(2)) all.back()->books->prefill_began(1, 10, 0, 0, 0.5, 0, false);
-            if (random.one_in(2)) all.back()->books->decode_began(1, 400, 0);
+            if (random.one_in(2)) all.back()->load->prefill_began(1, 10, 0, 0, 0.5, 0, false);
+            if (random.one_in(2)) all.back()->load->decode_began(1, 400, 0);
         }
         Candidates candidates(all);
         std::vector<uint32_t> own(random.below(count + 1), static_cast<uint32_t>(random.below(2000)));
-        const Standing* without = random.one_in(2) ? all[random.below(count)].get() : nullptr;
+        const WorkerView* without = random.one_in(2) ? all[random.below(count)].get() : nullptr;
         Cheapest best = candidates.cheapest({.tokens = static_cast<int64_t>(random.below(2000)),
                                              .pool = static_cast<int64_t>(random.below(2000)),
                                              .now_s = number(),
                                              .ahead_s = number(),
                                              .urgency = number(),
-                                             .harm = number(),
-                                             .chance = number(),
+                                             .marginal_delay = number(),
+                                             .reuse_probability = number(),
                                              .spare_s = number(),
                                              .without = without,
                                              .last = all[random.below(count)].get(),
@@ -53,12 +53,12 @@ TEST_CASE("candidates: somebody is found whatever the numbers") {
 }
 
 TEST_CASE("candidates: the least gap, where there is room") {
-    std::vector<std::shared_ptr<Standing>> all{standing(0), standing(1), standing(2)};
+    std::vector<std::shared_ptr<WorkerView>> all{view(0), view(1), view(2)};
     Candidates candidates(all);
-    all[0]->books->decode_began(1, 50000, 0);
+    all[0]->load->decode_began(1, 50000, 0);
     all[1]->room_tokens = 100;
     CHECK(candidates.least_gap(100, 200).which == 2);
-    all[2]->coming = 1000;
+    all[2]->pending_handover = 1000;
     CHECK(candidates.least_gap(100, 200).which == 0);
     all[0]->room_tokens = all[2]->room_tokens = 100;  // nowhere: the least of all
     CHECK(candidates.least_gap(100, 200).which == 1);

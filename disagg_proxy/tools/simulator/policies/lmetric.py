@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.choice import Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 
 class LMetric(Scored):
     """(Tokens to compute there, this request's included) x (requests there, this one included)."""
 
-    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        rest = instance.books.prefill_rest_tokens + request.tokens - request.own_at(instance)
-        return max(rest, 1) * (instance.in_flight + 1)
+    def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        rest = worker.load.prefill_rest_tokens + request.tokens - request.own_at(worker)
+        return max(rest, 1) * (worker.in_flight + 1)
 
-    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight + instance.coming
+    def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        return worker.in_flight + worker.pending_handover

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.choice import Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 
 class LoadBalancing(Scored):
     """The fewest seconds of prefill in line."""
 
-    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.books.wait_s(now_s)
+    def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        return worker.load.wait_s(now_s)

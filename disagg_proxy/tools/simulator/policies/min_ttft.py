@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.choice import Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 
 class MinTtft(Scored):
     """The least predicted time to the first token, as if nothing could be fetched."""
 
-    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        own = request.own_at(instance)
-        return instance.books.wait_s(now_s) + instance.prefill_model.predict(request.tokens, own)
+    def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        own = request.own_at(worker)
+        return worker.load.wait_s(now_s) + worker.prefill_model.predict(request.tokens, own)

@@ -1,12 +1,12 @@
-"""A policy that gives every instance a cost for a request."""
+"""A policy that gives every worker a cost for a request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
 from moonpool.disagg_proxy.conductor.policies.roles import Roles, is_worth_splitting
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
@@ -24,21 +24,23 @@ class Scored:
         self._turn = 0
         self._turns: dict[int, int] = {}
 
-    def compare(self, request: Request, able: Sequence[Instance]) -> None:
+    def compare(self, request: Request, able: Sequence[Worker]) -> None:
         """They are those whose ``cost`` is asked next."""
 
-    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
+    def cost(self, request: Request, worker: Worker, now_s: float) -> float:
         raise NotImplementedError
 
-    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
+    def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
         """Tokens in the KV cache of those that decode there, and will when their prompts are computed."""
-        return instance.books.context_tokens + instance.coming_tokens
+        return worker.load.context_tokens + worker.pending_handover_tokens
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
-        groups = self._roles.of(instances)
-        if groups.takers:
-            takers = groups.takers
-            decode = self._least(takers, [self.decode_cost(request, each, now_s) for each in takers])
+    def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        groups = self._roles.of(workers)
+        if groups.decode_workers:
+            decode_workers = groups.decode_workers
+            decode = self._least(
+                decode_workers, [self.decode_cost(request, each, now_s) for each in decode_workers]
+            )
             able = groups.able(decode)
             if able and is_worth_splitting(request, decode):
                 best, least = self._cheapest(request, able, now_s)
@@ -46,24 +48,24 @@ class Scored:
                     return self._choice(request, decode, best, least)
                 return self._choice(request, best, None, least)
             return self._choice(request, decode, None, 0.0)
-        best, least = self._cheapest(request, groups.alone, now_s)
+        best, least = self._cheapest(request, groups.self_sufficient, now_s)
         return self._choice(request, best, None, least)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
         self._turn += 1
         self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
 
-    def _cheapest(self, request: Request, able: Sequence[Instance], now_s: float) -> tuple[Instance, float]:
+    def _cheapest(self, request: Request, able: Sequence[Worker], now_s: float) -> tuple[Worker, float]:
         self.compare(request, able)
         costs = [self.cost(request, each, now_s) for each in able]
         return self._least(able, costs), min(costs)
 
-    def _least(self, instances: Sequence[Instance], costs: Sequence[float]) -> Instance:
+    def _least(self, workers: Sequence[Worker], costs: Sequence[float]) -> Worker:
         least = min(costs)
         turns = self._turns.get
-        equal = [each for each, cost in zip(instances, costs, strict=True) if cost <= least]
+        equal = [each for each, cost in zip(workers, costs, strict=True) if cost <= least]
         return min(equal, key=lambda each: turns(each.place, -1)) if len(equal) > 1 else equal[0]
 
-    def _choice(self, request: Request, decode: Instance, prefill: Instance | None, cost: float) -> Choice:
+    def _choice(self, request: Request, decode: Worker, prefill: Worker | None, cost: float) -> Choice:
         own = request.own_at(prefill or decode)
         return Choice(decode, prefill, why={"cost": cost, "own_tokens": own})

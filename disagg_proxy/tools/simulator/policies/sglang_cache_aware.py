@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.choice import Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 SHARE_MIN = 0.3  # of the prompt that must match
@@ -22,7 +22,7 @@ class SGLangCacheAware(Scored):
         super().__init__()
         self._balances = False
 
-    def compare(self, request: Request, able: Sequence[Instance]) -> None:
+    def compare(self, request: Request, able: Sequence[Worker]) -> None:
         counts = [each.in_flight for each in able]
         apart = max(counts) - min(counts)
         longest = max(request.own_at(each) for each in able)
@@ -30,8 +30,8 @@ class SGLangCacheAware(Scored):
             longest <= SHARE_MIN * request.tokens
         )
 
-    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight if self._balances else -request.own_at(instance)
+    def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        return worker.in_flight if self._balances else -request.own_at(worker)
 
-    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight + instance.coming
+    def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        return worker.in_flight + worker.pending_handover

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.choice import Request
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.policies.scored import Scored
 
 POOL_CREDIT = 0.6  # of a token in an external store
@@ -12,9 +12,9 @@ POOL_CREDIT = 0.6  # of a token in an external store
 class VllmKvAware(Scored):
     """Tokens that wait there and those to compute for this request, less credit for what lies in the pool."""
 
-    def cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        held = request.own_at(instance) + POOL_CREDIT * request.from_pool(instance)
-        return instance.books.prefill_rest_tokens + max(request.tokens - held, 0.0)
+    def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        held = request.own_at(worker) + POOL_CREDIT * request.from_pool(worker)
+        return worker.load.prefill_rest_tokens + max(request.tokens - held, 0.0)
 
-    def decode_cost(self, request: Request, instance: Instance, now_s: float) -> float:
-        return instance.in_flight + instance.coming
+    def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        return worker.in_flight + worker.pending_handover

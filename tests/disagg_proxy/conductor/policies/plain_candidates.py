@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool.disagg_proxy.conductor.worker import Worker
 
 EQUAL_S = 0.001
 EQUAL_GAP_S = 0.00005
 _K = 1e-3
 _M = 1e-6
 
-Found = tuple[Instance, str, float, float, float, int, bool, float, float]
-_Row = tuple[float, float, float, float, int, bool, Instance, float]
+Found = tuple[Worker, str, float, float, float, int, bool, float, float]
+_Row = tuple[float, float, float, float, int, bool, Worker, float]
 
 
 def cheapest(
-    instances: Sequence[Instance],
+    instances: Sequence[Worker],
     tokens: int,
     owned: Sequence[int],
     in_pool: int,
@@ -25,14 +25,14 @@ def cheapest(
     *,
     ahead_s: float,
     urgency: float,
-    harm: float,
-    chance: float,
+    marginal_delay: float,
+    reuse_probability: float,
     spare_s: float,
     stalled: float,
     gap_most_s: float,
     need_tokens: int,
-    without: Instance | None,
-    last: Instance | None,
+    without: Worker | None,
+    last: Worker | None,
     last_own: int,
     noise: float,
 ) -> Found:
@@ -47,7 +47,7 @@ def cheapest(
         transfer_s = lost_s = 0.0
         pull = in_pool - own
         fetches = pull > 0
-        wait_s = instance.books.wait_s(now_s)
+        wait_s = instance.load.wait_s(now_s)
         if fetches:
             transfer_s = pull_s = latency + token * _K * pull + share * ahead_s
             if wait_s:
@@ -61,13 +61,17 @@ def cheapest(
                 transfer_s, fetches = 0.0, False
         ttft_s = wait_s + prefill_s
         gap_s = instance.decode_model.predict(
-            instance.books.decodes + instance.coming + 1,
-            instance.books.context_tokens + instance.coming_tokens + tokens,
+            instance.load.decodes + instance.pending_handover + 1,
+            instance.load.context_tokens + instance.pending_handover_tokens + tokens,
         )
         if gap_s + ttft_s > gap_most_s or not (need_tokens == 0 or _has_room(instance, need_tokens)):
             continue
-        cost = urgency * ttft_s + harm * prefill_s * (wait_s + 0.5 * prefill_s) + chance * b * _K * rest
-        cost += stalled * instance.books.decodes * prefill_s
+        cost = (
+            urgency * ttft_s
+            + marginal_delay * prefill_s * (wait_s + 0.5 * prefill_s)
+            + reuse_probability * b * _K * rest
+        )
+        cost += stalled * instance.load.decodes * prefill_s
         found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
     if not found:
         return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf
@@ -76,7 +80,7 @@ def cheapest(
     return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost
 
 
-def _best(found: list[_Row], last: Instance | None, noise: float) -> tuple[_Row, str]:
+def _best(found: list[_Row], last: Worker | None, noise: float) -> tuple[_Row, str]:
     near = min(each[0] for each in found) + EQUAL_S
     stays = next((each for each in found if each[6] is last), None)
     if len(found) == 1:
@@ -86,30 +90,31 @@ def _best(found: list[_Row], last: Instance | None, noise: float) -> tuple[_Row,
     equal = [each for each in found if each[0] <= near]
     longest = max(each[4] for each in equal)
     longer = [each for each in equal if each[4] == longest]
-    best = min(longer, key=lambda each: (each[6].books.requests, each[6].turn))
+    best = min(longer, key=lambda each: (each[6].load.requests, each[6].turn))
     if len(equal) > 1:
         return best, "match" if len(longer) < len(equal) else "turn"
     soonest = min(each[1] for each in found) + EQUAL_S
     return best, "least_time" if best[1] <= soonest else "spares_others"
 
 
-def _has_room(instance: Instance, tokens: int) -> bool:
-    there = instance.books.context_tokens + instance.coming_tokens
+def _has_room(instance: Worker, tokens: int) -> bool:
+    there = instance.load.context_tokens + instance.pending_handover_tokens
     return not instance.room_tokens or there + tokens <= instance.room_tokens
 
 
-def least_gap(instances: Sequence[Instance], tokens: int, need_tokens: int) -> tuple[Instance, float]:
+def least_gap(instances: Sequence[Worker], tokens: int, need_tokens: int) -> tuple[Worker, float]:
     roomy = [each for each in instances if _has_room(each, need_tokens)]
-    equal: list[Instance] = []
+    equal: list[Worker] = []
     least_s = math.inf
     for instance in roomy or instances:
-        books = instance.books
+        load = instance.load
         gap_s = instance.decode_model.predict(
-            books.decodes + instance.coming + 1, books.context_tokens + instance.coming_tokens + tokens
+            load.decodes + instance.pending_handover + 1,
+            load.context_tokens + instance.pending_handover_tokens + tokens,
         )
         if gap_s < least_s - EQUAL_GAP_S:
             equal.clear()
             least_s = gap_s
         if gap_s < least_s + EQUAL_GAP_S:
             equal.append(instance)
-    return min(equal, key=lambda each: (each.books.requests, each.turn)), least_s
+    return min(equal, key=lambda each: (each.load.requests, each.turn)), least_s

@@ -10,25 +10,25 @@ from collections.abc import Sequence
 import pytest
 
 from moonpool import InvalidArgument
-from moonpool._native import Books, Candidates, Standing
-from moonpool.disagg_proxy.conductor.instance import Instance
+from moonpool._native import Candidates, WorkerLoad, WorkerView
+from moonpool.disagg_proxy.conductor.worker import Worker
 from tests.disagg_proxy.conductor.policies import plain_candidates
 
 
-def random_fleet(rng: random.Random, count: int) -> list[Instance]:
+def random_fleet(rng: random.Random, count: int) -> list[Worker]:
     """Many alike, so that ties are frequent; some that have learnt."""
     fleet = []
     for place in range(count):
-        instance = Instance(place, f"e{place}", room_tokens=rng.choice((0, 0, 5_000, 100_000)))
+        instance = Worker(place, f"e{place}", room_tokens=rng.choice((0, 0, 5_000, 100_000)))
         instance.obeys = rng.random() < 0.7
         instance.turn = rng.choice((-1, place, rng.randrange(5)))
-        instance.coming = rng.choice((0, 0, rng.randrange(4)))
-        instance.coming_tokens = 1_000 * instance.coming
+        instance.pending_handover = rng.choice((0, 0, rng.randrange(4)))
+        instance.pending_handover_tokens = 1_000 * instance.pending_handover
         for request in range(rng.choice((0, 0, rng.randrange(5)))):
             seconds, silent = rng.choice((0.5, rng.random() * 3)), rng.random() < 0.3
-            instance.books.prefill_began(request, 100, 0, 0, seconds, 0.0, silent=silent)
+            instance.load.prefill_began(request, 100, 0, 0, seconds, 0.0, silent=silent)
         for request in range(rng.choice((0, 0, rng.randrange(30)))):
-            instance.books.decode_began(request, rng.choice((500, rng.randrange(4_000))), 0.0)
+            instance.load.decode_began(request, rng.choice((500, rng.randrange(4_000))), 0.0)
         for _ in range(rng.choice((0, 0, rng.randrange(30)))):
             tokens = rng.randrange(100, 20_000)
             own, pool = rng.randrange(tokens), rng.randrange(tokens)
@@ -53,8 +53,8 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
         weights = {
             "ahead_s": rng.choice((0.0, rng.random())),
             "urgency": 2.0 ** rng.randrange(-4, 5),
-            "harm": rng.choice((0.0, rng.random() * 10)),
-            "chance": rng.choice((0.0, 0.25)),
+            "marginal_delay": rng.choice((0.0, rng.random() * 10)),
+            "reuse_probability": rng.choice((0.0, 0.25)),
             "spare_s": rng.choice((0.0, rng.random())),
             "stalled": rng.choice((0.0, 1.0)),
             "gap_most_s": rng.choice((math.inf, rng.random(), 10 * rng.random())),
@@ -83,7 +83,7 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
 
 
 def test_what_a_model_learns_counts_at_once_and_nonsense_is_survived() -> None:
-    fleet = [Instance(place, f"e{place}") for place in range(3)]
+    fleet = [Worker(place, f"e{place}") for place in range(3)]
     candidates = Candidates(fleet)
     assert candidates.cheapest(1_000, (), 0, 0.0)[0] == 0
     for _ in range(50):
@@ -91,15 +91,15 @@ def test_what_a_model_learns_counts_at_once_and_nonsense_is_survived() -> None:
     assert candidates.cheapest(1_000, (), 0, 0.0)[0] == 1
     for number in (math.nan, math.inf, -math.inf):  # some instance, whichever
         assert candidates.cheapest(1_000, (), 0, number, without=fleet[1])[0] in (0, 2)
-        assert candidates.cheapest(1_000, (), 0, 0.0, harm=number, without=fleet[1])[0] in (0, 2)
+        assert candidates.cheapest(1_000, (), 0, 0.0, marginal_delay=number, without=fleet[1])[0] in (0, 2)
 
 
 def test_what_cannot_be_weighed_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="nobody"):
         Candidates([])
-    candidates = Candidates([Instance(0, "e0")])
+    candidates = Candidates([Worker(0, "e0")])
     for own in ([-1], [1 << 32], ["x"], b"abc", None):
         with pytest.raises((InvalidArgument, TypeError, OverflowError, ValueError)):
             candidates.cheapest(10, own, 0, 0.0)
     with pytest.raises(InvalidArgument, match="its models"):
-        Standing(0, 0, Books(), None, None)  # type: ignore[arg-type]
+        WorkerView(0, 0, WorkerLoad(), None, None)  # type: ignore[arg-type]

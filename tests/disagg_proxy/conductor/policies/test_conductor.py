@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.policies.conductor import TRY_SHARE, Conductor
-from moonpool.disagg_proxy.conductor.sender import Sender
+from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from tests.disagg_proxy.conductor.policies.sending import send
 
 SEED = 20261121
@@ -20,25 +20,25 @@ KEYS = {
 }  # fmt: skip
 
 
-def fleet(count: int, role: Role = Role.BOTH) -> tuple[Instance, ...]:
-    instances = tuple(Instance(place, f"e{place}", role) for place in range(count))
+def fleet(count: int, role: Role = Role.BOTH) -> tuple[Worker, ...]:
+    instances = tuple(Worker(place, f"e{place}", role) for place in range(count))
     for instance in instances:
         instance.obeys = True
     return instances
 
 
-def busy(instance: Instance, seconds: float, request: int = 1_000) -> None:
-    instance.books.prefill_began(request, 1, 0, 0, seconds, now_s=0.0)
+def busy(instance: Worker, seconds: float, request: int = 1_000) -> None:
+    instance.load.prefill_began(request, 1, 0, 0, seconds, now_s=0.0)
 
 
-def loaded(instances: tuple[Instance, ...], load: float) -> None:
+def loaded(instances: tuple[Worker, ...], load: float) -> None:
     """A request a second came to each, for the last minutes."""
     for instance in instances:
         for number in range(-600, 0):
-            instance.flow.add(load, float(number))
+            instance.arrival_rate.add(load, float(number))
 
 
-def fetches_at(instance: Instance, token_s: float) -> None:
+def fetches_at(instance: Worker, token_s: float) -> None:
     """It has learnt that a fetched token costs so much, in whichever way."""
     chance = random.Random(SEED)
     for number in range(300):
@@ -69,7 +69,7 @@ def test_what_is_not_worth_a_hand_over_goes_to_decode_engines_as_to_whole_ones()
     """Short prompts, and a long one that a decode engine's own cache or the pool has nearly all of."""
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)
     for request in (Request(100), Request(20_100, (0, 20_000)), Request(20_100, (), 20_000)):
-        engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))
+        engines = tuple(Worker(place, f"e{place}", role) for place, role in enumerate(roles))
         busy(engines[3], 120.0)
         choice = Conductor().choose(request, engines, 0.0)
         assert choice.prefill is None
@@ -77,7 +77,7 @@ def test_what_is_not_worth_a_hand_over_goes_to_decode_engines_as_to_whole_ones()
         assert float(choice.why["predicted_ttft_s"]) < 1
         busy(engines[1], 120.0)
         busy(engines[2], 120.0, request=2_000)
-        engines[3].books.prefill_ended(1_000, 0.0)
+        engines[3].load.prefill_ended(1_000, 0.0)
         assert Conductor().choose(request, engines, 0.0).decode is engines[3]
 
 
@@ -138,7 +138,7 @@ def test_who_fetches_whatever_he_is_told_is_predicted_so() -> None:
 
 
 def test_a_sender_that_has_much_to_send_is_spared() -> None:
-    engines, sender = fleet(1), Sender()
+    engines, sender = fleet(1), TransferBacklog()
     request = Request(10_000, (0,), 9_000, holder=sender)
     assert Conductor().choose(request, engines, 0.0).fetch
     sender.asked(60.0, 0.0)
@@ -148,10 +148,10 @@ def test_a_sender_that_has_much_to_send_is_spared() -> None:
 
 def test_what_was_directed_to_be_fetched_is_ahead_of_the_next_fetch() -> None:
     engines = fleet(2)
-    accounts, policy, sender = Accounts(engines), Conductor(), Sender()
+    tracker, policy, sender = InflightTracker(engines), Conductor(), TransferBacklog()
     request = Request(10_000, (0, 0), 9_000, holder=sender)
     choice = send(policy, request, engines)
-    accounts.sent(1, choice, request, streams=True, now_s=0.0)
+    tracker.on_dispatch(1, choice, request, streams=True, now_s=0.0)
     alone_s = float(choice.why["transfer_s"])
     assert sender.ahead_s(0.0) == pytest.approx(alone_s)
     second = policy.choose(request, engines, 0.0)
@@ -193,7 +193,7 @@ def test_a_copy_costs_the_room_that_it_takes() -> None:
     for reused in (False, True):
         if reused:
             for _ in range(2_000):
-                policy._space.observe(10_000, 10_000)
+                policy._reuse.observe(10_000, 10_000)
             busy(engines[0], saved_s * 1.2)
         choices = [policy.choose(request, (engine,), 0.0) for engine in engines]
         saved_s = float(choices[1].why["predicted_ttft_s"]) - float(choices[0].why["predicted_ttft_s"])
@@ -205,7 +205,7 @@ def test_a_session_stays_while_predictions_cannot_tell() -> None:
     request = Request(2_000, session="s")
     first = send(policy, request, engines).decode
     others = [engine for engine in engines if engine is not first]
-    first.books.decode_began(1, 10, 0.0)  # busier by a request, which would be reason enough to go
+    first.load.decode_began(1, 10, 0.0)  # busier by a request, which would be reason enough to go
     assert policy.choose(request._replace(session="t"), engines, 0.0).decode is not first
     choice = policy.choose(request, engines, 0.0)
     assert (choice.decode, choice.why["reason"]) == (first, "session")
@@ -251,33 +251,33 @@ def test_a_conversation_of_unknown_length_says_nothing_of_room() -> None:
     engines, policy = fleet(1), Conductor()
     for _ in range(50):
         send(policy, Request(50_000, (25_000,), session="s"), engines)
-        chance = policy._space.chance
+        chance = policy._reuse.probability
         send(policy, Request(session="s"), engines)
-        assert policy._space.chance == chance
+        assert policy._reuse.probability == chance
 
 
 def test_a_session_whose_engine_left_goes_elsewhere() -> None:
     engines, policy = fleet(2), Conductor()
     first = send(policy, Request(2_000, session="s"), engines).decode
     left = tuple(engine for engine in engines if engine is not first)
-    again = Instance(first.place, "new at its place")
+    again = Worker(first.place, "new at its place")
     busy(again, 5.0)
     assert policy.choose(Request(2_000, session="s"), (*left, again), 0.0).decode is left[0]
 
 
 def test_decode_counts_what_is_coming_there() -> None:
-    prefill, one, other = Instance(0, "p", Role.PREFILL), *fleet(3, Role.DECODE)[1:]
-    accounts, policy, engines = Accounts((prefill, one, other)), Conductor(), (prefill, one, other)
+    prefill, one, other = Worker(0, "p", Role.PREFILL), *fleet(3, Role.DECODE)[1:]
+    tracker, policy, engines = InflightTracker((prefill, one, other)), Conductor(), (prefill, one, other)
     chosen = []
     for number in range(8):
         choice = send(policy, Request(5_000), engines)
-        accounts.sent(number, choice, Request(5_000), streams=True, now_s=0.0)
+        tracker.on_dispatch(number, choice, Request(5_000), streams=True, now_s=0.0)
         chosen.append(choice.decode.place)
     assert chosen.count(1) == chosen.count(2) == 4
     one.room_tokens = 24_000
     assert policy.choose(Request(5_000), engines, 0.0).decode is other
-    accounts.expire(1e6)
-    assert one.coming == one.coming_tokens == other.coming == 0
+    tracker.expire(1e6)
+    assert one.pending_handover == one.pending_handover_tokens == other.pending_handover == 0
 
 
 def test_random_fleets_get_sound_choices() -> None:
@@ -285,7 +285,7 @@ def test_random_fleets_get_sound_choices() -> None:
     print("seed", SEED)
     for _ in range(300):
         roles = [chance.choice(list(Role)) for _ in range(chance.randrange(1, 9))]
-        engines = tuple(Instance(place, str(place), role) for place, role in enumerate(roles))
+        engines = tuple(Worker(place, str(place), role) for place, role in enumerate(roles))
         for engine in engines:
             engine.obeys = chance.random() < 0.5
             if chance.random() < 0.5:
@@ -311,13 +311,13 @@ def test_random_fleets_get_sound_choices() -> None:
 
 
 def test_a_short_rest_is_computed_where_others_decode_only_if_their_gaps_allow_it() -> None:
-    prefill, decode = Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)
+    prefill, decode = Worker(0, "p", Role.PREFILL), Worker(1, "d", Role.DECODE)
     engines = prefill, decode
     for number in range(300):
         decode.prefill_model.observe(100 + number % 7, 0, 0, 0.05)
     asked = Request(100, gap_s=0.04)
     assert Conductor().choose(asked, engines, 0.0).prefill is None  # nobody decodes there
-    decode.books.decode_began(1, 1_000, 0.0)
+    decode.load.decode_began(1, 1_000, 0.0)
     assert Conductor().choose(asked, engines, 0.0).prefill is prefill
     assert Conductor().choose(asked._replace(gap_s=0.08), engines, 0.0).prefill is None  # 10 ms and 50
     assert Conductor().choose(Request(100), engines, 0.0).prefill is None
@@ -325,11 +325,11 @@ def test_a_short_rest_is_computed_where_others_decode_only_if_their_gaps_allow_i
 
 def test_short_prompts_are_computed_where_they_are_decoded_while_prefill_engines_are_busy() -> None:
     """If that costs less than the wait, what those that decode there go without counted in."""
-    prefill = Instance(0, "p", Role.PREFILL)
-    decodes = tuple(Instance(place, f"d{place}", Role.DECODE) for place in (1, 2))
+    prefill = Worker(0, "p", Role.PREFILL)
+    decodes = tuple(Worker(place, f"d{place}", Role.DECODE) for place in (1, 2))
     engines = (prefill, *decodes)
 
-    def computes(request: Request) -> Instance:
+    def computes(request: Request) -> Worker:
         return Conductor().choose(request, engines, 0.0).computes
 
     asked = Request(1_000)  # 0.12 s
@@ -346,47 +346,47 @@ def test_short_prompts_are_computed_where_they_are_decoded_while_prefill_engines
     assert computes(Request(0)) is prefill  # nobody knows how long it is
 
     for request in range(3):
-        decodes[0].books.decode_began(request, 100, 0.0)
+        decodes[0].load.decode_began(request, 100, 0.0)
     assert computes(asked) is decodes[1]
     for request in range(30):
-        decodes[1].books.decode_began(request, 100, 0.0)
+        decodes[1].load.decode_began(request, 100, 0.0)
     assert computes(asked) is decodes[0]  # three wait
     assert computes(asked._replace(gap_s=0.1)) is prefill
     busy(decodes[0], 0.2)
     assert computes(asked) is prefill  # both prompts may come between two tokens
-    decodes[0].books.prefill_ended(1_000, 0.0)
+    decodes[0].load.prefill_ended(1_000, 0.0)
     decodes[0].room_tokens = 1_000
     assert computes(asked) is prefill  # thirty would wait
     decodes[0].room_tokens = 0
     for request in range(3, 30):
-        decodes[0].books.decode_began(request, 100, 0.0)
+        decodes[0].load.decode_began(request, 100, 0.0)
     assert computes(asked) is prefill
     busy(prefill, 9.0, request=2_000)
     assert computes(asked) in decodes
     for instance in engines:  # such as meet only each other
-        instance.alone = False
+        instance.self_sufficient = False
     assert computes(asked) is prefill
 
 
 @pytest.mark.parametrize("room_tokens", [0, 3_000_500])
 def test_a_decode_engine_that_may_not_compute_a_prompt_hides_none_that_may(room_tokens: int) -> None:
     """Few long contexts make it cheap, and its gaps long, or its room small."""
-    prefill = Instance(0, "p", Role.PREFILL)
-    long, short = (Instance(place, f"d{place}", Role.DECODE, room_tokens=room_tokens) for place in (1, 2))
+    prefill = Worker(0, "p", Role.PREFILL)
+    long, short = (Worker(place, f"d{place}", Role.DECODE, room_tokens=room_tokens) for place in (1, 2))
     busy(prefill, 5.0)
     for request in range(2):
-        long.books.decode_began(request, 1_500_000, 0.0)
+        long.load.decode_began(request, 1_500_000, 0.0)
     for request in range(6):
-        short.books.decode_began(request, 100, 0.0)
+        short.load.decode_began(request, 100, 0.0)
     asked = Request(300, gap_s=0.3 if room_tokens else 0.1)
     assert long.gap_s(300) + long.prefill_model.predict(300) > 0.1
     assert Conductor().choose(asked, (prefill, long), 0.0).computes is prefill
     assert Conductor().choose(asked, (prefill, long, short), 0.0).computes is short
 
 
-def pair() -> tuple[Instance, Instance]:
+def pair() -> tuple[Worker, Worker]:
     """Prefill, which is busy for a second, and decode, where nobody is."""
-    prefill, decode = Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)
+    prefill, decode = Worker(0, "p", Role.PREFILL), Worker(1, "d", Role.DECODE)
     busy(prefill, 1.0)
     return prefill, decode
 
@@ -404,7 +404,7 @@ def test_a_prompt_is_computed_where_it_is_decoded_if_its_answer_and_what_comes_f
     answer: int, coming: int
 ) -> None:
     engines = _, decode = pair()
-    decode.coming_tokens = coming
+    decode.pending_handover_tokens = coming
     asked = Request(1_000, answer_tokens=answer)
     for more, place in ((-100, 0), (100, 1)):
         decode.room_tokens = 1_000 + answer + coming + more
@@ -421,7 +421,7 @@ def test_what_the_pool_holds_counts_for_prefill_only_if_it_would_be_fetched() ->
 
 
 def test_why_says_whether_prefill_was_busy_or_decode_had_more() -> None:
-    prefill, decode = Instance(0, "p", Role.PREFILL), Instance(1, "d", Role.DECODE)
+    prefill, decode = Worker(0, "p", Role.PREFILL), Worker(1, "d", Role.DECODE)
     request = Request(8_000, (2_000, 7_000))
     for reason in ("only", "prefill_busy"):
         choice = Conductor().choose(request, (prefill, decode), 0.0)
@@ -435,16 +435,16 @@ def test_a_hand_over_is_worth_the_same_wait_to_the_urgent_and_to_others(priority
     request = Request(8_000, priority=priority)
     for share, place in ((0.5, 2), (2.0, 0)):
         roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
-        engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))
+        engines = tuple(Worker(place, f"e{place}", role) for place, role in enumerate(roles))
         busy(engines[2], share * engines[1].handover_model.predict(8_000))
         assert Conductor().choose(request, engines, 0.0).computes.place == place, share
 
 
 def test_of_whole_engines_beside_one_for_prefill_those_are_spared_where_many_decode() -> None:
     roles = (Role.PREFILL, Role.BOTH, Role.BOTH)
-    engines = tuple(Instance(place, f"e{place}", role) for place, role in enumerate(roles))
+    engines = tuple(Worker(place, f"e{place}", role) for place, role in enumerate(roles))
     busy(engines[0], 60.0)
     busy(engines[1], 0.1)
     for request in range(10):
-        engines[2].books.decode_began(request, 100, 0.0)
+        engines[2].load.decode_began(request, 100, 0.0)
     assert Conductor().choose(Request(8_000), engines, 0.0).computes is engines[1]

@@ -11,25 +11,25 @@ from itertools import combinations
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.accounts import Accounts
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance, Role
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import BUSIER_MAX, PrefixAffinity
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 from moonpool.disagg_proxy.conductor.policy import POLICIES, Policy, hook_of, make_policy
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from tests.disagg_proxy.conductor.policies.sending import send
 
 
-def fleet(both: int = 0, prefill: int = 0, decode: int = 0) -> list[Instance]:
+def fleet(both: int = 0, prefill: int = 0, decode: int = 0) -> list[Worker]:
     roles = [Role.BOTH] * both + [Role.PREFILL] * prefill + [Role.DECODE] * decode
-    return [Instance(place, f"e{place}", role) for place, role in enumerate(roles)]
+    return [Worker(place, f"e{place}", role) for place, role in enumerate(roles)]
 
 
-def busy(instance: Instance, seconds: float, request: int = 1000) -> None:
-    instance.books.prefill_began(request + instance.place, 1, 0, 0, seconds, now_s=0.0)
+def busy(instance: Worker, seconds: float, request: int = 1000) -> None:
+    instance.load.prefill_began(request + instance.place, 1, 0, 0, seconds, now_s=0.0)
 
 
 # ---- round robin
@@ -47,7 +47,7 @@ def test_round_robin_is_fair_to_the_engines_of_each_model() -> None:
     policy, engines = RoundRobin(), fleet(both=4)
     choices = [send(policy, Request(), engines[start : start + 2]) for start in (0, 2) * 10]
     assert Counter(choice.decode.place for choice in choices) == {0: 5, 1: 5, 2: 5, 3: 5}
-    apart = [Instance(place, f"e{place}", role) for place, role in enumerate([Role.PREFILL, Role.DECODE] * 4)]
+    apart = [Worker(place, f"e{place}", role) for place, role in enumerate([Role.PREFILL, Role.DECODE] * 4)]
     choices = [send(policy, Request(), apart[start : start + 4]) for start in (0, 4) * 10]
     assert Counter(choice.decode.place for choice in choices) == {1: 5, 3: 5, 5: 5, 7: 5}
     assert Counter(choice.computes.place for choice in choices) == {0: 5, 2: 5, 4: 5, 6: 5}
@@ -90,10 +90,14 @@ def test_round_robin_leaves_nobody_out(roles: str, kin: str) -> None:
     assert set(computed.values()) == {12}
     assert len(computed) == computing
     pairs = [choice for choice in choices if choice.prefill is not None]
-    assert all(choice.prefill.alone is choice.decode.alone for choice in pairs if choice.prefill)
+    assert all(
+        choice.prefill.self_sufficient is choice.decode.self_sufficient for choice in pairs if choice.prefill
+    )
     for kind in (False, True):
-        decoded = Counter(choice.decode for choice in pairs if choice.decode.alone is kind)
-        assert set(decoded) == {each for each in engines if each.role is Role.DECODE and each.alone is kind}
+        decoded = Counter(choice.decode for choice in pairs if choice.decode.self_sufficient is kind)
+        assert set(decoded) == {
+            each for each in engines if each.role is Role.DECODE and each.self_sufficient is kind
+        }
         assert not decoded or max(decoded.values()) - min(decoded.values()) <= 1
 
 
@@ -128,35 +132,35 @@ def test_roles_are_kept_in_every_fleet(name: str) -> None:
 def test_a_prefill_engine_beside_whole_ones_takes_its_share_and_no_more(name: str) -> None:
     """Equal prompts, none of which ends: all that compute get some, and whole ones serve theirs alone."""
     engines, policy = fleet(both=3, prefill=1), make_policy(name)
-    accounts = Accounts(engines)
+    tracker = InflightTracker(engines)
     computed = dict.fromkeys(range(4), 0)
     for number in range(40):
         request = Request(tokens=10_000)
-        choice = policy.choose(request, accounts.instances, number * 0.1)
+        choice = policy.choose(request, tracker.workers, number * 0.1)
         hook_of(policy)(request, choice, number * 0.1)
-        accounts.sent(number, choice, request, streams=True, now_s=number * 0.1)
+        tracker.on_dispatch(number, choice, request, streams=True, now_s=number * 0.1)
         computed[choice.computes.place] += 1
         assert (choice.prefill is None) == (choice.computes.role is Role.BOTH)
     assert min(computed.values()) >= 5
     assert max(computed.values()) <= 20
 
 
-def fleet_of(roles: str, *, kin: str = "") -> tuple[Instance, ...]:
+def fleet_of(roles: str, *, kin: str = "") -> tuple[Worker, ...]:
     """A letter each: p, d, w (whole); kin: a digit each, 1 for SGLang's: its p and d answer nothing alone."""
     names = {"p": Role.PREFILL, "d": Role.DECODE, "w": Role.BOTH}
-    engines = tuple(Instance(place, f"{role}{place}", names[role]) for place, role in enumerate(roles))
+    engines = tuple(Worker(place, f"{role}{place}", names[role]) for place, role in enumerate(roles))
     for engine, kind in zip(engines, kin, strict=False):
-        engine.alone = kind == "0" or engine.role is Role.BOTH
+        engine.self_sufficient = kind == "0" or engine.role is Role.BOTH
     return engines
 
 
-def sent_where(name: str, engines: tuple[Instance, ...], count: int = 40) -> set[tuple[str, str]]:
+def sent_where(name: str, engines: tuple[Worker, ...], count: int = 40) -> set[tuple[str, str]]:
     """(who computes, who answers) of long prompts, none of which ends."""
-    policy, accounts, found = make_policy(name), Accounts(engines), set()
+    policy, tracker, found = make_policy(name), InflightTracker(engines), set()
     for number in range(count):
         request = Request(tokens=10_000)
-        choice = send(policy, request, accounts.instances, number * 0.1)
-        accounts.sent(number, choice, request, streams=True, now_s=number * 0.1)
+        choice = send(policy, request, tracker.workers, number * 0.1)
+        tracker.on_dispatch(number, choice, request, streams=True, now_s=number * 0.1)
         found.add((choice.computes.name, choice.decode.name))
     return found
 
@@ -214,7 +218,7 @@ def test_whole_engines_are_looked_at_once(name: str, most: int) -> None:
         asked.append(1)
         return 0
 
-    engines = tuple(Instance(place, f"w{place}", load=load) for place in range(100))
+    engines = tuple(Worker(place, f"w{place}", relay_requests=load) for place in range(100))
     make_policy(name).choose(Request(tokens=1_000), engines, 0.0)
     assert len(asked) <= most * 100 + 1
 
@@ -224,7 +228,7 @@ def test_a_prompt_is_computed_apart_when_that_costs_less() -> None:
     engines, policy, request = fleet(both=1, prefill=1, decode=1), Conductor(), Request(tokens=10_000)
     assert policy.choose(request, engines, 0.0).prefill is None
     for number in range(5):
-        engines[0].books.decode_began(number, 1_000, 0.0)
+        engines[0].load.decode_began(number, 1_000, 0.0)
     apart = policy.choose(request, engines, 0.0)
     assert (apart.prefill, apart.decode) == (engines[1], engines[2])
     busy(engines[1], 20.0)
@@ -272,9 +276,9 @@ RIVALS = ["dynamo_cost", "lmetric", "load_balancing", "min_ttft", "sglang_cache_
 def test_decode_counts_those_whose_prompts_are_being_computed(name: str) -> None:
     """While the first one's is, the next answer is made elsewhere, also by another policy's turn."""
     engines = fleet(prefill=2, decode=2)
-    accounts, request = Accounts(engines), Request(5_000)
+    tracker, request = InflightTracker(engines), Request(5_000)
     first = make_policy(name).choose(request, engines, 0.0)
-    accounts.sent(1, first, request, streams=True, now_s=0.0)
+    tracker.on_dispatch(1, first, request, streams=True, now_s=0.0)
     assert make_policy(name).choose(request, engines, 0.0).decode is not first.decode
 
 
@@ -318,14 +322,14 @@ def test_with_a_pool_the_wait_decides_rather_than_the_place() -> None:
 
 def test_equal_times_are_decided_by_the_match_then_by_requests() -> None:
     policy, engines = Conductor(), fleet(both=3)
-    engines[0].books.decode_began(1, 10, 0.0)
+    engines[0].load.decode_began(1, 10, 0.0)
     assert policy.choose(Request(tokens=500), engines, 0.0).decode.place == 1
 
 
 def test_decode_goes_where_there_is_room_and_the_gap_is_least() -> None:
     policy, engines = Conductor(), fleet(prefill=1, decode=3)
     engines[1].room_tokens = 4_000
-    engines[2].books.decode_began(1, 50_000, 0.0)
+    engines[2].load.decode_began(1, 50_000, 0.0)
     choice = policy.choose(Request(tokens=5_000), engines, 0.0)
     assert choice.decode.place == 3  # 1 has no room, 2 is slower
     engines[3].room_tokens = engines[2].room_tokens = 100
@@ -341,7 +345,7 @@ class SmallFleet:
     def __init__(self, policy: Policy, seed: int, *, engines: int = 4) -> None:
         self.policy = policy
         self.random = random.Random(seed)
-        self.instances = fleet(both=engines)
+        self.workers = fleet(both=engines)
         self.caches: list[dict[int, int]] = [{} for _ in range(engines)]
         self.free_s = [0.0] * engines
         self.ends: list[tuple[float, int, int]] = []
@@ -366,9 +370,9 @@ class SmallFleet:
                 end_s, place, request = heapq.heappop(self.ends)
                 self._ended(end_s, place, request)
             own = [cache.get(session, 0) for cache in self.caches]
-            choice = send(self.policy, Request(tokens=tokens, own=own), self.instances, now_s)
+            choice = send(self.policy, Request(tokens=tokens, own=own), self.workers, now_s)
             waits.append(self._sent(choice, number, session, tokens, own, now_s) - now_s)
-        for instance in self.instances:
+        for instance in self.workers:
             instance.check_integrity()
         return statistics.fmean(waits)
 
@@ -377,7 +381,7 @@ class SmallFleet:
     ) -> float:
         place = choice.decode.place
         predicted_s = choice.prefill_s or choice.decode.prefill_model.predict(tokens, own[place])
-        choice.decode.books.prefill_began(number, tokens, own[place], 0, predicted_s, now_s)
+        choice.decode.load.prefill_began(number, tokens, own[place], 0, predicted_s, now_s)
         begin_s = max(now_s, self.free_s[place])
         self.free_s[place] = begin_s + self.prefill_s(tokens, own[place])
         self.caches[place][session] = tokens
@@ -385,8 +389,8 @@ class SmallFleet:
         return self.free_s[place]
 
     def _ended(self, end_s: float, place: int, request: int) -> None:
-        instance = self.instances[place]
-        done = instance.books.prefill_ended(request, end_s)
+        instance = self.workers[place]
+        done = instance.load.prefill_ended(request, end_s)
         if done is not None:
             instance.prefill_model.observe(done.tokens, done.own, done.pool, done.seconds)
 

@@ -10,9 +10,9 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policy import Policy, make_policy
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.tools.simulator.desk import Desk
 from moonpool.disagg_proxy.tools.simulator.job import Job
@@ -145,7 +145,7 @@ class Counting(Conductor):
         super().__init__()
         self.asked = self.told = 0
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    def choose(self, request: Request, instances: Sequence[Worker], now_s: float) -> Choice:
         self.asked += 1
         return super().choose(request, instances, now_s)
 

@@ -10,8 +10,8 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.instance import Instance
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.tools.simulator.desk import Desk
 from moonpool.disagg_proxy.tools.simulator.job import Job
@@ -90,14 +90,14 @@ class First:
 
     uses_tokens = False
 
-    def choose(self, request: Request, instances: Sequence[Instance], now_s: float) -> Choice:
+    def choose(self, request: Request, instances: Sequence[Worker], now_s: float) -> Choice:
         return Choice(instances[0])
 
 
 def test_who_has_computed_nothing_is_thought_to_be_as_its_sister_turned_out() -> None:
     jobs, desk = list[Job](), Desk(First())
     cluster = Cluster(ClusterSettings(whole=2, machine=PLAIN), [desk], jobs.append)
-    _, idle = desk.fleet.instances
+    _, idle = desk.fleet.workers
     cluster.run([Arrival(10.0 * number, 100 * (number + 1), 1, (number,)) for number in range(20)])
     assert {job.prefill_place for job in jobs} == {0}
     assert idle.prefill_model.regression.samples == 0

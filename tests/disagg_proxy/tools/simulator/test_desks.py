@@ -68,8 +68,8 @@ def test_nothing_is_left_in_the_books_of_any(tmp_path: Path) -> None:
     cluster.run(trace.arrivals())
     assert len(jobs) == 1500
     for desk in desks:
-        assert len(desk.shared) == len(desk.scheduler.accounts) == len(desk.expected) == 0
-        assert not any(each.books.requests or each.coming for each in desk.fleet.instances)
+        assert len(desk.shared) == len(desk.scheduler.inflight) == len(desk.expected) == 0
+        assert not any(each.load.requests or each.pending_handover for each in desk.fleet.workers)
     cluster.check_integrity()
 
 

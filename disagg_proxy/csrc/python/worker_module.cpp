@@ -1,4 +1,4 @@
-// What the conductor knows of engines, as Python sees it: their books, what was learnt of their times, and
+// What the conductor knows of engines, as Python sees it: their load, what was learnt of their times, and
 // the questions to all of them at once. All of it keeps the GIL: each call is shorter than giving it up.
 
 #include <pybind11/pybind11.h>
@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "conductor/books.hpp"
 #include "conductor/candidates.hpp"
+#include "conductor/worker_load.hpp"
 #include "python/arguments.hpp"
 #include "python/proxy_module.hpp"
 #include "python/raise.hpp"
@@ -31,17 +31,17 @@ void raise_if(const std::string& wrong) {
     throw py::error_already_set();
 }
 
-std::shared_ptr<Standing> make_standing(uint32_t place, int64_t room_tokens, std::shared_ptr<Books> books,
-                                        std::shared_ptr<PrefillModel> prefill,
-                                        std::shared_ptr<DecodeModel> decode) {
-    if (!books || !prefill || !decode) refuse("an instance has books and its models");
-    return std::make_shared<Standing>(place, room_tokens, std::move(books), std::move(prefill),
-                                      std::move(decode));
+std::shared_ptr<WorkerView> make_view(uint32_t place, int64_t room_tokens, std::shared_ptr<WorkerLoad> load,
+                                      std::shared_ptr<PrefillModel> prefill,
+                                      std::shared_ptr<DecodeModel> decode) {
+    if (!load || !prefill || !decode) refuse("a worker has a load and its models");
+    return std::make_shared<WorkerView>(place, room_tokens, std::move(load), std::move(prefill),
+                                        std::move(decode));
 }
 
-std::shared_ptr<Candidates> make_candidates(std::vector<std::shared_ptr<Standing>> instances) {
-    if (instances.empty()) refuse("nobody to choose among");
-    return std::make_shared<Candidates>(std::move(instances));
+std::shared_ptr<Candidates> make_candidates(std::vector<std::shared_ptr<WorkerView>> workers) {
+    if (workers.empty()) refuse("nobody to choose among");
+    return std::make_shared<Candidates>(std::move(workers));
 }
 
 // Numbers of tokens: an array of u32, which costs nothing, or any sequence of integers.
@@ -75,20 +75,20 @@ class TokenCounts {
     std::span<const uint32_t> span_;
 };
 
-using Wanted = std::optional<std::shared_ptr<Standing>>;  // or none
+using Wanted = std::optional<std::shared_ptr<WorkerView>>;  // or none
 
 py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int64_t pool, double now_s,
-                   double ahead_s, double urgency, double harm, double chance, double spare_s, double stalled,
-                   double gap_most_s, int64_t need_tokens, const Wanted& without, const Wanted& last,
-                   int64_t last_own, double noise) {
+                   double ahead_s, double urgency, double marginal_delay, double reuse_probability,
+                   double spare_s, double stalled, double gap_most_s, int64_t need_tokens,
+                   const Wanted& without, const Wanted& last, int64_t last_own, double noise) {
     TokenCounts held(own);
     Cheapest best = self.cheapest({.tokens = tokens,
                                    .pool = pool,
                                    .now_s = now_s,
                                    .ahead_s = ahead_s,
                                    .urgency = urgency,
-                                   .harm = harm,
-                                   .chance = chance,
+                                   .marginal_delay = marginal_delay,
+                                   .reuse_probability = reuse_probability,
                                    .spare_s = spare_s,
                                    .stalled = stalled,
                                    .gap_most_s = gap_most_s,
@@ -104,7 +104,7 @@ py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int6
 
 }  // namespace
 
-void bind_books(py::module_& m) {
+void bind_workers(py::module_& m) {
     py::class_<Prefilled>(m, "Prefilled", "A prefill has ended.")
         .def_readonly("tokens", &Prefilled::tokens)
         .def_readonly("own", &Prefilled::own)
@@ -118,64 +118,68 @@ void bind_books(py::module_& m) {
         .def_readonly("context_tokens", &Decoded::context_tokens)
         .def_readonly("gap_s", &Decoded::gap_s, "Between two of its tokens.");
 
-    py::class_<Books, std::shared_ptr<Books>>(
-        m, "Books",
+    py::class_<WorkerLoad, std::shared_ptr<WorkerLoad>>(
+        m, "WorkerLoad",
         "What one engine has to do: prefills in line, requests that decode. Requests are named by integers; "
         "a "
         "call about one that is not known changes nothing. Times are seconds of one clock.")
         .def(py::init<>())
-        .def_property_readonly("prefills", &Books::prefills)
-        .def_property_readonly("prefill_tokens", &Books::prefill_tokens,
+        .def_property_readonly("prefills", &WorkerLoad::prefills)
+        .def_property_readonly("prefill_tokens", &WorkerLoad::prefill_tokens,
                                "Tokens of the prompts in line, those that are reused included.")
-        .def_property_readonly("prefill_rest_tokens", &Books::prefill_rest_tokens,
+        .def_property_readonly("prefill_rest_tokens", &WorkerLoad::prefill_rest_tokens,
                                "Those of them that are to be computed.")
-        .def_property_readonly("decodes", &Books::decodes)
-        .def_property_readonly("requests", &Books::requests)
-        .def_property_readonly("context_tokens", &Books::context_tokens,
+        .def_property_readonly("decodes", &WorkerLoad::decodes)
+        .def_property_readonly("requests", &WorkerLoad::requests)
+        .def_property_readonly("context_tokens", &WorkerLoad::context_tokens,
                                "Tokens in the KV cache of the requests that decode now, as far as known.")
-        .def("wait_s", &Books::wait_s, py::arg("now_s"), "Seconds until a prefill that came now would begin.")
-        .def("prefill_began", &Books::prefill_began, py::arg("request"), py::arg("tokens"), py::arg("own"),
-             py::arg("pool"), py::arg("predicted_s"), py::arg("now_s"), py::kw_only(),
+        .def("wait_s", &WorkerLoad::wait_s, py::arg("now_s"),
+             "Seconds until a prefill that came now would begin.")
+        .def("prefill_began", &WorkerLoad::prefill_began, py::arg("request"), py::arg("tokens"),
+             py::arg("own"), py::arg("pool"), py::arg("predicted_s"), py::arg("now_s"), py::kw_only(),
              py::arg("silent") = false,
              "silent: its end will not be heard of, so it is taken to last as long as predicted.")
-        .def("prefill_ended", &Books::prefill_ended, py::arg("request"), py::arg("now_s"), py::kw_only(),
+        .def("prefill_ended", &WorkerLoad::prefill_ended, py::arg("request"), py::arg("now_s"), py::kw_only(),
              py::arg("done") = true,
              "done: it was computed; else the request is gone and nothing can be learnt from it.")
-        .def("decode_began", &Books::decode_began, py::arg("request"), py::arg("context"), py::arg("now_s"))
-        .def("decode_ended", &Books::decode_ended, py::arg("request"), py::arg("tokens"), py::arg("now_s"),
-             "tokens: how many were made, the first included; 0 when unknown.")
-        .def("forget_all", &Books::forget_all, "The engine is gone, and what it had to do with it.")
+        .def("decode_began", &WorkerLoad::decode_began, py::arg("request"), py::arg("context"),
+             py::arg("now_s"))
+        .def("decode_ended", &WorkerLoad::decode_ended, py::arg("request"), py::arg("tokens"),
+             py::arg("now_s"), "tokens: how many were made, the first included; 0 when unknown.")
+        .def("forget_all", &WorkerLoad::forget_all, "The engine is gone, and what it had to do with it.")
         .def(
-            "check_integrity", [](const Books& self) { raise_if(self.check_integrity()); },
+            "check_integrity", [](const WorkerLoad& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");
 
-    py::class_<Standing, std::shared_ptr<Standing>>(
-        m, "Standing",
-        "What policies compare instances by, of one instance. room_tokens: what its KV cache holds, 0: not "
-        "known; obeys: it computes what it is told not to fetch; coming, coming_tokens: requests, and tokens "
-        "of their prompts, that others prefill for it; turn: when a policy last chose it.")
-        .def(py::init(&make_standing), py::arg("place"), py::arg("room_tokens"), py::arg("books"),
+    py::class_<WorkerView, std::shared_ptr<WorkerView>>(
+        m, "WorkerView",
+        "What policies compare workers by, of one worker. room_tokens: what its KV cache holds, 0: not "
+        "known; obeys: it computes what it is told not to fetch; pending_handover, pending_handover_tokens: "
+        "requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose "
+        "it.")
+        .def(py::init(&make_view), py::arg("place"), py::arg("room_tokens"), py::arg("load"),
              py::arg("prefill"), py::arg("decode"))
-        .def_readwrite("room_tokens", &Standing::room_tokens)
-        .def_readwrite("obeys", &Standing::obeys)
-        .def_readwrite("coming", &Standing::coming)
-        .def_readwrite("coming_tokens", &Standing::coming_tokens)
-        .def_readwrite("turn", &Standing::turn)
-        .def("gap_s", &Standing::gap_s, py::arg("tokens"),
+        .def_readwrite("room_tokens", &WorkerView::room_tokens)
+        .def_readwrite("obeys", &WorkerView::obeys)
+        .def_readwrite("pending_handover", &WorkerView::pending_handover)
+        .def_readwrite("pending_handover_tokens", &WorkerView::pending_handover_tokens)
+        .def_readwrite("turn", &WorkerView::turn)
+        .def("gap_s", &WorkerView::gap_s, py::arg("tokens"),
              "Predicted seconds between the tokens of one more request with so long a prompt.")
         .def(
-            "has_room", &Standing::has_room, py::arg("tokens"),
+            "has_room", &WorkerView::has_room, py::arg("tokens"),
             "Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.");
 
     py::class_<Candidates, std::shared_ptr<Candidates>>(m, "Candidates",
                                                         "Instances to choose among, weighed all at once.")
-        .def(py::init(&make_candidates), py::arg("instances"))
+        .def(py::init(&make_candidates), py::arg("workers"))
         .def("__len__", &Candidates::size)
         .def("cheapest", &cheapest, py::arg("tokens"), py::arg("own"), py::arg("pool"), py::arg("now_s"),
-             py::kw_only(), py::arg("ahead_s") = 0.0, py::arg("urgency") = 1.0, py::arg("harm") = 0.0,
-             py::arg("chance") = 0.0, py::arg("spare_s") = 0.0, py::arg("stalled") = 0.0,
-             py::arg("gap_most_s") = INFINITY, py::arg("need_tokens") = 0, py::arg("without") = py::none(),
-             py::arg("last") = py::none(), py::arg("last_own") = -1, py::arg("noise") = 0.0,
+             py::kw_only(), py::arg("ahead_s") = 0.0, py::arg("urgency") = 1.0,
+             py::arg("marginal_delay") = 0.0, py::arg("reuse_probability") = 0.0, py::arg("spare_s") = 0.0,
+             py::arg("stalled") = 0.0, py::arg("gap_most_s") = INFINITY, py::arg("need_tokens") = 0,
+             py::arg("without") = py::none(), py::arg("last") = py::none(), py::arg("last_own") = -1,
+             py::arg("noise") = 0.0,
              "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
              "lost_s, cost). Nobody may: the cost is infinite.")
         .def(

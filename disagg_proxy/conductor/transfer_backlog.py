@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 
-class Sender:
+class TransferBacklog:
     """A holder of KV, or all the nodes of the pool together.
 
     The proxy sees no link; it knows what it has directed to be fetched from where. That is taken to leave at
-    the rate that the fetching instances' models have learnt, and to lie before whatever comes next.
+    the rate that the fetching workers' models have learnt, and to lie before whatever comes next.
     """
 
     __slots__ = ("_at_s", "_left_s")

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from moonpool.core.service.kv_event_publisher import Batch, BlockStored
-from moonpool.disagg_proxy.dispatch.locality import Locality
+from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
 
 IDS = list(range(256))
@@ -28,67 +28,67 @@ def told(indexes: PrefixIndexes, place: int, tokens: int, block_tokens: int, *, 
 
 def test_of_several_indexes_the_longest_match_counts_for_each_engine() -> None:
     indexes = PrefixIndexes(blocks_max=1000)
-    locality = Locality(indexes)
+    locator = PrefixLocator(indexes)
     for engine in range(4):
-        locality.join(engine)
+        locator.join(engine)
     ids = array.array("I", IDS).tobytes()
-    assert list(locality.find(ids, b"").own) == [0, 0, 0, 0]  # nobody has told anything yet
+    assert list(locator.find(ids, b"").own) == [0, 0, 0, 0]  # nobody has told anything yet
     told(indexes, 0, 64, 16)
-    assert list(locality.find(ids, b"").own) == [64, 0, 0, 0]
+    assert list(locator.find(ids, b"").own) == [64, 0, 0, 0]
     told(indexes, 1, 192, 64)
     told(indexes, 0, 128, 64)
     told(indexes, 2, 16, 16)
     told(indexes, 6, 224, 16, pool=True)  # a node's place is behind those of the engines
-    place = locality.find(ids, b"")
+    place = locator.find(ids, b"")
     assert list(place.own) == [128, 192, 16, 0]
     assert place.pool == 224
-    locality.sent(place, 3, now_s=0.0)
-    assert list(locality.find(ids, b"").own) == [128, 192, 16, 256]
+    locator.sent(place, 3, now_s=0.0)
+    assert list(locator.find(ids, b"").own) == [128, 192, 16, 256]
 
 
 def test_an_engine_is_known_by_its_events_while_they_are_heard_and_by_what_was_sent_else() -> None:
     """Newcomer 4: a stream that said nothing was worse than none."""
     indexes = PrefixIndexes(blocks_max=1000)
-    locality = Locality(indexes)
+    locator = PrefixLocator(indexes)
     for engine in range(2):
-        locality.join(engine)
+        locator.join(engine)
     ids = array.array("I", IDS).tobytes()
 
     def sent(engine: int) -> list[int]:
-        locality.sent(locality.find(ids, b""), engine, now_s=5.0)
-        return list(locality.find(ids, b"").own)
+        locator.sent(locator.find(ids, b""), engine, now_s=5.0)
+        return list(locator.find(ids, b"").own)
 
     assert sent(0) == [256, 0]
-    assert locality.unheard_since(0) is None  # short prompts make no blocks, and so no events
+    assert locator.unheard_since(0) is None  # short prompts make no blocks, and so no events
     long = array.array("I", range(1000)).tobytes()
-    locality.sent(locality.find(long, b""), 0, now_s=5.0)
-    assert (locality.unheard_since(0), locality.unheard_since(1)) == (5.0, None)
+    locator.sent(locator.find(long, b""), 0, now_s=5.0)
+    assert (locator.unheard_since(0), locator.unheard_since(1)) == (5.0, None)
     told(indexes, 0, 64, 16)
     of_16 = indexes.obtain(MODEL_ANY, 16)
     assert of_16 is not None
-    locality.hears(0, of_16)
-    assert list(locality.find(ids, b"").own) == [64, 0]  # what was guessed counts no more
-    assert locality.unheard_since(0) is None
+    locator.hears(0, of_16)
+    assert list(locator.find(ids, b"").own) == [64, 0]  # what was guessed counts no more
+    assert locator.unheard_since(0) is None
     told(indexes, 1, 32, 16)
-    locality.hears(1, of_16)
+    locator.hears(1, of_16)
     assert list(indexes.all()) == [(MODEL_ANY, 16)]  # nobody has to be guessed at
     of_16.forget(0)
-    locality.hears(0, None)
-    assert list(locality.find(ids, b"").own) == [0, 32]
+    locator.hears(0, None)
+    assert list(locator.find(ids, b"").own) == [0, 32]
     assert sent(0) == [256, 32]
-    locality.leave(0)
+    locator.leave(0)
     assert list(indexes.all()) == [(MODEL_ANY, 16)]
 
 
 def test_an_index_of_guesses_that_a_stream_comes_to_follow_stays() -> None:
     indexes = PrefixIndexes(blocks_max=1000)
-    locality = Locality(indexes)
-    locality.join(0)
+    locator = PrefixLocator(indexes)
+    locator.join(0)
     wanting = indexes.wanting
     of_64 = indexes.obtain(MODEL_ANY, 64)
-    locality.hears(0, of_64)
+    locator.hears(0, of_64)
     assert list(indexes.all().values()) == [of_64]
-    locality.hears(0, None)
+    locator.hears(0, None)
     assert list(indexes.all().values()) == [of_64]
     assert indexes.wanting == wanting
     indexes.obtain(MODEL_ANY, 32, guessed=True)

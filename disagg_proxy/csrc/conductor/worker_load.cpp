@@ -1,10 +1,10 @@
-#include "conductor/books.hpp"
+#include "conductor/worker_load.hpp"
 
 #include <algorithm>
 
 namespace moonpool {
 
-double Books::wait_s(double now_s) {
+double WorkerLoad::wait_s(double now_s) {
     while (first_ != nullptr) {
         const Prefill& head = first_->second;
         double had_s = now_s - head_since_s_;
@@ -23,8 +23,8 @@ double Books::wait_s(double now_s) {
     return 0;
 }
 
-void Books::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
-                          double now_s, bool silent) {
+void WorkerLoad::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
+                               double now_s, bool silent) {
     auto [at, is_new] = prefills_.try_emplace(request, Prefill{tokens, own, pool, predicted_s, silent});
     if (!is_new) return;
     if (first_ == nullptr) {
@@ -42,7 +42,7 @@ void Books::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t 
     prefill_rest_ += tokens - own - pool;
 }
 
-std::optional<Prefilled> Books::prefill_ended(int64_t request, double now_s, bool done) {
+std::optional<Prefilled> WorkerLoad::prefill_ended(int64_t request, double now_s, bool done) {
     auto at = prefills_.find(request);
     if (at == prefills_.end()) return std::nullopt;
     const Prefill& prefill = at->second;
@@ -56,7 +56,7 @@ std::optional<Prefilled> Books::prefill_ended(int64_t request, double now_s, boo
     return ended;
 }
 
-void Books::decode_began(int64_t request, int64_t context, double now_s) {
+void WorkerLoad::decode_began(int64_t request, int64_t context, double now_s) {
     if (decodes_.contains(request)) return;
     integrate(now_s);
     decodes_[request] = Decode{context, now_s, batch_integral_, context_integral_};
@@ -64,7 +64,7 @@ void Books::decode_began(int64_t request, int64_t context, double now_s) {
     context_ += context;
 }
 
-std::optional<Decoded> Books::decode_ended(int64_t request, int64_t tokens, double now_s) {
+std::optional<Decoded> WorkerLoad::decode_ended(int64_t request, int64_t tokens, double now_s) {
     auto at = decodes_.find(request);
     if (at == decodes_.end()) return std::nullopt;
     integrate(now_s);
@@ -79,7 +79,7 @@ std::optional<Decoded> Books::decode_ended(int64_t request, int64_t tokens, doub
                    lasted_s / static_cast<double>(tokens - 1)};
 }
 
-void Books::forget_all() {
+void WorkerLoad::forget_all() {
     prefills_.clear();
     first_ = last_ = nullptr;
     prefill_sum_s_ = 0;
@@ -89,7 +89,7 @@ void Books::forget_all() {
     context_ = 0;
 }
 
-void Books::drop(Line::value_type& dropped) {
+void WorkerLoad::drop(Queue::value_type& dropped) {
     const Prefill& prefill = dropped.second;
     (prefill.before != nullptr ? prefill.before->second.behind : first_) = prefill.behind;
     (prefill.behind != nullptr ? prefill.behind->second.before : last_) = prefill.before;
@@ -102,7 +102,7 @@ void Books::drop(Line::value_type& dropped) {
     prefills_.erase(request);
 }
 
-void Books::integrate(double now_s) {
+void WorkerLoad::integrate(double now_s) {
     double passed_s = now_s - integrated_to_s_;
     if (!(passed_s > 0)) return;
     integrated_to_s_ = now_s;
@@ -111,12 +111,12 @@ void Books::integrate(double now_s) {
     context_integral_ += passed_s * static_cast<double>(context_);
 }
 
-std::string Books::check_integrity() const {
+std::string WorkerLoad::check_integrity() const {
     double sum_s = 0;
     int64_t tokens = 0, rest = 0, context = 0;
     size_t in_line = 0, in_both = 0;
-    const Line::value_type* before = nullptr;
-    for (const Line::value_type* at = first_; at != nullptr; before = at, at = at->second.behind) {
+    const Queue::value_type* before = nullptr;
+    for (const Queue::value_type* at = first_; at != nullptr; before = at, at = at->second.behind) {
         const Prefill& prefill = at->second;
         if (prefill.before != before) return "the line is not linked back";
         ++in_line;

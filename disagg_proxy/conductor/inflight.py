@@ -1,8 +1,8 @@
-"""Keeps the conductor's books: what was sent where, and what the data plane then observed.
+"""Accounts for requests in flight: what was sent where, and what the data plane then observed.
 
-Every request that was sent with a note comes here three times at most: when it is sent, when its prefill has
+Every request that is tracked comes here three times at most: when it is sent, when its prefill has
 ended, when it is over. Pure. Reports may be late or missing (the data plane drops records when no thread
-fetches them): a request whose first token is not heard of for FORGOTTEN_S seconds is taken out of the books.
+fetches them): a request whose first token is not heard of for FORGOTTEN_S seconds is accounted for no more.
 A stream may go on for long after that; it is taken out when its engine has nothing in work, or after
 STREAMS_S.
 """
@@ -18,9 +18,9 @@ from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Pred
 from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
-from moonpool.disagg_proxy.conductor.instance import LEARNT, Instance
 from moonpool.disagg_proxy.conductor.observer import Finished, InFlight, Observer
-from moonpool.disagg_proxy.data_plane.observations import Handed, Observation, Outcome, Stage
+from moonpool.disagg_proxy.conductor.worker import LEARNT, Worker
+from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
 from moonpool.disagg_proxy.tokens.prediction_watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
@@ -30,25 +30,25 @@ WHOLE_TOKENS_MIN = 32  # of an answer that comes whole: with fewer its hand-over
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 _PREFILLED, _BEGUN, _ANSWERED = int(Stage.PREFILLED), int(Stage.BEGUN), int(Outcome.ANSWERED)
-_AT_ONCE = (int(Handed.CONCURRENT), int(Handed.ONE_SHOT), int(Handed.GENERATION_FIRST))
+_AT_ONCE = (int(HandoverForm.CONCURRENT), int(HandoverForm.ONE_SHOT), int(HandoverForm.GENERATION_FIRST))
 
 _log = logging.getLogger("moonpool.proxy")
 
 
-class Accounts:
+class InflightTracker:
     """Not thread safe: the driver's lock guards it. hears: whether the KV events of the engine at a place say
     what it holds. hears_pool: the pool's own events are followed; then hidden_pool is None."""
 
     def __init__(
         self,
-        instances: Sequence[Instance] = (),
+        workers: Sequence[Worker] = (),
         admission: Admission | None = None,
         *,
         hears: Callable[[int], bool] = lambda place: False,
         hears_pool: bool = False,
     ) -> None:
         self.admission = admission
-        self.instances: tuple[Instance, ...] = ()  # ordered by place
+        self.workers: tuple[Worker, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
         self.calibration = Calibration()
         self.hidden_pool = None if hears_pool else HiddenPool()
@@ -57,8 +57,8 @@ class Accounts:
         self._hears = hears
         self._sent: dict[int, InFlight] = {}
         self._learnt_s: dict[object, float] = {}  # by model
-        for instance in instances:
-            self.join(instance)
+        for worker in workers:
+            self.join(worker)
 
     def subscribe(self, observer: Observer) -> None:
         self._observers += (observer,)
@@ -67,17 +67,17 @@ class Accounts:
         """Idempotent."""
         self._observers = tuple(each for each in self._observers if each is not observer)
 
-    def join(self, instance: Instance) -> None:
+    def join(self, worker: Worker) -> None:
         """There is one more, at a place where none is."""
-        self.instances = tuple(sorted((*self.instances, instance), key=lambda each: each.place))
-        self.watches[instance.place] = PredictionWatch(TOLERANCE_TOKENS)
+        self.workers = tuple(sorted((*self.workers, worker), key=lambda each: each.place))
+        self.watches[worker.place] = PredictionWatch(TOLERANCE_TOKENS)
 
     def leave(self, place: int) -> None:
-        """The instance there is no more, and no request is there."""
-        left = next((each for each in self.instances if each.place == place), None)
+        """The worker there is no more, and no request is there."""
+        left = next((each for each in self.workers if each.place == place), None)
         if left is None:
             return
-        self.instances = tuple(each for each in self.instances if each is not left)
+        self.workers = tuple(each for each in self.workers if each is not left)
         del self.watches[place]
         for model in (left.prefill_model, left.decode_model):
             self._learnt_s.pop(model, None)
@@ -87,7 +87,7 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._sent)
 
-    def sent(
+    def on_dispatch(
         self,
         request: int,
         choice: Choice,
@@ -106,19 +106,19 @@ class Accounts:
         holder = asked.holder if pool else None
         ahead_s = holder.ahead_s(now_s) if holder is not None else 0.0
         model = computes.prefill_model
-        wait_s = computes.books.wait_s(now_s)
+        wait_s = computes.load.wait_s(now_s)
         queued = wait_s > 0.0
         prefill_s = choice.prefill_s or model.predict(asked.tokens, own, pool, ahead_s, queued=queued)
         ttft_s = wait_s + prefill_s
         if choice.prefill is not None:
             ttft_s += choice.decode.handover_model.predict(asked.tokens)
         silent = choice.prefill is None and not streams
-        computes.books.prefill_began(request, asked.tokens, own, pool, prefill_s, now_s, silent=silent)
-        computes.flow.add(prefill_s, now_s)
+        computes.load.prefill_began(request, asked.tokens, own, pool, prefill_s, now_s, silent=silent)
+        computes.arrival_rate.add(prefill_s, now_s)
         if holder is not None:
             holder.asked(model.transfer_s(pool), now_s)
         if silent:  # when its decode begins will not be heard of either
-            choice.decode.books.decode_began(request, asked.tokens, now_s)
+            choice.decode.load.decode_began(request, asked.tokens, now_s)
         apart = choice.prefill is not None
         sent = InFlight(
             choice,
@@ -130,13 +130,13 @@ class Accounts:
             ahead_s,
             queued,
             silent,
-            coming=apart,
+            pending_handover=apart,
             decoding=silent,
         )
         self._sent[request] = sent
-        if sent.coming:
-            choice.decode.coming += 1
-            choice.decode.coming_tokens += asked.tokens
+        if sent.pending_handover:
+            choice.decode.pending_handover += 1
+            choice.decode.pending_handover_tokens += asked.tokens
         if self.admission is not None and prediction is not None:
             self.admission.taken(
                 request, asked, choice, prediction, now_s, objective=objective, silent=not streams
@@ -148,7 +148,7 @@ class Accounts:
         """All that was sent and is not over, by the request's name."""
         return self._sent
 
-    def learn(self, observation: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         sent = self._sent.get(observation.request)
         if sent is None:
             return
@@ -160,26 +160,26 @@ class Accounts:
             self._ended(observation, sent)
 
     def expire(self, now_s: float) -> None:
-        """Takes requests out of the books that the data plane reports no more."""
+        """Forgets requests that the data plane reports no more."""
         for request in [each for each, sent in self._sent.items() if _is_forgotten(sent, now_s)]:
             self._leave(request, now_s)
 
     def forget(self, place: int) -> None:
         """The engine is gone, and all that was sent there with it."""
-        for instance in self.instances:
-            if instance.place == place:
-                instance.books.forget_all()
+        for worker in self.workers:
+            if worker.place == place:
+                worker.load.forget_all()
                 if self.admission is not None:
-                    self.admission.forget(instance)
+                    self.admission.forget(worker)
 
     def check_integrity(self, remote_requests: int = 0) -> None:
         """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that are in
-        the books as well."""
-        for instance in self.instances:
-            instance.check_integrity()
-        held = sum(instance.books.requests for instance in self.instances)
+        the loads as well."""
+        for worker in self.workers:
+            worker.check_integrity()
+        held = sum(worker.load.requests for worker in self.workers)
         if not self._sent and not remote_requests and held:
-            raise AssertionError(f"{held} requests are in the books and none was sent")
+            raise AssertionError(f"{held} requests are in the loads and none was sent")
 
     def _prefilled(self, observation: Observation, sent: InFlight, at_s: float) -> None:
         computes = sent.choice.computes
@@ -188,10 +188,10 @@ class Accounts:
             for each in self._observers:
                 each.on_prefilled(observation.request)
         if not self._is_sound(at_s, sent):
-            computes.books.prefill_ended(observation.request, _no_sooner(at_s, sent), done=False)
+            computes.load.prefill_ended(observation.request, _no_sooner(at_s, sent), done=False)
             return
-        done = computes.books.prefill_ended(observation.request, at_s)
-        if sent.coming and not observation.stream:
+        done = computes.load.prefill_ended(observation.request, at_s)
+        if sent.pending_handover and not observation.stream:
             sent.decodes_s = at_s  # its first byte is the end, but it is made from now on
             self._decodes(observation.request, sent, at_s, heard=False)
         if self.admission is not None and done is not None and sent.choice.prefill is None:
@@ -202,13 +202,13 @@ class Accounts:
             computes.prefill_model.observe(
                 done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
             )
-            self._tell_sisters(computes, computes.prefill_model)
+            self._tell_trained(computes, computes.prefill_model)
             sent.choice.decode.guess_from(computes)
 
     def _decodes(self, request: int, sent: InFlight, at_s: float, *, heard: bool) -> None:
         """Its answer is made from now on. heard: the client has its first token, too."""
         _arrived(sent)
-        sent.choice.decode.books.decode_began(request, sent.asked.tokens, at_s)
+        sent.choice.decode.load.decode_began(request, sent.asked.tokens, at_s)
         sent.decoding = True
         for each in self._observers:
             each.on_decode(request, computed=sent.computed)
@@ -222,7 +222,7 @@ class Accounts:
         sent.sound = not observation.stream or self._is_sound(first_s, sent)
         if not sent.sound:
             first_s = _no_sooner(first_s, sent)
-            choice.computes.books.prefill_ended(observation.request, first_s, done=False)
+            choice.computes.load.prefill_ended(observation.request, first_s, done=False)
         elif choice.prefill is None:
             if not observation.stream:
                 return  # the first byte of an answer that comes whole is its end
@@ -231,9 +231,9 @@ class Accounts:
             pass  # decode did not wait for its answer: it is still in work
         elif observation.handed_over and observation.prefill_done_s and observation.stream:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
-            self._tell_sisters(choice.decode, choice.decode.handover_model)
+            self._tell_trained(choice.decode, choice.decode.handover_model)
         else:
-            choice.computes.books.prefill_ended(observation.request, first_s, done=False)
+            choice.computes.load.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
         if sent.sound and observation.stream and sent.asked.tokens and observation.status in (0, 200):
             computes = choice.computes
@@ -249,13 +249,13 @@ class Accounts:
         answered = observation.outcome == _ANSWERED
         # Of several answers in one it is not known which tokens came when.
         tokens = observation.completion_tokens if answered and sent.sound and sent.asked.one else 0
-        decoded = choice.decode.books.decode_ended(observation.request, tokens, now_s)
+        decoded = choice.decode.load.decode_ended(observation.request, tokens, now_s)
         decode_model = choice.decode.decode_model
         answer_s = _answer_s(observation, sent, tokens) if answered else math.nan
         gap_s = math.nan if decoded is None else answer_s / (tokens - 1)
         if decoded is not None and answer_s > 0 and self._is_wanted(decode_model, now_s):
             decode_model.observe(decoded.batch, decoded.context_tokens, gap_s)
-            self._tell_sisters(choice.decode, decode_model)
+            self._tell_trained(choice.decode, decode_model)
         if self.admission is not None:
             self.admission.over(
                 observation.request,
@@ -285,10 +285,10 @@ class Accounts:
         self._learnt_s[model] = at_s
         return True
 
-    def _tell_sisters(self, instance: Instance, model: PrefillModel | HandoverModel | DecodeModel) -> None:
+    def _tell_trained(self, worker: Worker, model: PrefillModel | HandoverModel | DecodeModel) -> None:
         if model.regression.samples == LEARNT:
             for each in self._observers:
-                each.on_trained(instance)
+                each.on_trained(worker)
 
     def _compare(self, observation: Observation, sent: InFlight) -> None:
         """The engine's own count of cached tokens with ours."""
@@ -321,7 +321,7 @@ class Accounts:
         if self.admission is not None:
             self.admission.over(request, now_s)
         _arrived(sent)
-        computes, decode = sent.choice.computes.books, sent.choice.decode.books
+        computes, decode = sent.choice.computes.load, sent.choice.decode.load
         computes.prefill_ended(request, now_s, done=False)
         decode.decode_ended(request, 0, now_s)
 
@@ -347,18 +347,18 @@ def _is_forgotten(sent: InFlight, now_s: float) -> bool:
     age_s = now_s - sent.at_s
     if age_s <= FORGOTTEN_S:
         return False
-    load = sent.choice.decode.load
+    load = sent.choice.decode.relay_requests
     return age_s > _longest_s(sent) or (load is not None and not load())
 
 
 def _no_sooner(at_s: float, sent: InFlight) -> float:
-    """A time that the books can go on from."""
+    """A time that the load can go on from."""
     return at_s if sent.at_s < at_s < math.inf else sent.at_s
 
 
 def _arrived(sent: InFlight) -> None:
-    """What was coming to the decode instance is there, or comes no more."""
-    if sent.coming:
-        sent.coming = False
-        sent.choice.decode.coming -= 1
-        sent.choice.decode.coming_tokens -= sent.asked.tokens
+    """What was coming to the decode worker is there, or comes no more."""
+    if sent.pending_handover:
+        sent.pending_handover = False
+        sent.choice.decode.pending_handover -= 1
+        sent.choice.decode.pending_handover_tokens -= sent.asked.tokens

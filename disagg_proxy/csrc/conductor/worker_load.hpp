@@ -1,4 +1,4 @@
-// Books: what one engine has to do, as far as the proxy sent it there: prefills in line, requests that
+// WorkerLoad: what one engine has to do, as far as the proxy sent it there: prefills in line, requests that
 // decode.
 //
 // An engine is taken to prefill in the order of arrival. Its line is counted in seconds, not in requests: the
@@ -28,10 +28,10 @@ struct Decoded {
     double batch = 0, context_tokens = 0, gap_s = 0;
 };
 
-class Books {
+class WorkerLoad {
    public:
-    Books() = default;
-    Books(const Books&) = delete;
+    WorkerLoad() = default;
+    WorkerLoad(const WorkerLoad&) = delete;
 
     // What policies read.
     size_t prefills() const { return prefills_.size(); }
@@ -62,23 +62,23 @@ class Books {
    private:
     struct Prefill;
     // The line goes through the map's own nodes, which stay where they are.
-    using Line = std::unordered_map<int64_t, Prefill>;
+    using Queue = std::unordered_map<int64_t, Prefill>;
     struct Prefill {
         int64_t tokens = 0, own = 0, pool = 0;
         double predicted_s = 0;
         bool silent = false;
-        Line::value_type *before = nullptr, *behind = nullptr;
+        Queue::value_type *before = nullptr, *behind = nullptr;
     };
     struct Decode {
         int64_t context = 0;
         double first_s = 0, batch_integral = 0, context_integral = 0;
     };
 
-    void drop(Line::value_type& prefill);
+    void drop(Queue::value_type& prefill);
     void integrate(double now_s);
 
-    Line prefills_;
-    Line::value_type *first_ = nullptr, *last_ = nullptr;
+    Queue prefills_;
+    Queue::value_type *first_ = nullptr, *last_ = nullptr;
     double prefill_sum_s_ = 0;
     int64_t prefill_tokens_ = 0, prefill_rest_ = 0;
     double head_since_s_ = 0;

@@ -1,4 +1,4 @@
-"""How much comes to one instance: requests a second and seconds of prefill a second, of the last minute or
+"""How much comes to one worker: requests a second and seconds of prefill a second, of the last minute or
 so."""
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 
 OVER_S = 60.0  # long beside a prefill, short beside the hours of a day
-YOUNG_S = 10.0  # what came to an instance that is younger is taken to have come in so long
+YOUNG_S = 10.0  # what came to a worker that is younger is taken to have come in so long
 LOAD_MAX = 0.95  # beyond it what is added stays for longer than the load does
 
 
-class Flow:
+class ArrivalRate:
     """An exponentially weighted average. A clock that jumps back is taken to stand still."""
 
     __slots__ = ("_born_s", "_requests", "_to_s", "_work_s")
@@ -41,14 +41,14 @@ class Flow:
         return self._requests * left / over_s, self._work_s * left / over_s
 
 
-def harm(flows: Sequence[Flow], now_s: float) -> float:
+def marginal_delay(flows: Sequence[ArrivalRate], now_s: float) -> float:
     """What a second of work does to requests that come later, a second that it waits or is waited for:
-    arrivals per second at one of these instances, over the share of the time that is left idle.
+    arrivals per second at one of these workers, over the share of the time that is left idle.
 
-    An instance with u seconds of work, to which work comes at random, costs those that come later in all
+    A worker with u seconds of work, to which work comes at random, costs those that come later in all
     arrivals u^2 / (2 (1 - load)) seconds more than an idle one (the value function of M/G/1 with first come,
-    first served); so x seconds more of it cost them harm x (u + x / 2) with this harm. To add that to a
-    request's own time is one step of policy iteration from a split at random: Hyytia, Penttinen and Aalto,
+    first served); so x seconds more of it cost them d x (u + x / 2), d being this marginal delay. To add that
+    to a request's own time is one step of policy iteration from a split at random: Hyytia, Penttinen, Aalto,
     "Size- and state-aware dispatching problem with queue-specific job sizes", European Journal of Operational
     Research 217 (2012).
     """

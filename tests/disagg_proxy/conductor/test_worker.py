@@ -1,38 +1,38 @@
-"""What a new instance takes over from those that are what it is."""
+"""What a new worker takes over from those that are what it is."""
 
 from __future__ import annotations
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.instance import LEARNT, SISTERS_MAX, Instance, Role
+from moonpool.disagg_proxy.conductor.worker import LEARNT, SAME_KIND_MAX, Role, Worker
 
 
-def taught(place: int, token_s: float, samples: int = 200) -> Instance:
+def taught(place: int, token_s: float, samples: int = 200) -> Worker:
     """It has seen prompts whose every token takes so long, and hand-overs and gaps in proportion."""
-    instance = Instance(place, f"p{place}", Role.PREFILL)
+    worker = Worker(place, f"p{place}", Role.PREFILL)
     for number in range(samples):
         tokens = 500 + 997 * number % 20_000
-        instance.prefill_model.observe(tokens, 0, 0, 0.1 + token_s * tokens)
-        instance.handover_model.observe(tokens, token_s * 100)
-        instance.decode_model.observe(1 + number % 30, 10 * tokens, token_s * 200)
-    return instance
+        worker.prefill_model.observe(tokens, 0, 0, 0.1 + token_s * tokens)
+        worker.handover_model.observe(tokens, token_s * 100)
+        worker.decode_model.observe(1 + number % 30, 10 * tokens, token_s * 200)
+    return worker
 
 
 def test_it_begins_with_the_mean_of_what_they_have_learnt() -> None:
-    new, sisters = Instance(9, "new", Role.PREFILL), [taught(0, 1e-4), taught(1, 3e-4)]
-    new.learn_from(sisters)
+    new, same_kind = Worker(9, "new", Role.PREFILL), [taught(0, 1e-4), taught(1, 3e-4)]
+    new.learn_from(same_kind)
     for ask in (
         lambda each: each.prefill_model.predict(10_000, 4_000),
         lambda each: each.handover_model.predict(5_000),
         lambda each: each.decode_model.predict(10, 50_000),
     ):
-        assert ask(new) == pytest.approx(sum(map(ask, sisters)) / 2)
+        assert ask(new) == pytest.approx(sum(map(ask, same_kind)) / 2)
     assert new.prefill_model.predict(10_000) == pytest.approx(2.1, rel=0.1)
     new.check_integrity()
 
 
 def test_who_has_learnt_nothing_teaches_nothing_and_what_was_observed_is_kept() -> None:
-    new, prior = Instance(9, "new"), Instance(8, "prior").prefill_model.predict(10_000)
+    new, prior = Worker(9, "new"), Worker(8, "prior").prefill_model.predict(10_000)
     new.learn_from([])
     new.learn_from([taught(0, 1e-3, samples=LEARNT - 1)])
     assert new.prefill_model.predict(10_000) == prior
@@ -44,7 +44,7 @@ def test_who_has_learnt_nothing_teaches_nothing_and_what_was_observed_is_kept() 
 
 
 def test_a_first_guess_that_is_wrong_is_soon_replaced() -> None:
-    new = Instance(9, "new")
+    new = Worker(9, "new")
     new.learn_from([taught(0, 1e-4)])
     for number in range(30):
         tokens = 500 + 997 * number % 20_000
@@ -55,21 +55,21 @@ def test_a_first_guess_that_is_wrong_is_soon_replaced() -> None:
 def test_of_many_sisters_a_few_are_asked() -> None:
     asked = 0
 
-    def sisters() -> object:
+    def same_kind() -> object:
         nonlocal asked
         while True:
             asked += 1
-            yield Instance(asked, "one")
+            yield Worker(asked, "one")
 
-    Instance(0, "new").learn_from(sisters())  # type: ignore[arg-type]
-    assert asked == SISTERS_MAX
+    Worker(0, "new").learn_from(same_kind())  # type: ignore[arg-type]
+    assert asked == SAME_KIND_MAX
 
 
 def test_what_one_has_learnt_is_the_first_guess_of_sisters_that_nobody_has_observed() -> None:
-    one, fresh, observed = taught(0, 1e-4), Instance(1, "fresh"), taught(2, 3e-4, samples=1)
+    one, fresh, observed = taught(0, 1e-4), Worker(1, "fresh"), taught(2, 3e-4, samples=1)
     seen_s = observed.prefill_model.predict(10_000)
-    taught(3, 5e-3, samples=LEARNT - 1).teach([fresh, observed])
-    one.teach([fresh, observed])
+    taught(3, 5e-3, samples=LEARNT - 1).seed_models([fresh, observed])
+    one.seed_models([fresh, observed])
     for ask in (
         lambda each: each.prefill_model.predict(10_000, 4_000),
         lambda each: each.handover_model.predict(5_000),
@@ -80,22 +80,31 @@ def test_what_one_has_learnt_is_the_first_guess_of_sisters_that_nobody_has_obser
 
 
 def test_who_computes_for_another_is_its_first_guess_until_its_own_kind_has_computed() -> None:
-    """A decode engine that nobody has observed is no faster; what its sisters have taken says more."""
-    giver, decode = taught(0, 1e-4), Instance(1, "d", Role.DECODE)
-    taken = giver.handover_model.predict(5_000)
+    """A decode engine that nobody has observed is no faster; what its same_kind have taken says more."""
+    prefill_worker, decode = taught(0, 1e-4), Worker(1, "d", Role.DECODE)
+    taken = prefill_worker.handover_model.predict(5_000)
     decode.guess_from(taught(3, 9e-4, samples=LEARNT - 1))
-    assert decode.prefill_model.predict(10_000) == Instance(2, "new").prefill_model.predict(10_000)
-    decode.guess_from(giver)
-    assert decode.prefill_model.predict(10_000) == pytest.approx(giver.prefill_model.predict(10_000))
+    assert decode.prefill_model.predict(10_000) == Worker(2, "new").prefill_model.predict(10_000)
+    decode.guess_from(prefill_worker)
+    assert decode.prefill_model.predict(10_000) == pytest.approx(prefill_worker.prefill_model.predict(10_000))
     assert decode.handover_model.predict(5_000) != pytest.approx(taken)
-    taught(2, 4e-4).teach([decode])
-    decode.guess_from(giver)
+    taught(2, 4e-4).seed_models([decode])
+    decode.guess_from(prefill_worker)
     assert decode.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
-    joined = Instance(4, "joined", Role.DECODE)
+    joined = Worker(4, "joined", Role.DECODE)
     joined.learn_from([taught(2, 4e-4)])
-    joined.guess_from(giver)
+    joined.guess_from(prefill_worker)
     assert joined.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
     observed = taught(5, 2e-4, samples=1)
     seen_s = observed.prefill_model.predict(10_000)
-    observed.guess_from(giver)
+    observed.guess_from(prefill_worker)
     assert observed.prefill_model.predict(10_000) == seen_s
+
+
+def test_a_policy_of_a_users_own_finds_attributes_by_their_old_names() -> None:
+    worker = Worker(0, "e")
+    for old, now in (("books", "load"), ("alone", "self_sufficient"), ("coming", "pending_handover")):
+        with pytest.warns(DeprecationWarning, match=f"{old} is named {now} now"):
+            assert getattr(worker, old) is getattr(worker, now)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        worker.nothing  # noqa: B018

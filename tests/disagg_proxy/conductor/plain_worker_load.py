@@ -44,7 +44,7 @@ class Decoded:
     gap_s: float
 
 
-class Books:
+class WorkerLoad:
     """requests are named by any hashable id; each call about an id that is not known changes nothing, so that
     reports may come late, twice or never."""
 

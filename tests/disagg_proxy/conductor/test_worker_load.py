@@ -6,73 +6,73 @@ import random
 
 import pytest
 
-from moonpool._native import Books
-from tests.disagg_proxy.conductor import plain_books
+from moonpool._native import WorkerLoad
+from tests.disagg_proxy.conductor import plain_worker_load
 
 
 def test_a_line_is_as_long_as_its_prefills_less_what_the_first_has_had() -> None:
-    books = Books()
-    assert books.wait_s(0.0) == 0.0
-    books.prefill_began(1, 100, 0, 0, 2.0, now_s=10.0)
-    books.prefill_began(2, 100, 0, 0, 3.0, now_s=10.5)
-    assert books.wait_s(10.5) == pytest.approx(4.5)
-    assert books.wait_s(11.0) == pytest.approx(4.0)
-    assert books.wait_s(99.0) == pytest.approx(
+    load = WorkerLoad()
+    assert load.wait_s(0.0) == 0.0
+    load.prefill_began(1, 100, 0, 0, 2.0, now_s=10.0)
+    load.prefill_began(2, 100, 0, 0, 3.0, now_s=10.5)
+    assert load.wait_s(10.5) == pytest.approx(4.5)
+    assert load.wait_s(11.0) == pytest.approx(4.0)
+    assert load.wait_s(99.0) == pytest.approx(
         3.0
     )  # the head takes longer than predicted: the rest still waits
-    done = books.prefill_ended(1, 13.0)
+    done = load.prefill_ended(1, 13.0)
     assert done is not None
     assert done.seconds == pytest.approx(3.0)
-    assert books.wait_s(13.0) == pytest.approx(3.0)
-    assert books.wait_s(14.0) == pytest.approx(2.0)
+    assert load.wait_s(13.0) == pytest.approx(3.0)
+    assert load.wait_s(14.0) == pytest.approx(2.0)
 
 
 def test_the_time_of_a_prefill_begins_when_the_one_before_ended() -> None:
-    books = Books()
-    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
-    books.prefill_began(2, 200, 50, 0, 1.0, now_s=0.1)
-    books.prefill_ended(1, 4.0)
-    done = books.prefill_ended(2, 5.0)
+    load = WorkerLoad()
+    load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    load.prefill_began(2, 200, 50, 0, 1.0, now_s=0.1)
+    load.prefill_ended(1, 4.0)
+    done = load.prefill_ended(2, 5.0)
     assert done is not None
     assert (done.tokens, done.own, done.seconds) == (200, 50, pytest.approx(1.0))
 
 
 def test_one_that_overtakes_or_leaves_teaches_nothing() -> None:
-    books = Books()
-    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
-    books.prefill_began(2, 100, 0, 0, 1.0, now_s=0.0)
-    assert books.prefill_ended(2, 0.5) is None
-    assert books.prefill_ended(1, 0.6, done=False) is None
-    assert books.wait_s(0.6) == 0.0
+    load = WorkerLoad()
+    load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    load.prefill_began(2, 100, 0, 0, 1.0, now_s=0.0)
+    assert load.prefill_ended(2, 0.5) is None
+    assert load.prefill_ended(1, 0.6, done=False) is None
+    assert load.wait_s(0.6) == 0.0
 
 
 def test_reports_that_come_twice_late_or_never_change_nothing() -> None:
-    books = Books()
-    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
-    books.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
-    assert books.prefills == 1
-    assert books.prefill_ended(7, 1.0) is None
-    assert books.decode_ended(7, 10, 1.0) is None
-    books.prefill_ended(1, 1.0)
-    assert books.prefill_ended(1, 1.0) is None
-    books.decode_began(1, 100, 1.0)
-    books.decode_began(1, 100, 1.0)
-    assert books.context_tokens == 100
-    books.check_integrity()
-    books.forget_all()
-    assert (books.prefills, books.decodes, books.context_tokens) == (0, 0, 0)
+    load = WorkerLoad()
+    load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    assert load.prefills == 1
+    assert load.prefill_ended(7, 1.0) is None
+    assert load.decode_ended(7, 10, 1.0) is None
+    load.prefill_ended(1, 1.0)
+    assert load.prefill_ended(1, 1.0) is None
+    load.decode_began(1, 100, 1.0)
+    load.decode_began(1, 100, 1.0)
+    assert load.context_tokens == 100
+    load.check_integrity()
+    load.forget_all()
+    assert (load.prefills, load.decodes, load.context_tokens) == (0, 0, 0)
 
 
 def test_batch_and_context_are_averages_over_the_time_of_a_request() -> None:
-    books = Books()
-    books.decode_began(1, 1_000, now_s=0.0)
-    books.decode_began(2, 3_000, now_s=5.0)
-    ended = books.decode_ended(1, tokens=101, now_s=10.0)
+    load = WorkerLoad()
+    load.decode_began(1, 1_000, now_s=0.0)
+    load.decode_began(2, 3_000, now_s=5.0)
+    ended = load.decode_ended(1, tokens=101, now_s=10.0)
     assert ended is not None
     assert ended.gap_s == pytest.approx(0.1)
     assert ended.batch == pytest.approx(1.5)
     assert ended.context_tokens == pytest.approx(2_500)
-    assert books.context_tokens == 3_000
+    assert load.context_tokens == 3_000
 
 
 READ = ("prefills", "prefill_tokens", "prefill_rest_tokens", "decodes", "requests", "context_tokens")
@@ -84,38 +84,38 @@ def values(ended: object, names: tuple[str, ...]) -> tuple[object, ...] | None:
 
 def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
     for _ in range(30):
-        books, plain, now_s = Books(), plain_books.Books(), 0.0
+        load, plain, now_s = WorkerLoad(), plain_worker_load.WorkerLoad(), 0.0
         for _ in range(300):
             now_s += rng.choice((0.0, rng.random(), -0.01))
             request = rng.randrange(-6, 6)
             match rng.randrange(40):
                 case 0:
-                    books.forget_all()
+                    load.forget_all()
                     plain.forget_all()
                 case each if each < 12:
                     tokens, own, pool = (rng.randrange(500) for _ in range(3))
                     began = (tokens, own, pool, rng.random(), now_s)
                     silent = rng.random() < 0.3
-                    books.prefill_began(request, *began, silent=silent)
+                    load.prefill_began(request, *began, silent=silent)
                     plain.prefill_began(request, *began, silent=silent)
                 case each if each < 20:
                     done = rng.random() < 0.8
                     names = ("tokens", "own", "pool", "seconds", "predicted_s")
-                    assert values(books.prefill_ended(request, now_s, done=done), names) == values(
+                    assert values(load.prefill_ended(request, now_s, done=done), names) == values(
                         plain.prefill_ended(request, now_s, done=done), names
                     )
                 case each if each < 30:
                     context = rng.randrange(1_000)
-                    books.decode_began(request, context, now_s)
+                    load.decode_began(request, context, now_s)
                     plain.decode_began(request, context, now_s)
                 case _:
                     tokens = rng.randrange(5)
                     names = ("batch", "context_tokens", "gap_s")
-                    assert values(books.decode_ended(request, tokens, now_s), names) == values(
+                    assert values(load.decode_ended(request, tokens, now_s), names) == values(
                         plain.decode_ended(request, tokens, now_s), names
                     )
             if rng.random() < 0.8:
-                assert books.wait_s(now_s) == plain.wait_s(now_s) >= 0
-            assert values(books, READ) == values(plain, READ)
-            books.check_integrity()
+                assert load.wait_s(now_s) == plain.wait_s(now_s) >= 0
+            assert values(load, READ) == values(plain, READ)
+            load.check_integrity()
             plain.check_integrity()

@@ -24,7 +24,7 @@ TELLING_BLOCKS = 8  # of a prompt: an engine that computes so many tells of some
 CONFIRMED_WITHIN_S = 60.0  # what was dispatched counts as held for so long, unless an event says so
 
 
-class Place(NamedTuple):
+class PrefixMatch(NamedTuple):
     """own: tokens by the place of an engine; pool: tokens in the pool. keys: for ``sent``."""
 
     own: Sequence[int]
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     keys: tuple[tuple[_native.PrefixIndex, bytes], ...]
 
 
-class Locality:
+class PrefixLocator:
     """Engines join and leave; the pool's nodes have holders of their own in the indexes. Thread safe.
 
     An engine is known by its events while its stream is live (``hears``), and by what was sent to it before
@@ -87,19 +87,19 @@ class Locality:
         """When the engine was first sent a prompt of some length, of one that is not heard; None: never."""
         return self._unheard_s.get(engine)
 
-    def find(self, ids: bytes, seed: bytes) -> Place:
+    def find(self, ids: bytes, seed: bytes) -> PrefixMatch:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
         own, most, keys, engines = b"", 0, [], self._engines
         for index in self._indexes.of(MODEL_ANY):
             own, pool, chain = index.look(ids, seed, engines, own)
             most = max(most, pool)
             keys.append((index, chain))
-        return Place(array("I", own), most, tuple(keys))
+        return PrefixMatch(array("I", own), most, tuple(keys))
 
-    def sent(self, place: Place, engine: int, now_s: float) -> None:
+    def sent(self, match: PrefixMatch, engine: int, now_s: float) -> None:
         """The prompt goes to this engine, which will hold it."""
         live = self._live.get(engine)
-        for index, chain in place.keys:
+        for index, chain in match.keys:
             if live is None and len(chain) >= TELLING_BLOCKS * KEY_BYTES:
                 self._unheard_s.setdefault(engine, now_s)
             if live is not None and live is not index and index is self._guessed:

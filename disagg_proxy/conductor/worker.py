@@ -1,0 +1,161 @@
+"""The scheduler's view of one engine: its role, its load, and the cost models learnt from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from itertools import islice
+from statistics import fmean
+from typing import Any
+
+from moonpool._native import DecodeModel, HandoverModel, PrefillModel, WorkerLoad, WorkerView
+from moonpool.disagg_proxy.conductor.arrival_rate import ArrivalRate
+from moonpool.disagg_proxy.conductor.calibration import Ratios
+from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
+
+SAME_KIND_MAX = 32  # so many know what a thousand do
+LEARNT = 16  # samples, from which on what was learnt is better than the prior
+# Of attributes that a policy of a user's own may read.
+_OLD_NAMES = {
+    "alone": "self_sufficient",
+    "books": "load",
+    "coming": "pending_handover",
+    "coming_tokens": "pending_handover_tokens",
+    "flow": "arrival_rate",
+    "sender": "transfer_backlog",
+}
+_MODELS = ("prefill_model", "handover_model", "decode_model")
+
+
+class Role(Enum):
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Worker(WorkerView):
+    """What policies weigh is in C++ (``WorkerView``), where a thousand workers can be weighed at once.
+
+    place:              stable number among all engines.
+    name, known_as:     for people here, and for other proxies.
+    site:               host and port as other proxies see them; "": not known.
+    role:               what it may compute.
+    self_sufficient:    it answers without another's prefill, or, a prefill worker, by itself.
+    load:               what it has to do, as far as requests of this proxy and its peers tell.
+    in_flight:          requests there, by the relay's count where it has one.
+    room_tokens:        what its KV cache holds; 0: not known.
+    pending_handover, pending_handover_tokens: requests, and tokens of their prompts, that others prefill.
+    obeys:              it computes what it is told not to fetch; others fetch whatever the pool holds.
+    prefill_model, handover_model, decode_model: what its work is predicted to take.
+    ttft_ratios:        how well its first tokens are predicted.
+    arrival_rate:       what comes to it.
+    transfer_backlog:   what others fetch from it.
+    same_kind_computes: its prefill model began with what others of its kind have taken.
+    turn:               when a policy last chose it, by the policy's own count.
+    """
+
+    __slots__ = (
+        "arrival_rate",
+        "decode_model",
+        "handover_model",
+        "known_as",
+        "load",
+        "name",
+        "place",
+        "prefill_model",
+        "relay_requests",
+        "role",
+        "same_kind_computes",
+        "self_sufficient",
+        "site",
+        "transfer_backlog",
+        "ttft_ratios",
+    )
+
+    def __init__(
+        self,
+        place: int,
+        name: str,
+        role: Role = Role.BOTH,
+        *,
+        room_tokens: int = 0,
+        relay_requests: Callable[[], int] | None = None,
+        known_as: str = "",
+        site: str = "",
+    ) -> None:
+        """relay_requests: says how many requests are there, where the relay counts them; else ``load``."""
+        load, prefill_model, decode_model = WorkerLoad(), PrefillModel(), DecodeModel()
+        super().__init__(place, room_tokens, load, prefill_model, decode_model)
+        self.place = place
+        self.name = name
+        self.known_as = known_as or name
+        self.site = site
+        self.role = role
+        self.self_sufficient = True
+        self.relay_requests = relay_requests
+        self.load = load
+        self.ttft_ratios = Ratios()
+        self.arrival_rate = ArrivalRate()
+        self.transfer_backlog = TransferBacklog()
+        self.prefill_model = prefill_model
+        self.handover_model = HandoverModel()
+        self.decode_model = decode_model
+        self.same_kind_computes = False
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute by the name that it had in the release before, for policies of a user's own."""
+        now = _OLD_NAMES.get(name)
+        if now is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(
+            f"{name} is named {now} now; the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self, now)
+
+    @property
+    def in_flight(self) -> int:
+        return self.load.requests if self.relay_requests is None else self.relay_requests()
+
+    def learn_from(self, same_kind: Iterable[Worker]) -> None:
+        """It is new, and they are what it is: the first guess at its times is the mean of what they have
+        learnt, where they have; it weighs as a prior. What it has learnt itself is kept."""
+        looked_at = list(islice(same_kind, SAME_KIND_MAX))
+        for name in _MODELS:
+            theirs = [getattr(other, name).regression for other in looked_at]
+            known = [each.coefficients for each in theirs if each.samples >= LEARNT]
+            if known:
+                getattr(self, name).regression.start([fmean(values) for values in zip(*known, strict=True)])
+                self.same_kind_computes |= name == "prefill_model"
+
+    def guess_from(self, prefill_worker: Worker) -> None:
+        """That computes prompts for this one. Until it, or one of its kind, has computed some itself it is
+        taken to be no faster."""
+        theirs, mine = prefill_worker.prefill_model.regression, self.prefill_model.regression
+        if theirs.samples >= LEARNT and not mine.samples and not self.same_kind_computes:
+            mine.start(theirs.coefficients)
+
+    def seed_models(self, same_kind: Sequence[Worker]) -> None:
+        """Those that have not been observed yet are first taken to be as this one has turned out to be: it
+        would be preferred for ever to what is thought slow, and is not seen."""
+        for name in _MODELS:
+            mine = getattr(self, name).regression
+            if mine.samples < LEARNT:
+                continue
+            for other in same_kind:
+                theirs = getattr(other, name).regression
+                if not theirs.samples:
+                    theirs.start(mine.coefficients)
+                    other.same_kind_computes |= name == "prefill_model"
+
+    def check_integrity(self) -> None:
+        self.load.check_integrity()
+        for name in _MODELS:
+            getattr(self, name).regression.check_integrity()
+
+
+def answering(workers: Sequence[Worker]) -> Sequence[Worker]:
+    """Those that decode; all, where none does."""
+    return [each for each in workers if each.role is not Role.PREFILL] or workers
