@@ -1,5 +1,6 @@
 """The scheduler of one proxy: which worker computes and answers a request, which requests wait, which are
-refused. The proxy (``dispatch/dispatcher.py``) and the simulator (``tools/simulator/desk.py``) each drive it.
+refused. Its drivers are the proxy (``dispatch/dispatcher.py``) and the simulator
+(``tools/simulator/simulated_proxy.py``).
 
     submit    a new request: Dispatched, Refused, or neither while it waits in the queue
     dispatch  a request that admission does not judge: an attempt after the first, or no admission is set

@@ -3,7 +3,7 @@
     arrival -> what the caches hold of it -> policy.choose -> fetch from another's cache -> prefill
             -> hand-over to decode, layer by layer while prefill runs -> decode -> Results
 
-The policy sees what it sees in the proxy (``Desk``): ``Worker`` objects whose loads and models the
+The policy sees what it sees in the proxy (``SimulatedProxy``): ``Worker`` objects whose loads and models the
 ``Scheduler`` keeps, from observations of the same form. It does not see the machine, nor how long an answer
 will be.
 """
@@ -20,16 +20,16 @@ from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Change
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
 from moonpool.disagg_proxy.tools.simulator.engine import PrefillEngine, WholeEngine
 from moonpool.disagg_proxy.tools.simulator.events import Events
 from moonpool.disagg_proxy.tools.simulator.eviction.study import make_cache
+from moonpool.disagg_proxy.tools.simulator.faults import Act, ClusterEvent, check
 from moonpool.disagg_proxy.tools.simulator.fleet import Fleet
-from moonpool.disagg_proxy.tools.simulator.happenings import Act, Happening, check
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.links import Links
 from moonpool.disagg_proxy.tools.simulator.loads import Loads
 from moonpool.disagg_proxy.tools.simulator.machine import MACHINES, Machine
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
 TELL_AFTER_S = 0.004  # from one proxy to the others: what is gathered, and the way
@@ -72,14 +72,14 @@ class ClusterSettings:
 
 
 class Cluster:
-    """desks: the proxies, which take turns. done: hears of each request when it is over or refused."""
+    """proxies: the proxies, which take turns. done: hears of each request when it is over or refused."""
 
     def __init__(
         self,
         settings: ClusterSettings,
-        desks: Sequence[Desk],
+        proxies: Sequence[SimulatedProxy],
         done: Callable[[Job], None],
-        happenings: Iterable[Happening] = (),
+        faults: Iterable[ClusterEvent] = (),
     ) -> None:
         self.settings = settings
         self.events = Events()
@@ -96,20 +96,20 @@ class Cluster:
         self.busy_before_s = 0.0  # of engines that were replaced
         self.engines: list[PrefillEngine | WholeEngine] = []
         counts = {"prefill": settings.prefill, "decode": settings.decode, "whole": settings.whole}
-        self._desks = tuple(desks)
-        self._exchanging = settings.exchanging and len(desks) > 1
-        for number, desk in enumerate(desks):
+        self._proxies = tuple(proxies)
+        self._exchanging = settings.exchanging and len(proxies) > 1
+        for number, proxy in enumerate(proxies):
             tell = functools.partial(self._tell, number) if self._exchanging else None
-            desk.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool, tell=tell)
+            proxy.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool, tell=tell)
         for instance in self.workers:
             self._open(instance.place)
-        for each in check(happenings, counts):
-            self.events.at(each.at_s, functools.partial(self._happen, each))
+        for each in check(faults, counts):
+            self.events.at(each.at_s, functools.partial(self._apply_event, each))
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Those that may be chosen now, as the first proxy sees them."""
-        return self._desks[0].fleet.workers
+        return self._proxies[0].fleet.workers
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
         """All of them, to the last token."""
@@ -120,14 +120,14 @@ class Cluster:
             if arrival.at_s >= self.loads.next_s:
                 self._look(arrival.at_s)
             self._arrived += 1
-            job = Job(self._arrived, arrival, self._arrived % len(self._desks))
-            self._desk(job).arrive(job)
+            job = Job(self._arrived, arrival, self._arrived % len(self._proxies))
+            self._proxy(job).arrive(job)
         self.events.run_before(float("inf"))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of a part is broken."""
-        for desk in self._desks:
-            desk.check_integrity()
+        for proxy in self._proxies:
+            proxy.check_integrity()
         self.caches.check_integrity()
         busy = {place for job in self._live.values() for place in (job.prefill_place, job.decode_place)}
         assert self._leaving <= busy
@@ -148,18 +148,18 @@ class Cluster:
     def computed(self, job: Job) -> None:
         """By a prefill engine."""
         self._settle(job)
-        desk = self._desk(job)
+        proxy = self._proxy(job)
         decode = self.engines[job.decode_place]
         if isinstance(decode, PrefillEngine):  # no instance decodes
             job.first_s = job.done_s = self.events.now_s
-            desk.observe(job, Stage.BEGUN, handed=HandoverForm.NOT)
+            proxy.observe(job, Stage.BEGUN, handed=HandoverForm.NOT)
             self.ended(job)
             return
         if job.orphan:
             self._again(job)
             return
-        desk.observe(job, Stage.PREFILLED, handed=HandoverForm.TWO_STEP)
-        if desk.turned_away(job):
+        proxy.observe(job, Stage.PREFILLED, handed=HandoverForm.TWO_STEP)
+        if proxy.rejected_after_prefill(job):
             self._over(job)
             return
         machine = self.settings.machine
@@ -172,10 +172,12 @@ class Cluster:
     def began(self, job: Job) -> None:
         apart = job.prefill_place != job.decode_place
         self._settle(job)
-        self._desk(job).observe(job, Stage.BEGUN, handed=HandoverForm.TWO_STEP if apart else HandoverForm.NOT)
+        self._proxy(job).observe(
+            job, Stage.BEGUN, handed=HandoverForm.TWO_STEP if apart else HandoverForm.NOT
+        )
 
     def ended(self, job: Job) -> None:
-        self._desk(job).observe(job, Stage.ENDED, handed=HandoverForm.NOT)
+        self._proxy(job).observe(job, Stage.ENDED, handed=HandoverForm.NOT)
         self._over(job)
 
     # What a proxy does
@@ -187,16 +189,16 @@ class Cluster:
     def refused(self, job: Job) -> None:
         self._done(job)
 
-    def _desk(self, job: Job) -> Desk:
-        return self._desks[job.desk]
+    def _proxy(self, job: Job) -> SimulatedProxy:
+        return self._proxies[job.proxy]
 
     def _tell(self, number: int, change: Change) -> None:
         self.events.at(self.events.now_s + TELL_AFTER_S, functools.partial(self._hear, number, change))
 
     def _hear(self, number: int, change: Change) -> None:
-        for other, desk in enumerate(self._desks):
+        for other, proxy in enumerate(self._proxies):
             if other != number:
-                desk.shared.apply(str(number), (change,), self.events.now_s)
+                proxy.shared.apply(str(number), (change,), self.events.now_s)
 
     # What happens to a request
 
@@ -213,22 +215,22 @@ class Cluster:
             return
         job.expected = False
         place, blocks = job.prefill_place, job.blocks
-        self._desk(job).expected.arrived(place, blocks)
+        self._proxy(job).expected.arrived(place, blocks)
         if self._exchanging:  # what was placed they have heard before
             self.events.at(
-                self.events.now_s + TELL_AFTER_S, functools.partial(self._is_there, job.desk, place, blocks)
+                self.events.now_s + TELL_AFTER_S, functools.partial(self._is_there, job.proxy, place, blocks)
             )
 
     def _is_there(self, number: int, place: int, blocks: Sequence[int]) -> None:
-        for other, desk in enumerate(self._desks):
+        for other, proxy in enumerate(self._proxies):
             if other != number:
-                desk.expected.arrived(place, blocks)
+                proxy.expected.arrived(place, blocks)
 
     def _again(self, job: Job) -> None:
         """An instance died before the first token."""
         self._settle(job)
         self._left(job)
-        self._desk(job).again(job)
+        self._proxy(job).again(job)
 
     def _over(self, job: Job) -> None:
         self._left(job)
@@ -243,16 +245,16 @@ class Cluster:
 
     # What happens to an instance
 
-    def _happen(self, happening: Happening) -> None:
-        if happening.act is Act.JOIN:
-            known = self._desks[0].fleet.place(happening.name)
+    def _apply_event(self, event: ClusterEvent) -> None:
+        if event.act is Act.JOIN:
+            known = self._proxies[0].fleet.place(event.name)
             if known in self._leaving:  # it joins again before it has ended what it had
                 self._kill(known)
-            (place,) = {desk.join(happening.name) for desk in self._desks}
+            (place,) = {proxy.join(event.name) for proxy in self._proxies}
             self._open(place)
             return
-        (place,) = {desk.fleet.leave(happening.name).place for desk in self._desks}
-        if happening.act is Act.KILL:
+        (place,) = {proxy.fleet.leave(event.name).place for proxy in self._proxies}
+        if event.act is Act.KILL:
             self._kill(place)
         else:
             self._leaving.add(place)
@@ -280,7 +282,7 @@ class Cluster:
             prompt_there = place == job.prefill_place and now_s < job.there_s
             if job.first_s < math.inf:
                 if place == job.decode_place:
-                    self._desk(job).observe(
+                    self._proxy(job).observe(
                         job, Stage.ENDED, handed=HandoverForm.NOT, outcome=Outcome.BROKEN_OFF
                     )
                     job.why_not = "lost"
@@ -301,8 +303,8 @@ class Cluster:
 
     def _close(self, place: int) -> None:
         self._leaving.discard(place)
-        for desk in self._desks:
-            desk.leave(place)
+        for proxy in self._proxies:
+            proxy.leave(place)
 
     def _look(self, now_s: float) -> None:
         """How loaded prefill and decode are."""
@@ -312,7 +314,7 @@ class Cluster:
 
     def _engine(self, place: int) -> PrefillEngine | WholeEngine:
         settings = self.settings
-        if self._desks[0].fleet.kind(place) == "prefill":
+        if self._proxies[0].fleet.kind(place) == "prefill":
             return PrefillEngine(
                 place,
                 settings.machine,

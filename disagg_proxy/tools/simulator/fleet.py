@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moonpool.disagg_proxy.conductor.scheduler import EligibleWorkers
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
-from moonpool.disagg_proxy.tools.simulator.happenings import KINDS
+from moonpool.disagg_proxy.tools.simulator.faults import KINDS
 
 
 class Fleet:

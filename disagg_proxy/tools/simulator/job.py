@@ -19,7 +19,7 @@ class Job:
     there_s:  its KV is where it decodes.                     attempt: how often it was sent before.
     done_s:   its last token.                                 gap_s: the mean of its longest tenth of gaps.
     own, fetched: tokens that were reused, from the instance's own cache and from others'.
-    desk: the number of the proxy that it came to.
+    proxy: the number of the proxy that it came to.
     blocks: of its prompt, those that a cache may keep.
     fetches: whether it is to fetch what others hold.
     why_not:  why it was refused, or given up; "" for neither.
@@ -27,7 +27,7 @@ class Job:
 
     name: int
     arrival: Arrival
-    desk: int = 0
+    proxy: int = 0
     own: int = 0
     fetched: int = 0
     ready_s: float = 0.0

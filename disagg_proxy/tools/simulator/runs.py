@@ -13,10 +13,10 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
-from moonpool.disagg_proxy.tools.simulator.happenings import Happening
+from moonpool.disagg_proxy.tools.simulator.faults import ClusterEvent
 from moonpool.disagg_proxy.tools.simulator.loads import Loads
 from moonpool.disagg_proxy.tools.simulator.results import Results
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import Arrival, Trace, read_trace
 from moonpool.disagg_proxy.tools.simulator.workers import get_shared, workers
 
@@ -29,7 +29,7 @@ ANY = Objective()
 class Plan:
     """policy: a name of POLICIES or a class of the user's own. copies, speed, seed: see ``Trace.arrivals``.
     requests: so many at most; 0: all. queue: so many may wait in a proxy, up to queue_deadline_s.
-    happenings: to instances, in mid simulation. proxies: so many, which take turns."""
+    faults: to instances, in mid simulation. proxies: so many, which take turns."""
 
     trace: Path
     cluster: ClusterSettings
@@ -42,7 +42,7 @@ class Plan:
     requests: int = 0
     queue: int = 0
     queue_deadline_s: float = 30.0
-    happenings: tuple[Happening, ...] = ()
+    faults: tuple[ClusterEvent, ...] = ()
     proxies: int = 1
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
     trace = trace or read_trace(plan.trace)
     began_s = time.process_time()
     results = Results()
-    desks = [
-        Desk(
+    proxies = [
+        SimulatedProxy(
             make_policy(plan.policy),
             None if plan.admission is None else Admission(plan.objective, plan.admission),
             plan.queue,
@@ -86,7 +86,7 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
         )
         for _ in range(plan.proxies)
     ]
-    cluster = Cluster(plan.cluster, desks, results.add, plan.happenings)
+    cluster = Cluster(plan.cluster, proxies, results.add, plan.faults)
     arrivals = trace.arrivals(speed=plan.speed, seed=plan.seed, copies=plan.copies)
     if plan.requests:
         arrivals = islice(arrivals, plan.requests)

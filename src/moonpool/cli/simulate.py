@@ -97,7 +97,7 @@ def simulate(
     from moonpool.disagg_proxy.conductor.admission import Lookahead, Objective
     from moonpool.disagg_proxy.tools.simulator import plots, report, run_plots
     from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
-    from moonpool.disagg_proxy.tools.simulator.happenings import parse, read_happenings
+    from moonpool.disagg_proxy.tools.simulator.faults import parse, read_faults
     from moonpool.disagg_proxy.tools.simulator.machine import find_machine
     from moonpool.disagg_proxy.tools.simulator.results import Slo
     from moonpool.disagg_proxy.tools.simulator.runs import Plan
@@ -124,7 +124,7 @@ def simulate(
         eviction=eviction,
         exchanging=not apart,
     )
-    happenings = (*map(parse, event or ()), *(read_happenings(events) if events is not None else ()))
+    faults = (*map(parse, event or ()), *(read_faults(events) if events is not None else ()))
     slo = Slo.of(ttft_slo, gap_slo)
     plans = [
         Plan(
@@ -139,7 +139,7 @@ def simulate(
             requests,
             queue,
             queue_deadline,
-            happenings,
+            faults,
             proxies,
         )
         for times in speeds

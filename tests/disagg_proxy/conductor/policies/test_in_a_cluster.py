@@ -11,10 +11,10 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
 from moonpool.disagg_proxy.tools.simulator.results import Results, Slo
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
 SEED = 20261121
@@ -44,7 +44,9 @@ def mean_s(policy: str, *, pool: bool = False, link_bytes_s: float = PAPER.link_
     machine = replace(PAPER, link_bytes_s=link_bytes_s, cache_tokens=1_000_000)
     results = Results()
     cluster = Cluster(
-        ClusterSettings(prefill=6, machine=machine, pool=pool), [Desk(make_policy(policy))], results.add
+        ClusterSettings(prefill=6, machine=machine, pool=pool),
+        [SimulatedProxy(make_policy(policy))],
+        results.add,
     )
     cluster.run(conversations(1_500, rate=3.6))
     cluster.check_integrity()
@@ -74,7 +76,9 @@ def coupled(policy: str, *, prefill: int) -> tuple[float, float]:
     jobs: list[Job] = []
     machine = replace(PAPER, cache_tokens=1_000_000)
     cluster = Cluster(
-        ClusterSettings(prefill=prefill, whole=3, machine=machine), [Desk(make_policy(policy))], jobs.append
+        ClusterSettings(prefill=prefill, whole=3, machine=machine),
+        [SimulatedProxy(make_policy(policy))],
+        jobs.append,
     )
     cluster.run(each._replace(answer_tokens=100) for each in conversations(400, rate=1.2))
     cluster.check_integrity()
@@ -93,7 +97,7 @@ def short_prompts(count: int, rate: float) -> Iterator[Arrival]:
 def test_one_whole_engine_more_keeps_no_short_prompt_waiting(policy: str) -> None:
     """The conductor once sent it all of them."""
     results = Results()
-    cluster = Cluster(ClusterSettings(2, 6, 1), [Desk(make_policy(policy))], results.add)
+    cluster = Cluster(ClusterSettings(2, 6, 1), [SimulatedProxy(make_policy(policy))], results.add)
     cluster.run(short_prompts(400, rate=30.0))
     cluster.check_integrity()
     assert results.summary(Slo()).ttft_mean_s < 1.0

@@ -18,7 +18,7 @@ from moonpool.disagg_proxy.tools.replay.client import Ended, Outcome
 from moonpool.disagg_proxy.tools.replay.prompts import Prompts
 from moonpool.disagg_proxy.tools.replay.run import Plan, replay_here
 from moonpool.disagg_proxy.tools.replay.sender import Bounds
-from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings, Desk
+from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings, SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.machine import Machine
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival, Trace
@@ -108,6 +108,6 @@ def simulated(rows: Sequence[Arrival], machine: Machine, speed: float) -> list[J
     """One engine that does both, as vLLM alone is. In the order of arrival."""
     jobs: list[Job] = []
     settings = ClusterSettings(whole=1, machine=machine, pool=False, chunk_tokens=0)
-    cluster = Cluster(settings, [Desk(make_policy("round_robin"), None)], jobs.append)
+    cluster = Cluster(settings, [SimulatedProxy(make_policy("round_robin"), None)], jobs.append)
     cluster.run(Trace("small", rows).arrivals(speed=speed))
     return sorted(jobs, key=lambda job: job.name)

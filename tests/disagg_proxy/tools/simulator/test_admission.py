@@ -14,8 +14,8 @@ from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policy import Policy, make_policy
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
 from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import Arrival
 from tests.disagg_proxy.tools.simulator.test_cluster import PLAIN
 
@@ -33,7 +33,7 @@ def served(
     machine = replace(PLAIN, step_request_s=0.01)
     cluster = Cluster(
         ClusterSettings(prefill=1, decode=1, machine=machine),
-        [Desk(policy or make_policy("conductor"), Admission(objective, look), queue, 60.0)],
+        [SimulatedProxy(policy or make_policy("conductor"), Admission(objective, look), queue, 60.0)],
         jobs.append,
     )
     cluster.run(arrivals)
@@ -68,8 +68,8 @@ def test_long_prompts_of_one_length_leave_a_short_queue_to_the_others() -> None:
     good = []
     for queue in (0, 15):
         jobs: list[Job] = []
-        desk = Desk(make_policy("conductor"), Admission(objective, Lookahead.AHEAD), queue, 60.0)
-        Cluster(ClusterSettings(prefill=8, decode=1), [desk], jobs.append).run(arrivals)
+        proxy = SimulatedProxy(make_policy("conductor"), Admission(objective, Lookahead.AHEAD), queue, 60.0)
+        Cluster(ClusterSettings(prefill=8, decode=1), [proxy], jobs.append).run(arrivals)
         good.append(sum(not job.why_not and job.ttft_s <= 30.0 and job.gap_s <= 0.05 for job in jobs))
     assert good[1] > good[0]
 
@@ -101,7 +101,7 @@ def test_in_overload_it_is_long_prompts_that_are_refused() -> None:
     )
     cluster = Cluster(
         ClusterSettings(prefill=4, decode=1, machine=machine),
-        [Desk(make_policy("conductor"), Admission(Objective(gap_s=0.05), Lookahead.AHEAD))],
+        [SimulatedProxy(make_policy("conductor"), Admission(Objective(gap_s=0.05), Lookahead.AHEAD))],
         jobs.append,
     )
     cluster.run(
@@ -121,7 +121,7 @@ def swing(look: Lookahead, lead_s: int) -> float:
     allowed = Objective(gap_s=0.05)  # 40 at once
     cluster = Cluster(
         ClusterSettings(prefill=3 * lead_s, decode=1, machine=machine),
-        [Desk(make_policy("conductor"), Admission(allowed, look))],
+        [SimulatedProxy(make_policy("conductor"), Admission(allowed, look))],
         lambda job: None,
     )
     cluster.run(Arrival(number / 2.7, 1_000, 600, (number,)) for number in range(1_600))

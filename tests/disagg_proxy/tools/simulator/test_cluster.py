@@ -13,9 +13,9 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.machine import Machine
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
 # A token of a prompt is a millisecond, a step of decode 10 ms, a token of KV a byte, the link 1 MB/s.
@@ -43,7 +43,7 @@ def run(
 ) -> list[Job]:
     """In the order of arrival."""
     jobs: list[Job] = []
-    cluster = Cluster(settings, [Desk(make_policy(policy), admission)], jobs.append)
+    cluster = Cluster(settings, [SimulatedProxy(make_policy(policy), admission)], jobs.append)
     cluster.run(arrivals)
     cluster.check_integrity()
     assert len(jobs) == len(arrivals)
@@ -95,9 +95,9 @@ class First:
 
 
 def test_who_has_computed_nothing_is_thought_to_be_as_its_sister_turned_out() -> None:
-    jobs, desk = list[Job](), Desk(First())
-    cluster = Cluster(ClusterSettings(whole=2, machine=PLAIN), [desk], jobs.append)
-    _, idle = desk.fleet.workers
+    jobs, proxy = list[Job](), SimulatedProxy(First())
+    cluster = Cluster(ClusterSettings(whole=2, machine=PLAIN), [proxy], jobs.append)
+    _, idle = proxy.fleet.workers
     cluster.run([Arrival(10.0 * number, 100 * (number + 1), 1, (number,)) for number in range(20)])
     assert {job.prefill_place for job in jobs} == {0}
     assert idle.prefill_model.regression.samples == 0

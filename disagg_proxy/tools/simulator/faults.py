@@ -28,7 +28,7 @@ class Act(Enum):
     KILL = "kill"
 
 
-class Happening(NamedTuple):
+class ClusterEvent(NamedTuple):
     """name: KIND-NUMBER; for one more, KIND alone."""
 
     at_s: float
@@ -39,16 +39,16 @@ class Happening(NamedTuple):
         return f"{self.at_s:g} {self.act.value} {self.name}"
 
 
-def parse(text: str) -> Happening:
-    """Raises ConfigError that says what a happening looks like."""
+def parse(text: str) -> ClusterEvent:
+    """Raises ConfigError that says what an event looks like."""
     found = _LINE.fullmatch(text.strip())
     if found is None or (found[3] != "join" and not found[5]):
         raise _bad(f"{text.strip()!r} is no event; it looks like '600s kill prefill-3' or '15m join decode'")
     at_s = float(found[1]) * _SECONDS[found[2]]
-    return Happening(at_s, Act(found[3]), found[4] + (found[5] or ""))
+    return ClusterEvent(at_s, Act(found[3]), found[4] + (found[5] or ""))
 
 
-def read_happenings(path: Path) -> list[Happening]:
+def read_faults(path: Path) -> list[ClusterEvent]:
     """One a line; empty lines and those that begin with # are passed over. Raises ConfigError that names the
     line."""
     try:
@@ -66,11 +66,11 @@ def read_happenings(path: Path) -> list[Happening]:
     return found
 
 
-def check(happenings: Iterable[Happening], counts: dict[str, int]) -> list[Happening]:
+def check(faults: Iterable[ClusterEvent], counts: dict[str, int]) -> list[ClusterEvent]:
     """In the order of their times. counts: instances of each kind at the beginning. Raises ConfigError for
     what cannot happen: an instance leaves that is not there, or joins that is.
     """
-    ordered = sorted(happenings, key=lambda each: each.at_s)
+    ordered = sorted(faults, key=lambda each: each.at_s)
     known = dict(counts)
     there = {f"{kind}-{number}" for kind, count in counts.items() for number in range(count)}
     for each in ordered:

@@ -12,20 +12,20 @@ from moonpool.cli.entry import run as moonpool
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.policy import POLICIES, make_policy
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
-from moonpool.disagg_proxy.tools.simulator.happenings import Act, Happening, check, parse, read_happenings
+from moonpool.disagg_proxy.tools.simulator.faults import Act, ClusterEvent, check, parse, read_faults
 from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 from tests.disagg_proxy.tools.simulator.test_cluster import PLAIN, at_random
 
 
 def run(
-    settings: ClusterSettings, arrivals: list[Arrival], *happenings: str, policy: str = "conductor"
+    settings: ClusterSettings, arrivals: list[Arrival], *faults: str, policy: str = "conductor"
 ) -> list[Job]:
     """In the order of arrival."""
     jobs: list[Job] = []
     cluster = Cluster(
-        settings, [Desk(make_policy(policy))], jobs.append, [parse(each) for each in happenings]
+        settings, [SimulatedProxy(make_policy(policy))], jobs.append, [parse(each) for each in faults]
     )
     cluster.run(arrivals)
     cluster.check_integrity()
@@ -126,19 +126,19 @@ def test_every_request_is_over_however_instances_come_and_go(policy: str, rng: r
     counts = {"prefill": 3, "decode": 2, "whole": 2}
     there = [f"{kind}-{number}" for kind, count in counts.items() for number in range(count)]
     gone: list[str] = []
-    happenings = []
+    faults = []
     at_s = 0.0
     for _ in range(40):
         at_s += rng.expovariate(0.3)
         if len(gone) == 3 or (gone and rng.random() < 0.5):
             name = gone.pop(rng.randrange(len(gone)))
             there.append(name)
-            happenings.append(f"{at_s:.3f} join {name}")
+            faults.append(f"{at_s:.3f} join {name}")
         else:
             name = there.pop(rng.randrange(len(there)))
             gone.append(name)
-            happenings.append(f"{at_s:.3f} {rng.choice(('kill', 'leave'))} {name}")
-    jobs = run(settings, at_random(rng, 200, 1.5), *happenings, policy=policy)
+            faults.append(f"{at_s:.3f} {rng.choice(('kill', 'leave'))} {name}")
+    jobs = run(settings, at_random(rng, 200, 1.5), *faults, policy=policy)
     served = [job for job in jobs if not job.why_not]
     assert {job.why_not for job in jobs} <= {"", "lost", "no_instance"}
     assert len(served) > 40
@@ -147,8 +147,8 @@ def test_every_request_is_over_however_instances_come_and_go(policy: str, rng: r
 
 
 def test_times_have_units() -> None:
-    assert parse("600s kill prefill-3") == Happening(600.0, Act.KILL, "prefill-3")
-    assert parse(" 1.5m join decode ") == Happening(90.0, Act.JOIN, "decode")
+    assert parse("600s kill prefill-3") == ClusterEvent(600.0, Act.KILL, "prefill-3")
+    assert parse(" 1.5m join decode ") == ClusterEvent(90.0, Act.JOIN, "decode")
     assert parse("2h leave whole-0").at_s == 7200.0
     assert parse(str(parse("7 join prefill-0"))) == parse("7 join prefill-0")
 
@@ -182,12 +182,12 @@ def test_what_cannot_happen_is_refused(texts: list[str], said: str) -> None:
 def test_a_file_of_events_names_its_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.write_text("# a bad day\n\n600s kill prefill-0\n")
-    assert [each.at_s for each in read_happenings(path)] == [600.0]
+    assert [each.at_s for each in read_faults(path)] == [600.0]
     path.write_text("600s kill prefill-0\nnonsense\n")
     with pytest.raises(ConfigError, match="line 2"):
-        read_happenings(path)
+        read_faults(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_happenings(tmp_path / "none")
+        read_faults(tmp_path / "none")
 
 
 def test_events_are_given_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
-from moonpool.disagg_proxy.tools.simulator.desk import Desk
-from moonpool.disagg_proxy.tools.simulator.happenings import parse
+from moonpool.disagg_proxy.tools.simulator.faults import parse
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.results import Slo
 from moonpool.disagg_proxy.tools.simulator.runs import Plan, simulate
+from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival, read_trace
 
 from ..replay.beds import write_trace
@@ -60,16 +60,16 @@ def test_four_that_exchange_are_as_good_as_one(users: int, tmp_path: Path) -> No
 
 
 def test_nothing_is_left_in_the_books_of_any(tmp_path: Path) -> None:
-    desks = [Desk(make_policy("conductor")) for _ in range(3)]
+    proxies = [SimulatedProxy(make_policy("conductor")) for _ in range(3)]
     jobs: list[Job] = []
     trace = read_trace(busy(tmp_path, users=30))
     events = ["40s kill prefill-2", "60s leave decode-1", "90s join prefill-2", "100s join decode"]
-    cluster = Cluster(EIGHT, desks, jobs.append, [parse(each) for each in events])
+    cluster = Cluster(EIGHT, proxies, jobs.append, [parse(each) for each in events])
     cluster.run(trace.arrivals())
     assert len(jobs) == 1500
-    for desk in desks:
-        assert len(desk.shared) == len(desk.scheduler.inflight) == len(desk.expected) == 0
-        assert not any(each.load.requests or each.pending_handover for each in desk.fleet.workers)
+    for proxy in proxies:
+        assert len(proxy.shared) == len(proxy.scheduler.inflight) == len(proxy.expected) == 0
+        assert not any(each.load.requests or each.pending_handover for each in proxy.fleet.workers)
     cluster.check_integrity()
 
 
@@ -87,16 +87,16 @@ def test_a_proxy_knows_of_anothers_prompt_when_it_has_heard_of_it(
     proxies: int, exchanging: bool, later_s: float, knows: bool
 ) -> None:
     blocks = tuple(range(20))
-    desks = [Desk(make_policy("conductor")) for _ in range(proxies)]
+    proxies = [SimulatedProxy(make_policy("conductor")) for _ in range(proxies)]
     jobs: list[Job] = []
-    cluster = Cluster(ClusterSettings(prefill=3, decode=1, exchanging=exchanging), desks, jobs.append)
+    cluster = Cluster(ClusterSettings(prefill=3, decode=1, exchanging=exchanging), proxies, jobs.append)
     cluster.run([Arrival(at_s, 20 * BLOCK_TOKENS + 1, 2, blocks) for at_s in (0.0, later_s)])
     first, second = sorted(jobs, key=lambda job: job.name)
     assert second.choice is not None
     asked, _ = second.choice
     assert asked.own[first.prefill_place] == (20 * BLOCK_TOKENS if knows else 0)
     cluster.check_integrity()
-    assert not any(len(desk.expected) for desk in desks)
+    assert not any(len(proxy.expected) for proxy in proxies)
 
 
 def test_what_is_expected_is_what_is_under_way(rng: random.Random) -> None:
@@ -111,25 +111,25 @@ def test_what_is_expected_is_what_is_under_way(rng: random.Random) -> None:
     events = [
         f"{2 * number + 1}s {act}" for number, act in enumerate(("kill prefill-0", "join prefill-0") * 2)
     ]
-    desks = [Desk(make_policy("conductor")) for _ in range(3)]
+    proxies = [SimulatedProxy(make_policy("conductor")) for _ in range(3)]
     jobs: list[Job] = []
     cluster = Cluster(
-        ClusterSettings(prefill=3, decode=2), desks, jobs.append, [parse(each) for each in events]
+        ClusterSettings(prefill=3, decode=2), proxies, jobs.append, [parse(each) for each in events]
     )
 
     def look(arrivals: list[Arrival]) -> Iterator[Arrival]:
         for arrival in arrivals:
             yield arrival
-            for number, desk in enumerate(desks):
+            for number, proxy in enumerate(proxies):
                 for job in cluster._live.values():
-                    if job.desk == number and job.expected:
-                        bits = [desk.expected.holders[each] for each in job.arrival.full_blocks]
+                    if job.proxy == number and job.expected:
+                        bits = [proxy.expected.holders[each] for each in job.arrival.full_blocks]
                         assert all(each >> job.prefill_place & 1 for each in bits)
             cluster.check_integrity()
 
     cluster.run(look(arrivals))
     assert len(jobs) == 400
-    assert not any(len(desk.expected) for desk in desks)
+    assert not any(len(proxy.expected) for proxy in proxies)
     cluster.check_integrity()
 
 

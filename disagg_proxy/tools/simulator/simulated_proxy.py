@@ -2,7 +2,7 @@
 
     arrival -> scheduler.submit: refused, waits, or -> what the caches hold -> policy.choose -> sent
 
-What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several desks
+What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several proxies
 have workers, loads and models of their own, and tell each other what they have in flight, and which blocks
 it brings where.
 """
@@ -46,7 +46,7 @@ _BEGUN, _ENDED = Stage.BEGUN, Stage.ENDED  # an enum's members are slow to look 
 
 
 class Engines(Protocol):
-    """What a desk stands before."""
+    """What a proxy stands before."""
 
     events: Events
     caches: Caches
@@ -63,7 +63,7 @@ class _Pending(PendingRequest):
     job: Job
 
 
-class Desk:
+class SimulatedProxy:
     """queue: so many requests may wait before they are sent, up to queue_deadline_s."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Desk:
         job.restart()
         self._carry_out([self.scheduler.dispatch(self._pending(job), self._events.now_s)])
 
-    def turned_away(self, job: Job) -> bool:
+    def rejected_after_prefill(self, job: Job) -> bool:
         """Whether admission ends it now that its prompt is computed."""
         if job.choice is None:
             return False
