@@ -8,20 +8,6 @@
 
 namespace moonpool {
 
-namespace {
-
-std::string hex(std::span<const uint8_t> bytes) {
-    static const char digits[] = "0123456789abcdef";
-    std::string text;
-    for (uint8_t byte : bytes) {
-        text.push_back(digits[byte >> 4]);
-        text.push_back(digits[byte & 15]);
-    }
-    return text;
-}
-
-}  // namespace
-
 Status Engine::Core::start() {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "an engine needs a cluster token"};
     if (options.name.size() > transport::kNameBytesMax || options.host_id.size() > 256 ||
@@ -45,21 +31,12 @@ Status Engine::Core::start() {
     if (options.connections_per_peer == 0 || options.connections_per_peer > 64) {
         return Error{Code::kInvalidArgument, "an engine has 1 to 64 connections to a peer"};
     }
-    for (const std::string& name : options.transports.value_or(std::vector<std::string>{})) {
-        if (name != "loopback" && name != "shm" && name != "tcp") {
-            return Error{Code::kInvalidArgument,
-                         "there is no transport \"" + name + "\"; there are loopback, shm and tcp"};
-        }
-    }
-    if (options.transports && options.transports->empty()) {
-        return Error{Code::kInvalidArgument, "an engine needs at least one of loopback, shm and tcp"};
-    }
+    if (Status sound = check_transports(); !sound) return sound;
     identity.name = options.name;
     identity.tenant = options.tenant;
     identity.segment = random_incarnation();
     identity.host_id = options.host_id;
     identity.boot_id = transport::read_boot_id();
-    identity.shm_cookie = random_nonce();
 
     for (uint32_t i = 0; i < options.io_threads; ++i) {
         EventLoopOptions loop_options;
@@ -89,39 +66,50 @@ Status Engine::Core::start() {
     return doorman == nullptr ? success() : doorman->start();
 }
 
-Status Engine::Core::start_transports() {
-    auto served = [this] {
-        return transport::Served{identity, *regions, counters,
-                                 [this](const std::string& peer, std::span<const std::byte> message) {
-                                     return deliver(peer, message);
-                                 }};
-    };
-    const std::string off = "it is not among the transports that this engine was given";
-    transports.emplace_back("loopback", allows("loopback") ? "" : off);
-    transports.emplace_back("shm", allows("shm") ? "" : off);
-    transports.emplace_back("tcp", allows("tcp") ? "" : off);
-
-    loopback = std::make_shared<transport::loopback::Target>();
-    loopback->identity = identity;
-    loopback->regions = regions;
-    if (allows("loopback")) transport::loopback::enlist(loopback);
-
-    if (allows("shm") && identity.boot_id.empty()) {
-        transports[1].second =
-            "the kernel does not tell its boot id, so no two processes can prove their host";
-    } else if (allows("shm")) {
-        identity.shm_socket = "moonpool-engine-" + hex(identity.segment);
-        shm = std::make_unique<transport::shm::Target>(served(), *loops.front());
-        if (Status status = shm->start(); !status) {
-            transports[1].second = status.error().text;
-            identity.shm_socket.clear();
-            shm.reset();
-        }
+Status Engine::Core::check_transports() const {
+    if (!options.transports) return success();
+    for (const std::string& name : *options.transports) {
+        if (std::ranges::find(options.registry, name, &transport::Factory::name) != options.registry.end())
+            continue;
+        return Error{Code::kInvalidArgument, "there is no transport \"" + name + "\"; there are " +
+                                                 transport::names_text(options.registry)};
     }
+    if (!options.transports->empty()) return success();
+    return Error{Code::kInvalidArgument,
+                 "an engine needs at least one of " + transport::names_text(options.registry)};
+}
+
+Status Engine::Core::start_transports() {
     std::vector<EventLoop*> all;
     for (const auto& loop : loops) all.push_back(loop.get());
-    tcp = std::make_unique<transport::tcp::Target>(served(), all);
-    reception->target = tcp.get();
+    transport::Context context{
+        .identity = identity,
+        .regions = regions,
+        .counters = counters,
+        .deliver = [this](const std::string& peer,
+                          std::span<const std::byte> message) { return deliver(peer, message); },
+        .loops = std::move(all),
+        .waiters = waiters,
+        .closing = closing,
+        .options = {.token = options.token,
+                    .interface = options.interface,
+                    .connections_per_peer = options.connections_per_peer,
+                    .frame_bytes = options.frame_bytes,
+                    .timeout_ms = options.timeout_ms}};
+    for (const transport::Factory& row : options.registry) {
+        Entry entry{row.name, row.make(context), allows(row.name), ""};
+        if (!entry.allowed) {
+            entry.unavailable = "it is not among the transports that this engine was given";
+        } else if (entry.unavailable = entry.transport->viable(); entry.unavailable.empty()) {
+            if (Status status = entry.transport->start(); !status) entry.unavailable = status.error().text;
+        }
+        if (carrier == nullptr) carrier = entry.transport->control();
+        transports.push_back(std::move(entry));
+    }
+    if (carrier == nullptr) {
+        return Error{Code::kInvalidArgument, "an engine needs a transport that carries its control channel"};
+    }
+    reception->carrier = carrier;
     return success();
 }
 
@@ -131,8 +119,9 @@ Purpose Engine::Core::purpose() {
     self.segment = identity.segment;
     self.host_id = identity.host_id;
     self.boot_id = identity.boot_id;
-    self.shm_socket = identity.shm_socket;
-    self.shm_cookie = identity.shm_cookie;
+    for (const Entry& entry : transports) {
+        if (entry.unavailable.empty()) entry.transport->offer(self);
+    }
     Purpose purpose;
     purpose.welcome = [tenant = options.tenant, reception = reception,
                        self](std::string_view asked) -> Result<std::vector<std::byte>> {
@@ -140,12 +129,12 @@ Purpose Engine::Core::purpose() {
             return Error{Code::kAuth, "this engine does not serve the tenant \"" + std::string(asked) + "\""};
         }
         std::lock_guard lock(reception->mutex);
-        if (reception->target == nullptr) return Error{Code::kUnavailable, "this engine is closed"};
+        if (reception->carrier == nullptr) return Error{Code::kUnavailable, "this engine is closed"};
         return transport::encode_welcome(self);
     };
     purpose.serve = [reception = reception](Caller caller) {
         std::lock_guard lock(reception->mutex);
-        if (reception->target != nullptr) reception->target->adopt(std::move(caller));
+        if (reception->carrier != nullptr) reception->carrier->adopt(std::move(caller));
     };
     return purpose;
 }
@@ -155,11 +144,10 @@ void Engine::Core::close() {
     std::lock_guard lock(close_mutex);
     if (closed) return;
     closing = true;
-    transport::loopback::strike_off(identity.segment);
-    if (loopback != nullptr) loopback->closed = true;
+    for (const Entry& entry : transports) entry.transport->withdraw();
     {
         std::lock_guard inner(reception->mutex);
-        reception->target = nullptr;
+        reception->carrier = nullptr;
     }
     if (doorman != nullptr) doorman->stop();
     // Callers see that we close at their next step; those inside a system call within its short deadline.
@@ -185,19 +173,47 @@ void Engine::Core::close() {
             gone.push_back(std::move(*removed));
         }
     }
-    if (shm != nullptr) shm->close();
+    for (const Entry& entry : transports) entry.transport->close();
     // One deadline for all of them.
     auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms);
-    for (const auto& region : gone) (void)revoke(region.get(), end);
+    for (const auto& region : gone) (void)revoke(*region, end);
     for (const auto& loop : loops) loop->stop();
     closed = true;
 }
 
+Status Engine::Core::add_region(uint64_t address, uint64_t length, MemoryKind kind,
+                                const std::string& location, std::shared_ptr<transport::Memory> memory) {
+    Result<std::shared_ptr<Region>> region = regions->add(address, length, kind, location, std::move(memory));
+    if (!region) return region.error();
+    for (const Entry& entry : transports) {
+        if (!entry.allowed) continue;
+        if (Status added = entry.transport->add_region(**region); !added) {
+            (void)remove_region(address);
+            return added;
+        }
+    }
+    return success();
+}
+
+Status Engine::Core::remove_region(uint64_t address) {
+    Result<std::shared_ptr<Region>> region = regions->remove(address);
+    if (!region) return region.error();
+    return revoke(**region, std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms));
+}
+
 // Waits until no thread, here or in a peer, is inside of what was taken out of the table.
-Status Engine::Core::revoke(const Region* region, std::chrono::steady_clock::time_point end) {
-    uint64_t generation = shm == nullptr ? 0 : shm->revoke();
+Status Engine::Core::revoke(const Region& region, std::chrono::steady_clock::time_point end) {
+    std::vector<uint64_t> revocations;
+    for (const Entry& entry : transports) revocations.push_back(entry.transport->revoke(region));
+    auto drained = [&] {
+        if (!region.drained()) return false;
+        for (size_t i = 0; i < transports.size(); ++i) {
+            if (!transports[i].transport->drained(revocations[i])) return false;
+        }
+        return true;
+    };
     for (int round = 0;; ++round) {
-        if (region->drained() && (shm == nullptr || shm->drained(generation))) return success();
+        if (drained()) return success();
         if (std::chrono::steady_clock::now() > end) {
             return Error{
                 Code::kTimeout,

@@ -17,9 +17,7 @@
 #include "engine/inbox.hpp"
 #include "engine/peer.hpp"
 #include "engine/tickets.hpp"
-#include "transport/loopback/link.hpp"
-#include "transport/shm/target.hpp"
-#include "transport/tcp/target.hpp"
+#include "transport/transport.hpp"
 #include "wire/doorman.hpp"
 
 namespace moonpool {
@@ -31,7 +29,7 @@ inline constexpr uint32_t kWorkersMax = 16;
 // What the doorman calls: it may outlive the engine.
 struct Reception {
     std::mutex mutex;
-    transport::tcp::Target* target = nullptr;
+    transport::ControlCarrier* carrier = nullptr;
 };
 
 Status check_message(std::string_view message);
@@ -53,6 +51,14 @@ using transport::Slice;
 using transport::SliceState;
 
 struct Engine::Core {
+    // A transport of the registry, in this engine.
+    struct Entry {
+        std::string_view name;
+        std::unique_ptr<transport::Transport> transport;
+        bool allowed = false;     // by the options
+        std::string unavailable;  // why, in one sentence; empty: it serves
+    };
+
     explicit Core(EngineOptions o)
         : options(std::move(o)),
           inbox(kEngineInboxMessagesMax, kEngineInboxBytesMax),
@@ -69,14 +75,12 @@ struct Engine::Core {
     transport::Counters counters;
     transport::Identity identity;
     std::shared_ptr<transport::RegionTable> regions = std::make_shared<transport::RegionTable>();
-    std::vector<std::pair<std::string, std::string>> transports;
     std::vector<std::string> addresses;
     engine::Inbox inbox;
     engine::Tickets tickets;
 
-    std::shared_ptr<transport::loopback::Target> loopback;
-    std::unique_ptr<transport::shm::Target> shm;
-    std::unique_ptr<transport::tcp::Target> tcp;
+    std::vector<Entry> transports;                 // in the order in which their links are tried
+    transport::ControlCarrier* carrier = nullptr;  // one of them
     std::vector<std::unique_ptr<EventLoop>> loops;
     transport::Workers workers;  // copy
     transport::Workers waiters;  // wait for the network: dialling, dead peers, messages; no copy waits behind
@@ -90,14 +94,21 @@ struct Engine::Core {
     // ---- life
 
     Status start();
+    Status check_transports() const;
     Status start_transports();
     Purpose purpose();
     void close();
-    Status revoke(const Region* region, std::chrono::steady_clock::time_point end);
-    bool allows(const char* transport) const {
+    bool allows(std::string_view transport) const {
         return !options.transports ||
                std::ranges::find(*options.transports, transport) != options.transports->end();
     }
+
+    // ---- regions
+
+    Status add_region(uint64_t address, uint64_t length, MemoryKind kind, const std::string& location,
+                      std::shared_ptr<transport::Memory> memory);
+    Status remove_region(uint64_t address);
+    Status revoke(const Region& region, std::chrono::steady_clock::time_point end);
     Status deliver(const std::string& peer, std::span<const std::byte> message) {
         std::string text(reinterpret_cast<const char*>(message.data()), message.size());
         Status status = inbox.put(peer, std::move(text));
@@ -113,6 +124,7 @@ struct Engine::Core {
     // ---- calls
 
     class Call;
+    Result<std::shared_ptr<transport::Link>> connect(const Entry& entry, const transport::Contact& contact);
     Result<std::shared_ptr<Peer>> find_peer(uint32_t segment);
     Status place_locals(std::span<const Slice> slices, const Regions& known, std::span<Region*> locals);
     void prepare(Job& job, const TransferRequest& request);

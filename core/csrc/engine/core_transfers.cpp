@@ -46,6 +46,14 @@ Result<std::shared_ptr<Peer>> Engine::Core::find_peer(uint32_t segment) {
     return it->second;
 }
 
+// By one transport, to a peer whose engine has answered the handshake.
+Result<std::shared_ptr<transport::Link>> Engine::Core::connect(const Entry& entry,
+                                                               const transport::Contact& contact) {
+    if (!entry.allowed) return Error{Code::kUnavailable, "it is not among the transports of this engine"};
+    if (std::string why = entry.transport->viable(); !why.empty()) return Error{Code::kUnavailable, why};
+    return entry.transport->connect(contact.info, contact.control, options.timeout_ms);
+}
+
 Status Engine::Core::place_locals(std::span<const Slice> slices, const Regions& known,
                                   std::span<Region*> locals) {
     Region* last = nullptr;
@@ -194,7 +202,7 @@ void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
         for (const Slice& slice : share->slices) bytes += slice.length;
         if (share->job->waiting == 0) {
             end_share(ticket);
-        } else if (share->peer->copies() && bytes <= kInlineBytesMax) {
+        } else if (share->peer->runs_on_caller() && bytes <= kInlineBytesMax) {
             share->outcome = share->peer->run(*share->job);
             end_share(ticket);
         } else {

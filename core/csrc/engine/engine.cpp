@@ -7,9 +7,6 @@
 #include "engine/core.hpp"
 #include "memory/reachable.hpp"
 #include "transport/frames.hpp"
-#include "transport/shm/link.hpp"
-#include "transport/tcp/link.hpp"
-#include "wire/dial.hpp"
 
 namespace moonpool {
 
@@ -67,7 +64,11 @@ void Engine::close() { core_->close(); }
 const std::string& Engine::name() const { return core_->options.name; }
 const transport::SegmentId& Engine::segment_id() const { return core_->identity.segment; }
 const std::vector<std::string>& Engine::addresses() const { return core_->addresses; }
-std::vector<std::pair<std::string, std::string>> Engine::transports() const { return core_->transports; }
+std::vector<std::pair<std::string, std::string>> Engine::transports() const {
+    std::vector<std::pair<std::string, std::string>> rows;
+    for (const Core::Entry& entry : core_->transports) rows.emplace_back(entry.name, entry.unavailable);
+    return rows;
+}
 int Engine::event_fd() const { return core_->tickets.event_fd(); }
 
 Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, const std::string& location) {
@@ -76,9 +77,8 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     Result<std::shared_ptr<transport::Memory>> memory = transport::Memory::create(bytes);
     if (!memory) return memory.error();
     auto address = reinterpret_cast<uint64_t>((*memory)->data());
-    Result<std::shared_ptr<Region>> region =
-        core_->regions->add(address, bytes, MemoryKind::kHostArena, location, *memory);
-    if (!region) return region.error();
+    Status added = core_->add_region(address, bytes, MemoryKind::kHostArena, location, *memory);
+    if (!added) return added.error();
     return *memory;
 }
 
@@ -86,19 +86,13 @@ Status Engine::register_region(uint64_t address, uint64_t length, const std::str
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
     if (Status status = check_reachable(address, length); !status) return status;
-    Result<std::shared_ptr<Region>> region =
-        core_->regions->add(address, length, MemoryKind::kHost, location, nullptr);
-    if (!region) return region.error();
-    return success();
+    return core_->add_region(address, length, MemoryKind::kHost, location, nullptr);
 }
 
 Status Engine::deregister_region(uint64_t address) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    Result<std::shared_ptr<Region>> region = core_->regions->remove(address);
-    if (!region) return region.error();
-    return core_->revoke(region->get(), std::chrono::steady_clock::now() +
-                                            std::chrono::milliseconds(core_->options.timeout_ms));
+    return core_->remove_region(address);
 }
 
 Result<uint32_t> Engine::open(const std::string& address) {
@@ -112,56 +106,22 @@ Result<uint32_t> Engine::open(const std::string& address) {
                                               " segments open, the limit; close those that are not used"};
         }
     }
-    transport::tcp::PoolOptions pool;
-    pool.dial = DialOptions{address,
-                            core.options.token,
-                            core.options.tenant,
-                            std::string(kPurposeEngine),
-                            core.options.timeout_ms,
-                            core.options.interface};
-    pool.dial.given_up = &core.closing;
-    core.counters.dials_total.fetch_add(1);
-    Result<Dialed> dialed = dial(pool.dial);
-    if (!dialed) return dialed.error();
-    std::optional<transport::PeerInfo> info = transport::decode_welcome(dialed->welcome);
-    if (!info) return Error{Code::kProtocol, address + " sent an unreadable welcome"};
-    info->address = address;
-    pool.self = core.identity.segment;
-    pool.self_name = core.identity.name;
-    pool.peer = info->segment;
-    pool.connections_max = core.options.connections_per_peer;
-    if (core.options.frame_bytes != 0) pool.frame_bytes = core.options.frame_bytes;
-    std::vector<EventLoop*> loops;
-    for (const auto& loop : core.loops) loops.push_back(loop.get());
-    auto control = std::make_shared<transport::tcp::Link>(pool, loops, core.waiters, core.counters);
-    if (Status status = control->pool().adopt(std::move(*dialed), core.options.timeout_ms); !status) {
-        return status.error();
-    }
-
-    std::vector<std::shared_ptr<transport::Link>> links;
+    Result<transport::Contact> contact = core.carrier->call(address);
+    if (!contact) return contact.error();
+    std::vector<engine::Route> routes;
     std::string reasons;
-    auto consider = [&](const char* name, auto connect) {
-        Result<std::shared_ptr<transport::Link>> link =
-            core.allows(name) ? connect()
-                              : Result<std::shared_ptr<transport::Link>>(Error{
-                                    Code::kUnavailable, "it is not among the transports of this engine"});
+    for (const Core::Entry& entry : core.transports) {
+        Result<std::shared_ptr<transport::Link>> link = core.connect(entry, *contact);
         if (link) {
-            links.push_back(std::move(*link));
+            routes.push_back({entry.name, std::move(*link)});
         } else {
-            reasons += std::string(reasons.empty() ? "" : "; ") + name + ": " + link.error().text;
+            reasons += (reasons.empty() ? "" : "; ") + std::string(entry.name) + ": " + link.error().text;
         }
-    };
-    consider("loopback",
-             [&] { return transport::loopback::Link::connect(*info, core.identity, core.counters); });
-    consider("shm", [&] {
-        return transport::shm::Link::connect(*info, core.identity, *core.loops.front(), core.counters,
-                                             core.options.timeout_ms);
-    });
-    consider("tcp", [&]() -> Result<std::shared_ptr<transport::Link>> { return {control}; });
-    if (links.empty()) {
+    }
+    if (routes.empty()) {
         return Error{Code::kUnavailable, "no transport reaches " + address + ": " + reasons};
     }
-    auto peer = std::make_shared<Peer>(std::move(*info), std::move(control), std::move(links), core.counters);
+    auto peer = std::make_shared<Peer>(std::move(*contact), std::move(routes), core.counters);
     std::lock_guard lock(core.peers_mutex);
     uint32_t number = core.next_peer++;
     core.peers[number] = std::move(peer);
@@ -357,28 +317,14 @@ std::vector<std::pair<std::string, uint64_t>> Engine::metrics() const {
     const Core& core = *core_;
     if (core.fork.in_child()) return {};
     const transport::Counters& c = core.counters;
-    std::vector<std::pair<std::string, uint64_t>> rows;
-    auto traffic = [&](const std::string& name, const transport::TransportCounters& t) {
-        rows.emplace_back(name + "_read_bytes_total", t.read.bytes);
-        rows.emplace_back(name + "_read_slices_total", t.read.slices);
-        rows.emplace_back(name + "_write_bytes_total", t.write.bytes);
-        rows.emplace_back(name + "_write_slices_total", t.write.slices);
-    };
-    traffic("loopback", c.loopback);
-    traffic("shm", c.shm);
-    traffic("tcp", c.tcp);
-    traffic("served_tcp", c.served);
+    transport::Metrics rows;
+    for (const Core::Entry& entry : core.transports) entry.transport->metrics(std::string(entry.name), rows);
     auto& tickets = core_->tickets;
     rows.insert(rows.end(), {{"transfers_total", c.transfers_total},
                              {"transfers_failed_total", c.transfers_failed_total},
                              {"retries_total", c.retries_total},
                              {"slices_refused_total", c.slices_refused_total},
-                             {"connections", c.connections},
-                             {"connections_max", transport::tcp::kConnectionsMax},
-                             {"connections_refused_total", c.connections_refused_total},
                              {"protocol_errors_total", c.protocol_errors_total},
-                             {"fenced_total", c.fenced_total},
-                             {"dials_total", c.dials_total},
                              {"notifications_sent_total", c.notifications_sent_total},
                              {"notifications_received_total", c.notifications_received_total},
                              {"notifications_refused_total", c.notifications_refused_total},

@@ -27,7 +27,7 @@
 
 #include "base/result.hpp"
 #include "transport/memory.hpp"
-#include "transport/transport.hpp"
+#include "transport/registry/registry.hpp"
 #include "wire/doorman.hpp"
 
 namespace moonpool {
@@ -51,7 +51,8 @@ struct EngineOptions {
     std::string interface;                               // for connections to peers
     std::string host_id;                                 // engines with different ones never share memory
     int timeout_ms = 5000;
-    uint64_t frame_bytes = 0;    // of TCP; 0: its own choice. Tests make frames small, to have many borders
+    uint64_t frame_bytes = 0;  // of TCP; 0: its own choice. Tests make frames small, to have many borders
+    std::span<const transport::Factory> registry = transport::registry();  // tests add to it
     Doorman* doorman = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
 

@@ -19,8 +19,8 @@ std::string seconds_text(int ms) {
 }  // namespace
 
 std::string Peer::transport_for(MemoryKind kind) const {
-    for (const auto& link : links_) {
-        if (link->reaches(kind, nullptr)) return std::string(link->transport());
+    for (const Route& route : routes_) {
+        if (route.link->reaches(kind, nullptr)) return std::string(route.transport);
     }
     return "";
 }
@@ -40,11 +40,12 @@ bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) 
 
 Outcome Peer::run(Job& job) {
     Outcome outcome;
-    for (size_t i = 0; i < links_.size(); ++i) {
+    for (size_t i = 0; i < routes_.size(); ++i) {
         size_t before = job.waiting;
         if (i != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-        Status status = links_[i]->run(job);
-        if (account(job, *links_[i], std::move(status), outcome)) break;
+        Link& link = *routes_[i].link;
+        Status status = link.run(job);
+        if (account(job, link, std::move(status), outcome)) break;
     }
     return outcome;
 }
@@ -53,21 +54,22 @@ void Peer::post(std::shared_ptr<Job> job, transport::Workers& workers, Finished 
     post_to(0, std::move(job), workers, Outcome{}, std::move(finished));
 }
 
-void Peer::post_to(size_t link, std::shared_ptr<Job> job, transport::Workers& workers, Outcome outcome,
+void Peer::post_to(size_t route, std::shared_ptr<Job> job, transport::Workers& workers, Outcome outcome,
                    Finished finished) {
     size_t before = job->waiting;
-    if (link != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-    auto next = [self = shared_from_this(), link, &workers, outcome = std::move(outcome),
+    if (route != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
+    const std::shared_ptr<Link>& link = routes_[route].link;
+    auto next = [self = shared_from_this(), route, &workers, outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
-        bool over = self->account(*ended, *self->links_[link], std::move(status), outcome);
-        if (over || link + 1 == self->links_.size()) return finished(std::move(outcome));
-        self->post_to(link + 1, std::move(ended), workers, std::move(outcome), std::move(finished));
+        bool over = self->account(*ended, *self->routes_[route].link, std::move(status), outcome);
+        if (over || route + 1 == self->routes_.size()) return finished(std::move(outcome));
+        self->post_to(route + 1, std::move(ended), workers, std::move(outcome), std::move(finished));
     };
     // Copied into the callback's type once, so that it can be offered twice.
     Link::Finished callback = std::move(next);
-    if (links_[link]->post(job, callback)) return;
+    if (link->post(job, callback)) return;
     bool background = job->background;
-    workers.post(background, [link = links_[link], job = std::move(job), callback]() mutable {
+    workers.post(background, [link, job = std::move(job), callback]() mutable {
         Status status = link->run(*job);
         callback(std::move(job), std::move(status));
     });

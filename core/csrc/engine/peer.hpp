@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "engine/engine.hpp"
+#include "transport/control.hpp"
 #include "transport/frames.hpp"
-#include "transport/tcp/link.hpp"
-#include "transport/transport.hpp"
+#include "transport/link.hpp"
 #include "transport/workers.hpp"
 
 namespace moonpool::engine {
@@ -21,18 +21,26 @@ struct Outcome {
     const transport::Link* last = nullptr;  // that was tried; the peer's
 };
 
+// One of the links to a peer.
+struct Route {
+    std::string_view transport;  // its name in the registry
+    std::shared_ptr<transport::Link> link;
+};
+
 class Peer : public std::enable_shared_from_this<Peer> {
    public:
-    Peer(transport::PeerInfo info, std::shared_ptr<transport::tcp::Link> control,
-         std::vector<std::shared_ptr<transport::Link>> links, transport::Counters& counters)
-        : info_(std::move(info)),
-          control_(std::move(control)),
-          links_(std::move(links)),
+    // routes: at least one, in the order in which they are tried.
+    Peer(transport::Contact contact, std::vector<Route> routes, transport::Counters& counters)
+        : info_(std::move(contact.info)),
+          control_(std::move(contact.control)),
+          routes_(std::move(routes)),
           counters_(counters) {}
 
     const transport::PeerInfo& info() const { return info_; }
-    transport::tcp::Link& control() { return *control_; }
-    bool copies() const { return links_.front()->transport() != "tcp"; }
+    transport::Control& control() { return *control_; }
+    // Whether run() begins with a copy that waits for no peer.
+    bool runs_on_caller() const { return routes_.front().link->runs_on_caller(); }
+    // The transport that is tried first for memory of that kind, "" for none.
     std::string transport_for(MemoryKind kind) const;
 
     // Carries the job on the calling thread.
@@ -41,20 +49,23 @@ class Peer : public std::enable_shared_from_this<Peer> {
     using Finished = std::function<void(Outcome)>;
     void post(std::shared_ptr<transport::Job> job, transport::Workers& workers, Finished finished);
 
-    void close() { control_->close(); }
+    void close() {
+        control_->close();
+        for (const Route& route : routes_) route.link->close();
+    }
 
     // What to say of a job that did not go well.
     TransferFailure explain(const transport::Job& job, const Outcome& outcome) const;
 
    private:
-    void post_to(size_t link, std::shared_ptr<transport::Job> job, transport::Workers& workers,
+    void post_to(size_t route, std::shared_ptr<transport::Job> job, transport::Workers& workers,
                  Outcome outcome, Finished finished);
     // True: nothing is left for other links.
     bool account(transport::Job& job, const transport::Link& link, Status status, Outcome& outcome) const;
 
     transport::PeerInfo info_;
-    std::shared_ptr<transport::tcp::Link> control_;
-    std::vector<std::shared_ptr<transport::Link>> links_;
+    std::shared_ptr<transport::Control> control_;
+    std::vector<Route> routes_;
     transport::Counters& counters_;
 };
 

@@ -1,4 +1,4 @@
-// What was moved, by transport and direction, as the initiator and as the target.
+// What an engine counts: for each transport what it moved, by direction; the rest for the whole engine.
 #pragma once
 
 #include <atomic>
@@ -40,9 +40,8 @@ class Tally {
     uint64_t slices_[2] = {}, bytes_[2] = {};
 };
 
+// Of an engine, over all of its transports.
 struct Counters {
-    TransportCounters loopback, shm, tcp;
-    TransportCounters served;  // by TCP for peers; memory that peers touch themselves is not seen here
     std::atomic<uint64_t> retries_total{0};  // slices that went on to another connection or path
     std::atomic<uint64_t> transfers_total{0};
     std::atomic<uint64_t> transfers_failed_total{0};

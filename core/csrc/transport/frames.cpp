@@ -2,8 +2,6 @@
 
 #include <cstdio>
 
-#include "transport/identity.hpp"
-
 namespace moonpool::transport {
 
 namespace {

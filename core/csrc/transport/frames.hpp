@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/transport.hpp"
+#include "transport/identity.hpp"
+#include "transport/link.hpp"
+#include "transport/region.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool::transport {

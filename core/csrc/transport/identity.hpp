@@ -1,33 +1,32 @@
-// What an engine says of itself, and what the transports' targets need of it.
+// What an engine says of itself: Identity, what it is; PeerInfo, what it says in the handshake.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <functional>
-#include <span>
 #include <string>
-#include <vector>
-
-#include "transport/transport.hpp"
 
 namespace moonpool::transport {
+
+using SegmentId = std::array<uint8_t, 16>;  // one life of an engine: random, never an address
 
 struct Identity {
     std::string name;
     std::string tenant;
     SegmentId segment{};
     std::string host_id;
-    std::string boot_id;
-    std::string shm_socket;
-    std::array<uint8_t, 32> shm_cookie{};
-    std::string address;  // where others reach us
+    std::string boot_id;  // empty: the kernel does not tell it
 };
 
-// The half of an engine that serves its peers; implemented by the engine, called on I/O threads.
-struct Served {
-    const Identity& identity;
-    RegionTable& regions;
-    Counters& counters;
-    std::function<Status(const std::string& peer, std::span<const std::byte> message)> deliver;
+// What a peer's engine says of itself in the handshake. What its transports need of it they fill in by
+// Transport::offer().
+struct PeerInfo {
+    std::string address;  // as the user gave it
+    std::string name;
+    SegmentId segment{};
+    std::string host_id;
+    std::string boot_id;
+    std::string shm_socket;  // abstract Unix socket, empty: none
+    std::array<uint8_t, 32> shm_cookie{};
 };
 
 // "" where the kernel does not tell: then no two processes are on one host.

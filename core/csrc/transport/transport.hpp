@@ -1,134 +1,117 @@
 // The thin waist under the engine. A Transport moves slices between this process and a peer's regions over
-// one kind of path; each lives in a folder of its own, with the same two files:
+// one kind of path. An engine has one object of each; registry/registry.cpp lists them. Each lives in a
+// folder of its own, with the same files:
 //
-//   target.hpp  the half that serves: what others may do to this process's regions
-//   link.hpp    the half that begins transfers: one peer, as this transport reaches it
+//   transport.hpp  the Transport: what the engine asks of it
+//   target.hpp     the half that serves: what others may do to this process's regions
+//   link.hpp       the half that begins transfers: one peer, as this transport reaches it
 //
-// A Job is one peer's share of a transfer. The engine offers it to the peer's links, in a fixed order:
-// loopback, shm, tcp, those that touch a byte the fewest times first. A link leaves every slice in one of
-// three states: done; failed, when the peer refused it, so that no other path would help; or waiting, when
-// this path could not: then the next link gets it. Each byte of a job is touched only while the job is inside
-// its local regions (Visit), so that deregistering never frees memory in use.
+// Its life: made, viable(), start(), offer(); then connect(), add_region() and revoke() in any order, from
+// any thread; withdraw(), close(), destroyed. One that the user does not allow is made, and asked for nothing
+// but control().
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "base/event_loop.hpp"
 #include "base/result.hpp"
+#include "transport/control.hpp"
 #include "transport/counters.hpp"
+#include "transport/identity.hpp"
+#include "transport/link.hpp"
 #include "transport/region.hpp"
+#include "transport/workers.hpp"
 
 namespace moonpool::transport {
 
-enum class Direction : uint8_t { kRead = 0, kWrite = 1 };  // as the initiator sees it
-
-struct Slice {
-    uint64_t local = 0;
-    uint64_t remote = 0;
-    uint64_t length = 0;
-    Direction direction = Direction::kRead;
+struct ConnectOptions {
+    std::string token;
+    std::string interface;  // network device of connections to peers, empty: the route decides
+    uint32_t connections_per_peer = 2;
+    uint64_t frame_bytes = 0;  // of TCP; 0: its own choice
+    int timeout_ms = 5000;     // without progress
 };
 
-enum class SliceState : uint8_t { kWaiting = 0, kDone = 1, kFailed = 2, kCancelled = 3 };
-
-// The states are written by the one thread that carries the job, and may be read by others meanwhile.
-struct Job {
-    std::span<const Slice> slices;
-    std::span<std::atomic<SliceState>> states;
-    std::span<Region* const> locals;  // of each slice; held alive by `regions`
-    std::shared_ptr<const Regions> regions;
-
-    bool background = false;
-    int timeout_ms = 5000;  // without progress
-    std::atomic<bool> cancelled{false};
-    const std::atomic<bool>* closing = nullptr;  // of the engine
-
-    std::atomic<uint64_t> bytes_done{0};
-    std::atomic<uint64_t> progress_ns{0};  // when a byte moved last
-    size_t waiting = 0;                    // slices
-    Error refusal;                         // why the first failed slice failed
-    std::atomic<bool> refused{false};
-
-    bool stopped() const { return cancelled.load(std::memory_order_relaxed) || closing->load(); }
-
-    bool is_waiting(size_t i) const {
-        return states[i].load(std::memory_order_relaxed) == SliceState::kWaiting;
-    }
-    void done(size_t i) {
-        states[i].store(SliceState::kDone, std::memory_order_relaxed);
-        --waiting;
-    }
-    void fail(size_t i, Code code, const std::string& why) {
-        states[i].store(SliceState::kFailed, std::memory_order_relaxed);
-        --waiting;
-        if (!refused.exchange(true)) refusal = Error{code, why};
-    }
-    void cancel_waiting() {
-        for (size_t i = 0; waiting != 0 && i < slices.size(); ++i) {
-            if (!is_waiting(i)) continue;
-            states[i].store(SliceState::kCancelled, std::memory_order_relaxed);
-            --waiting;
-        }
-    }
+// What an engine gives to each of its transports; it outlives them.
+struct Context {
+    const Identity& identity;
+    std::shared_ptr<RegionTable> regions;
+    Counters& counters;  // of the engine, over all transports
+    std::function<Status(const std::string& peer, std::span<const std::byte> message)> deliver;
+    std::vector<EventLoop*> loops;     // at least one: they serve peers and carry posted jobs
+    Workers& waiters;                  // threads that may wait for the network
+    const std::atomic<bool>& closing;  // the engine's
+    ConnectOptions options;
 };
 
-using SegmentId = std::array<uint8_t, 16>;  // one life of an engine: random, never an address
+using Metrics = std::vector<std::pair<std::string, uint64_t>>;
 
-// What a peer's engine says of itself in the handshake.
-struct PeerInfo {
-    std::string address;  // as the user gave it
-    std::string name;
-    SegmentId segment{};
-    std::string host_id;
-    std::string boot_id;
-    std::string shm_socket;  // abstract Unix socket, empty: none
-    std::array<uint8_t, 32> shm_cookie{};
-};
-
-// One peer over one kind of path. Thread-safe.
-class Link {
+class Transport {
    public:
-    virtual ~Link() = default;
-    virtual std::string_view transport() const = 0;
-    virtual std::string path() const = 0;  // for people: "tcp 10.0.0.7:7000"
+    virtual ~Transport() = default;
 
-    // Whether this path can move bytes to or from a peer's memory of that kind; if not, `why` (may be null)
-    // says the reason in one sentence.
-    virtual bool reaches(MemoryKind kind, std::string* why) const = 0;
+    // Why it cannot work on this host, in one sentence; empty: it can.
+    virtual std::string viable() const { return ""; }
+    // Serves peers from here on. After an error peers are offered nothing of it; it still connects to them.
+    virtual Status start() { return success(); }
+    // Writes into the handshake what peers need to connect by it.
+    virtual void offer(PeerInfo& self) const { (void)self; }
 
-    // Carries the job on the calling thread, until no slice is waiting or this path can do no more; then the
-    // error says why.
-    virtual Status run(Job& job) = 0;
+    // A link to a peer; an error says in one sentence why it does not reach that peer. `control` may be asked
+    // for what the handshake does not say.
+    virtual Result<std::shared_ptr<Link>> connect(const PeerInfo& peer,
+                                                  const std::shared_ptr<Control>& control,
+                                                  int timeout_ms) = 0;
 
-    // The same on threads of the transport; finished() is called once, on one of them. Links that only copy
-    // leave this to the engine's copying threads (false).
-    using Finished = std::function<void(std::shared_ptr<Job>, Status)>;
-    virtual bool post(const std::shared_ptr<Job>& job, const Finished& finished) {
-        (void)job, (void)finished;
-        return false;
+    // A region entered the table, and peers may see it already. An error refuses its registration.
+    virtual Status add_region(Region& region) {
+        (void)region;
+        return success();
     }
+    // The region has left the table and is closing. Peers begin nothing new with it by this transport; once
+    // drained() is true of the number returned, nothing that they began reaches it any more.
+    virtual uint64_t revoke(const Region& region) {
+        (void)region;
+        return 0;
+    }
+    virtual bool drained(uint64_t revocation) {
+        (void)revocation;
+        return true;
+    }
+
+    // The engine begins to close: no new peer finds this transport, and peers in this process leave it.
+    virtual void withdraw() {}
+    // No transfer of this process runs any more, and no region is in the table: peers lose their links.
+    virtual void close() {}
+
+    // Of the transport by which engines find each other; null: it is none.
+    virtual ControlCarrier* control() { return nullptr; }
+
+    // Appends what it counts, under its name in the registry.
+    virtual void metrics(const std::string& name, Metrics& rows) const { append(name, counters_, rows); }
+
+   protected:
+    static void append(const std::string& name, const TransportCounters& counters, Metrics& rows) {
+        rows.emplace_back(name + "_read_bytes_total", counters.read.bytes);
+        rows.emplace_back(name + "_read_slices_total", counters.read.slices);
+        rows.emplace_back(name + "_write_bytes_total", counters.write.bytes);
+        rows.emplace_back(name + "_write_slices_total", counters.write.slices);
+    }
+
+    TransportCounters counters_;  // as the initiator
 };
 
-// For links by which a CPU copies: of this process, or of the peer.
-inline bool reached_by_cpu(MemoryKind kind, std::string* why) {
-    if (reachable_by_cpu(kind)) return true;
-    if (why != nullptr) *why = "no CPU reaches memory of the kind \"" + kind_name(kind) + "\"";
-    return false;
-}
-
-inline std::string range_text(const Slice& slice) {
-    char text[64];
-    std::snprintf(text, sizeof(text), "0x%llx + %llu", static_cast<unsigned long long>(slice.remote),
-                  static_cast<unsigned long long>(slice.length));
-    return text;
-}
+// One row of the registry.
+struct Factory {
+    std::string_view name;  // as users and metrics name it
+    std::unique_ptr<Transport> (*make)(const Context& context);
+};
 
 }  // namespace moonpool::transport

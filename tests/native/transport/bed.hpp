@@ -5,6 +5,7 @@
 #include <poll.h>
 
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,25 @@ inline EngineOptions engine_options(const std::string& name, const std::string& 
     options.timeout_ms = 10000;
     if (!transport.empty()) options.transports = std::vector<std::string>{transport};
     return options;
+}
+
+// The transports of the registry that work on this host.
+inline std::vector<std::string> transports_here() {
+    Result<std::shared_ptr<Engine>> engine = Engine::create(engine_options("asked", ""));
+    REQUIRE_MESSAGE(engine.ok(), (engine.ok() ? "" : engine.error().text));
+    std::vector<std::string> names;
+    for (auto& [name, why] : (*engine)->transports()) {
+        if (why.empty()) names.push_back(name);
+        if (!why.empty()) MESSAGE("not tested: " << name << ": " << why);
+    }
+    return names;
+}
+
+inline void each_transport(const std::function<void(const std::string&)>& body) {
+    for (const std::string& transport : transports_here()) {
+        CAPTURE(transport);
+        body(transport);
+    }
 }
 
 inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {

@@ -5,23 +5,11 @@
 
 namespace moonpool::transport::loopback {
 
-Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self,
-                                                       Counters& counters) {
-    std::shared_ptr<Target> target = find_target(peer.segment);
-    if (target == nullptr) return Error{Code::kUnavailable, "the peer is not in this process"};
-    if (target->identity.tenant != self.tenant) {
-        return Error{Code::kAuth, "the peer belongs to another tenant"};
-    }
-    return std::shared_ptr<transport::Link>(std::make_shared<Link>(std::move(target), counters));
-}
-
-bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
-
 Status Link::run(Job& job) {
     std::shared_ptr<const Regions> regions = target_->regions->all();
     const std::shared_ptr<Region>* region = nullptr;
     uint64_t held = 0;
-    Tally tally(counters_.loopback);
+    Tally tally(counters_);
     Visit here, there;
     for (size_t i = 0; i < job.slices.size(); ++i) {
         if (!job.is_waiting(i)) continue;

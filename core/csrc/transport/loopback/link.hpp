@@ -1,26 +1,25 @@
 // A peer that lives in this process: a copy.
 #pragma once
 
+#include "transport/counters.hpp"
+#include "transport/link.hpp"
 #include "transport/loopback/target.hpp"
 
 namespace moonpool::transport::loopback {
 
 class Link final : public transport::Link {
    public:
-    static Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer, const Identity& self,
-                                                            Counters& counters);
-
-    std::string_view transport() const override { return "loopback"; }
-    std::string path() const override { return "loopback"; }
-    bool reaches(MemoryKind kind, std::string* why) const override;
-    Status run(Job& job) override;
-
-    Link(std::shared_ptr<Target> target, Counters& counters)
+    Link(std::shared_ptr<Target> target, TransportCounters& counters)
         : target_(std::move(target)), counters_(counters) {}
+
+    std::string path() const override { return "loopback"; }
+    bool reaches(MemoryKind kind, std::string* why) const override { return reached_by_cpu(kind, why); }
+    bool runs_on_caller() const override { return true; }
+    Status run(Job& job) override;
 
    private:
     std::shared_ptr<Target> target_;
-    Counters& counters_;
+    TransportCounters& counters_;
 };
 
 }  // namespace moonpool::transport::loopback

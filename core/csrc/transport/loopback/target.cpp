@@ -1,6 +1,7 @@
 #include "transport/loopback/target.hpp"
 
 #include <map>
+#include <mutex>
 
 #include "base/fork.hpp"
 

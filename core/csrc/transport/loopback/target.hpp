@@ -1,9 +1,11 @@
 // The engines of this process, by their segment: how one finds the other without a socket.
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "transport/identity.hpp"
+#include "transport/region.hpp"
 
 namespace moonpool::transport::loopback {
 
@@ -12,7 +14,6 @@ namespace moonpool::transport::loopback {
 struct Target {
     Identity identity;
     std::shared_ptr<RegionTable> regions;
-    std::function<Status(const std::string& peer, std::span<const std::byte> message)> deliver;
     std::atomic<bool> closed{false};
 };
 

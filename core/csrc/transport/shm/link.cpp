@@ -59,8 +59,7 @@ const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
     return it->row.contains(address, bytes) ? &*it : nullptr;
 }
 
-Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, const Identity& self,
-                                                       EventLoop& loop, Counters& counters, int timeout_ms) {
+Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     if (peer.shm_socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
     if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {
         return Error{Code::kUnavailable, "the peer is on another host (" +
@@ -68,12 +67,6 @@ Result<std::shared_ptr<transport::Link>> Link::connect(const PeerInfo& peer, con
                                                                            : "host_id " + peer.host_id) +
                                              ")"};
     }
-    auto link = std::make_shared<Link>(loop, counters);
-    if (Status status = link->open(peer, self, timeout_ms); !status) return status.error();
-    return std::shared_ptr<transport::Link>(std::move(link));
-}
-
-Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     fd_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd_.valid()) return os_error("socket");
     set_socket_timeouts(fd_.get(), timeout_ms);
@@ -226,7 +219,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
 // One job on its way: what it is inside of, and the ranges that wait for the next process_vm call.
 class Link::Carrier {
    public:
-    Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_.shm) {}
+    Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_) {}
 
     Status run() {
         Result<std::shared_ptr<const View>> view = link_.view(false);
@@ -268,7 +261,8 @@ class Link::Carrier {
                 fail(i, "the range " + range_text(slice) + " lies in no registered region of the peer");
                 return success();
             }
-            if (place->mapping == nullptr && !(place->row.kind == MemoryKind::kHost && link_.process_vm_)) {
+            const Mapping* mapping = place->mapping.get();
+            if (mapping == nullptr && !(place->row.kind == MemoryKind::kHost && link_.process_vm_)) {
                 unreached_ = place->row.kind;
                 return success();  // waits
             }
@@ -278,15 +272,15 @@ class Link::Carrier {
                 fail(i, "the local region was deregistered");
                 return success();
             }
-            bool mapped = place->mapping == nullptr || place->row.length <= place->mapping->size();
+            bool mapped = mapping == nullptr || place->row.length <= mapping->size();
             if (mine == Visit::Access::kOutside || !place->row.contains(slice.remote + at, n) || !mapped) {
                 job_.fail(i, Code::kProtocol, kOutsideText);
                 return success();
             }
             held_ += n;
             auto* local = reinterpret_cast<std::byte*>(slice.local + at);
-            if (place->mapping != nullptr) {
-                std::byte* remote = place->mapping->data() + (slice.remote + at - place->row.address);
+            if (mapping != nullptr) {
+                std::byte* remote = mapping->data() + (slice.remote + at - place->row.address);
                 moonpool::copy(write ? remote : local, write ? local : remote, n);
                 at += n;
                 if (at == slice.length) done(i);

@@ -14,8 +14,9 @@
 #include <vector>
 
 #include "base/event_loop.hpp"
+#include "transport/counters.hpp"
 #include "transport/frames.hpp"
-#include "transport/identity.hpp"
+#include "transport/link.hpp"
 #include "transport/shm/gate.hpp"
 
 namespace moonpool::transport::shm {
@@ -25,17 +26,16 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address);
 
 class Link final : public transport::Link {
    public:
-    static Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer, const Identity& self,
-                                                            EventLoop& loop, Counters& counters,
-                                                            int timeout_ms);
+    Link(EventLoop& loop, TransportCounters& counters) : loop_(loop), counters_(counters) {}
     ~Link() override;
 
-    std::string_view transport() const override { return "shm"; }
+    // Once, before all else: proves that the peer is on this host, and opens its gate.
+    Status open(const PeerInfo& peer, const Identity& self, int timeout_ms);
+
     std::string path() const override { return path_; }
     bool reaches(MemoryKind kind, std::string* why) const override;
+    bool runs_on_caller() const override { return true; }
     Status run(Job& job) override;
-
-    Link(EventLoop& loop, Counters& counters) : loop_(loop), counters_(counters) {}
 
    private:
     // A peer's region and, of kHostArena, where it is mapped here.
@@ -51,14 +51,13 @@ class Link final : public transport::Link {
     class Watch;
     class Carrier;
 
-    Status open(const PeerInfo& peer, const Identity& self, int timeout_ms);
     void probe_process_vm(uint64_t nonce, uint64_t page_address);
     Result<std::shared_ptr<const View>> view(bool fresh);
     Result<std::shared_ptr<Mapping>> map(const RegionRow& row);
     Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed);
 
     EventLoop& loop_;
-    Counters& counters_;
+    TransportCounters& counters_;
     std::string path_;
     std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);
     std::unique_ptr<Gate> gate_;

@@ -11,6 +11,7 @@
 #include "transport/frames.hpp"
 #include "transport/shm/link.hpp"
 #include "transport/shm/unix_frame.hpp"
+#include "wire/auth.hpp"
 #include "wire/frame_reader.hpp"
 
 namespace moonpool::transport::shm {
@@ -19,6 +20,16 @@ namespace {
 
 constexpr uint32_t kFrameBytesMax = 4096;  // of a question
 constexpr size_t kBacklogBytesMax = 4u << 20;
+
+std::string hex(std::span<const uint8_t> bytes) {
+    static const char digits[] = "0123456789abcdef";
+    std::string text;
+    for (uint8_t byte : bytes) {
+        text.push_back(digits[byte >> 4]);
+        text.push_back(digits[byte & 15]);
+    }
+    return text;
+}
 
 bool same_user(int fd) {
     ucred peer{};
@@ -61,7 +72,7 @@ class Target::Session final : public EventHandler {
             std::optional<Reader> body = fits ? in_.body(*header) : std::nullopt;
             if (fits && !body) return true;
             if (!fits || !answer(*header, *body)) {
-                target_.served_.counters.protocol_errors_total.fetch_add(1);
+                target_.context_.counters.protocol_errors_total.fetch_add(1);
                 return false;
             }
         }
@@ -81,9 +92,9 @@ class Target::Session final : public EventHandler {
         std::string_view host_id = body.text16();
         std::string_view boot_id = body.text16();
         if (!body.done()) return false;
-        const Identity& self = target_.served_.identity;
+        const Identity& self = target_.context_.identity;
         auto bytes = std::span(reinterpret_cast<const uint8_t*>(cookie.data()), cookie.size());
-        if (!equal_constant_time(self.shm_cookie, bytes)) {
+        if (!equal_constant_time(target_.cookie_, bytes)) {
             return refuse(header, Code::kAuth, "the cookie of the handshake is wrong");
         }
         if (self.boot_id.empty() || boot_id != self.boot_id || host_id != self.host_id) {
@@ -115,14 +126,14 @@ class Target::Session final : public EventHandler {
         }
         Writer w = begin(header);
         w.number(generation);
-        encode_regions(w, *target_.served_.regions.all());
+        encode_regions(w, *target_.context_.regions->all());
         return finish(-1);
     }
 
     bool map(const FrameHeader& header, Reader body) {
         auto id = body.number<uint64_t>();
         if (!body.done()) return false;
-        std::shared_ptr<Region> region = target_.served_.regions.by_id(id);
+        std::shared_ptr<Region> region = target_.context_.regions->by_id(id);
         if (region == nullptr || region->memory == nullptr) {
             return refuse(header, Code::kInvalidArgument, "that region is not registered any more");
         }
@@ -185,13 +196,19 @@ class Target::Listener final : public EventHandler {
     ClosedInChildren closed_in_children_{fd_};
 };
 
+Target::Target(const Context& context)
+    : context_(context),
+      loop_(*context.loops.front()),
+      socket_("moonpool-engine-" + hex(context.identity.segment)),
+      cookie_(random_nonce()) {}
+
 Target::~Target() { close(); }
 
 Status Target::start() {
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
     sockaddr_un address{};
-    socklen_t size = abstract_address(served_.identity.shm_socket, address);
+    socklen_t size = abstract_address(socket_, address);
     if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(fd.get(), 128) != 0) {
         return os_error("listening on an abstract Unix socket");
     }

@@ -6,13 +6,15 @@
 // in.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "base/event_loop.hpp"
-#include "transport/identity.hpp"
 #include "transport/shm/gate.hpp"
+#include "transport/transport.hpp"
 
 namespace moonpool::transport::shm {
 
@@ -20,11 +22,13 @@ inline constexpr size_t kSessionsMax = 1024;
 
 class Target {
    public:
-    Target(const Served& served, EventLoop& loop) : served_(served), loop_(loop) {}
+    explicit Target(const Context& context);
     ~Target();
 
-    // Listens on identity.shm_socket.
+    // Listens on socket().
     Status start();
+    const std::string& socket() const { return socket_; }  // a name in the abstract namespace
+    const std::array<uint8_t, 32>& cookie() const { return cookie_; }
 
     // From now on no initiator enters with an older list of regions; true once none is inside any more.
     uint64_t revoke();
@@ -44,8 +48,10 @@ class Target {
     std::map<uint64_t, std::shared_ptr<Gate>> gates_;
     uint64_t next_session_ = 1;
 
-    Served served_;
+    const Context context_;
     EventLoop& loop_;
+    std::string socket_;
+    std::array<uint8_t, 32> cookie_;
 };
 
 }  // namespace moonpool::transport::shm

@@ -183,7 +183,7 @@ bool Connection::begin_transfer(const FrameHeader& header, size_t have) {
 bool Connection::place_rows(const FrameHeader& header) {
     Incoming& in = incoming_;
     in.request_id = header.request_id;
-    in.regions = target_.served().regions.all();
+    in.regions = target_.context().regions->all();
     in.places.assign(in.rows.size(), nullptr);
     in.row = 0;
     in.at = in.left = 0;
@@ -340,7 +340,7 @@ void Connection::finish_transfer() {
     Writer w(answer.head);
     w.number(static_cast<uint32_t>(in.rows.size()));
     w.number(in.refused);
-    Tally tally(target_.served().counters.served);
+    Tally tally(target_.counters());
     for (size_t i = 0; i < in.rows.size(); ++i) {
         if (in.refused != 0) w.number(static_cast<uint8_t>(in.places[i] == nullptr));
         if (in.places[i] == nullptr) continue;
@@ -350,7 +350,7 @@ void Connection::finish_transfer() {
         answer.bytes += in.rows[i].length;
     }
     if (in.refused != 0) {
-        target_.served().counters.slices_refused_total.fetch_add(in.refused);
+        target_.context().counters.slices_refused_total.fetch_add(in.refused);
         w.number(static_cast<uint16_t>(in.refusal.code));
         w.text16(in.refusal.text);
     }
@@ -371,14 +371,14 @@ bool Connection::serve(const FrameHeader& header, Reader body) {
             std::vector<std::byte> out;
             Writer w(out);
             w.number(uint64_t{0});  // only shared memory has generations
-            encode_regions(w, *target_.served().regions.all());
+            encode_regions(w, *target_.context().regions->all());
             answer(header, out);
             return true;
         }
         case Kind::kEngineNotify: {
             std::string_view text = body.bytes(body.left());
             auto bytes = std::as_bytes(std::span(text.data(), text.size()));
-            Status status = target_.served().deliver(peer_name_, bytes);
+            Status status = target_.context().deliver(peer_name_, bytes);
             if (status) {
                 answer(header, {});
             } else {
@@ -396,7 +396,7 @@ bool Connection::serve(const FrameHeader& header, Reader body) {
 bool Connection::on_hello(const FrameHeader& header, Reader body) {
     std::optional<Hello> hello = decode_hello(body);
     if (!hello || greeted_) return false;
-    if (hello->expected != target_.served().identity.segment) {
+    if (hello->expected != target_.context().identity.segment) {
         answer_error(header.request_id, Code::kUnavailable,
                      "another engine lives at this address now; open it again");
         return true;
@@ -443,7 +443,7 @@ void Connection::answer_error(uint64_t request_id, Code code, const std::string&
 // Tells the peer, and reads on only to throw away: bytes left unread would turn the close into a reset, which
 // could overtake the reason.
 bool Connection::protocol_error(const std::string& text) {
-    target_.served().counters.protocol_errors_total.fetch_add(1);
+    target_.context().counters.protocol_errors_total.fetch_add(1);
     answer_error(0, Code::kProtocol, text);
     ended_ = true;
     receiving_ = false;

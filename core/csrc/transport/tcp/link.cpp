@@ -32,10 +32,7 @@ int stall_of(const Job& job, bool first) {
 class Link::Stream final : public EventHandler, public std::enable_shared_from_this<Stream> {
    public:
     Stream(std::shared_ptr<Link> link, EventLoop& loop, std::unique_ptr<Channel> channel)
-        : link_(std::move(link)),
-          loop_(loop),
-          channel_(std::move(channel)),
-          run_(*channel_, link_->counters_) {}
+        : link_(std::move(link)), loop_(loop), channel_(std::move(channel)), run_(*channel_, link_->moved_) {}
 
     // Under the link's mutex, and only while the link knows this stream.
     void queue(const std::shared_ptr<Job>& job, Left left) {
@@ -157,11 +154,13 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
     std::atomic<uint64_t> moved_ns_{now_ns()};
 };
 
-Link::Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers, Counters& counters)
+Link::Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers, TransportCounters& moved,
+           Counters& counters)
     : pool_(options, counters),
       address_(options.dial.address),
       loops_(std::move(loops)),
       workers_(workers),
+      moved_(moved),
       counters_(counters),
       streams_max_(std::max(1u, options.connections_max - 1)) {}
 
@@ -171,8 +170,6 @@ std::string Link::path() const {
     std::lock_guard lock(mutex_);
     return "tcp " + (path_.empty() ? address_ : path_);
 }
-
-bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
 
 // False: nothing is left to try.
 bool Link::begin_try(Job& job, int tried) {
@@ -255,7 +252,7 @@ Status Link::attempt(Job& job, bool first) {
         std::lock_guard lock(mutex_);
         if (path_ != text) path_ = text;
     }
-    Run run(**channel, counters_);
+    Run run(**channel, moved_);
     run.add(std::shared_ptr<Job>(std::shared_ptr<void>(), &job), nullptr);
     Status status = drive(run, **channel, stall_ms);
     if (status) {

@@ -1,7 +1,7 @@
-// A peer over TCP. run() has the calling thread drive a connection itself, so that a small transfer costs
-// what a plain request and its answer cost; post() hands jobs to a stream: a connection on an I/O thread,
-// which carries several jobs at once. A connection that fails is fenced and the rest goes over another,
-// within the same call.
+// A peer over TCP: a link for slices and the control channel, over the same connections. run() has the
+// calling thread drive a connection itself, so that a small transfer costs what a plain request and its
+// answer cost; post() hands jobs to a stream: a connection on an I/O thread, which carries several jobs at
+// once. A connection that fails is fenced and the rest goes over another, within the same call.
 //
 // No working thread ever waits for a stream: the jobs of a stream that fails need one.
 #pragma once
@@ -10,29 +10,33 @@
 #include <mutex>
 
 #include "base/event_loop.hpp"
-#include "transport/identity.hpp"
+#include "transport/control.hpp"
+#include "transport/link.hpp"
 #include "transport/tcp/pool.hpp"
 #include "transport/tcp/run.hpp"
 #include "transport/workers.hpp"
 
 namespace moonpool::transport::tcp {
 
-class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
+class Link final : public transport::Link, public Control, public std::enable_shared_from_this<Link> {
    public:
-    Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers, Counters& counters);
+    // moved: what it counts as moved; counters: of the engine.
+    Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers, TransportCounters& moved,
+         Counters& counters);
     ~Link() override;
 
-    std::string_view transport() const override { return "tcp"; }
     std::string path() const override;
-    bool reaches(MemoryKind kind, std::string* why) const override;
+    bool reaches(MemoryKind kind, std::string* why) const override { return reached_by_cpu(kind, why); }
+    bool runs_on_caller() const override { return false; }  // it waits for answers
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
 
     // Frames of control, over any connection.
-    Result<std::vector<std::byte>> ask(Kind kind, const std::vector<std::byte>& body, int timeout_ms);
+    Result<std::vector<std::byte>> ask(Kind kind, const std::vector<std::byte>& body,
+                                       int timeout_ms) override;
+    void close() override;
 
     Pool& pool() { return pool_; }
-    void close();
 
    private:
     class Stream;
@@ -53,6 +57,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     std::string address_;
     std::vector<EventLoop*> loops_;
     Workers& workers_;
+    TransportCounters& moved_;
     Counters& counters_;
     mutable std::mutex mutex_;
     std::string path_;

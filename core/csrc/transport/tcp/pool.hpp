@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "transport/counters.hpp"
 #include "transport/identity.hpp"
 #include "transport/tcp/channel.hpp"
 #include "wire/dial.hpp"

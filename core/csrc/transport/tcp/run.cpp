@@ -358,7 +358,7 @@ bool Run::judge_refusals(Frame& frame) {
 void Run::settle(Frame& frame) {
     Task& task = *frame.task;
     Job& job = *task.job;
-    Tally tally(counters_.tcp);
+    Tally tally(counters_);
     uint64_t bytes = 0;
     for (size_t i = 0; i < frame.pieces.size(); ++i) {
         const Piece& piece = frame.pieces[i];

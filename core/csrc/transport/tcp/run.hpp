@@ -23,6 +23,8 @@
 #include <vector>
 
 #include "base/clock.hpp"
+#include "transport/counters.hpp"
+#include "transport/link.hpp"
 #include "transport/tcp/channel.hpp"
 
 namespace moonpool::transport::tcp {
@@ -31,7 +33,7 @@ class Run {
    public:
     using Finished = std::function<void(std::shared_ptr<Job>, Status)>;
 
-    Run(Channel& channel, Counters& counters) : channel_(channel), counters_(counters) {}
+    Run(Channel& channel, TransportCounters& counters) : channel_(channel), counters_(counters) {}
     Run(const Run&) = delete;
 
     // finished() is called once, from step() or fail(), when nothing of the job is under way any more.
@@ -107,7 +109,7 @@ class Run {
     void progress(const Frame& frame);
 
     Channel& channel_;
-    Counters& counters_;
+    TransportCounters& counters_;
     std::deque<std::shared_ptr<Task>> foreground_, background_;
     std::deque<Frame> frames_;  // those before sent_ are under way, frames_[sent_] may be half sent
     std::vector<Frame> spare_;

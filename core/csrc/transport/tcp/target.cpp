@@ -7,12 +7,12 @@
 namespace moonpool::transport::tcp {
 
 void Target::adopt(Caller caller) {
-    if (served_.counters.connections.fetch_add(1) >= kConnectionsMax) {
-        served_.counters.connections.fetch_sub(1);
-        served_.counters.connections_refused_total.fetch_add(1);
+    if (context_.counters.connections.fetch_add(1) >= kConnectionsMax) {
+        context_.counters.connections.fetch_sub(1);
+        context_.counters.connections_refused_total.fetch_add(1);
         return;  // closes it
     }
-    EventLoop& loop = *loops_[next_.fetch_add(1) % loops_.size()];
+    EventLoop& loop = *context_.loops[next_.fetch_add(1) % context_.loops.size()];
     auto connection = std::make_shared<Connection>(*this, loop, std::move(caller.fd), std::move(caller.peer));
     loop.post([&loop, connection] { loop.add(connection->fd(), EPOLLIN, connection); });
 }
@@ -40,7 +40,7 @@ void Target::fence(const Name& name) {
         auto it = named_.find(name);
         if (it != named_.end()) connection = it->second.lock();
     }
-    served_.counters.fenced_total.fetch_add(1);
+    context_.counters.fenced_total.fetch_add(1);
     if (connection != nullptr) connection->fence();
 }
 

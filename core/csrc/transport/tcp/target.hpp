@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/event_loop.hpp"
-#include "transport/identity.hpp"
+#include "transport/transport.hpp"
 #include "wire/doorman.hpp"
 
 namespace moonpool::transport::tcp {
@@ -23,12 +23,14 @@ class Connection;
 
 class Target {
    public:
-    Target(const Served& served, std::vector<EventLoop*> loops) : served_(served), loops_(std::move(loops)) {}
+    explicit Target(const Context& context) : context_(context) {}
 
     // From any thread.
     void adopt(Caller caller);
 
-    const Served& served() const { return served_; }
+    const Context& context() const { return context_; }
+    TransportCounters& counters() { return counters_; }  // what peers moved
+    const TransportCounters& counters() const { return counters_; }
 
     // For connections, on their threads.
     struct Name {
@@ -39,11 +41,11 @@ class Target {
     bool enlist(const Name& name, const std::shared_ptr<Connection>& connection);
     void strike_off(const Name& name, const Connection* connection);
     void fence(const Name& name);
-    void closed() { served_.counters.connections.fetch_sub(1); }
+    void closed() { context_.counters.connections.fetch_sub(1); }
 
    private:
-    Served served_;
-    std::vector<EventLoop*> loops_;
+    const Context context_;
+    TransportCounters counters_;
     std::atomic<size_t> next_{0};
     std::mutex mutex_;
     std::map<Name, std::weak_ptr<Connection>> named_;

@@ -1,0 +1,48 @@
+// The control channel: questions, answers and messages between two engines, beside the bytes of transfers. A
+// peer has exactly one, whichever transports carry its slices.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/result.hpp"
+#include "transport/identity.hpp"
+#include "wire/doorman.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool::transport {
+
+// To one peer. Thread-safe.
+class Control {
+   public:
+    virtual ~Control() = default;
+
+    // One question and its answer's body, waiting at most timeout_ms without progress. An ERROR of the peer
+    // is the error. Kind::kEngineNotify is sent once at most, others again when a connection was dead.
+    virtual Result<std::vector<std::byte>> ask(Kind kind, const std::vector<std::byte>& body,
+                                               int timeout_ms) = 0;
+    virtual std::string path() const = 0;  // for people
+    // Questions that wait fail soon, later ones at once. Idempotent.
+    virtual void close() = 0;
+};
+
+struct Contact {
+    PeerInfo info;
+    std::shared_ptr<Control> control;
+};
+
+// The transport by which engines find each other: one of an engine's. It does so also when the user allows it
+// no slices.
+class ControlCarrier {
+   public:
+    virtual ~ControlCarrier() = default;
+
+    // A connection of another engine that has proved the token. Any thread.
+    virtual void adopt(Caller caller) = 0;
+    // The handshake with the engine at "host:port".
+    virtual Result<Contact> call(const std::string& address) = 0;
+};
+
+}  // namespace moonpool::transport

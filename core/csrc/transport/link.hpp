@@ -1,0 +1,119 @@
+// Link: one peer, as one transport reaches it; and Job, what it carries.
+//
+// A Job is one peer's share of a transfer. The engine offers it to the peer's links in the order of the
+// registry. A link leaves every slice in one of three states: done; failed, when the peer refused it, so that
+// no other path would help; or waiting, when this path could not: then the next link gets it. Each byte of a
+// job is touched only while the job is inside its local regions (Visit), so that deregistering never frees
+// memory in use.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/result.hpp"
+#include "transport/region.hpp"
+
+namespace moonpool::transport {
+
+enum class Direction : uint8_t { kRead = 0, kWrite = 1 };  // as the initiator sees it
+
+struct Slice {
+    uint64_t local = 0;
+    uint64_t remote = 0;
+    uint64_t length = 0;
+    Direction direction = Direction::kRead;
+};
+
+enum class SliceState : uint8_t { kWaiting = 0, kDone = 1, kFailed = 2, kCancelled = 3 };
+
+// The states are written by the one thread that carries the job, and may be read by others meanwhile.
+struct Job {
+    std::span<const Slice> slices;
+    std::span<std::atomic<SliceState>> states;
+    std::span<Region* const> locals;  // of each slice; held alive by `regions`
+    std::shared_ptr<const Regions> regions;
+
+    bool background = false;
+    int timeout_ms = 5000;  // without progress
+    std::atomic<bool> cancelled{false};
+    const std::atomic<bool>* closing = nullptr;  // of the engine
+
+    std::atomic<uint64_t> bytes_done{0};
+    std::atomic<uint64_t> progress_ns{0};  // when a byte moved last
+    size_t waiting = 0;                    // slices
+    Error refusal;                         // why the first failed slice failed
+    std::atomic<bool> refused{false};
+
+    bool stopped() const { return cancelled.load(std::memory_order_relaxed) || closing->load(); }
+
+    bool is_waiting(size_t i) const {
+        return states[i].load(std::memory_order_relaxed) == SliceState::kWaiting;
+    }
+    void done(size_t i) {
+        states[i].store(SliceState::kDone, std::memory_order_relaxed);
+        --waiting;
+    }
+    void fail(size_t i, Code code, const std::string& why) {
+        states[i].store(SliceState::kFailed, std::memory_order_relaxed);
+        --waiting;
+        if (!refused.exchange(true)) refusal = Error{code, why};
+    }
+    void cancel_waiting() {
+        for (size_t i = 0; waiting != 0 && i < slices.size(); ++i) {
+            if (!is_waiting(i)) continue;
+            states[i].store(SliceState::kCancelled, std::memory_order_relaxed);
+            --waiting;
+        }
+    }
+};
+
+// One peer over one kind of path. Thread-safe.
+class Link {
+   public:
+    virtual ~Link() = default;
+    virtual std::string path() const = 0;  // for people: "tcp 10.0.0.7:7000"
+
+    // Whether this path can move bytes to or from a peer's memory of that kind; if not, `why` (may be null)
+    // says the reason in one sentence.
+    virtual bool reaches(MemoryKind kind, std::string* why) const = 0;
+
+    // Whether run() only copies, without waiting for the peer: then a small job is done at once on the thread
+    // that submits it.
+    virtual bool runs_on_caller() const = 0;
+
+    // Carries the job on the calling thread, until no slice is waiting or this path can do no more; then the
+    // error says why.
+    virtual Status run(Job& job) = 0;
+
+    // The same on threads of the transport; finished() is called once, on one of them. Links that only copy
+    // leave this to the engine's copying threads (false).
+    using Finished = std::function<void(std::shared_ptr<Job>, Status)>;
+    virtual bool post(const std::shared_ptr<Job>& job, const Finished& finished) {
+        (void)job, (void)finished;
+        return false;
+    }
+
+    // The peer was closed: jobs that wait for it end soon. Idempotent.
+    virtual void close() {}
+};
+
+// For links by which a CPU copies: of this process, or of the peer.
+inline bool reached_by_cpu(MemoryKind kind, std::string* why) {
+    if (reachable_by_cpu(kind)) return true;
+    if (why != nullptr) *why = "no CPU reaches memory of the kind \"" + kind_name(kind) + "\"";
+    return false;
+}
+
+inline std::string range_text(const Slice& slice) {
+    char text[64];
+    std::snprintf(text, sizeof(text), "0x%llx + %llu", static_cast<unsigned long long>(slice.remote),
+                  static_cast<unsigned long long>(slice.length));
+    return text;
+}
+
+}  // namespace moonpool::transport

@@ -1,0 +1,38 @@
+#include "transport/registry/registry.hpp"
+
+#include "transport/loopback/transport.hpp"
+#include "transport/shm/transport.hpp"
+#include "transport/tcp/transport.hpp"
+
+namespace moonpool::transport {
+
+namespace {
+
+template <class T>
+std::unique_ptr<Transport> make(const Context& context) {
+    return std::make_unique<T>(context);
+}
+
+// The order is fixed: those that touch a byte the fewest times first, and last the one that reaches every
+// peer. Within one process a transfer is one copy and no system call; on one host one copy, or one system
+// call for many ranges; over TCP the kernels copy twice, and both sides make system calls.
+constexpr Factory kTransports[] = {
+    {"loopback", make<loopback::Transport>},
+    {"shm", make<shm::Transport>},
+    {"tcp", make<tcp::Transport>},
+};
+
+}  // namespace
+
+std::span<const Factory> registry() { return kTransports; }
+
+std::string names_text(std::span<const Factory> transports) {
+    std::string text;
+    for (size_t i = 0; i < transports.size(); ++i) {
+        if (i != 0) text += i + 1 == transports.size() ? " and " : ", ";
+        text += transports[i].name;
+    }
+    return text;
+}
+
+}  // namespace moonpool::transport

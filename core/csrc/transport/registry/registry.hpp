@@ -1,0 +1,18 @@
+// The transports of this build. A new one is a folder beside this one and a row here; the engine, its
+// options, its metrics and the conformance suite know no other list.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "transport/transport.hpp"
+
+namespace moonpool::transport {
+
+// In the order in which an engine tries their links.
+std::span<const Factory> registry();
+
+// "loopback, shm and tcp", for people.
+std::string names_text(std::span<const Factory> transports);
+
+}  // namespace moonpool::transport

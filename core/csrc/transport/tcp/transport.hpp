@@ -1,0 +1,27 @@
+// TCP: reaches every peer, and carries the control channel of all of them.
+#pragma once
+
+#include "transport/tcp/target.hpp"
+#include "transport/transport.hpp"
+
+namespace moonpool::transport::tcp {
+
+class Transport final : public transport::Transport, public ControlCarrier {
+   public:
+    explicit Transport(const Context& context);
+
+    Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer,
+                                                     const std::shared_ptr<Control>& control,
+                                                     int timeout_ms) override;
+    void metrics(const std::string& name, Metrics& rows) const override;
+
+    ControlCarrier* control() override { return this; }
+    void adopt(Caller caller) override { target_.adopt(std::move(caller)); }
+    Result<Contact> call(const std::string& address) override;
+
+   private:
+    const Context context_;
+    Target target_;
+};
+
+}  // namespace moonpool::transport::tcp
