@@ -38,6 +38,7 @@ class Region:
 
         Slices that need it fail. Does nothing the second time, and after the engine's close. Raises Timeout
         when a peer that stands still is inside of it: nothing new reaches it, but it must not be freed yet.
+        A further close() waits again.
         """
         self._table.close(self)
 

@@ -197,11 +197,24 @@ Status Engine::Core::add_region(uint64_t address, uint64_t length, MemoryKind ki
 
 Status Engine::Core::remove_region(uint64_t address) {
     Result<std::shared_ptr<Region>> region = regions->remove(address);
-    if (!region) return region.error();
-    return revoke(**region, std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms));
+    if (!region) {
+        std::lock_guard lock(undrained_mutex);
+        auto it = std::ranges::find(undrained, address, &Region::address);
+        if (it == undrained.end()) return region.error();
+        region = std::move(*it);
+        undrained.erase(it);
+    }
+    Status status =
+        revoke(**region, std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms));
+    if (!status) {
+        std::lock_guard lock(undrained_mutex);
+        if (undrained.size() < transport::kRegionsMax) undrained.push_back(std::move(*region));
+    }
+    return status;
 }
 
-// Waits until no thread, here or in a peer, is inside of what was taken out of the table.
+// Waits until no thread, here or in a peer, is inside of what was taken out of the table, and no operation on
+// it is in flight.
 Status Engine::Core::revoke(const Region& region, std::chrono::steady_clock::time_point end) {
     std::vector<uint64_t> revocations;
     for (const Entry& entry : transports) revocations.push_back(entry.transport->revoke(region));

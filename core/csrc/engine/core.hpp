@@ -76,6 +76,8 @@ struct Engine::Core {
     transport::Identity identity;
     std::shared_ptr<transport::RegionTable> regions = std::make_shared<transport::RegionTable>();
     std::vector<std::string> addresses;
+    std::mutex undrained_mutex;
+    std::vector<std::shared_ptr<Region>> undrained;  // out of the table, but something still touches them
     engine::Inbox inbox;
     engine::Tickets tickets;
 
@@ -107,6 +109,7 @@ struct Engine::Core {
 
     Status add_region(uint64_t address, uint64_t length, MemoryKind kind, const std::string& location,
                       std::shared_ptr<transport::Memory> memory);
+    // Waits until nothing touches the memory. After kTimeout it may be asked for again, to wait further.
     Status remove_region(uint64_t address);
     Status revoke(const Region& region, std::chrono::steady_clock::time_point end);
     Status deliver(const std::string& peer, std::span<const std::byte> message) {

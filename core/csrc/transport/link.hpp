@@ -4,7 +4,8 @@
 // registry. A link leaves every slice in one of three states: done; failed, when the peer refused it, so that
 // no other path would help; or waiting, when this path could not: then the next link gets it. Each byte of a
 // job is touched only while the job is inside its local regions (Visit), so that deregistering never frees
-// memory in use.
+// memory in use. A link whose peer or device moves bytes by itself holds those regions from post() to the
+// completion (Operation).
 #pragma once
 
 #include <atomic>

@@ -1,12 +1,16 @@
 // Region: memory of this process that transfers may touch, and the table of them.
 //
-// A thread that is about to touch a region's bytes enters it, and leaves it right afterwards: for one system
-// call or one copy of at most kAccessBytesMax, never while waiting for a peer. remove() takes the region out
-// of the table and marks it closing. drained() tells when no thread is inside: from then on the memory may be
-// freed.
+// Its bytes are touched in two ways. A thread of this process makes a visit: it enters the region right
+// before one system call or one copy of at most kAccessBytesMax, and leaves it right afterwards, never while
+// waiting for a peer. A device or a peer that reads and writes by itself touches them at any time between the
+// posting and the completion of an operation: the transport that posts it holds the region for all of that
+// time.
 //
-//   toucher   users += 1; if closing { users -= 1; refuse }      remover   closing = true; wait for users ==
-//   0
+// remove() takes the region out of the table and marks it closing. drained() tells when no visit and no
+// operation is left: from then on the memory may be freed.
+//
+//   visit, operation   count += 1; if closing { count -= 1; refuse }
+//   remover            closing = true; wait until both counts are 0
 //
 // Both sides write before they read (sequentially consistent), so at least one of them sees the other.
 #pragma once
@@ -44,19 +48,24 @@ struct Region {
     bool contains(uint64_t at, uint64_t bytes) const {
         return at >= address && bytes <= length && at - address <= length - bytes;
     }
-    bool enter() {
-        users_.fetch_add(1);
-        if (!closing_.load()) return true;
-        users_.fetch_sub(1);
-        return false;
-    }
-    void leave() { users_.fetch_sub(1); }
+    bool enter() { return count(visits_); }
+    void leave() { visits_.fetch_sub(1); }
+    bool begin_operation() { return count(operations_); }
+    void end_operation() { operations_.fetch_sub(1); }
     void close() { closing_.store(true); }
     bool closing() const { return closing_.load(); }
-    bool drained() const { return users_.load() == 0; }
+    bool drained() const { return visits_.load() == 0 && operations_.load() == 0; }
 
    private:
-    std::atomic<int64_t> users_{0};
+    bool count(std::atomic<int64_t>& uses) {
+        uses.fetch_add(1);
+        if (!closing_.load()) return true;
+        uses.fetch_sub(1);
+        return false;
+    }
+
+    std::atomic<int64_t> visits_{0};
+    std::atomic<int64_t> operations_{0};  // posted, neither completed nor fenced
     std::atomic<bool> closing_{false};
 };
 
@@ -87,6 +96,33 @@ class RegionTable {
     mutable std::mutex mutex_;
     uint64_t next_id_ = 1;
     std::shared_ptr<const Regions> regions_ = std::make_shared<Regions>();
+};
+
+// The regions that one posted operation may touch without a thread of this process. A transport makes it
+// before it posts, and ends it at the completion, or when a fence says that there will be none: not when the
+// job is given up, since the device may still be at work then.
+class Operation {
+   public:
+    // regions: of the job; they live as long as the operation.
+    explicit Operation(std::shared_ptr<const Regions> regions) : regions_(std::move(regions)) {}
+    ~Operation() { end(); }
+    Operation(const Operation&) = delete;
+
+    // False: the region is closing, and must not be posted.
+    bool hold(Region& region) {
+        if (!held_.empty() && held_.back() == &region) return true;
+        if (!region.begin_operation()) return false;
+        held_.push_back(&region);
+        return true;
+    }
+    void end() {
+        for (Region* region : held_) region->end_operation();
+        held_.clear();
+    }
+
+   private:
+    std::shared_ptr<const Regions> regions_;
+    std::vector<Region*> held_;
 };
 
 // The regions that one thread is inside of; leaves them all at the end.
