@@ -18,8 +18,8 @@ ANSWER_WEIGHT = 2.0  # a token of an answer to one of a prompt, as in the paper
 
 
 class Fairness:
-    """weights: by tenant, 1 for the others; positive. priorities come before it, and arrival behind it:
-    ``rank``."""
+    """weights: by tenant, 1 for the others; positive. A queue orders by priority before it, and by arrival
+    behind it."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
@@ -62,10 +62,6 @@ class Fairness:
         # Taken out first, so that the tenant served last is the last.
         self._served[tenant] = self._served.pop(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
         self._prune()
-
-    def rank(self, tenant: str, priority: int, arrived_s: float) -> tuple[float, float, float]:
-        """The least goes first."""
-        return (-priority, self.served(tenant), arrived_s)
 
     def _prune(self) -> None:
         """The tenant not served for longest is forgotten, unless it waits: it begins where the others are."""

@@ -22,7 +22,6 @@ class HiddenPool:
 
     def __init__(self) -> None:
         self.seen = False
-        self.unexplained = 0  # reports of more than the engine's events explain, since the start
         self._window: deque[bool] = deque(maxlen=WINDOW)
         self._recent = 0
         self._warned = False
@@ -31,7 +30,6 @@ class HiddenPool:
         """An answer of an engine whose events are heard. tokens: of its prompt; own: that the events explain;
         cached: as the engine says. Returns a sentence to log, once."""
         more = cached > own + max(TOLERANCE_TOKENS, tokens // 10)
-        self.unexplained += more
         if len(self._window) == WINDOW:
             self._recent -= self._window[0]
         self._window.append(more)

@@ -52,10 +52,6 @@ class RemoteInflight:
     def __len__(self) -> int:
         return self._count
 
-    def requests_of(self, sender: str) -> int:
-        """Number of requests that the proxy ``sender`` has in flight."""
-        return len(self._of.get(sender, ()))
-
     def apply(self, sender: str, changes: Iterable[Change], now_s: float) -> None:
         """Applies changes in order."""
         theirs = self._of.setdefault(sender, {})

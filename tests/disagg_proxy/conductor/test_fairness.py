@@ -16,8 +16,8 @@ def serve(fairness: Fairness, sizes: dict[str, int], count: int) -> dict[str, in
     served = dict.fromkeys(sizes, 0)
     for tenant in sizes:
         fairness.waits(tenant)
-    for turn in range(count):
-        tenant = min(sizes, key=lambda each: fairness.rank(each, 0, turn))
+    for _ in range(count):
+        tenant = min(sizes, key=fairness.served)
         fairness.waits(tenant)
         fairness.goes(tenant)
         fairness.charge(tenant, sizes[tenant])
@@ -43,7 +43,6 @@ def test_who_comes_later_begins_where_the_others_are() -> None:
     assert fairness.served("new") == 1_000_000
     fairness.charge("new", 10, answer=10)
     assert fairness.served("new") == 1_000_030
-    assert fairness.rank("old", 0, 5.0) < fairness.rank("new", 0, 1.0)
 
 
 def test_an_idle_cluster_gives_nobody_a_lead() -> None:
@@ -65,13 +64,6 @@ def test_who_leaves_the_line_early_takes_nobody_back() -> None:
     fairness.goes("early")  # its client left
     fairness.waits("new")
     assert fairness.served("new") == 500
-
-
-def test_priorities_come_first_and_arrival_last() -> None:
-    fairness = Fairness()
-    fairness.charge("a", 10)
-    assert fairness.rank("a", 1, 9.0) < fairness.rank("b", 0, 1.0)
-    assert fairness.rank("b", 0, 1.0) < fairness.rank("b", 0, 2.0)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
