@@ -238,3 +238,14 @@ def test_files_import_each_other_in_no_circle() -> None:
 def test_a_circle_is_found() -> None:
     assert circle([("a", "b"), ("b", "c"), ("c", "b")]) == ["b", "c", "b"]
     assert circle([("a", "b"), ("a", "c"), ("b", "c")]) == []
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them need is a module of its own, so that a test file can be changed or removed."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [f"{path.name}: {name}" for name in names if name.rpartition(".")[2].startswith("test_")]
+    assert found == []

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.connectors.vllm.processes import environment
-from tests.disagg_proxy.test_with_vllm import fetch
+from tests.disagg_proxy.processes import fetch
 from tests.ports import kept_port
 
 ROOT = Path(__file__).parent.parent

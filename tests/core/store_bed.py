@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moonpool import STORED, Presence, Store
 from tests.descriptors import speaks
 
 TOKEN = b"the token of these tests"
@@ -112,3 +116,36 @@ class NodeProcess(Puppet):
             if link.readlink().name.startswith("memfd:moonpool-arena-"):
                 return link
         raise AssertionError("the node has no arena")
+
+
+class Tensor:
+    """What Store uses of a torch tensor."""
+
+    def __init__(self, array: np.ndarray[Any, Any], device: str = "cpu", contiguous: bool = True) -> None:
+        self.array = array
+        self.device = type("Device", (), {"type": device, "__str__": lambda self: f"{device}:0"})()
+        self._contiguous = contiguous
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def numel(self) -> int:
+        return int(self.array.size)
+
+    def element_size(self) -> int:
+        return int(self.array.itemsize)
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+
+INVALID, UNAVAILABLE, AUTH, TIMEOUT, CLOSED, FORKED, PROTOCOL, TOO_LARGE = range(8)  # codes of ERROR
+
+
+def assert_serves(path: Path) -> None:
+    """Somebody else still puts and gets."""
+    with Store(str(path), token=TOKEN) as store:
+        key = os.urandom(8)
+        assert store.put(key, key) == STORED
+        assert store.get(key) == key
+        assert store.exists("absent") is Presence.MISS

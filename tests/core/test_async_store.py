@@ -17,8 +17,7 @@ from moonpool.core.errors import Closed, CorruptObject, InvalidArgument, Timeout
 from moonpool.core.store.types import PutStatus
 
 from . import wire_client as w
-from .store_bed import MIB, TOKEN, NodeProcess
-from .test_store import Tensor
+from .store_bed import MIB, TOKEN, NodeProcess, Tensor
 from .wire_client import Wire
 
 

@@ -42,7 +42,7 @@ from moonpool.core.service.http_get import get_json
 from moonpool.core.service.http_tls import own_child_context
 from tests.descriptors import speaks
 
-from ..launch.test_up_cluster import TWO_HOSTS
+from ..launch.hosts import TWO_HOSTS
 from ..launch.up_bed import Command
 from .master_bed import MasterProcess, environment
 from .store_bed import MIB, TOKEN, until

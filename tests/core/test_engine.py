@@ -32,8 +32,7 @@ from moonpool.core.errors import Closed, ConfigError, InvalidArgument, Timeout, 
 from moonpool.core.store.buffers import memory_of
 
 from .engine_bed import Peer, Relay, moved
-from .store_bed import MIB, TOKEN, until
-from .test_store import Tensor
+from .store_bed import MIB, TOKEN, Tensor, until
 
 SIZE = MIB
 

@@ -17,8 +17,8 @@ from moonpool import Batch, Slice, TransferEngine, TransferError, TransferState
 from moonpool.core.errors import AuthError, Closed, Error, Forked, ProtocolError, Timeout, Unavailable
 
 from .engine_bed import EnginePuppet, Peer, Reader, Relay, moved, moved_of, timed
+from .forked import run_child
 from .store_bed import MIB, TOKEN, until
-from .test_store_fork import run_child
 
 MARGIN_S = 5  # real processes on a busy machine: the promise is 1 s, its measured time is printed
 

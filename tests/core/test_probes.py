@@ -19,9 +19,9 @@ from moonpool.core.service.node import Node
 from moonpool.core.service.probes import Probes
 
 from .frozen_thread import frozen
+from .http_bed import StandIn, get, serving, settings
 from .master_bed import MasterProcess, environment
 from .store_bed import until
-from .test_node_http import StandIn, get, serving, settings
 
 DEADLINE_S = 60
 # `moonpool`, but the ready line waits as long as this test does for the master's first word. (2 s are enough

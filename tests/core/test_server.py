@@ -20,10 +20,8 @@ from moonpool import STORED, Presence, Store, _native
 from moonpool.core.errors import AuthError, Error, ProtocolError, Timeout, TooLarge, Unavailable
 
 from . import wire_client as w
-from .store_bed import MIB, TOKEN, NodeProcess, until
+from .store_bed import AUTH, MIB, PROTOCOL, TIMEOUT, TOKEN, TOO_LARGE, NodeProcess, assert_serves, until
 from .wire_client import FakeNode, Wire
-
-INVALID, UNAVAILABLE, AUTH, TIMEOUT, CLOSED, FORKED, PROTOCOL, TOO_LARGE = range(8)  # codes of ERROR
 
 
 @pytest.fixture
@@ -46,15 +44,6 @@ def node(path: Path) -> Iterator[NodeProcess]:
     yield node
     assert node.is_sound()
     node.close()
-
-
-def assert_serves(path: Path) -> None:
-    """Somebody else still puts and gets."""
-    with Store(str(path), token=TOKEN) as store:
-        key = os.urandom(8)
-        assert store.put(key, key) == STORED
-        assert store.get(key) == key
-        assert store.exists("absent") is Presence.MISS
 
 
 # ---- the address

@@ -14,8 +14,7 @@ import pytest
 from moonpool import STORED, Store
 
 from . import wire_client as w
-from .store_bed import MIB, TOKEN, NodeProcess, until
-from .test_server import PROTOCOL, TOO_LARGE, assert_serves
+from .store_bed import MIB, PROTOCOL, TOKEN, TOO_LARGE, NodeProcess, assert_serves, until
 from .wire_client import Row, Wire
 
 

@@ -16,7 +16,7 @@ from moonpool import EXISTS, STORED, Presence, Store, _native
 from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
 from moonpool.core.store.types import PutStatus
 
-from .store_bed import MIB, TOKEN
+from .store_bed import MIB, TOKEN, Tensor
 
 ARENA = 16 * MIB
 PATIENCE_S = 30.0  # a machine that pauses is no node that does not answer
@@ -318,27 +318,6 @@ def test_numpy_arrays_must_be_contiguous(store: Store) -> None:
     with pytest.raises(InvalidArgument, match="contiguous"):
         store.put("strided", memoryview(bytes(10))[::2])
     assert store.exists("strided") is Presence.MISS
-
-
-class Tensor:
-    """What Store uses of a torch tensor."""
-
-    def __init__(self, array: np.ndarray[Any, Any], device: str = "cpu", contiguous: bool = True) -> None:
-        self.array = array
-        self.device = type("Device", (), {"type": device, "__str__": lambda self: f"{device}:0"})()
-        self._contiguous = contiguous
-
-    def data_ptr(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def numel(self) -> int:
-        return int(self.array.size)
-
-    def element_size(self) -> int:
-        return int(self.array.itemsize)
-
-    def is_contiguous(self) -> bool:
-        return self._contiguous
 
 
 def test_tensors_on_the_cpu(store: Store) -> None:

@@ -14,9 +14,8 @@ from moonpool.core.store.types import PutStatus
 
 from ..cluster.tcp_wire import TcpWire
 from . import wire_client as w
-from .store_bed import MIB, TOKEN, NodeProcess, until
-from .test_server import PROTOCOL
-from .test_store_ssd import BLOCK, Bed, bed, content, end, put
+from .ssd_bed import BLOCK, Bed, bed, content, end, put
+from .store_bed import MIB, PROTOCOL, TOKEN, NodeProcess, until
 from .wire_client import Wire
 
 __all__ = ["bed"]

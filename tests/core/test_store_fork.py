@@ -6,8 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from moonpool import STORED, Presence, Store, _native
 from moonpool.core.errors import Closed, Forked
 
+from .forked import run_child, wait_for
 from .store_bed import MIB, TOKEN, until
 
 
@@ -26,34 +26,6 @@ def server(runtime_dir: Path) -> Iterator[_native.Server]:
     yield server
     assert server.check_integrity()
     server.stop()
-
-
-def wait_for(pid: int) -> int:
-    statuses: list[int] = []
-
-    def ended() -> bool:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        statuses.append(status)
-        return found == pid
-
-    until(ended, 30.0)
-    return os.waitstatus_to_exitcode(statuses[-1])
-
-
-def run_child(body: Callable[[], None]) -> int:
-    """The exit code of a child of fork() that ran ``body``: 0 unless it raised."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            body()
-            gc.collect()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return wait_for(pid)
 
 
 def test_every_call_of_the_child_raises_and_the_parent_goes_on(

@@ -13,9 +13,9 @@ from moonpool import STORED, AsyncStore, Copy, Store
 from moonpool.core.errors import InvalidArgument
 
 from . import wire_client as w
+from .pool_bed import Pool, pool
+from .stat_bed import NAMES, serve
 from .store_bed import MIB, TOKEN, NodeProcess, until
-from .test_store_pool import Pool, pool
-from .test_store_stat import NAMES, serve
 from .wire_client import Row, Wire
 
 __all__ = ["pool"]

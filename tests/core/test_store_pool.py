@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,77 +17,10 @@ from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.store.types import PutStatus
 
 from .master_bed import MasterProcess
+from .pool_bed import Pool, pool
 from .store_bed import MIB, TOKEN, until
 
-PATIENCE_S = 30.0  # of which the master gets a quarter
-
-
-class Pool:
-    """A master and nodes with a host each; ``store(name)`` is a client of that node."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # Nodes end here by stop(), which the master hears at once: silence is a machine that pauses.
-        self.master = _native.MasterServer(
-            ["127.0.0.1:0"], TOKEN, suspect_after_s=PATIENCE_S, gone_after_s=2 * PATIENCE_S
-        )
-        self.master.start()
-        self.nodes: dict[str, _native.Server] = {}
-        self.stores: list[Store] = []
-
-    def node(self, name: str, mib: int = 16, *, called: str = "", host: str = "") -> _native.Server:
-        server = _native.Server(
-            str(self.folder / f"{name}.sock"),
-            [("default", mib * MIB)],
-            TOKEN,
-            name=called or name,
-            host_id=host or f"host-{name}",
-            listen=["127.0.0.1:0"],
-            master=self.master.addresses[0],
-            pins_share_max=1.0,  # a node is filled with pins here
-        )
-        server.start()
-        self.nodes[name] = server
-        until(lambda: server.metrics()["master_joined"] == 1)
-        return server
-
-    def store(self, name: str) -> Store:
-        # Of the 2 s of a user the master gets half a second; what is late then is unknown, or has no copies.
-        self.stores.append(Store(str(self.folder / f"{name}.sock"), token=TOKEN, timeout_s=PATIENCE_S))
-        return self.stores[-1]
-
-    def total(self, metric: str) -> int:
-        return sum(server.metrics()[metric] for server in self.nodes.values())
-
-    def told(self) -> None:
-        """Waits until the directory knows of every object, and of no other."""
-
-        def level() -> bool:
-            # The counts alone are level, too, while one object's row and another's removal are on their way.
-            master = self.master.metrics()
-            applied = master["rows_added_total"] + master["rows_removed_total"]
-            return (
-                self.total("master_rows_waiting") == 0
-                and self.total("master_rows_sent_total") == applied
-                and master["directory_rows"] == self.total("objects")
-            )
-
-        until(level)
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
-        for server in self.nodes.values():
-            server.stop()
-        self.master.stop()
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    made = Pool(tmp_path)
-    yield made
-    assert all(server.check_integrity() for server in made.nodes.values())
-    made.close()
+__all__ = ["pool"]
 
 
 def fill(store: Store, name: str, n: int) -> object:

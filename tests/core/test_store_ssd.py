@@ -7,13 +7,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moonpool import STORED, Presence, Store, _native
+from moonpool import Presence, Store, _native
 from moonpool.core.config.config import Config, load
 from moonpool.core.config.sections import Node
 from moonpool.core.errors import ConfigError, Error
@@ -21,62 +20,13 @@ from moonpool.core.service.node import ssd_directories
 from moonpool.core.store.types import PutStatus
 
 from . import wire_client as w
+from .ssd_bed import BLOCK, Bed, bed, content, end, put
 from .store_bed import MIB, TOKEN, NodeProcess, until
 from .wire_client import Wire
 
-BLOCK = 64 * 1024
+__all__ = ["bed"]
+
 ALL_WRITTEN: dict[str, Any] = {"ssd_clean_share": 1.0}  # at once, not only what is cold
-
-
-class Bed:
-    """Nodes, one after the other, on one socket and one directory."""
-
-    def __init__(self, folder: Path, socket: Path) -> None:
-        self.directory = folder / "ssd"
-        self.socket = socket
-        self.nodes: list[NodeProcess] = []
-
-    def node(self, dram: int = 8 * MIB, ssd: int = 128 * MIB, **options: Any) -> NodeProcess:
-        self.socket.unlink(missing_ok=True)  # as a killed one left it
-        node = NodeProcess(
-            self.socket,
-            tenants=[["default", dram]],
-            ssd=[[str(self.directory), ssd]],
-            ssd_segment_bytes=MIB,
-            **options,
-        )
-        self.nodes.append(node)
-        return node
-
-    def store(self, **options: Any) -> Store:
-        return Store(str(self.socket), token=TOKEN, **options)
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.close()
-
-
-@pytest.fixture
-def bed(tmp_path: Path, runtime_dir: Path) -> Iterator[Bed]:
-    bed = Bed(tmp_path, runtime_dir / "node-ssd.sock")
-    yield bed
-    bed.close()
-
-
-def end(node: NodeProcess) -> None:
-    """As SIGTERM does."""
-    assert node.process.stdin is not None
-    node.process.stdin.close()
-    assert node.process.wait(30) == 0
-
-
-def content(number: int, size: int = BLOCK) -> bytes:
-    return random.Random(number).randbytes(size)
-
-
-def put(store: Store, numbers: range, size: int = BLOCK) -> None:
-    for i in numbers:
-        assert store.put(f"k{i}", content(i, size)) == STORED
 
 
 def check(store: Store, numbers: range, size: int = BLOCK) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import struct
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +14,12 @@ from moonpool import AsyncStore, Copy, ObjectStat, Store
 from moonpool.core.errors import InvalidArgument, ProtocolError, Unavailable
 
 from . import wire_client as w
+from .pool_bed import Pool, pool
+from .stat_bed import NAMES, serve
 from .store_bed import MIB, TOKEN, NodeProcess, until
-from .test_store_pool import Pool, pool
-from .wire_client import FakeNode, Frame, Wire
+from .wire_client import Wire
 
 __all__ = ["pool"]
-LIMITS = w.Limits(MIB, MIB, 4096, 4096, 1024, 4096, 8 * MIB, 16384)
 
 
 @pytest.fixture
@@ -140,46 +138,6 @@ def test_the_same_of_an_async_store() -> None:
             assert await store.remove("k")
 
     asyncio.run(run())
-
-
-def serve(
-    path: Path, features: bytes, answers: dict[int, bytes]
-) -> tuple[FakeNode, threading.Thread, list[Frame]]:
-    """A node with those features, which answers each kind with that body; what it was asked."""
-    fake = FakeNode(path)
-    asked: list[Frame] = []
-
-    def script(wire: Wire) -> None:
-        wire.send(w.CHALLENGE, w.challenge(b"c" * 32, b"i" * 16))
-        auth = wire.receive()
-        nonce = auth.body[9:41]
-        memory = _memory()
-        proof = w.mac(b"node", TOKEN, nonce, b"c" * 32, b"i" * 16, b"default")
-        body = proof + LIMITS.pack() + features
-        welcome = w.frame(w.WELCOME, body, request_id=auth.request_id, flags=w.ANSWER)
-        socket.send_fds(wire.socket, [welcome], memory)
-        for descriptor in memory:
-            os.close(descriptor)
-        while True:
-            frame = wire.receive()
-            asked.append(frame)
-            body = answers.get(frame.kind, struct.pack("<I", 0))
-            wire.send(frame.kind, body, request_id=frame.request_id, flags=w.ANSWER)
-
-    thread = threading.Thread(target=fake.serve, args=[script])
-    thread.start()
-    return fake, thread, asked
-
-
-def _memory() -> list[int]:
-    arena, index = os.memfd_create("moonpool-arena-fake"), os.memfd_create("moonpool-index")
-    os.ftruncate(arena, MIB)
-    os.ftruncate(index, MIB)
-    os.pwrite(index, struct.pack("<8sII16s", b"MPLINDX1", 64, 16, b"i" * 16), 0)
-    return [arena, index]
-
-
-NAMES = w.text16(b"old") + w.text16(b"") + w.text16(b"") + w.text16(b"")
 
 
 def test_a_node_of_the_release_before_is_asked_with_a_lookup(runtime_dir: Path) -> None:

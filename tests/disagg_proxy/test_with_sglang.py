@@ -25,14 +25,7 @@ from tests.connectors.sglang.reference import MAX_TOKENS
 from tests.connectors.sglang.server import PAGE_TOKENS
 from tests.connectors.sglang.transfer.pair import Half, Line, make_line
 from tests.disagg_proxy.events.beds import eventually
-from tests.disagg_proxy.test_with_vllm import (
-    Address,
-    fetch,
-    metrics,
-    started,
-    text_of,
-    until_ready,
-)
+from tests.disagg_proxy.processes import Address, fetch, metrics, started, text_of, until_ready
 from tests.ports import kept_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,14 +8,12 @@ vLLM's page ``render``; the decode engine answers ``tokenize`` only.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.core.store.keys import chain_seed
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
@@ -37,8 +34,8 @@ from moonpool.disagg_proxy.tools.replay.client import Outcome
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS as TRACE_TOKENS
 from tests.connectors.vllm.conftest import KV_CONFIG
-from tests.connectors.vllm.processes import environment
 from tests.disagg_proxy.events.beds import eventually
+from tests.disagg_proxy.processes import Address, Body, fetch, metrics, started, text_of, until_ready
 from tests.disagg_proxy.tools.simulator.real import conversations, measured, outcomes, simulated
 from tests.ports import kept_port
 
@@ -49,10 +46,6 @@ ENGINES = ("prefill", "decode")
 BLOCK_TOKENS = 32
 CACHE_BYTES = 256 << 20  # 2,048 blocks: all of the longest replay here, and what was measured before it
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-START_S = 400.0
-ANSWER_S = 120.0
-Address = tuple[str, int]
-Body = dict[str, Any]
 
 
 @dataclass
@@ -155,68 +148,6 @@ def proxy_command(pair: Pair, listen: Address) -> list[str]:
     for stream in pair.events:
         command += ["--events", stream]
     return command
-
-
-def started(stack: ExitStack, command: list[str], log: Path, runtime: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(runtime)
-        )
-
-    def end() -> None:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    stack.callback(end)
-    return process
-
-
-def until_ready(process: subprocess.Popen[bytes], address: Address, log: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while True:
-        try:
-            if fetch(address, "GET", "/health")[0] == 200:
-                return
-        except OSError:
-            pass
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            pytest.fail(f"not ready; the end of its log:\n{log.read_text(errors='replace')[-4000:]}")
-        time.sleep(0.1)
-
-
-def fetch(
-    address: Address, method: str, path: str, body: Body | None = None
-) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
-    try:
-        headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1"}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        response = connection.getresponse()
-        return response.status, response.headers, response.read()
-    finally:
-        connection.close()
-
-
-def metrics(address: Address) -> dict[tuple[str, str], float]:
-    """By name and by the label that tells engines, streams or sources of tokens apart."""
-    text = fetch(address, "GET", "/metrics")[2].decode()
-    return {
-        (
-            sample.name,
-            sample.labels.get("stream") or sample.labels.get("source") or sample.labels.get("engine", ""),
-        ): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def text_of(seed: int, tokens: int) -> str:
-    """A token is a byte."""
-    return "".join(chr(97 + (seed * 7919 + place * place * 31 + place // 9) % 26) for place in range(tokens))
 
 
 def ask(pair: Pair, proxy: str, path: str, body: Body) -> tuple[Body, dict[str, Any]]:

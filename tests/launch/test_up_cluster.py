@@ -17,29 +17,10 @@ import pytest
 from moonpool import Store
 
 from ..core.store_bed import until
+from .hosts import TWO_HOSTS
 from .up_bed import Command
 
 pytest.importorskip("moonpool._native")
-
-TWO_HOSTS = """
-[up]
-proxy = false
-master = true
-backoff_initial_s = 0.05
-[master]
-listen = "127.0.0.1:0"
-http = "127.0.0.1:0"
-[node]
-dram = "64MiB"
-http = "127.0.0.1:0"
-listen = "127.0.0.1:0"
-[[up.node]]
-name = "a"
-host_id = "host a"
-[[up.node]]
-name = "b"
-host_id = "host b"
-"""
 
 
 class Cluster:

@@ -12,7 +12,7 @@ import pytest
 from moonpool.connectors.lmcache.identity import NAME_BYTES_MAX, fingerprint, layout_mark, name_of
 from moonpool.connectors.lmcache.vllm_engine import identity_of_engine
 from moonpool.core.errors import ConfigError
-from tests.connectors.vllm.test_connector import config as vllm_config
+from tests.connectors.vllm.configs import config as vllm_config
 
 
 def test_a_name_is_the_key_until_it_is_too_long() -> None:

@@ -26,7 +26,7 @@ from mooncake.store import (
 
 from moonpool.core.errors import ConfigError
 
-from .test_commands import Command
+from .commands import Command
 
 
 def asked(url: str, method: str = "GET", data: bytes | None = None) -> tuple[int, bytes]:

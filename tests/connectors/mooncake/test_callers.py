@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.mooncake.test_commands import Command
+from tests.connectors.mooncake.commands import Command
 from tests.core.master_bed import MasterProcess
 from tests.descriptors import speaks
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -34,37 +30,12 @@ from mooncake.store import (
 
 import moonpool
 from moonpool.core.service.http_tls import own_child_context
+from tests.connectors.mooncake.commands import Command
 from tests.core.master_bed import ADMIN_TOKEN, MasterProcess
 from tests.core.store_bed import MIB, until
 
 CERTIFICATES = Path(__file__).resolve().parents[2] / "core" / "certificates"
 HOST, P2P = "127.0.0.1", "P2PHANDSHAKE"
-
-
-class Command:
-    """One of the commands as its script starts it; it says one line when it is ready."""
-
-    def __init__(self, module: str, *arguments: str, function: str = "main") -> None:
-        code = (
-            "from tests.connectors.mooncake.long_waits import wait_long; wait_long()\n"
-            f"from mooncake.{module} import {function}; {function}()"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        says = select.poll()  # unlike select(), for any number of open files
-        says.register(self.process.stdout, select.POLLIN)
-        assert says.poll(60_000), "it says nothing"
-        self.line = self.process.stdout.readline().strip()
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=30)
-        return self.process.returncode
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from tests.core.master_bed import ADMIN_TOKEN
 from tests.core.store_bed import MIB, until
 
+from .commands import Command
 from .long_waits import wait_known
-from .test_commands import Command
 
 Ask = Callable[..., tuple[int, dict[str, Any]]]
 

@@ -21,24 +21,12 @@ from moonpool.connectors.tensorrt_llm import pool as pools
 from moonpool.connectors.tensorrt_llm import tokens as chains
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.store.keys import block_digests, block_name
+from tests.connectors.tensorrt_llm.checks import PROMPT, check, counts
 from tests.connectors.tensorrt_llm.conftest import MIB, Ended, Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import NO_PAGE, Engine
 from tests.core.store_bed import until
 
 LARGE: dict[str, Any] = {"model": {"head_dim": 64}, "head_dim": 64}  # blocks of 24 KiB
-PROMPT = list(range(100, 123))  # 23 tokens: five blocks of 4 and a tail of 3
-
-
-def check(engine: Engine, tokens: list[int], hit: int, **fields: Any) -> None:
-    """The prompt is answered right, with ``hit`` tokens from the pool."""
-    matched, answer = engine.run(tokens, until, **fields)
-    assert answer == engine.expected(tokens)
-    assert matched == hit
-    engine.flush()
-
-
-def counts(engine: Engine) -> Any:
-    return engine.scheduler._link.count
 
 
 def test_a_second_engine_takes_what_the_first_computed(make: Make, node: Node) -> None:

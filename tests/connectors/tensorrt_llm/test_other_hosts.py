@@ -14,9 +14,9 @@ import pytest
 from moonpool import _native
 from moonpool.connectors.tensorrt_llm import fetch, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
+from tests.connectors.tensorrt_llm.checks import PROMPT, check, counts
 from tests.connectors.tensorrt_llm.conftest import Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import Engine
-from tests.connectors.tensorrt_llm.test_connector import PROMPT, check, counts
 from tests.core.store_bed import MIB, TOKEN, NodeProcess, until
 
 OBJECT = 3 * 2 * 4 * 4 * 2  # of a block and a head: layers, (K, V), tokens, numbers, bytes

@@ -36,7 +36,7 @@ from tests.connectors.vllm.fakes import (
     node_at,
     scheduler_half,
 )
-from tests.connectors.vllm.test_worker import memory, worker_half
+from tests.connectors.vllm.worker_bed import memory, worker_half
 
 IDS = list(range(18))
 NUMBERS = itertools.count()  # of requests

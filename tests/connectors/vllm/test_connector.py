@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, 
 from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Pull
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.store import keys
+from tests.connectors.vllm.configs import Dtype, config
 from tests.connectors.vllm.fakes import (
     COLUMNS,
     FINGERPRINT,
@@ -48,65 +49,12 @@ class MambaSpec(SimpleNamespace):
     pass
 
 
-class HfConfig(SimpleNamespace):
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-class Dtype:
-    """Prints as a torch.dtype does."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __str__(self) -> str:
-        return f"torch.{self._name}"
-
-
 def group(spec: Any = None, names: tuple[str, ...] = ("layers.0", "layers.1")) -> Any:
     return SimpleNamespace(layer_names=list(names), kv_cache_spec=spec or FullAttentionSpec(block_size=4))
 
 
 def kv_cache(*groups: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=list(groups or [group()]))
-
-
-def config(model: Path | str = "/nowhere", **extra: Any) -> Any:
-    hf = HfConfig(
-        hidden_size=256, rope_parameters={"rope_theta": 1e4}, _commit_hash=None, transformers_version="5"
-    )
-    transfer = SimpleNamespace(
-        kv_connector_extra_config=extra,
-        kv_load_failure_policy="recompute",
-        is_kv_producer=True,
-        is_kv_consumer=True,
-    )
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        model_config=SimpleNamespace(
-            use_mla=False,
-            get_total_num_kv_heads=lambda: 2,
-            hf_config=hf,
-            hf_text_config=hf,
-            dtype=Dtype("float32"),
-            quantization=None,
-            model=str(model),
-        ),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            world_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        cache_config=SimpleNamespace(
-            cache_dtype="auto", calculate_kv_scales=False, enable_prefix_caching=True
-        ),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
-        load_config=SimpleNamespace(load_format="auto"),
-        speculative_config=None,
-        compilation_config=SimpleNamespace(static_forward_context={}),
-    )
 
 
 # What is read from the configuration

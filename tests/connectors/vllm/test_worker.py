@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from moonpool import _native
@@ -38,33 +37,8 @@ from tests.connectors.vllm.fakes import (
     engine_config,
     node_at,
 )
+from tests.connectors.vllm.worker_bed import GROUP, memory, worker_half
 from tests.descriptors import speaks
-
-BLOCKS, TOKENS, CONTENT = 6, 4, 6
-GROUP = ("layers.0", "layers.1")
-
-
-def memory(heads: int = 2) -> npt.NDArray[np.float32]:
-    """[layers, blocks, heads, tokens, content]"""
-    return np.zeros((len(GROUP), BLOCKS, heads, TOKENS, CONTENT), np.float32)
-
-
-def worker_half(
-    kv: npt.NDArray[np.float32],
-    open_node: Callable[[bytes], NodeConnection[Pool]],
-    *,
-    rank: int = 0,
-    **changes: Any,
-) -> WorkerHalf:
-    half = WorkerHalf(
-        engine_config(**changes),
-        ranks=lambda: (rank, 0),
-        fingerprint=lambda layout, tensor: FINGERPRINT,
-        open_node=open_node,
-        log=LOG,
-    )
-    half.register({name: FakeTensor(kv[number], kv) for number, name in enumerate(GROUP)})
-    return half
 
 
 def load(half: WorkerHalf, *blocks: int, request_id: str = "r") -> Load:

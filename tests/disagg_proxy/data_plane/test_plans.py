@@ -7,8 +7,6 @@ import json
 import random
 import resource
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,9 +15,9 @@ from moonpool.core.config.proxy_section import Deadlines, Limits
 from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
 from moonpool.disagg_proxy.data_plane.observations import read
+from tests.disagg_proxy.data_plane.plans_bed import BODY, CHAT, GIVEN, pd_bed, prefill, stream
 from tests.disagg_proxy.harness import (
     NEVER_S,
-    Bed,
     Behaviour,
     Exchange,
     FakeClock,
@@ -27,26 +25,6 @@ from tests.disagg_proxy.harness import (
     until,
     with_deadline,
 )
-
-CHAT = "/v1/chat/completions"
-BODY = (
-    b'{"model":"m","stream":true,"max_tokens":7,"stream_options":{"include_usage":true},"min_tokens":2,'
-    b'"messages":[]}'
-)
-GIVEN = (
-    b'{"remote_engine_id":"p","remote_block_ids":[1,2],"remote_host":"h","remote_port":1, "odd":"\\u00e9\\""}'
-)
-
-
-async def prefill(exchange: Exchange) -> None:
-    await exchange.answer(b'{"id":"x","kv_transfer_params":%b,"choices":[]}' % GIVEN)
-
-
-async def stream(exchange: Exchange) -> None:
-    await exchange.begin_stream()
-    for text in ("a", "b"):
-        await exchange.event(text)
-    await exchange.end_stream()
 
 
 async def never(exchange: Exchange) -> None:
@@ -62,16 +40,6 @@ def status(code: int, body: bytes = b'{"error":"x"}') -> Behaviour:
         await exchange.answer(body, code)
 
     return answer
-
-
-@asynccontextmanager
-async def pd_bed(roles: str = "pd", **more: object) -> AsyncIterator[Bed]:
-    """One engine for each letter: p(refill), d(ecode), b(oth)."""
-    names = {"p": "prefill", "d": "decode", "b": "both"}
-    async with bed(len(roles), roles=[names[letter] for letter in roles], **more) as b:  # type: ignore[arg-type]
-        for engine, letter in zip(b.engines, roles, strict=True):
-            engine.behave = prefill if letter == "p" else stream
-        yield b
 
 
 @with_deadline

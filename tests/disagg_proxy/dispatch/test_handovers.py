@@ -1,5 +1,5 @@
 """Hand-overs between mock engines behind the proxy, in all forms: the right text, whoever dies or leaves, and
-nothing that stays behind. What is SGLang's alone stands in test_one_shot.py; the real engines in
+nothing that stays behind. What is SGLang's alone stands in test_one_shot*.py; real engines in
 tests/connectors/vllm/pd and test_with_sglang.py.
 """
 
@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,40 +18,25 @@ import pytest
 from moonpool._native import PrefillModel
 from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.engines import bootstrap_trust
-from moonpool.disagg_proxy.tools.mock_engine import api
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
 from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
-from tests.disagg_proxy.test_fleet import SEED, Fleet, fleet, play, text_of
+from tests.disagg_proxy.dispatch.handover_bed import (
+    PROMPT,
+    SELDOM,
+    SLOW_PREFILL,
+    check,
+    engine_of,
+    metrics_of,
+    prefill_takes,
+    text_for,
+    until,
+)
+from tests.disagg_proxy.fleet_bed import SEED, Fleet, fleet, play, text_of
 
 FORMS = ("two_step", "concurrent")
 ALL_FORMS = (*FORMS, "one_shot", "context_first", "generation_first")
-SELDOM = HealthChecks(interval_s=1e6)  # one check at the start: what happens later is found out by requests
-SLOW_PREFILL = Timing(prefill_s_per_token=1e-4)  # 1,000 tokens: 0.1 s
 SLOW = Timing(step_s=0.005, prefill_s_per_token=5e-5, handover_s_per_token=5e-5)
-PROMPT = "long " * 1_000
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def engine_of(f: Fleet, role: str) -> MockEngine:
-    return next(engine for name, engine in f.engines.items() if name.startswith(role))
-
-
-def prefill_takes(engines: Iterable[MockEngine], seconds_per_token: float) -> None:
-    """Of what they compute from now on. Long for one that is to die in the middle of it: so much longer than
-    anything holds a test up."""
-    for engine in engines:
-        engine.batch._timing = Timing(prefill_s_per_token=seconds_per_token)
-
-
-async def metrics_of(f: Fleet) -> dict[str, float]:
-    async with f.session.get(f.url + "/metrics") as page:
-        lines = [line for line in (await page.text()).splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 async def stream_of(f: Fleet, prompt: str, **more: Any) -> str:
@@ -61,12 +46,6 @@ async def stream_of(f: Fleet, prompt: str, **more: Any) -> str:
         events = [line[6:] for line in (await answer.read()).split(b"\n\n") if line]
     assert events.pop() == b"[DONE]"
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
-
-
-def text_for(prompt: str) -> str:
-    """What any mock engine answers: it depends on nothing but the prompt."""
-    body = json.dumps({"model": "mock", "prompt": prompt, "max_tokens": 4}).encode()
-    return "".join(api.words(api.read(b"/v1/completions", body, 4)))
 
 
 @pytest.mark.parametrize(
@@ -295,14 +274,6 @@ def test_a_prefill_engine_that_restarts_has_another_id() -> None:
                 await new.close()
 
     play(scenario)
-
-
-async def check(f: Fleet) -> None:
-    """One round of health checks."""
-    from moonpool.disagg_proxy.engines.health import HealthChecker
-
-    for engine in f.proxy.engines:
-        await HealthChecker(engine, HealthChecks()).check()
 
 
 def test_without_a_bootstrap_page_two_steps_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from moonpool.disagg_proxy.engines.bootstrap_trust import (
     Verdict,
     wait_of,
 )
-from tests.disagg_proxy.tracing.test_spans import TWO_STEPS
+from tests.disagg_proxy.tracing.engines import TWO_STEPS
 
 PATIENCE_S = 5.0  # of a decode engine's connector
 SOON_S = 0.05

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
-from tests.disagg_proxy.test_fleet import fleet, play
+from tests.disagg_proxy.fleet_bed import fleet, play
 
 
 def test_each_text_is_decided_about_by_its_ids(model_folder: Path) -> None:

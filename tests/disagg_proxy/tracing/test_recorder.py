@@ -27,9 +27,9 @@ from moonpool.disagg_proxy.data_plane.observations import RECORD, Observation, S
 from moonpool.disagg_proxy.endpoints.relay_metrics import exposition
 from moonpool.disagg_proxy.tracing import recorder as recorder_module
 from moonpool.disagg_proxy.tracing.recorder import Recorder, exporter_of
-from tests.disagg_proxy.data_plane.test_plans import BODY, CHAT, pd_bed
+from tests.disagg_proxy.data_plane.plans_bed import BODY, CHAT, pd_bed
 from tests.disagg_proxy.harness import Exchange, with_deadline
-from tests.disagg_proxy.tracing.test_spans import ENGINES, TWO_STEPS
+from tests.disagg_proxy.tracing.engines import ENGINES, TWO_STEPS
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NO_VARIABLES: dict[str, str] = {}

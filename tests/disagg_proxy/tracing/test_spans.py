@@ -6,15 +6,11 @@ from itertools import count
 
 import pytest
 
-from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
+from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome
 from moonpool.disagg_proxy.tracing.spans import Span, TracedDecision, spans_of
+from tests.disagg_proxy.tracing.engines import ENGINES, TWO_STEPS
 
-ENGINES = ("p0", "d0")
 NOTED = TracedDecision("POST", "/v1/completions", "m", "r-1", {"own_tokens": 64, "wait_s": 0.5})
-TWO_STEPS = Observation(
-    7, 1, 0, 1, 10.0, 10.1, 11.0, 11.1, 11.5, 13.0, 900, 896, 20, 640, 200,
-    Outcome.ANSWERED, 1, HandoverForm.TWO_STEP, 1, Stage.ENDED, 1, b"t" * 16, b"p" * 8, b"s" * 8,
-)  # fmt: skip
 
 
 def spans(observation: Observation, noted: TracedDecision | None = NOTED) -> list[Span]:

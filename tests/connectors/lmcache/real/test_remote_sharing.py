@@ -33,7 +33,7 @@ from tests.connectors.lmcache.real.beds import (
     expected,
 )
 from tests.connectors.own_node import Node
-from tests.connectors.vllm.test_connector import config as vllm_config
+from tests.connectors.vllm.configs import config as vllm_config
 from tests.core.store_bed import until
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettin
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import Arrival
-from tests.disagg_proxy.tools.simulator.test_cluster import PLAIN
+from tests.disagg_proxy.tools.simulator.clusters import PLAIN
 
 
 def served(

@@ -10,7 +10,7 @@ from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
 from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
 from moonpool.disagg_proxy.tools.simulator.results import Slo
 from moonpool.disagg_proxy.tools.simulator.runs import Plan, simulate
-from tests.disagg_proxy.tools.simulator.test_cluster import PLAIN
+from tests.disagg_proxy.tools.simulator.clusters import PLAIN
 
 
 @pytest.fixture

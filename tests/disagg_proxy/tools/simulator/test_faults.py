@@ -16,7 +16,7 @@ from moonpool.disagg_proxy.tools.simulator.faults import Act, ClusterEvent, chec
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
-from tests.disagg_proxy.tools.simulator.test_cluster import PLAIN, at_random
+from tests.disagg_proxy.tools.simulator.clusters import PLAIN, at_random
 
 
 def run(

@@ -9,16 +9,8 @@ import pytest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.tools.sizing.gpus import TFLOPS
 from moonpool.disagg_proxy.tools.sizing.model import Layer, Model, read_model
+from tests.disagg_proxy.tools.sizing.models import GEMMA_3, LLAMA_70B
 
-LLAMA_70B = {
-    "model_type": "llama",
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "torch_dtype": "bfloat16",
-}
 OPT_125M = {
     "model_type": "opt",
     "num_hidden_layers": 12,
@@ -57,21 +49,6 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "sliding_window": None,
     "torch_dtype": "bfloat16",
-}
-GEMMA_3 = {
-    "model_type": "gemma3",
-    "torch_dtype": "bfloat16",
-    "text_config": {
-        "num_hidden_layers": 12,
-        "hidden_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "intermediate_size": 4096,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-    },
-    "vision_config": {"num_hidden_layers": 27},
 }
 FALCON_7B = {
     "model_type": "falcon",

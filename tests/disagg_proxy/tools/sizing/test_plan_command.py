@@ -12,7 +12,7 @@ from moonpool.disagg_proxy.tools.sizing import report
 from moonpool.disagg_proxy.tools.sizing.model import read_model
 
 from ..replay.beds import write_trace
-from .test_model import GEMMA_3, LLAMA_70B
+from .models import GEMMA_3, LLAMA_70B
 
 
 @pytest.fixture
