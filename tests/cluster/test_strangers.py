@@ -24,7 +24,7 @@ from .hosts import Process
 from .tcp_wire import TcpWire, connect
 
 AUTH_CODE, PROTOCOL_CODE = 2, 6
-HANDSHAKE_S = 5.0  # of the doorman
+HANDSHAKE_S = 5.0  # of the listener
 UNPROVED_MAX = 64
 
 

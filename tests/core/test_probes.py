@@ -126,7 +126,7 @@ def test_every_reason_is_named(runtime: Path) -> None:
 
 def test_a_node_whose_loop_stands_still_says_so(runtime: Path) -> None:
     with node_process() as (process, _, url):
-        for thread in ("mp-node", "mp-doorman"):
+        for thread in ("mp-node", "mp-listener"):
             assert until_status(f"{url}/livez", 200)["alive"]
             with frozen(process.pid, thread):
                 page = until_status(f"{url}/livez", 503)
@@ -139,7 +139,7 @@ def test_a_node_whose_loop_stands_still_says_so(runtime: Path) -> None:
 def test_a_master_whose_loop_stands_still_says_so(runtime: Path) -> None:
     master = MasterProcess()
     try:
-        for thread in ("mp-master", "mp-doorman"):
+        for thread in ("mp-master", "mp-listener"):
             assert until_status(f"{master.http}/livez", 200)["alive"]
             with frozen(master.process.pid, thread):
                 assert until_status(f"{master.http}/livez", 503)["alive"] is False

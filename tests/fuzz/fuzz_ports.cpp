@@ -1,7 +1,7 @@
 // libFuzzer: bytes from a peer, against a living node and a living master in this process.
 //
 // The first byte of an input chooses who is spoken to and how far the caller got: a port before the proof, or
-// one of the purposes behind it. The rest is sent as it is, then the end; the input is over when the other
+// one of the services behind it. The rest is sent as it is, then the end; the input is over when the other
 // side has closed. Whatever it was, both keep serving and their books stay sound. Coverage counts the
 // servers' threads too.
 #include <sys/socket.h>
@@ -65,11 +65,11 @@ struct Targets {
     }
 };
 
-Fd proved(const std::string& address, std::string_view purpose) {
+Fd proved(const std::string& address, std::string_view service) {
     DialOptions options;
     options.address = address;
     options.token = kToken;
-    options.purpose = purpose;
+    options.service = service;
     options.timeout_ms = 10000;
     return std::move(must(dial(options)).fd);
 }
@@ -77,11 +77,11 @@ Fd proved(const std::string& address, std::string_view purpose) {
 Fd opened(Targets& targets, uint8_t choice) {
     switch (choice % 5) {
         case 0:
-            return proved(targets.node_address, kPurposeStore);
+            return proved(targets.node_address, kServiceStore);
         case 1:
-            return proved(targets.master_address, kPurposeMember);
+            return proved(targets.master_address, kServiceMember);
         case 2:
-            return proved(targets.master_address, kPurposeDirectory);
+            return proved(targets.master_address, kServiceDirectory);
         case 3:
             return must(connect_tcp(targets.node_address, 10000, ""));
         default:

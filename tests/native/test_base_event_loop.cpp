@@ -162,7 +162,7 @@ TEST_CASE("event loop: it starts again without its handlers, though their socket
 TEST_CASE("event loop: one that is held does not answer, and then does") {
     auto loop = made();
     REQUIRE(loop->start());
-    auto soon = [](int ms) { return Pulse::Clock::now() + std::chrono::milliseconds(ms); };
+    auto soon = [](int ms) { return LivenessProbe::Clock::now() + std::chrono::milliseconds(ms); };
     CHECK(loop->is_alive(soon(kLongMs)));
     std::promise<void> held;
     loop->post([&] { held.get_future().wait(); });
@@ -181,7 +181,7 @@ TEST_CASE("event loop: in a child of fork() it refuses, and its end waits for no
     pid_t child = ::fork();
     if (child == 0) {
         bool sound = !loop->post([] {}) && !loop->start() && !loop->stop();
-        sound &= !loop->is_alive(Pulse::Clock::now());
+        sound &= !loop->is_alive(LivenessProbe::Clock::now());
         loop.reset();
         ::_exit(sound ? 0 : 1);
     }

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/journal.hpp"
-#include "base/pulse.hpp"
+#include "base/liveness_probe.hpp"
 
 using namespace moonpool;
 
@@ -35,17 +35,17 @@ TEST_CASE("journal: a peer's words are cut") {
     CHECK(journal.take().front().text.size() == 1024);
 }
 
-TEST_CASE("pulse: a loop that answers, one that does not, and what waits for it") {
-    Pulse pulse;
+TEST_CASE("probe: a loop that answers, one that does not, and what waits for it") {
+    LivenessProbe probe;
     std::mutex mutex;
     std::vector<std::function<void()>> posted;
     auto post = [&] {
         std::lock_guard lock(mutex);
-        posted.push_back([&] { pulse.answer(); });
+        posted.push_back([&] { probe.answer(); });
     };
-    auto ago = Pulse::Clock::now();
-    CHECK(!pulse.ask(post, ago));
-    CHECK(!pulse.ask(post, ago));
+    auto ago = LivenessProbe::Clock::now();
+    CHECK(!probe.ask(post, ago));
+    CHECK(!probe.ask(post, ago));
     CHECK(posted.size() == 1);  // a loop that is blocked for long collects no more
     for (auto& f : posted) f();
     posted.clear();
@@ -61,8 +61,8 @@ TEST_CASE("pulse: a loop that answers, one that does not, and what waits for it"
             std::this_thread::yield();
         }
     });
-    auto later = [] { return Pulse::Clock::now() + std::chrono::seconds(60); };
-    CHECK(pulse.ask(post, later()));
-    CHECK(pulse.ask(post, later()));
+    auto later = [] { return LivenessProbe::Clock::now() + std::chrono::seconds(60); };
+    CHECK(probe.ask(post, later()));
+    CHECK(probe.ask(post, later()));
     turning.join();
 }

@@ -77,12 +77,12 @@ bool EventLoop::call(std::function<void()> function, uint32_t timeout_ms) {
     return posted && finished.wait_for(std::chrono::milliseconds(timeout_ms)) == std::future_status::ready;
 }
 
-bool EventLoop::is_alive(Pulse::Clock::time_point deadline) {
+bool EventLoop::is_alive(LivenessProbe::Clock::time_point deadline) {
     if (fork_.in_child() || stopping_) return false;
     auto ask = [this] {
-        if (!post([this] { pulse_.answer(); })) pulse_.answer();  // it stops: no caller waits for it
+        if (!post([this] { probe_.answer(); })) probe_.answer();  // it stops: no caller waits for it
     };
-    return pulse_.ask(ask, deadline) && !stopping_;
+    return probe_.ask(ask, deadline) && !stopping_;
 }
 
 bool EventLoop::stop() {

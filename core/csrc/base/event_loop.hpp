@@ -17,8 +17,8 @@
 #include "base/clock.hpp"
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/liveness_probe.hpp"
 #include "base/mutex.hpp"
-#include "base/pulse.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
 
@@ -71,7 +71,7 @@ class EventLoop {
     // time; then it may still run later, so that it must own what it uses.
     bool call(std::function<void()> function, uint32_t timeout_ms);
     // Whether the loop comes to its next turn by `deadline`; any other thread.
-    bool is_alive(Pulse::Clock::time_point deadline);
+    bool is_alive(LivenessProbe::Clock::time_point deadline);
 
     // On the loop's thread, or before start().
     bool add(int fd, uint32_t events, std::shared_ptr<EventHandler> handler);
@@ -94,7 +94,7 @@ class EventLoop {
     bool stopped_ GUARDED_BY(mutex_) = false;
     std::atomic<bool> stopping_{false};
     std::unordered_map<int, std::shared_ptr<EventHandler>> handlers_;
-    Pulse pulse_;
+    LivenessProbe probe_;
     ServiceThread thread_;
 };
 

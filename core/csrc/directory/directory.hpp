@@ -5,9 +5,9 @@
 // in the same run. A table is a mapping of whole pages, filled between a quarter and three quarters: 27 to 80
 // bytes for each holder of a key, and what is removed goes back to the kernel.
 //
-// A row counts only while the life of its node (its id) is open and its round is the node's current one, or,
-// while an inventory runs, of the time before it. So the death of a node, and the end of an inventory, void
-// any number of rows at once; sweep() removes void rows later, one shard at a time.
+// A row counts only while the incarnation of its node (its id) is open and its round is the node's current
+// one, or, while an inventory runs, of the time before it. So the death of a node, and the end of an
+// inventory, void any number of rows at once; sweep() removes void rows later, one shard at a time.
 //
 // Invariants (check_integrity):
 //   - every row lies in its shard, between its home slot and the next empty slot, and no row appears twice;
@@ -102,17 +102,18 @@ class Directory {
    public:
     explicit Directory(uint64_t rows_max);
 
-    // A life begins under a free id; its rows void at once; whether the id is free again.
+    // An incarnation begins under a free id; its rows void at once; whether the id is free again.
     void open(NodeId node);
     void close(NodeId node);
-    bool is_free(NodeId node) const { return node >= lives_.size() || lives_[node].free(); }
+    bool is_free(NodeId node) const { return node >= nodes_.size() || nodes_[node].free(); }
 
     // Rows added from begin on are the node's whole inventory; at the end the others are void. Another begin
     // before the end starts over.
     void begin_inventory(NodeId node);
     void end_inventory(NodeId node);
 
-    bool add(const Hash128& hash, NodeId node, Tier tier);  // false: over the limit, or the life is not open
+    bool add(const Hash128& hash, NodeId node,
+             Tier tier);  // false: over the limit, or the incarnation is not open
     bool remove(const Hash128& hash, NodeId node, Tier tier);  // whether it was there
     bool remove(const Hash128& hash, NodeId node);             // in every tier
     void prefetch(const Hash128& hash) const { shards_[shard_of(hash)].prefetch(hash); }
@@ -133,7 +134,7 @@ class Directory {
     bool check_integrity() const;
 
    private:
-    struct Life {
+    struct NodeRows {
         bool open = false;
         uint8_t round = 0;
         uint8_t depth = 0;                        // rounds before the current one that still count
@@ -147,15 +148,15 @@ class Directory {
         }
     };
 
-    bool counts(const DirectoryRow& row) const { return lives_[row.node].counts(row.round); }
+    bool counts(const DirectoryRow& row) const { return nodes_[row.node].counts(row.round); }
     uint64_t& count_of(const DirectoryRow& row);
     void erase(DirectoryShard& shard, DirectoryRow* row);
-    void make_void(Life& life, std::array<uint64_t, kTiers>& rows);
+    void make_void(NodeRows& node_rows, std::array<uint64_t, kTiers>& rows);
     void sweep_shard(DirectoryShard& shard);
 
     uint64_t rows_max_;
     std::vector<DirectoryShard> shards_{kShards};
-    std::vector<Life> lives_;
+    std::vector<NodeRows> nodes_;
     uint64_t rows_ = 0, void_rows_ = 0, refused_total_ = 0;
     uint32_t sweep_at_ = 0;
 };

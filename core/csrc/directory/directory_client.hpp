@@ -86,7 +86,7 @@ class DirectoryClient {
     using Parse = std::function<bool(Reader&)>;
     using Clock = std::chrono::steady_clock;
 
-    class Turn;
+    class CallTimeout;
     class IoLock;
     Status ready() REQUIRES(io_mutex_);
     Status ask(Kind kind, const Build& build, const Parse& parse) REQUIRES(io_mutex_);

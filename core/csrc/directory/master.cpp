@@ -55,7 +55,7 @@ void Master::clear_seat(uint64_t now_ms, NodeId id) {
     seats_.erase(id);
 }
 
-// What a life was told to drop and has not confirmed is void for whatever comes after it, too.
+// What an incarnation was told to drop and has not confirmed is void for whatever comes after it, too.
 void Master::forget_again(uint64_t now_ms, const DropList& drops) {
     for (const Hash128& hash : drops.hashes()) tombstones_.add(now_ms, hash);
 }

@@ -92,7 +92,7 @@ class Master {
     bool check_integrity() const;
 
    private:
-    // What belongs to the current life of a member.
+    // What belongs to the current incarnation of a member.
     struct Seat {
         DropList drops;
         uint64_t away_since_ms = 0;

@@ -10,7 +10,8 @@
 
 namespace moonpool {
 
-MasterLink::MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms)
+MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, bool is_member,
+                       uint64_t now_ms)
     : server_(server),
       socket_{std::move(caller.fd), std::move(caller.tls)},
       tenant_(std::move(caller.tenant)),
@@ -165,7 +166,8 @@ bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms
     return true;
 }
 
-// Whether this connection still speaks for its node: a life ends by silence, or another connection has it.
+// Whether this connection still speaks for its node: an incarnation ends by silence, or another connection
+// has it.
 bool MasterLink::seated() const { return node_ != kNoNode && server_.master_.current(node_, id_); }
 
 bool MasterLink::on_delta(Reader body, uint64_t now_ms) {

@@ -17,7 +17,8 @@ namespace moonpool {
 
 class MasterLink final : public EventHandler {
    public:
-    MasterLink(MasterServer& server, Caller caller, LinkId id, bool is_member, uint64_t now_ms);
+    MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, bool is_member,
+               uint64_t now_ms);
     ~MasterLink() override;
     MasterLink(const MasterLink&) = delete;
 

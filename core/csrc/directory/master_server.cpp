@@ -12,7 +12,7 @@ namespace moonpool {
 namespace {
 
 constexpr uint32_t kTickMs = 50, kCallMs = 2000;
-constexpr std::chrono::milliseconds kSweep{5};  // of a tick, for rows of lives that ended
+constexpr std::chrono::milliseconds kSweep{5};  // of a tick, for rows of incarnations that ended
 
 }  // namespace
 
@@ -25,10 +25,10 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a master needs a cluster token"};
     std::unique_ptr<MasterServer> server(new MasterServer(std::move(options)));
     MasterServerOptions& o = server->options_;
-    Result<std::unique_ptr<Doorman>> doorman = Doorman::create(
-        DoormanOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls, server->journal_});
-    if (!doorman) return doorman.error();
-    server->doorman_ = std::move(*doorman);
+    Result<std::unique_ptr<Listener>> listener = Listener::create(
+        ListenerOptions{o.addresses, o.token, server->incarnation_, o.limits, o.tls, server->journal_});
+    if (!listener) return listener.error();
+    server->listener_ = std::move(*listener);
     EventLoopOptions loop_options;
     loop_options.name = "mp-master";
     loop_options.tick_ms = kTickMs;
@@ -38,13 +38,13 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     if (!loop) return loop.error();
     server->loop_ = std::move(*loop);
     for (bool is_member : {true, false}) {
-        Purpose purpose;
-        purpose.welcome = [](std::string_view) { return std::vector<std::byte>(); };
-        purpose.serve = [raw = server.get(), is_member](Caller caller) {
-            auto shared = std::make_shared<Caller>(std::move(caller));
+        Service service;
+        service.welcome = [](std::string_view) { return std::vector<std::byte>(); };
+        service.serve = [raw = server.get(), is_member](AuthenticatedConnection caller) {
+            auto shared = std::make_shared<AuthenticatedConnection>(std::move(caller));
             raw->loop_->post([raw, shared, is_member] { raw->adopt(std::move(*shared), is_member); });
         };
-        server->doorman_->offer(std::string(is_member ? kPurposeMember : kPurposeDirectory), purpose);
+        server->listener_->offer(std::string(is_member ? kServiceMember : kServiceDirectory), service);
     }
     return server;
 }
@@ -53,16 +53,16 @@ Status MasterServer::start() {
     if (running_) return success();
     if (Status status = loop_->start(); !status) return status;
     running_ = true;
-    return doorman_->start();
+    return listener_->start();
 }
 
 void MasterServer::stop() {
     if (!running_.exchange(false)) return;
-    doorman_->stop();
+    listener_->stop();
     if (loop_->stop()) links_.clear();
 }
 
-void MasterServer::adopt(Caller caller, bool is_member) {
+void MasterServer::adopt(AuthenticatedConnection caller, bool is_member) {
     uint32_t& count = is_member ? members_ : clients_;
     // A node that is coming back may have two connections for a moment.
     uint32_t limit = is_member ? options_.master.membership.members_max * 2 : options_.clients_max;
@@ -154,8 +154,8 @@ void MasterServer::note_left(NodeId id) {
 }
 
 bool MasterServer::is_alive(uint32_t timeout_ms) {
-    auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
-    return running_ && loop_->is_alive(deadline) && doorman_->is_alive(deadline);
+    auto deadline = LivenessProbe::Clock::now() + std::chrono::milliseconds(timeout_ms);
+    return running_ && loop_->is_alive(deadline) && listener_->is_alive(deadline);
 }
 
 bool MasterServer::call_on_loop(std::function<void()> f) {
@@ -199,7 +199,7 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::snapshot() {
 std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
     const MasterCounters& c = master_.counters();
     const Membership& membership = master_.membership();
-    const DoormanCounters& d = doorman_->counters();
+    const ListenerCounters& d = listener_->counters();
     const MasterServerMetrics& m = metrics_;
     DirectoryCounters directory = master_.directory().counters();
     uint64_t suspects = membership.suspects();

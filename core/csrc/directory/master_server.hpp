@@ -1,7 +1,7 @@
 // MasterServer: the master's sockets around Master. One event loop; connections come from the
-// process's Doorman, proved, for the purpose "member" (nodes) or "directory" (clients).
+// process's Listener, proved, for the service "member" (nodes) or "directory" (clients).
 //
-// A member is heard with every frame it sends. Its connection is its life line: when it breaks, the member is
+// A member is heard with every frame it sends. Its connection is its lifeline: when it breaks, the member is
 // suspect at once; when it is silent for a second, too.
 #pragma once
 
@@ -21,8 +21,8 @@
 #include "base/result.hpp"
 #include "directory/master.hpp"
 #include "wire/auth.hpp"
-#include "wire/doorman.hpp"
 #include "wire/limits.hpp"
+#include "wire/listener.hpp"
 
 namespace moonpool {
 
@@ -30,7 +30,7 @@ struct MasterServerOptions {
     std::vector<std::string> addresses;  // host:port each; port 0: any that is free
     std::string token;
     uint32_t beat_ms = 200;
-    uint32_t clients_max = 4096;  // connections for the purpose "directory"
+    uint32_t clients_max = 4096;  // connections for the service "directory"
     MasterLimits master;
     Limits limits;
     std::shared_ptr<const TlsServer> tls;  // every connection must be inside TLS; null: none is
@@ -55,7 +55,7 @@ class MasterServer {
     Status start();
     void stop();  // idempotent; every connection is closed
 
-    const std::vector<std::string>& addresses() const { return doorman_->addresses(); }
+    const std::vector<std::string>& addresses() const { return listener_->addresses(); }
     const Incarnation& incarnation() const { return incarnation_; }
     const MasterServerMetrics& metrics() const { return metrics_; }
 
@@ -71,7 +71,7 @@ class MasterServer {
     };
     Nodes nodes();
     bool check_integrity();
-    // Whether the loop and the doorman answer within the time; any other thread.
+    // Whether the loop and the listener answer within the time; any other thread.
     bool is_alive(uint32_t timeout_ms);
     Journal& journal() const { return *journal_; }
 
@@ -79,7 +79,7 @@ class MasterServer {
     friend class MasterLink;
     explicit MasterServer(MasterServerOptions options);
 
-    void adopt(Caller caller, bool is_member);
+    void adopt(AuthenticatedConnection caller, bool is_member);
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
@@ -95,7 +95,7 @@ class MasterServer {
     std::unique_ptr<EventLoop> loop_;
     std::atomic<bool> running_{false};
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
-    uint32_t clients_ = 0, members_ = 0;  // connections of each purpose
+    uint32_t clients_ = 0, members_ = 0;  // connections of each service
     LinkId next_link_ = 1;
     bool trim_due_ = false;
 
@@ -108,7 +108,7 @@ class MasterServer {
     std::map<NodeId, Noted> noted_;
     uint64_t noted_epoch_ = 0;
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
-    std::unique_ptr<Doorman> doorman_;  // last: it hands over to what stands above
+    std::unique_ptr<Listener> listener_;  // last: it hands over to what stands above
 };
 
 }  // namespace moonpool

@@ -1,3 +1,10 @@
+// The agent's thread: one connection at a time, and a pause between two of them.
+//
+//   dial -> join -> inventory -> { changes, beats, answers }* -> leave, or an error -> pause, and dial again
+//
+// Each turn (step) sends what is due, and then waits for the socket, for wake() or for the next deadline. The
+// log keeps rows from the JOIN on, so that the inventory, which is read piece by piece behind it, is complete
+// with them.
 #include "directory/member_agent.hpp"
 
 #include <poll.h>
@@ -76,7 +83,7 @@ void MemberAgent::run() {
         DialOptions dial_options;
         dial_options.address = options_.master;
         dial_options.token = options_.token;
-        dial_options.purpose = kPurposeMember;
+        dial_options.service = kServiceMember;
         dial_options.timeout_ms = options_.timeout_ms;
         dial_options.interface = options_.interface;
         dial_options.given_up = &stopping_;

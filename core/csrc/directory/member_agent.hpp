@@ -63,7 +63,7 @@ class MemberAgent {
 
     struct State {
         bool joined = false;       // and its inventory is told
-        NodeId id = kNoNode;       // of its last life
+        NodeId id = kNoNode;       // of its last incarnation
         std::string why_not;       // the last reason to be without a master, while not joined
         uint64_t epoch = 0;        // of the membership, as of the last beat
         uint64_t answered_ms = 0;  // since the master's last answer

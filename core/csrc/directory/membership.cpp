@@ -1,3 +1,12 @@
+// What a JOIN comes to, by what is known of its (host_id, name):
+//
+//   nothing known                          a new member under a free number
+//   the same incarnation                   resumed: the same number, and its rows still count
+//   another incarnation, which is suspect  replaced: that one ends, fenced; the new one gets a number of its
+//   own another incarnation, which is alive    refused: two processes have one name an incarnation that was
+//   fenced         refused: another process took its place
+//
+// Every change that clients should know of moves epoch_. Times are the caller's; nothing here reads a clock.
 #include "directory/membership.hpp"
 
 #include <algorithm>
@@ -11,7 +20,7 @@ bool same_member(const NodeIdentity& a, const NodeIdentity& b) {
     return a.host_id == b.host_id && a.name == b.name;
 }
 
-bool same_life(const NodeIdentity& a, const NodeIdentity& b) {
+bool same_incarnation(const NodeIdentity& a, const NodeIdentity& b) {
     return same_member(a, b) && a.incarnation == b.incarnation;
 }
 
@@ -47,8 +56,8 @@ std::string unfit_names(const NodeIdentity& who) {
 }
 
 std::optional<NodeId> Membership::find(const NodeIdentity& identity) const {
-    for (const auto& [id, life] : lives_) {
-        if (same_member(life.identity, identity)) return id;
+    for (const auto& [id, member] : members_) {
+        if (same_member(member.identity, identity)) return id;
     }
     return std::nullopt;
 }
@@ -64,7 +73,7 @@ std::optional<uint64_t> Membership::last_heard(const NodeIdentity& identity) con
 std::optional<NodeId> Membership::free_id(const std::function<bool(NodeId)>& usable) const {
     for (uint32_t id = 0; id < kNoNode; ++id) {
         auto candidate = static_cast<NodeId>(id);
-        if (!lives_.contains(candidate) && usable(candidate)) return candidate;
+        if (!members_.contains(candidate) && usable(candidate)) return candidate;
     }
     return std::nullopt;
 }
@@ -75,7 +84,7 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
     if (std::string why = unfit_names(identity); !why.empty()) return Error{Code::kInvalidArgument, why};
     std::string whole_name = identity.name + " on host " + identity.host_id;
     for (const Past& past : past_) {
-        if (past.fenced && same_life(past.identity, identity)) {
+        if (past.fenced && same_incarnation(past.identity, identity)) {
             return Error{Code::kInvalidArgument, "another process took the place of the node " + whole_name +
                                                      "; end this one, or give it a name of its own"};
         }
@@ -83,28 +92,28 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
     Joined joined;
     std::optional<NodeId> known = find(identity);
     if (known) {
-        Life& life = lives_.at(*known);
-        joined.heard_ms = life.heard_ms;
-        joined.old_link = life.link;
-        if (life.identity.incarnation == identity.incarnation) {
+        CurrentMember& member = members_.at(*known);
+        joined.heard_ms = member.heard_ms;
+        joined.old_link = member.link;
+        if (member.identity.incarnation == identity.incarnation) {
             joined.id = *known;
             joined.resumed = true;
-            life.identity = identity;
-            life.load = load;
-            life.link = link;
-            life.heard_ms = now_ms;
-            set_state(*known, life, MemberState::kAlive);
+            member.identity = identity;
+            member.load = load;
+            member.link = link;
+            member.heard_ms = now_ms;
+            set_state(*known, member, MemberState::kAlive);
             ++epoch_;  // its address may be another
             return joined;
         }
-        if (life.state == MemberState::kAlive) {
+        if (member.state == MemberState::kAlive) {
             return Error{Code::kInvalidArgument, "the node " + whole_name +
                                                      " is in the pool already, as another process; give each "
                                                      "node of a host a name of its own (node.name)"};
         }
     } else {
         joined.heard_ms = last_heard(identity);
-        if (lives_.size() >= options_.members_max) {
+        if (members_.size() >= options_.members_max) {
             return Error{Code::kTooLarge, "the pool already has " + std::to_string(options_.members_max) +
                                               " nodes, the limit (master.nodes_max)"};
         }
@@ -116,7 +125,7 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
         end(*known, true);
     }
     joined.id = *id;
-    lives_.emplace(*id, Life{identity, load, MemberState::kAlive, link, now_ms});
+    members_.emplace(*id, CurrentMember{identity, load, MemberState::kAlive, link, now_ms});
     if (alive_.size() <= *id) alive_.resize(size_t{*id} + 1);
     alive_[*id] = true;
     ++epoch_;
@@ -124,44 +133,45 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
 }
 
 void Membership::end(NodeId id, bool fenced) {
-    auto it = lives_.find(id);
+    auto it = members_.find(id);
     past_.push_back(Past{std::move(it->second.identity), it->second.heard_ms, fenced});
     if (past_.size() > options_.past_max) past_.pop_front();
-    lives_.erase(it);
+    members_.erase(it);
     alive_[id] = false;
     ++epoch_;
 }
 
-void Membership::set_state(NodeId id, Life& life, MemberState state) {
-    if (life.state == state) return;
-    life.state = state;
+void Membership::set_state(NodeId id, CurrentMember& member, MemberState state) {
+    if (member.state == state) return;
+    member.state = state;
     alive_[id] = state == MemberState::kAlive;
     ++epoch_;
 }
 
 void Membership::heard(uint64_t now_ms, NodeId id, LinkId link) {
-    auto it = lives_.find(id);
-    if (it == lives_.end() || it->second.link != link) return;  // an old connection of a life that has moved
+    auto it = members_.find(id);
+    if (it == members_.end() || it->second.link != link)
+        return;  // an old connection of an incarnation that has moved
     it->second.heard_ms = now_ms;
     set_state(id, it->second, MemberState::kAlive);
 }
 
 void Membership::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load) {
     heard(now_ms, id, link);
-    auto it = lives_.find(id);
-    if (it != lives_.end() && it->second.link == link) it->second.load = load;
+    auto it = members_.find(id);
+    if (it != members_.end() && it->second.link == link) it->second.load = load;
 }
 
 void Membership::disconnected(NodeId id, LinkId link) {
-    auto it = lives_.find(id);
-    if (it == lives_.end() || it->second.link != link) return;
+    auto it = members_.find(id);
+    if (it == members_.end() || it->second.link != link) return;
     it->second.link = kNoLink;
     set_state(id, it->second, MemberState::kSuspect);
 }
 
 bool Membership::left(uint64_t now_ms, NodeId id, LinkId link) {
-    auto it = lives_.find(id);
-    if (it == lives_.end() || it->second.link != link) return false;
+    auto it = members_.find(id);
+    if (it == members_.end() || it->second.link != link) return false;
     it->second.heard_ms = now_ms;
     end(id, false);
     return true;
@@ -170,11 +180,11 @@ bool Membership::left(uint64_t now_ms, NodeId id, LinkId link) {
 std::vector<NodeId> Membership::tick(uint64_t now_ms) {
     uint64_t gap = now_ms - std::exchange(ticked_ms_, now_ms);
     std::vector<NodeId> gone;
-    for (auto& [id, life] : lives_) {
+    for (auto& [id, member] : members_) {
         // What they sent meanwhile waits to be read.
-        if (gap > options_.suspect_ms / 2) life.heard_ms = std::min(now_ms, life.heard_ms + gap);
-        uint64_t silent_ms = now_ms - std::min(now_ms, life.heard_ms);
-        if (silent_ms >= options_.suspect_ms) set_state(id, life, MemberState::kSuspect);
+        if (gap > options_.suspect_ms / 2) member.heard_ms = std::min(now_ms, member.heard_ms + gap);
+        uint64_t silent_ms = now_ms - std::min(now_ms, member.heard_ms);
+        if (silent_ms >= options_.suspect_ms) set_state(id, member, MemberState::kSuspect);
         if (silent_ms >= options_.gone_ms) gone.push_back(id);
     }
     for (NodeId id : gone) end(id, false);
@@ -193,12 +203,12 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
         bool room;
     };
     std::vector<Choice> choices;
-    for (auto& [id, life] : lives_) {
-        if (life.state != MemberState::kAlive) continue;
+    for (auto& [id, member] : members_) {
+        if (member.state != MemberState::kAlive) continue;
         if (std::find(avoid_nodes.begin(), avoid_nodes.end(), id) != avoid_nodes.end()) continue;
-        if (std::find(avoid_hosts.begin(), avoid_hosts.end(), life.identity.host_id) != avoid_hosts.end())
+        if (std::find(avoid_hosts.begin(), avoid_hosts.end(), member.identity.host_id) != avoid_hosts.end())
             continue;
-        auto* load = const_cast<TenantLoad*>(life.load.find(tenant));
+        auto* load = const_cast<TenantLoad*>(member.load.find(tenant));
         if (load == nullptr || load->arena_bytes < bytes) continue;
         // More than just enough: a node that is nearly full evicts already.
         bool room = load->free_bytes >= bytes + load->arena_bytes / 8;
@@ -214,7 +224,7 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
     std::set<std::string_view> hosts;
     for (const Choice& choice : choices) {
         if (chosen.size() == n) break;
-        if (!hosts.insert(lives_.at(choice.id).identity.host_id).second) continue;
+        if (!hosts.insert(members_.at(choice.id).identity.host_id).second) continue;
         choice.load->free_bytes -= std::min(bytes, choice.load->free_bytes);
         chosen.push_back(choice.id);
     }
@@ -222,12 +232,12 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
 }
 
 LinkId Membership::link(NodeId id) const {
-    auto it = lives_.find(id);
-    return it == lives_.end() ? kNoLink : it->second.link;
+    auto it = members_.find(id);
+    return it == members_.end() ? kNoLink : it->second.link;
 }
 
 size_t Membership::suspects() const {
-    return static_cast<size_t>(std::count_if(lives_.begin(), lives_.end(), [](const auto& entry) {
+    return static_cast<size_t>(std::count_if(members_.begin(), members_.end(), [](const auto& entry) {
         return entry.second.state == MemberState::kSuspect;
     }));
 }
@@ -241,27 +251,27 @@ bool Membership::all_here() const {
 Members Membership::current(uint64_t now_ms) const {
     Members members;
     members.epoch = epoch_;
-    for (const auto& [id, life] : lives_) {
-        members.rows.push_back(
-            Member{id, life.state, life.identity, life.load, now_ms - std::min(now_ms, life.heard_ms)});
+    for (const auto& [id, member] : members_) {
+        members.rows.push_back(Member{id, member.state, member.identity, member.load,
+                                      now_ms - std::min(now_ms, member.heard_ms)});
     }
     return members;
 }
 
 bool Membership::check_integrity() const {
     std::set<std::pair<std::string, std::string>> names;
-    for (const auto& [id, life] : lives_) {
-        if (!names.emplace(life.identity.host_id, life.identity.name).second) return false;
-        if (alive(id) != (life.state == MemberState::kAlive)) return false;
-        if (life.link == kNoLink && life.state != MemberState::kSuspect) return false;
+    for (const auto& [id, member] : members_) {
+        if (!names.emplace(member.identity.host_id, member.identity.name).second) return false;
+        if (alive(id) != (member.state == MemberState::kAlive)) return false;
+        if (member.link == kNoLink && member.state != MemberState::kSuspect) return false;
         for (const Past& past : past_) {
-            if (past.fenced && same_life(past.identity, life.identity)) return false;
+            if (past.fenced && same_incarnation(past.identity, member.identity)) return false;
         }
     }
     for (size_t id = 0; id < alive_.size(); ++id) {
-        if (alive_[id] && !lives_.contains(static_cast<NodeId>(id))) return false;
+        if (alive_[id] && !members_.contains(static_cast<NodeId>(id))) return false;
     }
-    return lives_.size() <= options_.members_max && past_.size() <= options_.past_max;
+    return members_.size() <= options_.members_max && past_.size() <= options_.past_max;
 }
 
 }  // namespace moonpool

@@ -4,13 +4,14 @@
 //              ^------------------ heard, or joined again --------|
 //                       alive or suspect --it says that it leaves--> past
 //
-// A member is (host_id, name); a life of it is an incarnation, and a life that has a number (NodeId) has rows
-// in the directory. A new life of a member takes its place once the old one is suspect; from then on the old
-// one is fenced: it is refused for as long as it is remembered. While the old one is alive, the new one is
-// refused: two processes under one name would otherwise replace each other for ever.
+// A member is (host_id, name); an incarnation of it is an incarnation, and an incarnation that has a number
+// (NodeId) has rows in the directory. A new incarnation of a member takes its place once the old one is
+// suspect; from then on the old one is fenced: it is refused for as long as it is remembered. While the old
+// one is alive, the new one is refused: two processes under one name would otherwise replace each other for
+// ever.
 //
-// Invariants (check_integrity): at most one current life of each member; no life is current and fenced; a
-// member without a link is suspect.
+// Invariants (check_integrity): at most one current incarnation of each member; no incarnation is current and
+// fenced; a member without a link is suspect.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ namespace moonpool {
 
 struct MembershipOptions {
     uint32_t members_max = 1024;
-    uint32_t past_max = 1024;    // lives that are remembered after their end,
+    uint32_t past_max = 1024;    // incarnations that are remembered after their end,
     uint64_t past_ms = 3600000;  // and for how long
     uint32_t suspect_ms = 1000;
     uint32_t gone_ms = 30000;
@@ -40,9 +41,9 @@ class Membership {
    public:
     struct Joined {
         NodeId id = kNoNode;
-        bool resumed = false;  // the same life under the same number: its rows still count
+        bool resumed = false;  // the same incarnation under the same number: its rows still count
         std::optional<NodeId> replaced;
-        LinkId old_link = kNoLink;           // to be closed: of the same life, or of the one it replaced
+        LinkId old_link = kNoLink;           // to be closed: of the same member, or of the one it replaced
         std::optional<uint64_t> heard_ms{};  // when this member was last in touch, if that is known
     };
     struct Past {
@@ -53,7 +54,7 @@ class Membership {
 
     explicit Membership(MembershipOptions options) : options_(options) {}
 
-    // usable(id): whether the directory is done with what an earlier life left under that number.
+    // usable(id): whether the directory is done with what an earlier incarnation left under that number.
     Result<Joined> join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load, LinkId link,
                         const std::function<bool(NodeId)>& usable);
     void heard(uint64_t now_ms, NodeId id, LinkId link);
@@ -61,8 +62,8 @@ class Membership {
     void disconnected(NodeId id, LinkId link);
     bool left(uint64_t now_ms, NodeId id, LinkId link);  // false: that connection no longer speaks for it
 
-    // Silence is noticed here. The lives that are gone now; their rows are void. A clock that stood still, or
-    // a caller that was itself stopped, is no silence of the members.
+    // Silence is noticed here. The incarnations that are gone now; their rows are void. A clock that stood
+    // still, or a caller that was itself stopped, is no silence of the members.
     std::vector<NodeId> tick(uint64_t now_ms);
 
     // Nodes for `bytes` more of a tenant: see DirectoryClient::place. What was promised counts as taken until
@@ -74,16 +75,16 @@ class Membership {
     uint64_t epoch() const { return epoch_; }
     bool alive(NodeId id) const { return id < alive_.size() && alive_[id]; }
     LinkId link(NodeId id) const;
-    bool all_here() const;  // no member is suspect, and every member of the past has a current life
+    bool all_here() const;  // no member is suspect, and every member of the past has a current incarnation
     Members current(uint64_t now_ms) const;  // alive and suspect
     const std::deque<Past>& past() const { return past_; }
-    size_t size() const { return lives_.size(); }
+    size_t size() const { return members_.size(); }
     size_t suspects() const;
 
     bool check_integrity() const;
 
    private:
-    struct Life {
+    struct CurrentMember {
         NodeIdentity identity;
         NodeLoad load;
         MemberState state = MemberState::kAlive;
@@ -95,10 +96,10 @@ class Membership {
     std::optional<uint64_t> last_heard(const NodeIdentity& identity) const;
     std::optional<NodeId> free_id(const std::function<bool(NodeId)>& usable) const;
     void end(NodeId id, bool fenced);
-    void set_state(NodeId id, Life& life, MemberState state);
+    void set_state(NodeId id, CurrentMember& member, MemberState state);
 
     MembershipOptions options_;
-    std::map<NodeId, Life> lives_;
+    std::map<NodeId, CurrentMember> members_;
     std::vector<bool> alive_;  // by id: what lookups ask for each holder
     std::deque<Past> past_;    // oldest first
     uint64_t epoch_ = 1;

@@ -21,8 +21,8 @@ inline uint32_t shard_of(const Hash128& hash) { return static_cast<uint32_t>(has
 enum class Tier : uint8_t { kDram = 0, kSsd = 1 };
 inline constexpr size_t kTiers = 2;
 
-// One life of a node, as the master numbers it: a new incarnation gets a new number, and a number is given to
-// another life only after every row of the old one is gone.
+// One incarnation of a node, as the master numbers it: a new incarnation gets a new number, and a number is
+// given to another incarnation only after every row of the old one is gone.
 using NodeId = uint16_t;
 inline constexpr NodeId kNoNode = 0xFFFF;
 
@@ -99,10 +99,11 @@ struct Members {
                                    [](const Member& member, NodeId wanted) { return member.id < wanted; });
         return it == rows.end() || it->id != id ? nullptr : &*it;
     }
-    const Member* find(const Incarnation& life) const {
-        auto it = std::ranges::find(rows, life, [](const Member& m) { return m.identity.incarnation; });
+    const Member* find(const Incarnation& incarnation) const {
+        auto it =
+            std::ranges::find(rows, incarnation, [](const Member& m) { return m.identity.incarnation; });
         if (it != rows.end()) return &*it;
-        return before == nullptr ? nullptr : before->find(life);
+        return before == nullptr ? nullptr : before->find(incarnation);
     }
 };
 

@@ -50,20 +50,20 @@ Status Engine::Core::start() {
     }
     if (Status status = start_transports(); !status) return status;
 
-    Doorman* door = options.doorman;
+    Listener* door = options.listener;
     if (door == nullptr) {
-        DoormanOptions own;
+        ListenerOptions own;
         own.addresses = options.listen;
         own.token = options.token;
         own.incarnation = random_incarnation();
-        Result<std::unique_ptr<Doorman>> made = Doorman::create(std::move(own));
+        Result<std::unique_ptr<Listener>> made = Listener::create(std::move(own));
         if (!made) return made.error();
-        doorman = std::move(*made);
-        door = doorman.get();
+        listener = std::move(*made);
+        door = listener.get();
     }
-    door->offer(std::string(kPurposeEngine), purpose());
+    door->offer(std::string(kServiceEngine), service());
     addresses = door->addresses();
-    return doorman == nullptr ? success() : doorman->start();
+    return listener == nullptr ? success() : listener->start();
 }
 
 Status Engine::Core::check_transports() const {
@@ -113,7 +113,7 @@ Status Engine::Core::start_transports() {
     return success();
 }
 
-Purpose Engine::Core::purpose() {
+Service Engine::Core::service() {
     transport::PeerInfo self;
     self.name = identity.name;
     self.segment = identity.segment;
@@ -122,8 +122,8 @@ Purpose Engine::Core::purpose() {
     for (const Entry& entry : transports) {
         if (entry.unavailable.empty()) entry.transport->offer(self);
     }
-    Purpose purpose;
-    purpose.welcome = [tenant = options.tenant, reception = reception,
+    Service service;
+    service.welcome = [tenant = options.tenant, reception = reception,
                        self](std::string_view asked) -> Result<std::vector<std::byte>> {
         if (asked != tenant) {
             return Error{Code::kAuth, "this engine does not serve the tenant \"" + std::string(asked) + "\""};
@@ -132,11 +132,11 @@ Purpose Engine::Core::purpose() {
         if (reception->carrier == nullptr) return Error{Code::kUnavailable, "this engine is closed"};
         return transport::encode_welcome(self);
     };
-    purpose.serve = [reception = reception](Caller caller) {
+    service.serve = [reception = reception](AuthenticatedConnection caller) {
         std::lock_guard lock(reception->mutex);
         if (reception->carrier != nullptr) reception->carrier->adopt(std::move(caller));
     };
-    return purpose;
+    return service;
 }
 
 void Engine::Core::close() {
@@ -149,7 +149,7 @@ void Engine::Core::close() {
         std::lock_guard inner(reception->mutex);
         reception->carrier = nullptr;
     }
-    if (doorman != nullptr) doorman->stop();
+    if (listener != nullptr) listener->stop();
     // Callers see that we close at their next step; those inside a system call within its short deadline.
     std::vector<std::shared_ptr<Peer>> all;
     {

@@ -18,7 +18,7 @@
 #include "engine/peer.hpp"
 #include "engine/tickets.hpp"
 #include "transport/transport.hpp"
-#include "wire/doorman.hpp"
+#include "wire/listener.hpp"
 
 namespace moonpool {
 
@@ -26,7 +26,7 @@ namespace engine {
 
 inline constexpr uint32_t kWorkersMax = 16;
 
-// What the doorman calls: it may outlive the engine.
+// What the listener calls: it may outlive the engine.
 struct Reception {
     std::mutex mutex;
     transport::ControlCarrier* carrier = nullptr;
@@ -87,7 +87,7 @@ struct Engine::Core {
     transport::Workers workers;  // copy
     transport::Workers waiters;  // wait for the network: dialling, dead peers, messages; no copy waits behind
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
-    std::unique_ptr<Doorman> doorman;
+    std::unique_ptr<Listener> listener;
 
     std::mutex peers_mutex;
     std::unordered_map<uint32_t, std::shared_ptr<Peer>> peers;
@@ -98,7 +98,7 @@ struct Engine::Core {
     Status start();
     Status check_transports() const;
     Status start_transports();
-    Purpose purpose();
+    Service service();
     void close();
     bool allows(std::string_view transport) const {
         return !options.transports ||

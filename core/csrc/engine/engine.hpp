@@ -28,7 +28,7 @@
 #include "base/result.hpp"
 #include "transport/memory.hpp"
 #include "transport/registry/registry.hpp"
-#include "wire/doorman.hpp"
+#include "wire/listener.hpp"
 
 namespace moonpool {
 
@@ -42,7 +42,7 @@ inline constexpr size_t kEngineInboxBytesMax = 64u << 20;
 
 struct EngineOptions {
     std::string name;
-    std::vector<std::string> listen;  // host:port each; not with a doorman
+    std::vector<std::string> listen;  // host:port each; not with a listener
     std::string token;
     std::string tenant = "default";
     uint32_t io_threads = 2;
@@ -53,7 +53,7 @@ struct EngineOptions {
     int timeout_ms = 5000;
     uint64_t frame_bytes = 0;  // of TCP; 0: its own choice. Tests make frames small, to have many borders
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
-    Doorman* doorman = nullptr;  // a port shared with others; offered to before its start(), outlives us
+    Listener* listener = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
 
 struct TransferRequest {

@@ -1,3 +1,13 @@
+// Two passes over the segments, each by up to 8 threads, and one thread between and behind them.
+//
+//   1. header and footer of each segment: two blocks
+//      between: which segments count (numbers from the tail on)
+//   2. the summary of each sealed segment; of one without a valid footer, all of it
+//      behind: records that were removed, or lie in segments that do not count, leave the index
+//
+// Of two records of one hash the one of the higher sequence counts; of copies of one record that of the later
+// segment. A segment that cannot be read hides removals, so that nothing older than the run of segments
+// without a gap is believed (oldest_believed): content may be lost, but what was removed does not come back.
 #include "ssd/recovery.hpp"
 
 #include <algorithm>

@@ -1,3 +1,9 @@
+// Cost of a record: one copy of its bytes into a page-aligned buffer, and its part of a write of up to
+// io_bytes; the checksum came with it. Cost of a segment: one write of its header, two of summary and footer,
+// and one sync, which is for the header and for the data of the segment before.
+//
+// Order on the disk, which recovery relies on: header of n+1 and data of n, then a sync, then the records of
+// n+1 and the summary and footer of n.
 #include "ssd/segment_writer.hpp"
 
 #include <algorithm>
@@ -279,6 +285,7 @@ void SegmentWriter::finish(const WriteJobPtr& job) {
     if (job->done) job->done(outcome);
 }
 
+// A record is in the index only from here on: until its bytes are on the disk, a find of its key is a miss.
 // Into the index, unless it failed, or was replaced or removed meanwhile; then false.
 bool SegmentWriter::publish(const WriteJob& job) {
     MutexLock lock(log_.mutex);

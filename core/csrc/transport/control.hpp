@@ -9,8 +9,8 @@
 
 #include "base/result.hpp"
 #include "transport/identity.hpp"
-#include "wire/doorman.hpp"
 #include "wire/frame.hpp"
+#include "wire/listener.hpp"
 
 namespace moonpool::transport {
 
@@ -40,7 +40,7 @@ class ControlCarrier {
     virtual ~ControlCarrier() = default;
 
     // A connection of another engine that has proved the token. Any thread.
-    virtual void adopt(Caller caller) = 0;
+    virtual void adopt(AuthenticatedConnection caller) = 0;
     // The handshake with the engine at "host:port".
     virtual Result<Contact> call(const std::string& address) = 0;
 };

@@ -19,7 +19,7 @@ namespace moonpool {
 
 using Nonce = std::array<uint8_t, 32>;
 using Mac = std::array<uint8_t, 32>;
-using Incarnation = std::array<uint8_t, 16>;  // one life of a node process: random, never an address
+using Incarnation = std::array<uint8_t, 16>;  // one incarnation of a node process: random, never an address
 
 enum class Role { kClient, kNode };
 

@@ -129,10 +129,10 @@ class Handshake {
 
 }  // namespace
 
-std::string mac_tenant(std::string_view tenant, std::string_view purpose) {
+std::string mac_tenant(std::string_view tenant, std::string_view service) {
     std::string text(tenant);
     text.push_back('\0');
-    text.append(purpose);
+    text.append(service);
     return text;
 }
 
@@ -176,7 +176,7 @@ Result<Dialed> dial(const DialOptions& options) {
     std::memcpy(dialed.incarnation.data(), incarnation.data(), incarnation.size());
 
     Nonce client_nonce = random_nonce();
-    std::string covered = mac_tenant(options.tenant, options.purpose);
+    std::string covered = mac_tenant(options.tenant, options.service);
     Mac mac =
         handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, dialed.incarnation, covered);
     std::vector<std::byte> out;
@@ -185,7 +185,7 @@ Result<Dialed> dial(const DialOptions& options) {
     w.text16(options.tenant);
     w.bytes(client_nonce.data(), client_nonce.size());
     w.bytes(mac.data(), mac.size());
-    w.text16(options.purpose);
+    w.text16(options.service);
     finish_frame(out, at);
     if (Status status = handshake.send(out); !status) return status.error();
 

@@ -1,5 +1,5 @@
 // The caller's half of a TCP connection's beginning: connect, and prove on both sides that the cluster token
-// is known. What comes back is a socket on which only frames of the chosen purpose travel.
+// is known. What comes back is a socket on which only frames of the chosen service travel.
 #pragma once
 
 #include <atomic>
@@ -18,16 +18,16 @@
 namespace moonpool {
 
 // What serves a connection: a node's store, a transfer engine, a master towards nodes, or towards clients.
-inline constexpr std::string_view kPurposeStore = "store";
-inline constexpr std::string_view kPurposeEngine = "engine";
-inline constexpr std::string_view kPurposeMember = "member";
-inline constexpr std::string_view kPurposeDirectory = "directory";
+inline constexpr std::string_view kServiceStore = "store";
+inline constexpr std::string_view kServiceEngine = "engine";
+inline constexpr std::string_view kServiceMember = "member";
+inline constexpr std::string_view kServiceDirectory = "directory";
 
 struct DialOptions {
     std::string address;  // host:port
     std::string token;
     std::string tenant = "default";
-    std::string purpose;
+    std::string service;
     int timeout_ms = 2000;                           // for connecting, and then for the whole handshake
     std::string interface;                           // a network device, empty: the route decides
     const std::atomic<bool>* given_up = nullptr;     // set by another thread: dial() fails at once
@@ -38,14 +38,14 @@ struct Dialed {
     Fd fd;  // blocking, with timeout_ms as its receive and send timeouts
     std::unique_ptr<TlsStream> tls;
     Incarnation incarnation{};
-    std::vector<std::byte> welcome;  // the purpose's own part of WELCOME
+    std::vector<std::byte> welcome;  // the service's own part of WELCOME
     std::string peer;
 };
 
 Result<Dialed> dial(const DialOptions& options);
 
 // The tenant as the macs of a TCP handshake cover it.
-std::string mac_tenant(std::string_view tenant, std::string_view purpose);
+std::string mac_tenant(std::string_view tenant, std::string_view service);
 
 void set_socket_timeouts(int fd, int timeout_ms);
 

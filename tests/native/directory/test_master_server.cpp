@@ -309,22 +309,22 @@ TEST_CASE("master server: a connection may ask only what is its own, and nonsens
     dial_options.address = address;
     dial_options.token = kToken;
     struct Bad {
-        std::string_view purpose;
+        std::string_view service;
         Kind kind;
         std::vector<std::byte> body;
     };
     std::vector<std::byte> zeros(64), short_locate(8);
     short_locate[4] = std::byte{9};  // nine hashes that do not follow
     std::vector<Bad> bad = {
-        {kPurposeDirectory, Kind::kJoin, zeros},    {kPurposeDirectory, Kind::kDelta, zeros},
-        {kPurposeMember, Kind::kLocate, zeros},     {kPurposeMember, Kind::kDelta, zeros},
-        {kPurposeMember, Kind::kBeat, zeros},       {kPurposeMember, Kind::kJoin, zeros},
-        {kPurposeDirectory, Kind::kLocate, zeros},  {kPurposeDirectory, Kind::kLocate, short_locate},
-        {kPurposeDirectory, Kind::kForget, zeros},  {kPurposeDirectory, Kind::kMembers, {}},
-        {kPurposeDirectory, Kind::kWelcome, zeros}, {kPurposeDirectory, Kind::kPlace, {}}};
+        {kServiceDirectory, Kind::kJoin, zeros},    {kServiceDirectory, Kind::kDelta, zeros},
+        {kServiceMember, Kind::kLocate, zeros},     {kServiceMember, Kind::kDelta, zeros},
+        {kServiceMember, Kind::kBeat, zeros},       {kServiceMember, Kind::kJoin, zeros},
+        {kServiceDirectory, Kind::kLocate, zeros},  {kServiceDirectory, Kind::kLocate, short_locate},
+        {kServiceDirectory, Kind::kForget, zeros},  {kServiceDirectory, Kind::kMembers, {}},
+        {kServiceDirectory, Kind::kWelcome, zeros}, {kServiceDirectory, Kind::kPlace, {}}};
     for (const Bad& b : bad) {
         CAPTURE(static_cast<int>(b.kind));
-        dial_options.purpose = b.purpose;
+        dial_options.service = b.service;
         Result<Dialed> dialed = dial(dial_options);
         REQUIRE(dialed);
         std::vector<std::byte> frame;
@@ -405,7 +405,7 @@ TEST_CASE("master server: mutated frames") {
     dial_options.token = kToken;
     for (int round = 0; round < 150; ++round) {
         bool member = random.one_in(2);
-        dial_options.purpose = member ? kPurposeMember : kPurposeDirectory;
+        dial_options.service = member ? kServiceMember : kServiceDirectory;
         Result<Dialed> dialed = dial(dial_options);
         REQUIRE(dialed);
         std::vector<std::byte> bytes;

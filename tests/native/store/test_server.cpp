@@ -364,14 +364,14 @@ TEST_CASE("client: peers that say nothing share one deadline, and the last ones 
     }
     std::string_view key = "k";
     {
-        Patience patience(Patience::of_a_call(400));
+        WaitBudget budget(WaitBudget::of_a_call(400));
         for (auto& node : nodes) CHECK_FALSE(node->exists({&key, 1}));
-        CHECK(Patience::within(400) <= 0);
+        CHECK(WaitBudget::within(400) <= 0);
     }
     CHECK(peers[0].was_called());
     CHECK_FALSE(peers[3].was_called());
     // The next call has its own; who failed a moment ago is not called again.
-    Patience patience(Patience::of_a_call(400));
+    WaitBudget budget(WaitBudget::of_a_call(400));
     CHECK_FALSE(nodes[3]->exists({&key, 1}));
     CHECK(peers[3].was_called());
 }

@@ -232,7 +232,7 @@ TEST_CASE("ssd tier: a TCP client that leaves while it waits for the disk is not
         DialOptions options;
         options.address = server->addresses()[0];
         options.token = kToken;
-        options.purpose = kPurposeStore;
+        options.service = kServiceStore;
         auto dialed = dial(options);
         REQUIRE_MESSAGE(dialed.ok(), dialed.error().text);
         std::vector<std::byte> frames;

@@ -229,22 +229,22 @@ TEST_CASE("engine: more memory than is left is refused before the kernel ends a 
 }
 
 TEST_CASE("engine: a port shared with others") {
-    DoormanOptions door;
+    ListenerOptions door;
     door.addresses = {"127.0.0.1:0"};
     door.token = "secret";
-    Result<std::unique_ptr<Doorman>> made = Doorman::create(door);
+    Result<std::unique_ptr<Listener>> made = Listener::create(door);
     REQUIRE(made.ok());
-    std::unique_ptr<Doorman> doorman = std::move(*made);
+    std::unique_ptr<Listener> listener = std::move(*made);
     EngineOptions options = engine_options("there", "");
     options.listen.clear();
-    options.doorman = doorman.get();
+    options.listener = listener.get();
     auto there = make_engine(options);
-    REQUIRE(doorman->start().ok());
+    REQUIRE(listener->start().ok());
     auto here = make_engine(engine_options("here", ""));
-    CHECK(there->addresses() == doorman->addresses());
-    CHECK(here->open(doorman->addresses().front()).ok());
+    CHECK(there->addresses() == listener->addresses());
+    CHECK(here->open(listener->addresses().front()).ok());
     there->close();
-    Result<uint32_t> opened = here->open(doorman->addresses().front());
+    Result<uint32_t> opened = here->open(listener->addresses().front());
     REQUIRE_FALSE(opened.ok());
     CHECK(opened.error().text.find("closed") != std::string::npos);
 }

@@ -23,7 +23,7 @@ DialOptions to(Engine& engine) {
     DialOptions options;
     options.address = engine.addresses().front();
     options.token = "secret";
-    options.purpose = kPurposeEngine;
+    options.service = kServiceEngine;
     options.timeout_ms = 10000;
     return options;
 }
@@ -261,67 +261,67 @@ TEST_CASE("hostile: random bytes on the Unix socket, and a cookie that was guess
 
 TEST_CASE("hostile: a target that answers anything") {
     Random random(362);
-    DoormanOptions door;
+    ListenerOptions door;
     door.addresses = {"127.0.0.1:0"};
     door.token = "secret";
-    Result<std::unique_ptr<Doorman>> made = Doorman::create(door);
+    Result<std::unique_ptr<Listener>> made = Listener::create(door);
     REQUIRE(made.ok());
-    std::unique_ptr<Doorman> doorman = std::move(*made);
+    std::unique_ptr<Listener> listener = std::move(*made);
     transport::PeerInfo self;
     self.name = "liar";
     std::mutex mutex;
     std::vector<std::thread> threads;
     std::atomic<uint64_t> turn{0};
-    doorman->offer(std::string(kPurposeEngine),
-                   Purpose{[&](std::string_view) -> Result<std::vector<std::byte>> {
-                               return transport::encode_welcome(self);
-                           },
-                           [&](Caller caller) {
-                               std::lock_guard lock(mutex);
-                               threads.emplace_back([&, fd = std::make_shared<Fd>(std::move(caller.fd))] {
-                                   Random own(400 + turn++);
-                                   ::fcntl(fd->get(), F_SETFL, ::fcntl(fd->get(), F_GETFL) & ~O_NONBLOCK);
-                                   set_socket_timeouts(fd->get(), 3000);
-                                   std::vector<std::byte> in(1 << 20), out, body(2, std::byte{1});
-                                   frame(out, Kind::kEngineHello, body, 1);
-                                   if (::recv(fd->get(), in.data(), in.size(), 0) <= 0) return;
-                                   (void)::send(fd->get(), out.data(), out.size(), MSG_NOSIGNAL);
-                                   // The right answers to a read of 1,000 and 3,000 bytes, more or less.
-                                   for (uint64_t id = 2; id < 6; ++id) {
-                                       if (::recv(fd->get(), in.data(), in.size(), 0) <= 0) return;
-                                       out.clear();
-                                       body.clear();
-                                       body.reserve(8192);
-                                       Writer w(body);
-                                       w.number(uint32_t{2});
-                                       bool refuses = own.one_in(2);
-                                       w.number(uint32_t{refuses});
-                                       if (refuses) {
-                                           w.number(uint16_t{0x0001});
-                                           w.number(uint16_t{0});
-                                           w.text16("no");
-                                       }
-                                       body.resize(body.size() + (refuses ? 3000 : 4000), std::byte{7});
-                                       frame(out, Kind::kEngineTransfer, body, id);
-                                       out[6] = std::byte{1};
-                                       if (own.one_in(6)) {
-                                           out.clear();
-                                           frame(out, Kind::kError, std::vector<std::byte>(own.below(9)), 0);
-                                       }
-                                       if (!own.one_in(3)) mutate(own, out);
-                                       (void)::send(fd->get(), out.data(), out.size(), MSG_NOSIGNAL);
-                                       if (own.one_in(3)) return;
-                                   }
-                               });
-                           }});
-    REQUIRE(doorman->start().ok());
+    listener->offer(std::string(kServiceEngine),
+                    Service{[&](std::string_view) -> Result<std::vector<std::byte>> {
+                                return transport::encode_welcome(self);
+                            },
+                            [&](AuthenticatedConnection caller) {
+                                std::lock_guard lock(mutex);
+                                threads.emplace_back([&, fd = std::make_shared<Fd>(std::move(caller.fd))] {
+                                    Random own(400 + turn++);
+                                    ::fcntl(fd->get(), F_SETFL, ::fcntl(fd->get(), F_GETFL) & ~O_NONBLOCK);
+                                    set_socket_timeouts(fd->get(), 3000);
+                                    std::vector<std::byte> in(1 << 20), out, body(2, std::byte{1});
+                                    frame(out, Kind::kEngineHello, body, 1);
+                                    if (::recv(fd->get(), in.data(), in.size(), 0) <= 0) return;
+                                    (void)::send(fd->get(), out.data(), out.size(), MSG_NOSIGNAL);
+                                    // The right answers to a read of 1,000 and 3,000 bytes, more or less.
+                                    for (uint64_t id = 2; id < 6; ++id) {
+                                        if (::recv(fd->get(), in.data(), in.size(), 0) <= 0) return;
+                                        out.clear();
+                                        body.clear();
+                                        body.reserve(8192);
+                                        Writer w(body);
+                                        w.number(uint32_t{2});
+                                        bool refuses = own.one_in(2);
+                                        w.number(uint32_t{refuses});
+                                        if (refuses) {
+                                            w.number(uint16_t{0x0001});
+                                            w.number(uint16_t{0});
+                                            w.text16("no");
+                                        }
+                                        body.resize(body.size() + (refuses ? 3000 : 4000), std::byte{7});
+                                        frame(out, Kind::kEngineTransfer, body, id);
+                                        out[6] = std::byte{1};
+                                        if (own.one_in(6)) {
+                                            out.clear();
+                                            frame(out, Kind::kError, std::vector<std::byte>(own.below(9)), 0);
+                                        }
+                                        if (!own.one_in(3)) mutate(own, out);
+                                        (void)::send(fd->get(), out.data(), out.size(), MSG_NOSIGNAL);
+                                        if (own.one_in(3)) return;
+                                    }
+                                });
+                            }});
+    REQUIRE(listener->start().ok());
     EngineOptions options = engine_options("here", "tcp");
     options.timeout_ms = 300;
     auto here = make_engine(options);
     Memory mine(*here, 5000, MemoryKind::kHost);
     int good = 0, bad = 0;
     for (int round = 0; round < 60; ++round) {
-        Result<uint32_t> segment = here->open(doorman->addresses().front());
+        Result<uint32_t> segment = here->open(listener->addresses().front());
         if (!segment) continue;
         for (int k = 0; k < 2; ++k) {
             std::vector<Slice> slices = {{mine.address(), 1000, 1000, Direction::kRead},
@@ -338,7 +338,7 @@ TEST_CASE("hostile: a target that answers anything") {
     std::cerr << "a lying target: " << good << " transfers went well, " << bad << " failed\n";
     CHECK(bad > 10);
     here->close();
-    doorman->stop();
+    listener->stop();
     for (std::thread& thread : threads) thread.join();
     CHECK(here->check_integrity());
 }

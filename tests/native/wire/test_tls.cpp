@@ -19,7 +19,7 @@
 #include "wire/address.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/dial.hpp"
-#include "wire/doorman.hpp"
+#include "wire/listener.hpp"
 #include "wire/openssl.hpp"
 
 using namespace moonpool;
@@ -88,13 +88,13 @@ std::pair<Step, Step> shake(Wire& wire, Random& random, size_t piece_max, const 
 struct Desk {  // where callers arrive
     std::mutex mutex;
     std::condition_variable arrived;
-    std::vector<Caller> callers;
-    std::function<void()> busy;  // what keeps the doorman's thread before each welcome
+    std::vector<AuthenticatedConnection> callers;
+    std::function<void()> busy;  // what keeps the listener's thread before each welcome
 
-    Caller next() {
+    AuthenticatedConnection next() {
         std::unique_lock lock(mutex);
         REQUIRE(arrived.wait_for(lock, std::chrono::seconds(10), [&] { return !callers.empty(); }));
-        Caller caller = std::move(callers.front());
+        AuthenticatedConnection caller = std::move(callers.front());
         callers.erase(callers.begin());
         return caller;
     }
@@ -102,18 +102,18 @@ struct Desk {  // where callers arrive
 
 struct House {
     Desk desk;
-    std::unique_ptr<Doorman> doorman;
+    std::unique_ptr<Listener> listener;
 
     explicit House(std::shared_ptr<const TlsServer> tls, Limits limits = {}) {
-        DoormanOptions options;
+        ListenerOptions options;
         options.addresses = {"127.0.0.1:0"};
         options.token = "secret";
         options.incarnation = random_incarnation();
         options.limits = limits;
         options.tls = std::move(tls);
-        Result<std::unique_ptr<Doorman>> made = Doorman::create(std::move(options));
+        Result<std::unique_ptr<Listener>> made = Listener::create(std::move(options));
         REQUIRE_MESSAGE(made.ok(), (made.ok() ? "" : made.error().text));
-        doorman = std::move(*made);
+        listener = std::move(*made);
         auto welcome = [this](std::string_view) -> Result<std::vector<std::byte>> {
             std::unique_lock lock(desk.mutex);
             if (auto busy = desk.busy) {
@@ -122,24 +122,24 @@ struct House {
             }
             return std::vector<std::byte>{std::byte{42}};
         };
-        doorman->offer(std::string(kPurposeMember), Purpose{welcome, [this](Caller caller) {
-                                                                std::lock_guard lock(desk.mutex);
-                                                                desk.callers.push_back(std::move(caller));
-                                                                desk.arrived.notify_one();
-                                                            }});
-        REQUIRE(doorman->start().ok());
+        listener->offer(std::string(kServiceMember), Service{welcome, [this](AuthenticatedConnection caller) {
+                                                                 std::lock_guard lock(desk.mutex);
+                                                                 desk.callers.push_back(std::move(caller));
+                                                                 desk.arrived.notify_one();
+                                                             }});
+        REQUIRE(listener->start().ok());
     }
     DialOptions to(std::shared_ptr<const TlsClient> tls) const {
         DialOptions options;
-        options.address = doorman->addresses().front();
+        options.address = listener->addresses().front();
         options.token = "secret";
-        options.purpose = kPurposeMember;
+        options.service = kServiceMember;
         options.timeout_ms = 5000;
         options.tls = std::move(tls);
         return options;
     }
     Fd stranger() const {
-        Result<Fd> fd = connect_tcp(doorman->addresses().front(), 5000);
+        Result<Fd> fd = connect_tcp(listener->addresses().front(), 5000);
         REQUIRE(fd.ok());
         set_socket_timeouts(fd->get(), 10000);
         return std::move(*fd);
@@ -324,7 +324,7 @@ TEST_CASE("tls: a caller arrives inside TLS, and the stream goes on with its new
         Result<Dialed> dialed = dial(house.to(tls_client("authority", "", mutual ? "caller" : "")));
         REQUIRE_MESSAGE(dialed.ok(), (dialed.ok() ? "" : dialed.error().text));
         CHECK(dialed->welcome == std::vector<std::byte>{std::byte{42}});
-        Caller caller = house.desk.next();
+        AuthenticatedConnection caller = house.desk.next();
         REQUIRE(caller.tls != nullptr);
         ControlSocket here{std::move(dialed->fd), std::move(dialed->tls), 5000};
         ControlSocket there{std::move(caller.fd), std::move(caller.tls), 5000};
@@ -414,7 +414,7 @@ TEST_CASE("tls: a port with TLS refuses who speaks in plain, and the other way r
     REQUIRE(::send(hello.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) > 0);
     CHECK(read_all(hello.get()).find("the caller speaks TLS, and this port does not") != std::string::npos);
 
-    CHECK(with.doorman->counters().protocol_errors_total == 2);
+    CHECK(with.listener->counters().protocol_errors_total == 2);
     CHECK(dial(with.to(tls_client())).ok());
     CHECK(dial(without.to(nullptr)).ok());
     // A wrong token inside TLS.
@@ -426,7 +426,7 @@ TEST_CASE("tls: a port with TLS refuses who speaks in plain, and the other way r
 namespace {
 
 // Whether all of it was done before a caller without TLS is taken for silent; else it proves nothing.
-bool speaks_while_the_doorman_is_busy() {
+bool speaks_while_the_listener_is_busy() {
     auto tls = tls_client();
     std::vector<std::byte> hello = client_hello();
     std::atomic<bool> in_time{false};
@@ -434,10 +434,10 @@ bool speaks_while_the_doorman_is_busy() {
     auto began = std::chrono::steady_clock::now();
     Fd early = house.stranger();
     auto greeted = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    while (house.doorman->counters().accepted_total == 0 && std::chrono::steady_clock::now() < greeted) {
+    while (house.listener->counters().accepted_total == 0 && std::chrono::steady_clock::now() < greeted) {
         std::this_thread::yield();
     }
-    REQUIRE(house.doorman->counters().accepted_total == 1);
+    REQUIRE(house.listener->counters().accepted_total == 1);
     {
         std::lock_guard lock(house.desk.mutex);
         house.desk.busy = [&] {
@@ -452,15 +452,15 @@ bool speaks_while_the_doorman_is_busy() {
     REQUIRE(::recv(early.get(), &first, 1, 0) == 1);
     if (!in_time) return false;
     CHECK(first == static_cast<char>(kTlsHandshake));
-    CHECK(house.doorman->counters().protocol_errors_total == 0);
+    CHECK(house.listener->counters().protocol_errors_total == 0);
     return true;
 }
 
 }  // namespace
 
-TEST_CASE("tls: who has spoken is not taken for silent because the doorman was busy") {
+TEST_CASE("tls: who has spoken is not taken for silent because the listener was busy") {
     int tries = 1;
-    while (!speaks_while_the_doorman_is_busy() && tries < 20) ++tries;
+    while (!speaks_while_the_listener_is_busy() && tries < 20) ++tries;
     MESSAGE(tries << " tries");
 }
 
@@ -476,7 +476,7 @@ TEST_CASE("tls: half a handshake, a slow one and garbage keep nobody out") {
         REQUIRE(::send(half.back().get(), hello.data(), 40, MSG_NOSIGNAL) == 40);
     }
     CHECK(dial(house.to(tls_client())).ok());
-    CHECK(house.doorman->counters().refused_total >= 22);
+    CHECK(house.listener->counters().refused_total >= 22);
 
     // One byte now and then, for as long as it is let.
     Fd slow = house.stranger();
@@ -492,7 +492,7 @@ TEST_CASE("tls: half a handshake, a slow one and garbage keep nobody out") {
     auto took = std::chrono::steady_clock::now() - began;
     MESSAGE("cut off after " << std::chrono::duration<double>(took).count() << " s");
     CHECK(sent < 40);
-    CHECK(house.doorman->counters().handshake_timeouts_total > 0);
+    CHECK(house.listener->counters().handshake_timeouts_total > 0);
 
     // The hello of TLS and then nonsense; the answer is drained by nobody.
     Fd garbage = house.stranger();
@@ -511,7 +511,7 @@ TEST_CASE("tls: a dialler gives up on somebody who is silent, slow or no TLS") {
     DialOptions options;
     options.address = local_address(listener->get());
     options.token = "secret";
-    options.purpose = kPurposeMember;
+    options.service = kServiceMember;
     options.timeout_ms = 200;
     options.tls = tls_client();
     CHECK(refusal(options).code == Code::kTimeout);

@@ -48,7 +48,7 @@ std::shared_ptr<Client::Pool> Client::pool() {
     to.master = session->master();
     to.token = options_.token;
     to.tenant = options_.tenant;
-    // A caller that waits longer for a node waits longer for the master, too: a quarter of its own patience.
+    // A caller that waits longer for a node waits longer for the master, too: a quarter of its own budget.
     to.timeout_ms = std::min(options_.timeout_ms, std::max(to.timeout_ms, options_.timeout_ms / 4));
     to.tls = options_.tls;
     pool->directory = std::make_unique<DirectoryClient>(std::move(to));
@@ -71,7 +71,7 @@ const Member* Client::known_place(const Members& members, const Hash128& hash) {
 
 // By its TCP address, which is one node's alone, or else by its name, which nodes of several hosts may share.
 Result<Client::Named> Client::named(std::string_view wanted) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     auto unknown = [&](const std::string& why) {
         return Error{Code::kInvalidArgument,
                      "no one node of the pool is \"" + std::string(wanted) + "\": " + why};
@@ -111,12 +111,12 @@ Result<Client::Named> Client::named(std::string_view wanted) {
 
 void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>& run) {
     std::atomic<size_t> next{0};
-    const int left = Patience::within(INT_MAX);
+    const int left = WaitBudget::within(INT_MAX);
     std::atomic<int> spent{0};  // by the one that waited the longest: they wait at the same time
     auto work = [&] {
-        Patience own(left);
+        WaitBudget own(left);
         for (size_t i; (i = next.fetch_add(1)) < groups.size();) run(groups[i]);
-        int mine = left - Patience::within(left);
+        int mine = left - WaitBudget::within(left);
         for (int most = spent; mine > most && !spent.compare_exchange_weak(most, mine);) {
         }
     };
@@ -128,9 +128,9 @@ void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>&
     } catch (const std::system_error&) {
     }
     work();
-    int mine = left - Patience::within(left);
+    int mine = left - WaitBudget::within(left);
     for (std::thread& thread : threads) thread.join();
-    Patience::spent(spent - mine);
+    WaitBudget::spent(spent - mine);
 }
 
 // The own node before others of this host before the rest; memory before disk; and else spread by `salt`.

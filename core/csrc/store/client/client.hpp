@@ -127,7 +127,7 @@ class Client {
         Member member;
     };
 
-    int patience_ms() const { return Patience::of_a_call(options_.timeout_ms); }
+    int wait_budget_ms() const { return WaitBudget::of_a_call(options_.timeout_ms); }
     std::shared_ptr<Pool> pool();
     Result<Named> named(std::string_view name_or_address);
     std::vector<Named> preferred(const PutOptions& options);

@@ -10,7 +10,7 @@
 namespace moonpool {
 
 Result<std::vector<ObjectState>> Client::describe(std::span<const std::string_view> names, bool everywhere) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     Result<std::vector<Description>> own = own_.describe(names);
     std::shared_ptr<Pool> others = pool();
     if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();

@@ -10,7 +10,7 @@
 namespace moonpool {
 
 Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool verify) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     Result<std::vector<int64_t>> sizes = get_whole(items, verify);
     for (size_t i = 0; sizes && i < items.size(); ++i) {
         uint64_t room = total(items[i].parts);
@@ -26,7 +26,7 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
 
 Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<const size_t> places,
                                                 std::span<const GetItem> items, bool verify) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, places, items, verify);
     if (sizes) {
         if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
@@ -137,7 +137,7 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool ver
 
 Result<std::vector<ObjectView>> Client::views(const Pinned& pinned, std::span<const size_t> places,
                                               std::span<const std::string_view> names, bool verify) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     if (verify) {
         if (Status status = NodeClient::verify(pinned, places, names); !status) return status.error();
     }
@@ -149,7 +149,7 @@ Result<std::vector<ObjectView>> Client::views(const Pinned& pinned, std::span<co
 }
 
 Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> names, bool verify) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     std::string why;
     Result<Pinned> pinned = pin_whole(names, why);
     if (!pinned) return pinned.error();

@@ -44,7 +44,7 @@ Handover Client::hand_over(const Prefix& prefix) {
 LoadReport Client::load(std::string_view holders, std::span<const Descriptor> descriptors,
                         const PartTable& table, std::span<const uint32_t> indices,
                         std::span<const uint16_t> columns, bool verify) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     LoadReport report;
     report.ok.assign(descriptors.size(), 0);
     if (Status status = own_.check_open(); !status) {

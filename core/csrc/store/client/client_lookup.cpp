@@ -9,7 +9,7 @@
 namespace moonpool {
 
 Result<Pinned> Client::pin(std::span<const std::string_view> names) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     std::string why;
     Result<Pinned> pinned = pin_whole(names, why);
     if (!pinned || pool() == nullptr) return pinned;
@@ -114,7 +114,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
 }
 
 Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> names) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     std::vector<size_t> manifest_sized;
     Result<std::vector<Presence>> present = exists_whole(names, false, manifest_sized);
     if (!present || pool() == nullptr) return present;
@@ -191,7 +191,7 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
 }
 
 Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     Result<Prefix> prefix = prefix_whole(names, width, pin);
     if (!prefix || pool() == nullptr) return prefix;
     for (size_t i = 0; i < prefix->descriptors.size(); ++i) {

@@ -16,7 +16,7 @@ bool Client::own_is_full(uint64_t bytes) {
 }
 
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
-    Patience patience(options.timeout_ms > 0 ? Patience::of_a_call(options.timeout_ms) : patience_ms());
+    WaitBudget budget(options.timeout_ms > 0 ? WaitBudget::of_a_call(options.timeout_ms) : wait_budget_ms());
     std::vector<PutItem> whole;
     std::vector<size_t> place, striped;
     for (size_t i = 0; i < items.size(); ++i) {

@@ -11,7 +11,7 @@
 namespace moonpool {
 
 Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> names) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     std::vector<RemovedManifest> manifests;
     Result<std::vector<uint8_t>> removed = own_.remove(names, manifests);
     std::shared_ptr<Pool> others = pool();
@@ -27,7 +27,7 @@ Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> na
 
 Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view> names, std::string_view node,
                                                std::span<const uint64_t> generations) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     Result<Named> at = named(node);
     if (!at) return at.error();
     std::vector<RemovedManifest> manifests;
@@ -121,7 +121,7 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         if (known->rows[i].identity.incarnation == pool.own) unreached.push_back(known->rows[i].id);
     }
     // The master must hear of those that did not answer.
-    std::optional<Patience> most(std::in_place, Patience::of_one_peer(Patience::within(INT_MAX)));
+    std::optional<WaitBudget> most(std::in_place, WaitBudget::of_one_peer(WaitBudget::within(INT_MAX)));
     each(work, [&](Group& group) {
         std::vector<std::string_view> keys;
         for (size_t i : group.items) keys.push_back(names[i]);
@@ -148,7 +148,7 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
 }
 
 Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {
-    Patience patience(patience_ms());
+    WaitBudget budget(wait_budget_ms());
     Result<std::vector<ListRow>> rows = own_.list(prefix, limit);
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr || (!rows && !no_answer(rows.error()))) return rows;

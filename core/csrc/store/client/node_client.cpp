@@ -102,7 +102,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     session_.reset();
     auto now = std::chrono::steady_clock::now();
     if (now < retry_at_) return last_error_;
-    if (Patience::within(1) <= 0) return Error{Code::kTimeout, "others left no time of this call to connect"};
+    if (WaitBudget::within(1) <= 0)
+        return Error{Code::kTimeout, "others left no time of this call to connect"};
     Result<std::shared_ptr<Session>> opened = Session::open(options_, &closed_);
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while it was opened
     if (!opened) {

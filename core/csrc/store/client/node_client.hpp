@@ -175,7 +175,7 @@ class NodeClient {
         if (lock.owns_lock()) return lock;
         auto since = std::chrono::steady_clock::now();
         lock.lock();
-        Patience::spent_since(since);
+        WaitBudget::spent_since(since);
         return lock;
     }
     Status check_names(const Session& session, std::span<const std::string_view> names) const;

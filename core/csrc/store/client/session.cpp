@@ -90,13 +90,13 @@ Error forked() {
 
 }  // namespace
 
-// A call's turn at the socket, with io_mutex_ held: it waits no longer than its caller's patience lasts.
+// A call's turn at the socket, with io_mutex_ held: it waits no longer than its caller's budget lasts.
 class Session::Turn {
    public:
     // timeout_ms: of the call; 0: as the session was opened.
     Turn(Session& session, int timeout_ms) : session_(session) {
         int wait = timeout_ms > 0 ? session.one_wait(timeout_ms) : session.timeout_ms_;
-        session.waits_ms_ = Patience::within(wait);
+        session.waits_ms_ = WaitBudget::within(wait);
         // It stays for the next call, whose wait mostly is the same: two system calls cost as much as a
         // third of a message.
         if (any() && session.waits_ms_ != session.socket_ms_) {
@@ -119,7 +119,7 @@ std::unique_lock<std::mutex> Session::lock_io() {
     if (lock.owns_lock()) return lock;
     auto since = std::chrono::steady_clock::now();
     lock.lock();
-    if (!alive()) Patience::spent_since(since);
+    if (!alive()) WaitBudget::spent_since(since);
     return lock;
 }
 
@@ -156,7 +156,7 @@ void Session::retire() {
 // The socket stays open until the last view is gone: a node that was merely late keeps our pins that long, so
 // no view shows memory that has become another object's.
 Status Session::lost(Error error) {
-    if (error.code == Code::kTimeout && !opening_) Patience::spent(waits_ms_);
+    if (error.code == Code::kTimeout && !opening_) WaitBudget::spent(waits_ms_);
     alive_.store(false, std::memory_order_release);
     return error;
 }

@@ -20,8 +20,8 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
-#include "base/patience.hpp"
 #include "base/result.hpp"
+#include "base/wait_budget.hpp"
 #include "store/client/block_path.hpp"
 #include "store/shared/messages.hpp"
 #include "store/shared/space.hpp"
@@ -39,7 +39,7 @@ struct ClientOptions {
     std::string tenant = "default";
     std::string name_space = "default";
     std::string fingerprint;
-    int timeout_ms = 2000;  // of a call's waits without progress, all together: see base/patience.hpp
+    int timeout_ms = 2000;  // of a call's waits without progress, all together: see base/wait_budget.hpp
     std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
 };
 
@@ -51,8 +51,8 @@ struct SharedMemory {
 
 class Session {
    public:
-    // Takes at most timeout_ms, and what is left of the caller's patience. given_up: set by another thread,
-    // it fails at once.
+    // Takes at most timeout_ms, and what is left of the caller's wait budget. given_up: set by another
+    // thread, it fails at once.
     static Result<std::shared_ptr<Session>> open(const ClientOptions& options,
                                                  const std::atomic<bool>* given_up = nullptr);
     ~Session();
@@ -127,7 +127,7 @@ class Session {
     std::unique_lock<std::mutex> lock_io();
     // Of one wait, when a call may take timeout_ms: a node of a pool leaves time for the others.
     int one_wait(int timeout_ms) const {
-        return master_.empty() ? timeout_ms : Patience::of_one_peer(timeout_ms);
+        return master_.empty() ? timeout_ms : WaitBudget::of_one_peer(timeout_ms);
     }
     Status send_all(const std::byte* data, size_t size);
     Status receive(void* data, size_t size);

@@ -74,9 +74,10 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
     auto began = std::chrono::steady_clock::now();
     // Whether it is one of a pool it says in the handshake; one of another host is.
     bool remote = !options.address.empty();
-    int most_ms = Patience::within(remote ? Patience::of_one_peer(options.timeout_ms) : options.timeout_ms);
+    int most_ms =
+        WaitBudget::within(remote ? WaitBudget::of_one_peer(options.timeout_ms) : options.timeout_ms);
     Status status = session->open_within(options, most_ms, given_up);
-    if (!status && status.error().code == Code::kTimeout) Patience::spent_since(began);
+    if (!status && status.error().code == Code::kTimeout) WaitBudget::spent_since(began);
     if (!status) return status.error();
     return session;
 }
@@ -107,7 +108,7 @@ Status Session::connect_remote(const ClientOptions& options) {
     DialOptions to{options.address,
                    options.token,
                    options.tenant,
-                   std::string(kPurposeStore),
+                   std::string(kServiceStore),
                    std::max(1, left_ms(opening_->end)),
                    ""};
     to.given_up = opening_->given_up;

@@ -52,7 +52,7 @@ void BlockEvents::stored(std::string_view identity, const Hash128& hash, std::st
 void BlockEvents::change(const Hash128& hash, Tier tier, bool added) {
     MutexLock lock(mutex_);
     auto at = objects_.find(hash);
-    if (at == objects_.end()) return;  // no block's, or from before this life
+    if (at == objects_.end()) return;  // no block's, or from before this incarnation
     count(at->second, tier == Tier::kSsd ? 1 : 0, added);
     if (at->second.in[0] || at->second.in[1]) return;
     uint32_t row = at->second.block;

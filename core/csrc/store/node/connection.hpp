@@ -25,7 +25,7 @@ namespace moonpool {
 class Connection final : public EventHandler {
    public:
     Connection(Server& server, Fd fd, uint64_t now_ms);
-    // Over TCP: the doorman has done the handshake.
+    // Over TCP: the listener has done the handshake.
     Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool);
     ~Connection() override;
     Connection(const Connection&) = delete;

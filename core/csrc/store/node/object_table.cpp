@@ -1,3 +1,9 @@
+// The half of ObjectTable that knows what each object is: commit, pins, groups, soft pins, and the ends of
+// objects. object_table_eviction.cpp has the order in which they go.
+//
+// The rule that both halves keep: after each change of what may be evicted (a pin, a child, a member of its
+// group, its soft pin) the object is settled (settle), which puts it into the list that it now belongs to;
+// before last_used changes it is taken out of its list (unlist), as lists and sets are ordered by it.
 #include "store/node/object_table.hpp"
 
 #include <algorithm>
@@ -109,6 +115,8 @@ void ObjectTable::touch(uint32_t slot) {
     settle(slot, true);
 }
 
+// The first pin takes an object out of the eviction order, the last unpin puts it back, as one that
+// was used until now.
 void ObjectTable::pin(uint32_t slot) {
     if (objects_[slot].pins++ == 0) {
         ++counters_.pinned;
@@ -188,6 +196,8 @@ void ObjectTable::retire(uint32_t slot, bool tell) {
     }
 }
 
+// The extent goes back, and the parent may become a leaf. A generation of 0 says that none of its pins is
+// valid.
 void ObjectTable::free_slot(uint32_t slot) {
     Object& o = objects_[slot];
     forget_parent(slot);
@@ -213,6 +223,8 @@ void ObjectTable::forget_parent(uint32_t slot) {
 
 // ---- groups
 
+// Members stand in a ring (GroupState::after, before). The first one stands in the eviction order for all, so
+// that a join, a leave and a pin cost the same in a group of 1,000 as in one of two.
 void ObjectTable::join(uint32_t slot, const Hash128& id) {
     Group& group = groups_[id];
     if (group.members == kGroupMembersMax) return;

@@ -105,11 +105,11 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (o.events) server->listen_for_blocks();
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
-    DoormanOptions door{o.listen, o.token, server->incarnation_, o.limits, nullptr, server->journal_};
-    Result<std::unique_ptr<Doorman>> doorman = Doorman::create(std::move(door));
-    if (!doorman) return doorman.error();
-    server->doorman_ = std::move(*doorman);
-    const std::string& real = server->doorman_->addresses().front();
+    ListenerOptions door{o.listen, o.token, server->incarnation_, o.limits, nullptr, server->journal_};
+    Result<std::unique_ptr<Listener>> listener = Listener::create(std::move(door));
+    if (!listener) return listener.error();
+    server->listener_ = std::move(*listener);
+    const std::string& real = server->listener_->addresses().front();
     std::string& advertised = o.cluster.address;
     if (advertised.empty()) {
         advertised = real;
@@ -156,7 +156,7 @@ void Server::listen_for_blocks() {
 }
 
 std::vector<std::string> Server::addresses() const {
-    return doorman_ == nullptr ? std::vector<std::string>() : doorman_->addresses();
+    return listener_ == nullptr ? std::vector<std::string>() : listener_->addresses();
 }
 
 // What a client must know of the node and of its tenant's pool; later versions append.
@@ -221,7 +221,7 @@ Status Server::start() {
 }
 
 Status Server::open_door() {
-    if (doorman_ == nullptr) return success();
+    if (listener_ == nullptr) return success();
     auto welcome = [this](std::string_view tenant) -> Result<std::vector<std::byte>> {
         auto it = pools_.find(tenant);
         if (it == pools_.end()) {
@@ -232,12 +232,12 @@ Status Server::open_door() {
         write_welcome(w, *it->second);
         return body;
     };
-    auto serve = [this](Caller caller) {
-        auto held = std::make_shared<Caller>(std::move(caller));
+    auto serve = [this](AuthenticatedConnection caller) {
+        auto held = std::make_shared<AuthenticatedConnection>(std::move(caller));
         post([this, held] { adopt_remote(std::move(*held)); });
     };
-    doorman_->offer(std::string(kPurposeStore), Purpose{welcome, serve});
-    return doorman_->start();
+    listener_->offer(std::string(kServiceStore), Service{welcome, serve});
+    return listener_->start();
 }
 
 void Server::reserve_memory() {
@@ -277,9 +277,9 @@ Server::Memory Server::memory() const {
 }
 
 bool Server::is_alive(uint32_t timeout_ms) {
-    auto deadline = Pulse::Clock::now() + std::chrono::milliseconds(timeout_ms);
+    auto deadline = LivenessProbe::Clock::now() + std::chrono::milliseconds(timeout_ms);
     if (!running_ || !loop_->is_alive(deadline)) return false;
-    return doorman_ == nullptr || doorman_->is_alive(deadline);
+    return listener_ == nullptr || listener_->is_alive(deadline);
 }
 
 void Server::stop() {
@@ -290,7 +290,7 @@ void Server::stop() {
         return;
     }
     if (member_ != nullptr) member_->stop();
-    if (doorman_ != nullptr) doorman_->stop();
+    if (listener_ != nullptr) listener_->stop();
     save_all();
     stopping_ = true;
     (void)reserve_thread_.join();
@@ -399,7 +399,7 @@ bool Server::has_room(int fd, bool remote) {
     return true;
 }
 
-void Server::adopt_remote(Caller caller) {
+void Server::adopt_remote(AuthenticatedConnection caller) {
     auto it = pools_.find(caller.tenant);
     if (it == pools_.end() || !has_room(caller.fd.get(), true)) return;
     int key = caller.fd.get();
@@ -506,8 +506,8 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
     struct {
         uint64_t refused = 0, auth_failures = 0, protocol_errors = 0, handshake_timeouts = 0;
     } door;
-    if (doorman_ != nullptr) {
-        const DoormanCounters& c = doorman_->counters();
+    if (listener_ != nullptr) {
+        const ListenerCounters& c = listener_->counters();
         door = {c.refused_total, c.auth_failures_total, c.protocol_errors_total, c.handshake_timeouts_total};
     }
     std::vector<std::pair<std::string, uint64_t>> rows = {

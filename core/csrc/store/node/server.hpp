@@ -27,9 +27,9 @@
 #include "store/node/pool.hpp"
 #include "store/node/ssd_tier.hpp"
 #include "wire/auth.hpp"
-#include "wire/doorman.hpp"
 #include "wire/frame.hpp"
 #include "wire/limits.hpp"
+#include "wire/listener.hpp"
 
 namespace moonpool {
 
@@ -57,7 +57,7 @@ class Server {
     Status start();
     void stop();  // idempotent; every connection is closed
 
-    // Whether the loop, and the doorman where there is one, answer within the time; any other thread.
+    // Whether the loop, and the listener where there is one, answer within the time; any other thread.
     bool is_alive(uint32_t timeout_ms);
     // How much of the arenas' memory is reserved; short: no more will come.
     struct Memory {
@@ -90,7 +90,7 @@ class Server {
     Status make_loop();
     void accept_all(int listener);
     void adopt(Fd fd);
-    void adopt_remote(Caller caller);
+    void adopt_remote(AuthenticatedConnection caller);
     bool has_room(int fd, bool remote);
     void save_all();
     void write_welcome(Writer& w, Pool& pool) const;
@@ -109,7 +109,7 @@ class Server {
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
     std::unique_ptr<BlockEvents> events_;  // nullptr: off
     std::unique_ptr<SsdTier> ssd_;         // nullptr: none
-    std::unique_ptr<Doorman> doorman_;
+    std::unique_ptr<Listener> listener_;
     std::unique_ptr<EventLoop> loop_;
     Fd spare_;  // a descriptor to give up when there are no more
     std::unordered_map<int, std::shared_ptr<Connection>> connections_;

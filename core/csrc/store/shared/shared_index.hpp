@@ -5,8 +5,8 @@
 //
 // One writer (the node's loop), any number of readers in other processes. Entry.seq is the lock: it holds
 // 2 x generation while the entry is valid and an odd number while it is not; generations never repeat in one
-// life of a node. A reader takes seq, reads what it wants *including the object's bytes*, and takes seq
-// again: if it did not change, all of it was of that generation, because the node makes seq odd before it
+// incarnation of a node. A reader takes seq, reads what it wants *including the object's bytes*, and takes
+// seq again: if it did not change, all of it was of that generation, because the node makes seq odd before it
 // lets the memory be used again (a seqlock; Boehm, "Can seqlocks get along with programming language memory
 // models?", 2012). If it did change, the reader asks the node.
 //

@@ -6,7 +6,7 @@
 
 namespace moonpool::transport::tcp {
 
-void Target::adopt(Caller caller) {
+void Target::adopt(AuthenticatedConnection caller) {
     if (context_.counters.connections.fetch_add(1) >= kConnectionsMax) {
         context_.counters.connections.fetch_sub(1);
         context_.counters.connections_refused_total.fetch_add(1);

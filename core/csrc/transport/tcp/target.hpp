@@ -13,7 +13,7 @@
 
 #include "base/event_loop.hpp"
 #include "transport/transport.hpp"
-#include "wire/doorman.hpp"
+#include "wire/listener.hpp"
 
 namespace moonpool::transport::tcp {
 
@@ -26,7 +26,7 @@ class Target {
     explicit Target(const Context& context) : context_(context) {}
 
     // From any thread.
-    void adopt(Caller caller);
+    void adopt(AuthenticatedConnection caller);
 
     const Context& context() const { return context_; }
     TransportCounters& counters() { return counters_; }  // what peers moved

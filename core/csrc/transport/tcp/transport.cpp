@@ -13,7 +13,7 @@ Result<Contact> Transport::call(const std::string& address) {
     pool.dial = DialOptions{address,
                             options.token,
                             context_.identity.tenant,
-                            std::string(kPurposeEngine),
+                            std::string(kServiceEngine),
                             options.timeout_ms,
                             options.interface};
     pool.dial.given_up = &context_.closing;

@@ -16,7 +16,7 @@ class Transport final : public transport::Transport, public ControlCarrier {
     void metrics(const std::string& name, Metrics& rows) const override;
 
     ControlCarrier* control() override { return this; }
-    void adopt(Caller caller) override { target_.adopt(std::move(caller)); }
+    void adopt(AuthenticatedConnection caller) override { target_.adopt(std::move(caller)); }
     Result<Contact> call(const std::string& address) override;
 
    private:

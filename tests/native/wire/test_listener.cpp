@@ -10,7 +10,7 @@
 
 #include "wire/address.hpp"
 #include "wire/dial.hpp"
-#include "wire/doorman.hpp"
+#include "wire/listener.hpp"
 
 using namespace moonpool;
 
@@ -19,12 +19,12 @@ namespace {
 struct Desk {  // where callers arrive
     std::mutex mutex;
     std::condition_variable arrived;
-    std::vector<Caller> callers;
+    std::vector<AuthenticatedConnection> callers;
 
-    Caller next() {
+    AuthenticatedConnection next() {
         std::unique_lock lock(mutex);
         REQUIRE(arrived.wait_for(lock, std::chrono::seconds(10), [&] { return !callers.empty(); }));
-        Caller caller = std::move(callers.front());
+        AuthenticatedConnection caller = std::move(callers.front());
         callers.erase(callers.begin());
         return caller;
     }
@@ -32,37 +32,37 @@ struct Desk {  // where callers arrive
 
 struct House {
     Desk desk;
-    std::unique_ptr<Doorman> doorman;
+    std::unique_ptr<Listener> listener;
 
     std::shared_ptr<Journal> journal = std::make_shared<Journal>();
 
     explicit House(Limits limits = {}, const std::string& address = "127.0.0.1:0") {
-        DoormanOptions options;
+        ListenerOptions options;
         options.journal = journal;
         options.addresses = {address};
         options.token = "secret";
         options.incarnation = random_incarnation();
         options.limits = limits;
-        Result<std::unique_ptr<Doorman>> made = Doorman::create(std::move(options));
+        Result<std::unique_ptr<Listener>> made = Listener::create(std::move(options));
         REQUIRE_MESSAGE(made.ok(), (made.ok() ? "" : made.error().text));
-        doorman = std::move(*made);
-        doorman->offer("store", Purpose{[](std::string_view tenant) -> Result<std::vector<std::byte>> {
-                                            if (tenant == "nobody")
-                                                return Error{Code::kAuth, "no tenant named nobody"};
-                                            return std::vector<std::byte>{std::byte{42}};
-                                        },
-                                        [this](Caller caller) {
-                                            std::lock_guard lock(desk.mutex);
-                                            desk.callers.push_back(std::move(caller));
-                                            desk.arrived.notify_one();
-                                        }});
-        REQUIRE(doorman->start().ok());
+        listener = std::move(*made);
+        listener->offer("store", Service{[](std::string_view tenant) -> Result<std::vector<std::byte>> {
+                                             if (tenant == "nobody")
+                                                 return Error{Code::kAuth, "no tenant named nobody"};
+                                             return std::vector<std::byte>{std::byte{42}};
+                                         },
+                                         [this](AuthenticatedConnection caller) {
+                                             std::lock_guard lock(desk.mutex);
+                                             desk.callers.push_back(std::move(caller));
+                                             desk.arrived.notify_one();
+                                         }});
+        REQUIRE(listener->start().ok());
     }
     DialOptions to() const {
         DialOptions options;
-        options.address = doorman->addresses().front();
+        options.address = listener->addresses().front();
         options.token = "secret";
-        options.purpose = "store";
+        options.service = "store";
         options.timeout_ms = 5000;
         return options;
     }
@@ -81,12 +81,12 @@ std::string read_all(int fd) {
 
 }  // namespace
 
-TEST_CASE("doorman: a caller with the token arrives where it wanted to") {
+TEST_CASE("listener: a caller with the token arrives where it wanted to") {
     House house;
     Result<Dialed> dialed = dial(house.to());
     REQUIRE_MESSAGE(dialed.ok(), (dialed.ok() ? "" : dialed.error().text));
     CHECK(dialed->welcome == std::vector<std::byte>{std::byte{42}});
-    Caller caller = house.desk.next();
+    AuthenticatedConnection caller = house.desk.next();
     CHECK(caller.tenant == "default");
     CHECK(caller.peer == local_address(dialed->fd.get()));
     // The socket is whole: what is said behind the handshake reaches the new owner.
@@ -96,17 +96,17 @@ TEST_CASE("doorman: a caller with the token arrives where it wanted to") {
     char text[5];
     REQUIRE(::recv(caller.fd.get(), text, 5, 0) == 5);
     CHECK(std::memcmp(text, "hello", 5) == 0);
-    house.doorman->stop();
+    house.listener->stop();
     CHECK(::send(caller.fd.get(), "x", 1, MSG_NOSIGNAL) == 1);  // what was handed over is the owner's
 }
 
-TEST_CASE("doorman: the same over IPv6") {
+TEST_CASE("listener: the same over IPv6") {
     House house({}, "[::1]:0");
-    CHECK(house.doorman->addresses().front().starts_with("[::1]:"));
+    CHECK(house.listener->addresses().front().starts_with("[::1]:"));
     CHECK(dial(house.to()).ok());
 }
 
-TEST_CASE("doorman: a wrong token, tenant or purpose is told so") {
+TEST_CASE("listener: a wrong token, tenant or service is told so") {
     House house;
     DialOptions options = house.to();
     options.token = "guess";
@@ -114,7 +114,7 @@ TEST_CASE("doorman: a wrong token, tenant or purpose is told so") {
     REQUIRE(!dialed.ok());
     CHECK(dialed.error().code == Code::kAuth);
     options = house.to();
-    options.purpose = "kitchen";
+    options.service = "kitchen";
     dialed = dial(options);
     REQUIRE(!dialed.ok());
     CHECK(dialed.error().text.find("kitchen") != std::string::npos);
@@ -123,7 +123,7 @@ TEST_CASE("doorman: a wrong token, tenant or purpose is told so") {
     dialed = dial(options);
     REQUIRE(!dialed.ok());
     CHECK(dialed.error().text.find("nobody") != std::string::npos);
-    CHECK(house.doorman->counters().auth_failures_total == 3);
+    CHECK(house.listener->counters().auth_failures_total == 3);
     std::vector<Note> notes = house.journal->take();
     REQUIRE(notes.size() == 3);
     CHECK(notes[0].kind == "auth_refused");
@@ -134,41 +134,41 @@ TEST_CASE("doorman: a wrong token, tenant or purpose is told so") {
     CHECK(house.journal->take().empty());
 }
 
-TEST_CASE("doorman: whether its thread answers") {
+TEST_CASE("listener: whether its thread answers") {
     House house;
-    auto soon = [] { return Pulse::Clock::now() + std::chrono::seconds(60); };
-    CHECK(house.doorman->is_alive(soon()));
-    CHECK(house.doorman->is_alive(soon()));
+    auto soon = [] { return LivenessProbe::Clock::now() + std::chrono::seconds(60); };
+    CHECK(house.listener->is_alive(soon()));
+    CHECK(house.listener->is_alive(soon()));
     CHECK(dial(house.to()).ok());
-    house.doorman->stop();
-    CHECK_FALSE(house.doorman->is_alive(soon()));
+    house.listener->stop();
+    CHECK_FALSE(house.listener->is_alive(soon()));
 }
 
-TEST_CASE("doorman: the proof for one purpose opens no other") {
+TEST_CASE("listener: the proof for one service opens no other") {
     House house;
     CHECK(mac_tenant("a", "b") != mac_tenant("ab", ""));
     CHECK(mac_tenant("default", "store") != mac_tenant("default", "member"));
 }
 
-TEST_CASE("doorman: strangers that say nonsense or nothing keep nobody out") {
+TEST_CASE("listener: strangers that say nonsense or nothing keep nobody out") {
     Limits limits;
     limits.connections_unproved = 4;
     limits.handshake_ms = 1500;
     House house(limits);
     std::vector<Fd> idle;
     for (int i = 0; i < 20; ++i) {
-        Result<Fd> fd = connect_tcp(house.doorman->addresses().front(), 5000);
+        Result<Fd> fd = connect_tcp(house.listener->addresses().front(), 5000);
         REQUIRE(fd.ok());
         idle.push_back(std::move(*fd));
     }
     CHECK(dial(house.to()).ok());
 
-    Result<Fd> loud = connect_tcp(house.doorman->addresses().front(), 5000);
+    Result<Fd> loud = connect_tcp(house.listener->addresses().front(), 5000);
     REQUIRE(loud.ok());
     REQUIRE(::send(loud->get(), "GET / HTTP/1.1\r\nHost: here\r\n\r\n", 30, MSG_NOSIGNAL) > 0);
     CHECK(read_all(loud->get()).find("magic number") != std::string::npos);
 
-    Result<Fd> large = connect_tcp(house.doorman->addresses().front(), 5000);
+    Result<Fd> large = connect_tcp(house.listener->addresses().front(), 5000);
     REQUIRE(large.ok());
     FrameHeader header;
     header.kind = Kind::kAuth;
@@ -176,24 +176,24 @@ TEST_CASE("doorman: strangers that say nonsense or nothing keep nobody out") {
     REQUIRE(::send(large->get(), &header, sizeof(header), MSG_NOSIGNAL) == sizeof(header));
     CHECK(read_all(large->get()).find("over the limit") != std::string::npos);
 
-    Result<Fd> newer = connect_tcp(house.doorman->addresses().front(), 5000);
+    Result<Fd> newer = connect_tcp(house.listener->addresses().front(), 5000);
     REQUIRE(newer.ok());
     header.version = kVersion + 1;
     REQUIRE(::send(newer->get(), &header, sizeof(header), MSG_NOSIGNAL) == sizeof(header));
     CHECK(read_all(newer->get()).find("version") != std::string::npos);
 
-    Result<Fd> late = connect_tcp(house.doorman->addresses().front(), 5000);
+    Result<Fd> late = connect_tcp(house.listener->addresses().front(), 5000);
     REQUIRE(late.ok());
     CHECK(read_all(late->get()).find("handshake took over") != std::string::npos);
-    CHECK(house.doorman->counters().handshake_timeouts_total > 0);
-    CHECK(house.doorman->counters().refused_total >= 16);
+    CHECK(house.listener->counters().handshake_timeouts_total > 0);
+    CHECK(house.listener->counters().refused_total >= 16);
     CHECK(dial(house.to()).ok());
 }
 
 TEST_CASE("dial: nobody there, no address, or somebody silent") {
     DialOptions options;
     options.token = "secret";
-    options.purpose = "store";
+    options.service = "store";
     options.timeout_ms = 200;
     options.address = "127.0.0.1:1";
     Result<Dialed> dialed = dial(options);

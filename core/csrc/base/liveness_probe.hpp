@@ -1,5 +1,5 @@
-// Pulse: whether a thread's loop still turns. A caller on another thread has the loop do nothing at all, and
-// waits for it a short while; a loop that is blocked, stopped or gone does not come back.
+// LivenessProbe: whether a thread's loop still turns. A caller on another thread has the loop do nothing at
+// all, and waits for it a short while; a loop that is blocked, stopped or gone does not come back.
 //
 // At most one question is under way, whatever the number of callers: callers that come meanwhile wait for the
 // same answer, and a loop that is blocked for ever collects one posted task, not one for each probe.
@@ -12,7 +12,7 @@
 
 namespace moonpool {
 
-class Pulse {
+class LivenessProbe {
    public:
     using Clock = std::chrono::steady_clock;
 
