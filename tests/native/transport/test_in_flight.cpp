@@ -46,6 +46,17 @@ class Device {
         std::lock_guard lock(mutex_);
         lost_.push_back(std::move(posted.held));
     }
+    // After a failed test: engines wait for jobs before they close.
+    void abandon() {
+        for (;;) {
+            {
+                std::lock_guard lock(mutex_);
+                if (queue_.empty()) break;
+            }
+            lose();
+        }
+        fence();
+    }
     // From here on it does not.
     void fence() {
         std::lock_guard lock(mutex_);
@@ -72,10 +83,6 @@ class Device {
     void await_revocations(size_t n) {
         std::unique_lock lock(mutex_);
         REQUIRE(changed_.wait_for(lock, std::chrono::seconds(30), [&] { return revoked_.size() >= n; }));
-    }
-    size_t revocations() {
-        std::lock_guard lock(mutex_);
-        return revoked_.size();
     }
 
    private:
@@ -150,6 +157,7 @@ struct LateBed {
         pair = std::make_unique<Pair>(mine, theirs);
     }
     ~LateBed() {
+        hardware.abandon();
         pair.reset();
         device = nullptr;
     }
