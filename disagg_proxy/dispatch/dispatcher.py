@@ -242,10 +242,11 @@ class Dispatcher:
         return self._choose(request, *self._intake.look_up(request, ids))
 
     def _choose(self, request: ProxyRequest, asked: Request, match: PrefixMatch | None) -> Decision:
-        if not self._those(request).workers:
+        able = self._those(request)
+        if not able.workers:
             return none_left()
         try:
-            pending = self._intake.pending(request, asked, match)
+            pending = self._intake.pending(request, asked, match, able)
         except BadHeader as error:
             return refused(400, str(error), "bad_header")
         with self._lock:
@@ -321,7 +322,7 @@ class Dispatcher:
 
     def eligible(self, pending: PendingProxyRequest) -> EligibleWorkers:
         if not pending.waits:
-            return self._those(pending.request)
+            return pending.able
         return self.candidates.of_waiting(str(pending.group), self._clock())
 
     def refresh(self, pending: PendingProxyRequest) -> Request:

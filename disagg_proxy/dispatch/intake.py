@@ -40,9 +40,9 @@ class Intake:
         return Request(len(ids) // 4, match.own, pool, answer_tokens, holder=self._pool), match
 
     def pending(
-        self, request: ProxyRequest, asked: Request, match: PrefixMatch | None
+        self, request: ProxyRequest, asked: Request, match: PrefixMatch | None, able: EligibleWorkers
     ) -> PendingProxyRequest:
-        """Raises BadHeader."""
+        """able: the workers that the request may go to now. Raises BadHeader."""
         hints = request_hints.read(request.headers)
         if hints is not request_hints.NO_HINTS:
             asked = asked._replace(tenant=hints.tenant, priority=hints.priority, session=hints.session)
@@ -65,6 +65,7 @@ class Intake:
             streams=request.stream,
             request=request,
             match=match,
+            able=able,
             is_judged=admission is not None and not request.attempt,
         )
 

@@ -9,7 +9,7 @@ from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.admission import Refusal
 from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
-from moonpool.disagg_proxy.conductor.scheduler import PendingRequest
+from moonpool.disagg_proxy.conductor.scheduler import EligibleWorkers, PendingRequest
 from moonpool.disagg_proxy.conductor.worker import Role
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixMatch
@@ -20,11 +20,12 @@ RETRY_AFTER_S_MAX = 3600.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingProxyRequest(PendingRequest):
-    """match: where its prompt lies, as of its arrival; None: not known. is_judged: by admission. answer: why
-    no engine can serve it, whatever the load."""
+    """match: where its prompt lies, as of its arrival; None: not known. able: the workers that it could go
+    to then. is_judged: by admission. answer: why no engine can serve it, whatever the load."""
 
     request: ProxyRequest
     match: PrefixMatch | None
+    able: EligibleWorkers
     is_judged: bool = False
     answer: Answer | None = None
 
