@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Request
-from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, Scheduler
+from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, EligibleWorkers, Scheduler
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
 from moonpool.disagg_proxy.dispatch import request_hints
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
