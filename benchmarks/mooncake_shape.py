@@ -15,6 +15,7 @@ from typing import Any
 
 from moonpool import Error, InvalidArgument, Presence, PutResult, Store, _native
 from moonpool.core.config import paths
+from moonpool.core.config.native_settings import node_settings
 
 INVALID_PARAMS = -600
 NO_AVAILABLE_HANDLE = -200
@@ -47,7 +48,9 @@ class MooncakeDistributedStore:
         token = paths.read_or_create_token()
         try:
             if global_segment_size > 0:
-                self._server = _native.Server(master_server_addr, [("default", global_segment_size)], token)
+                self._server = _native.Server(
+                    master_server_addr, [("default", global_segment_size)], token, node_settings()
+                )
                 self._server.start()
             self._open_store = Store(master_server_addr, token=token)
         except Error as error:

@@ -31,6 +31,7 @@ from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
 from benchmarks.store.workload import MIB
 from moonpool import Store, _native
+from moonpool.core.config.native_settings import node_settings
 
 TARGET = 0.7
 READ_SHARE = 0.75  # of a log: what is read from
@@ -145,9 +146,12 @@ def node_rates(setting: Setting, size: int) -> tuple[float, float]:
 
     def server() -> _native.Server:
         node = _native.Server(
-            socket, [("default", 2 * total)], b"bench", ssd=[(str(folder), setting.log_bytes)],
-            ssd_clean_share=1.0, ssd_depth=setting.depth,
-        )  # fmt: skip
+            socket,
+            [("default", 2 * total)],
+            b"bench",
+            node_settings(ssd_clean_share=1.0, ssd_depth=setting.depth),
+            ssd=[(str(folder), setting.log_bytes)],
+        )
         node.start()
         return node
 

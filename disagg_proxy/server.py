@@ -13,11 +13,13 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
-from msgspec.structs import asdict
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest, Relay
+from moonpool.core.config.proxy_section import ProxyCommon
+from moonpool.core.config.setting import settings_of
 from moonpool.disagg_proxy.api_keys import ApiKeys
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, refused
 from moonpool.disagg_proxy.conductor.policy import make_policy
@@ -226,9 +228,7 @@ class Proxy:
         return Relay(
             engines=[],
             engines_max=settings.places,
-            limits=_limits(settings),
-            deadlines=_deadlines(settings),
-            breaker=asdict(settings.breaker),
+            settings=_relay_settings(settings),
             api_keys=read_api_keys(settings.api_keys_file),
             access_log=settings.access_log,
             instance=os.urandom(6).hex(),
@@ -411,21 +411,15 @@ class Proxy:
         self._listening.clear()
 
 
-def _limits(settings: ProxySettings) -> dict[str, float]:
-    internals = settings.internals
-    return asdict(settings.limits) | {
-        "prefill_answer_bytes_max": internals.prefill_answer_bytes_max,
-        "observations_max": internals.observations_max,
-    }
-
-
-def _deadlines(settings: ProxySettings) -> dict[str, float]:
-    """The data plane's. It gives a request up for which no decision comes: not while it may wait for one."""
-    values = asdict(settings.deadlines) | {"sweep_s": settings.internals.sweep_s}
-    del values["drain_s"]
+def _relay_settings(settings: ProxySettings) -> dict[str, object]:
+    """The settings that the data plane names. It gives up a request without a decision, but not while the
+    request may wait for one.
+    """
+    values = {each.name: each.value_in(settings) for each in settings_of(ProxyCommon)}
+    values |= asdict(settings.internals)
     if settings.admission.queue_max:
-        values["decide_s"] += settings.admission.queue_deadline
-    return values
+        values["decide_s"] = settings.deadlines.decide_s + settings.admission.queue_deadline
+    return {name: values[name] for name in Relay.setting_names()}
 
 
 def _token_source(

@@ -242,10 +242,11 @@ def own_node(arena_bytes: int) -> Iterator[Bench]:
 def embedded_node(arena_bytes: int) -> Iterator[Bench]:
     """A node inside this process, on a socket of its own, so that each thread has its connection."""
     from moonpool import _native
+    from moonpool.core.config.native_settings import node_settings
 
     token = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
-        server = _native.Server(f"{folder}/node.sock", [("default", arena_bytes)], token)
+        server = _native.Server(f"{folder}/node.sock", [("default", arena_bytes)], token, node_settings())
         server.start()
         try:
             yield Bench(lambda: Store(f"{folder}/node.sock", token=token), arena_bytes, None)

@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from moonpool.core.config.config import Config
+from moonpool.core.config.native_settings import master_settings
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.service.admin_http import bearer_is
@@ -60,18 +61,10 @@ def native_server(config: Config, listen: str, token: bytes) -> MasterServer:
             operation="master",
             cause=error,
         ) from error
-    master = config.master
     return _native.MasterServer(
         [listen],
         token,
-        nodes_max=master.nodes_max,
-        clients_max=master.clients_max,
-        rows_max=master.keys_max,
-        tombstones_max=master.removals_max,
-        frame_bytes_max=master.frame_bytes_max,
-        frame_keys_max=master.frame_keys_max,
-        suspect_after_s=master.suspect_after_s,
-        gone_after_s=master.gone_after_s,
+        master_settings(config.master),
         tls=control_server(config),
     )
 

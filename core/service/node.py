@@ -23,6 +23,7 @@ from aiohttp import web
 
 from moonpool.core.config import paths
 from moonpool.core.config.config import Config
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.admin_http import bearer_is
@@ -86,31 +87,13 @@ def native_server(
             str(socket_path),
             tenant_sizes(config),
             token,
+            node_settings(node),
             name=node.name,
-            objects_max=node.objects_max,
-            slab_bytes=node.slab_bytes,
-            connections_max=node.connections_max,
-            remote_connections_max=node.remote_connections_max,
-            pins_share_max=node.pins_share_max,
-            remote_pins_share_max=node.remote_pins_share_max,
-            remote_pin_idle_s=node.remote_pin_idle_s,
-            scrub_bytes_per_s=node.scrub_bytes_per_s,
-            key_bytes_max=node.key_bytes_max,
-            parts_max=node.parts_max,
-            frame_bytes_max=node.frame_bytes_max,
-            frame_keys_max=node.frame_keys_max,
-            object_share_max=node.object_share_max,
             listen=list(addresses.listen),
             host_id=addresses.host_id,
             advertise=addresses.advertise,
             master=addresses.master,
             ssd=ssd_directories(config),
-            ssd_clean_share=node.ssd_clean_share,
-            ssd_stop_s=node.ssd_stop_s,
-            ssd_io=node.ssd_io,
-            ssd_depth=node.ssd_depth,
-            ssd_records_max=node.ssd_records_max,
-            ssd_segment_bytes=node.ssd_segment_bytes,
             events=bool(node.events),
             tls=control_client(config),
             size_option=size_option,

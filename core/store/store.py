@@ -83,6 +83,7 @@ def open_client(
 ) -> tuple[_native.Client, _native.Server | None]:
     """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
     from moonpool import _native
+    from moonpool.core.config.native_settings import node_settings
     from moonpool.core.service.control_tls import control_client_of
 
     check_timeout(timeout_s, "connect")
@@ -93,7 +94,7 @@ def open_client(
             raise InvalidArgument("give either node or embedded, not both", operation="connect")
         size = parse_arena_size(embedded) if isinstance(embedded, str) else embedded
         token = token or b"embedded"
-        server = _native.Server("", [(tenant, size)], token, size_option="embedded=")
+        server = _native.Server("", [(tenant, size)], token, node_settings(), size_option="embedded=")
         server.start()
     socket_path = str(paths.default_node_socket()) if node is None else node
     if token is None:

@@ -27,8 +27,13 @@ class Server:
     """
     A node's data plane: one thread, one Unix socket, an arena for each tenant.
     """
-    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, *, name: str = 'default', objects_max: typing.SupportsInt | typing.SupportsIndex = 0, slab_bytes: typing.SupportsInt | typing.SupportsIndex = 0, connections_max: typing.SupportsInt | typing.SupportsIndex = 512, scrub_bytes_per_s: typing.SupportsInt | typing.SupportsIndex = 67108864, key_bytes_max: typing.SupportsInt | typing.SupportsIndex = 1024, parts_max: typing.SupportsInt | typing.SupportsIndex = 4096, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, object_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], ssd_clean_share: typing.SupportsFloat | typing.SupportsIndex = 0.25, ssd_stop_s: typing.SupportsFloat | typing.SupportsIndex = 10.0, ssd_depth: typing.SupportsInt | typing.SupportsIndex = 32, ssd_io: str = 'auto', ssd_records_max: typing.SupportsInt | typing.SupportsIndex = 0, ssd_segment_bytes: typing.SupportsInt | typing.SupportsIndex = 0, events: bool = False, tls: TlsClient | None = None, remote_connections_max: typing.SupportsInt | typing.SupportsIndex = 4096, pins_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.75, remote_pins_share_max: typing.SupportsFloat | typing.SupportsIndex = 0.25, remote_pin_idle_s: typing.SupportsFloat | typing.SupportsIndex = 300.0, size_option: str = '--dram ', memory_root: str = '') -> None:
+    @staticmethod
+    def setting_names() -> list[str]:
         ...
+    def __init__(self, socket_path: str, tenants: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]], token: bytes, settings: dict, *, name: str = 'default', listen: collections.abc.Sequence[str] = [], host_id: str = '', advertise: str = '', master: str = '', ssd: collections.abc.Sequence[tuple[str, typing.SupportsInt | typing.SupportsIndex]] = [], events: bool = False, tls: TlsClient | None = None, size_option: str = '--dram ', memory_root: str = '') -> None:
+        """
+        settings: a value for each of setting_names().
+        """
     def check_integrity(self) -> bool:
         """
         Recounts every table; for tests.
@@ -357,8 +362,13 @@ class MasterServer:
     """
     The master's data plane: membership and directory.
     """
-    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, *, nodes_max: typing.SupportsInt | typing.SupportsIndex = 1024, clients_max: typing.SupportsInt | typing.SupportsIndex = 4096, rows_max: typing.SupportsInt | typing.SupportsIndex = 67108864, tombstones_max: typing.SupportsInt | typing.SupportsIndex = 1048576, frame_bytes_max: typing.SupportsInt | typing.SupportsIndex = 8388608, frame_keys_max: typing.SupportsInt | typing.SupportsIndex = 16384, suspect_after_s: typing.SupportsFloat | typing.SupportsIndex = 1.0, gone_after_s: typing.SupportsFloat | typing.SupportsIndex = 30.0, tls: TlsServer | None = None) -> None:
+    @staticmethod
+    def setting_names() -> list[str]:
         ...
+    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None) -> None:
+        """
+        settings: a value for each of setting_names().
+        """
     def check_integrity(self) -> bool:
         """
         Recounts every table; for tests.
@@ -962,7 +972,12 @@ class Relay:
     """
     The proxy's data plane: one thread that serves all sockets.
     """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], limits: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], deadlines: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], breaker: collections.abc.Mapping[str, typing.SupportsFloat | typing.SupportsIndex], api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = []) -> None:
+    @staticmethod
+    def setting_names() -> list[str]:
+        """
+        Of all in ``settings``.
+        """
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = []) -> None:
         ...
     def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both', key: str = '') -> None:
         """

@@ -68,12 +68,14 @@ class Puppet:
     def be_nodes(self, n: int, address: str, master: str, token: str) -> None:
         """This process is n nodes."""
         from moonpool import _native
+        from moonpool.core.config.native_settings import node_settings
 
         for i in range(n):
             node = _native.Server(
                 "",
                 [("default", 1 << 20)],
                 token.encode(),
+                node_settings(),
                 name=f"node{i}",
                 host_id=f"host{i}",
                 listen=[f"{address}:0"],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moonpool import _native
+from moonpool.core.config.native_settings import node_settings
 
 TOKEN = b"a token of this test"
 
@@ -23,7 +24,7 @@ class Node:
         tenants = [("default", size)]
         # pins_share_max: tests fill it with what is pinned.
         self.server = _native.Server(
-            str(self.socket), tenants, token, slab_bytes=self.slab_bytes, pins_share_max=1.0
+            str(self.socket), tenants, token, node_settings(slab_bytes=self.slab_bytes, pins_share_max=1.0)
         )
         self.server.start()
         return self

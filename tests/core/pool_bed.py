@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import Store, _native
+from moonpool.core.config.native_settings import master_settings, node_settings
 
 from .store_bed import MIB, TOKEN, until
 
@@ -21,7 +22,7 @@ class Pool:
         self.folder = folder
         # Nodes end here by stop(), which the master hears at once: silence is a machine that pauses.
         self.master = _native.MasterServer(
-            ["127.0.0.1:0"], TOKEN, suspect_after_s=PATIENCE_S, gone_after_s=2 * PATIENCE_S
+            ["127.0.0.1:0"], TOKEN, master_settings(suspect_after_s=PATIENCE_S, gone_after_s=2 * PATIENCE_S)
         )
         self.master.start()
         self.nodes: dict[str, _native.Server] = {}
@@ -32,11 +33,11 @@ class Pool:
             str(self.folder / f"{name}.sock"),
             [("default", mib * MIB)],
             TOKEN,
+            node_settings(pins_share_max=1.0),  # a node is filled with pins here
             name=called or name,
             host_id=host or f"host-{name}",
             listen=["127.0.0.1:0"],
             master=self.master.addresses[0],
-            pins_share_max=1.0,  # a node is filled with pins here
         )
         server.start()
         self.nodes[name] = server

@@ -12,6 +12,7 @@ import zlib
 from typing import Any
 
 from moonpool import Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Timeout, Unavailable
 from moonpool.core.store.types import PutStatus
 
@@ -24,7 +25,8 @@ def node(socket_path: str, token: str, options: str) -> None:
     """A node; each line on stdin asks for its metrics."""
     given = {"tenants": [["default", 64 << 20]]} | json.loads(options)
     tenants = [(name, size) for name, size in given.pop("tenants")]
-    server = _native.Server(socket_path, tenants, token.encode(), **given)
+    changed = {name: given.pop(name) for name in _native.Server.setting_names() if name in given}
+    server = _native.Server(socket_path, tenants, token.encode(), node_settings(**changed), **given)
     server.start()
     say("ready")
     for _ in sys.stdin:

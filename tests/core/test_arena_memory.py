@@ -14,6 +14,7 @@ import pytest
 from moonpool import Store, _native
 from moonpool.core.config import config
 from moonpool.core.config.arena_size import parse_arena_size
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError, InvalidArgument
 from moonpool.launch import up_plan
@@ -48,7 +49,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def server(*tenants: tuple[str, int], root: str) -> _native.Server:
-    return _native.Server("", list(tenants), TOKEN, memory_root=root)
+    return _native.Server("", list(tenants), TOKEN, node_settings(), memory_root=root)
 
 
 def test_the_sentence_names_what_is_asked_what_there_is_and_what_fits(machine: Machine) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from pathlib import Path
 
 import msgspec
@@ -11,8 +9,9 @@ import pytest
 
 from moonpool import _native
 from moonpool.core.config import config, sections, setting, units
+from moonpool.core.config.native_settings import master_settings, node_settings
 from moonpool.core.config.schema import json_schema, markdown
-from moonpool.core.errors import ConfigError
+from moonpool.core.errors import ConfigError, InvalidArgument
 
 
 def written(folder: Path, text: str) -> Path:
@@ -244,30 +243,29 @@ def test_the_documentation_has_every_key_and_default() -> None:
     assert page.endswith(markdown() + "\n"), "update it with: moonpool config schema --markdown"
 
 
-NATIVE_NAMES = {"rows_max": "keys_max", "tombstones_max": "removals_max"}
+def test_an_embedded_node_has_the_defaults_of_the_configuration() -> None:
+    made = config.load(env={})
+    assert node_settings() == node_settings(made.node)
+    assert node_settings()["connections_max"] == made.node.connections_max
+    assert master_settings(keys_max=7) == master_settings(made.master) | {"keys_max": 7}
 
 
-@pytest.mark.parametrize(
-    ("native", "section", "own"),
-    [
-        (_native.Server, sections.Node(), {"listen", "ssd", "events"}),  # of other types there
-        (_native.MasterServer, sections.Master(), set()),
-    ],
-)
-def test_what_is_embedded_has_the_defaults_of_the_configuration(
-    native: type, section: sections.Section, own: set[str]
-) -> None:
-    """An embedded store starts its node without a configuration."""
-    signature = str(native.__init__.__doc__)
-    defaults = dict(re.findall(r"(\w+): [\w. |]+ = ('[^']*'|[0-9.]+)", signature))
-    shared = {name: NATIVE_NAMES.get(name, name) for name in defaults}
-    found = {
-        name: ast.literal_eval(defaults[name])
-        for name, key in shared.items()
-        if key in section.__struct_fields__ and key not in own
-    }
-    assert len(found) > 7
-    assert found == {name: getattr(section, shared[name]) for name in found}
+@pytest.mark.parametrize("kind", ["node", "master"])
+def test_a_native_server_takes_each_of_its_settings_and_no_other(kind: str) -> None:
+    def make(settings: dict[str, object]) -> object:
+        if kind == "node":
+            return _native.Server("", [("default", 1 << 20)], b"token", settings)
+        return _native.MasterServer(["127.0.0.1:0"], b"token", settings)
+
+    whole = node_settings() if kind == "node" else master_settings()
+    make(whole)
+    for name in whole:
+        with pytest.raises(InvalidArgument, match=f"the setting {name} is missing"):
+            make({key: value for key, value in whole.items() if key != name})
+        with pytest.raises(InvalidArgument, match=f"the setting {name} cannot be None"):
+            make(whole | {name: None})
+    with pytest.raises(InvalidArgument, match="there is no setting more"):
+        make(whole | {"more": 1})
 
 
 def test_the_proxy_runs_with_the_settings_of_its_section() -> None:

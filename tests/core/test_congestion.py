@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from moonpool import Store, TransferEngine, _native
+from moonpool.core.config.native_settings import node_settings
 
 from .store_bed import MIB, TOKEN
 
@@ -42,7 +43,7 @@ def expected() -> str:
 
 def test_both_ends_of_a_stores_connection(tmp_path: Path) -> None:
     server = _native.Server(
-        str(tmp_path / "node.sock"), [("default", 64 * MIB)], TOKEN, listen=["127.0.0.1:0"]
+        str(tmp_path / "node.sock"), [("default", 64 * MIB)], TOKEN, node_settings(), listen=["127.0.0.1:0"]
     )
     server.start()
     with Store(f"tcp://{server.addresses[0]}", token=TOKEN) as store:

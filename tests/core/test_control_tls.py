@@ -21,6 +21,7 @@ import pytest
 from moonpool import Store, _native
 from moonpool.core.config import config, paths
 from moonpool.core.config.config import Config
+from moonpool.core.config.native_settings import master_settings, node_settings
 from moonpool.core.errors import (
     AuthError,
     ConfigError,
@@ -346,7 +347,9 @@ def test_who_is_refused_learns_why_and_what_to_do(
         files = {n: pem(v) if v and n in ("tls_cert", "tls_ca") else v for n, v in change.items()}
         return control | files
 
-    master = _native.MasterServer(["127.0.0.1:0"], TOKEN, tls=control_server(made(settings(server))))
+    master = _native.MasterServer(
+        ["127.0.0.1:0"], TOKEN, master_settings(), tls=control_server(made(settings(server)))
+    )
     master.start()
     address = master.addresses[0]
     try:
@@ -354,7 +357,7 @@ def test_who_is_refused_learns_why_and_what_to_do(
         # A node says the same on its page, and goes on serving its own host.
         path = str(runtime_dir / "node-a.sock")
         tls = control_client(made(settings(client)))
-        node = _native.Server(path, [("default", 16 * MIB)], TOKEN, master=address, tls=tls)
+        node = _native.Server(path, [("default", 16 * MIB)], TOKEN, node_settings(), master=address, tls=tls)
         node.start()
         try:
             until(lambda: sentence in node.membership()[2])

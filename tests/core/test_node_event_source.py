@@ -16,6 +16,7 @@ import zmq
 import moonpool
 from moonpool import _native
 from moonpool.core.config.config import load
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.kv_event_publisher import AllBlocksCleared, BlockStored, KvEventPublisher
 from moonpool.core.service.node import Node
@@ -50,7 +51,12 @@ class Bed:
         path = runtime / "node.sock"
         directories = [(ssd, 64 * MIB)] if ssd else []
         self.server = _native.Server(
-            str(path), [("default", 4 * MIB)], TOKEN, events=True, ssd=directories, ssd_clean_share=1.0
+            str(path),
+            [("default", 4 * MIB)],
+            TOKEN,
+            node_settings(ssd_clean_share=1.0),
+            events=True,
+            ssd=directories,
         )
         self.server.start()
         self.publisher = KvEventPublisher(

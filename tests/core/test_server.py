@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import STORED, Presence, Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import AuthError, Error, ProtocolError, Timeout, TooLarge, Unavailable
 
 from . import wire_client as w
@@ -31,7 +32,7 @@ def path(runtime_dir: Path) -> Path:
 
 @pytest.fixture
 def server(path: Path) -> Iterator[_native.Server]:
-    server = _native.Server(str(path), [("default", 16 * MIB), ("other", 4 * MIB)], TOKEN)
+    server = _native.Server(str(path), [("default", 16 * MIB), ("other", 4 * MIB)], TOKEN, node_settings())
     server.start()
     yield server
     assert server.check_integrity()
@@ -50,7 +51,7 @@ def node(path: Path) -> Iterator[NodeProcess]:
 
 
 def test_an_address_in_use_is_left_to_its_owner(server: _native.Server, path: Path) -> None:
-    second = _native.Server(str(path), [("default", 4 * MIB)], TOKEN)
+    second = _native.Server(str(path), [("default", 4 * MIB)], TOKEN, node_settings())
     with pytest.raises(Error, match="Address already in use") as caught:
         second.start()
     assert str(path) in str(caught.value)
@@ -63,7 +64,7 @@ def test_a_stale_socket_file_is_reported_not_stolen(path: Path) -> None:
     dead = NodeProcess(path)
     dead.kill()
     assert path.exists()
-    server = _native.Server(str(path), [("default", 4 * MIB)], TOKEN)
+    server = _native.Server(str(path), [("default", 4 * MIB)], TOKEN, node_settings())
     with pytest.raises(Error, match="Address already in use"):
         server.start()
     path.unlink()  # what core/service/node_socket.py does once it holds the lock
@@ -74,7 +75,7 @@ def test_a_stale_socket_file_is_reported_not_stolen(path: Path) -> None:
 
 
 def test_a_path_that_is_too_long(runtime_dir: Path) -> None:
-    server = _native.Server(str(runtime_dir / ("x" * 108)), [("default", 4 * MIB)], TOKEN)
+    server = _native.Server(str(runtime_dir / ("x" * 108)), [("default", 4 * MIB)], TOKEN, node_settings())
     with pytest.raises(Error, match="longer than"):
         server.start()
 
@@ -91,11 +92,11 @@ def test_a_server_needs_a_token_tenants_and_distinct_names(path: Path) -> None:
         ([("a", 0)], TOKEN, "1 MiB"),
     ):
         with pytest.raises(Error, match=complaint):
-            _native.Server(str(path), tenants, token)
+            _native.Server(str(path), tenants, token, node_settings())
 
 
 def test_stop_and_start_again(path: Path) -> None:
-    server = _native.Server(str(path), [("default", 4 * MIB)], TOKEN)
+    server = _native.Server(str(path), [("default", 4 * MIB)], TOKEN, node_settings())
     server.start()
     store = Store(str(path), token=TOKEN)
     store.put("k", b"kept over a stop")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from moonpool import Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Closed, Error, Timeout
 
 from . import wire_client as w
@@ -165,7 +166,7 @@ def test_a_directorys_client_that_is_closed_while_it_connects(tcp: Dribbler) -> 
 
 def test_a_node_that_is_stopped_while_it_connects_to_its_master(tcp: Dribbler, path: Path) -> None:
     node = _native.Server(
-        str(path), [("default", 4 * MIB)], TOKEN, listen=["127.0.0.1:0"], master=tcp.address
+        str(path), [("default", 4 * MIB)], TOKEN, node_settings(), listen=["127.0.0.1:0"], master=tcp.address
     )
     node.start()
     until(lambda: tcp.callers == 1)

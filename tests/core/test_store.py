@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from moonpool import EXISTS, STORED, Presence, Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
 from moonpool.core.store.types import PutStatus
 
@@ -457,7 +458,9 @@ def test_pins_hold_a_share_of_the_arena_and_puts_go_on(store: Store) -> None:
 
 
 def test_an_arena_full_of_pins_refuses_and_works_again_after_release(tmp_path: Path) -> None:
-    server = _native.Server(str(tmp_path / "n.sock"), [("default", ARENA)], TOKEN, pins_share_max=1.0)
+    server = _native.Server(
+        str(tmp_path / "n.sock"), [("default", ARENA)], TOKEN, node_settings(pins_share_max=1.0)
+    )
     server.start()
     with Store(str(tmp_path / "n.sock"), token=TOKEN, timeout_s=PATIENCE_S) as store:
         refuses_and_works_again(store)
@@ -570,7 +573,7 @@ def test_spaces_never_see_each_other(runtime_dir: Path) -> None:
     from moonpool import _native
 
     path = str(runtime_dir / "n.sock")
-    server = _native.Server(path, [("default", 4 * MIB), ("other", 4 * MIB)], b"t")
+    server = _native.Server(path, [("default", 4 * MIB), ("other", 4 * MIB)], b"t", node_settings())
     server.start()
     spaces = [
         {},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from moonpool import STORED, Presence, Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.store.types import PutStatus
 
@@ -192,7 +193,7 @@ def test_a_pinned_object_is_copied_into_parts() -> None:
 
 
 def test_a_child_of_fork_ends_though_a_worker_is_left_over() -> None:
-    server = _native.Server("", [("default", 8 * MIB)], TOKEN)
+    server = _native.Server("", [("default", 8 * MIB)], TOKEN, node_settings())
     server.start()
     client = _native.Client("", TOKEN, embedded=server)
     client.connect()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import STORED, Presence, Store, _native
+from moonpool.core.config.native_settings import master_settings, node_settings
 from moonpool.core.errors import Closed, Forked
 
 from .forked import run_child, wait_for
@@ -21,7 +22,7 @@ from .store_bed import MIB, TOKEN, until
 
 @pytest.fixture
 def server(runtime_dir: Path) -> Iterator[_native.Server]:
-    server = _native.Server(str(runtime_dir / "n.sock"), [("default", 16 * MIB)], TOKEN)
+    server = _native.Server(str(runtime_dir / "n.sock"), [("default", 16 * MIB)], TOKEN, node_settings())
     server.start()
     yield server
     assert server.check_integrity()
@@ -92,7 +93,7 @@ def test_a_child_that_drops_everything_disturbs_nobody(server: _native.Server, r
 def test_a_child_of_a_process_with_an_embedded_node(runtime_dir: Path) -> None:
     stores = [Store(embedded=4 * MIB)]
     stores[0].put("k", b"x")
-    server = _native.Server(str(runtime_dir / "e.sock"), [("default", 4 * MIB)], TOKEN)
+    server = _native.Server(str(runtime_dir / "e.sock"), [("default", 4 * MIB)], TOKEN, node_settings())
     server.start()
     servers = [server]
 
@@ -117,11 +118,17 @@ def test_a_child_of_a_process_with_an_embedded_node(runtime_dir: Path) -> None:
 
 def test_a_child_of_a_store_with_a_master(runtime_dir: Path) -> None:
     """The thread that dials the master waits on a condition variable, which the child must not destroy."""
-    master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+    master = _native.MasterServer(["127.0.0.1:0"], TOKEN, master_settings())
     master.start()
     path = str(runtime_dir / "n.sock")
     node = _native.Server(
-        path, [("default", 4 * MIB)], TOKEN, name="a", listen=["127.0.0.1:0"], master=master.addresses[0]
+        path,
+        [("default", 4 * MIB)],
+        TOKEN,
+        node_settings(),
+        name="a",
+        listen=["127.0.0.1:0"],
+        master=master.addresses[0],
     )
     node.start()
     stores = [Store(path, token=TOKEN)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import _native
+from moonpool.core.config.native_settings import node_settings
 
 from .store_bed import MIB, until
 
@@ -26,7 +27,7 @@ def socket() -> Iterator[str]:
 
 @pytest.fixture
 def server(socket: str) -> Iterator[_native.Server]:
-    server = _native.Server(socket, [("default", 16 * MIB)], TOKEN, slab_bytes=SLAB)
+    server = _native.Server(socket, [("default", 16 * MIB)], TOKEN, node_settings(slab_bytes=SLAB))
     server.start()
     yield server
     assert server.check_integrity()

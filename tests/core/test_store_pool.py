@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import EXISTS, STORED, Presence, Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.store.types import PutStatus
 
@@ -441,7 +442,12 @@ def test_who_waits_longer_for_a_node_waits_longer_for_the_master(tmp_path: Path)
         master = MasterProcess(suspect_after_s="60s", gone_after_s="120s")
         stack.callback(master.close)
         node = _native.Server(
-            str(tmp_path / "a.sock"), [("default", 16 * MIB)], TOKEN, name="a", master=master.address
+            str(tmp_path / "a.sock"),
+            [("default", 16 * MIB)],
+            TOKEN,
+            node_settings(),
+            name="a",
+            master=master.address,
         )
         node.start()
         stack.callback(node.stop)

@@ -14,6 +14,7 @@ import pytest
 
 from moonpool import Presence, Store, _native
 from moonpool.core.config.config import Config, load
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.sections import Node
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service.node import ssd_directories
@@ -292,6 +293,7 @@ def test_two_nodes_on_one_directory(bed: Bed, runtime_dir: Path) -> None:
             str(runtime_dir / "other.sock"),
             [("default", 8 * MIB)],
             TOKEN,
+            node_settings(),
             ssd=[(str(bed.directory), 64 * MIB)],
         )
 
@@ -305,11 +307,19 @@ def test_a_directory_that_cannot_serve_is_refused_in_one_sentence(runtime_dir: P
     for directory, why in cases.items():
         with pytest.raises(Error, match=why):
             _native.Server(
-                str(runtime_dir / "n.sock"), [("default", 8 * MIB)], TOKEN, ssd=[(directory, 64 * MIB)]
+                str(runtime_dir / "n.sock"),
+                [("default", 8 * MIB)],
+                TOKEN,
+                node_settings(),
+                ssd=[(directory, 64 * MIB)],
             )
     with pytest.raises(Error, match="needs at least"):
         _native.Server(
-            str(runtime_dir / "n.sock"), [("default", 8 * MIB)], TOKEN, ssd=[(str(tmp_path / "d"), MIB)]
+            str(runtime_dir / "n.sock"),
+            [("default", 8 * MIB)],
+            TOKEN,
+            node_settings(),
+            ssd=[(str(tmp_path / "d"), MIB)],
         )
 
 

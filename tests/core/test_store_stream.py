@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moonpool import STORED, Store, _native
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Timeout, Unavailable
 
 from .engine_bed import Relay, timed
@@ -26,7 +27,7 @@ SLOW = SIZE / (2.5 * DEADLINE_S)  # bytes a second: a whole object takes more th
 def way(tmp_path: Path) -> Iterator[Relay]:
     """To a node, over TCP."""
     server = _native.Server(
-        str(tmp_path / "node.sock"), [("default", 64 * MIB)], TOKEN, listen=["127.0.0.1:0"]
+        str(tmp_path / "node.sock"), [("default", 64 * MIB)], TOKEN, node_settings(), listen=["127.0.0.1:0"]
     )
     server.start()
     with Relay(server.addresses[0], receive_bytes=64 << 10) as relay:

@@ -16,6 +16,7 @@
 #include "python/module.hpp"
 #include "python/notes.hpp"
 #include "python/raise.hpp"
+#include "python/settings.hpp"
 
 namespace moonpool::python {
 
@@ -33,23 +34,35 @@ const char* name_of(MemberState state) {
     return "";
 }
 
+template <class Visitor>
+void visit(MasterServerOptions& options, Visitor& visitor) {
+    visitor.field("nodes_max", options.master.membership.members_max);
+    visitor.field("clients_max", options.clients_max);
+    visitor.field("keys_max", options.master.rows_max);
+    visitor.field("removals_max", options.master.tombstones_max);
+    visitor.field("frame_bytes_max", options.limits.frame_bytes);
+    visitor.field("frame_keys_max", options.master.hashes_per_frame);
+    visitor.seconds("suspect_after_s", options.master.membership.suspect_ms);
+    visitor.seconds("gone_after_s", options.master.membership.gone_ms);
+}
+
+std::vector<std::string> setting_names() {
+    MasterServerOptions options;
+    SettingNames found;
+    visit(options, found);
+    return found.names;
+}
+
 class PyMasterServer {
    public:
-    PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, uint32_t nodes_max,
-                   uint32_t clients_max, uint64_t rows_max, uint32_t tombstones_max, uint32_t frame_bytes_max,
-                   uint32_t frame_keys_max, double suspect_after_s, double gone_after_s,
+    PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, const py::dict& settings,
                    std::optional<std::shared_ptr<TlsServer>> tls) {
         MasterServerOptions options;
+        SettingValues given(settings, "master");
+        visit(options, given);
+        given.check();
         options.addresses = std::move(addresses);
         options.token = std::string(token);
-        options.clients_max = clients_max;
-        options.limits.frame_bytes = frame_bytes_max;
-        options.master.hashes_per_frame = frame_keys_max;
-        options.master.rows_max = rows_max;
-        options.master.tombstones_max = tombstones_max;
-        options.master.membership.members_max = nodes_max;
-        options.master.membership.suspect_ms = static_cast<uint32_t>(milliseconds(suspect_after_s));
-        options.master.membership.gone_ms = static_cast<uint32_t>(milliseconds(gone_after_s));
         options.tls = tls.value_or(nullptr);
         server_ = unwrap(MasterServer::create(std::move(options)), "master");
     }
@@ -211,13 +224,11 @@ void bind_member(py::module_& m) {
 void bind_directory(py::module_& m) {
     bind_member(m);
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
-        .def(py::init<std::vector<std::string>, const py::bytes&, uint32_t, uint32_t, uint64_t, uint32_t,
-                      uint32_t, uint32_t, double, double, std::optional<std::shared_ptr<TlsServer>>>(),
-             py::arg("addresses"), py::arg("token"), py::kw_only(), py::arg("nodes_max") = 1024,
-             py::arg("clients_max") = 4096, py::arg("rows_max") = uint64_t{64} << 20,
-             py::arg("tombstones_max") = 1u << 20, py::arg("frame_bytes_max") = 8u << 20,
-             py::arg("frame_keys_max") = 16384, py::arg("suspect_after_s") = 1.0,
-             py::arg("gone_after_s") = 30.0, py::arg("tls") = py::none())
+        .def(py::init<std::vector<std::string>, const py::bytes&, const py::dict&,
+                      std::optional<std::shared_ptr<TlsServer>>>(),
+             py::arg("addresses"), py::arg("token"), py::arg("settings"), py::kw_only(),
+             py::arg("tls") = py::none(), "settings: a value for each of setting_names().")
+        .def_static("setting_names", &setting_names)
         .def_property_readonly("addresses", &PyMasterServer::addresses)
         .def_property_readonly("incarnation", &PyMasterServer::incarnation)
         .def("start", &PyMasterServer::start)

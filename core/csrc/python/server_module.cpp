@@ -5,38 +5,70 @@
 #include "memory/room.hpp"
 #include "python/notes.hpp"
 #include "python/raise.hpp"
+#include "python/settings.hpp"
 
 namespace moonpool::python {
 
-PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
-                   const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
-                   uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max,
-                   uint32_t parts_max, uint32_t frame_bytes_max, uint32_t frame_keys_max,
-                   double object_share_max, std::vector<std::string> listen, std::string host_id,
-                   std::string advertise, std::string master,
-                   const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
-                   double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-                   uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls,
-                   uint32_t remote_connections_max, double pins_share_max, double remote_pins_share_max,
-                   double remote_pin_idle_s, std::string size_option, std::string memory_root)
-    : name_(std::move(name)) {
+namespace {
+
+struct NodeSettings {
     ServerOptions options;
+    PoolOptions pool;  // as for each tenant
+};
+
+template <class Visitor>
+void visit(NodeSettings& settings, Visitor& visitor) {
+    auto& [options, pool] = settings;
+    visitor.field("connections_max", options.limits.connections);
+    visitor.field("remote_connections_max", options.limits.remote_connections);
+    visitor.field("pins_share_max", options.limits.pins_share);
+    visitor.field("remote_pins_share_max", options.limits.remote_pins_share);
+    visitor.seconds("remote_pin_idle_s", options.limits.remote_pin_idle_ms);
+    visitor.field("key_bytes_max", options.limits.key_bytes);
+    visitor.field("parts_max", options.limits.parts);
+    visitor.field("frame_bytes_max", options.limits.frame_bytes);
+    visitor.field("frame_keys_max", options.limits.frame_keys);
+    visitor.field("object_share_max", options.limits.object_share);
+    visitor.field("objects_max", pool.objects_max);
+    visitor.field("slab_bytes", pool.slab_bytes);
+    visitor.field("scrub_bytes_per_s", options.scrub_bytes_per_s);
+    visitor.field("ssd_clean_share", options.ssd.clean_share);
+    visitor.seconds("ssd_stop_s", options.ssd.stop_ms);
+    visitor.field("ssd_io", options.ssd.io);
+    visitor.field("ssd_depth", options.ssd.depth);
+    visitor.field("ssd_records_max", options.ssd.records_max);
+    visitor.field("ssd_segment_bytes", options.ssd.segment_bytes);
+}
+
+std::vector<std::string> setting_names() {
+    NodeSettings settings;
+    SettingNames found;
+    visit(settings, found);
+    return found.names;
+}
+
+}  // namespace
+
+PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
+                   const py::bytes& token, const py::dict& settings, std::string name,
+                   std::vector<std::string> listen, std::string host_id, std::string advertise,
+                   std::string master, const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
+                   std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option,
+                   std::string memory_root)
+    : name_(std::move(name)) {
+    NodeSettings filled;
+    SettingValues given(settings, "node");
+    visit(filled, given);
+    given.check();
+    ServerOptions options = std::move(filled.options);
     options.socket_path = std::move(socket_path);
     options.token = std::string(token);
     for (const auto& [tenant, bytes] : tenants) {
-        options.pools.push_back(PoolOptions{tenant, bytes, objects_max, slab_bytes});
+        PoolOptions pool = filled.pool;
+        pool.tenant = tenant;
+        pool.arena_bytes = bytes;
+        options.pools.push_back(std::move(pool));
     }
-    options.limits.connections = connections_max;
-    options.limits.key_bytes = key_bytes_max;
-    options.limits.parts = parts_max;
-    options.limits.frame_bytes = frame_bytes_max;
-    options.limits.frame_keys = frame_keys_max;
-    options.limits.object_share = object_share_max;
-    options.limits.remote_connections = remote_connections_max;
-    options.limits.pins_share = pins_share_max;
-    options.limits.remote_pins_share = remote_pins_share_max;
-    options.limits.remote_pin_idle_ms = static_cast<uint32_t>(milliseconds(remote_pin_idle_s));
-    options.scrub_bytes_per_s = scrub_bytes_per_s;
     options.listen = std::move(listen);
     options.cluster.master = std::move(master);
     options.cluster.name = name_;
@@ -44,12 +76,6 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     options.cluster.address = std::move(advertise);
     options.cluster.tls = tls.value_or(nullptr);
     options.ssd.directories = ssd;
-    options.ssd.clean_share = ssd_clean_share;
-    options.ssd.stop_ms = static_cast<uint32_t>(milliseconds(ssd_stop_s));
-    options.ssd.depth = ssd_depth;
-    options.ssd.io = std::move(ssd_io);
-    options.ssd.records_max = ssd_records_max;
-    options.ssd.segment_bytes = ssd_segment_bytes;
     options.events = events;
     options.size_option = std::move(size_option);
     options.memory_root = std::move(memory_root);
@@ -176,32 +202,19 @@ void bind_server(py::module_& m) {
         py::arg("bytes"), py::arg("option") = "", py::arg("root") = "",
         "Raises InvalidArgument where arenas of so many bytes do not fit; option: how a user gives the "
         "size.");
-    const Limits limits;
     py::class_<PyServer>(m, "Server",
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
-                      std::string, uint32_t, uint64_t, uint32_t, uint64_t, uint32_t, uint32_t, uint32_t,
-                      uint32_t, double, std::vector<std::string>, std::string, std::string, std::string,
-                      const std::vector<std::pair<std::string, uint64_t>>&, double, double, uint32_t,
-                      std::string, uint32_t, uint64_t, bool, std::optional<std::shared_ptr<TlsClient>>,
-                      uint32_t, double, double, double, std::string, std::string>(),
-             py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::kw_only(),
-             py::arg("name") = "default", py::arg("objects_max") = 0, py::arg("slab_bytes") = 0,
-             py::arg("connections_max") = limits.connections,
-             py::arg("scrub_bytes_per_s") = uint64_t{64} << 20, py::arg("key_bytes_max") = limits.key_bytes,
-             py::arg("parts_max") = limits.parts, py::arg("frame_bytes_max") = limits.frame_bytes,
-             py::arg("frame_keys_max") = limits.frame_keys, py::arg("object_share_max") = limits.object_share,
-             py::arg("listen") = std::vector<std::string>(), py::arg("host_id") = "",
-             py::arg("advertise") = "", py::arg("master") = "",
-             py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(),
-             py::arg("ssd_clean_share") = 0.25, py::arg("ssd_stop_s") = 10.0, py::arg("ssd_depth") = 32,
-             py::arg("ssd_io") = "auto", py::arg("ssd_records_max") = 0, py::arg("ssd_segment_bytes") = 0,
-             py::arg("events") = false, py::arg("tls") = py::none(),
-             py::arg("remote_connections_max") = limits.remote_connections,
-             py::arg("pins_share_max") = limits.pins_share,
-             py::arg("remote_pins_share_max") = limits.remote_pins_share,
-             py::arg("remote_pin_idle_s") = limits.remote_pin_idle_ms / 1e3,
-             py::arg("size_option") = "--dram ", py::arg("memory_root") = "")
+                      const py::dict&, std::string, std::vector<std::string>, std::string, std::string,
+                      std::string, const std::vector<std::pair<std::string, uint64_t>>&, bool,
+                      std::optional<std::shared_ptr<TlsClient>>, std::string, std::string>(),
+             py::arg("socket_path"), py::arg("tenants"), py::arg("token"), py::arg("settings"), py::kw_only(),
+             py::arg("name") = "default", py::arg("listen") = std::vector<std::string>(),
+             py::arg("host_id") = "", py::arg("advertise") = "", py::arg("master") = "",
+             py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
+             py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
+             "settings: a value for each of setting_names().")
+        .def_static("setting_names", &setting_names)
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)

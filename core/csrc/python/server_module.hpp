@@ -18,15 +18,10 @@ namespace moonpool::python {
 class PyServer {
    public:
     PyServer(std::string socket_path, const std::vector<std::pair<std::string, uint64_t>>& tenants,
-             const py::bytes& token, std::string name, uint32_t objects_max, uint64_t slab_bytes,
-             uint32_t connections_max, uint64_t scrub_bytes_per_s, uint32_t key_bytes_max, uint32_t parts_max,
-             uint32_t frame_bytes_max, uint32_t frame_keys_max, double object_share_max,
+             const py::bytes& token, const py::dict& settings, std::string name,
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
-             const std::vector<std::pair<std::string, uint64_t>>& ssd, double ssd_clean_share,
-             double ssd_stop_s, uint32_t ssd_depth, std::string ssd_io, uint32_t ssd_records_max,
-             uint64_t ssd_segment_bytes, bool events, std::optional<std::shared_ptr<TlsClient>> tls,
-             uint32_t remote_connections_max, double pins_share_max, double remote_pins_share_max,
-             double remote_pin_idle_s, std::string size_option, std::string memory_root);
+             const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
+             std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root);
     void start();
     void stop();
     bool is_alive(double timeout_s);

@@ -169,11 +169,10 @@ Decision decision_of(py::handle value, size_t engines) {
 class PyRelay final : public relay::Decider {
    public:
     PyRelay(const std::vector<std::tuple<std::string, std::string, std::string>>& engines,
-            const std::map<std::string, double>& limits, const std::map<std::string, double>& deadlines,
-            const std::map<std::string, double>& breaker, std::vector<std::string> api_keys,
-            std::string access_log, std::string instance, double retry_after_s, bool spans,
-            py::function decide, py::function page, py::function refused, size_t texts_max,
-            size_t engines_max, py::object gone, bool registry, std::vector<std::string> relay_paths)
+            const py::dict& values, std::vector<std::string> api_keys, std::string access_log,
+            std::string instance, double retry_after_s, bool spans, py::function decide, py::function page,
+            py::function refused, size_t texts_max, size_t engines_max, py::object gone, bool registry,
+            std::vector<std::string> relay_paths)
         : decide_(std::move(decide)),
           page_(std::move(page)),
           refused_(std::move(refused)),
@@ -183,9 +182,7 @@ class PyRelay final : public relay::Decider {
         for (const auto& [name, host, role] : engines) {
             settings.engines.push_back({name, host, role_of(role), ""});
         }
-        take(limits, settings.limits);
-        take(deadlines, settings.deadlines);
-        take(breaker, settings.breaker);
+        fill(values, settings);
         settings.api_keys = std::move(api_keys);
         settings.access_log = std::move(access_log);
         settings.instance = std::move(instance);
@@ -423,16 +420,16 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
         .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
     py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
-        .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&,
-                      const std::map<std::string, double>&, const std::map<std::string, double>&,
-                      const std::map<std::string, double>&, std::vector<std::string>, std::string,
-                      std::string, double, bool, py::function, py::function, py::function, size_t, size_t,
-                      py::object, bool, std::vector<std::string>>(),
-             py::kw_only(), py::arg("engines"), py::arg("limits"), py::arg("deadlines"), py::arg("breaker"),
-             py::arg("api_keys"), py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"),
-             py::arg("spans"), py::arg("decide"), py::arg("page"), py::arg("refused"),
-             py::arg("texts_max") = 0, py::arg("engines_max") = 0, py::arg("gone") = py::none(),
-             py::arg("registry") = false, py::arg("relay_paths") = std::vector<std::string>())
+        .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
+                      std::vector<std::string>, std::string, std::string, double, bool, py::function,
+                      py::function, py::function, size_t, size_t, py::object, bool,
+                      std::vector<std::string>>(),
+             py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
+             py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
+             py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
+             py::arg("engines_max") = 0, py::arg("gone") = py::none(), py::arg("registry") = false,
+             py::arg("relay_paths") = std::vector<std::string>())
+        .def_static("setting_names", &relay_setting_names, "Of all in ``settings``.")
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def(
             "add_engine", &PyRelay::add_engine, py::arg("place"), py::arg("name"), py::arg("host"),

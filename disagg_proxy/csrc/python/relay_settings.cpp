@@ -1,79 +1,61 @@
 #include "python/relay_settings.hpp"
 
-#include "python/raise.hpp"
+#include "python/settings.hpp"
 
 namespace moonpool::python {
 
 namespace {
 
-class Taken {
-   public:
-    explicit Taken(const Values& values) : left_(values) {}
-    template <class T>
-    void take(const char* name, T& into) {
-        auto it = left_.find(name);
-        if (it == left_.end()) return;
-        into = static_cast<T>(it->second);
-        left_.erase(it);
-    }
-    void check() const {
-        if (!left_.empty()) {
-            raise(Error{Code::kInvalidArgument, "there is no setting " + left_.begin()->first}, "proxy");
-        }
-    }
-
-   private:
-    Values left_;
-};
+template <class Visitor>
+void visit(relay::Settings& settings, Visitor& visitor) {
+    visitor.field("client_connections_max", settings.limits.client_connections_max);
+    visitor.field("head_bytes_max", settings.limits.head_bytes_max);
+    visitor.field("body_bytes_max", settings.limits.body_bytes_max);
+    visitor.field("bodies_bytes_max", settings.limits.bodies_bytes_max);
+    visitor.field("address_share", settings.limits.address_share);
+    visitor.field("members_max", settings.limits.body.members_max);
+    visitor.field("prompts_max", settings.limits.body.prompts_max);
+    visitor.field("prompt_ids_max", settings.limits.body.prompt_ids_max);
+    visitor.field("pipelined_bytes_max", settings.limits.pipelined_bytes_max);
+    visitor.field("write_buffer_bytes_max", settings.limits.write_buffer_bytes_max);
+    visitor.field("prefill_answer_bytes_max", settings.limits.prefill_answer_bytes_max);
+    visitor.field("unread_bytes_max", settings.limits.unread_bytes_max);
+    visitor.field("idle_upstreams_max", settings.limits.idle_upstreams_max);
+    visitor.field("observations_max", settings.limits.observations_max);
+    visitor.field("retries_max", settings.limits.retries_max);
+    visitor.field("head_s", settings.deadlines.head_s);
+    visitor.field("body_stall_s", settings.deadlines.body_stall_s);
+    visitor.field("body_bytes_per_s_min", settings.deadlines.body_bytes_per_s_min);
+    visitor.field("client_idle_s", settings.deadlines.client_idle_s);
+    visitor.field("client_stall_s", settings.deadlines.client_stall_s);
+    visitor.field("linger_s", settings.deadlines.linger_s);
+    visitor.field("decide_s", settings.deadlines.decide_s);
+    visitor.field("connect_s", settings.deadlines.connect_s);
+    visitor.field("first_byte_s", settings.deadlines.first_byte_s);
+    visitor.field("stream_stall_s", settings.deadlines.stream_stall_s);
+    visitor.field("suspect_engine_s", settings.deadlines.suspect_engine_s);
+    visitor.field("silent_engine_s", settings.deadlines.silent_engine_s);
+    visitor.field("upstream_idle_s", settings.deadlines.upstream_idle_s);
+    visitor.field("tcp_dead_peer_s", settings.deadlines.tcp_dead_peer_s);
+    visitor.field("sweep_s", settings.deadlines.sweep_s);
+    visitor.field("breaker_failures_max", settings.breaker.failures_max);
+    visitor.field("breaker_open_s", settings.breaker.open_s);
+    visitor.field("breaker_open_s_max", settings.breaker.open_s_max);
+}
 
 }  // namespace
 
-void take(const Values& values, relay::Limits& limits) {
-    Taken taken(values);
-    taken.take("client_connections_max", limits.client_connections_max);
-    taken.take("head_bytes_max", limits.head_bytes_max);
-    taken.take("body_bytes_max", limits.body_bytes_max);
-    taken.take("bodies_bytes_max", limits.bodies_bytes_max);
-    taken.take("address_share", limits.address_share);
-    taken.take("members_max", limits.body.members_max);
-    taken.take("prompts_max", limits.body.prompts_max);
-    taken.take("prompt_ids_max", limits.body.prompt_ids_max);
-    taken.take("pipelined_bytes_max", limits.pipelined_bytes_max);
-    taken.take("write_buffer_bytes_max", limits.write_buffer_bytes_max);
-    taken.take("prefill_answer_bytes_max", limits.prefill_answer_bytes_max);
-    taken.take("unread_bytes_max", limits.unread_bytes_max);
-    taken.take("idle_upstreams_max", limits.idle_upstreams_max);
-    taken.take("observations_max", limits.observations_max);
-    taken.take("retries_max", limits.retries_max);
-    taken.check();
+std::vector<std::string> relay_setting_names() {
+    relay::Settings settings;
+    SettingNames found;
+    visit(settings, found);
+    return found.names;
 }
 
-void take(const Values& values, relay::Deadlines& deadlines) {
-    Taken taken(values);
-    taken.take("head_s", deadlines.head_s);
-    taken.take("body_stall_s", deadlines.body_stall_s);
-    taken.take("body_bytes_per_s_min", deadlines.body_bytes_per_s_min);
-    taken.take("client_idle_s", deadlines.client_idle_s);
-    taken.take("client_stall_s", deadlines.client_stall_s);
-    taken.take("linger_s", deadlines.linger_s);
-    taken.take("decide_s", deadlines.decide_s);
-    taken.take("connect_s", deadlines.connect_s);
-    taken.take("first_byte_s", deadlines.first_byte_s);
-    taken.take("stream_stall_s", deadlines.stream_stall_s);
-    taken.take("suspect_engine_s", deadlines.suspect_engine_s);
-    taken.take("silent_engine_s", deadlines.silent_engine_s);
-    taken.take("upstream_idle_s", deadlines.upstream_idle_s);
-    taken.take("tcp_dead_peer_s", deadlines.tcp_dead_peer_s);
-    taken.take("sweep_s", deadlines.sweep_s);
-    taken.check();
-}
-
-void take(const Values& values, relay::BreakerLimits& breaker) {
-    Taken taken(values);
-    taken.take("failures_max", breaker.failures_max);
-    taken.take("open_s", breaker.open_s);
-    taken.take("open_s_max", breaker.open_s_max);
-    taken.check();
+void fill(const py::dict& values, relay::Settings& settings) {
+    SettingValues given(values, "proxy");
+    visit(settings, given);
+    given.check();
 }
 
 }  // namespace moonpool::python

@@ -1,18 +1,19 @@
-// A relay's settings out of what Python gave: values by the names that they have in C++. A name that no
-// setting has raises InvalidArgument; what is not named keeps its default.
+// Which field of a relay's settings each setting of the configuration fills.
 #pragma once
 
-#include <map>
-#include <string>
+#include <pybind11/pybind11.h>
 
+#include <string>
+#include <vector>
+
+#include "python/module.hpp"
 #include "relay/settings.hpp"
 
 namespace moonpool::python {
 
-using Values = std::map<std::string, double>;
+std::vector<std::string> relay_setting_names();
 
-void take(const Values& values, relay::Limits& limits);
-void take(const Values& values, relay::Deadlines& deadlines);
-void take(const Values& values, relay::BreakerLimits& breaker);
+// values: one for each of relay_setting_names(). Raises InvalidArgument for a missing and for an unknown one.
+void fill(const py::dict& values, relay::Settings& settings);
 
 }  // namespace moonpool::python

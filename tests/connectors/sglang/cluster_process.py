@@ -8,13 +8,14 @@ import sys
 import time
 
 from moonpool import _native
+from moonpool.core.config.native_settings import master_settings, node_settings
 
 TOKEN = b"a token of this test"
 
 
 def main() -> None:
     if sys.argv[1] == "master":
-        master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+        master = _native.MasterServer(["127.0.0.1:0"], TOKEN, master_settings())
         master.start()
         print(master.addresses[0], flush=True)
         sys.stdin.read()
@@ -22,7 +23,13 @@ def main() -> None:
         return
     socket, address = sys.argv[2:]
     node = _native.Server(
-        socket, [("default", 16 << 20)], TOKEN, listen=["127.0.0.1:0"], master=address, name="holder"
+        socket,
+        [("default", 16 << 20)],
+        TOKEN,
+        node_settings(),
+        listen=["127.0.0.1:0"],
+        master=address,
+        name="holder",
     )
     node.start()
     while not node.metrics()["master_joined"]:

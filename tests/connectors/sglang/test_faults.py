@@ -23,6 +23,7 @@ from moonpool import Store, _native
 from moonpool.connectors.blocking_worker import BlockingWorker
 from moonpool.connectors.sglang import MoonpoolHiCache
 from moonpool.connectors.sglang import pool as pools
+from moonpool.core.config.native_settings import master_settings, node_settings
 from moonpool.core.errors import Closed, InvalidArgument
 from tests.connectors.own_node import TOKEN, Node
 from tests.connectors.sglang.conftest import Make
@@ -422,13 +423,18 @@ def test_sidecars_are_evicted_from_the_end_of_a_chain(make: Make, node: Node) ->
 def test_without_a_master(make: Make, node: Node, caplog: pytest.LogCaptureFixture, when: str) -> None:
     """A node of a cluster whose master is not there, or dies: what this host has is served all the time, and
     what it lacks is a miss at once."""
-    master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+    master = _native.MasterServer(["127.0.0.1:0"], TOKEN, master_settings())
     master.start()
     address = master.addresses[0]
     if when == "at start":
         master.stop()
     node.server = server = _native.Server(
-        str(node.socket), [("default", 16 << 20)], TOKEN, listen=["127.0.0.1:0"], master=address
+        str(node.socket),
+        [("default", 16 << 20)],
+        TOKEN,
+        node_settings(),
+        listen=["127.0.0.1:0"],
+        master=address,
     )
     server.start()
     if when == "later":
@@ -581,7 +587,12 @@ def test_another_host_that_stands_still(
     master, address = cluster("master")
     holder, socket = cluster("node", str(folder / "holder.sock"), address)
     node.server = server = _native.Server(
-        str(node.socket), [("default", 16 << 20)], TOKEN, listen=["127.0.0.1:0"], master=address
+        str(node.socket),
+        [("default", 16 << 20)],
+        TOKEN,
+        node_settings(),
+        listen=["127.0.0.1:0"],
+        master=address,
     )
     server.start()
     eventually(lambda: server.metrics()["master_joined"] == 1, "the node does not join")

@@ -14,6 +14,7 @@ import pytest
 from moonpool import _native
 from moonpool.connectors.tensorrt_llm import fetch, worker
 from moonpool.connectors.tensorrt_llm import pool as pools
+from moonpool.core.config.native_settings import master_settings
 from tests.connectors.tensorrt_llm.checks import PROMPT, check, counts
 from tests.connectors.tensorrt_llm.conftest import Make, Node
 from tests.connectors.tensorrt_llm.stub_engine import Engine
@@ -28,7 +29,7 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.master = _native.MasterServer(["127.0.0.1:0"], TOKEN)
+        self.master = _native.MasterServer(["127.0.0.1:0"], TOKEN, master_settings())
         self.master.start()
         self.nodes: dict[str, NodeProcess] = {}
 

@@ -10,6 +10,7 @@ import pytest
 
 from moonpool import _native
 from moonpool.connectors.tensorrt_llm import pool
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Error
 
 TOKEN = b"the token"
@@ -32,7 +33,7 @@ def connected(socket: str) -> tuple[_native.Client, pool.PoolClient]:
 def test_pins_that_hold_their_share_are_a_miss(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a pool that does not answer, which the connector would leave alone for a while."""
     monkeypatch.setattr(pool, "LONG_WAIT_S", 60.0)  # whatever this machine does meanwhile
-    server = _native.Server(socket, [("default", 8 * MIB)], TOKEN, pins_share_max=0.2)
+    server = _native.Server(socket, [("default", 8 * MIB)], TOKEN, node_settings(pins_share_max=0.2))
     server.start()
     client, connection = connected(socket)
     try:
@@ -49,7 +50,7 @@ def test_pins_that_hold_their_share_are_a_miss(socket: str, monkeypatch: pytest.
 
 
 def test_a_node_that_is_gone_is_no_miss(socket: str) -> None:
-    server = _native.Server(socket, [("default", 8 * MIB)], TOKEN)
+    server = _native.Server(socket, [("default", 8 * MIB)], TOKEN, node_settings())
     server.start()
     _, connection = connected(socket)
     try:

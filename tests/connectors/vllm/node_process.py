@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moonpool import _native
 from moonpool.core.config import paths
+from moonpool.core.config.native_settings import node_settings
 
 
 def main() -> None:
@@ -17,7 +18,9 @@ def main() -> None:
     # No scrub: a test changes a stored byte and wants it served.
     token = paths.read_or_create_token()
     # Tests fill it with what is pinned.
-    server = _native.Server(sys.argv[1], tenants, token, scrub_bytes_per_s=0, pins_share_max=1.0)
+    server = _native.Server(
+        sys.argv[1], tenants, token, node_settings(scrub_bytes_per_s=0, pins_share_max=1.0)
+    )
     server.start()
     print("ready", flush=True)
     for _ in sys.stdin:

@@ -24,6 +24,7 @@ from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Pull
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.connectors.weights import weights_digest
+from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Unavailable
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, block_name
 from tests.connectors.vllm.fakes import (
@@ -291,7 +292,7 @@ def test_nothing_to_do_touches_nothing() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[_native.Server]:
-    server = _native.Server(str(tmp_path / "node.sock"), [("default", 64 << 20)], b"token")
+    server = _native.Server(str(tmp_path / "node.sock"), [("default", 64 << 20)], b"token", node_settings())
     server.start()
     yield server
     server.stop()

@@ -33,6 +33,41 @@ using namespace moonpool::relay;
 
 namespace {
 
+// With room and time for all that a test does.
+Settings roomy() {
+    Settings settings;
+    settings.limits = {.client_connections_max = 10000,
+                       .head_bytes_max = 32 << 10,
+                       .body_bytes_max = 64 << 20,
+                       .bodies_bytes_max = size_t{1} << 30,
+                       .address_share = 0.5,
+                       .pipelined_bytes_max = 64 << 10,
+                       .write_buffer_bytes_max = 256 << 10,
+                       .unread_bytes_max = 512 << 20,
+                       .prefill_answer_bytes_max = 16 << 20,
+                       .idle_upstreams_max = 256,
+                       .observations_max = 65536,
+                       .retries_max = 2,
+                       .body = {.members_max = 1024, .prompts_max = 4096, .prompt_ids_max = 1 << 20}};
+    settings.deadlines = {.head_s = 20,
+                          .body_stall_s = 30,
+                          .body_bytes_per_s_min = 1024,
+                          .client_idle_s = 75,
+                          .client_stall_s = 300,
+                          .linger_s = 2,
+                          .decide_s = 60,
+                          .connect_s = 5,
+                          .first_byte_s = 600,
+                          .stream_stall_s = 600,
+                          .suspect_engine_s = 5,
+                          .silent_engine_s = 15,
+                          .upstream_idle_s = 4,
+                          .tcp_dead_peer_s = 30,
+                          .sweep_s = 0.25};
+    settings.breaker = {.failures_max = 5, .open_s = 2, .open_s_max = 30};
+    return settings;
+}
+
 Fd listening(sockaddr_in& address) {
     Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     address = {};
@@ -216,7 +251,7 @@ void visit(const sockaddr_in& address, unsigned seed) {
 
 TEST_CASE("without descriptors nobody is accepted, and the relay waits instead of spinning") {
     RandomDecider decider;
-    Settings settings;
+    Settings settings = roomy();
     settings.engines.push_back({"a", "h", Role::kBoth});
     settings.deadlines.sweep_s = 0.1;
     auto started = Relay::start(settings, decider);
@@ -259,7 +294,7 @@ TEST_CASE("without descriptors nobody is accepted, and the relay waits instead o
 TEST_CASE("without descriptors for an engine a request is refused and no engine is blamed") {
     MockEngine engine;
     RandomDecider decider;
-    Settings settings;
+    Settings settings = roomy();
     settings.engines.push_back({"a", "h", Role::kBoth});
     settings.breaker.failures_max = 1u << 30;
     auto started = Relay::start(settings, decider);
@@ -318,7 +353,7 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
 
 TEST_CASE("accepted connections have what the listening socket was told") {
     RandomDecider decider;
-    Settings settings;
+    Settings settings = roomy();
     settings.engines.push_back({"a", "h", Role::kBoth});
     settings.deadlines.tcp_dead_peer_s = 12;
     auto started = Relay::start(settings, decider);
@@ -382,7 +417,7 @@ TEST_CASE("engines join and leave in a storm, and each place is free again") {
     MockEngine first, second, third;
     const std::array<const MockEngine*, 3> engines{&first, &second, &third};
     RandomDecider decider;
-    Settings settings;
+    Settings settings = roomy();
     settings.engines_max = 4;
     settings.breaker.failures_max = 1u << 30;
     settings.deadlines.sweep_s = 0.002;
@@ -437,7 +472,7 @@ TEST_CASE("engines join and leave in a storm, and each place is free again") {
 TEST_CASE("a storm of clients, engines and plans leaves nothing behind") {
     MockEngine first, second, third;
     RandomDecider decider;
-    Settings settings;
+    Settings settings = roomy();
     settings.breaker.failures_max = 1u << 30;
     settings.deadlines.sweep_s = 0.005;
     settings.deadlines.linger_s = 0.05;
@@ -474,7 +509,7 @@ TEST_CASE("a body of many turns arrives whole") {
     sockaddr_in there{};
     Fd engine = listening(there);
     RandomDecider decider;
-    Settings settings;
+    Settings settings = roomy();
     settings.engines.push_back({"a", "h", Role::kBoth});
     auto started = Relay::start(settings, decider);
     REQUIRE(started.ok());
