@@ -1,2 +1,2 @@
-"""What Python hears from the data plane (``csrc/relay``): a record of each request, and counts. Values
-only; the data plane itself is C++ and has a thread of its own."""
+"""Values that Python reads from the relay (``csrc/relay``): a record of each request, and counters. The relay
+itself is C++ and has its own thread."""

@@ -1,4 +1,4 @@
-"""What the data plane has counted: ``Relay.counters``, as values. Latencies are counted between bounds."""
+"""The relay's counters (``Relay.counters``) as values. Latencies are histograms."""
 
 from __future__ import annotations
 
@@ -28,12 +28,19 @@ BOUNDS_S = (
 )
 
 
-Histogram = tuple[list[int], float]  # counts between the bounds and above all, and the sum in seconds
+Histogram = tuple[list[int], float]  # (counts between the bounds and above the last one, sum in seconds)
 
 
 class EngineCounters(msgspec.Struct):
-    """Of one engine. leaving: it was removed, and some request is still there. answers: by the first digit of
-    their status. failures: by (stage, reason). disconnects: by stage. prefills: by how they ended."""
+    """Counters of one engine.
+
+    leaving:     it was removed, and has requests in flight.
+    answers:     number of answers by the first digit of the status.
+    failures:    by (stage, reason).
+    disconnects: by stage.
+    prefills:    by outcome.
+    first_byte, whole, prefill: histograms of latencies in seconds.
+    """
 
     place: int
     name: str
@@ -56,13 +63,17 @@ class EngineCounters(msgspec.Struct):
 
     @property
     def requests(self) -> int:
-        """That it has answered: clients, and with prefills for other engines the proxy."""
+        """Number of answers, and of prefills for other engines."""
         return sum(self.answers) + sum(n for how, n in self.prefills.items() if how != "failed")
 
 
 class Counters(msgspec.Struct):
-    """What the data plane has counted. engines: ordered by place. reserved: what clients may not say and was
-    left out, by kind. intact: whether its invariants hold."""
+    """Counters of the relay.
+
+    engines:  ordered by place.
+    reserved: members that clients must not send and that were dropped, by kind.
+    intact:   whether the relay's invariants hold.
+    """
 
     engines: list[EngineCounters]
     rejected: dict[str, int]
@@ -78,5 +89,5 @@ class Counters(msgspec.Struct):
 
 
 def look(relay: Relay) -> Counters:
-    """The counters of a data plane as they are now."""
+    """The relay's counters, as of now."""
     return msgspec.convert(relay.counters(), Counters)

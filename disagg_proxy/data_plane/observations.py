@@ -1,4 +1,4 @@
-"""What the data plane saw of requests: the records of ``Relay.take_observations``, 128 bytes each."""
+"""The relay's records of requests (``Relay.take_observations``), 128 bytes each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 RECORD = struct.Struct("<QqiiddddddiiiiHBBBBBB16s8s8s")
-# The same, to be counted without a tuple for each.
+# The same layout for numpy, to sum up records without a tuple for each.
 COLUMNS = np.dtype(
     [
         *((name, "<i8") for name in ("request", "tracked")),
@@ -40,7 +40,7 @@ class Stage(IntEnum):
 
 
 class Outcome(IntEnum):
-    """LEFT: the client went away. REFUSED: by the policy, after an engine had been tried."""
+    """Outcome of a request. LEFT: the client closed. REFUSED: by the policy, after an engine was tried."""
 
     ANSWERED = 0
     LEFT = 1
@@ -50,7 +50,7 @@ class Outcome(IntEnum):
 
 
 class HandoverForm(IntEnum):
-    """Whether, and how, the engine that answers was told where a prefill engine's work lies."""
+    """The form of the hand-over of a request; NOT: there was none."""
 
     NOT = 0
     TWO_STEP = 1
@@ -61,8 +61,8 @@ class HandoverForm(IntEnum):
 
 
 class Observation(NamedTuple):
-    """One record, in the order of its bytes. Places are -1 and times 0.0 where it did not come to that;
-    tokens are the engine's own counts, -1 where its answer did not tell. handed_over: HandoverForm.
+    """One record, in the order of its bytes. Places are -1 and times 0.0 for steps that did not happen; token
+    counts are the engine's, -1 if its answer has none. handed_over: a HandoverForm.
     """
 
     request: int
@@ -91,16 +91,16 @@ class Observation(NamedTuple):
     span_id: bytes
 
 
-_made = functools.partial(tuple.__new__, Observation)  # _make, which is Python, costs as much again
+_made = functools.partial(tuple.__new__, Observation)  # _make is Python code and doubles the cost
 
 
 def read(records: bytes) -> Iterator[Observation]:
-    """The records in the order in which they were made."""
+    """All records, in order."""
     return map(_made, RECORD.iter_unpack(records))
 
 
 def read_last(records: bytes, count: int) -> Iterator[Observation]:
-    """The last ``count`` of them."""
+    """The last ``count`` records."""
     return read(records[-count * RECORD.size :])
 
 

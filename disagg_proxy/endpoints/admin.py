@@ -1,4 +1,4 @@
-"""What the proxy itself answers: /health, /metrics, /engines, /ui, and /v1/models once they are known."""
+"""The proxy's own endpoints: /health, /metrics, /engines, /ui, and /v1/models once the models are known."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ _KEYED = (b"/engines", b"/ui/data")
 
 
 class EngineListing(msgspec.Struct):
-    """One engine in GET /engines. health: also leaving, of one that was removed and still has requests. why:
-    the last failure of its health check, "" while healthy. requests: answers, and prefills for others.
-    events: whether its KV events are heard (events/stream_watch.py); "": none are followed."""
+    """One engine in GET /engines.
+
+    health:   state of its checks, or leaving: removed, with requests in flight.
+    why:      the last failure of its health check; "" while healthy.
+    requests: number of answers, and of prefills for other engines.
+    events:   state of its KV events (events/stream_watch.py); "": not followed.
+    """
 
     name: str
     url: str
@@ -49,7 +53,7 @@ class EngineListing(msgspec.Struct):
 
 
 class EnginesPage(msgspec.Struct, omit_defaults=True):
-    """discovery: the sources of engines, where there are any."""
+    """GET /engines. discovery: the sources of engines, if any."""
 
     policy: str
     engines: list[EngineListing]
@@ -57,7 +61,7 @@ class EnginesPage(msgspec.Struct, omit_defaults=True):
 
 
 class HealthPage(msgspec.Struct, omit_defaults=True):
-    """events: the streams of KV events that are not live."""
+    """GET /health. events: the streams of KV events that are not live."""
 
     status: str
     engines_healthy: int
@@ -67,8 +71,11 @@ class HealthPage(msgspec.Struct, omit_defaults=True):
 
 
 class AdminEndpoints:
-    """Called on the proxy's event loop. look: the data plane's counters as they are now. readers: keys of
-    callers that may see engines' addresses and why a check of them failed."""
+    """Runs on the proxy's event loop.
+
+    look:    returns the relay's counters.
+    readers: API keys of clients that may see the engines' addresses and failures.
+    """
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class AdminEndpoints:
         self._page = page_answer()
 
     def answer(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
-        """At a path of the proxy's own. reply: on any thread."""
+        """Answers a request to one of the proxy's own paths. reply: called once, on any thread."""
         if self._registry is not None and request.method == b"POST":
             self._registry.answer(request, reply)
         elif request.path in _KEYED and not self._readers.fits(request.headers("authorization")):

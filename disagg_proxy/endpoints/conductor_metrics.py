@@ -1,4 +1,4 @@
-"""What the conductor knows and predicts, as Prometheus shows it."""
+"""Prometheus metrics of the conductor: its state and its predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-Values = dict[tuple[str, ...], float]  # by the values of the labels
+Values = dict[tuple[str, ...], float]  # by label values
 
 
 class ConductorCollector(Collector):
@@ -105,7 +105,7 @@ class ConductorCollector(Collector):
             yield _family(f"moonpool_proxy_{name}", text, ("engine",), values)
 
     def _predictions(self) -> Iterator[Metric]:
-        """Of the time to the first token: predicted against observed."""
+        """TTFT: predicted and observed."""
         ratios = GaugeMetricFamily(
             "moonpool_proxy_ttft_observed_over_predicted",
             "Time to the first token, observed over predicted: quantiles of an engine's last 256 requests",
@@ -132,7 +132,7 @@ class ConductorCollector(Collector):
             values: Values = {
                 (source,): rows[name]
                 for source, rows in stats.items()
-                if rows["heard"] or not name.startswith("lag_")  # the lag of what is not heard is none
+                if rows["heard"] or not name.startswith("lag_")  # a stream that is not heard has no lag
             }
             yield _family(
                 f"moonpool_proxy_events_{name}", "Of KV events; docs/events.md", ("stream",), values

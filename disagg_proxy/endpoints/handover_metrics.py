@@ -1,4 +1,4 @@
-"""What became of hand-overs, as Prometheus shows it."""
+"""Prometheus metrics of hand-overs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""/metrics without holding up the event loop.
+"""GET /metrics without blocking the event loop.
 
-A thousand engines are six megabytes of text, which takes half a second: the loop says what is true now, and a
-thread writes it down. One text is made at a time; one that was work is shown again for KEPT_S, however many
-scrape.
+A thousand engines make six megabytes of text, which takes half a second. So the loop collects the values and
+a thread formats them. One text is made at a time; an expensive text is served again for KEPT_S seconds,
+however many clients scrape.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moonpool.disagg_proxy.data_plane.counters import Counters
 from moonpool.disagg_proxy.endpoints.relay_metrics import CONTENT_TYPE, exposition, proxy_families
 
 KEPT_S = 1.0
-CHEAP_S = 0.05  # of a core: a text that took less is made anew each time
+CHEAP_S = 0.05  # CPU seconds; a cheaper text is made for each scrape
 
 _log = logging.getLogger("moonpool.proxy")
 
 
 class MetricsEndpoint:
-    """On the event loop. look: the data plane's counters; collectors: of all else."""
+    """Runs on the event loop. look: returns the relay's counters. collectors: all other metrics."""
 
     def __init__(self, look: Callable[[], Counters], collectors: Sequence[Collector]) -> None:
         self._look = look
@@ -39,7 +39,7 @@ class MetricsEndpoint:
         self._kept_until_s = 0.0
 
     def answer(self, reply: Callable[[Answer], None]) -> None:
-        """reply: later, on the event loop."""
+        """Answers GET /metrics. reply: called later, on the event loop."""
         if self._kept is not None and self._loop.time() < self._kept_until_s:
             return reply(self._kept)
         self._kept = None
@@ -52,11 +52,11 @@ class MetricsEndpoint:
         self._thread.submit(self._make, counters, others)
 
     def close(self) -> None:
-        """Waits for the text that is being made."""
+        """Waits for the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _make(self, counters: Counters, others: list[Metric]) -> None:
-        """On the thread."""
+        """Formats the text, on the thread."""
         began_s = time.thread_time()
         try:
             answer = Answer(200, exposition([*proxy_families(counters), *others]), CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""Counts and latencies of the proxy, as Prometheus shows them: built at each scrape."""
+"""Prometheus metrics of the relay: counts and latencies, built at each scrape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 def proxy_families(counters: Counters) -> Iterator[Metric]:
-    """All that the data plane counts."""
+    """All counters of the relay."""
     engines = _by_name(counters.engines)
     yield from _proxy_families(counters)
     yield from _engine_counters(engines)
@@ -34,7 +34,7 @@ def proxy_families(counters: Counters) -> Iterator[Metric]:
 
 
 class Collected(Collector):
-    """Families that are made already."""
+    """A collector of given families."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -52,7 +52,7 @@ def exposition(families: Sequence[Metric]) -> bytes:
 
 
 def _by_name(engines: Sequence[EngineCounters]) -> list[EngineCounters]:
-    """One of each name: an engine that is leaving may have a successor of its name, which is shown."""
+    """One engine for each name: of a leaving engine and its successor, the successor."""
     shown: dict[str, EngineCounters] = {}
     for engine in engines:
         if not engine.leaving or engine.name not in shown:

@@ -1,5 +1,5 @@
-"""The prefix indexes of a proxy: one of each model and block size, made when an engine's first event tells
-its block size. Any thread may call anything."""
+"""The prefix indexes of a proxy: one for each model and block size, created when the first event of an engine
+has its block size. Thread safe."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import threading
 from moonpool import _native
 
 MODEL_ANY = ""
-HOLDERS_MAX = _native.HOLDERS_MAX  # engines and nodes of the pool, whose places are below it
+HOLDERS_MAX = _native.HOLDERS_MAX  # maximum of engines and pool nodes; places are below it
 
 
 class PrefixIndexes:
-    """blocks_max: entries of each index (93 to 101 bytes each); indexes_max: beyond it a new model is not
-    indexed, and ``refused`` counts it."""
+    """blocks_max: entries of each index (93 to 101 bytes each). indexes_max: maximum of indexes; ``refused``
+    counts those beyond it."""
 
     def __init__(self, *, blocks_max: int = 1 << 20, indexes_max: int = 16) -> None:
         self.refused = 0
-        self.kept: _native.PrefixIndex | None = None  # that no stream has to follow
-        self.wanting = 0  # indexes that were made, and had missed what the pool's streams told before
+        self.kept: _native.PrefixIndex | None = None  # an index that stays without a stream
+        self.wanting = 0  # number of new indexes that missed earlier events of the pool
         self._blocks_max = blocks_max
         self._indexes_max = indexes_max
         self._lock = threading.Lock()
         self._indexes: dict[tuple[str, int], _native.PrefixIndex] = {}
-        self._of: dict[str, tuple[_native.PrefixIndex, ...]] = {}  # the same, for every decision to ask
+        self._of: dict[str, tuple[_native.PrefixIndex, ...]] = {}  # the same by model, read at each decision
         self._guessed: set[tuple[str, int]] = set()
 
     def obtain(self, model: str, block_tokens: int, *, guessed: bool = False) -> _native.PrefixIndex | None:
-        """The index of this model and block size, made when there is none; None when there are too many, or
-        the size is none of a block. guessed: no stream has told this size, so beside another index it need
-        not know what the pool holds."""
+        """The index of this model and block size, created on demand; None: too many, or an invalid block
+        size. guessed: no stream has reported this block size, so the index need not know the pool's blocks if
+        there is another one."""
         with self._lock:
             key = model, block_tokens
             index = self._indexes.get(key)
@@ -50,7 +50,7 @@ class PrefixIndexes:
             return index
 
     def drop(self, index: _native.PrefixIndex) -> None:
-        """No caller is to ask it any more. Does nothing when it is kept."""
+        """Removes an index, unless it is ``kept``."""
         with self._lock:
             if index is self.kept:
                 return
@@ -67,11 +67,11 @@ class PrefixIndexes:
         return self._of.get(model, ())
 
     def all(self) -> dict[tuple[str, int], _native.PrefixIndex]:
-        """By model and block size."""
+        """All indexes, by model and block size."""
         with self._lock:
             return dict(self._indexes)
 
     def expire(self, now_s: float) -> None:
-        """Ends what was dispatched and not confirmed in time."""
+        """Removes blocks that were expected and not confirmed in time."""
         for index in self.all().values():
             index.expire(now_s)

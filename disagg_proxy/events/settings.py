@@ -1,4 +1,4 @@
-"""Which streams of KV events the proxy listens to, and its limits. Values only; times in seconds."""
+"""The streams of KV events that the proxy subscribes to, and limits. Values only; times in seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ _ENDPOINT = re.compile(r"(tcp://[^\s,]+:\d{1,5}|ipc://[^\s,]+|inproc://[^\s,]+)"
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The stream of one engine, or of one node of the pool (``pool``): where it publishes, where it replays
-    ("": nowhere), and by which name it is known."""
+    """The stream of one engine, or of one node of the pool (``pool``).
+
+    name:     of the engine or node.
+    endpoint: where it publishes.
+    replay:   where it replays; "": it does not.
+    """
 
     name: str
     endpoint: str
@@ -36,28 +40,28 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EventLimits:
-    """Sizes and waits of all streams."""
+    """Limits in bytes, messages and seconds."""
 
     message_bytes_max: int = 24 << 20  # a node's inventory comes in messages of up to 18 MiB
-    # Received by ZMQ and not yet looked at, of one stream; more waits at its publisher. So one stream holds
-    # (queue_messages_max + 1) * message_bytes_max at most, and some hundred KB where its engine is honest.
+    # Received by ZMQ and not yet processed, for each stream; more waits at the publisher. So one stream holds
+    # at most (queue_messages_max + 1) * message_bytes_max, and usually some hundred KB.
     queue_messages_max: int = 4
-    queues_bytes_max: int = 128 << 20  # of the streams that are behind, together, as their last messages say
-    behind_s: float = 1.0  # a stream that had messages left for so long is behind
-    rest_s: float = 30.0  # of the largest of them, while the others are taken
-    pending_messages_max: int = 10_000  # that came while a replay was under way, per stream
-    pending_bytes_max: int = 32 << 20  # of these, of all streams together
-    replay_s: float = 5.0  # of silence inside a replay, until it is given up
-    lost_s: float = 5.0  # without a connection: what the stream told is not believed any more
-    gone_s: float = 10.0  # out of the rotation for so long: its holder is forgotten
-    heartbeat_s: float = 2.0  # ZMQ's own, so that a host that vanished is noticed
+    queues_bytes_max: int = 128 << 20  # of all streams that are behind, estimated from their last messages
+    behind_s: float = 1.0  # a stream with unprocessed messages for this long is behind
+    rest_s: float = 30.0  # pause of the largest stream that is behind
+    pending_messages_max: int = 10_000  # received during a replay, for each stream
+    pending_bytes_max: int = 32 << 20  # of these, all streams together
+    replay_s: float = 5.0  # silence after which a replay is given up
+    lost_s: float = 5.0  # time without a connection after which the blocks no longer count
+    gone_s: float = 10.0  # time out of the rotation after which the blocks are removed
+    heartbeat_s: float = 2.0  # of ZMQ, to detect a host that vanished
 
 
 def parse_event_sources(
     texts: Iterable[str], *, pool: bool = False, token: bytes = b""
 ) -> tuple[EventSource, ...]:
     """``NAME=tcp://host:port`` or ``NAME=tcp://host:port,tcp://host:port`` (the second replays) each. Raises
-    ConfigError. token: of the cluster; nodes of the pool ask for it at addresses beyond loopback."""
+    ConfigError. token: the cluster token, which pool nodes require at addresses beyond loopback."""
     sources = []
     for text in texts:
         name, separator, rest = text.partition("=")
@@ -76,7 +80,7 @@ def parse_event_sources(
 
 
 def _is_beyond(endpoint: str) -> bool:
-    """Whether other hosts reach it: the same rule as the node's."""
+    """Whether other hosts can reach it, by the node's rule."""
     if not endpoint.startswith("tcp://"):
         return False
     host, _, _ = endpoint.removeprefix("tcp://").rpartition(":")

@@ -1,10 +1,10 @@
-"""One stream of KV events put in order: which messages are taken, when all is forgotten, when to ask for a
+"""Orders one stream of KV events: decides which messages count, when to void all, and when to request a
 replay. Pure: messages in, calls of the sink out; no socket, no clock.
 
-A publisher numbers its messages from 0 and keeps the last of them for replay. The rule: what was taken of a
-stream is one life of its publisher, from some message on without a hole. Whenever that is in doubt (a gap, a
-new connection), the replay begins with the message that was taken last: when it comes back with the same
-bytes it is the same life, and what follows closes the gap; else everything is forgotten and read anew.
+A publisher numbers its messages from 0 and keeps the last ones for replay. Invariant: the messages that count
+are a gapless range of one incarnation of the publisher. When that is in doubt (a gap, a new connection), a
+replay is requested from the last message on: if it comes back with equal bytes, it is the same incarnation,
+and the following messages close the gap; otherwise all is void and read again.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ _RECENT = 256
 
 
 class Sink(Protocol):
-    """What a stream is put in order for."""
+    """Receives the ordered stream."""
 
     def take(self, payload: bytes) -> None:
-        """The next batch."""
+        """Processes the next message."""
 
     def forget(self) -> None:
-        """All that was taken is void."""
+        """Voids all earlier messages."""
 
     def ask(self, start: int) -> None:
-        """A replay from message ``start`` on; answers to an earlier one are no longer wanted."""
+        """Requests a replay from message ``start`` on; it supersedes an earlier one."""
 
 
 @dataclass(slots=True)
 class StreamCounts:
-    """Of one stream, since the start."""
+    """Counters of one stream."""
 
     messages: int = 0
     taken: int = 0
     gaps: int = 0
     replays: int = 0
     repeats: int = 0
-    restarts: int = 0  # another life of the publisher
-    lost: int = 0  # times that a replay could not close the gap
-    overflows: int = 0  # messages that came during a replay beyond the limit
+    restarts: int = 0  # new incarnations of the publisher
+    lost: int = 0  # gaps that a replay could not close
+    overflows: int = 0  # messages during a replay beyond the limit
 
 
 class ByteBudget:
-    """Bytes that streams may keep together."""
+    """A limit of bytes that several streams share."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self.taken = 0
 
     def take(self, size: int) -> bool:
-        """Whether there is room for so many bytes more; they are taken then."""
+        """Takes ``size`` bytes; False if they are not available."""
         if self.taken + size > self._bytes_max:
             return False
         self.taken += size
@@ -64,8 +64,12 @@ class ByteBudget:
 
 
 class Stream:
-    """can_replay: whether the publisher has a place to ask. pending_max: messages that are kept during a
-    replay; room: for their bytes, shared with other streams."""
+    """The state of one stream.
+
+    can_replay:  whether the publisher has a replay endpoint.
+    pending_max: maximum of messages that are kept during a replay.
+    room:        limit of their bytes, shared with other streams.
+    """
 
     def __init__(
         self, sink: Sink, *, can_replay: bool, pending_max: int = 10_000, room: ByteBudget | None = None
@@ -75,43 +79,43 @@ class Stream:
         self._sink = sink
         self._can_replay = can_replay
         self._pending_max = pending_max
-        self._last: int | None = None  # the number that was taken last
-        self._recent: OrderedDict[int, bytes] = OrderedDict()  # number -> what it was
-        self._proof_due = False  # the next answer must be the message that was taken last
-        self._start = 0  # where the replay began
+        self._last: int | None = None  # number of the last message that counts
+        self._recent: OrderedDict[int, bytes] = OrderedDict()  # number -> digest of the message
+        self._proof_due = False  # the next replayed message must equal the last one
+        self._start = 0  # first message of the replay
         self._pending: deque[tuple[int, bytes]] = deque()
         self._room = room or ByteBudget(1 << 62)
 
     @property
     def sequence(self) -> int:
-        """The number of the message that was taken last; -1: none counts."""
+        """Number of the last message that counts; -1: none."""
         return -1 if self._last is None else self._last
 
     def connected(self) -> None:
-        """There is a new connection: messages may be missing, or it may be another life."""
-        self._drop_pending()  # said by a life that may have ended; the replay has it, if it still counts
+        """A new connection: messages may be missing, or the publisher may have restarted."""
+        self._drop_pending()  # of an incarnation that may have ended; the replay repeats them if they count
         if self._can_replay:
             self._replay()
 
     def gone(self) -> None:
-        """The publisher was given up. What it says later is a new beginning."""
+        """The publisher was given up: voids all; later messages start anew."""
         self._drop_all()
         self.replaying = False
         self._drop_pending()
 
     def message(self, number: int, payload: bytes) -> None:
-        """From the publisher itself."""
+        """Processes a published message."""
         self.counts.messages += 1
         if self.replaying:
             if len(self._pending) < self._pending_max and self._room.take(len(payload)):
                 self._pending.append((number, payload))
             else:
-                self.counts.overflows += 1  # the gap is seen when the replay is over
+                self.counts.overflows += 1  # the gap is detected after the replay
             return
         self._in_order(number, payload)
 
     def replayed(self, number: int, payload: bytes) -> None:
-        """An answer to the last ask()."""
+        """Processes a replayed message."""
         if not self.replaying:
             return
         if self._proof_due:
@@ -121,7 +125,7 @@ class Stream:
             at_last = number == self._last
             self._start = number
             self._lose()
-            if at_last:  # its life is another one, and began before
+            if at_last:  # another incarnation, which began before
                 self.counts.restarts += 1
                 self._replay()
                 return
@@ -129,18 +133,18 @@ class Stream:
             self.counts.repeats += 1
             return
         if self._last is None and number > self._start:
-            self.counts.lost += 1  # the beginning is beyond the buffer; what follows still counts
+            self.counts.lost += 1  # the start is beyond the publisher's buffer; the rest counts
         elif self._last is not None and number > self._last + 1:
             self._lose()
         self._take(number, payload)
 
     def replay_ended(self, complete: bool = True) -> None:
-        """No more answers: the end marker came, or (not ``complete``) none came for too long."""
+        """The end of a replay: by its end marker, or with complete=False by a timeout."""
         if not self.replaying:
             return
         self.replaying = False
         if self._proof_due and complete and self._last is not None:
-            # It does not have what we took last: a younger life, which has not said as much.
+            # It does not have our last message: a younger incarnation with fewer messages.
             self._proof_due = False
             self.counts.restarts += 1
             self._drop_all()
@@ -156,7 +160,7 @@ class Stream:
             if self._last is not None and number <= self._last:
                 continue
             if self._last is not None and number > self._last + 1:
-                self._lose()  # a replay has just told all there is
+                self._lose()  # the replay had all messages
             self._take(number, payload)
 
     def _in_order(self, number: int, payload: bytes) -> None:

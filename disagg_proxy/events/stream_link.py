@@ -1,5 +1,5 @@
-"""What the subscriber knows of one stream. Values only, of the subscriber's thread; other threads read single
-fields of them."""
+"""The subscriber's state of one stream. Values only; the subscriber's thread writes them, other threads read
+single fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.disagg_proxy.events.stream import Stream
 
 @dataclass(slots=True)
 class SourceCounts:
-    """Of one source, beyond what its stream counts. Blocks, but for ``malformed``, which are messages."""
+    """Counters of one source, besides those of its stream: blocks; ``malformed`` counts messages."""
 
     malformed: int = 0
     stored: int = 0
@@ -23,15 +23,15 @@ class SourceCounts:
     unknown: int = 0
     skipped: int = 0
     forgets: int = 0
-    rests: int = 0  # times that it was cut off, for more came of it than could be looked at
+    rests: int = 0  # pauses, because more arrived than could be processed
     connected: bool = False
-    lag_s: float = 0.0  # between the sender's clock and ours, of the last batch that was not asked for again
+    lag_s: float = 0.0  # sender's clock to ours, of the last batch that was not replayed
     lag_max_s: float = 0.0
 
 
 @dataclass(slots=True)
 class StreamLink:
-    """A source with its sockets; all of it belongs to the thread."""
+    """A source with its sockets; only the subscriber's thread uses it."""
 
     source: EventSource
     place: int
@@ -40,27 +40,31 @@ class StreamLink:
     monitor: zmq.Socket[bytes]
     counts: SourceCounts = field(default_factory=SourceCounts)
     index: _native.PrefixIndex | None = None
-    index_before: _native.PrefixIndex | None = None  # that it followed, or follows
+    index_before: _native.PrefixIndex | None = None  # the index of its former block size, or its present one
     asking: zmq.Socket[bytes] | None = None
     answer_due_s: float = 0.0
     given_up: bool = False
-    lost_since_s: float | None = None  # None: it is connected
-    lost: bool = False  # it was without a connection for lost_s
-    live: bool = False  # an engine's: its index follows it
-    behind_since_s: float | None = None  # since when it has had more than could be looked at
-    largest_bytes: int = 0  # of its messages meanwhile
-    rests_until_s: float | None = None  # None: it does not
+    lost_since_s: float | None = None  # time of the disconnection; None: connected
+    lost: bool = False  # disconnected for lost_s
+    live: bool = False  # of an engine: its index is exact
+    behind_since_s: float | None = None  # unprocessed messages since; None: none
+    largest_bytes: int = 0  # largest message since then
+    rests_until_s: float | None = None  # end of the pause; None: not paused
     stream: Stream = field(init=False)
 
     @property
     def is_heard(self) -> bool:
-        """Whether what it told counts now."""
+        """Whether its blocks count now."""
         return self.counts.connected and self.stream.sequence >= 0
 
 
 class StreamState(NamedTuple):
-    """lost_s: since when there is no connection, in seconds of age; None: there is one. heard: what it told
-    counts now. rests: it was cut off, because too much came of it."""
+    """The state of one stream.
+
+    lost_s: seconds without a connection; None: connected.
+    heard:  whether its blocks count now.
+    rests:  whether it is paused, because too much arrived.
+    """
 
     source: EventSource
     place: int

@@ -1,12 +1,12 @@
-"""Says which streams of KV events are heard, and warns of each that is not: once, until it is heard again.
+"""Tracks the states of the streams of KV events, and warns once of each stream that stops being live.
 
-    live      what the engine tells counts
-    waiting   the stream is new, or its engine was sent no prompt yet
-    lost      nothing publishes there
-    silent    something publishes there, and says nothing though its engine was sent prompts
-    resting   too much came of it: the subscriber has cut it off for a while, and has said so
+    live      its events count
+    waiting   the stream is new, or its engine has not got a prompt yet
+    lost      nothing publishes at the endpoint
+    silent    a publisher is connected and sends nothing, though its engine got prompts
+    resting   too much arrived: the subscriber has paused it for a while, and has logged that
 
-A stream that is not live is not worse than none (dispatch/prefix_locator.py). On the event loop.
+A stream that is not live is no worse than no stream (dispatch/prefix_locator.py). Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ class StreamRow(msgspec.Struct):
 
 
 class StreamWatch:
-    """subscriber: None where no stream is followed. unheard_since: when an engine that is not heard, by its
-    place, was first sent a prompt. clock: the one of those times, in seconds."""
+    """Maps the subscriber's states to those above.
+
+    subscriber:    None: no stream is followed.
+    unheard_since: place -> when an engine without live events first got a prompt; None: it has not.
+    clock:         the clock of these times, in seconds.
+    """
 
     def __init__(
         self,
@@ -47,10 +51,10 @@ class StreamWatch:
         self._subscriber = subscriber
         self._unheard_since = unheard_since
         self._clock = clock
-        self._told: dict[str, str] = {}  # of streams that the log knows not to be heard: their state
+        self._told: dict[str, str] = {}  # logged states, by name
 
     def rows(self) -> list[StreamRow]:
-        """Of each stream."""
+        """The state of each stream."""
         states = [] if self._subscriber is None else self._subscriber.states()
         return [StreamRow(each.source.name, self._state(each)) for each in states]
 
@@ -60,7 +64,7 @@ class StreamWatch:
         return {each.place: self._state(each) for each in states if not each.source.pool}
 
     def look(self) -> None:
-        """Warns of what is new. Called again and again."""
+        """Logs changes of states. Called periodically."""
         if self._subscriber is None:
             return
         states = self._subscriber.states()

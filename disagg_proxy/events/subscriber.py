@@ -1,7 +1,7 @@
-"""The thread that listens to all streams of KV events and brings them into the indexes.
+"""A thread that subscribes to all streams of KV events and enters them into the prefix indexes.
 
-One thread, one poll; SHA-256 and the index's own work are done without the GIL. Nothing that a stream sends
-can stop it: what cannot be read is counted, and its holder is forgotten.
+One thread, one poll; hashing and the work of the index run without the GIL. No message can stop it: malformed
+ones are counted, and the blocks of their holder are removed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moonpool.disagg_proxy.events.stream_link import StreamLink, StreamState
 log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
-_AT_ONCE = 64  # messages of one stream before the others get their turn
-_BYTES_AT_ONCE = 1 << 20  # or so many bytes of them
+_AT_ONCE = 64  # messages of one stream in a row
+_BYTES_AT_ONCE = 1 << 20  # bytes of one stream in a row
 _TICK_S = 0.25
 _STOP_TIMEOUT_S = 10.0
 
@@ -45,9 +45,12 @@ class Tap(Protocol):
 
 
 class Subscriber:
-    """Listens from start() to stop(). ``places``: of each source's name its place in the indexes; ``models``:
-    which model it serves ("" for all). followed: hears, on the thread, which index follows an engine's place
-    now; None: none."""
+    """Subscribes from start() to stop().
+
+    places:   the place of each source in the indexes, by name.
+    models:   the model of each source, by name; "": any.
+    followed: called on the thread with a place and the index that follows it exactly; None: no index does.
+    """
 
     def __init__(
         self,
@@ -68,14 +71,14 @@ class Subscriber:
         self._clock = clock
         self._wall = wall
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # events, two that watch them, replays
+        self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # for each holder: events, two monitors, replays
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._room = ByteBudget(self._limits.pending_bytes_max)
-        self._lock = threading.Lock()  # of what other threads say: _absent, _orders, _stopping
+        self._lock = threading.Lock()  # guards _absent, _orders, _stopping
         self._absent: dict[str, float] = {}
         self._stopping = False
         self._known_indexes = 0
-        self._orders: list[Callable[[], None]] = []  # for the thread
+        self._orders: list[Callable[[], None]] = []  # calls for the thread to make
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._links: tuple[StreamLink, ...] = ()
@@ -84,7 +87,7 @@ class Subscriber:
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
 
     def subscribe(self, tap: Tap) -> None:
-        """The tap gets all events of engines, too. Before start()."""
+        """Adds a receiver of all events of engines. Call it before start()."""
         self._taps += (tap,)
 
     def start(self) -> None:
@@ -104,15 +107,15 @@ class Subscriber:
             self._close()
 
     def follow(self, source: EventSource, place: int, model: str = "") -> None:
-        """One more stream; not followed, with a warning, when another has its name. On any thread."""
+        """Adds a stream; ignored with a warning if its name is taken. Thread safe."""
         self._order(lambda: self._open(source, place, model))
 
     def drop(self, name: str, place: int) -> None:
-        """A stream less; what it told is forgotten. On any thread."""
+        """Removes a stream and its blocks. Thread safe."""
         self._order(lambda: self._drop(name, place))
 
     def in_rotation(self, name: str, present: bool) -> None:
-        """An engine left the rotation or came back. One that stays away for gone_s is forgotten."""
+        """An engine left the rotation or came back. After gone_s seconds away its blocks are removed."""
         with self._lock:
             if present:
                 self._absent.pop(name, None)
@@ -121,7 +124,7 @@ class Subscriber:
             self._poke()
 
     def states(self) -> list[StreamState]:
-        """Of each stream, now."""
+        """The state of each stream."""
         now_s = self._clock()
         return [
             StreamState(
@@ -135,7 +138,7 @@ class Subscriber:
         ]
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Counters (*_total) and gauges, of each source by name."""
+        """Counters (*_total) and gauges of each source, by name."""
         rows: dict[str, dict[str, float]] = {}
         for link in self._links:
             counts, stream = link.counts, link.stream.counts
@@ -172,8 +175,8 @@ class Subscriber:
             self._poke()
 
     def _poke(self) -> None:
-        """With the lock held."""
-        if self._wake >= 0:  # else it has ended
+        """Wakes the thread. The caller holds the lock."""
+        if self._wake >= 0:  # else the thread has ended
             os.eventfd_write(self._wake, 1)
 
     def _obey(self) -> None:
@@ -207,7 +210,7 @@ class Subscriber:
         return ready
 
     def _on_ready(self, link: StreamLink, ready: Mapping[object, int]) -> bool:
-        """Whether there is more at once."""
+        """Processes ready sockets; returns whether more messages are ready."""
         more = False
         with _net(link.source.name):
             if link.monitor in ready:
@@ -240,8 +243,8 @@ class Subscriber:
         self._indexes.expire(now_s)
 
     def _look_whether_lost(self, link: StreamLink, now_s: float) -> None:
-        """What an engine told before it fell silent is true for a while: then it is known by what was sent to
-        it, as one without a stream. Of the pool nothing else is known."""
+        """Marks a stream as lost after lost_s seconds without a connection. The cache of an engine is then
+        guessed from the requests sent to it; the blocks of a pool node stay, since nothing else is known."""
         since_s = link.lost_since_s
         if link.lost or since_s is None or now_s - since_s < self._limits.lost_s:
             return
@@ -251,9 +254,9 @@ class Subscriber:
             link.stream.gone()
 
     def _look_at_queues(self, now_s: float) -> None:
-        """ZMQ does not say how much it holds. Of streams that are behind it is at most a queue of their
-        largest messages; where that is too much together, the one with the largest rests: it is cut off, what
-        it told is void, and it is read anew later."""
+        """Bounds the memory of ZMQ's queues. ZMQ does not report their sizes; a stream that is behind holds
+        at most a queue of its largest messages. If the sum is too large, the largest stream is paused: it is
+        disconnected, its blocks are removed, and it is read again later."""
         behind = []
         for link in self._links:
             if link.rests_until_s is not None:
@@ -281,8 +284,8 @@ class Subscriber:
         link.stream.gone()
 
     def _tell_new_indexes(self) -> None:
-        """An index that is made later has missed what the pool holds: read its streams again. A stream that
-        cannot be read again keeps what the other indexes know of it; the new one learns from what comes."""
+        """Reads the pool's streams again for indexes that were created later. A stream that cannot be
+        replayed keeps its blocks in the other indexes; the new index gets later events only."""
         known = self._indexes.wanting
         if known == self._known_indexes:
             return
@@ -315,7 +318,7 @@ class Subscriber:
             size = sum(map(len, frames))
             taken += size
             link.largest_bytes = max(link.largest_bytes, size)
-            self._on_monitor(link)  # a new connection is told before its first message comes
+            self._on_monitor(link)  # a new connection is reported before its first message
             if link.given_up:
                 continue
             if len(frames) != 3 or len(frames[1]) != 8:
@@ -344,7 +347,7 @@ class Subscriber:
                 link.stream.replay_ended()
                 return False
             link.stream.replayed(int.from_bytes(frames[2], "big"), frames[3])
-            if link.asking is not socket:  # it was asked anew
+            if link.asking is not socket:  # a newer replay was requested
                 return False
             taken += len(frames[3])
             if taken >= _BYTES_AT_ONCE:
@@ -385,20 +388,21 @@ class Subscriber:
         except Error as error:
             link.counts.malformed += 1
             log.debug("the events of %s: %s", link.source.name, error)
-            self.forget(link)  # it may have told of removals
+            self.forget(link)  # the batch may have had removals
             return
         if link.source.pool:
             return
         for tap in self._taps:
             try:
                 tap.take(link.place, payload)
-            except Exception:  # what the indexes could read is theirs; the tap alone is void
+            except Exception:  # the indexes have the batch; only the tap is voided
                 link.counts.malformed += 1
                 log.exception("the events of %s", link.source.name)
                 tap.forget(link.place)
 
     def _indexes_of(self, link: StreamLink, payload: bytes) -> Sequence[_native.PrefixIndex]:
-        """A node of the pool holds blocks of any size; an engine has one, which its first blocks tell."""
+        """The indexes of a source: all for a pool node; for an engine the one of its block size, which its
+        first blocks have."""
         if link.source.pool:
             return self._indexes.of(link.model) if link.model else list(self._indexes.all().values())
         if link.index is None:
@@ -409,8 +413,8 @@ class Subscriber:
         return [] if link.index is None else [link.index]
 
     def _retire_index(self, link: StreamLink) -> None:
-        """An engine that has another block size now leaves no index behind: it could make as many as there
-        may be, of 100 MB each."""
+        """Removes the index of an engine's former block size: an engine could otherwise create the maximum of
+        indexes, of 100 MB each."""
         before, link.index_before = link.index_before, link.index
         if before is not None and not any(each.index_before is before for each in self._links):
             self._indexes.drop(before)
@@ -446,12 +450,12 @@ class Subscriber:
             return
         self._links = tuple(each for each in self._links if each is not link)
         self._disconnect(link)
-        link.stream.gone()  # forgets, and gives its room back
+        link.stream.gone()  # voids its blocks and returns its bytes to the budget
         with self._lock:
             self._absent.pop(name, None)
 
     def _link(self, source: EventSource, place: int, model: str) -> StreamLink:
-        """Raises ZMQError for an endpoint that is none."""
+        """Connects to a source. Raises ZMQError for an invalid endpoint."""
         link = StreamLink(source, place, model, *self._sockets(source), lost_since_s=self._clock())
         self._register(link)
         link.stream = Stream(
@@ -463,7 +467,7 @@ class Subscriber:
         return link
 
     def _sockets(self, source: EventSource) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """The subscription and what watches it."""
+        """The subscription socket and its monitor."""
         sub = self._socket(zmq.SUB, source)
         sub.setsockopt(zmq.RECONNECT_IVL, 100)
         sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -489,7 +493,7 @@ class Subscriber:
         self._poller.register(link.monitor, zmq.POLLIN)
 
     def _disconnect(self, link: StreamLink) -> None:
-        """What ZMQ holds of it is given back. May be called twice."""
+        """Closes the sockets, which frees ZMQ's queues. May be called twice."""
         if not link.sub.closed:
             self._poller.unregister(link.sub)
             self._poller.unregister(link.monitor)
@@ -528,13 +532,13 @@ class Subscriber:
 
 
 def _is_ipv6(endpoint: str) -> bool:
-    """A name is resolved to an IPv4 address."""
+    """Whether the endpoint has a literal IPv6 address; names are resolved to IPv4."""
     return endpoint.startswith("tcp://[")
 
 
 @contextmanager
 def _net(what: str) -> Iterator[None]:
-    """Around any fault: the other streams go on."""
+    """Logs any exception, so that the other streams go on."""
     try:
         yield
     except Exception:
@@ -542,7 +546,7 @@ def _net(what: str) -> Iterator[None]:
 
 
 class _LinkSink:
-    """What a link's stream calls."""
+    """The sink of one link's stream."""
 
     def __init__(self, subscriber: Subscriber, link: StreamLink) -> None:
         self._subscriber = subscriber
