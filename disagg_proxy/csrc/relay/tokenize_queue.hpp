@@ -1,6 +1,6 @@
-// TokenizeQueue: first questions about requests whose prompt is text. The threads that tokenise take them, and then
-// decide; so the relay's thread, which all sockets wait for, does not wait for the GIL while those threads hold it.
-// From any thread.
+// TokenizeQueue: first questions about requests whose prompt is text. The threads that tokenise take them,
+// and then decide; so the relay's thread, which all sockets wait for, does not wait for the GIL while those
+// threads hold it. From any thread.
 #pragma once
 
 #include <condition_variable>
@@ -21,9 +21,9 @@ class TokenizeQueue {
     // waiting_max: of requests; 0: take() refuses all.
     explicit TokenizeQueue(size_t waiting_max) : waiting_max_(waiting_max) {}
 
-    // True: the question is in the queue. False: the caller decides it at once, since it is not the first about its
-    // request, its prompt is no text, its body is too large, or the queue is full or closed.
-    // now: of the relay's clock, s.
+    // True: the question is in the queue. False: the caller decides it at once, since it is not the first
+    // about its request, its prompt is no text, its body is too large, or the queue is full or closed. now:
+    // of the relay's clock, s.
     bool take(const Question& question, double now) {
         if (waiting_max_ == 0 || question.page || question.attempt > 0) return false;
         if (question.request->body.size() > kBodyBytesMax || !question.request->has_text()) return false;
