@@ -1,8 +1,8 @@
 """Puts the proxy together: ``serve`` runs it on a loop that exists, ``process.run`` as a process of its own.
 
-Threads: the data plane's (``_native.Relay``), which serves all sockets and enters Python once a request for
-the decision; those that tokenise text and decide about it; and the event loop that ``serve`` is called on,
-for health checks, pages and signals.
+Threads: the relay's (``_native.Relay``), which serves all sockets and calls Python once for each request, for
+the decision; the tokenizer threads, which tokenise text and decide about it; and the event loop that
+``serve`` is called on, for health checks, endpoints and signals.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _OBSERVE_EVERY_S = 0.25
 
 
 class Proxy:
-    """All parts of one proxy: the data plane's thread, and on the running loop what is not per request.
-    ``open``, then ``drain``, then ``close``."""
+    """All parts of one proxy: the relay's thread, and everything else on the running loop. ``open``, then
+    ``drain``, then ``close``."""
 
     def __init__(
         self,
@@ -78,9 +78,11 @@ class Proxy:
         sockets: Sequence[socket.socket] = (),
         replaced: asyncio.Event | None = None,
     ) -> None:
-        """decide: in the place of the settings' policy; called on the data plane's thread. sockets: bound
-        already, in the place of the settings' address, and the caller's to hand over, which then sets
-        ``replaced``.
+        """Constructs all parts.
+
+        decide:   replaces the settings' policy; called on the relay's thread.
+        sockets:  bound sockets that replace the settings' address; their owner hands them to a successor.
+        replaced: set when another proxy has taken over.
         """
         self._loop = asyncio.get_running_loop()
         self._settings = settings
@@ -91,7 +93,7 @@ class Proxy:
         self._is_one_of_several = bool(sockets)
         self._predecessor: Predecessor | None = None
         self._offer: Offer | None = None
-        self.replaced = asyncio.Event() if replaced is None else replaced  # another proxy is at our address
+        self.replaced = asyncio.Event() if replaced is None else replaced  # another proxy has our address
         self._indexes = PrefixIndexes()
         self._locator = PrefixLocator(self._indexes)
         policy = make_policy(settings.policy)
@@ -134,12 +136,11 @@ class Proxy:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """That requests may go to, ordered by place."""
+        """The engines that may get requests, ordered by place."""
         return self._dispatcher.engines
 
     async def open(self) -> str:
-        """Check every engine once, then listen. Returns the URL. Raises ConfigError when the address is not
-        to be had."""
+        """Checks every engine once, then listens. Returns the URL. Raises ConfigError if it cannot bind."""
         await self._bind()
         if self._subscriber is not None:
             self._subscriber.start()
@@ -176,7 +177,7 @@ class Proxy:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def drain(self) -> bool:
-        """Accept no more, let running requests finish within drain_s. Returns whether all did."""
+        """Stops accepting; requests in flight have drain_s seconds to finish. Returns whether all did."""
         await self._stop_listening()
         if self._peer_sync is not None and self.replaced.is_set():
             self._peer_sync.let_go()
@@ -184,7 +185,7 @@ class Proxy:
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
     async def close(self) -> None:
-        """End everything now. May be called at any time, also after a failed ``open``."""
+        """Ends everything now. May be called at any time, also after a failed ``open``."""
         await self._stop_listening()
         for task in self._tasks:
             task.cancel()
@@ -206,7 +207,7 @@ class Proxy:
             await asyncio.to_thread(self._recorder.close)
 
     def counters(self) -> Counters:
-        """What was counted so far."""
+        """The counters, as of now."""
         counters = look(self.relay)
         counters.policy_errors += self._dispatcher.late_errors
         return counters
@@ -223,7 +224,7 @@ class Proxy:
         )
 
     def _make_relay(self, decide: Callable[[ProxyRequest], Decision]) -> Relay:
-        """Its thread runs from here on; engines join later."""
+        """Starts the relay and its thread; engines join later."""
         settings = self._settings
         return Relay(
             engines=[],
@@ -265,7 +266,7 @@ class Proxy:
         )
 
     def _group(self) -> ProxyGroup:
-        """Which of the proxies this is, for the page."""
+        """The position of this process among the proxies, for /ui."""
         settings, peer_sync = self._settings, self._peer_sync
         group = ProxyGroup(settings.process_number, settings.processes, settings.process_listen)
         if peer_sync is not None:
@@ -274,7 +275,7 @@ class Proxy:
         return group
 
     def _make_peer_sync(self) -> PeerSync | None:
-        """None: there are no peers to tell."""
+        """The exchange with other proxies; None: there are none."""
         settings = self._settings
         if not settings.peers.listen:
             return None
@@ -291,7 +292,7 @@ class Proxy:
         return records if self._recorder is None else self._recorder.observed(records)
 
     def _record_spans(self) -> Recorder | None:
-        """None: no spans are wanted. Raises ConfigError when they are wanted and cannot be made."""
+        """The recorder of spans; None: not configured. Raises ConfigError if spans cannot be made."""
         exporter = exporter_of(self._settings.otlp_endpoint)
         if exporter is None:
             return None
@@ -299,7 +300,7 @@ class Proxy:
         return Recorder(exporter, names, self._settings.policy, clock=lambda: self.relay.now())
 
     def _register(self) -> Registry | None:
-        """None: engines cannot register."""
+        """The registry; None: engines cannot register."""
         settings = self._settings
         if not settings.registers:
             return None
@@ -329,7 +330,7 @@ class Proxy:
         )
 
     def _follow(self) -> Reconciler | None:
-        """None: the engines are those of the settings. Raises ConfigError for a source that cannot be."""
+        """The reconciler; None: there are no sources. Raises ConfigError for an invalid one."""
         settings = self._settings
         if not settings.discovery:
             return None
@@ -348,12 +349,13 @@ class Proxy:
     def _listen_to_events(self) -> Subscriber | None:
         if not self._settings.events and not self._settings.discovery:
             return None
-        pool = tuple(source for source in self._settings.events if source.pool)  # engines bring their own
+        # Streams of engines are added when they join.
+        pool = tuple(source for source in self._settings.events if source.pool)
         places = {source.name: self._settings.places + number for number, source in enumerate(pool)}
         return Subscriber(pool, self._indexes, places, followed=self._locator.hears)
 
     def _page(self, request: ProxyRequest) -> Decision:
-        """On the data plane's thread: a page is made on the loop, where it holds up no request."""
+        """Called on the relay's thread. Endpoints are answered on the loop, where they delay no request."""
         self._loop.call_soon_threadsafe(self._make_page, request)
         return None
 
@@ -368,7 +370,7 @@ class Proxy:
             reply(refused(500, "the proxy's log says what went wrong", "page"))
 
     def _refused(self, place: int, why: str) -> None:
-        """On the data plane's thread."""
+        """Called on the relay's thread: an engine refused a connection."""
         self._loop.call_soon_threadsafe(self._engine_refused, place, why)
 
     def _engine_refused(self, place: int, why: str) -> None:
@@ -377,12 +379,12 @@ class Proxy:
             engine.refused(why)
 
     def _gone(self, place: int) -> None:
-        """On the data plane's thread."""
+        """Called on the relay's thread: the last request of a leaving engine is over."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.fleet.gone, place)
 
     async def _observe_forever(self) -> None:
-        """Learn from what was observed, also while no request comes."""
+        """Processes observations periodically, also while no request arrives."""
         while True:
             await asyncio.sleep(_OBSERVE_EVERY_S)
             try:
@@ -391,7 +393,7 @@ class Proxy:
                     self._peer_sync.expire(self.relay.now())
                 self.ui.gather()
                 self._streams.look()
-            except Exception:  # the deadlines of texts hang on this task
+            except Exception:  # this task also enforces the deadlines of texts
                 _log.exception("what was observed could not be learnt")
             if self._text_threads is not None:
                 self._text_threads.expire()
@@ -425,7 +427,7 @@ def _relay_settings(settings: ProxySettings) -> dict[str, object]:
 def _token_source(
     settings: ProxySettings, engines: Callable[[], Sequence[Engine]]
 ) -> TokenSource | LocalSource | None:
-    """Where the ids of text come from. Raises ConfigError for a tokenizer that cannot be read."""
+    """The source of token ids; None: no text is tokenised. Raises ConfigError for an unreadable tokenizer."""
     if [*settings.tokenizer] == ["none"]:
         return None
     if settings.tokenizer:
@@ -452,11 +454,11 @@ async def serve(
     sockets: Sequence[socket.socket] = (),
     replaced: asyncio.Event | None = None,
 ) -> None:
-    """Serve until stop is set (or the task is cancelled), or until another proxy has taken over the address;
-    then drain and return.
+    """Serves until ``stop`` is set, the task is cancelled, or another proxy has taken over the address; then
+    drains and returns.
 
     ready: called once with the URL when requests are accepted and every engine was checked once.
-    Raises ConfigError when the address cannot be had.
+    Raises ConfigError if the address cannot be bound.
     """
     proxy = Proxy(settings, sockets=sockets, replaced=replaced)
     try:

@@ -1,7 +1,6 @@
-"""From a request's text to the token ids that the engine will see: where they come from, what they cost, and
-whether they are right.
+"""Token ids of prompts that come as text.
 
-Ids are bytes here: u32, little-endian, as the hashes of blocks are made of. A prompt whose ids are not known
-in time is routed without its prefix, never refused. ``engine_source`` asks the engine itself, which is exact
-and costs it and us a request; ``local_source`` renders the chat template and tokenises in threads of our own.
+Ids are bytes: packed u32, little-endian, the input of block hashes. A prompt whose ids are not known in time
+is routed without its prefix, never refused. ``engine_source`` asks an engine, which is exact and costs a
+request; ``local_source`` renders the chat template and tokenises in threads of the proxy.
 """

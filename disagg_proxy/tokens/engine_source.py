@@ -1,8 +1,8 @@
-"""Asks an engine which ids it would see: vLLM's ``/v1/.../render``, else ``/tokenize`` (vLLM, SGLang).
+"""Token ids from an engine: vLLM's ``/v1/.../render``, else ``/tokenize`` (vLLM, SGLang).
 
-The body goes there as the client sent it, so that tools, template arguments and system prompts count as they
-will. Engines take turns. One that has no such page is not asked for it again for RETRY_S seconds, one that
-did not answer is not asked at all for REST_S.
+The engine gets the body as the client sent it, so that tools, template arguments and system prompts have
+their effect. Engines are asked in turn. An engine without the page is not asked for it for RETRY_S seconds;
+an engine that did not answer is not asked at all for REST_S.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Completion(msgspec.Struct):
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-_ODD = (ValueError, OverflowError, RecursionError)  # what odd JSON can end in besides
+_ODD = (ValueError, OverflowError, RecursionError)  # further errors of malformed JSON
 
 _rendered = msgspec.json.Decoder(_Rendered)
 _rendered_list = msgspec.json.Decoder(list[_Rendered])
@@ -69,8 +69,11 @@ _generate = msgspec.json.Decoder(_Generate)
 
 
 class EngineSource:
-    """urls: root URLs of the engines that may be asked now; key_of: the API key that one wants, "" for none.
-    One HTTP client with kept-alive connections, on the running loop."""
+    """An HTTP client with keep-alive connections, on the running loop.
+
+    urls:   model -> root URLs of the engines that may be asked now.
+    key_of: root URL -> the engine's API key; "": none.
+    """
 
     def __init__(
         self,
@@ -85,9 +88,9 @@ class EngineSource:
         self._deadline_s = deadline_s
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
-        self._absent_until: dict[str, float] = {}  # of pages, and of engines by their root
+        self._absent_until: dict[str, float] = {}  # by page, and by root URL for whole engines
         self._turn = 0
-        self._told = False  # the log knows that engines want a key
+        self._told = False  # logged: engines demand an API key
         self.failures = 0
 
     async def ids(self, prompt: TextPrompt) -> bytes | None:
@@ -114,7 +117,7 @@ class EngineSource:
             await self._session.close()
 
     def _may_ask(self, root: str, kind: str) -> bool:
-        """Whether the engine answers, and has one of the pages, for all that is known."""
+        """Whether the engine answers and has one of the pages, as far as known."""
         pages = {"/tokenize", _RENDER.get(kind, "/tokenize")}
         absent = [self._absent_until.get(root + page, 0.0) for page in pages]
         return max(self._absent_until.get(root, 0.0), min(absent)) <= self._clock()
@@ -141,7 +144,7 @@ class EngineSource:
         return None if answer is None else _u32(_tokenized.decode(answer).tokens)
 
     async def _post(self, root: str, page: str, body: bytes) -> bytes | None:
-        """The body of a good answer; None when the engine has no such page or takes no such request."""
+        """The body of an answer 200; None: the engine lacks the page or refuses the request."""
         url = root + page
         if self._absent_until.get(url, 0.0) > self._clock():
             return None

@@ -1,9 +1,9 @@
-"""Tokenises here, by the model's own ``tokenizer.json`` and chat template.
+"""Tokenises in the proxy, with the model's ``tokenizer.json`` and chat template.
 
-A conversation grows at its end, so most of a prompt was tokenised a turn ago. Special tokens cut a text into
-pieces that tokenise each for itself, and the ids of pieces are kept. That holds for tokenizers in use, but no
-document promises it: one prompt in CHECKED_EVERY is tokenised whole as well, and the first difference
-switches the shortcut off.
+A conversation grows at its end, so most of a prompt was tokenised a turn ago. Special tokens split a text
+into pieces that tokenise independently, and the ids of pieces are cached. This holds for the tokenizers in
+use but is not specified: one prompt in CHECKED_EVERY is also tokenised whole, and the first difference
+disables the cache.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LocalTokenizer:
         return self._pieces
 
     def ids(self, prompt: TextPrompt) -> bytes | None:
-        """None for what this tokenizer cannot know: several prompts, other modes, no template, bad JSON."""
+        """The ids of a prompt; None: several prompts, another mode, no template, or bad JSON."""
         try:
             request = json.loads(prompt.body)
             if prompt.kind == "chat":
@@ -78,7 +78,7 @@ class LocalTokenizer:
         return self._whole(text, special=special) if isinstance(text, str) else None
 
     def of_text(self, text: str) -> bytes:
-        """The ids of a rendered template, which has its special tokens already."""
+        """The ids of a rendered template, which contains its special tokens."""
         if not self._cuts:
             return self._whole(text, special=False)
         ids = b"".join(
@@ -126,8 +126,7 @@ class LocalTokenizer:
 
 
 class PieceCache:
-    """Ids of pieces of text, the least recently used go first. bytes_max: of texts (a character each) and
-    ids."""
+    """LRU cache of the ids of text pieces. bytes_max: limit of ids and texts, one byte for each character."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -171,11 +170,11 @@ class LocalSource:
         self.failures = 0
 
     def ids(self, prompt: TextPrompt) -> bytes | None:
-        """The ids of the whole prompt, u32 little-endian; None when they are not to be had."""
+        """The ids of the whole prompt, packed u32 little-endian; None: not available."""
         tokenizer = self._tokenizers.get(prompt.model)
         try:
             return None if tokenizer is None else tokenizer.ids(prompt)
-        except Exception as error:  # the library raises what it likes; a request does without its prefix
+        except Exception as error:  # any error of the library: the request is routed without its prefix
             self.failures += 1
             _log.debug("a prompt was not tokenised: %r", error)
             return None

@@ -1,20 +1,20 @@
-"""Whether predicted cache hits come true: blind routing must not be silent.
+"""Compares predicted cache hits with the engines' reports, so that blind routing does not stay unnoticed.
 
-When the ids that we hash are not those the engine sees (another template, another tokenizer version), nothing
-fails: requests are only routed as if there were no caches. Engines report how many tokens of a prompt were
-cached; this compares. Pure: no clock.
+If the hashed ids differ from the engine's (another template, another tokenizer version), nothing fails:
+requests are routed as if there were no caches. Engines report the cached tokens of each prompt. Pure: no
+clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-WINDOW = 64  # last reports that are looked at
-WRONG_SHARE = 0.5  # of them, from which on the engine counts as not understood
+WINDOW = 64  # number of last reports that count
+WRONG_SHARE = 0.5  # share of wrong predictions from which on a warning is due
 
 
 class PredictionWatch:
-    """One engine's reports. tolerance_tokens: a block or two are cut, evicted or computed again anyway."""
+    """The reports of one engine. tolerance_tokens: ignored difference, of a block or two."""
 
     def __init__(self, tolerance_tokens: int) -> None:
         self._tolerance = tolerance_tokens
@@ -22,11 +22,12 @@ class PredictionWatch:
         self.reports = 0
         self.wrong = 0
         self.wrong_lengths = 0
-        self.more = 0  # cached there than predicted
+        self.more = 0  # reports of more cached tokens than predicted
         self.warned = False
 
     def report(self, predicted_tokens: int, tokens: int, predicted_cached: int, cached: int) -> str | None:
-        """predicted_tokens, predicted_cached: as counted here; tokens, cached: as the engine did.
+        """Adds one report. predicted_tokens, predicted_cached: the proxy's counts. tokens, cached: the
+        engine's.
 
         Returns a sentence to log, once, when predictions keep differing.
         """

@@ -1,4 +1,4 @@
-"""What gives token ids, and what is kept of its answers."""
+"""The interface of sources of token ids, and a cache of their answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from moonpool import _native
 
 
 class TextPrompt(NamedTuple):
-    """A request that carries text. kind: "chat", "completions" or "generate" (SGLang's); body: its JSON as
-    the client sent it."""
+    """A request with text. kind: "chat", "completions" or "generate" (SGLang). body: the client's JSON."""
 
     kind: str
     model: str
@@ -21,8 +20,8 @@ class TokenSource(Protocol):
     """Turns prompts of text into token ids."""
 
     async def ids(self, prompt: TextPrompt) -> bytes | None:
-        """The ids of the whole prompt, u32 little-endian; None when they are not to be had. Ends by itself
-        within the source's deadline and never raises for what a client or an engine did."""
+        """The ids of the whole prompt, packed u32 little-endian; None: not available. Returns within the
+        source's deadline, and never raises for faults of clients or engines."""
         ...
 
     async def close(self) -> None:
@@ -30,7 +29,7 @@ class TokenSource(Protocol):
 
 
 class PromptCache:
-    """Ids of prompts seen before, the least recently used go first. bytes_max: of ids and keys together."""
+    """LRU cache of the ids of prompts. bytes_max: limit of ids and keys together."""
 
     def __init__(self, bytes_max: int = 64 << 20) -> None:
         self._bytes_max = bytes_max
@@ -72,5 +71,5 @@ class PromptCache:
 
 
 def _key(prompt: TextPrompt) -> bytes:
-    """16 bytes; two prompts with one key would be routed alike, no more."""
+    """A digest of 16 bytes; a collision only makes two prompts share a route."""
     return _native.key_hash(prompt.kind, prompt.model, b"", prompt.body)

@@ -1,7 +1,7 @@
-"""Threads that tokenise and decide: they take requests with text from the data plane's line, which so need
-not wait for the GIL while they hold it (the tokenizers release it while they work).
+"""Threads that tokenise and decide. They take requests with text from the relay's queue, so the relay does
+not wait for the GIL; tokenizers release it while they work.
 
-Whatever takes longer than DEADLINE_S, in line and in work, goes on without its ids.
+A request that takes longer than DEADLINE_S, queue included, goes on without its ids.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class TokenizerThreads:
-    """next_text: waits for a request, None at the end; overdue_text: takes a request out of line that came
-    before this time, None when there is none. tokenise: blocks; told: is called once for each request, with
-    what tokenise returned, or None when that took too long. clock: the data plane's."""
+    """The threads.
+
+    next_text:    waits for the next request; None: the relay has ended.
+    overdue_text: takes a queued request that arrived before the given time; None: there is none.
+    tokenise:     the ids of a request; blocks.
+    told:         called once for each request with its ids, or with None after the deadline.
+    clock:        the relay's, in seconds.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,7 @@ class TokenizerThreads:
         self._told = told
         self._clock = clock
         self._numbers = itertools.count()
-        # In work, and when it came. The thread that takes an entry out answers it.
+        # Requests in work and their arrival. The thread that removes an entry answers it.
         self._working: dict[int, tuple[ProxyRequest, float]] = {}
         self.late = 0
         self.failures = 0
@@ -53,7 +58,7 @@ class TokenizerThreads:
             thread.start()
 
     def expire(self) -> None:
-        """Called several times a second."""
+        """Answers requests after their deadline. Called several times a second."""
         since_s = self._clock() - DEADLINE_S
         for number, (_, arrived_s) in list(self._working.items()):
             if arrived_s < since_s and self._answer(number, None):
@@ -63,7 +68,7 @@ class TokenizerThreads:
             self._told(request, None)
 
     def join(self) -> None:
-        """After the end of the line. One that tokenises something long is not waited for."""
+        """Joins the threads after the relay's end, except one that works on a long text."""
         for thread in self._threads:
             thread.join(JOIN_S)
 
@@ -99,6 +104,6 @@ def are_at_work() -> bool:
 
 
 def _name_this_thread() -> None:
-    """For the system, which shows by it what the tokeniser costs."""
+    """Names the thread for the system, which shows its CPU time by name."""
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)

@@ -1,4 +1,4 @@
-"""Makes spans of what the data plane has observed and gives them to OpenTelemetry, on a thread of its own."""
+"""Makes spans from the relay's records and exports them by OpenTelemetry, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ if TYPE_CHECKING:
 
     from moonpool._native import ProxyRequest
 
-NOTED_MAX = 65_536  # requests whose decision is remembered; they are fewer than that, unless records get lost
-BATCHES_MAX = 1_024  # of records that wait for the thread
-FLUSH_S = 2.0  # how long the end waits for the exporter
+NOTED_MAX = 65_536  # stored decisions; there are fewer, unless records get lost
+BATCHES_MAX = 1_024  # batches of records that wait for the thread
+FLUSH_S = 2.0  # longest wait for the exporter at the end
 _NEEDS = "spans for OpenTelemetry need its packages: pip install 'moonpool[otel]'"
 
 _log = logging.getLogger("moonpool.proxy")
 
 
 class Recorder(Collector, DispatchObserver):
-    """Any thread may call it. Beyond its maxima spans are lost and counted, never requests held up.
+    """Thread safe. Beyond its maxima it drops and counts records; it never delays requests.
 
-    dropped: records of which no spans were made, because too many waited or one was odd. engines: names by
-    place; a place may become another's, so those that hold when records come go with them.
-    exporter: OpenTelemetry's; closed with the recorder. clock: of the records, in seconds; wall: since 1970.
+    exporter: OpenTelemetry's; closed with the recorder.
+    engines:  names by place. Places are reused, so each batch of records takes a copy.
+    clock:    the clock of the records, in seconds.
+    wall:     seconds since 1970.
+    dropped:  number of records without spans: too many waited, or they were malformed.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Recorder(Collector, DispatchObserver):
         self._thread.start()
 
     def on_choice(self, request: ProxyRequest, choice: Choice) -> None:
-        """A request was decided about; of several times the last counts."""
+        """Stores the decision of a request; the last one counts."""
         noted = TracedDecision(
             request.method.decode("latin-1"),
             request.path.decode("latin-1"),
@@ -84,7 +86,7 @@ class Recorder(Collector, DispatchObserver):
                 del self._noted[next(iter(self._noted))]
 
     def observed(self, records: bytes) -> bytes:
-        """Takes a copy of the data plane's records, and returns them."""
+        """Queues a copy of the relay's records, and returns them."""
         if records:
             try:
                 self._records.put_nowait((records, self.engines))
@@ -93,8 +95,8 @@ class Recorder(Collector, DispatchObserver):
         return records
 
     def close(self) -> None:
-        """Exports what is there. What an absent collector has not taken within FLUSH_S seconds is lost with
-        the process: OpenTelemetry itself would wait for tens of seconds."""
+        """Exports the queued spans. Spans that the collector has not taken within FLUSH_S seconds are lost;
+        OpenTelemetry itself would wait for tens of seconds."""
         with suppress(queue.Full):
             self._records.put(None, timeout=FLUSH_S)
             self._thread.join(FLUSH_S)
@@ -115,12 +117,12 @@ class Recorder(Collector, DispatchObserver):
                     continue
                 try:
                     self._record(observation, engines, offset_s)
-                except Exception:  # a policy of the user's own says odd things: other requests have spans
+                except Exception:  # a custom policy may give unusual values: skip this request
                     self.dropped += 1
                     if not told:
                         _log.exception("a request has no spans; further ones are only counted")
                     told = True
-        self._processor.shutdown()  # exports what is left
+        self._processor.shutdown()  # exports the rest
 
     def _record(self, observation: Observation, engines: Sequence[str], offset_s: float) -> None:
         with self._lock:
@@ -132,7 +134,7 @@ class Recorder(Collector, DispatchObserver):
 
 
 class SpanFactory:
-    """Our spans as OpenTelemetry's."""
+    """Converts our spans to OpenTelemetry's."""
 
     def __init__(self) -> None:
         from opentelemetry.sdk.resources import Resource

@@ -1,4 +1,4 @@
-"""The spans of one request, from its last record and from what was noted when it was decided about. Pure."""
+"""The spans of one request, from its last record and its stored decision. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAILED = (Outcome.FAILED, Outcome.BROKEN_OFF)
 
 @dataclass(frozen=True, slots=True)
 class TracedDecision:
-    """What was known at a request's decision. why: what it was weighed by; the policy's own words."""
+    """The decision of a request. why: the policy's reasons."""
 
     method: str
     path: str
@@ -144,5 +144,5 @@ def _request_attributes(
 
 
 def _known(attributes: Mapping[str, Value]) -> dict[str, Value]:
-    """Without what was not told: counts below 0, empty texts."""
+    """The attributes without unknown values: counts below 0, empty texts."""
     return {name: value for name, value in attributes.items() if value != "" and value != -1}

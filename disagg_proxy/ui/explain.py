@@ -1,5 +1,5 @@
-"""Why a request went where it went, and why its prefix was not found: sentences for the page, made of what
-the policy said (``Choice.why``) and of what the engine reported."""
+"""Sentences for the page: why a request went to its engine, and why its prefix missed. They are made from the
+policy's reasons (``Choice.why``) and the engine's report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.ui.history import FinishedRequest
 
-TOLERANCE_TOKENS = 160  # an engine's own count differs by its last block, and a few tokens
-KEPT_S = 0.01  # less than that is no queue
-SHORT_TOKENS = 64  # of a prompt that no cache keeps anything of
+TOLERANCE_TOKENS = 160  # an engine's count differs by its last block and a few tokens
+KEPT_S = 0.01  # a shorter wait is no queue
+SHORT_TOKENS = 64  # shorter prompts are not cached
 _REASONS: Mapping[str, str] = {
     "only": "it was the only one that could",
     "least_time": "its first token was predicted soonest",
@@ -23,10 +23,10 @@ _REASONS: Mapping[str, str] = {
 
 
 def why_here(finished: FinishedRequest) -> str:
-    """One sentence."""
+    """Why the request went to its engine, in one sentence."""
     why, asked = finished.choice.why, finished.asked
     reason = why.get("reason")
-    again = finished.observation.attempts > 1  # then it was at another one meanwhile
+    again = finished.observation.attempts > 1  # then it was at another engine before
     parts = [f"kept here for {seconds(finished.kept_s)}"] if finished.kept_s >= KEPT_S and not again else []
     if isinstance(reason, str) and reason:
         parts.append(_REASONS.get(reason, reason.replace("_", " ")))
@@ -53,8 +53,9 @@ def why_here(finished: FinishedRequest) -> str:
     return "; ".join(parts) or "the policy did not say"
 
 
-def why_miss(finished: FinishedRequest, instances: Sequence[Worker]) -> str:
-    """One sentence; "" for a prompt that was found as far as can be. instances: that there are now."""
+def why_miss(finished: FinishedRequest, workers: Sequence[Worker]) -> str:
+    """Why the prefix missed, in one sentence; "": it was found as far as possible. workers: present
+    ones."""
     asked = finished.asked
     if not asked.tokens:
         return "its tokens were not known: no tokenizer answered, or it is no generation"
@@ -87,8 +88,8 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"
 
 
-def _best_elsewhere(finished: FinishedRequest, instances: Sequence[Worker]) -> tuple[int, str]:
-    """(tokens, whose), of the instances that there are now."""
+def _best_elsewhere(finished: FinishedRequest, workers: Sequence[Worker]) -> tuple[int, str]:
+    """(cached tokens, name) of the best other instance that is present."""
     held = finished.asked.own
     best = max(held, default=0)
     if not best or best == finished.asked.own_at(finished.choice.computes):

@@ -1,7 +1,7 @@
-"""What became of the last requests, and sums of the last quarter of an hour.
+"""The outcomes of the last requests, and sums of the last quarter of an hour.
 
-Requests come in on the thread that decides, as they are, into a ring; the event loop takes them out and does
-the sums. When it does not come round in time the ring forgets the oldest: the page then shows a sample.
+The deciding thread puts finished requests into a ring; the event loop takes them out and sums them up. If the
+loop is late, the ring drops the oldest requests, and the page shows a sample.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ STEP_S = 5.0
 STEPS_MAX = 180
 REJECTED_S = 60.0
 REJECTED_MAX = 16
-FRESH_MAX = 4_096  # requests between two looks of the event loop
-RECORDS_MAX = 64  # times that records came between two looks
+FRESH_MAX = 4_096  # finished requests between two calls of gather()
+RECORDS_MAX = 64  # batches of records between two calls of gather()
 LAST_MAX = 200
 POINTS_MAX = 600
 
 
 class FinishedRequest(NamedTuple):
-    """A request that is over: the data plane's last record of it, the choice, what was known, and when it was
-    sent."""
+    """A finished request: the relay's last record, the choice, the request as the policy saw it, and the time
+    at which it was sent."""
 
     observation: Observation
     choice: Choice
@@ -41,22 +41,21 @@ class FinishedRequest(NamedTuple):
 
     @property
     def reused(self) -> tuple[int, int]:
-        """Tokens that were taken to lie in the worker's own cache, and those behind them that were to come
-        from the pool."""
+        """(tokens expected in the worker's own cache, further tokens expected from the pool)"""
         computes = self.choice.computes
         fetched = self.asked.from_pool(computes) if self.choice.fetch else 0
         return self.asked.own_at(computes), fetched
 
     @property
     def cached(self) -> int:
-        """Tokens that the engine says it had; -1 where it did not tell."""
+        """Cached tokens by the engine's report; -1: not reported."""
         apart = self.choice.prefill is not None
         observation = self.observation
         return observation.prefill_cached_tokens if apart else observation.cached_tokens
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival to the first byte of its stream; NaN where no stream tells."""
+        """Seconds from arrival to the first byte of the stream; NaN: not a stream."""
         observation = self.observation
         if not observation.stream or not observation.first_byte_s or observation.status != 200:
             return math.nan
@@ -64,21 +63,25 @@ class FinishedRequest(NamedTuple):
 
     @property
     def kept_s(self) -> float:
-        """From its arrival to its sending: in the queue, mostly."""
+        """Seconds from arrival to sending, mostly in the queue."""
         return max(self.sent_s - self.observation.arrived_s, 0.0)
 
     @property
     def predicted_s(self) -> float:
-        """To be compared with ``ttft_s``: the prediction, made when it was sent, behind what it had waited by
-        then. NaN where the policy predicts nothing."""
+        """The predicted TTFT, to compare with ``ttft_s``: the wait until sending plus the prediction made
+        then. NaN: the policy predicts nothing."""
         found = self.choice.why.get("predicted_ttft_s", math.nan)
         return self.kept_s + float(found) if isinstance(found, float | int) else math.nan
 
 
 class TimeStep(msgspec.Struct, array_like=True):
-    """STEP_S seconds. own, pool, tokens: of prompts of known length; told, cached: of the answers that said
-    how much was cached. ttft_s: of all streams together. wait_s: seconds of prefill in line at the step's
-    end, of the worker that had most."""
+    """Sums of STEP_S seconds.
+
+    own, pool, tokens: of prompts of known length.
+    told, cached:      of answers that report cached tokens.
+    ttft_s:            sum over all streams.
+    wait_s:            seconds of queued prefill at the end of the step, of the most loaded worker.
+    """
 
     at_s: float
     requests: int = 0
@@ -93,7 +96,7 @@ class TimeStep(msgspec.Struct, array_like=True):
 
 
 class Totals(msgspec.Struct):
-    """Since the start, as in Step."""
+    """Sums since the start; fields as in TimeStep."""
 
     tokens: int = 0
     own: int = 0
@@ -120,16 +123,16 @@ class History(Observer, DispatchObserver):
         self._rejected: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=REJECTED_MAX)
 
     def on_finish(self, finished: Finished) -> None:
-        """Keeps the request for the next ``gather``."""
+        """Stores the request for the next ``gather``."""
         self._fresh.append(finished)
 
     def on_records(self, records: bytes) -> None:
-        """Of policies that look at no prompts: all records, as they are."""
+        """Stores raw records, of policies that do not look at prompts."""
         self._records.append(records)
 
     def gather(self, now_s: float, workers: Sequence[Worker | None] = ()) -> None:
-        """Takes in what has come. now_s: of the data plane's clock. workers: by place; of these records are
-        made into requests that can be shown."""
+        """Sums up what arrived since the last call. now_s: the relay's clock. workers: by place; their
+        records become requests that can be shown."""
         if not self.steps or now_s >= self.steps[-1].at_s + STEP_S:
             self._turn(now_s)
         if not self._rejected or now_s >= self._rejected[-1][0] + REJECTED_S:
@@ -149,13 +152,13 @@ class History(Observer, DispatchObserver):
             setattr(self.total, name, getattr(self.total, name) + more)
 
     def rejected_lately(self, rejected: Mapping[str, int]) -> dict[str, int]:
-        """By reason, in the last quarter of an hour and a minute at most. rejected: since the start."""
+        """Rejected requests by reason in the last 15 to 16 minutes. rejected: the counts since the start."""
         first = self._rejected[0][1] if self._rejected else rejected
         found = {reason: count - first.get(reason, 0) for reason, count in rejected.items()}
         return {reason: count for reason, count in found.items() if count > 0}
 
     def _turn(self, now_s: float) -> None:
-        """The step is over; steps in which gather() was not called are left out."""
+        """Ends the time step; steps without a call of gather() are left out."""
         begin_s = now_s
         if self.steps:
             self.steps[-1].wait_s = self._wait_s()
@@ -164,7 +167,7 @@ class History(Observer, DispatchObserver):
         self.steps.append(TimeStep(begin_s))
 
     def _count(self, step: TimeStep, records: bytes, workers: Sequence[Worker | None]) -> None:
-        """Requests of which only the data plane's records are known. Their sums cost nothing by request."""
+        """Sums up requests that only have records, with numpy."""
         rows = np.frombuffer(records, COLUMNS)
         rows = rows[(rows["stage"] == Stage.ENDED) & (rows["decode"] >= 0)]
         step.requests += len(rows)

@@ -1,4 +1,4 @@
-"""What the page shows of prompts and lines, as Prometheus shows it."""
+"""Prometheus metrics of prompts and queues, as on the page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The page itself, with what a browser may do with it: run the one script and the one style that are in it
-(named by their digests), and ask this proxy. Nothing from elsewhere, and no frame around it."""
+"""The page itself and its Content-Security-Policy: a browser may run the page's own script and style (named
+by their digests) and fetch from this proxy; no other origin, and no frames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = ("script", "style")
 
 
 def page_answer() -> Answer:
-    """GET /ui; always the same."""
+    """The answer to GET /ui, which never changes."""
     text = files(__package__).joinpath("page.html").read_bytes()
     digests = {name: _digests(name, text) for name in _PARTS}
     policy = (
@@ -35,11 +35,11 @@ def page_answer() -> Answer:
 
 
 def data_answer(body: bytes) -> Answer:
-    """GET /ui/data."""
+    """The answer to GET /ui/data."""
     return Answer(200, body, headers=((b"Cache-Control", b"no-store"),))
 
 
 def _digests(name: str, text: bytes) -> str:
-    """Of each such element's content, as the header names them."""
+    """The digests of all elements ``name``, in the form of the header."""
     found = re.findall(rb"<%b>(.*?)</%b>" % (name.encode(), name.encode()), text, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in found)

@@ -1,7 +1,7 @@
-"""The JSON that the page at /ui asks for.
+"""The JSON of the page at /ui.
 
-Instances are rows without names of their columns, so that a thousand of them are some 100 KB. What a browser
-asks within a second of the last answer is that answer: ten browsers cost what one does.
+Engines are rows without column names, so that a thousand take some 100 KB. A snapshot is served again for
+KEPT_S seconds, so ten browsers cost as much as one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, History, T
 
 KEPT_S = 1.0
 ROWS_MAX = 2_000
-SHOWN_MAX = 60  # of the last requests
+SHOWN_MAX = 60  # maximum of last requests
 _OUTCOMES = ("answered", "client left", "failed", "broken off", "refused")
 
 
 class EngineSnapshot(NamedTuple):
-    """wait_s: seconds of prefill in line. waiting, decoding: requests in the conductor's account; -1 where it
-    keeps none. requests: answers, and prefills for others. events: as in GET /engines."""
+    """One engine.
+
+    wait_s:            seconds of queued prefill.
+    waiting, decoding: requests in the scheduler's accounts; -1: the policy keeps none.
+    requests:          answers, and prefills for other engines.
+    events:            as in GET /engines.
+    """
 
     name: str
     role: str
@@ -49,8 +54,12 @@ class EngineSnapshot(NamedTuple):
 
 
 class DecisionRow(msgspec.Struct):
-    """One of the last requests. ago_s: since its end. tokens: of its prompt, as the engine says where the
-    policy looks at no prompt. cached: by the engine, -1 where it did not tell."""
+    """One of the last requests.
+
+    ago_s:  seconds since its end.
+    tokens: of its prompt; the engine's count if the policy does not look at prompts.
+    cached: tokens by the engine's report; -1: not reported.
+    """
 
     number: int
     trace: str
@@ -72,8 +81,13 @@ class DecisionRow(msgspec.Struct):
 
 
 class ProxyGroup(msgspec.Struct):
-    """Which process this is: ``number`` (from 0) of ``processes`` at one address, reached alone at ``listen``
-    ("": nowhere). others: proxies that it hears; their_requests: of those, in its account."""
+    """The position of this process among the proxies.
+
+    number, processes: number from 0 of so many processes at one address.
+    listen:            address of this process alone; "": none.
+    others:            connected other proxies.
+    their_requests:    requests of those in this process's accounts.
+    """
 
     number: int = 0
     processes: int = 1
@@ -107,7 +121,7 @@ class Snapshot(msgspec.Struct):
 
 
 class SnapshotBuilder:
-    """On the event loop. clock: the data plane's. look: its counters as they are now."""
+    """Runs on the event loop. clock: the relay's. look: returns the relay's counters."""
 
     def __init__(
         self,
@@ -137,18 +151,18 @@ class SnapshotBuilder:
         self.history.gather(self._clock(), self._dispatcher.candidates.worker_at)
 
     def total(self) -> Totals:
-        """Since the start, up to now."""
+        """Sums since the start."""
         self._dispatcher.learn()
         self.gather()
         return self.history.total
 
     def loads(self) -> dict[str, LoadRow]:
-        """Of each worker that is there, by name; of none where the policy keeps no account."""
+        """The load of each engine, by name; empty if the policy keeps no accounts."""
         found, there = self._loads(), self._dispatcher.workers
         return {each.name: found[each.place] for each in there if each.place in found}
 
     def _loads(self) -> dict[int, LoadRow]:
-        """By place, of those that are leaving, too."""
+        """The load by place, leaving engines included."""
         return self._dispatcher.with_tracker(_loads) if self._dispatcher.uses_tokens else {}
 
     def page(self) -> bytes:
@@ -204,12 +218,12 @@ class SnapshotBuilder:
         )
 
     def wait_s(self) -> float:
-        """Of the longest line now."""
+        """Seconds of queued prefill of the most loaded engine."""
         return max((each.wait_s for each in self.loads().values()), default=0.0)
 
 
 class LoadRow(NamedTuple):
-    """Of one worker, as in EngineRow."""
+    """The load of one engine, as in EngineSnapshot."""
 
     wait_s: float
     waiting: int
@@ -230,7 +244,7 @@ def _loads(inflight: InflightTracker, now_s: float) -> dict[int, LoadRow]:
 
 
 def _engine_row(engine: Engine | None, counts: EngineCounters, load: LoadRow, events: str) -> EngineSnapshot:
-    """engine: None for one that is leaving."""
+    """One row. engine: None: it is leaving."""
     return EngineSnapshot(
         counts.name,
         "" if engine is None else engine.role,
