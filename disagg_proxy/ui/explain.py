@@ -73,7 +73,7 @@ def why_miss(finished: FinishedRequest, workers: Sequence[Worker]) -> str:
     left = asked.from_pool(finished.choice.computes)
     if left and not pool:
         return f"the pool held {left:,} tokens more, and to fetch them was predicted to be slower"
-    best, holder = _best_elsewhere(finished, instances)
+    best, holder = _best_elsewhere(finished, workers)
     if best > predicted + SHORT_TOKENS:
         return f"{holder} held {best:,} tokens, and going there was predicted to be slower"
     if not predicted:
@@ -89,11 +89,11 @@ def seconds(value: float) -> str:
 
 
 def _best_elsewhere(finished: FinishedRequest, workers: Sequence[Worker]) -> tuple[int, str]:
-    """(cached tokens, name) of the best other instance that is present."""
+    """(cached tokens, name) of the best other worker that is present."""
     held = finished.asked.own
     best = max(held, default=0)
     if not best or best == finished.asked.own_at(finished.choice.computes):
         return 0, ""
     place = next(place for place, tokens in enumerate(held) if tokens == best)
-    name = next((each.name for each in instances if each.place == place), "an instance that has left")
+    name = next((each.name for each in workers if each.place == place), "an instance that has left")
     return best, name
