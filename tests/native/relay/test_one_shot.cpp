@@ -16,7 +16,7 @@ std::unique_ptr<Request> asking(Kind kind, const char* body) {
     auto request = std::make_unique<Request>();
     request->kind = kind;
     request->body = body;
-    request->examine({}, false);
+    request->examine({.members_max = 1024, .prompts_max = 4096, .prompt_ids_max = 1 << 20}, false);
     return request;
 }
 
