@@ -189,12 +189,12 @@ TEST_CASE("bodies have a budget, each address a share of it, and pages one of th
     ClientBudget budget(limits);
     Held one, other, third;
     CHECK_FALSE(budget.take_body(For::kEngines, one, 400));
-    CHECK(budget.take_body(For::kEngines, one, 1)->reason == "address_bodies");
+    CHECK(std::string_view(budget.take_body(For::kEngines, one, 1)->reason) == "address_bodies");
     CHECK_FALSE(budget.take_body(For::kEngines, other, 399));
-    CHECK(budget.take_body(For::kEngines, third, 2)->reason == "bodies_held");
+    CHECK(std::string_view(budget.take_body(For::kEngines, third, 2)->reason) == "bodies_held");
     CHECK_FALSE(budget.take_body(For::kPages, third, 50));
-    CHECK(budget.take_body(For::kPages, third, 1)->reason == "address_bodies");
-    CHECK(budget.take_body(For::kPages, third, 51)->reason == "bodies_held");
+    CHECK(std::string_view(budget.take_body(For::kPages, third, 1)->reason) == "address_bodies");
+    CHECK(std::string_view(budget.take_body(For::kPages, third, 51)->reason) == "bodies_held");
     CHECK(budget.check_integrity(849, 0));
     budget.give_body(For::kEngines, one, 400);
     CHECK_FALSE(budget.take_body(For::kEngines, one, 1));
