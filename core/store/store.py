@@ -83,13 +83,14 @@ def open_client(
 ) -> tuple[_native.Client, _native.Server | None]:
     """A connected native client, and the node that it embeds if any. Raises Unavailable or AuthError."""
     from moonpool import _native
-    from moonpool.core.config.native_settings import node_settings
     from moonpool.core.service.control_tls import control_client_of
 
     check_timeout(timeout_s, "connect")
     check_names(tenant=tenant, namespace=namespace)
     server = None
     if embedded is not None:
+        from moonpool.core.config.native_settings import node_settings  # of no use to a client alone
+
         if node is not None:
             raise InvalidArgument("give either node or embedded, not both", operation="connect")
         size = parse_arena_size(embedded) if isinstance(embedded, str) else embedded

@@ -165,7 +165,7 @@ def test_an_open_address_needs_a_token_that_somebody_chose(runtime: Path) -> Non
     async def nothing(_node: Node) -> None: ...
 
     with pytest.raises(
-        ConfigError, match=r"ask nobody for a secret: .* cluster.token_file or MOONPOOL_CLUSTER_TOKEN"
+        ConfigError, match=r"ask for no secret: .* cluster.token_file or MOONPOOL_CLUSTER_TOKEN"
     ):
         serving(nothing, settings(node__http="0.0.0.0:0"))
     assert list(runtime.iterdir()) == []

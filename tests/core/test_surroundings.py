@@ -277,9 +277,7 @@ def test_a_short_token_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("key", ["node.http", "master.http"])
 def test_pages_do_not_pretend_to_be_protected_by_a_token(key: str) -> None:
     wanted = config.load(env={}, arguments={key: "0.0.0.0:7711"})
-    with pytest.raises(
-        ConfigError, match=r"these pages ask nobody for a secret: keep them on 127\.0\.0\.1:7711"
-    ):
+    with pytest.raises(ConfigError, match=r"these pages ask for no secret: keep them on 127\.0\.0\.1:7711"):
         listen_address(wanted, key)
 
 
