@@ -94,7 +94,7 @@ Status scatter(std::span<const MemoryRef> to, const MemoryRef& from, uint32_t* c
     uint64_t at = 0;
     for (const MemoryRef& part : to) {
         uint64_t n = std::min(part.bytes, from.bytes - at);
-        if (n == 0) break;
+        if (n == 0) continue;  // an empty part, or nothing is left
         const Copier* copier = chosen.between(from.kind, part.kind);
         if (copier == nullptr) return no_copier(from.kind, part.kind);
         if (Status copied = copier->copy(part.sub(0, n), from.sub(at, n), crc); !copied) return copied;

@@ -52,6 +52,16 @@ TEST_CASE("gather and scatter keep the order of the parts, and sum what they cop
     }
 }
 
+TEST_CASE("scatter passes over an empty part") {
+    std::vector<std::byte> from(4, std::byte{1}), to(4);
+    MemoryRef parts[] = {MemoryRef::host(to.data(), 2), MemoryRef::host(to.data() + 2, 0),
+                         MemoryRef::host(to.data() + 2, 2)};
+    uint32_t crc = 0;
+    REQUIRE(scatter(parts, MemoryRef::host(from.data(), 4), &crc));
+    CHECK(to == from);
+    CHECK(crc == crc32c(0, from.data(), 4));
+}
+
 TEST_CASE("scatter leaves what lies behind a shorter object as it was") {
     std::vector<std::byte> from(100, std::byte{1}), to(200, std::byte{7});
     MemoryRef parts[] = {MemoryRef::host(to.data(), 60), MemoryRef::host(to.data() + 60, 140)};
