@@ -175,8 +175,9 @@ class NodeConnection(Generic[Client]):
         finally:
             with self._changed:
                 self._state, self._client = after, client
+                if after is State.JOINED:
+                    self._trouble = None
                 self._changed.notify_all()
-        self._trouble = None
         if not quiet:
             text = self._messages.joined if known is None else self._messages.answers
             self._log.info(text, self._address)
