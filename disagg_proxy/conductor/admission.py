@@ -178,8 +178,8 @@ class Admission:
         if refusal is None or refusal.reason != "gap":
             return refusal is not None and refusal.reason == "ttft"
         margin = min(self.gap_margin.factor, 1.0)
-        nobody = Occupancy(0.0, 0.0)
-        return all(self._gap_s(request, each, nobody) * margin > wanted.gap_s for each in answering(workers))
+        idle = Occupancy(0.0, 0.0)
+        return all(self._gap_s(request, each, idle) * margin > wanted.gap_s for each in answering(workers))
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
         """With ``Lookahead.AFTER``: what the decode worker says when the prompt is computed."""

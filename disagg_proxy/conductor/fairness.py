@@ -35,7 +35,7 @@ class Fairness:
         return self._served.get(tenant, 0.0)
 
     @property
-    def somebody_waits(self) -> bool:
+    def any_waits(self) -> bool:
         return bool(self._waiting)
 
     def waits(self, tenant: str) -> None:

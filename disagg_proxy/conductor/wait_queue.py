@@ -207,7 +207,7 @@ class WaitQueue(Generic[T]):
         found = self._fairness.get((group, priority))
         if found is None:
             if len(self._fairness) >= FAIRNESSES_MAX:
-                self._fairness = {key: each for key, each in self._fairness.items() if each.somebody_waits}
+                self._fairness = {key: each for key, each in self._fairness.items() if each.any_waits}
             found = self._fairness[group, priority] = Fairness()
         return found
 

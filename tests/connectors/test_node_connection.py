@@ -16,7 +16,7 @@ from tests.core.store_bed import until
 
 LOG = logging.getLogger("test of the connection")
 HUNG = Timeout("it did not answer in time")
-NO_NODE = Unavailable("nobody there")
+NO_NODE = Unavailable("no node there")
 
 
 class Client:
@@ -117,7 +117,7 @@ def test_a_node_that_appears_later(world: World, caplog: pytest.LogCaptureFixtur
     until(lambda: len(said(caplog)) == 2)
     warning, joined = said(caplog)
     assert warning == (
-        "moonpool: no pool at /run/x.sock (nobody there); this engine serves without it and joins when a "
+        "moonpool: no pool at /run/x.sock (no node there); this engine serves without it and joins when a "
         "node appears there"
     )
     assert joined == "moonpool: joined the pool at /run/x.sock"

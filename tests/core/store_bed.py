@@ -143,7 +143,7 @@ INVALID, UNAVAILABLE, AUTH, TIMEOUT, CLOSED, FORKED, PROTOCOL, TOO_LARGE = range
 
 
 def assert_serves(path: Path) -> None:
-    """Somebody else still puts and gets."""
+    """Another client still puts and gets."""
     with Store(str(path), token=TOKEN) as store:
         key = os.urandom(8)
         assert store.put(key, key) == STORED

@@ -438,7 +438,7 @@ def test_what_was_heard_of_long_ago_is_doubtful() -> None:
     known.seen_at(b"one")
     assert known.leading([b"a"]) == 0
     known.add([b"a", b"b", b"c", b"d"])
-    known.seen_at(b"")  # nobody there now
+    known.seen_at(b"")  # no node there now
     known.seen_at(b"one")
     assert known.leading([b"b", b"c", b"d"]) == 3
     assert known.leading([b"a"]) == 0  # too many

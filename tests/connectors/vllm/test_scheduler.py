@@ -517,7 +517,7 @@ def test_waiting_for_blocks_has_an_end() -> None:
         clock.now_s += 0.3 * FREE_BLOCK_WAIT_S
         waits = half.has_pending_frees()
     assert not waits
-    clock.now_s += 1.1 * FREE_BLOCK_WAIT_S  # nobody lacked room for a while
+    clock.now_s += 1.1 * FREE_BLOCK_WAIT_S  # no request lacked room for a while
     assert half.has_pending_frees()
     finish_saves(half, second)
     assert not half.has_pending_frees()
@@ -565,7 +565,7 @@ def test_waiting_for_one_save_after_another_has_an_end() -> None:
         finish_saves(half, saves.pop())
     assert saves
     assert clock.now_s - began_s == pytest.approx(WAIT_MAX_S)
-    clock.now_s += 1.1 * FREE_BLOCK_WAIT_S  # nobody lacked room for a while
+    clock.now_s += 1.1 * FREE_BLOCK_WAIT_S  # no request lacked room for a while
     assert half.has_pending_frees()
 
 
