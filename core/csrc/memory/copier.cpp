@@ -5,6 +5,7 @@
 
 #include "base/copy.hpp"
 #include "base/crc32c.hpp"
+#include "memory/kind_name.hpp"
 
 namespace moonpool {
 
@@ -31,8 +32,8 @@ const HostCopier kHostCopier;
 const Copier* const kCopiers[] = {&kHostCopier};
 
 Error no_copier(MemoryKind from, MemoryKind to) {
-    return Error{Code::kInvalidArgument, std::string("this build copies no bytes from ") + name_of(from) +
-                                             " memory to " + name_of(to) + " memory"};
+    return Error{Code::kInvalidArgument, "this build copies no bytes from " + kind_name(from) +
+                                             " memory to " + kind_name(to) + " memory"};
 }
 
 // The copier of the last pair of kinds: parts of one object mostly are of one kind.
@@ -53,22 +54,6 @@ class Chosen {
 };
 
 }  // namespace
-
-const char* name_of(MemoryKind kind) {
-    switch (kind) {
-        case MemoryKind::kHost:
-            return "host";
-        case MemoryKind::kHostArena:
-            return "host arena";
-        case MemoryKind::kPinned:
-            return "pinned host";
-        case MemoryKind::kDevice:
-            return "device";
-        case MemoryKind::kFile:
-            return "file";
-    }
-    return "unknown";
-}
 
 const Copier* find_copier(MemoryKind from, MemoryKind to) {
     for (const Copier* copier : kCopiers) {

@@ -28,8 +28,6 @@ class Copier {
 // Null when no copier of this build copies between these kinds.
 const Copier* find_copier(MemoryKind from, MemoryKind to);
 
-const char* name_of(MemoryKind kind);
-
 // Several ranges to one, one after another; `to` has room for all of them.
 Status gather(const MemoryRef& to, std::span<const MemoryRef> from, uint32_t* crc);
 // One range to several: the first `from.bytes` bytes of `to`; what is left of `to` stays as it is.

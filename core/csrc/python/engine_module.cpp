@@ -296,7 +296,7 @@ class PyEngine {
         SegmentInfo info = unwrap(without_gil([&] { return engine_->segment(segment); }), "segment");
         py::list regions, chosen;
         for (const SegmentRegion& region : info.regions) {
-            regions.append(py::make_tuple(region.address, region.length, transport::kind_name(region.kind),
+            regions.append(py::make_tuple(region.address, region.length, moonpool::kind_name(region.kind),
                                           region.location));
             chosen.append(region.transport);
         }

@@ -17,22 +17,6 @@ std::string range_text(uint64_t address, uint64_t length) {
 
 }  // namespace
 
-std::string kind_name(MemoryKind kind) {
-    switch (kind) {
-        case MemoryKind::kHost:
-            return "host";
-        case MemoryKind::kHostArena:
-            return "host_arena";
-        case MemoryKind::kPinned:
-            return "pinned";
-        case MemoryKind::kDevice:
-            return "device";
-        case MemoryKind::kFile:
-            return "file";
-    }
-    return "kind " + std::to_string(static_cast<unsigned>(kind));
-}
-
 const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes) {
     auto it = std::ranges::upper_bound(regions, address, {}, [](const auto& r) { return r->address; });
     if (it == regions.begin()) return nullptr;

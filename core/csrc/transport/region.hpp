@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "base/result.hpp"
-#include "memory/memory_ref.hpp"
+#include "memory/kind_name.hpp"
 #include "transport/memory.hpp"
 
 namespace moonpool::transport {
@@ -33,9 +33,6 @@ namespace moonpool::transport {
 inline constexpr uint64_t kAccessBytesMax = 8u << 20;
 inline constexpr size_t kRegionsMax = 16384;
 inline constexpr size_t kLocationBytesMax = 64;
-
-// "host", "host_arena": as users see it; "kind 9" for what a later version may list.
-std::string kind_name(MemoryKind kind);
 
 struct Region {
     uint64_t id = 0;  // never used twice in one engine

@@ -8,6 +8,7 @@
 #include "../random.hpp"
 #include "base/crc32c.hpp"
 #include "memory/copier.hpp"
+#include "memory/kind_name.hpp"
 
 using namespace moonpool;
 using moonpool::testing::Random;
@@ -82,7 +83,7 @@ TEST_CASE("memory that no copier reaches is refused, and not touched") {
         REQUIRE_FALSE(in);
         REQUIRE_FALSE(out);
         CHECK(in.error().code == Code::kInvalidArgument);
-        CHECK(in.error().text.find(name_of(kind)) != std::string::npos);
+        CHECK(in.error().text.find(kind_name(kind)) != std::string::npos);
     }
     MemoryRef pinned = MemoryRef::host(host.data(), 64);
     pinned.kind = MemoryKind::kPinned;

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "base/crc32c.hpp"
-#include "memory/copier.hpp"
+#include "memory/kind_name.hpp"
 #include "store/client/client_frames.hpp"
 
 namespace moonpool {
@@ -23,15 +23,15 @@ Status check_memory(const BlockPath& path, std::span<const MemoryRef> parts) {
     for (const MemoryRef& part : parts) {
         if (reachable_by_cpu(part.kind) || path.moves(part.kind)) continue;
         return Error{Code::kInvalidArgument,
-                     std::string("the path ") + path.route() + " moves no " + name_of(part.kind) + " memory"};
+                     "the path " + path.route() + " moves no " + kind_name(part.kind) + " memory"};
     }
     return success();
 }
 
-// What get() says of an object that was read, or was not: its size, or kMiss or kDamagedRead.
-Result<int64_t> size_read(const GetItem& item, uint64_t size, bool damaged, bool tolerant) {
-    uint64_t room = total(item.parts);
-    if (room < size && !tolerant) return too_small(item.name, room, size);
+// What get() says of an object: its size, or an error; of a tolerant one, kDamagedRead in place of the error.
+Result<int64_t> size_read(const GetItem& item, NamedRead::Outcome outcome, uint64_t size, bool tolerant) {
+    bool damaged = outcome == NamedRead::kDamaged;
+    if (outcome == NamedRead::kTooSmall && !tolerant) return too_small(item.name, total(item.parts), size);
     if (damaged && !tolerant) return corrupt(item.name);
     return damaged ? kDamagedRead : static_cast<int64_t>(size);
 }
@@ -168,7 +168,7 @@ Result<std::vector<int64_t>> NodeClient::get(std::span<const GetItem> items, boo
         const NamedRead& read = reads[i];
         if (read.outcome == NamedRead::kAskPin) unknown.push_back(i);
         if (read.outcome == NamedRead::kAskPin || read.outcome == NamedRead::kMiss) continue;
-        Result<int64_t> size = size_read(items[i], read.size, read.outcome == NamedRead::kDamaged, tolerant);
+        Result<int64_t> size = size_read(items[i], read.outcome, read.size, tolerant);
         if (!size) return size.error();
         sizes[i] = *size;
     }
@@ -224,7 +224,7 @@ Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::s
             by_session[&s].push_back(i);
             continue;
         }
-        Result<int64_t> told = size_read(items[i], size, false, tolerant);
+        Result<int64_t> told = size_read(items[i], NamedRead::kTooSmall, size, tolerant);
         if (!told) return told.error();
         sizes[i] = *told;
     }
@@ -236,8 +236,8 @@ Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::s
         if (!status) return status.error();
         for (size_t k = 0; k < which.size(); ++k) {
             if (reads[k].outcome == PinnedRead::kGone) continue;
-            bool damaged = reads[k].outcome == PinnedRead::kDamaged;
-            Result<int64_t> size = size_read(items[which[k]], reads[k].descriptor.size, damaged, tolerant);
+            auto outcome = reads[k].outcome == PinnedRead::kRead ? NamedRead::kRead : NamedRead::kDamaged;
+            Result<int64_t> size = size_read(items[which[k]], outcome, reads[k].descriptor.size, tolerant);
             if (!size) return size.error();
             sizes[which[k]] = *size;
         }
