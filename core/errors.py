@@ -7,9 +7,8 @@ the thing and, where the user can do something about it, the remedy.
 
 from __future__ import annotations
 
-from typing import Any
-
-_Bytes = bytes  # inside the classes `bytes` is a field of every error
+from functools import partial
+from typing import Any, ClassVar
 
 
 class Error(Exception):
@@ -21,6 +20,8 @@ class Error(Exception):
     bytes:     how many bytes the operation was about, or None.
     cause:     the exception or errno text underneath, or None. An exception is also chained as ``__cause__``.
     """
+
+    _fields: ClassVar[tuple[str, ...]] = ("operation", "key", "peer", "bytes")
 
     def __init__(
         self,
@@ -47,18 +48,9 @@ class Error(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders (multiprocessing, engines' workers): keep the fields when pickled."""
-        return _restore, (
-            type(self),
-            self.message,
-            self.operation,
-            self.key,
-            self.peer,
-            self.bytes,
-            self._cause(),
-        )
-
-    def _cause(self) -> str | None:
-        return None if self.cause is None else str(self.cause)
+        fields = {name: getattr(self, name) for name in self._fields}
+        cause = None if self.cause is None else str(self.cause)
+        return partial(type(self), self.message, **fields, cause=cause), ()
 
 
 class ConfigError(Error, ValueError):
@@ -116,44 +108,21 @@ class TransferError(Error):
                 when nothing was started. A slice that is not done may have been written in part.
     """
 
+    _fields = (*Error._fields, "path", "bytes_done", "states")
+
     def __init__(
         self,
         message: str,
         *,
-        operation: str = "",
-        key: bytes | str | None = None,
-        peer: str | None = None,
-        bytes: int | None = None,
-        cause: BaseException | str | None = None,
         path: str | None = None,
         bytes_done: int = 0,
-        states: _Bytes = b"",
+        states: bytes = b"",
+        **fields: Any,
     ) -> None:
-        super().__init__(message, operation=operation, key=key, peer=peer, bytes=bytes, cause=cause)
+        super().__init__(message, **fields)
         self.path = path
         self.bytes_done = bytes_done
         self.states = states
-
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = {name: getattr(self, name) for name in ("operation", "key", "peer", "bytes", "path")}
-        fields |= {"bytes_done": self.bytes_done, "states": self.states, "cause": self._cause()}
-        return _restore_transfer, (type(self), self.message, fields)
-
-
-def _restore(
-    kind: type[Error],
-    message: str,
-    operation: str,
-    key: bytes | str | None,
-    peer: str | None,
-    size: int | None,
-    cause: str | None,
-) -> Error:
-    return kind(message, operation=operation, key=key, peer=peer, bytes=size, cause=cause)
-
-
-def _restore_transfer(kind: type[TransferError], message: str, fields: dict[str, Any]) -> TransferError:
-    return kind(message, **fields)
 
 
 __all__ = [
