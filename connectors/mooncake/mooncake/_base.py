@@ -13,10 +13,10 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moonpool.core.errors import Closed, Error, InvalidArgument, Unavailable
+from moonpool.core.errors import Closed, InvalidArgument, Unavailable
 from moonpool.core.store.store import Store, as_bytes
 
-from ._codes import Code, code_of
+from ._codes import CODED, Code, code_of, coded
 from ._memory import Buffers, number, same_length
 from ._pins import HardPins
 
@@ -105,18 +105,14 @@ class Base:
         return [nothing if name is None else next(found) for name in names]
 
     def _code(self, operation: str, act: Callable[[], int]) -> int:
-        """What ``act`` returns, or the code of what it raises. What is no such error, such as the TypeError
-        of a caller's mistake, goes through."""
-        try:
-            return int(act())
-        except (Error, OSError, MemoryError) as error:
-            return int(code_of(error, operation))
+        """What ``act`` returns, or the code of what it raises."""
+        return coded(operation)(act)()
 
     def _codes(self, operation: str, n: int, act: Callable[[], list[int]]) -> list[int]:
         """The same for lists; an error is the error of each."""
         try:
             return act()
-        except (Error, OSError, MemoryError) as error:
+        except CODED as error:
             return [int(code_of(error, operation))] * n
 
     def _each(self, operation: str, act: Any, *columns: Sequence[Any]) -> list[int]:

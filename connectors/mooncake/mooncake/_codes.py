@@ -6,9 +6,12 @@ for each method and kind of error, since callers see only the number.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from enum import IntEnum
+from typing import ParamSpec
 
 from moonpool.core.errors import (
     AuthError,
@@ -24,6 +27,7 @@ from moonpool.core.errors import (
     Unavailable,
 )
 
+P = ParamSpec("P")
 logger = logging.getLogger("mooncake")
 
 SAY_AGAIN_S = 1.0
@@ -50,6 +54,11 @@ class Code(IntEnum):
     FILE_NOT_FOUND = -1100
     TASK_NOT_FOUND = -1400
     JOB_NOT_FOUND = -1402
+
+
+# What a method that returns codes answers with a code. Any other exception goes through, such as a TypeError
+# for a mistake of the caller.
+CODED = (Error, OSError, MemoryError)
 
 
 class NoNode(Unavailable):
@@ -85,6 +94,24 @@ def code_of(error: BaseException, operation: str) -> Code:
     """The code of an error of ``operation``, whose sentence goes to the log."""
     say(operation, type(error).__name__, f"{operation}: {error}")
     return next(code for kind, code in TABLE if isinstance(error, kind))
+
+
+def coded(operation: str, *, floor: int | None = None) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorates a method that returns a code: what it raises becomes the code of ``operation``, or ``floor``
+    where that is higher."""
+
+    def decorate(method: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return int(method(*args, **kwargs))
+            except CODED as error:
+                code = int(code_of(error, operation))
+                return code if floor is None else max(code, floor)
+
+        return call
+
+    return decorate
 
 
 def say(operation: str, kind: str, sentence: str) -> None:

@@ -22,7 +22,7 @@ from ._base import (
     number,
     same_length,
 )
-from ._codes import Code, code_of, say
+from ._codes import Code, code_of, coded, say
 from ._pins import pinned_one
 from ._placement import for_one, wishes
 from ._values import DEFAULT, ReplicateConfig
@@ -244,17 +244,14 @@ class Objects(Base):
             return [code or self._pin_hard(name) for name, code in zip(keys_of(keys), codes, strict=True)]
         return codes
 
+    @coded("hard_pin")
     def _pin_hard(self, name: bytes) -> int:
         """The code of its put: an object that cannot be pinned is not as safe as the caller wants it."""
-
-        def act() -> int:
-            _, pin = self._ask(lambda store: pinned_one(store, name))
-            if pin is None:  # evicted already
-                return _REFUSED
-            self._hard_pins.hold(name, pin, self)
-            return _OK
-
-        return self._code("hard_pin", act)
+        _, pin = self._ask(lambda store: pinned_one(store, name))
+        if pin is None:  # evicted already
+            return _REFUSED
+        self._hard_pins.hold(name, pin, self)
+        return _OK
 
     # ---- reading
 
@@ -334,16 +331,11 @@ class Objects(Base):
         codes = self._codes("is_exist", len(keys), ask)
         return codes if not codes or codes[0] >= -1 else [-1] * len(codes)  # an error is of all
 
+    @coded("get_size")
     def get_size(self, key: str, /) -> int:
         """Bytes, or OBJECT_NOT_FOUND; none of them is read."""
-
-        def ask() -> int:
-            (found,) = self._ask_of_some(
-                [key], None, lambda store, names: store.stat(names, everywhere=False)
-            )
-            return int(Code.OBJECT_NOT_FOUND) if found is None else found.size
-
-        return self._code("get_size", ask)
+        (found,) = self._ask_of_some([key], None, lambda store, names: store.stat(names, everywhere=False))
+        return int(Code.OBJECT_NOT_FOUND) if found is None else found.size
 
     # ---- removing
 
@@ -364,57 +356,45 @@ class Objects(Base):
 
         return self._codes("remove", len(keys), act)
 
+    @coded("remove_all")
     def remove_all(self, force: bool = False) -> int:
         """How many there were, in the whole pool, of this tenant's objects of this API."""
+        self._hard_pins.release_all()
+        return self._ask(lambda store: store.remove_all())
 
-        def act() -> int:
-            self._hard_pins.release_all()
-            return self._ask(lambda store: store.remove_all())
-
-        return self._code("remove_all", act)
-
+    @coded("remove_by_regex")
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """How many keys the expression was found in and are removed now; of names above 1,024 bytes it is
         looked for in the first 896."""
-
         if not isinstance(regex_pattern, str):
             raise TypeError(f"an expression is a str, not {regex_pattern!r:.80}")
 
-        def act() -> int:
-            try:
-                found = re.compile(regex_pattern.encode()).search
-            except re.error as error:
-                raise InvalidArgument(f"{regex_pattern!r} is no regular expression: {error}") from error
-            if not regex_pattern:
-                raise InvalidArgument("an empty expression would remove everything; call remove_all()")
-            rows = self._ask(lambda store: store.list(limit=ROWS_MAX))
-            names = [row.key for row in rows if found(as_named(row.key))]
-            self._hard_pins.release(names)
-            return sum(self._ask(lambda store: store.remove(names))) if names else 0
-
-        return self._code("remove_by_regex", act)
+        try:
+            found = re.compile(regex_pattern.encode()).search
+        except re.error as error:
+            raise InvalidArgument(f"{regex_pattern!r} is no regular expression: {error}") from error
+        if not regex_pattern:
+            raise InvalidArgument("an empty expression would remove everything; call remove_all()")
+        rows = self._ask(lambda store: store.list(limit=ROWS_MAX))
+        names = [row.key for row in rows if found(as_named(row.key))]
+        self._hard_pins.release(names)
+        return sum(self._ask(lambda store: store.remove(names))) if names else 0
 
     # ---- memory
 
+    @coded("register_buffer")
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """So that its addresses need no look at the kernel. The store reads and writes any memory."""
+        self._open()
+        self._buffers.add(number(buffer_ptr), number(size))
+        return int(Code.OK)
 
-        def act() -> int:
-            self._open()
-            self._buffers.add(number(buffer_ptr), number(size))
-            return int(Code.OK)
-
-        return self._code("register_buffer", act)
-
+    @coded("unregister_buffer")
     def unregister_buffer(self, buffer_ptr: int) -> int:
         """A code: INVALID_PARAMS when no buffer is registered there."""
-
-        def act() -> int:
-            self._open()
-            self._buffers.remove(number(buffer_ptr))
-            return int(Code.OK)
-
-        return self._code("unregister_buffer", act)
+        self._open()
+        self._buffers.remove(number(buffer_ptr))
+        return int(Code.OK)
 
 
 def check_config(operation: str, config: Any) -> None:

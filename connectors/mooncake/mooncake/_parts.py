@@ -16,7 +16,7 @@ import numpy as np
 from moonpool.core.errors import InvalidArgument, TooLarge
 
 from ._base import key_of, names_of, number, same_length
-from ._codes import Code, code_of
+from ._codes import Code, code_of, coded
 from ._memory import ADDRESSES
 from ._objects import Objects, check_config, handle_of
 from ._placement import for_each
@@ -101,17 +101,14 @@ class Parts(Objects):
 
         return self._codes("batch_get_session_start", len(keys), act)
 
+    @coded("batch_get_session_end")
     def batch_get_session_end(self, keys: list[str]) -> int:
         """Ends the sessions of these keys; 0, also for a key without one."""
-
-        def act() -> int:
-            self._open()
-            for name in names_of(keys):
-                if name is not None:
-                    self._reading.pop(name, None)
-            return int(Code.OK)
-
-        return self._code("batch_get_session_end", act)
+        self._open()
+        for name in names_of(keys):
+            if name is not None:
+                self._reading.pop(name, None)
+        return int(Code.OK)
 
     def batch_get_into_multi_buffer_ranges(
         self,

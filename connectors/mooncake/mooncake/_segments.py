@@ -12,7 +12,7 @@ from moonpool.core.errors import Error, InvalidArgument
 from . import _access
 from ._access import Guest, OwnNode, own_node
 from ._base import Base, number
-from ._codes import Code, Unsupported, code_of
+from ._codes import Code, Unsupported, code_of, coded
 
 _NOTHING: dict[str, Any] = {"segment_ids": [], "allocated_size": 0}
 
@@ -57,40 +57,31 @@ class Segments(Base):
             )
         return {"ret": int(code_of(error, "mount_segment")), "segment_ids": []}
 
+    @coded("unmount_segment")
     def unmount_segment(self, segment_ids: list[str], grace_period_seconds: int = 0) -> int:
         """Ends those nodes at once; what only they held is a miss from then on."""
-
-        def act() -> int:
-            self._open()
-            if unknown := [one for one in segment_ids if one not in self._mounted]:
-                raise InvalidArgument(f"this store mounted no segment {', '.join(unknown)}")
-            for one in segment_ids:
-                self._mounted.pop(one).close()
-            return int(Code.OK)
-
-        return self._code("unmount_segment", act)
+        self._open()
+        if unknown := [one for one in segment_ids if one not in self._mounted]:
+            raise InvalidArgument(f"this store mounted no segment {', '.join(unknown)}")
+        for one in segment_ids:
+            self._mounted.pop(one).close()
+        return int(Code.OK)
 
     def unmount_and_free_segment(self, segment_ids: list[str], grace_period_seconds: int = 0) -> int:
         """As unmount_segment."""
         return self.unmount_segment(segment_ids, grace_period_seconds)
 
+    @coded("unmount_local_disk_segment")
     def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
         """Refused where there is an SSD: a node keeps it for its life."""
+        access = self._open()
+        if isinstance(access, OwnNode) and access.settings.ssd_path:
+            raise Unsupported("a node keeps its SSD for as long as it runs; close() this store")
+        return int(Code.OK)
 
-        def act() -> int:
-            access = self._open()
-            if isinstance(access, OwnNode) and access.settings.ssd_path:
-                raise Unsupported("a node keeps its SSD for as long as it runs; close() this store")
-            return int(Code.OK)
-
-        return self._code("unmount_local_disk_segment", act)
-
+    @coded("get_offload_rpc_read_count")
     def get_offload_rpc_read_count(self) -> int:
         """Objects that this process's node read from its SSD."""
-
-        def act() -> int:
-            access = self._open()
-            metrics = access.server.metrics() if isinstance(access, OwnNode) else {}
-            return int(metrics.get("ssd_read_objects_total", 0))
-
-        return self._code("get_offload_rpc_read_count", act)
+        access = self._open()
+        metrics = access.server.metrics() if isinstance(access, OwnNode) else {}
+        return int(metrics.get("ssd_read_objects_total", 0))

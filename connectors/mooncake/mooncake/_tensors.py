@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.core.errors import InvalidArgument
 
 from ._base import key_of, names_of
-from ._codes import Code, code_of, say
+from ._codes import Code, code_of, coded, say
 from ._objects import Objects
 from ._tensor_header import (
     HEADER_BYTES,
@@ -205,30 +205,27 @@ class Tensors(Objects):
             for n, (pointer, _) in zip(found, targets, strict=True)
         ]
 
+    @coded("get_tensor_into_cuda")
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
         """Into a tensor of any device, of the same shape and type, straight from the pool: the number
         of bytes, or a code."""
-
-        def act() -> int:
-            check_tensor(tensor)
-            view = self._views([key])[0]
-            if view is None:
-                return int(Code.OBJECT_NOT_FOUND)
-            source = tensor_over(view)
-            if (source.dtype, source.shape) != (tensor.dtype, tensor.shape):
-                raise InvalidArgument(
-                    f"{key!r:.80} is {source.dtype} of {tuple(source.shape)}, not {tensor.dtype} of "
-                    f"{tuple(tensor.shape)}"
-                )
-            if tensor.device.type == "meta":
-                raise InvalidArgument("a tensor on meta has no memory")
-            try:
-                tensor.detach().copy_(source)  # returns when the bytes are there: pageable memory is staged
-            except RuntimeError as error:  # expanded, sparse, a device without memory
-                raise InvalidArgument(f"the tensor on {tensor.device} took no bytes: {error}") from error
-            return int(source.nbytes)
-
-        return self._code("get_tensor_into_cuda", act)
+        check_tensor(tensor)
+        view = self._views([key])[0]
+        if view is None:
+            return int(Code.OBJECT_NOT_FOUND)
+        source = tensor_over(view)
+        if (source.dtype, source.shape) != (tensor.dtype, tensor.shape):
+            raise InvalidArgument(
+                f"{key!r:.80} is {source.dtype} of {tuple(source.shape)}, not {tensor.dtype} of "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.device.type == "meta":
+            raise InvalidArgument("a tensor on meta has no memory")
+        try:
+            tensor.detach().copy_(source)  # returns when the bytes are there: pageable memory is staged
+        except RuntimeError as error:  # expanded, sparse, a device without memory
+            raise InvalidArgument(f"the tensor on {tensor.device} took no bytes: {error}") from error
+        return int(source.nbytes)
 
     def batch_get_tensor_into_cuda(self, keys: list[str], tensors_list: list[Tensor]) -> list[int]:
         """As get_tensor_into_cuda, for many keys. Sizes or codes, one per key."""
@@ -361,25 +358,22 @@ class Tensors(Objects):
 
     # ---- files
 
+    @coded("save_tensor_to_safetensor")
     def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:
         """Writes a tensor to a safetensors file (None: one called as the key), under its key."""
-
-        def act() -> int:
-            if (view := self._views([key])[0]) is None:
-                raise FileNotFoundError(f"no tensor has the key {key!r:.80}")
-            header = header_of(view)
-            kind = _SAFE_OF.get(header.dtype)
-            if kind is None:
-                raise InvalidArgument(f"safetensors has no type {header.dtype}")
-            entry = {"dtype": kind, "shape": list(header.shape), "data_offsets": [0, header.data_bytes]}
-            text = json.dumps({key: entry}, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            with open(file_name or key, "wb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
-                file.write(view[HEADER_BYTES : HEADER_BYTES + header.data_bytes])
-            return int(Code.OK)
-
-        return self._code("save_tensor_to_safetensor", act)
+        if (view := self._views([key])[0]) is None:
+            raise FileNotFoundError(f"no tensor has the key {key!r:.80}")
+        header = header_of(view)
+        kind = _SAFE_OF.get(header.dtype)
+        if kind is None:
+            raise InvalidArgument(f"safetensors has no type {header.dtype}")
+        entry = {"dtype": kind, "shape": list(header.shape), "data_offsets": [0, header.data_bytes]}
+        text = json.dumps({key: entry}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with open(file_name or key, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(view[HEADER_BYTES : HEADER_BYTES + header.data_bytes])
+        return int(Code.OK)
 
     def load_tensor_from_safetensor(self, key: str | None = None, file_name: str = "") -> Tensor | None:
         """The one tensor of a file, or the one called ``key``, which is stored under that key; else None."""

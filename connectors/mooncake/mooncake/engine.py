@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal
 
@@ -29,7 +29,7 @@ from moonpool.core.transfer.transfer import Transfer
 from moonpool.core.transfer.types import Batch, TransferState
 
 from ._base import number, same_length
-from ._codes import code_of, logger
+from ._codes import code_of, coded, logger
 from ._hosts import address_of, session_of
 from ._memory import check_memory
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
@@ -101,6 +101,7 @@ class TransferEngine:
 
     # ---- this engine and its address
 
+    @coded("initialize", floor=FAILED)
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, /
     ) -> int:
@@ -115,12 +116,9 @@ class TransferEngine:
             if not isinstance(text, str):
                 raise TypeError(f"initialize: expected a str, got {text!r:.80}")
 
-        def act() -> int:
-            if self._engine is None:
-                self._engine = moonpool.TransferEngine(listen=listen_address(local_hostname, metadata_server))
-            return 0
-
-        return self._code("initialize", act)
+        if self._engine is None:
+            self._engine = moonpool.TransferEngine(listen=listen_address(local_hostname, metadata_server))
+        return 0
 
     def initialize_ext(
         self,
@@ -157,36 +155,35 @@ class TransferEngine:
 
     # ---- memory
 
+    @coded("register_memory", floor=FAILED)
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """OVERLAPPED for memory of which some is registered already."""
-        return self._code("register_memory", lambda: self._register(buffer_addr, capacity, location))
+        return self._register(buffer_addr, capacity, location)
 
+    @coded("unregister_memory", floor=FAILED)
     def unregister_memory(self, buffer_addr: int, /) -> int:
         """When it returns no transfer touches the memory any more. NOT_REGISTERED for other addresses."""
-        return self._code("unregister_memory", lambda: self._unregister(number(buffer_addr)))
+        return self._unregister(number(buffer_addr))
 
+    @coded("batch_register_memory", floor=FAILED)
     def batch_register_memory(
         self, buffer_addresses: list[int], capacities: list[int], location: str = "*"
     ) -> int:
         """All, or none and the first code."""
-
-        def act() -> int:
-            same_length(buffer_addresses, capacities)
-            done: list[int] = []
-            code = 0
-            try:
-                for address, length in zip(buffer_addresses, capacities, strict=True):
-                    if code := self._register(address, length, location):
-                        break
-                    done.append(address)
-            except BaseException:
-                self._unregister_all(done)
-                raise
-            if code:
-                self._unregister_all(done)
-            return code
-
-        return self._code("batch_register_memory", act)
+        same_length(buffer_addresses, capacities)
+        done: list[int] = []
+        code = 0
+        try:
+            for address, length in zip(buffer_addresses, capacities, strict=True):
+                if code := self._register(address, length, location):
+                    break
+                done.append(address)
+        except BaseException:
+            self._unregister_all(done)
+            raise
+        if code:
+            self._unregister_all(done)
+        return code
 
     def batch_unregister_memory(self, buffer_addresses: list[int], /) -> int:
         """All that there are; the first code that is not 0."""
@@ -232,41 +229,32 @@ class TransferEngine:
         with self._lock:
             return [*self._regions.items(), *self._managed.items()]
 
+    @coded("allocate_managed_buffer", floor=0)
     def allocate_managed_buffer(self, length: int, /) -> int:
         """The address of new registered memory, zeros; 0 when there is none."""
+        region = self._open().allocate(number(length))
+        with self._lock:
+            self._managed[region.address] = region
+        return region.address
 
-        def act() -> int:
-            region = self._open().allocate(number(length))
-            with self._lock:
-                self._managed[region.address] = region
-            return region.address
-
-        return max(self._code("allocate_managed_buffer", act), 0)
-
+    @coded("free_managed_buffer", floor=FAILED)
     def free_managed_buffer(self, address: int, length: int, /) -> int:
         """FAILED for what allocate_managed_buffer() did not give."""
+        region = self._managed.get(number(address))
+        if region is None:
+            raise InvalidArgument(f"no managed buffer is at {address:#x}")
+        region.close()
+        self._drop(self._managed, address, region)
+        return 0
 
-        def act() -> int:
-            region = self._managed.get(number(address))
-            if region is None:
-                raise InvalidArgument(f"no managed buffer is at {address:#x}")
-            region.close()
-            self._drop(self._managed, address, region)
-            return 0
-
-        return self._code("free_managed_buffer", act)
-
+    @coded("write_bytes_to_buffer", floor=FAILED)
     def write_bytes_to_buffer(self, address: int, data: str | bytes, length: int, /) -> int:
         """The first ``length`` bytes of ``data`` into memory of this engine; FAILED outside of it."""
-
-        def act() -> int:
-            raw = data.encode() if isinstance(data, str) else bytes(data)
-            if length > len(raw):
-                raise InvalidArgument(f"{len(raw)} bytes are no {length}")
-            self._inside(number(address), number(length))[:] = raw[:length]
-            return 0
-
-        return self._code("write_bytes_to_buffer", act)
+        raw = data.encode() if isinstance(data, str) else bytes(data)
+        if length > len(raw):
+            raise InvalidArgument(f"{len(raw)} bytes are no {length}")
+        self._inside(number(address), number(length))[:] = raw[:length]
+        return 0
 
     def read_bytes_from_buffer(self, address: int, length: int, /) -> bytes:
         """The bytes of registered memory of this engine. Raises InvalidArgument outside of it."""
@@ -283,35 +271,29 @@ class TransferEngine:
 
     # ---- peers
 
+    @coded("send_probe", floor=FAILED)
     def send_probe(self, peer_server_name: str) -> int:
         """0 when the peer answers now."""
-
-        def act() -> int:
-            try:
-                self._peer(peer_server_name).refresh()
-            except Error as error:
-                self._forget(peer_server_name)
-                if isinstance(error, Closed):
-                    raise
-                code_of(error, "send_probe")
-                return NO_PEER
-            return 0
-
-        return self._code("send_probe", act)
+        try:
+            self._peer(peer_server_name).refresh()
+        except Error as error:
+            self._forget(peer_server_name)
+            if isinstance(error, Closed):
+                raise
+            code_of(error, "send_probe")
+            return NO_PEER
+        return 0
 
     def warmup_efa_segment(self, segment_name: str) -> int:
         """Opens the peer, which is what there is to prepare."""
         return self.send_probe(segment_name)
 
+    @coded("get_first_buffer_address", floor=0)
     def get_first_buffer_address(self, segment_name: str, /) -> int:
         """The address of the peer's first region; 0 without one, or when the peer is gone."""
-
-        def act() -> int:
-            peer = self._peer(segment_name)
-            peer.refresh()
-            return peer.regions[0].address if peer.regions else 0
-
-        return max(self._code("get_first_buffer_address", act), 0)
+        peer = self._peer(segment_name)
+        peer.refresh()
+        return peer.regions[0].address if peer.regions else 0
 
     def _peer(self, name: str) -> Segment:
         peer = self._peers.get(name)
@@ -408,6 +390,7 @@ class TransferEngine:
         """
         return self._many(opcode, target_hostname, buffers, peer_buffer_addresses, lengths, notify)
 
+    @coded("transfer", floor=FAILED)
     def _one(
         self,
         opcode: TransferOpcode,
@@ -419,8 +402,7 @@ class TransferEngine:
     ) -> int:
         buffer, remote, length = number(buffer), number(remote), number(length)
         verb = verb_of(opcode)
-
-        def act() -> int:
+        try:
             peer = self._peer(target)
             message = None if notify is None else packed(notify)
             if length:
@@ -429,9 +411,11 @@ class TransferEngine:
             elif message is not None:
                 self._open().notify(peer, message)
             return 0
+        except (TransferError, Unavailable):
+            self._forget_if_gone(target)
+            raise
 
-        return self._moving(target, act)
-
+    @coded("transfer", floor=FAILED)
     def _many(
         self,
         opcode: TransferOpcode,
@@ -442,8 +426,7 @@ class TransferEngine:
         notify: TransferNotify | None = None,
     ) -> int:
         verb = verb_of(opcode)
-
-        def act() -> int:
+        try:
             peer = self._peer(target)
             message = None if notify is None else packed(notify)
             same_length(buffers, remotes, lengths)
@@ -459,20 +442,16 @@ class TransferEngine:
             if message is not None:
                 self._open().notify(peer, message)
             return 0
+        except (TransferError, Unavailable):
+            self._forget_if_gone(target)
+            raise
 
-        return self._moving(target, act)
-
-    def _moving(self, target: str, act: Callable[[], int]) -> int:
-        code = self._code("transfer", act, self._forget_if_gone(target))
-        return FAILED if code < 0 else code
-
-    def _forget_if_gone(self, target: str) -> Callable[[BaseException], None]:
-        def look(error: BaseException) -> None:
-            peer = self._peers.get(target)
-            if peer is not None and isinstance(error, (TransferError, Unavailable)) and is_gone(peer):
-                self._forget(target)  # else others' transfers go on
-
-        return look
+    def _forget_if_gone(self, target: str) -> None:
+        """After a failed transfer: drops a peer that answers no more; of another one others' transfers go
+        on."""
+        peer = self._peers.get(target)
+        if peer is not None and is_gone(peer):
+            self._forget(target)
 
     # ---- moving bytes, looking at them later
 
@@ -521,30 +500,27 @@ class TransferEngine:
         """As batch_transfer_async_write, for one slice."""
         return self._submit(Write, target_hostname, [buffer], [peer_buffer_address], [length])
 
+    @coded("transfer_check_status", floor=-2)
     def transfer_check_status(self, batch_id: int, /) -> int:
         """0 under way, 1 done, -1 failed or no such number, -2 no progress in time. An end is told once."""
-
-        def act() -> int:
-            found = self._transfers.get(number(batch_id))
-            if found is None:
-                logger.warning("there is no transfer %d, or its end was told already", batch_id)
-                return FAILED
-            transfer, target = found
-            state = transfer.state
-            if state is TransferState.WAITING:
-                return 0
-            with self._lock:
-                if self._transfers.pop(batch_id, None) is None:
-                    return FAILED  # another thread was told just now
-            if state is TransferState.DONE:
-                return 1
-            error = transfer.error
-            logger.warning("transfer %d: %s", batch_id, error)
-            if error is not None:
-                self._forget_if_gone(target)(error)
-            return -2 if "no progress" in str(error) else FAILED
-
-        return self._code("transfer_check_status", act, floor=-2)
+        found = self._transfers.get(number(batch_id))
+        if found is None:
+            logger.warning("there is no transfer %d, or its end was told already", batch_id)
+            return FAILED
+        transfer, target = found
+        state = transfer.state
+        if state is TransferState.WAITING:
+            return 0
+        with self._lock:
+            if self._transfers.pop(batch_id, None) is None:
+                return FAILED  # another thread was told just now
+        if state is TransferState.DONE:
+            return 1
+        error = transfer.error
+        logger.warning("transfer %d: %s", batch_id, error)
+        if error is not None:
+            self._forget_if_gone(target)
+        return -2 if "no progress" in str(error) else FAILED
 
     def get_batch_transfer_status(self, batch_ids: list[int], /) -> int:
         """Waits for all of them: 0, or FAILED when one failed."""
@@ -556,6 +532,7 @@ class TransferEngine:
             failed |= self.transfer_check_status(one) != 1
         return FAILED if failed else 0
 
+    @coded("submit", floor=NO_TRANSFER)
     def _submit(
         self,
         opcode: TransferOpcode,
@@ -565,8 +542,7 @@ class TransferEngine:
         lengths: Sequence[int],
     ) -> int:
         verb = verb_of(opcode)
-
-        def act() -> int:
+        try:
             if len(self._transfers) >= TRANSFERS_MAX:
                 self._forget_ended()
             peer = self._peer(target)
@@ -575,12 +551,13 @@ class TransferEngine:
                 transfer = self._open().submit(Batch(verb, peer, buffers, remotes, lengths))
             except InvalidArgument:
                 transfer = self._open().submit(Batch(verb, peer, *slices(buffers, remotes, lengths)))
-            name = next(self._numbers)
-            with self._lock:
-                self._transfers[name] = transfer, target
-            return name
-
-        return max(self._code("submit", act, self._forget_if_gone(target)), NO_TRANSFER)
+        except (TransferError, Unavailable):
+            self._forget_if_gone(target)
+            raise
+        name = next(self._numbers)
+        with self._lock:
+            self._transfers[name] = transfer, target
+        return name
 
     def _forget_ended(self) -> None:
         """Forgets ended transfers that were not polled. Raises InvalidArgument when all are under way."""
@@ -607,20 +584,6 @@ class TransferEngine:
         if self._engine is None:
             raise Closed("call initialize() before", operation="engine")
         return self._engine
-
-    def _code(
-        self,
-        operation: str,
-        act: Callable[[], int],
-        on_error: Callable[[BaseException], None] | None = None,
-        floor: int = FAILED,
-    ) -> int:
-        try:
-            return act()
-        except (Error, OSError, MemoryError) as error:
-            if on_error is not None:
-                on_error(error)
-            return max(int(code_of(error, operation)), floor)
 
 
 TransferEngine.TransferOpcode = TransferOpcode  # type: ignore[attr-defined]  # callers take it from there
