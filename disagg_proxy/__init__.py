@@ -7,14 +7,14 @@ unless a policy looks at prompts.
 
     server, fleet, settings    puts the parts together; engines that join and leave
     process, group             a proxy as a process, and as several of them
-    listening, takeover        its sockets, from a proxy to its successor
+    listen_sockets, takeover   its sockets, from a proxy to its successor
     dispatch                   one request: what is known of its prompt, candidates, the plan, the books
     conductor, admission       which engine computes it, and whether it is taken: pure
     tokens, events             what is known of a prompt: its ids, and the holders of its blocks
     engines, discovery         one engine, its health and its kind; which engines there are
     peers                      several proxies that share their books
     data_plane                 what the C++ half reports
-    pages, ui, tracing         what is shown: metrics, a page for people, spans
+    endpoints, ui, tracing     what is shown: metrics (metric_family), a page for people, spans
 
     from_config                what a configuration says of the proxy
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moonpool.disagg_proxy.discovery.membership import Membership, SourceState
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, Source
+from moonpool.disagg_proxy.metric_family import Values, family, family_of_each
 
 FIRST_S = 5.0  # longest wait of a starting proxy for the first reports of its sources
 RESTART_S = 1.0  # pause before a source that raised is run again
@@ -123,47 +124,25 @@ class Reconciler(Collector):
     def collect(self) -> Iterator[Metric]:
         """Metric families of the sources and the membership."""
         rows = {row.name: row for row in self.rows()}
-        up = GaugeMetricFamily(
-            "moonpool_proxy_discovery_up",
-            "1 while the source says what there is; else what it said last is taken to be true",
-            labels=("source",),
+        states, refused = self._membership.sources, self._membership.refused
+        text = "1 while the source says what there is; else what it said last is taken to be true"
+        yield family_of_each("discovery_up", text, rows, lambda row: row.state == "ok", "source")
+        ages: Values = {(name,): row.age_s for name, row in rows.items() if row.age_s is not None}
+        yield family("discovery_age_seconds", "Since the source last said", ages, "source")
+        text = "Engines that the source offers"
+        yield family_of_each("discovery_engines", text, rows, lambda row: row.engines, "source")
+        text = "Times at which it said"
+        yield family_of_each("discovery_updates_total", text, states, lambda each: each.updates, "source")
+        text = "Times at which it could not"
+        yield family_of_each("discovery_failures_total", text, states, lambda each: each.failures, "source")
+        counts: Values = {(reason,): refused[reason] for reason in ("duplicate", "no_room", "broken")}
+        yield family(
+            "discovery_refused", "Engines that are offered and not taken, by reason", counts, "reason"
         )
-        age = GaugeMetricFamily(
-            "moonpool_proxy_discovery_age_seconds", "Since the source last said", labels=("source",)
-        )
-        engines = GaugeMetricFamily(
-            "moonpool_proxy_discovery_engines", "Engines that the source offers", labels=("source",)
-        )
-        updates = CounterMetricFamily(
-            "moonpool_proxy_discovery_updates", "Times at which it said", labels=("source",)
-        )
-        failures = CounterMetricFamily(
-            "moonpool_proxy_discovery_failures", "Times at which it could not", labels=("source",)
-        )
-        for state in self._states():
-            label, row = (state.name,), rows[state.name]
-            up.add_metric(label, float(row.state == "ok"))
-            if row.age_s is not None:
-                age.add_metric(label, row.age_s)
-            engines.add_metric(label, row.engines)
-            updates.add_metric(label, state.updates)
-            failures.add_metric(label, state.failures)
-        yield from (up, age, engines, updates, failures)
-        refused = GaugeMetricFamily(
-            "moonpool_proxy_discovery_refused",
-            "Engines that are offered and not taken, by reason",
-            labels=("reason",),
-        )
-        for reason in ("duplicate", "no_room", "broken"):
-            refused.add_metric((reason,), self._membership.refused[reason])
-        yield refused
-        yield GaugeMetricFamily(
-            "moonpool_proxy_discovery_missing",
-            "Engines that their source does not name, for less than discovery_grace_s",
-            self._membership.missing,
-        )
-        yield CounterMetricFamily("moonpool_proxy_engines_joined", "Engines that joined", self.joined)
-        yield CounterMetricFamily("moonpool_proxy_engines_left", "Engines that left", self.left)
+        text = "Engines that their source does not name, for less than discovery_grace_s"
+        yield family("discovery_missing", text, self._membership.missing)
+        yield family("engines_joined_total", "Engines that joined", self.joined)
+        yield family("engines_left_total", "Engines that left", self.left)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from moonpool.disagg_proxy.conductor.calibration import Ratios
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.metric_family import Values, family, family_of_each
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-Values = dict[tuple[str, ...], float]  # by label values
 
 
 class ConductorCollector(Collector):
@@ -26,37 +28,24 @@ class ConductorCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Metric families, as of now."""
         dispatcher = self._dispatcher
-        yield CounterMetricFamily(
-            "moonpool_proxy_blind_decisions",
-            "Requests whose prompt was not known in tokens, routed without its prefix",
-            dispatcher.blind,
-        )
-        for outcome in ("hits", "misses"):
-            yield CounterMetricFamily(
-                f"moonpool_proxy_known_prompts_{outcome}",
-                "Prompts whose tokens were, or were not, known from before",
-                getattr(dispatcher.prompts.known, outcome),
+        text = "Requests whose prompt was not known in tokens, routed without its prefix"
+        yield family("blind_decisions_total", text, dispatcher.blind)
+        text = "Prompts whose tokens were, or were not, known from before"
+        yield family("known_prompts_hits_total", text, dispatcher.prompts.known.hits)
+        yield family("known_prompts_misses_total", text, dispatcher.prompts.known.misses)
+        inflight = dispatcher.scheduler.inflight
+        text = "Observations whose times cannot be: a clock jumped; nothing was learnt from them"
+        yield family("impossible_times_total", text, inflight.nonsense)
+        if inflight.hidden_pool is not None:
+            text = (
+                "1 while engines report more cached tokens than KV events explain: --pool-events is missing"
             )
-        yield CounterMetricFamily(
-            "moonpool_proxy_impossible_times",
-            "Observations whose times cannot be: a clock jumped; nothing was learnt from them",
-            dispatcher.scheduler.inflight.nonsense,
-        )
-        hidden = dispatcher.scheduler.inflight.hidden_pool
-        if hidden is not None:
-            yield _family(
-                "moonpool_proxy_hidden_pool",
-                "1 while engines report more cached tokens than KV events explain: --pool-events is missing",
-                (),
-                {(): hidden.seen},
-            )
+            yield family("hidden_pool", text, inflight.hidden_pool.seen)
         yield from self._admission()
         yield from self._engines()
         yield from self._predictions()
         for name, value in sorted(self._locator.stats().items()):
-            yield _family(
-                f"moonpool_proxy_index_{name}", "Of the prefix index; docs/events.md", (), {(): value}
-            )
+            yield family(f"index_{name}", "Of the prefix index; docs/events.md", value)
         if self._subscriber is not None:
             yield from self._streams(self._subscriber)
 
@@ -66,64 +55,39 @@ class ConductorCollector(Collector):
         if admission is None:
             return
         text = "Requests that wait in the proxy until they may be sent"
-        yield _family("moonpool_proxy_queue_requests", text, (), {(): scheduler.waiting})
-        margins: Values = {
-            ("ttft",): admission.ttft_margin.factor,
-            ("gap",): admission.gap_margin.factor,
-        }
+        yield family("queue_requests", text, scheduler.waiting)
+        margins: Values = {("ttft",): admission.ttft_margin.factor, ("gap",): admission.gap_margin.factor}
         text = "What predictions are multiplied by, learnt so that nine of ten stay below it"
-        yield _family("moonpool_proxy_admission_margin", text, ("prediction",), margins)
+        yield family("admission_margin", text, margins, "prediction")
 
     def _engines(self) -> Iterator[Metric]:
         inflight = self._dispatcher.scheduler.inflight
-        rows: dict[str, tuple[str, Values]] = {
-            "cache_predictions_total": (
-                "Answers whose cached tokens were compared with what was predicted",
-                {},
-            ),
-            "cache_predictions_wrong_total": ("Those of them that differed", {}),
-            "books_requests": ("Requests in the conductor's books", {}),
-            "books_context_tokens": (
-                "Tokens in the KV cache of the requests that decode, as far as known",
-                {},
-            ),
-            "prefill_samples_total": ("Prefills that the cost model has learnt from", {}),
-            "prefill_odd_samples_total": ("Prefills that took absurdly long or short: not learnt from", {}),
-            "fetched_token_seconds": ("Learnt: to fetch a token from the pool, latency left out", {}),
-        }
-        for worker in inflight.workers:
-            label, watch = (worker.name,), inflight.watches[worker.place]
-            rows["cache_predictions_total"][1][label] = watch.reports
-            rows["cache_predictions_wrong_total"][1][label] = watch.wrong
-            rows["books_requests"][1][label] = worker.load.requests
-            rows["books_context_tokens"][1][label] = worker.load.context_tokens
-            model = worker.prefill_model
-            rows["prefill_samples_total"][1][label] = model.regression.samples
-            rows["prefill_odd_samples_total"][1][label] = model.regression.odd + model.regression.refused
-            rows["fetched_token_seconds"][1][label] = (model.transfer_s(1001) - model.transfer_s(1)) / 1000
-        for name, (text, values) in rows.items():
-            yield _family(f"moonpool_proxy_{name}", text, ("engine",), values)
+        workers = {each.name: each for each in inflight.workers}
+
+        def of_each(name: str, text: str, value: Callable[[Worker], float]) -> Metric:
+            return family_of_each(name, text, workers, value, "engine")
+
+        text = "Answers whose cached tokens were compared with what was predicted"
+        yield of_each("cache_predictions_total", text, lambda each: inflight.watches[each.place].reports)
+        text = "Those of them that differed"
+        yield of_each("cache_predictions_wrong_total", text, lambda each: inflight.watches[each.place].wrong)
+        yield of_each("books_requests", "Requests in the conductor's books", lambda each: each.load.requests)
+        text = "Tokens in the KV cache of the requests that decode, as far as known"
+        yield of_each("books_context_tokens", text, lambda each: each.load.context_tokens)
+        text = "Prefills that the cost model has learnt from"
+        yield of_each("prefill_samples_total", text, lambda each: each.prefill_model.regression.samples)
+        text = "Prefills that took absurdly long or short: not learnt from"
+        yield of_each("prefill_odd_samples_total", text, _odd_samples)
+        text = "Learnt: to fetch a token from the pool, latency left out"
+        yield of_each("fetched_token_seconds", text, _fetched_token_s)
 
     def _predictions(self) -> Iterator[Metric]:
         """TTFT: predicted and observed."""
-        ratios = GaugeMetricFamily(
-            "moonpool_proxy_ttft_observed_over_predicted",
-            "Time to the first token, observed over predicted: quantiles of an engine's last 256 requests",
-            labels=("engine", "quantile"),
-        )
-        counts = CounterMetricFamily(
-            "moonpool_proxy_ttft_predictions",
-            "Predictions of the time to the first token that were compared with what was observed",
-            labels=("engine",),
-        )
-        for worker in self._dispatcher.scheduler.inflight.workers:
-            counts.add_metric((worker.name,), worker.ttft_ratios.observed)
-            if not worker.ttft_ratios.known:
-                continue
-            for share in QUANTILES:
-                ratios.add_metric((worker.name, str(share)), worker.ttft_ratios.quantile(share))
-        yield ratios
-        yield counts
+        known = {each.name: each.ttft_ratios for each in self._dispatcher.scheduler.inflight.workers}
+        text = "Time to the first token, observed over predicted: quantiles of an engine's last 256 requests"
+        yield family_of_each("ttft_observed_over_predicted", text, known, _quantiles, "engine", "quantile")
+        text = "Predictions of the time to the first token that were compared with what was observed"
+        yield family_of_each("ttft_predictions_total", text, known, lambda each: each.observed, "engine")
 
     @staticmethod
     def _streams(subscriber: Subscriber) -> Iterator[Metric]:
@@ -134,17 +98,18 @@ class ConductorCollector(Collector):
                 for source, rows in stats.items()
                 if rows["heard"] or not name.startswith("lag_")  # a stream that is not heard has no lag
             }
-            yield _family(
-                f"moonpool_proxy_events_{name}", "Of KV events; docs/events.md", ("stream",), values
-            )
+            yield family(f"events_{name}", "Of KV events; docs/events.md", values, "stream")
 
 
-def _family(name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-    family: CounterMetricFamily | GaugeMetricFamily
-    if name.endswith("_total"):
-        family = CounterMetricFamily(name.removesuffix("_total"), text, labels=labels)
-    else:
-        family = GaugeMetricFamily(name, text, labels=labels)
-    for label, value in values.items():
-        family.add_metric(label, value)
-    return family
+def _odd_samples(worker: Worker) -> int:
+    regression = worker.prefill_model.regression
+    return regression.odd + regression.refused
+
+
+def _fetched_token_s(worker: Worker) -> float:
+    model = worker.prefill_model
+    return (model.transfer_s(1001) - model.transfer_s(1)) / 1000
+
+
+def _quantiles(ratios: Ratios) -> Values:
+    return {(str(share),): ratios.quantile(share) for share in QUANTILES} if ratios.known else {}

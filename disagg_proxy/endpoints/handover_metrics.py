@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.dispatch.handovers import Handovers
-from moonpool.disagg_proxy.endpoints.relay_metrics import buckets
+from moonpool.disagg_proxy.dispatch.handovers import FormStats, Handovers
+from moonpool.disagg_proxy.metric_family import Values, family_of_each, histograms
 
 
 class HandoverCollector(Collector):
@@ -21,53 +21,32 @@ class HandoverCollector(Collector):
         """Metric families, as of now; none without a prefill engine."""
         if not any(engine is not None and engine.role == "prefill" for engine in self._handovers.engines):
             return
-        ended = CounterMetricFamily(
-            "moonpool_proxy_handovers",
-            "Requests whose decode engine was told where a prefill engine's work lies",
-            labels=("form", "outcome"),
-        )
-        untaken = CounterMetricFamily(
-            "moonpool_proxy_handovers_untaken",
-            "Hand-overs of which nothing arrived, as the decode engine's count of cached tokens says",
-            labels=("form",),
-        )
-        gap = HistogramMetricFamily(
-            "moonpool_proxy_handover_gap_seconds",
-            "From the end of a prefill to the first token of a stream",
-            labels=("form",),
-        )
-        first = HistogramMetricFamily(
-            "moonpool_proxy_handover_first_byte_seconds",
-            "From asking a prefill engine to the first token of a stream",
-            labels=("form",),
-        )
-        for form, stats in self._handovers.stats.items():
-            label = form.name.lower()
-            for outcome, count in sorted(stats.outcomes.items()):
-                ended.add_metric((label, outcome), count)
-            untaken.add_metric((label,), stats.untaken)
-            gap.add_metric((label,), buckets=buckets(stats.gap), sum_value=stats.gap[1])
-            first.add_metric((label,), buckets=buckets(stats.first_byte), sum_value=stats.first_byte[1])
-        yield from (ended, untaken, gap, first)
+        stats = {form.name.lower(): each for form, each in self._handovers.stats.items()}
+        text = "Requests whose decode engine was told where a prefill engine's work lies"
+        yield family_of_each("handovers_total", text, stats, _outcomes, "form", "outcome")
+        text = "Hand-overs of which nothing arrived, as the decode engine's count of cached tokens says"
+        yield family_of_each("handovers_untaken_total", text, stats, lambda each: each.untaken, "form")
+        text = "From the end of a prefill to the first token of a stream"
+        gaps = {form: each.gap for form, each in stats.items()}
+        yield histograms("handover_gap_seconds", text, gaps, "form")
+        text = "From asking a prefill engine to the first token of a stream"
+        first = {form: each.first_byte for form, each in stats.items()}
+        yield histograms("handover_first_byte_seconds", text, first, "form")
         yield from self._pages()
 
     def _pages(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            "moonpool_proxy_bootstrap_up", "1 while the bootstrap page is known", labels=("engine",)
-        )
-        restarts = CounterMetricFamily(
-            "moonpool_proxy_bootstrap_restarts",
-            "Times at which a prefill engine had another id",
-            labels=("engine",),
-        )
-        stale = CounterMetricFamily(
-            "moonpool_proxy_stale_handovers",
-            "Requests that may have been sent with the id of an engine that was gone: decode computed them",
-            labels=("engine",),
-        )
-        for engine in self._handovers.engines:
-            if engine is not None and engine.bootstrap is not None and engine.bootstrap_server is None:
-                up.add_metric((engine.name,), float(engine.bootstrap.up))
-                restarts.add_metric((engine.name,), engine.bootstrap.restarts)
-                stale.add_metric((engine.name,), engine.bootstrap.stale)
-        yield from (up, restarts, stale)
+        pages = {
+            engine.name: engine.bootstrap
+            for engine in self._handovers.engines
+            if engine is not None and engine.bootstrap is not None and engine.bootstrap_server is None
+        }
+        text = "1 while the bootstrap page is known"
+        yield family_of_each("bootstrap_up", text, pages, lambda page: page.up, "engine")
+        text = "Times at which a prefill engine had another id"
+        yield family_of_each("bootstrap_restarts_total", text, pages, lambda page: page.restarts, "engine")
+        text = "Requests that may have been sent with the id of an engine that was gone: decode computed them"
+        yield family_of_each("stale_handovers_total", text, pages, lambda page: page.stale, "engine")
+
+
+def _outcomes(stats: FormStats) -> Values:
+    return {(outcome,): count for outcome, count in sorted(stats.outcomes.items())}

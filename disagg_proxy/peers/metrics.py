@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from moonpool.disagg_proxy.metric_family import Values, family
 from moonpool.disagg_proxy.peers.peer_sync import PeerSync
 
 _TEXTS = {
@@ -30,23 +31,12 @@ class PeerCollector(Collector):
         """Metric families, as of now."""
         stats = self._peer_sync.bus.stats()
         for name, text in _TEXTS.items():
-            family: CounterMetricFamily | GaugeMetricFamily
-            if name.endswith("_total"):
-                family = CounterMetricFamily(
-                    f"moonpool_proxy_peer_{name.removesuffix('_total')}", text, labels=("peer",)
-                )
-            else:
-                family = GaugeMetricFamily(f"moonpool_proxy_peer_{name}", text, labels=("peer",))
-            for where, row in stats.items():
-                family.add_metric((where,), row[name])
-            yield family
+            values: Values = {(where,): row[name] for where, row in stats.items()}
+            yield family(f"peer_{name}", text, values, "peer")
         remote_inflight = self._peer_sync.remote_inflight
-        yield GaugeMetricFamily(
-            "moonpool_proxy_peer_requests", "Requests of other proxies in the books", len(remote_inflight)
-        )
-        yield CounterMetricFamily(
-            "moonpool_proxy_peer_unknown",
+        yield family("peer_requests", "Requests of other proxies in the books", len(remote_inflight))
+        text = (
             "Requests and blocks of other proxies at engines that this one does not know or has elsewhere, "
-            "or that cannot be",
-            remote_inflight.unknown,
+            "or that cannot be"
         )
+        yield family("peer_unknown_total", text, remote_inflight.unknown)

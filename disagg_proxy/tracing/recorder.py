@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moonpool import __version__
@@ -21,6 +21,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.data_plane import observations
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
+from moonpool.disagg_proxy.metric_family import family
 from moonpool.disagg_proxy.tracing.spans import Span, TracedDecision, spans_of
 
 if TYPE_CHECKING:
@@ -103,9 +104,7 @@ class Recorder(Collector, DispatchObserver):
 
     def collect(self) -> Iterator[Metric]:
         """Metric families, as of now."""
-        yield CounterMetricFamily(
-            "moonpool_proxy_spans_dropped", "Records of which no spans were made", self.dropped
-        )
+        yield family("spans_dropped_total", "Records of which no spans were made", self.dropped)
 
     def _run(self) -> None:
         told = False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from moonpool.disagg_proxy.metric_family import Values, family, family_of_each
 from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
 
@@ -19,31 +20,17 @@ class PromptCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Metric families, as of now."""
         loads, total = self._data.loads(), self._data.total()
-        tokens = CounterMetricFamily(
-            "moonpool_proxy_prompt_tokens",
-            "Tokens of prompts that have ended, by where they were taken to lie: own, pool, computed",
-            labels=("source",),
-        )
-        for source, count in (
-            ("own", total.own),
-            ("pool", total.pool),
-            ("computed", total.tokens - total.own - total.pool),
-        ):
-            tokens.add_metric((source,), count)
-        yield tokens
-        for name, text, count in (
-            ("told", "Tokens of prompts of which the engine said how many it had", total.told),
-            ("cached", "Those of them that it had", total.cached),
-        ):
-            yield CounterMetricFamily(f"moonpool_proxy_engine_prompt_tokens_{name}", text, count)
-        waits = GaugeMetricFamily(
-            "moonpool_proxy_books_wait_seconds", "Predicted work of the prefills in line", labels=("engine",)
-        )
-        decodes = GaugeMetricFamily(
-            "moonpool_proxy_books_decodes", "Requests that are taken to decode", labels=("engine",)
-        )
-        for name, row in loads.items():
-            waits.add_metric((name,), row.wait_s)
-            decodes.add_metric((name,), row.decoding)
-        yield waits
-        yield decodes
+        sources: Values = {
+            ("own",): total.own,
+            ("pool",): total.pool,
+            ("computed",): total.tokens - total.own - total.pool,
+        }
+        text = "Tokens of prompts that have ended, by where they were taken to lie: own, pool, computed"
+        yield family("prompt_tokens_total", text, sources, "source")
+        text = "Tokens of prompts of which the engine said how many it had"
+        yield family("engine_prompt_tokens_told_total", text, total.told)
+        yield family("engine_prompt_tokens_cached_total", "Those of them that it had", total.cached)
+        text = "Predicted work of the prefills in line"
+        yield family_of_each("books_wait_seconds", text, loads, lambda row: row.wait_s, "engine")
+        text = "Requests that are taken to decode"
+        yield family_of_each("books_decodes", text, loads, lambda row: row.decoding, "engine")

@@ -7,7 +7,7 @@ import json
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S
-from moonpool.disagg_proxy.endpoints.relay_metrics import buckets
+from moonpool.disagg_proxy.metric_family import buckets
 from tests.disagg_proxy.harness import bed, with_deadline
 
 NAMES = {
