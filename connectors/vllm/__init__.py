@@ -18,7 +18,7 @@ manual.
     adapters     LoRA adapters: the digest of the bytes that a request uses
     settings     kv_connector_extra_config, checked
     pd           the hand-over between prefill and decode engines, a package of its own
-    pool         the native pieces as a Protocol
+    pool         the connection to the node, and the native threads of its operations
     messages     what the halves tell each other
     metrics      counts and latencies, in vLLM's own /metrics
     repeats      logs a repeated failure once a minute

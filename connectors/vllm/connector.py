@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from moonpool import _native
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
@@ -54,8 +55,6 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._tally = self._worker.tally
 
     def _scheduler_half(self, engine_config: EngineConfig, vllm_config: Any) -> SchedulerHalf:
-        from moonpool.connectors.vllm import native
-
         if not engine_config.recomputes and engine_config.may_load:
             compat.recompute_failed_loads(vllm_config)
             self._log.warning(
@@ -67,7 +66,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             engine_config,
             self._settings,
             open_node=functools.partial(self._open_node, required=self._settings.require_pool),
-            digest=native.digests,
+            digest=_native.block_digests,
             log=self._log,
             adapters=self._adapters(engine_config) if getattr(vllm_config, "lora_config", None) else None,
         )
@@ -135,10 +134,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             return None
 
     def _open_node(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> NodeConnection[Pool]:
-        from moonpool.connectors.vllm.native import NativePool
-
         node: NodeConnection[Pool] = NodeConnection(
-            lambda: NativePool.dial(self._settings, fingerprint),
+            lambda: Pool.dial(self._settings, fingerprint),
             address=str(self._settings.socket()),
             log=self._log,
             retry_s=RETRY_S,

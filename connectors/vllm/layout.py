@@ -11,7 +11,7 @@ engine's own bytes:
 
     LBNHC (tokens before heads)                       one row per token, layer and run of heads
 
-A row is (address of block 0, bytes from block to block, bytes); see PartTable in pool.py. Nothing here
+A row is (address of block 0, bytes from block to block, bytes); see Pool.submit_load. Nothing here
 touches the memory or imports torch.
 """
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import cast
 
+from moonpool import _native
 from moonpool.connectors.vllm.metrics import Tally
-from moonpool.connectors.vllm.pool import Pool, PrefixAnswer
+from moonpool.connectors.vllm.pool import Pool, Ticket
 from moonpool.connectors.vllm.requests import Hit, Phase, RequestState
 from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES
@@ -38,7 +38,7 @@ class Lookups:
         self._tally = tally
         self._log = log
         self._clock = clock
-        self.tickets: dict[int, tuple[RequestState | None, float]] = {}
+        self.tickets: dict[Ticket, tuple[RequestState | None, float]] = {}
         self._lost = False
         self.pins = 0
 
@@ -82,10 +82,10 @@ class Lookups:
         now_s = self._clock()
         for ticket, answer in pool.poll():
             state, asked_s = self.tickets.pop(ticket, (None, now_s))
-            self._answered(state, cast(PrefixAnswer, answer), now_s - asked_s)
+            self._answered(state, answer, now_s - asked_s)
         oldest = next(iter(self.tickets.items()), None)
         if oldest is not None and now_s - oldest[1][1] > FORGET_TICKET_S:
-            self._log.error("moonpool: the native worker never answered query %d", oldest[0])
+            self._log.error("moonpool: the native worker never answered query %s", oldest[0])
             del self.tickets[oldest[0]]
 
     def abandon(self, state: RequestState) -> None:
@@ -105,7 +105,7 @@ class Lookups:
             except Error as error:  # the node drops the pin together with its connection
                 self._log.debug("moonpool: pin %d not released: %s", pin_id, error)
 
-    def _answered(self, state: RequestState | None, answer: PrefixAnswer, seconds: float) -> None:
+    def _answered(self, state: RequestState | None, answer: _native.PrefixAnswer, seconds: float) -> None:
         self.pins += bool(answer.pin_id)
         if state is None or state.phase is not Phase.LOOKING:
             self.release(answer.pin_id)

@@ -2,156 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from moonpool import _native
+from moonpool.connectors.vllm.settings import Settings
+
+TIMEOUT_S = 2.0
+QUEUE_MAX = 4096
+
 Indices = npt.NDArray[np.uint32]
 Columns = npt.NDArray[np.uint16]
 Rows = list[list[tuple[int, int, int]]]
+# The kind of an operation, whose thread runs it, and its number among those of this kind.
+Ticket = tuple[str, int]
 
 
-class PartTable(Protocol):
-    """The memory of objects in this process: object (index i, column c) is the concatenation, over the rows
-    of column c, of ``length`` bytes at ``address + i * stride``."""
+class Pool:
+    """One client of the node, and a native thread for each kind of operation that must not wait for another:
+    a load never stands behind saves.
 
+    A submission returns a ticket at once; ``poll`` returns the answers. Every ticket is answered once, with
+    an error when the node is gone or silent.
+    """
 
-class PrefixAnswer(Protocol):
-    """The answer to submit_prefix."""
+    def __init__(self, client: _native.Client) -> None:
+        """client: a connected client, which this owns from now on."""
+        self._client = client
+        self._reads = _native.Worker(client, threads=1, queue_max=QUEUE_MAX)
+        self._writes = _native.Worker(client, threads=1, queue_max=QUEUE_MAX)
 
-    @property
-    def blocks(self) -> int:
-        """Leading blocks of which all objects are there and pinned."""
+    @classmethod
+    def dial(cls, settings: Settings, fingerprint: bytes) -> Pool:
+        """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
+        return cls(settings.dial(fingerprint, TIMEOUT_S))
 
-    @property
-    def pin_id(self) -> int:
-        """For ``release``; 0: nothing is pinned."""
-
-    @property
-    def holders(self) -> bytes:
-        """The incarnation of each node that holds objects, 16 bytes each."""
-
-    @property
-    def descriptors(self) -> bytes:
-        """Where the objects are, block by block; equally many bytes for each."""
-
-    @property
-    def error(self) -> str:
-        """Why it is unknown, or ""."""
-
-
-class LoadAnswer(Protocol):
-    """The answer to submit_load."""
-
-    @property
-    def ok(self) -> bytes:
-        """One byte per object, 1 where it was copied."""
-
-    @property
-    def bytes_loaded(self) -> int:
-        """Bytes that were copied."""
-
-    @property
-    def error(self) -> str:
-        """Why not all were copied, or ""."""
-
-
-class SaveAnswer(Protocol):
-    """The answer to submit_save."""
-
-    @property
-    def stored(self) -> int:
-        """Objects that are new in the pool."""
-
-    @property
-    def existed(self) -> int:
-        """Objects that were there before."""
-
-    @property
-    def refused(self) -> int:
-        """Objects that were not stored."""
-
-    @property
-    def bytes_stored(self) -> int:
-        """Bytes of the new objects."""
-
-    @property
-    def error(self) -> str:
-        """Why some were refused, or ""."""
-
-
-Answer = PrefixAnswer | LoadAnswer | SaveAnswer
-
-
-class Pool(Protocol):
-    """Operations on native threads. A submission returns a ticket at once; ``poll`` returns the answers.
-    Every ticket is answered once, with an error when the node is gone or silent."""
-
-    def part_table(self, rows: Rows) -> PartTable:
-        """A table of the rows: (address of block 0, bytes from block to block, bytes) of each column."""
-
-    def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
-        """Asks for the longest prefix of blocks that are all there. Returns the ticket.
+    def submit_prefix(self, names: bytes, name_size: int, width: int) -> Ticket:
+        """Asks for the longest prefix of blocks that are all there; the answer is a PrefixAnswer.
 
         names: of the objects, ``name_size`` bytes each, ``width`` per block.
         """
+        return "read", self._reads.submit_prefix(names, name_size, width)
 
     def submit_load(
         self,
         holders: bytes,
         descriptors: bytes,
-        parts: PartTable,
+        parts: _native.PartTable,
         indices: Indices,
         columns: Columns,
-    ) -> int:
-        """Copies pinned objects into memory. Returns the ticket.
+    ) -> Ticket:
+        """Copies pinned objects into memory; the answer is a LoadAnswer.
 
         holders, descriptors: of a PrefixAnswer.
-        parts: the memory, see PartTable.
+        parts: the memory: object (index i, column c) is the concatenation, over the rows of column c, of
+            ``length`` bytes at ``address + i * stride``.
         indices, columns: where each object goes in ``parts``.
         """
+        return "read", self._reads.submit_load(holders, descriptors, parts, indices, columns)
 
     def submit_save(
         self,
         names: bytes,
         name_size: int,
         parents: bytes,
-        parts: PartTable,
+        parts: _native.PartTable,
         indices: Indices,
         columns: Columns,
-    ) -> int:
-        """Stores objects from memory. Returns the ticket.
+    ) -> Ticket:
+        """Stores objects from memory; the answer is a SaveAnswer.
 
         names: ``name_size`` bytes each.
         parents: for each object the name of the one before it, zeros for none.
-        parts: the memory, see PartTable.
-        indices, columns: where each object is in ``parts``.
+        parts, indices, columns: where each object is, see submit_load.
         """
+        return "write", self._writes.submit_save(names, name_size, parents, parts, indices, columns)
 
     def release(self, pin_id: int) -> None:
         """Ends a pin; 0 is no pin."""
+        self._reads.release(pin_id)
 
-    def poll(self) -> Sequence[tuple[int, Answer]]:
+    def poll(self) -> Iterator[tuple[Ticket, Any]]:
         """(ticket, answer) of operations that have ended, each once. Never waits."""
+        for kind, worker in (("read", self._reads), ("write", self._writes)):
+            for number, answer in worker.poll():
+                yield (kind, number), answer
 
     def close(self) -> None:
         """Waits for the operations under way, then disconnects."""
+        self._reads.close()
+        self._writes.close()
+        self._client.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer to a ticket that could not even be handed over. Reads as a miss, a failed load or a refused
-    save."""
+    """The answer to a load or a save that could not even be handed over."""
 
     error: str
     objects: int = 0
-    blocks: int = 0
-    pin_id: int = 0
-    holders: bytes = b""
-    descriptors: bytes = b""
     bytes_loaded: int = 0
     stored: int = 0
     existed: int = 0

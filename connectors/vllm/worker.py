@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from moonpool import _native
 from moonpool.connectors.adapters import unchanged
 from moonpool.connectors.files import Reading
 from moonpool.connectors.node_connection import NodeConnection
@@ -30,17 +31,7 @@ from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
-from moonpool.connectors.vllm.pool import (
-    Answer,
-    Columns,
-    Failed,
-    Indices,
-    LoadAnswer,
-    PartTable,
-    Pool,
-    Rows,
-    SaveAnswer,
-)
+from moonpool.connectors.vllm.pool import Columns, Failed, Indices, Pool, Rows, Ticket
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
@@ -59,13 +50,15 @@ VOID = "the prefix cache was reset meanwhile"
 class Memory:
     """The KV memory of this worker, ready for the native threads.
 
-    columns: the objects of a block that it holds, and where their bytes are.
+    columns, rows: the objects of a block that it holds, and where their bytes are.
     saves: whether it saves them; one of the ranks that hold the same heads does.
+    table: the rows as native threads take them.
     """
 
     columns: tuple[Ranges, ...]
     rows: Rows
     saves: bool
+    table: _native.PartTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +116,9 @@ class WorkerHalf:
         self._node: NodeConnection[Pool] | None = None
         self._memory: Memory | None = None
         self._late: Late | None = None
-        self._table: tuple[Pool, PartTable] | None = None
         self._handshake = Handshake(refusal=engine_config.refusal or "vLLM registered no KV caches")
         self._choices: dict[bytes, Choice | None] = {}
-        self._running: dict[int, Running] = {}
+        self._running: dict[Ticket, Running] = {}
         self._awaited: set[str] = set()  # requests that vLLM keeps waiting
         self._void: set[str] = set()  # those of them for which nothing that still comes counts
         self._finished: set[str] = set()
@@ -283,8 +275,13 @@ class WorkerHalf:
         now_s = self._clock()
         for ticket, answer in pool.poll():
             running = self._running.pop(ticket, None)
-            if running is not None:
-                self._ended(running, answer, now_s)
+            if running is None:
+                continue
+            seconds = now_s - running.started_s
+            if isinstance(running.job, Load):
+                self._end_load(running.job, answer, seconds)
+            else:
+                self._end_save(running.job, answer, seconds)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended since the last call: (all of them, those to be reported as failed
@@ -333,19 +330,9 @@ class WorkerHalf:
             raise Refused("the model's KV cache groups differ in heads")
         first = first_head(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size)
         columns = layouts.object_ranges(layout, kv_heads=engine_config.kv_heads, first_head=first)
-        memory = Memory(
-            columns=columns,
-            rows=layouts.all_rows(layout, columns, first_head=first),
-            saves=holds_first_copy(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size),
-        )
-        return memory, layout
-
-    def _parts(self, pool: Pool) -> PartTable:
-        """The part table, made once for each pool."""
-        if self._table is None or self._table[0] is not pool:
-            assert self._memory is not None
-            self._table = (pool, pool.part_table(self._memory.rows))
-        return self._table[1]
+        rows = layouts.all_rows(layout, columns, first_head=first)
+        saves = holds_first_copy(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size)
+        return Memory(columns, rows, saves, _native.PartTable(rows)), layout
 
     def _pool(self) -> Pool | None:
         return None if self._node is None else self._node.client
@@ -362,7 +349,7 @@ class WorkerHalf:
         ticket = pool.submit_load(
             load.holders,
             _choose(load.descriptors, load.blocks * load.width, load.width, choice),
-            self._parts(pool),
+            self._memory.table,
             indices,
             columns,
         )
@@ -383,7 +370,7 @@ class WorkerHalf:
             _choose(save.names, blocks * save.width, save.width, choice),
             BLOCK_NAME_BYTES,
             _choose(save.parents, blocks * save.width, save.width, choice),
-            self._parts(pool),
+            self._memory.table,
             indices,
             columns,
         )
@@ -410,14 +397,7 @@ class WorkerHalf:
         indices = np.ascontiguousarray(by_group[groups].T).reshape(-1)
         return indices, np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
 
-    def _ended(self, running: Running, answer: Answer, now_s: float) -> None:
-        seconds = now_s - running.started_s
-        if isinstance(running.job, Load):
-            self._end_load(running.job, cast(LoadAnswer, answer), seconds)
-        else:
-            self._end_save(running.job, cast(SaveAnswer, answer), seconds)
-
-    def _end_load(self, load: Load, answer: LoadAnswer, seconds: float) -> None:
+    def _end_load(self, load: Load, answer: _native.LoadAnswer | Failed, seconds: float) -> None:
         good = _good_blocks(answer.ok, load.blocks)
         bad = [block for block, is_good in enumerate(good) if not is_good]
         self._finish(load.request_id, load.block_ids, bad)
@@ -478,7 +458,7 @@ class WorkerHalf:
                 times(count),
             )
 
-    def _end_save(self, save: Save, answer: SaveAnswer | None, seconds: float) -> None:
+    def _end_save(self, save: Save, answer: _native.SaveAnswer | Failed | None, seconds: float) -> None:
         self._report.saved[save.job_id] = 1
         if answer is None:
             return

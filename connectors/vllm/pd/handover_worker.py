@@ -62,7 +62,7 @@ class KvMemory:
     engine_id: vLLM's name for this engine.
     fingerprint: of its KV, 32 bytes.
     spans: (address, bytes) of what to register.
-    columns, rows: see pool.PartTable.
+    columns, rows: see Pool.submit_load.
     rank, tp_rank, pp_rank: which worker this is.
     """
 

@@ -15,9 +15,10 @@ of the method that gives it up. A request in LOADING must not be forgotten: its 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.connectors.files import File
+from moonpool.connectors.vllm.pool import Ticket
 from moonpool.connectors.vllm.requests.chain import Chain
 
 
@@ -42,6 +43,7 @@ class Hit:
     descriptors: bytes
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One request between its arrival and its end.
 
@@ -54,48 +56,26 @@ class RequestState:
     local_tokens, pool_tokens, load_errors: of its first admission, for the answer and the metrics.
     """
 
-    __slots__ = (
-        "adapter",
-        "asked_s",
-        "block_ids",
-        "chain",
-        "hit",
-        "load_blocks",
-        "load_errors",
-        "load_first",
-        "load_good",
-        "local_tokens",
-        "offered_after",
-        "phase",
-        "pool_tokens",
-        "preemptions",
-        "request_id",
-        "saved",
-        "saves_answer",
-        "ticket",
-    )
+    request_id: str
+    chain: Chain
+    adapter: tuple[File, ...] = ()
+    phase: Phase = Phase.NEW
+    ticket: Ticket | None = None
+    asked_s: float = 0.0
+    hit: Hit | None = None
+    saved: int = 0
+    saves_answer: bool = False
+    block_ids: list[list[int]] = field(default_factory=list)
+    load_first: int = 0
+    load_blocks: int = 0
+    load_good: int = 0
+    offered_after: int = 0
+    preemptions: int = 0
+    local_tokens: int = 0
+    pool_tokens: int = 0
+    load_errors: int = 0
 
-    def __init__(self, request_id: str, chain: Chain) -> None:
-        self.request_id = request_id
-        self.chain = chain
-        self.adapter: tuple[File, ...] = ()
-        self.phase = Phase.NEW
-        self.ticket = 0
-        self.asked_s = 0.0
-        self.hit: Hit | None = None
-        self.saved = 0
-        self.saves_answer = False
-        self.block_ids: list[list[int]] = []
-        self.load_first = 0
-        self.load_blocks = 0
-        self.load_good = 0
-        self.offered_after = 0
-        self.preemptions = 0
-        self.local_tokens = 0
-        self.pool_tokens = 0
-        self.load_errors = 0
-
-    def asked(self, ticket: int, now_s: float) -> None:
+    def asked(self, ticket: Ticket, now_s: float) -> None:
         """A query was handed over."""
         self.phase = Phase.LOOKING
         self.ticket = ticket

@@ -198,15 +198,15 @@ class Driver:
 
     def break_loads(self, broken: bool = True) -> None:
         """From now on every load asks for another life of the node, as after its restart."""
-        from moonpool.connectors.vllm.native import NativePool
+        from moonpool.connectors.vllm.pool import Pool
 
-        if not hasattr(NativePool, "true_submit_load"):
-            NativePool.true_submit_load = NativePool.submit_load
+        if not hasattr(Pool, "true_submit_load"):
+            Pool.true_submit_load = Pool.submit_load
 
         def submit_load(pool: Any, holders: bytes, *rest: Any) -> int:
             return int(pool.true_submit_load(bytes(16) if broken else holders, *rest))
 
-        NativePool.submit_load = submit_load
+        Pool.submit_load = submit_load
 
     def fail_requests(self, failing: bool) -> None:
         """What kv_load_failure_policy says: fail, or recompute."""
@@ -214,16 +214,16 @@ class Driver:
 
     def kill_at(self, operation: str, pid: int) -> None:
         """Kills the process ``pid`` right before the next submit_load or submit_save, once."""
-        from moonpool.connectors.vllm.native import NativePool
+        from moonpool.connectors.vllm.pool import Pool
 
-        original = getattr(NativePool, operation)
+        original = getattr(Pool, operation)
 
         def killing(pool: Any, *args: Any) -> int:
-            setattr(NativePool, operation, original)
+            setattr(Pool, operation, original)
             os.kill(pid, signal.SIGKILL)
             return int(original(pool, *args))
 
-        setattr(NativePool, operation, killing)
+        setattr(Pool, operation, killing)
 
     def events_published(self, timeout_s: float = 10.0) -> int:
         """The number of the last batch of KV events, once all of them are sent; -1: none."""

@@ -15,7 +15,7 @@ from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.messages import Handshake
-from moonpool.connectors.vllm.pool import Pool, Rows
+from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import Error, Unavailable
@@ -65,9 +65,6 @@ class FakePool:
     closed: bool = False
     _done: list[tuple[int, Any]] = field(default_factory=list)
     _tickets: int = 0
-
-    def part_table(self, rows: Rows) -> Rows:
-        return rows
 
     def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
         self.prefixes.append((self._ticket(), names, width))

@@ -18,7 +18,6 @@ import pytest
 from moonpool import _native
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
-from moonpool.connectors.vllm.native import NativePool
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Pull
 from moonpool.connectors.vllm.pool import Pool
@@ -299,10 +298,10 @@ def server(tmp_path: Path) -> Iterator[_native.Server]:
 
 
 def real_node(tmp_path: Path) -> Callable[[bytes], NodeConnection[Pool]]:
-    def dial() -> NativePool:
+    def dial() -> Pool:
         client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
         client.connect()
-        return NativePool(client)
+        return Pool(client)
 
     def open_node(fingerprint: bytes) -> NodeConnection[Pool]:
         node: NodeConnection[Pool] = NodeConnection(dial, address="here", log=LOG)
