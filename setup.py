@@ -75,9 +75,10 @@ class IncrementalBuild(build_ext):
     """build_ext that compiles stale objects only, several at a time, and then links."""
 
     def finalize_options(self) -> None:
+        """Leaves out the environment's own folder of headers, so that ccache finds objects of other
+        checkouts."""
         super().finalize_options()
-        # The folder of a virtual environment's own headers is empty, and its path differs from checkout to
-        # checkout, so that ccache would find nothing again.
+        # That folder is empty, and its path differs from checkout to checkout.
         own = os.path.join(sys.exec_prefix, "include")
         if sys.exec_prefix != sys.base_exec_prefix:
             self.include_dirs = [folder for folder in self.include_dirs if folder != own]
@@ -89,11 +90,14 @@ class IncrementalBuild(build_ext):
         return str(super().get_ext_filename(fullname))
 
     def copy_extensions_to_source(self) -> None:
+        """Makes the folders of the C libraries first: an editable build does not."""
         for folder in ("lib", "nixl"):
             (Path("src/moonpool/capi") / folder).mkdir(parents=True, exist_ok=True)
         super().copy_extensions_to_source()
 
     def build_extension(self, ext: Extension) -> None:
+        """Compiles the stale sources on MOONPOOL_BUILD_JOBS threads (default: the cores that this process may
+        use), and links all objects."""
         for name in ("compiler", "compiler_so", "compiler_cxx", "compiler_so_cxx"):
             command = getattr(self.compiler, name, None)
             if command:
@@ -138,7 +142,7 @@ def linking(name: str) -> list[str]:
 
 
 def extension(name: str, sources: list[str]) -> Extension:
-    # All with the same flags, so that they share objects.
+    """One native module or C library. All have the same flags, so that they share objects."""
     return Pybind11Extension(
         name,
         sources,

@@ -41,6 +41,9 @@ def answer(block: memoryview, message: bytes, cpu_ns: int) -> None:
 
 
 def mark_message(number: int) -> bytes:
+    """The notification upon which the server publishes its CPU time. number: below 2^64; ``read`` returns it
+    when the answer is there.
+    """
     return b"mark %d" % number
 
 

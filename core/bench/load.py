@@ -47,6 +47,9 @@ class Gauge:
         self._samples: list[int] = []
 
     def add(self, nanoseconds: int) -> None:
+        """Counts one operation that took this long. On the gauge's own thread only; beyond SAMPLES_MAX the
+        oldest sample is overwritten.
+        """
         if self.operations < SAMPLES_MAX:
             self._samples.append(nanoseconds)
         else:
@@ -55,13 +58,19 @@ class Gauge:
 
     @property
     def samples(self) -> list[int]:
+        """Latencies in nanoseconds, at most SAMPLES_MAX, unordered once the oldest are overwritten. The list
+        itself, not a copy: read it when the thread has ended.
+        """
         return self._samples
 
 
 class Worker(Protocol):
     """Repeats its operation, and tells the gauge of each, until ``gauge.stop``."""
 
-    def __call__(self, gauge: Gauge) -> None: ...
+    def __call__(self, gauge: Gauge) -> None:
+        """Runs on a thread of its own until ``gauge.stop``. What it raises ends the load and is raised by
+        ``run``.
+        """
 
 
 class Outcome(NamedTuple):

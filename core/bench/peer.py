@@ -53,6 +53,9 @@ def data_region(engine: TransferEngine, nbytes: int, foreign: bool) -> Any:
 
 
 def main() -> None:
+    """Serves with the arguments of the command line until the parent dies, which kills this process
+    (SIGKILL), or until SIGTERM. Prints {"address": ...} once the memory is filled.
+    """
     from moonpool.core.service.processes import die_with_parent
 
     parent, nbytes, kind = sys.argv[1:]

@@ -31,6 +31,7 @@ class Ticker:
         self._seen = (0.0, 0)
 
     def __call__(self, seconds: float, operations: int) -> None:
+        """Shows the rate since the call before. seconds, operations: both since the beginning."""
         before_s, before = self._seen
         self._seen = seconds, operations
         rate = (operations - before) / max(seconds - before_s, 1e-9)
@@ -42,11 +43,14 @@ class Ticker:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def clear(self) -> None:
+        """Erases the line, so that a table can follow; on a terminal only, a file keeps its lines."""
         if self._console.is_terminal:
             self._console.control(_erase_line())
 
 
 class Column(NamedTuple):
+    """One column of a table: its heading, how a row's cell is made, and how the cells are aligned."""
+
     heading: str
     text: Callable[[Any], Any]  # of the row: a str, or a rich Text
     justify: Literal["left", "right"] = "right"

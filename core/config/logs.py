@@ -30,6 +30,9 @@ class StandardError(logging.Handler):
     """Writes to what sys.stderr is at that moment, and not to what it was when logging was set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Writes and flushes the line. OSError and ValueError are swallowed; ``logging`` calls it under the
+        handler's lock, on the thread that logs.
+        """
         with suppress(OSError, ValueError):  # a full disk, a reader that has gone: a log ends no process
             print(self.format(record), file=sys.stderr, flush=True)
 
@@ -38,6 +41,9 @@ class TextFormatter(logging.Formatter):
     """A line for people. A traceback of ours keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Escapes what does not print, and cuts the message at MESSAGE_CHARACTERS_MAX. The traceback is added
+        later, uncut.
+        """
         record.message = printable(record.message, characters_max=MESSAGE_CHARACTERS_MAX)
         return super().formatMessage(record)
 
@@ -50,6 +56,9 @@ class JsonFormatter(logging.Formatter):
         self._who = who
 
     def format(self, record: logging.LogRecord) -> str:
+        """One line: members without a value are left out, "time" is in UTC with milliseconds, and the message
+        is escaped and cut as in text.
+        """
         message = self._who + record.getMessage()
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -84,9 +93,13 @@ class NoteSource(Protocol):
     """A native server that has something to tell: what happened in threads that never enter Python."""
 
     @property
-    def notes_fd(self) -> int: ...
+    def notes_fd(self) -> int:
+        """Readable while take_notes() has some. The source owns and closes it."""
 
-    def take_notes(self) -> list[tuple[int, str, str, str, int]]: ...
+    def take_notes(self) -> list[tuple[int, str, str, str, int]]:
+        """Takes all notes since the last call: (level: index of _LEVELS, kind, peer, text, how many alike
+        were left out).
+        """
 
 
 class Notes:
@@ -101,10 +114,14 @@ class Notes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
+        """Registers the source's descriptor with the running event loop, which then calls ``drain``."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._source.notes_fd, self.drain)
 
     def drain(self) -> None:
+        """Logs all notes that wait and reports each one's kind to ``heard``. Does not block; on the event
+        loop.
+        """
         for level, kind, peer, text, left_out in self._source.take_notes():
             more = f" ({left_out:,} more like it were not logged)" if left_out else ""
             place = f"{peer}: " if peer else ""

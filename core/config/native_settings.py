@@ -16,7 +16,8 @@ class NamesSettings(Protocol):
     """A class of the extension module that is made with settings."""
 
     @staticmethod
-    def setting_names() -> Sequence[str]: ...
+    def setting_names() -> Sequence[str]:
+        """The keyword arguments that the class's constructor demands, all of them."""
 
 
 def native_settings(server: NamesSettings, section: Section) -> dict[str, object]:

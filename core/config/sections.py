@@ -14,6 +14,8 @@ from moonpool.core.config.units import parse_size
 
 
 class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section [cluster]: what all processes of a cluster share: tokens, the master's address, TLS."""
+
     token_file: Annotated[
         str,
         about(
@@ -70,6 +72,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section [node]: one `moonpool node`; also the defaults of [[up.node]] and of an embedded node."""
+
     name: Annotated[str, about("names the node's socket, node-NAME.sock")] = "default"
     socket: Annotated[
         str, about("path of the node's Unix socket; empty: node-NAME.sock in the runtime folder")
@@ -171,6 +175,8 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section [master]: one `moonpool master`."""
+
     listen: Annotated[str, about("address of the wire; not loopback: needs a cluster token")] = (
         "127.0.0.1:7700"
     )
@@ -265,6 +271,8 @@ class UpNode(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Up(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section [up]: the processes that `moonpool up` starts, and how it restarts them."""
+
     engine: Annotated[list[Engine], about("the engines, each a table [[up.engine]]")] = []
     node: Annotated[
         bool | list[UpNode], about("true: start a node; false: none; several: each a table [[up.node]]")
@@ -286,6 +294,10 @@ class Up(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section [log]: how much the processes log, and in which form. A library in another program's
+    process ignores it.
+    """
+
     level: Annotated[
         str, about("debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     ] = "info"

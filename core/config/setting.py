@@ -75,6 +75,7 @@ class Setting(NamedTuple):
 
     @property
     def help(self) -> str:
+        """The text that ``about`` was given. Raises KeyError for a field without ``about``."""
         described = self.type.extra_json_schema if isinstance(self.type, inspect.Metadata) else None
         return str((described or {})["description"])
 
@@ -84,6 +85,7 @@ class Setting(NamedTuple):
         return str(extra_of(self.type).get("unit", ""))
 
     def value_in(self, section: Section) -> object:
+        """Its value in ``section``, which is of the type that the setting was taken from."""
         value: object = section
         for name in self.place:
             value = getattr(value, name)

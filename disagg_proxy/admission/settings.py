@@ -22,10 +22,13 @@ class AdmissionSettings(Admission, frozen=True, kw_only=True):
 
     @property
     def any(self) -> bool:
+        """Whether a request can be refused or made to wait at all. Without, the dispatcher makes no
+        ``Admission``."""
         return bool(self.ttft_slo or self.gap_slo or self.queue_max)
 
     @property
     def objective(self) -> Objective:
+        """The two objectives, with infinity where the setting is 0."""
         any_s = float("inf")
         return Objective(self.ttft_slo or any_s, self.gap_slo or any_s)
 

@@ -40,6 +40,7 @@ class Objective(NamedTuple):
 
     @property
     def any(self) -> bool:
+        """Whether one of the two is finite."""
         return min(self) < math.inf
 
 

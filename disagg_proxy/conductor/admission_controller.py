@@ -59,6 +59,9 @@ class AdmissionResult(NamedTuple):
 
 
 class DispatchBackend(Protocol[T_contra]):
+    """What the controller asks of the scheduler. All but ``ask`` change nothing; times in seconds of a
+    monotonic clock."""
+
     def is_busy(self, pending: T_contra, now_s: float) -> bool:
         """Whether every worker that could compute it has HOLD_S of prefill queued."""
 

@@ -34,6 +34,8 @@ class Times:
 
     @property
     def mean_s(self) -> float:
+        """The mean of what was observed, older observations weighing less. The prior counts as PRIOR
+        observations at first."""
         return self._sum_s / self._count
 
     @property

@@ -55,6 +55,8 @@ class Ratios:
 
 
 class Compared(NamedTuple):
+    """One prediction of a request's TTFT beside the TTFT that was observed, in seconds. worker: its name."""
+
     predicted_s: float
     observed_s: float
     worker: str
@@ -67,6 +69,8 @@ class Calibration:
         self._recent: deque[Compared] = deque(maxlen=RECENT_MAX)
 
     def observe(self, ratios: Ratios, worker: str, predicted_s: float, observed_s: float) -> None:
+        """Adds one pair to the worker's ``ratios``, and to the last RECENT_MAX. Seconds that are negative or
+        beyond LONGEST_S count as refused in ``ratios`` alone."""
         if ratios.observe(predicted_s, observed_s):
             self._recent.append(Compared(predicted_s, observed_s, worker))
 

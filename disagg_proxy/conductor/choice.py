@@ -42,6 +42,7 @@ class Request(NamedTuple):
         return 2.0 ** max(min(self.priority, PRIORITY_MOST), -PRIORITY_MOST)
 
     def own_at(self, worker: Worker) -> int:
+        """How many leading tokens the worker's own cache holds; 0 for a place that ``own`` does not reach."""
         return self.own[worker.place] if worker.place < len(self.own) else 0
 
     def from_pool(self, worker: Worker) -> int:
@@ -69,4 +70,5 @@ class Choice(NamedTuple):
 
     @property
     def computes(self) -> Worker:
+        """The worker that computes the prompt: the prefill worker, or the one that does both."""
         return self.prefill or self.decode

@@ -70,6 +70,8 @@ class DecodeForecast:
         self._count(taken, 1)
 
     def began(self, name: int, now_s: float) -> None:
+        """Its decode begins now, and not when ``taken`` expected it; from now on it counts towards the rate
+        of arrivals. A second report changes nothing."""
         taken = self._taken.get(name)
         if taken is None or taken.state is _Is.BEGUN:
             return
@@ -80,6 +82,7 @@ class DecodeForecast:
         self._inflow += np.array((1.0, taken.context)) / INFLOW_S
 
     def over(self, name: int) -> None:
+        """The request has ended or was given up, in whichever state. The rate of arrivals keeps it."""
         taken = self._taken.pop(name, None)
         if taken is not None:
             self._count(taken, -1)

@@ -36,6 +36,8 @@ class Fairness:
 
     @property
     def any_waits(self) -> bool:
+        """Whether a request of any tenant waits. Where none does, the counters may be dropped: they start
+        level again."""
         return bool(self._waiting)
 
     def waits(self, tenant: str) -> None:

@@ -61,6 +61,8 @@ class InflightTracker:
             self.join(worker)
 
     def subscribe(self, observer: Observer) -> None:
+        """The observer hears of all dispatches and observations from now on, on the driver's thread and under
+        its lock."""
         self._observers += (observer,)
 
     def unsubscribe(self, observer: Observer) -> None:
@@ -149,6 +151,8 @@ class InflightTracker:
         return self._sent
 
     def observe(self, observation: Observation) -> None:
+        """Takes in one record of the data plane. A record of a request that is not in flight, or no longer,
+        is ignored."""
         sent = self._sent.get(observation.request)
         if sent is None:
             return

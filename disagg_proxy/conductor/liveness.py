@@ -10,6 +10,8 @@ from enum import Enum
 
 
 class Health(Enum):
+    """The states of ``Liveness``. /engines and the status page show the values."""
+
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
     DEAD = "dead"
@@ -36,6 +38,7 @@ class Liveness:
 
     @property
     def healthy(self) -> bool:
+        """Whether requests may be sent there: UNKNOWN counts as not."""
         return self.state is Health.HEALTHY
 
     def succeeded(self, now: float) -> bool:

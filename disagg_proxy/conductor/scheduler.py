@@ -45,6 +45,9 @@ class EligibleWorkers(NamedTuple):
 
     @classmethod
     def of(cls, workers: tuple[Worker, ...]) -> EligibleWorkers:
+        """Prefill workers and whole ones compute prompts; those of the role DECODE do not, even where they
+        could.
+        """
         return cls(workers, tuple(each for each in workers if each.role is not Role.DECODE))
 
 
@@ -212,6 +215,9 @@ class Scheduler(Generic[P]):
         return _effect(pending, refusal)
 
     def observe(self, observation: Observation) -> None:
+        """Takes in one record: the in-flight accounts, the workers' models and admission's predictions learn
+        from it.
+        """
         self.inflight.observe(observation)
 
     def tick(self, now_s: float) -> list[Dispatched[P] | Refused[P]]:
@@ -251,19 +257,24 @@ class Scheduler(Generic[P]):
     # What the gate asks
 
     def is_gone(self, pending: P) -> bool:
+        """As the driver says."""
         return self._driver.is_gone(pending)
 
     def is_busy(self, pending: P, now_s: float) -> bool:
+        """As DispatchBackend says; False where no worker is left, so that ``ask`` refuses the request."""
         computing = self._driver.eligible(pending).computing
         return bool(computing) and all(each.load.wait_s(now_s) >= HOLD_S for each in computing)
 
     def share(self, pending: P) -> int:
+        """Of workers that the request may go to now, without decode workers; 0 where none is left."""
         return len(self._driver.eligible(pending).computing)
 
     def gap_s(self, pending: P) -> float:
+        """Of the request's own objective; infinity where it has none."""
         return pending.objective.gap_s
 
     def capacity_class(self, pending: P, now_s: float) -> Capacity:
+        """FITS where no admission is set or no worker is left."""
         workers = self._driver.eligible(pending).workers
         if self.admission is None or not workers:
             return Capacity.FITS
@@ -272,6 +283,9 @@ class Scheduler(Generic[P]):
     def ask(
         self, pending: P, waited_s: float, now_s: float, send: Send, *, only_if_spare: bool = False
     ) -> AdmissionResult:
+        """Lets the policy choose, then admission predict, and accounts for the request if it is to be sent.
+        Updates ``pending.asked``. Exceptions of the policy: see ``policy_failed``.
+        """
         driver, admission = self._driver, self.admission
         able = driver.eligible(pending)
         if not able.workers:

@@ -27,9 +27,13 @@ class Sessions:
         return len(self._last)
 
     def find(self, session: str) -> Last | None:
+        """The worker of the session's last request; None for "", and for a session that was never seen or has
+        been dropped."""
         return self._last.get(session) if session else None
 
     def keep(self, session: str, worker: Worker, tokens: int) -> None:
+        """Remembers it, and drops the session whose last request is longest ago where there are more than
+        SESSIONS_MAX. "" is not remembered."""
         if not session:
             return
         self._last[session] = Last(worker, tokens)

@@ -127,6 +127,7 @@ class WaitQueue(Generic[T]):
 
     @property
     def groups(self) -> list[Hashable]:
+        """The groups of which a request waits, in the order in which they began to; a copy."""
         return list(self._groups)
 
     def add(self, entry: QueuedRequest[T]) -> QueuedRequest[T] | None:
@@ -184,6 +185,7 @@ class WaitQueue(Generic[T]):
         return entry
 
     def remove(self, entry: QueuedRequest[T]) -> None:
+        """The entry was sent or refused, or its client left. It must be in the queue."""
         group = self._groups[entry.group]
         if entry.deferred:
             group.deferred.remove(entry)

@@ -29,6 +29,8 @@ _MODELS = ("prefill_model", "handover_model", "decode_model")
 
 
 class Role(Enum):
+    """What an engine may compute; the values are those of the setting ``role``."""
+
     BOTH = "both"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -117,6 +119,8 @@ class Worker(WorkerView):
 
     @property
     def in_flight(self) -> int:
+        """Requests that were sent there and are not over; the relay's count also has those that no policy
+        tracked."""
         return self.load.requests if self.relay_requests is None else self.relay_requests()
 
     def learn_from(self, same_kind: Iterable[Worker]) -> None:
@@ -151,6 +155,7 @@ class Worker(WorkerView):
                     other.same_kind_computes |= name == "prefill_model"
 
     def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant of the load or of a model is broken."""
         self.load.check_integrity()
         for name in _MODELS:
             getattr(self, name).regression.check_integrity()

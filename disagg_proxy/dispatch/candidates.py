@@ -31,6 +31,7 @@ class Candidates:
         self._waiting: dict[str, EligibleWorkers] = {}  # by model
 
     def join(self, engine: Engine, worker: Worker) -> None:
+        """Requests may go there from now on. The engine's place must be free. On the event loop."""
         self.at[engine.place] = engine
         self.worker_at[engine.place] = worker
         self._set_engines((*self.engines, engine))

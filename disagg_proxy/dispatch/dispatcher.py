@@ -128,6 +128,7 @@ class Dispatcher:
 
     @property
     def healthy_count(self) -> int:
+        """Of the engines that requests may go to; one that leaves is not counted."""
         return sum(engine.liveness.healthy for engine in self.engines)
 
     def decide(self, request: ProxyRequest) -> Decision:
@@ -221,6 +222,8 @@ class Dispatcher:
             self.scheduler.limit_wait(self._clock() + seconds)
 
     async def close(self) -> None:
+        """Cancels the release of waiting requests, and ends tokenisation. Waiting requests get no answer. On
+        the event loop."""
         if self._letting_in is not None:
             self._letting_in.cancel()
             await asyncio.gather(self._letting_in, return_exceptions=True)
@@ -318,25 +321,33 @@ class Dispatcher:
     # What the scheduler asks
 
     def is_gone(self, pending: PendingProxyRequest) -> bool:
+        """Whether the data plane has lost the client."""
         return pending.request.gone
 
     def eligible(self, pending: PendingProxyRequest) -> EligibleWorkers:
+        """The workers as of the request's arrival; for one that waits, those of its model as of the last
+        ``look_again``. Under the lock."""
         if not pending.waits:
             return pending.able
         return self.candidates.of_waiting(str(pending.group), self._clock())
 
     def refresh(self, pending: PendingProxyRequest) -> Request:
+        """What is known since the request's arrival: where a prompt lies is looked up once."""
         return pending.asked  # where the prompt lies is looked up when it comes
 
     def none_eligible(self, pending: PendingProxyRequest) -> Refusal:
+        """Sets the request's answer, which says why, and returns a refusal without a sentence."""
         pending.answer = none_left()
         return _SAID
 
     def objection(self, pending: PendingProxyRequest, choice: Choice) -> Refusal | None:
+        """Sets the request's answer where the chosen engines cannot serve it, such as a decode engine whose
+        prefill engines have left; None: they can."""
         pending.answer = objection(pending.request, choice)
         return None if pending.answer is None else _SAID
 
     def same_kind(self, worker: Worker) -> Iterable[Worker]:
+        """The workers of the same role and model; none for a worker that has left."""
         engine = self.at[worker.place]
         return () if engine is None else self.candidates.same_kind(engine)
 

@@ -138,6 +138,7 @@ class FormStats:
     first_byte: Histogram = field(default_factory=lambda: ([0] * (len(BOUNDS_S) + 1), 0.0))
 
     def add(self, seen: Observation) -> None:
+        """Counts one ended request. Its seconds count only if the answer was streamed with status 200."""
         self.outcomes[OUTCOMES[seen.outcome]] += 1
         empty = seen.cached_tokens == 0 and seen.handed_over in _COUNT_TAKEN
         if seen.status == 200 and empty and seen.prompt_tokens >= UNTAKEN_TOKENS_MIN:

@@ -30,6 +30,7 @@ class PendingProxyRequest(PendingRequest):
     answer: Answer | None = None
 
     def answer_to(self, refusal: Refusal) -> Answer:
+        """What the client gets: ``answer`` where it is set, else 429 with the refusal's sentence."""
         return self.answer or too_many(refusal)
 
 

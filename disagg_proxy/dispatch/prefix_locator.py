@@ -120,6 +120,8 @@ class PrefixLocator:
             index.forget(engine)
 
     def expire(self, now_s: float) -> None:
+        """Drops guessed blocks that no event has confirmed within CONFIRMED_WITHIN_S. Seconds of the proxy's
+        clock."""
         self._indexes.expire(now_s)
 
     def stats(self) -> dict[str, float]:

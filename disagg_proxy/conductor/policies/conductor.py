@@ -58,6 +58,9 @@ class _Found(NamedTuple):
 
 
 class Conductor:
+    """The policy of the name ``conductor``. Not thread safe: the scheduler's driver holds a lock. All workers
+    of a group are weighed in one call into C++."""
+
     uses_tokens = True
 
     def __init__(self) -> None:
@@ -68,6 +71,8 @@ class Conductor:
         self._spare_s = 0.0  # for tries
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        """Algorithm 1, as at the top of this file. Each worker's load and models must be up to date to
+        ``now_s``."""
         groups = self._roles.of(workers)
         if groups.decode_workers:
             decode, gap_s = self._decode(request, groups.decode_workers)
@@ -85,6 +90,7 @@ class Conductor:
         return self._whole(request, self._compute(request, groups.self_sufficient, now_s))
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        """Takes turns, the spare seconds for tries, block reuse and the session's worker into account."""
         computes, decode = choice.computes, choice.decode
         self._turn += 1
         computes.turn = decode.turn = self._turn

@@ -23,6 +23,8 @@ class LeastLoad:
         self._turn = 0
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        """Costs one pass over the workers of each role. The request is split where, of the workers that may
+        compute it, a prefill worker has the fewest requests."""
         groups = self._roles.of(workers)
         if not groups.decode_workers:
             return Choice(self._least(groups.self_sufficient))
@@ -34,6 +36,7 @@ class LeastLoad:
         return Choice(decode, best) if best.role is _PREFILL else Choice(best)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        """Both workers of the choice go to the end of the order among equals."""
         self._turn += 1
         self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
 

@@ -26,6 +26,8 @@ class PrefixAffinity:
         self._roles = Roles()
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        """With prefill and decode apart: where little is left to compute, the decode worker with the longest
+        match answers alone; otherwise the least busy one decodes, and the longest match computes."""
         groups = self._roles.of(workers)
         decode = self._near(request, groups.decode_workers or groups.self_sufficient)
         if not groups.decode_workers or not is_worth_splitting(request, decode):

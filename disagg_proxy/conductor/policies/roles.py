@@ -41,6 +41,7 @@ class Group(tuple[Worker, ...]):
 
     @cached_property
     def candidates(self) -> Candidates:
+        """The C++ form, made at the first use and kept as long as the group."""
         return Candidates(self)
 
     def marginal_delay(self, now_s: float) -> float:
@@ -69,6 +70,8 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> Groups:
+        """Sorts the workers by what they may do, in one pass for each group. Where none can serve a request,
+        all workers stand in, so that the engine's refusal says why."""
         prefill = [each for each in workers if each.role is _PREFILL]
         answering = decoders(workers)
         kinds = {each.self_sufficient for each in prefill}
@@ -109,6 +112,8 @@ class Roles:
         self._known: dict[int, tuple[Sequence[Worker], Groups]] = {}  # by the tuple's identity
 
     def of(self, workers: Sequence[Worker]) -> Groups:
+        """The groups of these workers. Only a tuple is remembered, by its identity, up to KNOWN_MAX of them:
+        a list may change."""
         known = self._known.get(id(workers))
         if known is not None and known[0] is workers:
             return known[1]

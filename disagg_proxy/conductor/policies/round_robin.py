@@ -26,6 +26,7 @@ class RoundRobin:
         self._decoded: dict[int, int] = {}
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        """Looks at neither load nor prompt. Changes no turn: ``sent`` does."""
         groups = self._roles.of(workers)
         if not groups.decode_workers:
             return Choice(_next(groups.self_sufficient, self._computed))
@@ -41,6 +42,8 @@ class RoundRobin:
         return Choice(computes) if decode.role is _PREFILL else Choice(decode, computes)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        """Gives the turn to the workers of the choice. Turns to compute and turns to decode are counted
+        apart."""
         self._turn += 1
         self._computed[choice.computes.place] = self._turn
         if choice.prefill is not None:

@@ -156,6 +156,8 @@ def words(asked: Asked) -> list[str]:
 
 
 def whole_answer(asked: Asked, name: str, text: str, usage: dict[str, Any], params: object) -> dict[str, Any]:
+    """The answer in one piece, in OpenAI's form. name: its id; params: ``kv_transfer_params`` of a two-step
+    prefill, None for none."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
     if asked.chat:
         choice["message"] = {"role": "assistant", "content": text}
@@ -166,6 +168,8 @@ def whole_answer(asked: Asked, name: str, text: str, usage: dict[str, Any], para
 
 
 def piece(asked: Asked, name: str, text: Sequence[str], *, last: bool) -> dict[str, Any]:
+    """One event of a streamed answer, in OpenAI's form; text: its tokens; last: it has the finish_reason. No
+    usage: that is an event of its own."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
     if asked.chat:
         choice["delta"] = {"content": "".join(text)}
@@ -175,6 +179,8 @@ def piece(asked: Asked, name: str, text: Sequence[str], *, last: bool) -> dict[s
 
 
 def usage_of(tokens: int, cached: int, made: int) -> dict[str, Any]:
+    """OpenAI's ``usage``, in tokens. cached: of the prompt, found in this engine's prefix cache; made: of the
+    answer."""
     return {
         "prompt_tokens": tokens,
         "completion_tokens": made,
@@ -184,6 +190,7 @@ def usage_of(tokens: int, cached: int, made: int) -> dict[str, Any]:
 
 
 def error(sentence: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """OpenAI's form of an error, without parameter and code."""
     return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
 
 

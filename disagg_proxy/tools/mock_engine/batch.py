@@ -16,6 +16,8 @@ from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
 
 
 class State(Enum):
+    """Of a job: WAITING -> (FETCHING ->) PREFILL -> DECODE -> OVER; ``abort`` goes to OVER from any state."""
+
     WAITING = auto()
     FETCHING = auto()  # its blocks come from a prefill engine
     PREFILL = auto()
@@ -62,6 +64,7 @@ class Batch:
         self.running: list[Job] = []
 
     def blocks_of(self, job: Job) -> int:
+        """Blocks for the whole prompt and the whole answer, which a job reserves before it runs."""
         return -(-(job.tokens + job.answer_tokens) // self._block_tokens)
 
     def fits(self, job: Job) -> bool:
@@ -69,6 +72,8 @@ class Batch:
         return self.blocks_of(job) <= self._blocks.count
 
     def submit(self, job: Job) -> None:
+        """Puts a WAITING job at the end of the queue. The queue has no maximum; the caller has checked
+        ``fits``."""
         self.waiting.append(job)
 
     def fetched(self, job: Job, tokens: int) -> None:

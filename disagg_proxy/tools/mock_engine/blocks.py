@@ -41,6 +41,7 @@ class Blocks:
 
     @property
     def cached(self) -> int:
+        """Blocks that have a digest, held or not."""
         return len(self._users)
 
     def cached_prefix(self, digests: Sequence[bytes]) -> int:

@@ -41,6 +41,7 @@ class EngineEvents:
         self._source.add([_stored(digests, place, ids, size, salt) for place in places])
 
     def removed(self, digests: Sequence[bytes]) -> None:
+        """These blocks left the cache. Queues one event for the publisher's thread."""
         events: list[KvEvent] = [BlockRemoved([_name(digest) for digest in digests], medium=_MEDIUM)]
         self._source.add(events)
 

@@ -92,6 +92,7 @@ class Leases:
                     del self._waiters[name]
 
     def close(self) -> None:
+        """Cancels the timers: leases then never expire. Does not end the tasks that ``wait``."""
         for timer in self._timers.values():
             timer.cancel()
 

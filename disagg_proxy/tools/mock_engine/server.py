@@ -76,6 +76,8 @@ class MockEngine:
         return [] if self._events is None else self._events.endpoints
 
     async def close(self) -> None:
+        """Cuts all clients, cancels all tasks, and publishes the events that wait (up to a second, on another
+        thread). Works after an ``open`` that failed, too."""
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
@@ -90,6 +92,8 @@ class MockEngine:
     # Requests
 
     def handle(self, connection: Connection, method: bytes, path: bytes, body: bytes) -> Running | None:
+        """The ``Handler`` of all connections, on the event loop. A fault that POST /mock/faults ordered comes
+        first, except on /mock/... and /health."""
         if self.faults and not path.startswith((b"/mock/", b"/health")) and self._fails(connection):
             return None
         if method == b"POST" and path in (b"/v1/chat/completions", b"/v1/completions", b"/generate"):
@@ -450,6 +454,7 @@ class Fetched:
         self._task.add_done_callback(engine.tasks.discard)
 
     def abort(self) -> None:
+        """The decode engine has left: its prompt's blocks stay leased until they expire."""
         self._task.cancel()
 
     async def _run(self, engine: MockEngine, name: str) -> None:

@@ -20,10 +20,12 @@ class Timing:
 
     @property
     def is_instant(self) -> bool:
+        """Whether everything takes no time: a step then makes a whole answer."""
         return not (
             self.step_s or self.prefill_s_per_token or self.prefill_s_per_token2 or self.gap_s_per_request
         )
 
     def chunk_s(self, done: int, tokens: int) -> float:
+        """Seconds of prefill of ``tokens`` tokens behind ``done`` that are in the cache, without step_s."""
         end = done + tokens
         return tokens * self.prefill_s_per_token + (end * end - done * done) * self.prefill_s_per_token2

@@ -34,6 +34,7 @@ def check(path: Path) -> None:
 
 
 def draw(path: Path, title: str, results: Results, slo: Slo) -> None:
+    """Writes the page. Raises ConfigError when the file cannot be written."""
     try:
         path.write_text(page(title, results, slo))
     except OSError as error:
@@ -41,6 +42,8 @@ def draw(path: Path, title: str, results: Results, slo: Slo) -> None:
 
 
 def page(title: str, results: Results, slo: Slo) -> str:
+    """The whole HTML. slo: a dashed line in the drawing, and the measure of the table. A drawing shows at
+    most POINTS_MAX answers."""
     cells = "".join(
         f"<tr><td>{html.escape(name)}<td>{html.escape(text)}" for name, text in report.rows(results, slo)
     )

@@ -18,6 +18,7 @@ WARM_SHARE = 0.01  # of the prompt tokens: below that a difference is one of blo
 
 
 def table(results: Results, slo: Slo) -> Table:
+    """``rows``, for a console."""
     made = Table(show_header=False)
     made.add_column(no_wrap=True)
     made.add_column()
@@ -27,6 +28,7 @@ def table(results: Results, slo: Slo) -> Table:
 
 
 def rows(results: Results, slo: Slo) -> list[tuple[str, str]]:
+    """(name, text) for people. Refused, failed, cut and late requests have rows only if there are some."""
     found = results.summary(slo)
     made = [
         ("requests", f"{found.sent} sent in {found.seconds:.1f} s, {found.answered} answered"),

@@ -73,6 +73,8 @@ class Results:
         return len(self.late_s)
 
     def add(self, outcome: Outcome) -> None:
+        """Counts one request. Not thread safe. A request that the end of the replay cut counts in ``ended``,
+        ``late_s`` and ``end_s`` alone."""
         self.ended[outcome.ended] += 1
         self.late_s.append(max(outcome.sent_s - outcome.at_s, 0.0))
         self.end_s = max(self.end_s, outcome.end_s)
@@ -105,6 +107,8 @@ class Results:
         return sum(ttft_s <= slo.ttft_s and gap_s <= slo.gap_s for ttft_s, gap_s in pairs)
 
     def summary(self, slo: Slo) -> Summary:
+        """Seconds, tokens and shares. Sorts all answered requests' times: at the end, not while requests are
+        sent."""
         ttft_s, late_s, tail_s = sorted(self.ttft_s), sorted(self.late_s), sorted(self.gap_tail_s)
         gap_s = sorted(gap for gap in self.gap_s if gap > 0)
         whole = max(len(self) - self.ended[Ended.CUT], 1)

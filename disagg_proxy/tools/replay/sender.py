@@ -55,6 +55,7 @@ class Sender:
 
     @property
     def in_flight(self) -> int:
+        """Requests that are sent and not over."""
         return len(self._out)
 
     async def run(self, arrivals: Iterable[Arrival], stop: asyncio.Event) -> None:

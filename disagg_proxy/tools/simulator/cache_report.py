@@ -23,6 +23,7 @@ class Found(NamedTuple):
 
     @property
     def capacities(self) -> list[int]:
+        """In blocks of BLOCK_TOKENS tokens, the smallest first, each once."""
         return sorted({question.blocks_max for question in self.rates})
 
     def curves(self) -> dict[str, list[float]]:
@@ -34,6 +35,7 @@ class Found(NamedTuple):
 
 
 def table(found: Found) -> Table:
+    """One row for each cache, one column for each capacity; the shares have three digits."""
     made = Table(
         caption=f"{found.trace}: share of all prompt tokens found, by blocks of {BLOCK_TOKENS} tokens"
     )
@@ -60,6 +62,8 @@ def as_json(found: Found) -> str:
 
 
 def draw(path: Path, found: Found) -> None:
+    """Writes one curve for each cache, over a logarithmic axis of capacities; .html adds the table, .png does
+    not. Raises ConfigError without matplotlib, or when the file cannot be written."""
     with plots.figure(1) as (figure, (axes,)):
         for name, rates in found.curves().items():
             bound = name == CLAIRVOYANT

@@ -135,6 +135,8 @@ class Cluster:
     # What engines say
 
     def next(self, job: Job) -> None:
+        """Looks up what the caches hold of the prompt at this moment. Where the job ``fetches``, starts the
+        transfer of what the instance's own cache lacks, and sets ``ready_s`` to its end."""
         blocks, place, now_s = job.blocks, job.prefill_place, self.events.now_s
         held = self.caches.find(blocks)
         own = held.by_place[place]
@@ -170,6 +172,7 @@ class Cluster:
         self.events.at(job.there_s, functools.partial(self._handed, job, job.attempt))
 
     def began(self, job: Job) -> None:
+        """Tells its proxy, as the relay would; where another worker computed the prompt, as a hand-over."""
         apart = job.prefill_place != job.decode_place
         self._settle(job)
         self._proxy(job).observe(
@@ -177,16 +180,19 @@ class Cluster:
         )
 
     def ended(self, job: Job) -> None:
+        """Tells its proxy, then ``done``."""
         self._proxy(job).observe(job, Stage.ENDED, handed=HandoverForm.NOT)
         self._over(job)
 
     # What a proxy does
 
     def submit(self, job: Job) -> None:
+        """Puts it into the queue of the instance at ``prefill_place``, at the current time of ``events``."""
         self._live[job.name] = job
         self.engines[job.prefill_place].submit(job)
 
     def refused(self, job: Job) -> None:
+        """Tells ``done``; no engine has seen it."""
         self._done(job)
 
     def _proxy(self, job: Job) -> SimulatedProxy:

@@ -47,6 +47,9 @@ class Left(NamedTuple):
 
 
 class Decoding:
+    """Not thread safe. Times in seconds. A ``now_s`` before that of an earlier call, or within a stall, makes
+    no tokens. A join costs a heap's push, an end the stretches within that request's life."""
+
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._steps = 0.0
@@ -60,6 +63,7 @@ class Decoding:
 
     @property
     def context_tokens(self) -> float:
+        """Tokens in the KV cache as of the last ``advance``; not whole, because a step may be half over."""
         return self._context
 
     def current_gap_s(self, now_s: float) -> float:

@@ -19,6 +19,8 @@ from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS
 
 
 class Outcomes(Protocol):
+    """What engines call when something has happened to a request, at the current time of the simulation."""
+
     def next(self, job: Job) -> None:
         """It is the next to be computed: what others hold of its prompt is fetched, until ``job.ready_s``."""
 
@@ -64,9 +66,11 @@ class PrefillEngine:
 
     @property
     def waiting(self) -> int:
+        """Requests whose prefill has not begun."""
         return len(self._line)
 
     def submit(self, job: Job) -> None:
+        """Puts it at the end of the queue. ``Outcomes.next`` is called as soon as it is the first."""
         self._line.append(job)
         if len(self._line) == 1:
             self._outcomes.next(job)
@@ -153,10 +157,12 @@ class WholeEngine:
 
     @property
     def waiting(self) -> int:
+        """Requests that have not begun: prompts to compute, and those whose KV is computed elsewhere."""
         return len(self._line)
 
     @property
     def running(self) -> int:
+        """Requests that decode. The one whose prompt is being computed is not among them."""
         return len(self._jobs)
 
     def gap_s(self, now_s: float) -> float:

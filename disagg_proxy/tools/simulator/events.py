@@ -21,6 +21,7 @@ class Events:
         return len(self._heap)
 
     def at(self, at_s: float, do: Callable[[], None]) -> None:
+        """Plans ``do`` for this moment, in seconds; a moment that is past is taken for now."""
         self._number += 1
         heapq.heappush(self._heap, (max(at_s, self.now_s), self._number, do))
 

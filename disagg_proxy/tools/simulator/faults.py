@@ -23,6 +23,8 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 class Act(Enum):
+    """What a ``ClusterEvent`` does to an instance; the values are the words of a line."""
+
     JOIN = "join"
     LEAVE = "leave"
     KILL = "kill"

@@ -28,6 +28,7 @@ class Fleet:
         self.workers = tuple(made)
 
     def kind(self, place: int) -> str:
+        """prefill, decode or whole, of a worker that is or was there."""
         return self._names[place].partition("-")[0]
 
     def place(self, name: str) -> int:

@@ -62,6 +62,8 @@ class Job:
 
     @property
     def ttft_s(self) -> float:
+        """Seconds from its arrival, the waits in the proxy and of earlier attempts included; infinity without
+        a first token."""
         return self.first_s - self.arrival.at_s
 
     @property

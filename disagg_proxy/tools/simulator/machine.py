@@ -63,6 +63,8 @@ class Machine:
         return self.prefill_s + computed_s + squares_s + self.reuse_token_s * reused
 
     def step_of_s(self, batch: float, context_tokens: float) -> float:
+        """Seconds of one decode step of ``batch`` requests with ``context_tokens`` tokens in all in the KV
+        cache."""
         return self.step_s + self.step_request_s * batch + self.step_token_s * context_tokens
 
     def faster(self, times: float) -> Machine:

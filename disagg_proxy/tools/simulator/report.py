@@ -25,6 +25,8 @@ def label(plan: Plan) -> str:
 
 
 def instances(plan: Plan) -> str:
+    """How many of each kind, such as 10P+6D: P prefill, D decode, W whole; kinds of which there is none are
+    left out."""
     cluster = plan.cluster
     counts = ((cluster.prefill, "P"), (cluster.decode, "D"), (cluster.whole, "W"))
     return "+".join(f"{count}{role}" for count, role in counts if count)
@@ -78,6 +80,7 @@ def group(plan: Plan) -> tuple[float, str]:
 
 
 def recommendation(best: Run, slo: Slo) -> str:
+    """One line for people: the plan, and its share of requests within ``slo``."""
     plan = best.plan
     good = best.results.summary(slo).good
     return f"Best at {plan.speed:g}x under {label(plan)}: {instances(plan)}, {good:.1%} good"

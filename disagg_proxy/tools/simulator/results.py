@@ -26,6 +26,7 @@ class Slo(NamedTuple):
 
     @property
     def text(self) -> str:
+        """For people: TTFT in seconds, the gap in milliseconds; what does not matter is left out."""
         parts = [f"TTFT <= {self.ttft_s:g} s"] if self.ttft_s < math.inf else []
         parts += [f"gap <= {self.gap_s * 1000:g} ms"] if self.gap_s < math.inf else []
         return ", ".join(parts) or "any time"
@@ -59,6 +60,7 @@ class Summary(NamedTuple):
 
     @property
     def hits(self) -> float:
+        """Share of the served prompts' tokens that some cache held."""
         return self.own + self.fetched
 
     @property
@@ -89,10 +91,12 @@ class Results:
 
     @property
     def served(self) -> int:
+        """Requests that were answered, also those of which no times are kept."""
         return self._served.count
 
     @property
     def refused(self) -> int:
+        """Requests that were refused or given up, also those of which no times are kept."""
         return self._refused.count
 
     @property
@@ -106,6 +110,7 @@ class Results:
         return self._gap_sum_s / (self.served or math.nan)
 
     def add(self, job: Job) -> None:
+        """Counts one request, refused or served. Costs O(1)."""
         arrival = job.arrival
         self.last_s = max(self.last_s, arrival.at_s)
         if job.why_not:
@@ -126,6 +131,9 @@ class Results:
         return round(kept * self.served / max(len(self.ttft_s), 1))
 
     def summary(self, slo: Slo) -> Summary:
+        """Shares and quantiles are of the kept requests, counts and means of all. Sorts: O(n log n) of those
+        kept.
+        """
         ttft_s, gap_s = sorted(self.ttft_s), sorted(self.gap_s)
         off_s = [
             ttft - predicted

@@ -22,6 +22,8 @@ class Sample:
         return len(self.columns[0])
 
     def add(self, row: Sequence[float]) -> None:
+        """row: as many numbers as ``columns``. Once ``kept_max`` are there, it replaces one of them or is
+        dropped."""
         self.count += 1
         if self.count <= self._kept_max:
             for column, value in zip(self.columns, row, strict=True):

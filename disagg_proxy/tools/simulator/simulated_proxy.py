@@ -110,6 +110,7 @@ class SimulatedProxy:
         self.expected.forget(place)
 
     def arrive(self, job: Job) -> None:
+        """Submits a new request now, and plans the queue's next release if one waits."""
         self._carry_out(self.scheduler.submit(self._pending(job), self._events.now_s))
         self._release_later()
 
@@ -175,12 +176,15 @@ class SimulatedProxy:
     # What the scheduler asks
 
     def is_gone(self, pending: _Pending) -> bool:
+        """False: no client of a simulation gives up."""
         return False
 
     def eligible(self, pending: _Pending) -> EligibleWorkers:
+        """The fleet's, the same for every request: a simulation has one model."""
         return self.fleet.eligible
 
     def refresh(self, pending: _Pending) -> Request:
+        """What the caches hold of the prompt now, which may have changed while the request waited."""
         job, admission = pending.job, self.scheduler.admission
         held = self._engines.caches.find(job.blocks, expected=self.expected, unit=BLOCK_TOKENS)
         return Request(
@@ -192,15 +196,18 @@ class SimulatedProxy:
         )
 
     def none_eligible(self, pending: _Pending) -> Refusal:
+        """The same for every request; it counts under the reason NO_INSTANCE."""
         return Refusal(NO_INSTANCE, 0.0, "no worker is left")
 
     def objection(self, pending: _Pending, choice: Choice) -> Refusal | None:
+        """None, always. Notes the job's predicted TTFT, for it is called at the moment of the choice."""
         job, now_s = pending.job, self._events.now_s
         # Before its own prompt is in the line.
         job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(pending.asked, choice, now_s)
         return None
 
     def same_kind(self, worker: Worker) -> Iterable[Worker]:
+        """Of those that are there; the fleet knows."""
         return self.fleet.same_kind(worker)
 
     # What happens to a request

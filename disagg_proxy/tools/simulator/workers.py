@@ -34,6 +34,8 @@ def workers(count: int, shared: object) -> Iterator[ProcessPoolExecutor]:
 
 
 def get_shared() -> Any:
+    """What ``workers`` was given, in a worker process; None in the parent. Not to be changed: it is a copy of
+    each worker's own."""
     return _shared
 
 

@@ -30,6 +30,7 @@ class Compute:
 
     @property
     def reached_s(self) -> float:
+        """Operations a second that prefill reaches: an estimate, unless ``share`` was measured."""
         return self.operations_s * self.share
 
 
@@ -58,6 +59,7 @@ def pool_tokens(model: Model, size: int) -> int:
 
 
 def show(plan: Plan, console: Console) -> None:
+    """Prints the plan for people, in five parts: the model, its KV, its links, advice, sizes of a pool."""
     model = plan.model
     console.print(f"{model.name}: {model.attention}, {_layers(model)}", highlight=False)
     console.print(

@@ -27,6 +27,7 @@ JsonFile = Annotated[
 
 
 def register(app: typer.Typer) -> None:
+    """Adds the group ``bench`` with its commands ``transfer`` and ``store``."""
     group = typer.Typer(
         help="Measure how fast bytes move here.",
         no_args_is_help=True,

@@ -10,6 +10,7 @@ from moonpool.cli.options import AsJson, ConfigFile, examples
 
 
 def register(app: typer.Typer) -> None:
+    """Adds the group ``config`` with its commands ``show`` and ``schema``."""
     group = typer.Typer(
         help="Show the configuration, or its schema.",
         no_args_is_help=True,

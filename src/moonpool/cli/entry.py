@@ -31,6 +31,9 @@ _UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def make_app() -> typer.Typer:
+    """A new application with all subcommands. Importing their modules opens nothing; each command imports
+    what it runs when it is called.
+    """
     app = typer.Typer(
         name="moonpool",
         help="One shared pool of computed KV cache for LLM engines, in CPU memory and on SSD.",

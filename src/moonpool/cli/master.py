@@ -11,6 +11,7 @@ OPTIONS = {"master.listen": "HOST:PORT", "master.http": "HOST:PORT|off"}
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``master``, with an option for each setting of OPTIONS."""
     app.command(
         cls=command_of(OPTIONS),
         epilog=examples(

@@ -10,6 +10,7 @@ from moonpool.cli.options import examples
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``mock-engine``. Its options are not settings: no configuration file has them."""
     app.command(
         "mock-engine",
         epilog=examples(

@@ -23,6 +23,7 @@ OPTIONS = {
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``node``, with an option for each setting of OPTIONS."""
     app.command(
         cls=command_of(OPTIONS),
         epilog=examples(

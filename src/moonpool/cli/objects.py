@@ -20,6 +20,7 @@ Key = Annotated[str, typer.Argument(help="The object's name.")]
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``put``, ``get``, ``ls``, ``rm`` and ``stat``, without a group."""
     app.command(epilog=examples("moonpool put greeting hello.txt", "echo hello | moonpool put greeting -"))(
         put
     )

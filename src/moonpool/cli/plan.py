@@ -14,6 +14,7 @@ PREFIXES = "1024,8192,32768,131072"
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``plan``. The command itself imports what it computes with, so that --help is quick."""
     app.command(
         epilog=examples(
             "moonpool plan meta-llama/Llama-3.1-70B --gpu h100 --gpus 8 --link 50",

@@ -51,6 +51,7 @@ OPTIONS = {
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``proxy``, with an option for each setting of OPTIONS."""
     app.command(
         cls=command_of(OPTIONS),
         epilog=examples(

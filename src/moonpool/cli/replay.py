@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``replay`` to the top level of ``moonpool``."""
     app.command(
         epilog=examples(
             "moonpool replay conversation_trace.jsonl --url http://127.0.0.1:8080",

@@ -10,6 +10,7 @@ from moonpool.cli.options import NodeSocket, examples
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``sglang``. Options that it does not define pass to SGLang unchanged."""
     app.command(
         context_settings={"ignore_unknown_options": True},
         epilog=examples(

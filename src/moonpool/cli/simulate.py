@@ -29,6 +29,9 @@ class _Group(typer.core.TyperGroup):
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``simulate`` as a group whose command RUN is the default: ``_Group`` inserts its name where the
+    first argument names no command.
+    """
     group = typer.Typer(cls=_Group, help="Replay a trace against simulated instances, or simulated caches.")
     group.command(
         RUN,

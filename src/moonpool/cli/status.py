@@ -36,6 +36,7 @@ _NODE_ROWS = (
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``status`` to the top level of ``moonpool``."""
     app.command(
         epilog=examples(
             "moonpool status",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``up`` to the top level of ``moonpool``."""
     app.command(
         epilog=examples(
             "moonpool up --config up.toml",

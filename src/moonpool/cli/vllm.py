@@ -10,6 +10,9 @@ from moonpool.cli.options import examples
 
 
 def register(app: typer.Typer) -> None:
+    """Adds ``vllm``. Only options in front of ``serve`` are parsed here; the command translates the rest and
+    runs vLLM.
+    """
     app.command(
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
         epilog=examples(

@@ -54,6 +54,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def anything(self) -> bool:
+        """Whether a node, a master, the proxy or `moonpool up` was found on this host."""
         return self.node is not None or self.cluster is not None or self.proxy_answers or self.up is not None
 
 

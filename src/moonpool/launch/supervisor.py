@@ -88,6 +88,7 @@ class Kept:
 
     @property
     def pid(self) -> int | None:
+        """Of the process that runs now; None while it is stopped."""
         return None if self.process is None else self.process.pid
 
 

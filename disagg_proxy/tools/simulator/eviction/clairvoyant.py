@@ -27,6 +27,8 @@ class Clairvoyant:
         return block in self._uses
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        """As ``Cache.keep``; raises ValueError when ``blocks`` is not as long as the next prompt of
+        ``future``. Blocks without a next use go at once."""
         uses = self._uses
         before = {block for block in blocks if block in uses}
         gone = set()
@@ -47,6 +49,7 @@ class Clairvoyant:
         return [block for block in blocks if block in uses and block not in before], list(gone)
 
     def clear(self) -> list[int]:
+        """All that was there. The place in ``future`` stays."""
         gone = list(self._uses)
         self._uses.clear()
         self._heap.clear()

@@ -25,6 +25,7 @@ class Lfu:
         return block in self._uses
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        """As ``Cache.keep``. Counts last as long as a block is held; each use costs a heap's push."""
         uses, heap = self._uses, self._heap
         came, went = [], []
         for block in reversed(blocks):
@@ -45,6 +46,7 @@ class Lfu:
         return changes(came, went)
 
     def clear(self) -> list[int]:
+        """All that was there, and every count with it."""
         gone = list(self._uses)
         self._uses.clear()
         self._heap.clear()
@@ -71,6 +73,8 @@ class Sieve:
         return block in self._marked
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        """As ``Cache.keep``. Costs O(1) for a block that is held, and for one that is not the marks that the
+        hand takes away."""
         came, went = [], []
         for block in reversed(blocks if self.blocks_max else ()):
             if block in self._marked:
@@ -83,6 +87,7 @@ class Sieve:
         return changes(came, went)
 
     def clear(self) -> list[int]:
+        """All that was there, with marks and hand."""
         gone = list(self._marked)
         self.__init__(self.blocks_max)  # type: ignore[misc]
         return gone
@@ -142,6 +147,8 @@ class S3Fifo:
         return block in self._uses
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        """As ``Cache.keep``. A use counts up to USES_MAX and moves nothing; queues change when a block must
+        go."""
         uses = self._uses
         came, went = [], []
         for block in reversed(blocks if self.blocks_max else ()):
@@ -160,6 +167,7 @@ class S3Fifo:
         return changes(came, went)
 
     def clear(self) -> list[int]:
+        """All that was there, and the remembered ids."""
         gone = list(self._uses)
         for each in (self._uses, self._small, self._main, self._ghosts):
             each.clear()

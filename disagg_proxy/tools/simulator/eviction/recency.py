@@ -24,6 +24,7 @@ class Lru:
         return block in self._blocks
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        """As ``Cache.keep``, O(1) for each block. Without ``touches`` a use moves nothing."""
         kept = self._blocks
         new = []
         for block in reversed(blocks[: self.blocks_max]):
@@ -40,6 +41,7 @@ class Lru:
         return new, gone
 
     def clear(self) -> list[int]:
+        """All that was there."""
         gone = list(self._blocks)
         self._blocks.clear()
         return gone
@@ -71,6 +73,8 @@ class Batches:
         return block in self._used
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
+        """As ``Cache.keep``. A prompt that is longer than HIGH of the room keeps that much of its front; what
+        is evicted may be of the same prompt."""
         used = self._used
         blocks = blocks[: int(self.blocks_max * self.HIGH)]
         self._uses += 1
@@ -93,6 +97,7 @@ class Batches:
         return new, list(gone)
 
     def clear(self) -> list[int]:
+        """All that was there. The random numbers go on."""
         gone = list(self._used)
         self._used.clear()
         return gone

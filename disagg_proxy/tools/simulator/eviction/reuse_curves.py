@@ -31,6 +31,7 @@ class ReuseCurves:
         self.index = [[1.0 / (age + 1) for age in range(SLOTS)] for _ in range(CLASSES)]
 
     def went_on(self, turns: int, age: int) -> None:
+        """A chat of so many turns went on at this age. The index follows with the next ``learn``."""
         self._went_on[turns][min(age, SLOTS - 1)] += 1
         self.lost(turns, age)
 

@@ -40,6 +40,9 @@ class _Chain:
 
 
 class ReuseIndex:
+    """A ``Cache`` that evicts by the index of the chain that owns a block. Not thread safe. A prompt costs
+    O(its blocks); the chains are sorted once in each slot in which something is evicted."""
+
     def __init__(self, blocks_max: int) -> None:
         self.blocks_max = blocks_max
         self._owner: dict[int, _Chain] = {}

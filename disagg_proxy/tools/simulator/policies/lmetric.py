@@ -11,8 +11,11 @@ class LMetric(Scored):
     """(Tokens to compute there, this request's included) x (requests there, this one included)."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Tokens x requests. A prompt that is held whole counts as one token, or the requests would not
+        count."""
         rest = worker.load.prefill_rest_tokens + request.tokens - request.own_at(worker)
         return max(rest, 1) * (worker.in_flight + 1)
 
     def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Requests there, and those whose prompts are still computed elsewhere."""
         return worker.in_flight + worker.pending_handover

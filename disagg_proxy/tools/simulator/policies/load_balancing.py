@@ -11,4 +11,5 @@ class LoadBalancing(Scored):
     """The fewest seconds of prefill in line."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Seconds of prefill in the worker's queue, without this request's own."""
         return worker.load.wait_s(now_s)

@@ -11,5 +11,6 @@ class MinTtft(Scored):
     """The least predicted time to the first token, as if nothing could be fetched."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Seconds: the prefill in the worker's queue, and this request's own by the worker's model."""
         own = request.own_at(worker)
         return worker.load.wait_s(now_s) + worker.prefill_model.predict(request.tokens, own)

@@ -28,6 +28,8 @@ class Scored:
         """They are those whose ``cost`` is asked next."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """What to compute this request there costs, in any unit; the least wins. May be negative. A subclass
+        must have it."""
         raise NotImplementedError
 
     def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
@@ -35,6 +37,7 @@ class Scored:
         return worker.load.context_tokens + worker.pending_handover_tokens
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        """``compare``, then ``cost`` once for each worker that may compute, in the order of the places."""
         groups = self._roles.of(workers)
         if groups.decode_workers:
             decode_workers = groups.decode_workers
@@ -52,6 +55,7 @@ class Scored:
         return self._choice(request, best, None, least)
 
     def sent(self, request: Request, choice: Choice, now_s: float) -> None:
+        """Both workers of the choice go to the end of the order among equals."""
         self._turn += 1
         self._turns[choice.decode.place] = self._turns[choice.computes.place] = self._turn
 

@@ -23,6 +23,7 @@ class SGLangCacheAware(Scored):
         self._balances = False
 
     def compare(self, request: Request, able: Sequence[Worker]) -> None:
+        """Decides whether this request goes by load or by prefix; ``cost`` follows that."""
         counts = [each.in_flight for each in able]
         apart = max(counts) - min(counts)
         longest = max(request.own_at(each) for each in able)
@@ -31,7 +32,9 @@ class SGLangCacheAware(Scored):
         )
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Requests in flight, or minus the tokens that the worker's own cache holds."""
         return worker.in_flight if self._balances else -request.own_at(worker)
 
     def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Requests there, and those whose prompts are still computed elsewhere."""
         return worker.in_flight + worker.pending_handover

@@ -13,8 +13,10 @@ class VllmKvAware(Scored):
     """Tokens that wait there and those to compute for this request, less credit for what lies in the pool."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """In tokens. A token in the pool counts POOL_CREDIT of one in the worker's own cache."""
         held = request.own_at(worker) + POOL_CREDIT * request.from_pool(worker)
         return worker.load.prefill_rest_tokens + max(request.tokens - held, 0.0)
 
     def decode_cost(self, request: Request, worker: Worker, now_s: float) -> float:
+        """Requests there, and those whose prompts are still computed elsewhere."""
         return worker.in_flight + worker.pending_handover
