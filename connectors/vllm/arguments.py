@@ -1,7 +1,7 @@
 """Which of vLLM's arguments change the numbers of the KV, and why the others do not.
 
 Every field of the sections below is in ``COUNTED`` or in ``LEFT_OUT`` (docs/keys.md has the same as a table;
-tests/connectors/vllm/test_arguments.py compares both with the vLLM that is supported). A field of a
+tests/connectors/vllm/test_identities.py compares both with the vLLM that is supported). A field of a
 newer vLLM counts as soon as it differs from its default: two engines may then compute what they could share,
 but never share what they must not.
 

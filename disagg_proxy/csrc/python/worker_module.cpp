@@ -40,7 +40,7 @@ std::shared_ptr<WorkerView> make_view(uint32_t place, int64_t room_tokens, std::
 }
 
 std::shared_ptr<Candidates> make_candidates(std::vector<std::shared_ptr<WorkerView>> workers) {
-    if (workers.empty()) refuse("nobody to choose among");
+    if (workers.empty()) refuse("there are no workers to choose among");
     return std::make_shared<Candidates>(std::move(workers));
 }
 

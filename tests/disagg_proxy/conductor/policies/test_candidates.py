@@ -95,7 +95,7 @@ def test_what_a_model_learns_counts_at_once_and_nonsense_is_survived() -> None:
 
 
 def test_what_cannot_be_weighed_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="nobody"):
+    with pytest.raises(InvalidArgument, match="no workers to choose among"):
         Candidates([])
     candidates = Candidates([Worker(0, "e0")])
     for own in ([-1], [1 << 32], ["x"], b"abc", None):
