@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moonpool.core.errors import Closed
-from moonpool.core.transfer.engine import _LOOPBACK, open_engine, slices_of, submit
+from moonpool.core.transfer.engine import _LOOPBACK, EngineFacts, open_engine, slices_of, submit
 from moonpool.core.transfer.region import Region, RegionTable
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import Columns, TransferBase, columns_of
@@ -55,7 +55,7 @@ class AsyncTransfer(TransferBase):
         return self._outcome()
 
 
-class AsyncTransferEngine:
+class AsyncTransferEngine(EngineFacts):
     """Arguments, results and errors as in ``TransferEngine``; opened by ``async with`` or ``await
     AsyncTransferEngine.start(...)``.
 
@@ -126,31 +126,6 @@ class AsyncTransferEngine:
             transfer._abandon(Closed("this engine was closed", operation="transfer"))
         self._waiting.clear()
         self._message.set()
-
-    # ---- name and addresses
-
-    @property
-    def name(self) -> str:
-        """The name that other engines open as a segment."""
-        return self._native.name
-
-    @property
-    def addresses(self) -> list[str]:
-        """See TransferEngine.addresses."""
-        return self._native.addresses
-
-    @property
-    def segment_id(self) -> bytes:
-        """See TransferEngine.segment_id."""
-        return self._native.segment_id
-
-    def transports(self) -> dict[str, str]:
-        """See TransferEngine.transports."""
-        return self._native.transports()
-
-    def metrics(self) -> dict[str, int]:
-        """See TransferEngine.metrics."""
-        return self._native.metrics()
 
     # ---- memory
 
@@ -227,7 +202,7 @@ class AsyncTransferEngine:
                 continue
 
     @property
-    def _native(self) -> _native.Engine:
+    def _native(self) -> _native.Engine:  # type: ignore[override]  # closed or not started: no engine
         if self._closed or self._open is None:
             raise Closed(
                 "this engine is closed"

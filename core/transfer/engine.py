@@ -37,7 +37,36 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1:0"
 
 
-class TransferEngine:
+class EngineFacts:
+    """What an engine tells of itself, to callers that wait and to asyncio alike."""
+
+    _native: _native.Engine
+
+    @property
+    def name(self) -> str:
+        """The name that other engines open as a segment."""
+        return self._native.name
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where peers open it, "ip:port" each, with the real ports."""
+        return self._native.addresses
+
+    @property
+    def segment_id(self) -> bytes:
+        """16 random bytes that no other engine has."""
+        return self._native.segment_id
+
+    def transports(self) -> dict[str, str]:
+        """Each transport, best first -> "" when it works here, else one sentence why not."""
+        return self._native.transports()
+
+    def metrics(self) -> dict[str, int]:
+        """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
+        return self._native.metrics()
+
+
+class TransferEngine(EngineFacts):
     """The bytes' way between processes.
 
     name:       what peers call this engine; default: host and process id.
@@ -104,32 +133,11 @@ class TransferEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ---- name and addresses
-
-    @property
-    def name(self) -> str:
-        """The name that other engines open as a segment."""
-        return self._native.name
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where peers open it, "ip:port" each, with the real ports."""
-        return self._native.addresses
-
-    @property
-    def segment_id(self) -> bytes:
-        """16 random bytes that no other engine has."""
-        return self._native.segment_id
-
-    def transports(self) -> dict[str, str]:
-        """Each transport, best first -> "" when it works here, else one sentence why not."""
-        return self._native.transports()
-
     def metrics(self) -> dict[str, int]:
-        """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
+        """See EngineFacts.metrics."""
         if self._closed:
             raise Closed("this engine is closed", operation="metrics")
-        return self._native.metrics()
+        return super().metrics()
 
     # ---- memory
 
