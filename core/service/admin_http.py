@@ -150,7 +150,26 @@ class AdminServer:
         return connection
 
 
-class _Deadline(asyncio.Protocol):
+class PassingOn(asyncio.Protocol):
+    """Passes a connection's events on to ``_inner`` once that knows the connection."""
+
+    _inner: asyncio.Protocol
+    _made = False
+
+    def eof_received(self) -> bool | None:
+        """The peer sends nothing more."""
+        return self._inner.eof_received() if self._made else None
+
+    def pause_writing(self) -> None:
+        """The peer reads more slowly than it is sent to."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The peer has caught up."""
+        self._inner.resume_writing()
+
+
+class _Deadline(PassingOn):
     """Passes everything on to ``inner`` and cuts the connection off when its time is over.
 
     With TLS it is first the protocol of the bare connection, then that of the decrypted one. What arrives
@@ -169,7 +188,6 @@ class _Deadline(asyncio.Protocol):
         self._register = register
         self._tls = tls
         self._upgrade: asyncio.Task[None] | None = None
-        self._made = False
         self._early: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -223,15 +241,6 @@ class _Deadline(asyncio.Protocol):
             self._inner.data_received(data)
         else:
             self._early.append(data)
-
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received() if self._made else None
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
 
 
 def _ignoring_request(answer: Answer) -> AnswerTo:

@@ -29,6 +29,7 @@ from typing import Any
 from aiohttp import web
 
 from moonpool.core.service import http_faults
+from moonpool.core.service.admin_http import PassingOn
 
 CONNECTIONS_MAX = 1024
 TIMEOUT_S = 30.0
@@ -195,7 +196,7 @@ class BoundedHttp:
         return response
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(PassingOn):
     """Passes one request on to aiohttp's protocol, and ends when its time is over or its head too long."""
 
     def __init__(self, http: BoundedHttp, inner: asyncio.Protocol) -> None:
@@ -203,7 +204,6 @@ class _Connection(asyncio.Protocol):
         self._inner = inner
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._made = False
         self._head: bytearray | None = bytearray()  # None: aiohttp has it
         self._body_left = 0  # bytes that are still to be passed on
         self._held = 0  # bytes of its body
@@ -285,12 +285,3 @@ class _Connection(asyncio.Protocol):
         self._head = None
         self._inner.data_received(bytes(head[:end]))
         return bytes(head[end:])
-
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received() if self._made else None
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()

@@ -6,7 +6,6 @@ What names a key needs the master's admin token (``Authorization: Bearer ...``),
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from moonpool.core.config.config import Config
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.service import metrics
 from moonpool.core.service.addresses import Address
-from moonpool.core.service.admin_http import AdminServer
+from moonpool.core.service.admin_http import AdminServer, bearer_is
 from moonpool.core.service.control_tls import control_client
 from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.master import PREFIX, Master, NodeRow
@@ -71,7 +70,7 @@ class MasterPages:
                 "/api/v1/drain_jobs/query": self._drain_job,
                 "POST /api/v1/drain_jobs/query": self._drain_job,
             },
-            is_allowed=self._is_allowed,
+            is_allowed=lambda authorization: bearer_is(authorization, self._token),
             tls=server_context(config),
         )
 
@@ -94,10 +93,6 @@ class MasterPages:
         host, _, port = address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
         return store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", f"{here}:{port}")
-
-    def _is_allowed(self, authorization: str) -> bool:
-        scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
 
     def _living(self) -> list[NodeRow]:
         return [row for row in self._master.nodes() if row.state == "alive"]
