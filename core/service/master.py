@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -41,7 +39,6 @@ from moonpool.core.service.service_process import (
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # of one answer of /keys
 _log = logging.getLogger("moonpool.master")
-OPEN_FILES_SPARE = 256  # beyond one for each connection
 
 
 class MasterServer(NativeServer, Protocol):
@@ -120,7 +117,6 @@ class Master(ServiceProcess[MasterServer]):
         token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token()
-        _allow_open_files(master.clients_max + 2 * master.nodes_max + OPEN_FILES_SPARE)
         with explain_bind_errors("master.listen", [str(listen)]):
             server = native_server(self.config, str(listen), token)
         self._begin(server, _log)
@@ -231,14 +227,3 @@ def _node_row(row: Any) -> NodeRow:
         oldest_age_s=max((tenant.oldest_age_s for tenant in tenants), default=0.0),
         tenants=[tenant.tenant for tenant in tenants],
     )
-
-
-def _allow_open_files(wanted: int) -> None:
-    """A thousand clients need more than the usual soft limit; the hard one is the administrator's word."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
