@@ -404,9 +404,7 @@ class HandoverWorker:
                     self._read_on(incoming)
             elif isinstance(message, Known):
                 for key, want in self._consumer.known(message, now_s):
-                    connection = self._connections.find(key)
-                    if connection is not None:
-                        connection.send(want)
+                    self._connections.send(key, want)
             elif isinstance(message, Gone):
                 self._consumer.gone(message, now_s)
             self._tell()
@@ -427,9 +425,7 @@ class HandoverWorker:
         with self._lock:
             self._producer.tick(now_s)
             for key, here in self._consumer.tick(now_s):
-                connection = self._connections.find(key)
-                if connection is not None:
-                    connection.send(here)
+                self._connections.send(key, here)
             self._tell()
 
     # Sending, under the lock
@@ -445,9 +441,7 @@ class HandoverWorker:
     def _tell(self) -> None:
         """Sends to prefill engines which hand-overs are over, or are to be sent again."""
         for key, message in self._consumer.take_to_tell():
-            connection = self._connections.find(key)
-            if connection is not None:
-                connection.send(message)
+            self._connections.send(key, message)
 
 
 def _nothing() -> None:

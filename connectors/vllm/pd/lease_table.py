@@ -40,10 +40,10 @@ class LeaseTable:
         Raises TooLarge without memory.
         """
         slots = description.slot_count
-        room = len(wire.encode_description(structs.replace(description, slots=1 << 62)))
+        room = len(wire.encode(structs.replace(description, slots=1 << 62)))
         slots_at = -(-(HEAD.size + room) // PAGE_ALIGN) * PAGE_ALIGN
         self._region = engine.allocate(slots_at + 8 * (slots + SCRATCH), LOCATION)
-        text = wire.encode_description(structs.replace(description, slots=self._region.address + slots_at))
+        text = wire.encode(structs.replace(description, slots=self._region.address + slots_at))
         view = self._region.view
         view[: HEAD.size + len(text)] = HEAD.pack(MAGIC, len(text), 0) + text
         words = view[slots_at:].cast("Q")

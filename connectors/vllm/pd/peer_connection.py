@@ -170,6 +170,12 @@ class PeerConnections:
         """The connection to a peer; None when there is none."""
         return self._connections.get(key)
 
+    def send(self, key: Hashable, message: Message) -> None:
+        """Sends a message to a peer, if there is a connection to it."""
+        connection = self._connections.get(key)
+        if connection is not None:
+            connection.send(message)
+
     def forget(self, connection: PeerConnection, why: str) -> None:
         """The connection has ended."""
         if self._connections.get(connection.key) is connection:

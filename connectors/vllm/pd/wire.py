@@ -14,7 +14,7 @@ descriptions are read strictly: what does not fit is dropped and counted.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from moonpool.core.store.keys import Ranges
 BLOCKS_MAX = 1 << 20
 WHY_MAX = 1024
 
+T = TypeVar("T")
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=TRANSFER_ID_MAX)]
@@ -127,27 +128,23 @@ _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
 _descriptions = msgspec.msgpack.Decoder(Description)
 
 
-def encode(message: Message) -> bytes:
-    """The bytes of a message."""
-    return _encode(message)
+def encode(value: Message | Description) -> bytes:
+    """The bytes of a message or a description."""
+    return _encode(value)
 
 
 def decode(message: bytes) -> Message:
     """The message. Raises Malformed for other bytes."""
-    try:
-        return _messages.decode(message)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Malformed(str(error)) from error
-
-
-def encode_description(description: Description) -> bytes:
-    """The bytes of a description."""
-    return _encode(description)
+    return _decoded(_messages, message)
 
 
 def decode_description(text: bytes) -> Description:
     """The description. Raises Malformed for other bytes."""
+    return _decoded(_descriptions, text)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], text: bytes) -> T:
     try:
-        return _descriptions.decode(text)
+        return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Malformed(str(error)) from error
