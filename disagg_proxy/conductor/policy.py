@@ -51,7 +51,7 @@ _COMPARED_IN = "moonpool.disagg_proxy.tools.simulator.policies"
 
 
 def _compared(name: str) -> Policy:
-    made: Policy = getattr(importlib.import_module(f"{_COMPARED_IN}.{name}"), _COMPARED[name])()
+    made: Policy = getattr(importlib.import_module(_COMPARED_IN), _COMPARED[name])()
     return made
 
 
