@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ import numpy as np
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.tokens.chat_template import ChatTemplate, TemplateRefused
-from moonpool.disagg_proxy.tokens.source import TextPrompt
+from moonpool.disagg_proxy.tokens.source import IdCache, TextPrompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,7 +32,7 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class LocalTokenizer:
-    """One model's tokenizer and template; thread safe, blocking."""
+    """One model's tokenizer and template; thread safe, blocking. pieces: ids of pieces of text."""
 
     def __init__(self, folder: Path, *, pieces_bytes_max: int = PIECES_BYTES_MAX) -> None:
         """folder: with tokenizer.json and tokenizer_config.json, as engines take it. Raises ConfigError."""
@@ -54,14 +53,9 @@ class LocalTokenizer:
         self._cut = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
         self._added = {token: self._tokenizer.token_to_id(token) for token in added}
         self._cuts = bool(added)
-        self._pieces = PieceCache(pieces_bytes_max)
+        self.pieces: IdCache[str] = IdCache(pieces_bytes_max)
         self._lock = Lock()
         self._count = 0
-
-    @property
-    def pieces(self) -> PieceCache:
-        """The cache of tokenised pieces."""
-        return self._pieces
 
     def ids(self, prompt: TextPrompt) -> bytes | None:
         """The ids of a prompt; None: several prompts, another mode, no template, or bad JSON."""
@@ -105,11 +99,11 @@ class LocalTokenizer:
             return np.array([added], "<u4").tobytes()
         key = ("^" if first else " ") + piece  # a first piece may get a prefix
         with self._lock:
-            ids = self._pieces.find(key)
+            ids = self.pieces.find(key)
         if ids is None:
             ids = self._whole(piece, special=False) if first else self._behind_special(piece)
             with self._lock:
-                self._pieces.keep(key, ids)
+                self.pieces.keep(key, ids)
         return ids
 
     def _behind_special(self, piece: str) -> bytes:
@@ -123,43 +117,6 @@ class LocalTokenizer:
         # Not encode(): that holds the GIL, and with it the whole proxy, for as long as the text takes.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return np.array(encoded.ids, "<u4").tobytes()
-
-
-class PieceCache:
-    """LRU cache of the ids of text pieces. bytes_max: limit of ids and texts, one byte for each character."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._bytes = 0
-        self._ids: OrderedDict[str, bytes] = OrderedDict()
-        self.hits = 0
-        self.misses = 0
-
-    def find(self, key: str) -> bytes | None:
-        """The ids of a piece; None: not cached. Counts hits and misses."""
-        ids = self._ids.get(key)
-        if ids is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._ids.move_to_end(key)
-        return ids
-
-    def keep(self, key: str, ids: bytes) -> None:
-        """Caches the ids of a piece; evicts the least recently used beyond the maximum."""
-        if key in self._ids:
-            return
-        self._ids[key] = ids
-        self._bytes += len(key) + len(ids)
-        while self._bytes > self._bytes_max:
-            old, gone = self._ids.popitem(last=False)
-            self._bytes -= len(old) + len(gone)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when an invariant is broken."""
-        total = sum(len(key) + len(ids) for key, ids in self._ids.items())
-        if total != self._bytes or total > self._bytes_max:
-            raise AssertionError(f"{total} bytes are kept, not {self._bytes}")
 
 
 class LocalSource:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
-from moonpool.disagg_proxy.tokens.source import PromptCache, TextPrompt, TokenSource
+from moonpool.disagg_proxy.tokens.source import IdCache, TextPrompt, TokenSource, key_of
 
 TEXT_BYTES_MAX = 4 << 20  # of a body whose text is tokenised: about a million tokens
+KNOWN_BYTES_MAX = 64 << 20  # ids of prompts, and their digests
 ASKED_MAX = 1024  # prompts that are being tokenised; beyond it a request is routed without its prefix
 
 
@@ -24,7 +25,7 @@ class PromptIds:
         loop: asyncio.AbstractEventLoop,
         arrived: Callable[[ProxyRequest, bytes | None], None],
     ) -> None:
-        self.known = PromptCache()
+        self.known: IdCache[bytes] = IdCache(KNOWN_BYTES_MAX)
         self._source = source
         self._loop = loop
         self._arrived = arrived
@@ -36,25 +37,27 @@ class PromptIds:
         if len(request.body) > TEXT_BYTES_MAX:  # to copy and to tokenise it would hold up all others
             return None, False
         prompt = _prompt(request)
+        key = key_of(prompt)
         with self._lock:
-            ids = self.known.find(prompt)
+            ids = self.known.find(key)
         source = self._source
         if ids is not None or source is None or isinstance(source, LocalSource):
             return ids, False
         if len(self._asking) >= ASKED_MAX:
             return None, False
-        self._loop.call_soon_threadsafe(self._ask, source, request, prompt)
+        self._loop.call_soon_threadsafe(self._ask, source, request, prompt, key)
         return None, True
 
     def tokenise(self, request: ProxyRequest) -> bytes | None:
         """With the tokenizer here; None when it has none for the model. Blocks."""
         assert isinstance(self._source, LocalSource)
         prompt = _prompt(request)
+        key = key_of(prompt)
         with self._lock:
-            ids = self.known.find(prompt)
+            ids = self.known.find(key)
         if ids is None:
             ids = self._source.ids(prompt)
-            self._keep(prompt, ids)
+            self._keep(key, ids)
         return ids
 
     async def close(self) -> None:
@@ -70,20 +73,22 @@ class PromptIds:
         with self._lock:
             self.known.check_integrity()
 
-    def _ask(self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt) -> None:
-        task = self._loop.create_task(self._ids_of(source, request, prompt))
+    def _ask(self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt, key: bytes) -> None:
+        task = self._loop.create_task(self._ids_of(source, request, prompt, key))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
-    async def _ids_of(self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt) -> None:
+    async def _ids_of(
+        self, source: TokenSource, request: ProxyRequest, prompt: TextPrompt, key: bytes
+    ) -> None:
         ids = await source.ids(prompt)
-        self._keep(prompt, ids)
+        self._keep(key, ids)
         self._arrived(request, ids)
 
-    def _keep(self, prompt: TextPrompt, ids: bytes | None) -> None:
+    def _keep(self, key: bytes, ids: bytes | None) -> None:
         if ids is not None:
             with self._lock:
-                self.known.keep(prompt, ids)
+                self.known.keep(key, ids)
 
 
 def _prompt(request: ProxyRequest) -> TextPrompt:

@@ -1,11 +1,13 @@
-"""The interface of sources of token ids, and a cache of their answers."""
+"""The interface of sources of token ids, and a cache of ids."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool import _native
+
+Key = TypeVar("Key", str, bytes)
 
 
 class TextPrompt(NamedTuple):
@@ -28,19 +30,19 @@ class TokenSource(Protocol):
         """Closes connections."""
 
 
-class PromptCache:
-    """LRU cache of the ids of prompts. bytes_max: limit of ids and keys together."""
+class IdCache(Generic[Key]):
+    """LRU cache of token ids, by text or digest. bytes_max: limit of ids and keys together, a character of a
+    text being one."""
 
-    def __init__(self, bytes_max: int = 64 << 20) -> None:
+    def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._ids: OrderedDict[bytes, bytes] = OrderedDict()
+        self._ids: OrderedDict[Key, bytes] = OrderedDict()
         self.hits = 0
         self.misses = 0
 
-    def find(self, prompt: TextPrompt) -> bytes | None:
-        """The ids of a prompt; None: not cached. Counts hits and misses."""
-        key = _key(prompt)
+    def find(self, key: Key) -> bytes | None:
+        """The ids of this key; None: not cached. Counts hits and misses."""
         ids = self._ids.get(key)
         if ids is None:
             self.misses += 1
@@ -49,9 +51,8 @@ class PromptCache:
         self.hits += 1
         return ids
 
-    def keep(self, prompt: TextPrompt, ids: bytes) -> None:
-        """Caches the ids of a prompt; evicts the least recently used beyond the maximum."""
-        key = _key(prompt)
+    def keep(self, key: Key, ids: bytes) -> None:
+        """Caches the ids of this key; evicts the least recently used beyond the maximum."""
         self._drop(key)
         self._ids[key] = ids
         self._bytes += len(ids) + len(key)
@@ -64,12 +65,12 @@ class PromptCache:
         if total != self._bytes or total > self._bytes_max:
             raise AssertionError(f"{total} bytes are kept, not {self._bytes}")
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: Key) -> None:
         ids = self._ids.pop(key, None)
         if ids is not None:
             self._bytes -= len(ids) + len(key)
 
 
-def _key(prompt: TextPrompt) -> bytes:
+def key_of(prompt: TextPrompt) -> bytes:
     """A digest of 16 bytes; a collision only makes two prompts share a route."""
     return _native.key_hash(prompt.kind, prompt.model, b"", prompt.body)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from moonpool.disagg_proxy.tokens.engine_source import REST_S, EngineSource
-from moonpool.disagg_proxy.tokens.source import PromptCache, TextPrompt
+from moonpool.disagg_proxy.tokens.source import IdCache, TextPrompt, key_of
 
 CHAT = TextPrompt("chat", "m", b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":5}')
 COMPLETION = TextPrompt("completions", "m", b'{"model":"m","prompt":"hi"}')
@@ -181,10 +181,10 @@ def test_an_engine_with_an_api_key_is_told_of_once(caplog: pytest.LogCaptureFixt
 
 
 def test_known_prompts_are_bounded_and_found() -> None:
-    known = PromptCache(bytes_max=1_000)
+    known: IdCache[bytes] = IdCache(bytes_max=1_000)
     for number in range(40):
-        known.keep(TextPrompt("chat", "m", b"%d" % number), b"abcd" * 10)
+        known.keep(key_of(TextPrompt("chat", "m", b"%d" % number)), b"abcd" * 10)
         known.check_integrity()
-    assert known.find(TextPrompt("chat", "m", b"39")) == b"abcd" * 10
-    assert known.find(TextPrompt("chat", "m", b"0")) is None
-    assert known.find(TextPrompt("completions", "m", b"39")) is None
+    assert known.find(key_of(TextPrompt("chat", "m", b"39"))) == b"abcd" * 10
+    assert known.find(key_of(TextPrompt("chat", "m", b"0"))) is None
+    assert known.find(key_of(TextPrompt("completions", "m", b"39"))) is None

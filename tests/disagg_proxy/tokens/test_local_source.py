@@ -14,8 +14,8 @@ import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.tokens import local_source
-from moonpool.disagg_proxy.tokens.local_source import LocalSource, LocalTokenizer, PieceCache
-from moonpool.disagg_proxy.tokens.source import TextPrompt
+from moonpool.disagg_proxy.tokens.local_source import LocalSource, LocalTokenizer
+from moonpool.disagg_proxy.tokens.source import IdCache, TextPrompt
 
 SEED = 7
 
@@ -124,7 +124,7 @@ def test_completions_take_one_text(tokenizer: LocalTokenizer, model_folder: Path
 
 
 def test_pieces_are_bounded() -> None:
-    pieces = PieceCache(bytes_max=100)
+    pieces: IdCache[str] = IdCache(bytes_max=100)
     for number in range(50):
         pieces.keep(f"key {number}", b"x" * 10)
         pieces.check_integrity()
