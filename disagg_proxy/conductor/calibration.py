@@ -1,14 +1,11 @@
-"""How well the time to the first token is predicted: predicted against observed, of each worker and of the
-last requests."""
+"""How well the time to the first token is predicted: predicted against observed, of each worker."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
 
 RATIOS_MAX = 256  # of a worker: the errors of its last requests
-RECENT_MAX = 1024
 FEWEST = 16  # fewer say nothing
 LEAST_S = 0.001  # times below it are one
 LONGEST_S = 900.0  # of a time that can be meant; what takes longer is a clock that jumped
@@ -52,28 +49,3 @@ class Ratios:
     def noise(self) -> float:
         """Half of the predictions are wrong by less than this share of the prediction."""
         return min(max(self.quantile(0.75) - 1.0, 1.0 - self.quantile(0.25), 0.0), 1.0)
-
-
-class Compared(NamedTuple):
-    """One prediction of a request's TTFT beside the TTFT that was observed, in seconds. worker: its name."""
-
-    predicted_s: float
-    observed_s: float
-    worker: str
-
-
-class Calibration:
-    """Of all requests: the last RECENT_MAX, for the page that draws them."""
-
-    def __init__(self) -> None:
-        self._recent: deque[Compared] = deque(maxlen=RECENT_MAX)
-
-    def observe(self, ratios: Ratios, worker: str, predicted_s: float, observed_s: float) -> None:
-        """Adds one pair to the worker's ``ratios``, and to the last RECENT_MAX. Seconds that are negative or
-        beyond LONGEST_S count as refused in ``ratios`` alone."""
-        if ratios.observe(predicted_s, observed_s):
-            self._recent.append(Compared(predicted_s, observed_s, worker))
-
-    def recent(self) -> list[Compared]:
-        """The oldest first. On any thread."""
-        return list(self._recent)

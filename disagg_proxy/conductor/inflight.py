@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moonpool._native import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction
-from moonpool.disagg_proxy.conductor.calibration import Calibration
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.observer import Finished, InFlight, Observer
@@ -50,7 +49,6 @@ class InflightTracker:
         self.admission = admission
         self.workers: tuple[Worker, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
-        self.calibration = Calibration()
         self.hidden_pool = None if hears_pool else HiddenPool()
         self.nonsense = 0  # observations whose times cannot be
         self._observers: tuple[Observer, ...] = ()  # replaced whole: they leave on any thread
@@ -240,9 +238,7 @@ class InflightTracker:
             choice.computes.load.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
         if sent.sound and observation.stream and sent.asked.tokens and observation.status in (0, 200):
-            computes = choice.computes
-            took_s = first_s - sent.at_s
-            self.calibration.observe(computes.ttft_ratios, computes.name, sent.ttft_s, took_s)
+            choice.computes.ttft_ratios.observe(sent.ttft_s, first_s - sent.at_s)
         self._decodes(observation.request, sent, first_s, heard=True)
 
     def _ended(self, observation: Observation, sent: InFlight) -> None:
@@ -268,9 +264,9 @@ class InflightTracker:
                 answer_s=answer_s,
                 tokens=tokens,
             )
-        if answered and observation.status == 200:
-            self._compare(observation, sent)
         finished = Finished(observation, choice, sent.asked, sent.at_s)
+        if answered and observation.status == 200:
+            self._compare(finished)
         for each in self._observers:
             each.on_finish(finished)
         self._leave(observation.request, now_s)
@@ -294,14 +290,12 @@ class InflightTracker:
             for each in self._observers:
                 each.on_trained(worker)
 
-    def _compare(self, observation: Observation, sent: InFlight) -> None:
+    def _compare(self, finished: Finished) -> None:
         """The engine's own count of cached tokens with ours."""
-        asked = sent.asked
-        apart = sent.choice.prefill is not None
-        cached = observation.prefill_cached_tokens if apart else observation.cached_tokens
+        observation, asked, cached = finished.observation, finished.asked, finished.cached
         if not asked.tokens or observation.prompt_tokens < 0 or cached < 0:
             return
-        computes = sent.choice.computes
+        computes = finished.choice.computes
         own = asked.own_at(computes)
         same = observation.prompt_tokens == asked.tokens
         if self.hidden_pool is not None and same and self._hears(computes.place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,40 @@ class Finished(NamedTuple):
     choice: Choice
     asked: Request
     sent_s: float
+
+    @property
+    def reused(self) -> tuple[int, int]:
+        """(tokens expected in the worker's own cache, further tokens expected from the pool)"""
+        computes = self.choice.computes
+        fetched = self.asked.from_pool(computes) if self.choice.fetch else 0
+        return self.asked.own_at(computes), fetched
+
+    @property
+    def cached(self) -> int:
+        """Cached tokens by the engine's report; -1: not reported."""
+        apart = self.choice.prefill is not None
+        observation = self.observation
+        return observation.prefill_cached_tokens if apart else observation.cached_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to the first byte of the stream; NaN: not a stream."""
+        observation = self.observation
+        if not observation.stream or not observation.first_byte_s or observation.status != 200:
+            return math.nan
+        return observation.first_byte_s - observation.arrived_s
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds from arrival to sending, mostly in the queue."""
+        return max(self.sent_s - self.observation.arrived_s, 0.0)
+
+    @property
+    def predicted_s(self) -> float:
+        """The predicted TTFT, to compare with ``ttft_s``: the wait until sending plus the prediction made
+        then. NaN: the policy predicts nothing."""
+        found = self.choice.why.get("predicted_ttft_s", math.nan)
+        return self.kept_s + float(found) if isinstance(found, float | int) else math.nan
 
 
 class Observer:

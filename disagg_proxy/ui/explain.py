@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from moonpool.disagg_proxy.conductor.observer import Finished
 from moonpool.disagg_proxy.conductor.worker import Worker
-from moonpool.disagg_proxy.ui.history import FinishedRequest
 
 TOLERANCE_TOKENS = 160  # an engine's count differs by its last block and a few tokens
 KEPT_S = 0.01  # a shorter wait is no queue
@@ -22,7 +22,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def why_here(finished: FinishedRequest) -> str:
+def why_here(finished: Finished) -> str:
     """Why the request went to its engine, in one sentence."""
     why, asked = finished.choice.why, finished.asked
     reason = why.get("reason")
@@ -53,7 +53,7 @@ def why_here(finished: FinishedRequest) -> str:
     return "; ".join(parts) or "the policy did not say"
 
 
-def why_miss(finished: FinishedRequest, workers: Sequence[Worker]) -> str:
+def why_miss(finished: Finished, workers: Sequence[Worker]) -> str:
     """Why the prefix missed, in one sentence; "": it was found as far as possible. workers: present
     ones."""
     asked = finished.asked
@@ -88,7 +88,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 9.95 else f"{value:.0f} s"
 
 
-def _best_elsewhere(finished: FinishedRequest, workers: Sequence[Worker]) -> tuple[int, str]:
+def _best_elsewhere(finished: Finished, workers: Sequence[Worker]) -> tuple[int, str]:
     """(cached tokens, name) of the best other worker that is present."""
     held = finished.asked.own
     best = max(held, default=0)

@@ -6,10 +6,8 @@ loop is late, the ring drops the oldest requests, and the page shows a sample.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +15,7 @@ import numpy as np
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.observer import Finished, Observer
 from moonpool.disagg_proxy.conductor.worker import Worker
-from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Observation, Stage, read_last
+from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Stage, read_last
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 
 STEP_S = 5.0
@@ -28,50 +26,6 @@ FRESH_MAX = 4_096  # finished requests between two calls of gather()
 RECORDS_MAX = 64  # batches of records between two calls of gather()
 LAST_MAX = 200
 POINTS_MAX = 600
-
-
-class FinishedRequest(NamedTuple):
-    """A finished request: the relay's last record, the choice, the request as the policy saw it, and the time
-    at which it was sent."""
-
-    observation: Observation
-    choice: Choice
-    asked: Request
-    sent_s: float
-
-    @property
-    def reused(self) -> tuple[int, int]:
-        """(tokens expected in the worker's own cache, further tokens expected from the pool)"""
-        computes = self.choice.computes
-        fetched = self.asked.from_pool(computes) if self.choice.fetch else 0
-        return self.asked.own_at(computes), fetched
-
-    @property
-    def cached(self) -> int:
-        """Cached tokens by the engine's report; -1: not reported."""
-        apart = self.choice.prefill is not None
-        observation = self.observation
-        return observation.prefill_cached_tokens if apart else observation.cached_tokens
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from arrival to the first byte of the stream; NaN: not a stream."""
-        observation = self.observation
-        if not observation.stream or not observation.first_byte_s or observation.status != 200:
-            return math.nan
-        return observation.first_byte_s - observation.arrived_s
-
-    @property
-    def kept_s(self) -> float:
-        """Seconds from arrival to sending, mostly in the queue."""
-        return max(self.sent_s - self.observation.arrived_s, 0.0)
-
-    @property
-    def predicted_s(self) -> float:
-        """The predicted TTFT, to compare with ``ttft_s``: the wait until sending plus the prediction made
-        then. NaN: the policy predicts nothing."""
-        found = self.choice.why.get("predicted_ttft_s", math.nan)
-        return self.kept_s + float(found) if isinstance(found, float | int) else math.nan
 
 
 class TimeStep(msgspec.Struct, array_like=True):
@@ -113,7 +67,7 @@ class History(Observer, DispatchObserver):
     def __init__(self, wait_s: Callable[[], float], rejected: Callable[[], Mapping[str, int]]) -> None:
         self._records: deque[bytes] = deque(maxlen=RECORDS_MAX)
         self._fresh: deque[Finished] = deque(maxlen=FRESH_MAX)
-        self.last: deque[FinishedRequest] = deque(maxlen=LAST_MAX)
+        self.last: deque[Finished] = deque(maxlen=LAST_MAX)
         # Seconds from arrival: (predicted, observed).
         self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)
         self.steps: deque[TimeStep] = deque(maxlen=STEPS_MAX)
@@ -144,7 +98,7 @@ class History(Observer, DispatchObserver):
         while records:
             self._count(step, records.popleft(), workers)
         while fresh:
-            finished = FinishedRequest._make(fresh.popleft())
+            finished = fresh.popleft()
             self.last.append(finished)
             self._take(step, finished)
         for name in Totals.__struct_fields__:
@@ -184,19 +138,18 @@ class History(Observer, DispatchObserver):
             if decode is not None:
                 prefill = workers[each.prefill] if 0 <= each.prefill < len(workers) else None
                 sent_s = each.sent_prefill_s or each.sent_decode_s
-                self.last.append(FinishedRequest(each, Choice(decode, prefill), Request(), sent_s))
+                self.last.append(Finished(each, Choice(decode, prefill), Request(), sent_s))
 
-    def _take(self, step: TimeStep, finished: FinishedRequest) -> None:
+    def _take(self, step: TimeStep, finished: Finished) -> None:
         step.requests += 1
-        observation, choice, asked, _ = finished
-        tokens = asked.tokens
+        observation, tokens = finished.observation, finished.asked.tokens
         if tokens:
             own, pool = finished.reused
             own = min(own, tokens)
             step.tokens += tokens
             step.own += own
             step.pool += min(pool, tokens - own)
-        cached = observation.cached_tokens if choice.prefill is None else observation.prefill_cached_tokens
+        cached = finished.cached
         if cached >= 0 and observation.prompt_tokens > 0:
             step.told += observation.prompt_tokens
             step.cached += cached

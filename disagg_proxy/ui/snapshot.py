@@ -15,13 +15,14 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
+from moonpool.disagg_proxy.conductor.observer import Finished
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.stream_watch import StreamWatch
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
-from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, History, TimeStep, Totals
+from moonpool.disagg_proxy.ui.history import STEP_S, History, TimeStep, Totals
 
 KEPT_S = 1.0
 ROWS_MAX = 2_000
@@ -260,9 +261,7 @@ def _engine_row(engine: Engine | None, counts: EngineCounters, load: LoadRow, ev
     )
 
 
-def _decision_row(
-    finished: FinishedRequest, workers: Sequence[Worker], now_s: float, explains: bool
-) -> DecisionRow:
+def _decision_row(finished: Finished, workers: Sequence[Worker], now_s: float, explains: bool) -> DecisionRow:
     observation, choice = finished.observation, finished.choice
     own, pool = finished.reused
     return DecisionRow(

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from moonpool._native import PrefillModel
-from moonpool.disagg_proxy.conductor.calibration import FEWEST, RECENT_MAX, Calibration, Ratios
+from moonpool.disagg_proxy.conductor.calibration import FEWEST, Ratios
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.inflight import FORGOTTEN_S, InflightTracker
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
 
@@ -43,17 +43,6 @@ def test_quantiles_follow_an_engine_that_changes() -> None:
     for _ in range(300):
         ratios.observe(1.0, 3.0)
     assert ratios.quantile(0.5) == 3.0
-
-
-def test_the_last_ones_are_kept_and_no_more() -> None:
-    calibration, ratios = Calibration(), Ratios()
-    for number in range(RECENT_MAX + 10):
-        calibration.observe(ratios, "e", 1.0, 1.0 + number)
-    calibration.observe(ratios, "e", 1.0, math.nan)
-    recent = calibration.recent()
-    assert len(recent) <= RECENT_MAX
-    assert recent[-1].worker == "e"
-    assert ratios.refused > 0
 
 
 @pytest.mark.parametrize("bad", NONSENSE)
@@ -125,7 +114,10 @@ def test_times_that_cannot_be_leave_books_and_models_as_they_were(bad: float) ->
     assert engine.prefill_model.predict(4_000) == pytest.approx(before_s, rel=0.05)
     assert engine.decode_model.predict(1, 4_000) == pytest.approx(gap_s, rel=0.05)
     assert engine.ttft_ratios.quantile(0.9) < 1.2
-    assert all(each.observed_s <= FORGOTTEN_S for each in tracker.calibration.recent())
+    assert (engine.ttft_ratios.observed, engine.ttft_ratios.refused) == (
+        60,
+        0,
+    )  # those whose first token can be
     tracker.on_dispatch(9_999, Choice(engine), Request(tokens=4_000), streams=True, now_s=now_s)
     assert engine.load.wait_s(now_s) == pytest.approx(before_s, rel=0.05)
 
@@ -139,11 +131,8 @@ def test_first_tokens_are_compared_with_what_was_predicted_for_them() -> None:
         seen = BLANK._replace(request=number, first_byte_s=start_s + 2.0)
         tracker.observe(seen._replace(stage=Stage.BEGUN))
         tracker.observe(seen._replace(last_byte_s=start_s + 5.0, completion_tokens=31))
-    recent = tracker.calibration.recent()
-    assert len(recent) == 50
-    assert {each.worker for each in recent} == {"e"}
-    assert recent[0].observed_s == 2.0 > recent[0].predicted_s  # the prior was of a faster engine
-    assert recent[-1].predicted_s == pytest.approx(2.0, rel=0.1)
+    assert engine.ttft_ratios.observed == 50
+    assert engine.ttft_ratios.quantile(1.0) > 2.0  # of the first ones: the prior was of a faster engine
     assert engine.ttft_ratios.quantile(0.5) == pytest.approx(1.0, rel=0.1)
 
 
@@ -153,4 +142,4 @@ def test_a_prompt_of_unknown_length_teaches_nothing() -> None:
     tracker.on_dispatch(1, Choice(engine), Request(), streams=True, now_s=0.0)
     tracker.observe(BLANK._replace(request=1, first_byte_s=2.0, stage=Stage.BEGUN))
     assert engine.prefill_model.regression.samples == 0
-    assert tracker.calibration.recent() == []
+    assert engine.ttft_ratios.observed == 0

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.observer import Finished
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
-from moonpool.disagg_proxy.ui.history import STEP_S, FinishedRequest, TimeStep
+from moonpool.disagg_proxy.ui.history import STEP_S, TimeStep
 from moonpool.disagg_proxy.ui.snapshot import DecisionRow, EngineSnapshot, ProxyGroup, Snapshot
 
 INSTANCES = tuple(Worker(place, f"p{place}") for place in range(3))
@@ -25,7 +26,7 @@ def finished(
     fetch: bool = True,
     sent_s: float = 10.0,
     **observed: Any,
-) -> FinishedRequest:
+) -> Finished:
     """Of a stream that arrived at 10 s and had its first token at 10.5 s."""
     values = dict.fromkeys(Observation._fields, 0)
     values |= {"arrived_s": 10.0, "first_byte_s": 10.5, "last_byte_s": 12.0, "stream": 1, "status": 200}
@@ -33,7 +34,7 @@ def finished(
     values |= {"trace_id": bytes(16), "parent_id": bytes(8), "span_id": bytes(8), **observed}
     asks = None if prefill is None else INSTANCES[prefill]
     choice = Choice(INSTANCES[at], asks, 0.1, {} if why is None else why, fetch)
-    return FinishedRequest(Observation(**values), choice, Request(tokens, own, pool), sent_s)
+    return Finished(Observation(**values), choice, Request(tokens, own, pool), sent_s)
 
 
 def page(engines: int, **other: Any) -> dict[str, Any]:
