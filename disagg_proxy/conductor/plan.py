@@ -16,7 +16,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 class Plan(NamedTuple):
     """engine: the place of the engine that answers.
 
-    prefill:         the place of the engine that computes the prompt before, or None.
+    prefill:         the place of the engine that computes the prompt before, or None: engine does both.
     prefill_params:  None: prefill is asked first, and the kv_transfer_params of its answer go to engine.
                      Otherwise both are asked at once, with these kv_transfer_params (JSON)
     engine_params:   and these. None: prefill is asked first, with prefill_params as its disaggregated_params,
@@ -71,56 +71,35 @@ def refused(status: int, sentence: str, reason: str) -> Answer:
     return Answer(status, error_body(status, sentence, reason), reason=reason)
 
 
-def single(engine: int, *, headers: Headers = (), tracked: bool = False) -> Plan:
-    """One engine answers. (Without headers and tracked its place alone says the same.)"""
-    return Plan(engine, headers=headers, tracked=tracked)
-
-
-def two_step(prefill: int, decode: int, *, headers: Headers = (), tracked: bool = False) -> Plan:
-    """prefill computes the prompt for one token; what it says about its blocks is handed to decode."""
-    return Plan(decode, prefill, headers=headers, tracked=tracked)
-
-
 def concurrent(
     prefill: int,
     decode: int,
-    prefill_params: bytes,
-    decode_params: bytes,
+    to_prefill: bytes,
+    to_decode: bytes,
     *,
-    headers: Headers = (),
     tracked: bool = False,
     prefill_headers: Headers = (),
 ) -> Plan:
     """Both at once; each gets its kv_transfer_params."""
-    return Plan(decode, prefill, prefill_params, decode_params, headers, tracked, prefill_headers)
+    return Plan(decode, prefill, to_prefill, to_decode, (), tracked, prefill_headers)
 
 
-def context_first(
-    prefill: int, decode: int, params: bytes, *, headers: Headers = (), tracked: bool = False
-) -> Plan:
+def context_first(prefill: int, decode: int, params: bytes, *, tracked: bool) -> Plan:
     """prefill computes the prompt; the disaggregated_params of its answer are handed to decode."""
-    return Plan(decode, prefill, params, None, headers, tracked)
+    return Plan(decode, prefill, params, tracked=tracked)
 
 
 def generation_first(
-    prefill: int,
-    decode: int,
-    prefill_params: bytes,
-    decode_params: bytes,
-    *,
-    headers: Headers = (),
-    tracked: bool = False,
+    prefill: int, decode: int, to_prefill: bytes, to_decode: bytes, *, tracked: bool
 ) -> Plan:
     """Both at once; each gets its disaggregated_params."""
-    members = ((b"disaggregated_params", decode_params),)
-    return Plan(decode, prefill, prefill_params, None, headers, tracked, (), members)
+    members = ((b"disaggregated_params", to_decode),)
+    return Plan(decode, prefill, to_prefill, tracked=tracked, members=members)
 
 
-def one_shot(
-    prefill: int, decode: int, members: Headers, *, headers: Headers = (), tracked: bool = False
-) -> Plan:
+def one_shot(prefill: int, decode: int, members: Headers, *, tracked: bool) -> Plan:
     """Both at once, with the same body."""
-    return Plan(decode, prefill, headers=headers, tracked=tracked, members=members)
+    return Plan(decode, prefill, tracked=tracked, members=members)
 
 
 Decision = int | Plan | Answer | None

@@ -36,6 +36,9 @@ class Role(Enum):
     DECODE = "decode"
 
 
+_PREFILL = Role.PREFILL  # an enum's members are slow to look up
+
+
 class Worker(WorkerView):
     """What policies weigh is in C++ (``WorkerView``), where a thousand workers can be weighed at once.
 
@@ -161,6 +164,6 @@ class Worker(WorkerView):
             getattr(self, name).regression.check_integrity()
 
 
-def answering(workers: Sequence[Worker]) -> Sequence[Worker]:
-    """Those that decode; all, where none does."""
-    return [each for each in workers if each.role is not Role.PREFILL] or workers
+def answering(workers: Sequence[Worker]) -> list[Worker]:
+    """Those that decode; where none does all, for a prefill worker can, too."""
+    return [each for each in workers if each.role is not _PREFILL] or list(workers)

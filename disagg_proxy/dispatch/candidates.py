@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.scheduler import EligibleWorkers
-from moonpool.disagg_proxy.conductor.worker import Role, Worker
+from moonpool.disagg_proxy.conductor.worker import Role, Worker, answering
 from moonpool.disagg_proxy.engines.engine import Engine
 
 GENERATES = frozenset(("chat", "completions", "generate"))
@@ -77,7 +77,7 @@ class Candidates:
                 known.clear()
             at = self.worker_at
             workers = tuple(each for place in places if (each := at[place]) is not None)
-            whole = tuple(each for each in workers if each.role is not Role.PREFILL) or workers
+            whole = tuple(answering(workers))
             found = known[places] = (EligibleWorkers.of(workers), EligibleWorkers.of(whole))
         return found[0] if request.kind in GENERATES else found[1]
 

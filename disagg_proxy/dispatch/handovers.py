@@ -33,8 +33,8 @@ from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observat
 from moonpool.disagg_proxy.engines.bootstrap import parameters
 from moonpool.disagg_proxy.engines.bootstrap_trust import wait_of
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.engines.sglang import BootstrapRoomIds
-from moonpool.disagg_proxy.engines.tensorrt_llm import TransferIds, to_context, to_generation
+from moonpool.disagg_proxy.engines.sglang import room_ids
+from moonpool.disagg_proxy.engines.tensorrt_llm import to_context, to_generation, transfer_ids
 
 RANK_HEADER = b"X-data-parallel-rank"
 UNTAKEN_TOKENS_MIN = 256  # a shorter prompt may have no whole block
@@ -63,9 +63,9 @@ class Handovers:
         self.engines = engines
         self.stats: dict[HandoverForm, FormStats] = {form: FormStats() for form in _FORMS if form}
         self._instance = instance or os.urandom(8).hex()
-        self._rooms = BootstrapRoomIds()
+        self._rooms = room_ids()
         self._tensorrt_llm = handover in _TENSORRT_LLM
-        self._numbers = TransferIds()
+        self._numbers = transfer_ids()
 
     def plan(
         self, decode: int, prefill: int, request: ProxyRequest, tracked: bool
@@ -101,7 +101,7 @@ class Handovers:
             return Plan(decode, tracked=tracked), HandoverForm.NOT
         prefill_engine = self.engines[prefill]
         assert prefill_engine is not None
-        number, context = self._numbers.take(), prefill_engine.context
+        number, context = next(self._numbers), prefill_engine.context
         to_prefill = to_context(number, generation_first=context is not None)
         if context is None:
             return context_first(prefill, decode, to_prefill, tracked=tracked), HandoverForm.CONTEXT_FIRST

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -46,17 +46,11 @@ def read_server_info(body: bytes) -> ServerInfo | None:
     return info if port is None or 0 < port < 65536 else None
 
 
-class BootstrapRoomIds:
+def room_ids() -> Iterator[int]:
     """Unique bootstrap rooms: consecutive numbers from a random start, so that they practically never collide
     with another proxy's. Consecutive, because SGLang may choose the data-parallel rank by the room. Thread
     safe."""
-
-    def __init__(self, first: int | None = None) -> None:
-        self._numbers = itertools.count(secrets.randbelow(FIRST_ROOMS) if first is None else first)
-
-    def take(self) -> int:
-        """The next room."""
-        return next(self._numbers)
+    return itertools.count(secrets.randbelow(FIRST_ROOMS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +60,16 @@ class BootstrapAddress:
     host: str
     port: int
 
-    def members(self, rooms: BootstrapRoomIds, prompts: int | None) -> tuple[tuple[bytes, bytes], ...]:
+    def members(self, rooms: Iterator[int], prompts: int | None) -> tuple[tuple[bytes, bytes], ...]:
         """The members of the request for both engines, as JSON. prompts: their number; None: not a list."""
         host = b'"%b"' % (f"[{self.host}]" if ":" in self.host else self.host).encode()
         if prompts is None:
-            values = (host, b"%d" % self.port, b"%d" % rooms.take())
+            values = (host, b"%d" % self.port, b"%d" % next(rooms))
         else:
             values = (
                 _array([host] * prompts),
                 _array([b"%d" % self.port] * prompts),
-                _array([b"%d" % rooms.take() for _ in range(prompts)]),
+                _array([b"%d" % next(rooms) for _ in range(prompts)]),
             )
         return tuple(zip(_NAMES, values, strict=True))
 

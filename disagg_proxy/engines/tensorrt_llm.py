@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 PAGE = "/server_info"
-MEMBER = "disaggregated_params"
 FIRST_NUMBERS = 1 << 62  # smaller ids than 2^42 are a server's own
 _MEETS_BY = ("ctx_info_endpoint", "encoded_opaque_state")  # one of them is needed to reach the server
 _OURS = ("request_type", "ctx_request_id", "disagg_request_id", "schedule_style", "conversation_id")
@@ -47,16 +47,10 @@ def read_server_info(body: bytes) -> bytes | None:
     return msgspec.json.encode(members)[1:-1]
 
 
-class TransferIds:
+def transfer_ids() -> Iterator[int]:
     """Unique ids of hand-overs: consecutive numbers from a random start, so that they practically never
     collide with another proxy's. Thread safe."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(FIRST_NUMBERS + secrets.randbelow(FIRST_NUMBERS >> 1))
-
-    def take(self) -> int:
-        """The next id."""
-        return next(self._numbers)
+    return itertools.count(FIRST_NUMBERS + secrets.randbelow(FIRST_NUMBERS >> 1))
 
 
 def to_context(number: int, *, generation_first: bool) -> bytes:

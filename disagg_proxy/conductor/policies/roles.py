@@ -17,7 +17,7 @@ from typing import NamedTuple
 from moonpool._native import Candidates
 from moonpool.disagg_proxy.conductor.arrival_rate import marginal_delay
 from moonpool.disagg_proxy.conductor.choice import Request
-from moonpool.disagg_proxy.conductor.worker import Role, Worker
+from moonpool.disagg_proxy.conductor.worker import Role, Worker, answering
 
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 _BOTH = Role.BOTH
@@ -26,11 +26,6 @@ _place = attrgetter("place")
 DELAY_EVERY_S = 1.0  # it is an average over a minute
 KNOWN_MAX = 16  # tuples of workers: of each model and kind of request one is in use
 SPLIT_TOKENS_MIN = 256  # a shorter rest is computed where it is decoded
-
-
-def decoders(workers: Sequence[Worker]) -> list[Worker]:
-    """Those that answer; when there is none, the prefill engines, which can do it, too."""
-    return [worker for worker in workers if worker.role is not _PREFILL] or list(workers)
 
 
 class Group(tuple[Worker, ...]):
@@ -73,13 +68,13 @@ class Groups(NamedTuple):
         """Sorts the workers by what they may do, in one pass for each group. Where none can serve a request,
         all workers stand in, so that the engine's refusal says why."""
         prefill = [each for each in workers if each.role is _PREFILL]
-        answering = decoders(workers)
+        answers = answering(workers)
         kinds = {each.self_sufficient for each in prefill}
-        alone = [each for each in answering if each.self_sufficient]
-        able = [each for each in answering if each.self_sufficient or each.role is not _PREFILL]
+        alone = [each for each in answers if each.self_sufficient]
+        able = [each for each in answers if each.self_sufficient or each.role is not _PREFILL]
         paired = [each for each in able if each.self_sufficient in kinds]
         if not alone and not paired:  # none can serve it: the chosen one says why
-            alone, paired = answering, answering if prefill else []
+            alone, paired = answers, answers if prefill else []
         places = frozenset(each.place for each in paired)
         whole = [each for each in alone if each.role is _BOTH or each.place not in places]
         decoding = [

@@ -93,8 +93,8 @@ class DynamoCost(Scored):
     """
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
-        """In blocks of DYNAMO_BLOCK_TOKENS tokens. A token in the pool counts DYNAMO_POOL_CREDIT of one in the
-        worker's own cache."""
+        """In blocks of DYNAMO_BLOCK_TOKENS tokens. A token in the pool counts DYNAMO_POOL_CREDIT of one in
+        the worker's own cache."""
         load = worker.load
         held = request.own_at(worker) + DYNAMO_POOL_CREDIT * request.from_pool(worker)
         prefill = max(load.prefill_rest_tokens + request.tokens - held, 0.0)

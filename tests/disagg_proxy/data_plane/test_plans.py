@@ -13,7 +13,7 @@ import pytest
 from moonpool._native import ProxyRequest
 from moonpool.core.config.proxy_section import Deadlines, Limits
 from moonpool.disagg_proxy import server
-from moonpool.disagg_proxy.conductor.plan import Answer, Decision, concurrent, single, two_step
+from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, concurrent
 from moonpool.disagg_proxy.data_plane.observations import read
 from tests.disagg_proxy.data_plane.plans_bed import BODY, CHAT, GIVEN, pd_bed, prefill, stream
 from tests.disagg_proxy.harness import (
@@ -219,7 +219,7 @@ async def test_many_failed_prefills_end_in_a_recompute() -> None:
 @with_deadline
 async def test_a_record_tells_of_the_last_attempt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_OBSERVE_EVERY_S", 1e6)  # the records are for the test
-    plans = (two_step(0, 1), single(3))
+    plans = (Plan(1, 0), Plan(3))
     for failing, behave in ((1, cut), (0, status(503))):  # after a prefill that went well, and at it
         async with pd_bed("pdpd", decide=lambda request: plans[request.attempt]) as b:
             b.engines[failing].behave = behave
@@ -344,7 +344,7 @@ async def test_the_client_leaves_while_the_policy_thinks() -> None:
         await until(lambda: len(asked) == 1)
         client.leave()
         await until(lambda: asked[0].gone)
-        b.proxy.relay.resume(asked[0], two_step(0, 1))  # too late: nobody is asked
+        b.proxy.relay.resume(asked[0], Plan(1, 0))  # too late: nobody is asked
         assert (await b.ask("GET", "/health")).status == 200
         assert not b.engines[0].seen
         assert bytes(asked[0].body) == BODY  # still its own
@@ -355,8 +355,8 @@ async def test_a_decision_that_comes_later_and_what_it_may_be() -> None:
     asked = []
     async with pd_bed(decide=lambda request: asked.append(request)) as b:
         for decision, body in (
-            (two_step(0, 1), b"data: a\n\ndata: b\n\n"),
-            (single(0), b'{"id":"x","kv_transfer_params":%b,"choices":[]}' % GIVEN),
+            (Plan(1, 0), b"data: a\n\ndata: b\n\n"),
+            (Plan(0), b'{"id":"x","kv_transfer_params":%b,"choices":[]}' % GIVEN),
             (1, b"data: a\n\ndata: b\n\n"),
             (Answer(429, b"slow down", b"text/plain", ((b"Retry-After", b"3"),), "shed"), b"slow down"),
         ):
@@ -399,7 +399,7 @@ async def test_what_a_policy_sees() -> None:
                 bytes(r.body),
             )  # type: ignore[attr-defined]
         )
-        return single(0, headers=((b"X-Moonpool-Decision", b"because"),), tracked=True)
+        return Plan(0, headers=((b"X-Moonpool-Decision", b"because"),), tracked=True)
 
     async with bed(2, decide=decide) as b:
         body = '{"model":"å","max_tokens":4,"stream":true,"prompt":[1,2,65536]}'.encode()
@@ -430,7 +430,7 @@ async def test_what_a_policy_sees() -> None:
 
 
 @with_deadline
-@pytest.mark.parametrize("wrong", [7, -1, "x", (1, 2), two_step(0, 0), Answer(99, b"")])
+@pytest.mark.parametrize("wrong", [7, -1, "x", (1, 2), Plan(0, 0), Answer(99, b"")])
 async def test_a_policy_that_breaks_stops_nobody(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.unraisablehook", lambda *args: None)
     async with bed(2, decide=lambda request: wrong) as b:
@@ -447,7 +447,7 @@ async def test_both_at_once() -> None:
         await stream(exchange)
 
     plan = concurrent(0, 1, b'{"p":1}', b'{"d":1}')
-    async with pd_bed(decide=lambda request: plan if request.attempt == 0 else single(1)) as b:
+    async with pd_bed(decide=lambda request: plan if request.attempt == 0 else Plan(1)) as b:
         b.engines[1].behave = waits
         client = await b.client()
         await client.request("POST", CHAT, BODY)
@@ -484,7 +484,7 @@ async def test_a_head_without_a_body_binds_nobody(fails: Behaviour) -> None:
         await fails(exchange)
 
     def decide(request: ProxyRequest) -> Decision:
-        return concurrent(0, 1, b'{"p":1}', b'{"d":1}') if request.attempt == 0 else two_step(2, 1)
+        return concurrent(0, 1, b'{"p":1}', b'{"d":1}') if request.attempt == 0 else Plan(1, 2)
 
     async with pd_bed("pdp", decide=decide) as b:
         b.engines[0].behave = fails_late

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moonpool.core.config.proxy_section import HealthChecks
-from moonpool.disagg_proxy.engines.tensorrt_llm import TransferIds, read_server_info
+from moonpool.disagg_proxy.engines.tensorrt_llm import read_server_info, transfer_ids
 from tests.disagg_proxy.harness import Answer, Bed, Exchange, MockEngine, bed, until, with_deadline
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -253,7 +253,7 @@ def test_a_page_that_is_none() -> None:
 
 
 def test_numbers_are_no_servers_own() -> None:
-    first, second = TransferIds(), TransferIds()
-    taken = [numbers.take() for numbers in (first, second) for _ in range(1_000)]
+    first, second = transfer_ids(), transfer_ids()
+    taken = [next(numbers) for numbers in (first, second) for _ in range(1_000)]
     assert len(set(taken)) == 2_000
     assert all(1 << 42 <= number < 1 << 63 for number in taken)

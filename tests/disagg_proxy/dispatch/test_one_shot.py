@@ -14,7 +14,7 @@ from moonpool.core.config.proxy_section import BreakerLimits, Deadlines, Limits
 from moonpool.disagg_proxy.engines.sglang import (
     PROMPTS_MAX,
     BootstrapAddress,
-    BootstrapRoomIds,
+    room_ids,
 )
 from moonpool.disagg_proxy.settings import Internals
 from tests.disagg_proxy.dispatch.one_shot_bed import (
@@ -129,12 +129,12 @@ async def test_a_batch_without_end_is_refused() -> None:
 
 
 def test_rooms_are_never_used_again() -> None:
-    bootstrap_server, rooms = BootstrapAddress("::1", 9000), BootstrapRoomIds()
+    bootstrap_server, rooms = BootstrapAddress("::1", 9000), room_ids()
     seen = [json.loads(dict(bootstrap_server.members(rooms, None))[b"bootstrap_room"]) for _ in range(1000)]
     seen += json.loads(dict(bootstrap_server.members(rooms, 1000))[b"bootstrap_room"])
     assert len(set(seen)) == 2000
     assert all(0 <= room < 1 << 63 for room in seen)
-    assert seen[0] != BootstrapRoomIds().take()
+    assert seen[0] != next(room_ids())
     assert dict(bootstrap_server.members(rooms, 0))[b"bootstrap_host"] == b"[]"
     assert dict(bootstrap_server.members(rooms, None))[b"bootstrap_host"] == b'"[::1]"'
 

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.conductor.plan import single
+from moonpool.disagg_proxy.conductor.plan import Plan
 from moonpool.disagg_proxy.data_plane.observations import RECORD, Observation, Stage
 from moonpool.disagg_proxy.endpoints.relay_metrics import exposition
 from moonpool.disagg_proxy.tracing import recorder as recorder_module
@@ -157,7 +157,7 @@ async def test_without_a_collector_requests_go_on() -> None:
 
 @with_deadline
 async def test_nothing_is_made_when_nobody_wants_it() -> None:
-    async with pd_bed("b", decide=lambda request: single(0)) as b:
+    async with pd_bed("b", decide=lambda request: Plan(0)) as b:
         assert b.proxy._recorder is None
         assert not any(isinstance(each, Recorder) for each in b.proxy._dispatcher._observers)
         sent = f"00-{TRACE}-{CLIENT}-01"
