@@ -3,14 +3,12 @@ variable, as JSON; its ``server_url``, where the version has it, names the node.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from moonpool.connectors.options import PoolOptions
-from moonpool.core.config import paths
+from moonpool.connectors.options import PoolOptions, optional_text, refuse_unknown, text, wrong
 from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError
 
@@ -41,33 +39,21 @@ class Settings(PoolOptions):
     def read(cls, environment: Mapping[str, str], server_url: str | None = None) -> Settings:
         """Raises ConfigError for text that is no JSON object, an unknown key (naming the nearest) and a value
         of the wrong type."""
-        text = environment.get(VARIABLE, "") or "{}"
         try:
-            given = json.loads(text)
+            given = json.loads(environment.get(VARIABLE, "") or "{}")
         except ValueError as error:
             raise _wrong(VARIABLE, f"is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise _wrong(VARIABLE, "must be a JSON object")
         # Where blocks are comes first, as in the documentation.
         known = [field.name for field in sorted(fields(cls), key=lambda field: field.name == "require_pool")]
-        for key in given:
-            if key in ("token", "cluster_token"):
-                raise _wrong(
-                    key, f"{key} is not an option; set {paths.TOKEN_FILE_VARIABLE} in the environment"
-                )
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                raise _wrong(
-                    key,
-                    f"the key {key!r} is not known; "
-                    + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"),
-                )
+        refuse_unknown(VARIABLE, given, known)
         if server_url and given.get("node") is None:
             given["node"] = server_url.removeprefix("moonpool://")
         return cls(
-            node=None if given.get("node") is None else _text(given, "node", ""),
-            tenant=_text(given, "tenant", "default"),
-            namespace=_text(given, "namespace", "default"),
+            node=optional_text(VARIABLE, "node", given.get("node")),
+            tenant=text(VARIABLE, "tenant", given.get("tenant", "default")),
+            namespace=text(VARIABLE, "namespace", given.get("namespace", "default")),
             require_pool=_flag(given, "require_pool"),
             save_decode=_flag(given, "save_decode"),
             staging=_size(given, "staging", STAGING_BYTES, at_least=1),
@@ -75,18 +61,11 @@ class Settings(PoolOptions):
         )
 
 
-def _text(given: Mapping[str, Any], key: str, default: str) -> str:
-    value = given.get(key, default)
-    if isinstance(value, str) and value:
-        return value
-    raise _wrong(key, f"{key} must be a non-empty text, not {value!r}")
-
-
 def _flag(given: Mapping[str, Any], key: str) -> bool:
     value = given.get(key, False)
     if isinstance(value, bool):
         return value
-    raise _wrong(key, f"{key} must be true or false, not {value!r}")
+    raise wrong(VARIABLE, key, f"must be true or false, not {value!r}")
 
 
 def _size(given: Mapping[str, Any], key: str, default: int, *, at_least: int) -> int:
@@ -95,7 +74,7 @@ def _size(given: Mapping[str, Any], key: str, default: int, *, at_least: int) ->
         value = parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
         return value
-    raise _wrong(key, f"{key} must be a size such as '512MiB', not {value!r}")
+    raise wrong(VARIABLE, key, f"must be a size such as '512MiB', not {value!r}")
 
 
 def _wrong(key: str, sentence: str) -> ConfigError:

@@ -32,7 +32,7 @@ def test_options() -> None:
         ("{", "not JSON"),
         ("[]", "must be a JSON object"),
         ('{"nod": "a"}', "did you mean 'node'"),
-        ('{"zzz": 1}', "there are node, tenant"),
+        ('{"zzz": 1}', "the options are node, tenant"),
         ('{"token": "a"}', "MOONPOOL_CLUSTER_TOKEN_FILE"),
         ('{"node": ""}', "non-empty"),
         ('{"require_pool": 1}', "true or false"),
