@@ -116,7 +116,9 @@ class Base:
             return [int(code_of(error, operation))] * n
 
     def _each(self, operation: str, act: Any, *columns: Sequence[Any]) -> list[int]:
-        """The code of ``act`` for each row of the columns."""
+        """The code of ``act`` for each row of the columns; INVALID_PARAMS for all of different lengths."""
+        if len({len(column) for column in columns}) > 1:
+            return [int(Code.INVALID_PARAMS)] * len(columns[0])
         return [self._code(operation, partial(act, *row)) for row in zip(*columns, strict=True)]
 
     def _range(self, address: int, size: int, *, writable: bool = False) -> tuple[int, int]:

@@ -98,13 +98,8 @@ class Parallel(Tensors):
         writer_partition: Any = None,
     ) -> int:
         """As put_tensor_with_parallelism, from a tensor with its header in registered memory."""
-        return self.batch_put_tensor_with_parallelism_from(
-            [key],
-            [buffer_ptr],
-            [size],
-            None if parallelism is None else [parallelism],
-            config,
-            None if writer_partition is None else [writer_partition],
+        return self._put_from_memory(
+            [key], [buffer_ptr], [size], [parallelism], config, [writer_partition], replace=False
         )[0]
 
     def batch_put_tensor_with_parallelism_from(
@@ -131,13 +126,8 @@ class Parallel(Tensors):
         writer_partition: Any = None,
     ) -> int:
         """As put_tensor_with_parallelism_from; replaces an object."""
-        return self.batch_upsert_tensor_with_parallelism_from(
-            [key],
-            [buffer_ptr],
-            [size],
-            None if parallelism is None else [parallelism],
-            config,
-            None if writer_partition is None else [writer_partition],
+        return self._put_from_memory(
+            [key], [buffer_ptr], [size], [parallelism], config, [writer_partition], replace=True
         )[0]
 
     def batch_upsert_tensor_with_parallelism_from(
@@ -274,7 +264,7 @@ class Parallel(Tensors):
         self,
         keys: Sequence[str],
         tensors: Sequence[Tensor],
-        parallelisms: Sequence[TensorParallelism] | None,
+        parallelisms: Sequence[TensorParallelism | None] | None,
         config: ReplicateConfig,
         partitions: Any,
         *,
@@ -290,7 +280,7 @@ class Parallel(Tensors):
         keys: Sequence[str],
         pointers: Sequence[int],
         sizes: Sequence[int],
-        parallelisms: Sequence[TensorParallelism] | None,
+        parallelisms: Sequence[TensorParallelism | None] | None,
         config: ReplicateConfig,
         partitions: Any,
         *,
@@ -307,7 +297,7 @@ class Parallel(Tensors):
         operation: str,
         put: Any,
         columns: list[Sequence[Any]],
-        parallelisms: Sequence[TensorParallelism] | None,
+        parallelisms: Sequence[TensorParallelism | None] | None,
         config: ReplicateConfig,
         partitions: Any,
         *,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,10 +119,7 @@ class Parts(Objects):
         """Copies ranges of objects of a session: ``sizes`` bytes from each ``src_offset`` into each buffer.
         Returns the bytes of each key together. A range outside of its object copies nothing of that key."""
         operation = "batch_get_into_multi_buffer_ranges"
-        rows = list(zip(keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=False))
-        if not len(rows) == len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
-            return [int(Code.INVALID_PARAMS)] * len(keys)
-        return [self._code(operation, partial(self._read_ranges, *row)) for row in rows]
+        return self._each(operation, self._read_ranges, keys, all_buffer_ptrs, all_sizes, all_src_offsets)
 
     def _read_ranges(self, key: str, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
         self._open()
@@ -216,8 +212,6 @@ class Parts(Objects):
         all_dst_offsets: list[list[int]],
     ) -> list[int]:
         """Into objects of a session: bytes that were taken, or a code."""
-        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_dst_offsets):
-            return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def gather(key: str, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
             self._open()

@@ -154,8 +154,6 @@ class Tensors(Objects):
             )  # of a buffer that may be larger
             return self._put(operation, [key], [(address, used)], DEFAULT, replace=replace)[0]
 
-        if not len(keys) == len(pointers) == len(sizes):
-            return [int(Code.INVALID_PARAMS)] * len(keys)
         return self._each(operation, one, keys, pointers, sizes)
 
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
@@ -294,8 +292,6 @@ class Tensors(Objects):
         split_dim: int = 0,
     ) -> list[int]:
         """As put_tensor_with_tp_from, for many keys. One code per key."""
-        if not len(base_keys) == len(buffer_ptrs) == len(sizes):
-            return [int(Code.INVALID_PARAMS)] * len(base_keys)
 
         def one(key: str, pointer: int, size: int) -> int:
             tensor = tensor_over(memory_at(*self._range(pointer, size)))
@@ -344,8 +340,6 @@ class Tensors(Objects):
     ) -> list[int]:
         if tp_size == 1:
             return self._put_tensors(operation, keys, tensors, config)
-        if len(keys) != len(tensors):
-            return [int(Code.INVALID_PARAMS)] * len(keys)
 
         def one(key: str, tensor: Tensor) -> int:
             shards = equal_parts(tensor, tp_size, split_dim)
