@@ -15,35 +15,8 @@ from typing import TYPE_CHECKING, Any
 from moonpool.connectors.sglang import updates
 
 if TYPE_CHECKING:
-
-    class Storage:
-        """See standins.HiCacheStorage."""
-
-        def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-            """Keeps the host pool."""
-
-    class PoolTransferResult:
-        """Hits of a v2 lookup, in pages."""
-
-        kv_hit_pages: int
-        extra_pool_hit_pages: dict[str, int]
-        restorable_prefix_pages: list[int] | None
-
-        def __init__(self, **fields: Any) -> None: ...
-
-    class PoolName:
-        """The names of host pools."""
-
-        KV: str
-
-    class StorageMetrics:
-        """What was moved since the last call: pages and GB/s of each call."""
-
-        prefetch_pgs: list[int]
-        backup_pgs: list[int]
-        prefetch_bandwidth: list[float]
-        backup_bandwidth: list[float]
-
+    from moonpool.connectors.sglang import standins as hicache_storage
+    from moonpool.connectors.sglang import standins as metrics_collector
 else:
     try:
         from sglang.srt.mem_cache import hicache_storage
@@ -53,16 +26,21 @@ else:
             raise
         from moonpool.connectors.sglang import standins as hicache_storage
         from moonpool.connectors.sglang import standins as metrics_collector
-    PoolName = hicache_storage.PoolName
-    PoolTransferResult = hicache_storage.PoolTransferResult
-    Storage = hicache_storage.HiCacheStorage
-    StorageMetrics = metrics_collector.StorageMetrics
+
+PoolName = hicache_storage.PoolName
+PoolTransferResult = hicache_storage.PoolTransferResult
+Storage = hicache_storage.HiCacheStorage
+StorageMetrics = metrics_collector.StorageMetrics
 
 
 def transfer_result(pages: int, hits: dict[Any, int], lengths: set[int]) -> PoolTransferResult:
     """What batch_exists_v2 returns. ``lengths``: all that can be restored, which 0.5.18 does not ask for."""
-    known = {"kv_hit_pages": pages, "extra_pool_hit_pages": hits, "restorable_prefix_pages": sorted(lengths)}
-    names = {field.name for field in dataclasses.fields(PoolTransferResult)}  # type: ignore[arg-type]
+    known: dict[str, Any] = {
+        "kv_hit_pages": pages,
+        "extra_pool_hit_pages": hits,
+        "restorable_prefix_pages": sorted(lengths),
+    }
+    names = {field.name for field in dataclasses.fields(PoolTransferResult)}
     return PoolTransferResult(**{name: value for name, value in known.items() if name in names})
 
 

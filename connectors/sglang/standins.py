@@ -1,4 +1,4 @@
-"""Empty base classes, under SGLang's names, for processes without SGLang: unit tests of the backend."""
+"""Base classes, under SGLang's names, for processes without SGLang: type checks, tests of the backend."""
 
 from __future__ import annotations
 

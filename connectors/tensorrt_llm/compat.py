@@ -33,23 +33,7 @@ _MORE_THAN_TOKENS = (
 NO_PAGE = -1  # BAD_PAGE_INDEX: the block has no page in that layer group
 
 if TYPE_CHECKING:
-
-    class Worker:
-        """The base class of TensorRT-LLM's connector workers."""
-
-        _metadata: object
-
-        def __init__(self, llm_args: Any) -> None:
-            self._llm_args = llm_args
-
-        def get_connector_meta(self) -> object:
-            """The step's plan."""
-
-    class Scheduler:
-        """The base class of TensorRT-LLM's connector schedulers."""
-
-        def __init__(self, llm_args: Any) -> None: ...
-
+    from moonpool.connectors.tensorrt_llm import standins as kv_cache_connector
 else:
     try:
         from tensorrt_llm._torch.pyexecutor.connectors import kv_cache_connector
@@ -62,8 +46,9 @@ else:
             if older.name != "tensorrt_llm":
                 raise
             from moonpool.connectors.tensorrt_llm import standins as kv_cache_connector
-    Scheduler = kv_cache_connector.KvCacheConnectorScheduler
-    Worker = kv_cache_connector.KvCacheConnectorWorker
+
+Scheduler = kv_cache_connector.KvCacheConnectorScheduler
+Worker = kv_cache_connector.KvCacheConnectorWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ imported.
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import re
@@ -17,55 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 OLDEST = (0, 23)
 
 if TYPE_CHECKING:
-
-    class ConnectorRole(enum.Enum):
-        """Which process a connector is in."""
-
-        SCHEDULER = 0
-        WORKER = 1
-
-    class ConnectorBase:
-        """The base class of vLLM's connectors."""
-
-        _cache_hit_source: Any
-        _connector_metadata: Any
-
-        def __init__(self, vllm_config: Any, role: ConnectorRole, kv_cache_config: Any) -> None: ...
-        def bind_connector_metadata(self, connector_metadata: Any) -> None:
-            """Keeps the step's plan."""
-
-    class SupportsHMA:
-        """Marks a connector that knows several KV cache groups."""
-
-    class ConnectorMetadata:
-        """The base of a step's plan."""
-
-    class WorkerMetadata:
-        """The base of a worker's report."""
-
-    class HandshakeMetadata:
-        """The base of a worker's handshake."""
-
-    TransferResults: Any
-
-    class ConnectorStats:
-        """Counts of a connector."""
-
-        data: dict[str, Any]
-
-        def __init__(self, data: dict[str, Any] | None = None) -> None: ...
-
-    class PromMetrics:
-        """Prometheus metrics of a connector."""
-
-        _gauge_cls: Any
-        _counter_cls: Any
-        _histogram_cls: Any
-        _labelnames: list[str]
-        per_engine_labelvalues: dict[int, list[object]]
-
-        def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None: ...
-
+    from moonpool.connectors.vllm import standins as base
+    from moonpool.connectors.vllm import standins as metrics
 else:
     try:
         from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
@@ -74,15 +26,16 @@ else:
             raise
         from moonpool.connectors.vllm import standins as base
         from moonpool.connectors.vllm import standins as metrics
-    ConnectorBase = base.KVConnectorBase_V1
-    ConnectorMetadata = base.KVConnectorMetadata
-    ConnectorRole = base.KVConnectorRole
-    HandshakeMetadata = base.KVConnectorHandshakeMetadata
-    SupportsHMA = base.SupportsHMA
-    WorkerMetadata = base.KVConnectorWorkerMetadata
-    ConnectorStats = metrics.KVConnectorStats
-    PromMetrics = metrics.KVConnectorPromMetrics
-    TransferResults = getattr(base, "KVConnectorTransferResults", None)
+
+ConnectorBase = base.KVConnectorBase_V1
+ConnectorMetadata = base.KVConnectorMetadata
+ConnectorRole = base.KVConnectorRole
+HandshakeMetadata = base.KVConnectorHandshakeMetadata
+SupportsHMA = base.SupportsHMA
+WorkerMetadata = base.KVConnectorWorkerMetadata
+ConnectorStats = metrics.KVConnectorStats
+PromMetrics = metrics.KVConnectorPromMetrics
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
 def host_hit_source() -> Any:

@@ -1,4 +1,4 @@
-"""Empty base classes, under vLLM's names, for processes without vLLM: unit tests of the halves."""
+"""Base classes, under vLLM's names, for processes without vLLM: type checks, unit tests of the halves."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class KVConnectorRole(enum.Enum):
 
 class KVConnectorBase_V1:  # noqa: N801
     """The base class of vLLM's connectors."""
+
+    _cache_hit_source: Any
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._connector_metadata: Any = None
@@ -53,6 +55,10 @@ class KVConnectorStats:
 
 class KVConnectorPromMetrics:
     """Prometheus metrics of a connector."""
+
+    _gauge_cls: Any
+    _counter_cls: Any
+    _histogram_cls: Any
 
     def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
         self._labelnames = labelnames
