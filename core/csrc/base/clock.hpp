@@ -11,7 +11,6 @@ inline uint64_t now_ns() {
     return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
-inline uint64_t now_us() { return now_ns() / 1000; }
 inline uint64_t now_ms() { return now_ns() / 1000000; }
 
 }  // namespace moonpool

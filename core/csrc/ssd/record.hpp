@@ -75,10 +75,6 @@ class SummaryWriter {
     uint64_t bytes() const { return bytes_.size(); }
     uint32_t count() const { return count_; }
     const std::vector<std::byte>& data() const { return bytes_; }
-    void clear() {
-        bytes_.clear();
-        count_ = 0;
-    }
 
    private:
     std::vector<std::byte> bytes_;

@@ -28,7 +28,6 @@ class Regression {
     Regression(std::span<const double> prior, std::span<const double> spread, double floor);
 
     std::span<const double> coefficients() const { return {coefficients_.data(), size_}; }
-    double coefficient(size_t place) const { return coefficients_[place]; }
     double predict(std::span<const double> features) const;
     // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
     // that changes nothing: no set of finite, non-negative numbers, or absurd.

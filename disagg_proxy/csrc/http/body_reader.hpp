@@ -48,8 +48,6 @@ class BodyReader {
     // The sender closed its side: whether that is the proper end of this body.
     bool finish();
 
-    uint64_t content_bytes() const { return content_bytes_; }
-
     // Of a body that is an event stream: no chunk and no event stands half, so an event of our own could
     // follow what was passed on. Never with kLength: the length is promised.
     bool between_events() const;

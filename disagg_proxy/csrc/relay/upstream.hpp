@@ -36,7 +36,6 @@ class Upstream final : public Socket {
     void resume();
 
     bool between_events() const { return headed_ && event_stream_ && body_.between_events(); }
-    bool connecting() const { return connecting_; }
     // Whether the engine has closed or reset it; reads nothing.
     bool is_cut() const;
     void on_events(uint32_t events) override;

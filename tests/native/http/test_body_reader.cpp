@@ -40,7 +40,6 @@ TEST_CASE("body: the chunks come off, cut in two anywhere") {
         CHECK(got == "hello, 123456789");
         CHECK(second == "next");
         CHECK(reader.done());
-        CHECK(reader.content_bytes() == got.size());
     }
 }
 
@@ -58,7 +57,6 @@ TEST_CASE("body: chunks byte by byte, and passed as they came") {
     CHECK(passed.done());
     CHECK(got == "hello, 123456789");
     CHECK(raw == kGood);
-    CHECK(passed.content_bytes() == got.size());
     CHECK(passed.pass("x").empty());
     BodyReader whole(Framing::kChunked, -1);
     CHECK(whole.pass(kGood + "next") == kGood);
@@ -121,7 +119,6 @@ TEST_CASE("body: a size of fifteen digits is counted down, not overflowed") {
     BodyReader reader(Framing::kChunked, -1);
     std::string data = "fffffffffffffff\r\n" + std::string(100, 'x');
     CHECK(reader.pass(data) == data);
-    CHECK(reader.content_bytes() == 100);
     CHECK_FALSE(reader.done());
 }
 

@@ -33,7 +33,6 @@ class OutQueue {
     }
 
     uint64_t backlog() const { return frames_.size() - sent_ + piece_bytes_; }
-    size_t sent() const { return sent_; }
     // Drops what was written behind `size` bytes of frames, unless it has begun to go out.
     void truncate(size_t size);
 
