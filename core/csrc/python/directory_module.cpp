@@ -13,6 +13,7 @@
 #include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
 #include "python/arguments.hpp"
+#include "python/histograms.hpp"
 #include "python/module.hpp"
 #include "python/notes.hpp"
 #include "python/raise.hpp"
@@ -93,15 +94,7 @@ class PyMasterServer {
             {"join_seconds", &m.join},       {"delta_seconds", &m.delta},   {"beat_seconds", &m.beat},
             {"members_seconds", &m.members}, {"locate_seconds", &m.locate}, {"place_seconds", &m.place},
             {"forget_seconds", &m.forget}};
-        py::dict all;
-        for (auto& [name, histogram] : rows) {
-            std::vector<double> bounds(LatencyHistogram::kBoundsSeconds.begin(),
-                                       LatencyHistogram::kBoundsSeconds.end());
-            std::vector<uint64_t> counts;
-            for (size_t i = 0; i <= bounds.size(); ++i) counts.push_back(histogram->count(i));
-            all[name] = py::make_tuple(bounds, counts, histogram->sum_seconds());
-        }
-        return all;
+        return histogram_rows(rows);
     }
     std::pair<uint64_t, std::vector<MasterServer::NodeRow>> nodes() {
         py::gil_scoped_release nogil;

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "memory/room.hpp"
+#include "python/histograms.hpp"
 #include "python/notes.hpp"
 #include "python/raise.hpp"
 #include "python/settings.hpp"
@@ -117,20 +118,12 @@ std::map<std::string, uint64_t> PyServer::metrics() {
 }
 
 py::dict PyServer::histograms() {
-    py::dict all;
     const NodeMetrics& m = server_->metrics();
     const std::pair<const char*, const LatencyHistogram*> rows[] = {{"lease_seconds", &m.lease},
                                                                     {"commit_seconds", &m.commit},
                                                                     {"lookup_seconds", &m.lookup},
                                                                     {"other_seconds", &m.other}};
-    for (auto& [name, histogram] : rows) {
-        std::vector<double> bounds(LatencyHistogram::kBoundsSeconds.begin(),
-                                   LatencyHistogram::kBoundsSeconds.end());
-        std::vector<uint64_t> counts;
-        for (size_t i = 0; i <= bounds.size(); ++i) counts.push_back(histogram->count(i));
-        all[name] = py::make_tuple(bounds, counts, histogram->sum_seconds());
-    }
-    return all;
+    return histogram_rows(rows);
 }
 
 py::object PyServer::membership() {
