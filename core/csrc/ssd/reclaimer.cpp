@@ -101,6 +101,8 @@ void Reclaimer::end_copy(uint64_t bytes) {
 // What was not copied is forgotten; then the copies are made safe before the segment may be used again.
 void Reclaimer::drain() {
     uint32_t slot = std::exchange(slot_, SegmentTable::kNoSegment);
+    // Its footer failed meanwhile: it is not used again, and what was not copied is still read there.
+    if (segments_.state(slot) == SegmentState::kBad) return;
     {
         MutexLock lock(log_.mutex);
         if (log_.closing || log_.read_only) {
@@ -113,7 +115,7 @@ void Reclaimer::drain() {
     segments_.move(slot, SegmentState::kDraining);
     io_.after_writes([this, slot] {
         io_.sync_file([this, slot](int error) {
-            if (error != 0) return;
+            if (error != 0 || segments_.state(slot) == SegmentState::kBad) return;
             segments_.move(slot, SegmentState::kDrained);
             segments_.plan_tail();
         });

@@ -162,9 +162,12 @@ void SegmentWriter::on_header(int error) {
 SegmentWriter::Seal SegmentWriter::close_head() {
     send_batch();
     uint32_t slot = head_.slot;
-    segments_.move(slot, head_.bad ? SegmentState::kBad : SegmentState::kClosed);
     head_.open = false;
-    if (head_.bad) return {};
+    if (head_.bad) {
+        segments_.retire(slot);
+        return {};
+    }
+    segments_.move(slot, SegmentState::kClosed);
     const std::vector<std::byte>& summary = head_.summary.data();
     Footer footer{head_.number, static_cast<uint32_t>(head_.used / kBlockBytes),
                   static_cast<uint32_t>(summary.size()), crc32c(0, summary.data(), summary.size()),
@@ -340,7 +343,7 @@ void SegmentWriter::on_write_error(uint32_t slot, int error) {
         ++log_.counters.write_errors;
     }
     if (head_.open && head_.slot == slot) head_.bad = true;
-    if (segments_.state(slot) != SegmentState::kOpen) segments_.move(slot, SegmentState::kBad);
+    if (segments_.state(slot) != SegmentState::kOpen) segments_.retire(slot);
     bool for_good = error == ENOSPC || error == EROFS || error == EDQUOT;
     if (for_good || ++errors_in_row_ >= kErrorsInRowMax || segments_.usable() < kSlotsUsableMin) {
         log_.stop_writing("writing to " + log_.options.directory + " failed: " + std::strerror(error));

@@ -24,6 +24,12 @@ uint32_t SegmentTable::open_next() {
     return slot;
 }
 
+void SegmentTable::retire(uint32_t slot) {
+    move(slot, SegmentState::kBad);
+    std::erase(free_, slot);
+    free_count_ = free_.size();
+}
+
 uint32_t SegmentTable::usable() const {
     return static_cast<uint32_t>(std::count_if(
         states_.begin(), states_.end(), [](SegmentState state) { return state != SegmentState::kBad; }));

@@ -53,6 +53,8 @@ class SegmentTable {
     // The first free slot becomes the open segment, under the next number. There must be one.
     uint32_t open_next();
     uint64_t number(uint32_t slot) const { return numbers_[slot]; }
+    // A write to it failed: it is not used again, nor free if it was. Its number counts for the tail no more.
+    void retire(uint32_t slot);
     uint32_t usable() const;         // slots that are not bad
     uint32_t oldest_closed() const;  // kNoSegment: none
     static constexpr uint32_t kNoSegment = UINT32_MAX;

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "../random.hpp"
@@ -95,10 +96,16 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         std::lock_guard lock(mutex_);
         (reads ? reads_held_ : held_) = true;
     }
+    // The write at that offset alone.
+    void hold_write(uint64_t offset) {
+        std::lock_guard lock(mutex_);
+        held_offset_ = offset;
+    }
     void release() {
         {
             std::lock_guard lock(mutex_);
             held_ = reads_held_ = false;
+            held_offset_ = UINT64_MAX;
         }
         released_.notify_all();
     }
@@ -107,6 +114,23 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     void hold_syncs(std::function<bool()> may_sync) {
         std::lock_guard lock(mutex_);
         may_sync_ = std::move(may_sync);
+    }
+
+    // The nth sync that is begun on this disk, from 1 on, ends only after release_sync(n).
+    void hold_sync(uint64_t n) {
+        std::lock_guard lock(mutex_);
+        held_syncs_.insert(n);
+    }
+    void release_sync(uint64_t n) {
+        {
+            std::lock_guard lock(mutex_);
+            held_syncs_.erase(n);
+        }
+        released_.notify_all();
+    }
+    uint64_t syncs_begun() {
+        std::lock_guard lock(mutex_);
+        return syncs_begun_;
     }
 
     uint64_t waiting() {  // writes that are held
@@ -144,7 +168,7 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
             std::unique_lock lock(disk_->mutex_);
             disk_->dawdle(lock);
             ++disk_->waiting_;
-            disk_->released_.wait(lock, [&] { return !disk_->held_; });
+            disk_->released_.wait(lock, [&] { return !disk_->held_ && offset != disk_->held_offset_; });
             --disk_->waiting_;
             if (disk_->dead_) return EIO;
             if (int error = disk_->fault_ ? disk_->fault_(true, offset, bytes) : 0) return error;
@@ -159,8 +183,11 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         int sync() override {
             std::unique_lock lock(disk_->mutex_);
             disk_->dawdle(lock);
-            disk_->released_.wait(lock,
-                                  [&] { return disk_->dead_ || !disk_->may_sync_ || disk_->may_sync_(); });
+            uint64_t n = ++disk_->syncs_begun_;
+            disk_->released_.wait(lock, [&] {
+                if (disk_->dead_) return true;
+                return !disk_->held_syncs_.contains(n) && (!disk_->may_sync_ || disk_->may_sync_());
+            });
             if (disk_->dead_) return EIO;
             for (const Unsynced& write : disk_->unsynced_) {
                 std::memcpy(disk_->durable_.data() + write.offset, write.bytes.data(), write.bytes.size());
@@ -213,6 +240,8 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     Fault fault_;
     std::function<bool()> may_sync_;
     std::optional<std::mt19937> slow_;
+    std::set<uint64_t> held_syncs_;
+    uint64_t syncs_begun_ = 0, held_offset_ = UINT64_MAX;
     uint64_t waiting_ = 0, writes_ = 0, dies_at_write_ = UINT64_MAX;
     bool dead_ = false, held_ = false, reads_held_ = false, locked_ = false;
 };

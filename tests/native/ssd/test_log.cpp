@@ -221,6 +221,62 @@ TEST_CASE("ssd log: a segment that cannot be written is left out, the next one s
     CHECK(log->check_integrity());
 }
 
+// A full index makes the segment that was closed last the one to reclaim. Its footer waits for the sync of
+// the next segment's header, and the reclaimer's own sync may overtake that one: then the footer is still on
+// its way while the segment is draining, or free already.
+TEST_CASE("ssd log: a segment whose footer fails while it is reclaimed, or after, is not used again") {
+    for (bool freed : {true, false}) {
+        CAPTURE(freed);
+        constexpr uint64_t kEnd = 65536 + kSegment;  // of the first segment
+        auto disk = fake_disk();
+        LogOptions options = small_log(disk, 8);
+        options.records_max = 4;
+        auto log = must_open(options);
+        for (int i = 0; i < 3; ++i)  // as many as a segment holds
+            REQUIRE(put(*log, "o" + std::to_string(i), content(i, 35'000)) == Outcome::kDone);
+        REQUIRE(disk->syncs_begun() == 2);  // of the superblock, and of the header
+
+        disk->hold_sync(3);  // of the next header
+        if (!freed) disk->hold_sync(4);
+        std::vector<std::byte> bytes = content(3, 35'000);
+        Call fourth, synced;
+        REQUIRE(log->write(key_of(*log, "o3"), "", {bytes}, crc32c(0, bytes.data(), bytes.size()),
+                           fourth.done()));
+        REQUIRE(eventually([&] { return disk->syncs_begun() == 3; }));
+        CHECK(put(*log, "o4", bytes) == Outcome::kRefused);  // the index is full
+        log->sync(synced.done());                            // wakes the log's thread: it reclaims
+        REQUIRE(eventually([&] { return disk->syncs_begun() == 4; }));
+        auto footer_fails = [](bool write, uint64_t offset, size_t) {
+            return write && offset == kEnd - kBlockBytes ? EIO : 0;
+        };
+        if (freed) {
+            REQUIRE(eventually([&] { return counter(*log, "ssd_syncs_total") == 2; }));
+            disk->hold_write(kEnd - kBlockBytes);
+            disk->release_sync(3);
+            REQUIRE(eventually([&] { return counter(*log, "ssd_free_bytes") == 7 * kSegment; }));
+            disk->fail(footer_fails);
+            disk->release();
+        } else {
+            disk->fail(footer_fails);
+            disk->release_sync(3);
+        }
+        REQUIRE(eventually([&] { return counter(*log, "ssd_write_errors_total") == 1; }));
+        disk->release_sync(4);
+        CHECK(synced.wait() == Outcome::kDone);
+        CHECK(fourth.wait() == Outcome::kDone);
+        CHECK(counter(*log, "ssd_free_bytes") == 6 * kSegment);
+
+        disk->fail([](bool write, uint64_t offset, size_t) { return write && offset < kEnd ? EIO : 0; });
+        for (int i = 4; i < 60; ++i) {
+            log->remove(key_of(*log, "o" + std::to_string(i - 1)));
+            REQUIRE(put(*log, "o" + std::to_string(i), bytes) == Outcome::kDone);
+        }
+        CHECK(counter(*log, "ssd_write_errors_total") == 1);
+        CHECK(log->check_integrity());
+        log->close();
+    }
+}
+
 TEST_CASE("ssd log: reads that fail are failures of that object; many in a row turn the directory off") {
     auto disk = fake_disk();
     auto log = must_open(small_log(disk));
