@@ -1,6 +1,14 @@
 // io_uring by its system calls: three mmaps, and head and tail indices shared with the kernel. The kernel
 // writes the tail of completions and the head of submissions; we write the other two. A read of an eventfd is
 // always in the ring, so that wake() ends a wait for completions.
+//
+// The caller (LogIo) decides how many operations are in flight and what an error means, not this file. The
+// log's thread alone calls submit() and reap(); wake() may come from any thread and touches nothing but the
+// eventfd.
+//
+// An operation is in exactly one of three places: written to the ring but not yet given to the kernel
+// (counted by pending_), at the kernel, or finished and handed out. in_flight_ keeps its description until
+// the last, since a short transfer is submitted again for what is left.
 #include "ssd/io_queue.hpp"
 
 #if __has_include(<linux/io_uring.h>)
@@ -24,6 +32,7 @@ namespace {
 
 constexpr uint64_t kWakeTag = UINT64_MAX;
 
+// One of the ring's three shared memories: submissions, completions, and the entries that submissions name.
 class Map {
    public:
     Map() = default;
@@ -52,6 +61,8 @@ class Map {
     uint64_t bytes_ = 0;
 };
 
+// The kernel reads and writes these indices too. Acquire and release order them against the entries that
+// they cover; the two sides share no other synchronisation.
 uint32_t load(uint32_t* value) { return std::atomic_ref<uint32_t>(*value).load(std::memory_order_acquire); }
 void store(uint32_t* to, uint32_t value) {
     std::atomic_ref<uint32_t>(*to).store(value, std::memory_order_release);
@@ -72,6 +83,9 @@ class RingQueue : public IoQueue {
                                      "the container's seccomp profile)"
                                    : std::string("io_uring is not available: ") + std::strerror(errno)};
         }
+        // Without NODROP the kernel loses completions when their ring is full, and the log would wait
+        // forever for them. Both features together date the kernel: READ and WRITE opcodes came with 5.6 as
+        // well.
         if ((params.features & IORING_FEAT_NODROP) == 0 || (params.features & IORING_FEAT_RW_CUR_POS) == 0) {
             return Error{Code::kUnavailable, "the kernel's io_uring is older than Linux 5.6"};
         }
@@ -97,6 +111,8 @@ class RingQueue : public IoQueue {
         push(operation);
     }
 
+    // Collects first: a wait would be wrong when something has ended already. A wake() that came between
+    // two calls is not lost, because its eventfd read has then completed, and awake_ says so.
     void reap(std::vector<IoDone>& done, int wait_ms) override {
         size_t before = done.size();
         collect(done);
@@ -118,6 +134,8 @@ class RingQueue : public IoQueue {
         // The eventfd's read must not outlive the number that it writes to.
         std::vector<IoDone> done;
         wake();
+        // The kernel writes to wake_value_ when the read ends, and to buffers of the caller; the former is
+        // ours to wait for, the latter the caller has waited for.
         while (ring_.valid() && wake_armed_) reap_once(done);
     }
 
@@ -145,6 +163,8 @@ class RingQueue : public IoQueue {
         push(sqe);
     }
 
+    // One read of the eventfd is in the ring at all times. It completes with the first wake() and is armed
+    // again by reap(), so several wakes between two turns cost one completion.
     void arm_wake() {
         io_uring_sqe sqe{};
         sqe.fd = wake_.get();
@@ -159,6 +179,8 @@ class RingQueue : public IoQueue {
     void push(const io_uring_sqe& sqe) {
         uint32_t* tail = sq_.at<uint32_t>(sq_offsets_.tail);
         uint32_t mask = *sq_.at<uint32_t>(sq_offsets_.ring_mask);
+        // The ring is full: give the kernel what is there. We are its only writer, so that tail is read
+        // without an atomic.
         if (*tail - load(sq_.at<uint32_t>(sq_offsets_.head)) > mask) enter(false, 0);
         uint32_t at = *tail & mask;
         sqes_.at<io_uring_sqe>(0)[at] = sqe;
@@ -202,16 +224,21 @@ class RingQueue : public IoQueue {
             if (cqe.res == -EAGAIN || cqe.res == -EINTR) {
                 again.push_back(operation);
             } else if (moved_some && static_cast<uint32_t>(cqe.res) < operation.bytes) {
+                // The kernel may stop early, as read() and write() may. The contract of IoQueue is all or
+                // an error.
                 operation.offset += static_cast<uint32_t>(cqe.res);
                 operation.data += cqe.res;
                 operation.bytes -= static_cast<uint32_t>(cqe.res);
                 again.push_back(operation);
             } else {
+                // A read or write that moves no byte, at an offset inside the reserved file, is an error of
+                // the disk.
                 bool nothing = operation.kind != IoOperation::Kind::kSync && cqe.res == 0;
                 done.push_back(IoDone{cqe.user_data, cqe.res < 0 ? -cqe.res : nothing ? EIO : 0});
                 in_flight_.erase(it);
             }
         }
+        // Only now may the kernel write over the entries that were read above.
         store(head, at);
         for (const IoOperation& operation : again) push(operation);
     }

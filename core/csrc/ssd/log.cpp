@@ -1,6 +1,17 @@
 // The callers' side of a log, and its thread's loop. Every call takes the state's mutex for some us and,
 // where the thread sleeps, wakes it: one system call. Each turn of the loop goes round the parts once, and
 // then waits for I/O.
+//
+// What a caller may rely on. After write() has returned true the key's older object is gone at once, and
+// the new one is found only after its callback with kDone; between the two a find is a miss. After remove()
+// has returned the key is a miss, and stays one after a crash as soon as a later sync() has been confirmed.
+// read() holds the segment of its object (LogState::readers) so that it is not written over.
+//
+// state          who sets it                                      effect
+// read_only      a failed write or sync, for good                 no write, no removal reaches the disk
+// off            many failed reads in a row, for good             finds are misses too; take_lost() empties
+// closing        close()                                          new calls are refused, the thread ends
+// sleeping       the thread, under the mutex, before it waits     the caller that finds it set wakes it
 #include "ssd/log.hpp"
 
 #include <algorithm>
@@ -18,6 +29,8 @@ const std::string& Log::directory() const { return parts_->state.options.directo
 const char* Log::io_name() const { return parts_->io.queue_name(); }
 std::string Log::io_reason() const { return parts_->io.queue_reason(); }
 
+// Callers keep the number for as long as they use the space: a number is given to another identity only
+// after leave_space(), and after the last object of the space has gone.
 uint32_t Log::space(std::string_view identity) {
     LogState& state = parts_->state;
     MutexLock lock(state.mutex);
@@ -30,6 +43,8 @@ void Log::leave_space(uint32_t space) {
     state.spaces[space].open = false;
 }
 
+// The index alone answers: no I/O. What was looked for counts as used, so that the reclaimer copies it when
+// its segment is emptied.
 std::optional<Found> Log::find(const Key& key, bool with_parent) {
     LogState& state = parts_->state;
     MutexLock lock(state.mutex);
@@ -55,6 +70,9 @@ bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<c
     bool wake;
     {
         MutexLock lock(state.mutex);
+        // Writes under way count as records, for each will be one: the index must not exceed records_max
+        // later. Segments with dead records free no entries, so a full index asks the reclaimer for room by
+        // its own flag.
         bool full = state.writes_waiting >= state.options.queue_max;
         if (state.index.count() + state.writes_waiting >= state.options.records_max) {
             full = true;
@@ -65,6 +83,8 @@ bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<c
         shape.name = key.name;
         shape.parent = parent;
         shape.size = job->size;
+        // What does not fit into an empty segment never will. The first comparison is not made superfluous
+        // by the last: it keeps the sums below from wrapping around for an absurd size.
         uint64_t most =
             state.superblock.segment_bytes - 2 * kBlockBytes;  // header, footer, and the summary's part
         bool fits = job->size < most && shape.encodable() &&
@@ -73,6 +93,9 @@ bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<c
             ++state.counters.refused;
             return false;
         }
+        // From here on the order of sequences is the order of the writes to one key: all happens under the
+        // mutex. A write that is still under way to the same key is dead on arrival (forget_writing), and
+        // its record is removed once more when it has arrived.
         job->sequence = state.options.sequence->fetch_add(1) + 1;
         uint32_t old = state.index.find(key.hash);
         if (old != kNoEntry) state.drop(key.hash, state.index.entry(old).sequence);
@@ -82,12 +105,15 @@ bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<c
         job->identity = state.spaces[key.space].identity;
         ++state.spaces[key.space].writes;
         state.write_inbox.push_back(std::move(job));
+        // One caller wakes the thread, others that come before it runs do not.
         wake = std::exchange(state.sleeping, false);
     }
     if (wake) parts_->io.wake();
     return true;
 }
 
+// The place of the record is taken here, under the mutex, together with a hold on its segment: the
+// reclaimer may move the entry afterwards, but the segment's bytes stay until the last reader has left.
 bool Log::read(const Key& key, std::span<std::byte> to, Done done) {
     LogState& state = parts_->state;
     auto job = std::make_shared<ReadJob>();
@@ -121,6 +147,8 @@ bool Log::remove(const Key& key) {
     {
         MutexLock lock(state.mutex);
         uint32_t at = state.index.find(key.hash);
+        // Two names may share a 128-bit hash only by an attack; the object of the other name is not this
+        // caller's to remove.
         bool another = at != kNoEntry && state.index.find(key.space, key.hash, key.name) == kNoEntry;
         if (another) return false;
     }
@@ -163,6 +191,8 @@ uint32_t Log::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) 
     return cursor < end ? cursor : 0;
 }
 
+// The node tells the directory of what it takes here. The index is emptied in steps of `scan`, because a
+// large one would hold the mutex for too long.
 std::vector<Hash128> Log::take_lost(uint32_t scan) {
     LogState& state = parts_->state;
     MutexLock lock(state.mutex);
@@ -186,6 +216,8 @@ void Log::sync(Done done) {
     bool wake = false, refused;
     {
         MutexLock lock(state.mutex);
+        // Removals that were pushed before this call have to be on the disk first; the writer compares with
+        // this number. The sync itself then covers them together with all data.
         refused = state.closing || state.read_only || state.off;
         if (!refused) {
             ++state.writes_waiting;
@@ -272,6 +304,7 @@ bool Log::check_integrity() const {
 
 // ---- the thread
 
+// In a child of fork() neither the thread nor the ring is ours: closing either would end the parent's I/O.
 Log::Parts::~Parts() {
     if (fork.in_child()) {
         (void)thread.join();
@@ -293,6 +326,10 @@ void Log::Parts::close() {
     io.close_file();  // another may have the directory now; no thread submits to the queue any more
 }
 
+// The order of a turn matters: reads first, for callers wait for them; then the reclaimer, whose copies
+// make room; then the removals, and the writes that need the room; last what becomes possible when writes
+// have ended. The decision to sleep is made under the mutex, so that no caller can add work between the
+// look and the wait.
 void Log::Parts::run() {
     for (;;) {
         bool closing = take_inbox();
@@ -312,6 +349,8 @@ void Log::Parts::run() {
         {
             MutexLock lock(state.mutex);
             bool more = !state.read_inbox.empty() || !state.write_inbox.empty() || state.closing != closing;
+            // Removals that are queued while a record of them is on its way go with the next one, at its
+            // end.
             more |= !state.removals.empty() && !writer.removals_in_flight() && !state.read_only;
             if (!more) {
                 state.sleeping = true;
@@ -335,6 +374,8 @@ bool Log::Parts::take_inbox() {
 }
 
 // Closing: seals what is open, and waits for all that is in flight.
+// Called once a turn while closing. The first call that finds nothing in flight seals the open segment,
+// which puts new writes in flight; the next one that finds nothing is the end.
 bool Log::Parts::finished() {
     if (!io.at_rest() || !writer.at_rest()) return false;
     {
@@ -346,6 +387,7 @@ bool Log::Parts::finished() {
     return !writer.seal_open();
 }
 
+// Outside the mutex: the callback takes locks of the node.
 void Log::Parts::tell_gone() {
     std::vector<Hash128> gone;
     {

@@ -1,3 +1,11 @@
+// Encoding and decoding of the log's format; docs/ssd.md has the byte tables, and this file is the only one
+// that knows them. No I/O and no state: any thread may call any function.
+//
+// Decoding trusts nothing. The bytes may be of another log that had the disk before, of an earlier life of
+// the same segment, torn by a power failure, or made by an attacker with access to the disk. Hence each
+// structure has a magic number, a checksum that begins with the log's id, and lengths that are compared
+// with what is there before they are used. What fails a check is absent, not an error: recovery goes on
+// with the rest. Only the superblock has errors in words, for the operator reads them.
 #include "ssd/record.hpp"
 
 #include <cstring>
@@ -14,6 +22,8 @@ constexpr uint64_t kFooterMagic = 0x444E454453535F4DULL;      // "M_SSDEND"
 constexpr uint32_t kRecordMagic = 0x3152504D;                 // "MPR1"
 
 // Each starts with a magic number, and its checksum covers all that follows it.
+// The structures below are copied to and from the disk as they stand: little-endian, no padding that the
+// compiler would choose. The asserts on their sizes break the build where that is not so.
 struct SuperblockBytes {
     uint64_t magic;
     uint32_t crc;
@@ -33,6 +43,8 @@ struct SegmentBytes {
 };
 static_assert(sizeof(SegmentBytes) == 32);
 
+// `segment` repeats the number of the segment in each record: a segment that is used again still holds
+// records of its former life, with sound checksums, and only the number tells them apart.
 struct RecordBytes {
     uint32_t magic;
     uint32_t crc;
@@ -96,6 +108,8 @@ void encode_superblock(const Superblock& value, std::byte* block) {
 Result<Superblock> decode_superblock(std::span<const std::byte> block) {
     auto s = take<SuperblockBytes>(block);
     if (s.magic != kSuperblockMagic) return Error{Code::kInvalidArgument, "is no SSD log of moonpool"};
+    // Before the checksum: of a later format neither its place nor what it covers is known, but the
+    // operator is to be told the version.
     if (s.version != kFormatVersion) {
         return Error{Code::kInvalidArgument, "has format " + std::to_string(s.version) +
                                                  ", and this moonpool reads format " +
@@ -123,6 +137,9 @@ std::optional<SegmentHeader> decode_segment_header(const LogId& id, std::span<co
     return std::nullopt;
 }
 
+// The two candidates: right behind the header, at the next multiple of 64, or at a page of its own. The
+// nearer one wins only where it saves a page, as with small objects. It is computed from header and size
+// alone, so that it need not be stored.
 uint32_t Record::data_offset() const {
     uint64_t close = (uint64_t{header_bytes()} + 63) & ~uint64_t{63};
     uint64_t apart = round_up_to_block(header_bytes());
@@ -130,6 +147,7 @@ uint32_t Record::data_offset() const {
                                                                                                    : apart);
 }
 
+// The format has 16 bits for each text. The node's own bounds are lower; this one is the last guard.
 bool Record::encodable() const {
     constexpr size_t kTextMax = UINT16_MAX;
     return space.size() <= kTextMax && name.size() <= kTextMax && parent.size() <= kTextMax &&
@@ -152,6 +170,8 @@ void encode_record(const LogId& id, const Record& record, std::byte* header) {
         if (!text.empty()) std::memcpy(at, text.data(), text.size());
         at += text.size();
     }
+    // The checksum covers the texts, which follow the structure, so it is computed after they stand there,
+    // and the structure is copied once more with it.
     std::memcpy(header, &r, sizeof(r));
     r.crc = checksum(id, header + offsetof(RecordBytes, segment), at);
     std::memcpy(header, &r, sizeof(r));
@@ -161,6 +181,8 @@ std::optional<Record> decode_record(const LogId& id, std::span<const std::byte> 
     if (bytes.size() < sizeof(RecordBytes)) return std::nullopt;
     auto r = take<RecordBytes>(bytes);
     if (r.magic != kRecordMagic) return std::nullopt;
+    // Three times 16 bits and a constant: the sum cannot overflow. It is compared with the span before the
+    // checksum runs over so many bytes.
     size_t header_bytes = sizeof(r) + r.space_bytes + r.name_bytes + r.parent_bytes;
     if (header_bytes > kHeaderBytesMax || header_bytes > bytes.size()) return std::nullopt;
     if (r.crc != checksum(id, bytes.data() + offsetof(RecordBytes, segment), bytes.data() + header_bytes)) {
@@ -183,6 +205,8 @@ std::optional<Record> decode_record(const LogId& id, std::span<const std::byte> 
     return record;
 }
 
+// The summary repeats what recovery needs of each record, so that a start reads some KiB of a segment and
+// not all of it. Removals have no other copy that is read, hence their data goes along.
 void SummaryWriter::add(const LogId& id, uint32_t block, const Record& record,
                         std::span<const uint64_t> removals) {
     size_t at = bytes_.size();
@@ -211,6 +235,8 @@ std::optional<Footer> decode_footer(const LogId& id, std::span<const std::byte> 
 
 namespace {
 
+// The numbers that a removal record carries: first the tail when it was written, then sequences of removed
+// objects.
 bool read_removals(FoundRecord& found, std::span<const std::byte> data) {
     const Record& record = found.record;
     if (record.size % sizeof(uint64_t) != 0 || record.size > kRemovalsMax * sizeof(uint64_t)) return false;
@@ -234,6 +260,7 @@ std::optional<std::vector<FoundRecord>> decode_summary(const LogId& id, const Fo
         std::memcpy(&found.block, summary.data(), sizeof(found.block));
         summary = summary.subspan(sizeof(found.block));
         std::optional<Record> record = decode_record(id, summary);
+        // All or nothing: a summary with one bad row is not believed, and the caller scans the segment.
         if (!record || record->segment != footer.number) return std::nullopt;
         found.record = *record;
         summary = summary.subspan(record->header_bytes());
@@ -249,6 +276,9 @@ std::optional<std::vector<FoundRecord>> decode_summary(const LogId& id, const Fo
 
 std::vector<FoundRecord> scan_segment(const LogId& id, uint64_t number, std::span<const std::byte> segment) {
     std::vector<FoundRecord> all;
+    // Records begin at block borders, one behind the other. Where none begins, or its data is torn, the
+    // next block is tried: a later record may be whole, because writes of one segment are not ordered among
+    // themselves.
     for (uint64_t at = kBlockBytes; at + kBlockBytes <= segment.size();) {
         std::span<const std::byte> rest = segment.subspan(at);
         std::optional<Record> record = decode_record(id, rest);

@@ -8,6 +8,12 @@
 // Of two records of one hash the one of the higher sequence counts; of copies of one record that of the later
 // segment. A segment that cannot be read hides removals, so that nothing older than the run of segments
 // without a gap is believed (oldest_believed): content may be lost, but what was removed does not come back.
+//
+// Runs once, in Log::open, before the log's thread exists. It writes nothing but missing summaries; nothing
+// depends on whether those writes arrive.
+//
+// The invariant that it restores: an object is in the index only when its record is whole in a segment that
+// counts, no removal names its sequence, and no newer record has its key.
 #include "ssd/recovery.hpp"
 
 #include <algorithm>
@@ -76,6 +82,9 @@ class Scanner {
     }
 
    private:
+    // Walks from the newest segment down as long as the numbers have no gap. A gap is a segment that was
+    // lost, and its removals with it: what is older may have been removed there. A gap below the floor does
+    // no harm, since nothing there counts.
     uint64_t oldest_believed() const REQUIRES(mutex_) {
         if (blind_) return newest_ + 1;
         std::vector<uint64_t> present;
@@ -92,6 +101,8 @@ class Scanner {
     }
 
     template <class F>
+    // The threads take slots from one counter: segments differ in how long they take, by their being sealed
+    // or not.
     void each_slot(F f) {
         std::atomic<uint32_t> next{0};
         auto work = [&] {
@@ -141,6 +152,8 @@ class Scanner {
             numbers_[slot] = number;
             newest_ = std::max(newest_, number);
         }
+        // The highest tail that any header names. Removal records may name a higher one; those are found in
+        // the second pass only, so that it reads some segments in vain.
         for (const auto& header : headers_) {
             if (header) floor_ = std::max(floor_, header->tail);
         }
@@ -148,6 +161,8 @@ class Scanner {
 
     void read_records(uint32_t slot) {
         uint64_t number = numbers_[slot];
+        // When a header could not be read at all, that segment may be the newest, with removals of
+        // anything: nothing is believed, and nothing need be read.
         if (number < floor_ || blind_) return;
         std::optional<Footer> footer = footers_[slot];
         bool sealed = footer && footer->number == number;
@@ -174,6 +189,8 @@ class Scanner {
         if (!sealed) seal(slot, number, records);
         MutexLock lock(mutex_);
         ++result_.scanned;
+        // A footer that promises a summary which is not there: the disk has lost something that was
+        // written.
         if (sealed) ++result_.damaged;
     }
 
@@ -186,6 +203,8 @@ class Scanner {
             end = std::max(end, uint64_t{found.block} * kBlockBytes + found.record.bytes());
         }
         uint64_t bytes = round_up_to_block(summary.bytes());
+        // Records that lie in a torn segment as the scan found them may leave less room than the writer
+        // would have.
         if (end + bytes + kBlockBytes > superblock_.segment_bytes) return;
         Aligned out = aligned(bytes + kBlockBytes);
         std::memset(out.get(), 0, bytes);
@@ -199,6 +218,9 @@ class Scanner {
         (void)!file_.write(last, out.get() + bytes, kBlockBytes);
     }
 
+    // Called by several threads, in any order of segments: what wins is decided by sequence and segment
+    // number, not by who comes first. Removals are gathered and applied at the end, since an object's
+    // removal may be read before the object.
     void add(uint32_t slot, const std::vector<FoundRecord>& records) {
         for (const FoundRecord& found : records) {
             const Record& record = found.record;
@@ -210,6 +232,8 @@ class Scanner {
                 continue;
             }
             uint64_t end = uint64_t{found.block} * kBlockBytes;
+            // A checksum is no proof of sense: a record must lie within its segment, else a read would
+            // reach into another one. Sequence 0 marks free entries of the index.
             if (record.size > superblock_.segment_bytes || record.sequence == 0) continue;
             if (end + record.bytes() > superblock_.segment_bytes) continue;
             Entry entry;
@@ -236,6 +260,8 @@ class Scanner {
         }
     }
 
+    // Behind both passes. More records than the index may hold (the option was lowered) are dropped without
+    // regard to age.
     void forget_dead(uint32_t records_max) REQUIRES(mutex_) {
         for (uint32_t at = 0; at < index_.slots(); ++at) {
             const Entry& e = index_.entry(at);

@@ -4,6 +4,16 @@
 //
 // Order on the disk, which recovery relies on: header of n+1 and data of n, then a sync, then the records of
 // n+1 and the summary and footer of n.
+//
+// The open segment (head_) has these states, in this order; the log's thread alone changes them:
+//
+// opened     header on its way; batches are held, since a record must not reach the disk before the header
+// durable    header and the former segment's data are synced; batches go out at once
+// closed     data complete; sealing_ until summary and footer have ended, and no other may be closed
+// meanwhile bad        a write to it failed: nothing is added any more, and it is closed without a summary
+//
+// A job (WriteJob) is finished when all batches that hold a part of it have ended, and all of it is in
+// batches; the first alone does not do, because an early batch may end while a later one is still filled.
 #include "ssd/segment_writer.hpp"
 
 #include <algorithm>
@@ -22,6 +32,8 @@ constexpr uint32_t kErrorsInRowMax = 8;  // failed writes; then the log is read-
 constexpr uint32_t kSlotsUsableMin = 4;
 constexpr uint32_t kSmallWritesMax = 4;  // in flight; those of full buffers have no such limit
 
+// Memory for header, summary and footer: it is not one of the fixed buffers, because closing a segment must
+// not wait for one.
 std::shared_ptr<std::byte> shared_block(uint64_t bytes) {
     auto* memory = static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, bytes));
     std::memset(memory, 0, bytes);
@@ -43,6 +55,8 @@ void SegmentWriter::append_writes() {
             finish(job);
         }
     };
+    // Nothing will be written any more: all that waits fails now, or the reclaimer would wait for its
+    // copies.
     if (hopeless) {
         fail(internal_writes_);
         fail(writes_);
@@ -55,6 +69,8 @@ void SegmentWriter::append_writes() {
     while (!writes_.empty() && internal_writes_.empty() && buffers_.available() != 0) {
         WriteJobPtr job = writes_.front();
         if (job->kind == WriteJob::Kind::kSync) {
+            // A sync vouches for what was submitted before it. It stays at the front until the removals
+            // that were pushed before have been written, and lets no later write pass.
             if (removals_written_ < job->removals_before || waits_for_header()) break;
             send_batch();
             io_.after_writes([this, job] {
@@ -84,6 +100,7 @@ bool SegmentWriter::append(const WriteJobPtr& job, bool internal) {
     record.parent = job->parent;
     if (!make_room(record.bytes(), SummaryWriter::bytes_for(record), internal)) return false;
 
+    // make_room() may have opened another segment, so number and place are taken only here.
     record.segment = head_.number;
     job->place = Place{head_.slot, static_cast<uint32_t>(head_.used / kBlockBytes)};
     head_.summary.add(log_.superblock.id, job->place.block, record, job->removals);
@@ -100,6 +117,8 @@ bool SegmentWriter::append(const WriteJobPtr& job, bool internal) {
 }
 
 bool SegmentWriter::fits(uint64_t record_bytes, uint64_t summary_bytes) const {
+    // The room for summary and footer is kept free from the first record on: sealing cannot fail for lack
+    // of room.
     uint64_t summary = round_up_to_block(head_.summary.bytes() + summary_bytes);
     return head_.used + record_bytes + summary + kBlockBytes <= log_.superblock.segment_bytes;
 }
@@ -109,6 +128,8 @@ bool SegmentWriter::fits(uint64_t record_bytes, uint64_t summary_bytes) const {
 bool SegmentWriter::make_room(uint64_t record_bytes, uint64_t summary_bytes, bool internal) {
     if (!internal && segments_.free() < kSegmentsForReclaim) return false;
     if (head_.open && !head_.bad && fits(record_bytes, summary_bytes)) return true;
+    // The collector's own writes may use the last free segments. When those are gone as well, the reclaimer
+    // frees one without copies: progress is worth more than what is lost.
     if (internal && segments_.free() == 0 && !free_one_at_once_()) return false;
     if (!internal && segments_.free() <= kSegmentsForReclaim) return false;
     Seal seal;
@@ -187,6 +208,8 @@ void SegmentWriter::write_summary(uint32_t slot, Footer footer, const std::vecto
     uint64_t bytes = round_up_to_block(summary.size());
     auto block = shared_block(kBlockBytes);
     encode_footer(log_.superblock.id, footer, block.get());
+    // Summary and footer go out together: a footer without its summary is recognised by the summary's
+    // checksum.
     auto left = std::make_shared<int>(bytes == 0 ? 1 : 2);
     auto done = [this, slot, left](int error) {
         if (error != 0) on_write_error(slot, error);
@@ -204,12 +227,16 @@ void SegmentWriter::write_summary(uint32_t slot, Footer footer, const std::vecto
 // ---- batches
 
 void SegmentWriter::join_batch(const WriteJobPtr& job) {
+    // Waits for the disk, on the log's thread: reads wait meanwhile too. It ends, because held batches are
+    // released by the header's sync, which reap() sees.
     while (batch_.buffer == nullptr) {
         batch_.buffer = buffers_.take();
         if (batch_.buffer != nullptr) break;
         io_.reap(1000);  // all of them are in flight, or held
         io_.step_barriers();
     }
+    // Several small records share a batch, and a large one spans several; `ios` counts for each job the
+    // batches that it is part of.
     if (batch_.jobs.empty()) batch_.offset = batch_end_;
     if (batch_.jobs.empty() || batch_.jobs.back() != job) {
         batch_.jobs.push_back(job);
@@ -322,6 +349,8 @@ bool SegmentWriter::publish(const WriteJob& job) {
     return true;
 }
 
+// The entry moves to the copy only while it still is what was copied: `from` tells a copy of a copy from
+// the one it was made of. A copy that failed leaves the entry where it was; its segment is forgotten later.
 void SegmentWriter::end_copy(const WriteJob& job) {
     MutexLock lock(log_.mutex);
     uint32_t at = log_.index.find(job.hash);
@@ -337,6 +366,9 @@ void SegmentWriter::end_copy(const WriteJob& job) {
     }
 }
 
+// A write may fail long after its segment was closed (summary, footer). Then the segment is retired at
+// once; an open one is retired when it is closed, since appends still refer to it. Errors that no retry
+// cures end writing for good, as do many in a row.
 void SegmentWriter::on_write_error(uint32_t slot, int error) {
     {
         MutexLock lock(log_.mutex);
@@ -390,6 +422,8 @@ void SegmentWriter::queue_removals() {
     if (removals_in_flight_) return;
     auto job = std::make_shared<WriteJob>();
     job->kind = WriteJob::Kind::kRemovals;
+    // The first number of a removal record is the tail: segments below it count no more once the record is
+    // on the disk.
     job->removals.push_back(segments_.tail_to_write());
     {
         MutexLock lock(log_.mutex);
@@ -412,12 +446,15 @@ void SegmentWriter::queue_removals() {
 void SegmentWriter::finish_removals(const WriteJobPtr& job) {
     removals_in_flight_ = false;
     if (!job->failed) {
+        // Only now may drained segments below that tail be used again: recovery knows from here on to pass
+        // over their old records.
         segments_.tail_is_written(job->removals.front());
         removals_written_ += job->removals.size() - 1;
         segments_.free_drained(segments_.tail_written());
         return;
     }
     MutexLock lock(log_.mutex);
+    // In front: their order is that of their pushing, by which a sync knows what it has to wait for.
     if (!log_.read_only)
         log_.removals.insert(log_.removals.begin(), job->removals.begin() + 1, job->removals.end());
 }
