@@ -20,7 +20,7 @@ from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Outcome, Stage
 from moonpool.disagg_proxy.peers.wire import Change
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
-from moonpool.disagg_proxy.tools.simulator.engine import PrefillEngine, WholeEngine
+from moonpool.disagg_proxy.tools.simulator.engine import PrefillEngine, Surroundings, WholeEngine
 from moonpool.disagg_proxy.tools.simulator.events import Events
 from moonpool.disagg_proxy.tools.simulator.eviction.study import make_cache
 from moonpool.disagg_proxy.tools.simulator.faults import Act, ClusterEvent, check
@@ -320,19 +320,11 @@ class Cluster:
 
     def _engine(self, place: int) -> PrefillEngine | WholeEngine:
         settings = self.settings
+        here = Surroundings(settings.machine, self.events, self.caches, self)
         if self._proxies[0].fleet.kind(place) == "prefill":
-            return PrefillEngine(
-                place,
-                settings.machine,
-                self.events,
-                self.caches,
-                self,
-                width=settings.width,
-                chunk_tokens=settings.chunk_tokens or 1 << 31,
-            )
-        return WholeEngine(
-            place, settings.machine, self.events, self.caches, self, chunk_tokens=settings.chunk_tokens
-        )
+            chunk_tokens = settings.chunk_tokens or 1 << 31
+            return PrefillEngine(place, here, width=settings.width, chunk_tokens=chunk_tokens)
+        return WholeEngine(place, here, chunk_tokens=settings.chunk_tokens)
 
 
 def _bad(sentence: str) -> ConfigError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moonpool.disagg_proxy.tools.simulator.cache import Caches
 from moonpool.disagg_proxy.tools.simulator.decoding import Decoding
@@ -34,40 +34,49 @@ class Outcomes(Protocol):
         """Its last token is there."""
 
 
-class PrefillEngine:
-    """width: nodes that compute a prompt together, chunk after chunk through a pipeline of stages (chunked
-    pipeline parallelism, Mooncake, FAST '25): so many chunks of a prompt, or of the next one, are in work at
-    one time. A chunk takes a width-th of its time in each stage, and waits for the one before it. dead: it
-    does nothing more.
-    """
+class Surroundings(NamedTuple):
+    """What the engines of a cluster share."""
 
-    def __init__(
-        self,
-        place: int,
-        machine: Machine,
-        events: Events,
-        caches: Caches,
-        outcomes: Outcomes,
-        *,
-        width: int,
-        chunk_tokens: int,
-    ) -> None:
+    machine: Machine
+    events: Events
+    caches: Caches
+    outcomes: Outcomes
+
+
+class _Engine:
+    """What both kinds have. dead: it does nothing more. busy_s: seconds in which it computed prompts."""
+
+    def __init__(self, place: int, surroundings: Surroundings) -> None:
         self.place = place
-        self._machine = machine
-        self._events = events
-        self._caches = caches
-        self._outcomes = outcomes
-        self._free_s = [0.0] * width  # by stage, when it has done what is under way
-        self._chunk_tokens = chunk_tokens if width > 1 else 1 << 31  # alone it gains nothing by chunks
+        self._machine, self._events, self._caches, self._outcomes = surroundings
         self._line: deque[Job] = deque()
-        self._busy = False
         self.dead = False
         self.busy_s = 0.0
 
-    @property
-    def waiting(self) -> int:
-        """Requests whose prefill has not begun."""
-        return len(self._line)
+    def _begin_prompt(self, job: Job) -> None:
+        """What is reused is what is here now: room may have been taken from what was fetched."""
+        job.begun_s = self._events.now_s
+        held = self._caches.length(self.place, job.blocks) * BLOCK_TOKENS
+        job.fetched = min(job.fetched, max(held - job.own, 0))
+        job.own = held - job.fetched
+        job.left = job.arrival.tokens - held
+
+    def _end_prompt(self, job: Job) -> None:
+        job.computed_s = self._events.now_s
+        self._caches.keep(self.place, job.blocks, self._events.now_s)
+
+
+class PrefillEngine(_Engine):
+    """width: nodes that compute a prompt together, chunk after chunk through a pipeline of stages (chunked
+    pipeline parallelism, Mooncake, FAST '25): so many chunks of a prompt, or of the next one, are in work at
+    one time. A chunk takes a width-th of its time in each stage, and waits for the one before it.
+    """
+
+    def __init__(self, place: int, surroundings: Surroundings, *, width: int, chunk_tokens: int) -> None:
+        super().__init__(place, surroundings)
+        self._free_s = [0.0] * width  # by stage, when it has done what is under way
+        self._chunk_tokens = chunk_tokens if width > 1 else 1 << 31  # alone it gains nothing by chunks
+        self._busy = False
 
     def submit(self, job: Job) -> None:
         """Puts it at the end of the queue. ``Outcomes.next`` is called as soon as it is the first."""
@@ -90,8 +99,7 @@ class PrefillEngine:
         if self.dead:
             return
         job = self._line.popleft()
-        job.begun_s = self._events.now_s
-        begin_prompt(job, self._caches, self.place)
+        self._begin_prompt(job)
         self._events.at(self._send_through(job), lambda: self._end(job))
         self._events.at(self._free_s[0], self._free)
         if self._line:
@@ -115,8 +123,7 @@ class PrefillEngine:
     def _end(self, job: Job) -> None:
         if self.dead:
             return
-        job.computed_s = self._events.now_s
-        self._caches.keep(self.place, job.blocks, self._events.now_s)
+        self._end_prompt(job)
         self._outcomes.computed(job)
 
     def _free(self) -> None:
@@ -124,46 +131,20 @@ class PrefillEngine:
         self._start()
 
 
-class WholeEngine:
+class WholeEngine(_Engine):
     """Decodes, prompts that were computed elsewhere as well as its own. chunk_tokens 0: a prompt is computed
     whole, and the others get no token meanwhile; else it is computed in steps of so many tokens, in which
     they get one each. A request that does not fit waits for room, and all behind it.
     """
 
-    def __init__(
-        self,
-        place: int,
-        machine: Machine,
-        events: Events,
-        caches: Caches,
-        outcomes: Outcomes,
-        *,
-        chunk_tokens: int,
-    ) -> None:
-        self.place = place
-        self._machine = machine
-        self._events = events
-        self._caches = caches
-        self._outcomes = outcomes
+    def __init__(self, place: int, surroundings: Surroundings, *, chunk_tokens: int) -> None:
+        super().__init__(place, surroundings)
         self._chunk_tokens = chunk_tokens
-        self._decoding = Decoding(machine)
-        self._line: deque[Job] = deque()
+        self._decoding = Decoding(self._machine)
         self._jobs: dict[int, Job] = {}
-        self._room = machine.room_tokens
+        self._room = self._machine.room_tokens
         self._version = 0
         self._job: Job | None = None  # whose prompt is being computed
-        self.dead = False
-        self.busy_s = 0.0
-
-    @property
-    def waiting(self) -> int:
-        """Requests that have not begun: prompts to compute, and those whose KV is computed elsewhere."""
-        return len(self._line)
-
-    @property
-    def running(self) -> int:
-        """Requests that decode. The one whose prompt is being computed is not among them."""
-        return len(self._jobs)
 
     def gap_s(self, now_s: float) -> float:
         """Between two tokens of those that decode now; 0 with none."""
@@ -206,8 +187,7 @@ class WholeEngine:
             if self._line and self._line[0].computed_s == math.inf:
                 self._outcomes.next(self._line[0])
             if job.computed_s == math.inf:
-                job.begun_s = self._events.now_s
-                begin_prompt(job, self._caches, self.place)
+                self._begin_prompt(job)
                 return job
             self._join(job)
         return None
@@ -232,9 +212,8 @@ class WholeEngine:
             return
         assert job is not None
         if job.left == 0:
-            job.computed_s = self._events.now_s
             self._job = None
-            self._caches.keep(self.place, job.blocks, self._events.now_s)
+            self._end_prompt(job)
             self._join(job)
         self._go_on()
 
@@ -261,11 +240,3 @@ class WholeEngine:
         job.done_s = self._events.now_s
         self._room += job.context
         self._outcomes.ended(job)
-
-
-def begin_prompt(job: Job, caches: Caches, place: int) -> None:
-    """What is reused is what is here now: room may have been taken from what was fetched."""
-    held = caches.length(place, job.blocks) * BLOCK_TOKENS
-    job.fetched = min(job.fetched, max(held - job.own, 0))
-    job.own = held - job.fetched
-    job.left = job.arrival.tokens - held

@@ -11,14 +11,8 @@ class Events:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.count = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
-
-    @property
-    def planned(self) -> int:
-        """What is still to happen."""
-        return len(self._heap)
 
     def at(self, at_s: float, do: Callable[[], None]) -> None:
         """Plans ``do`` for this moment, in seconds; a moment that is past is taken for now."""
@@ -30,7 +24,6 @@ class Events:
         heap = self._heap
         while heap and heap[0][0] < until_s:
             self.now_s, _, do = heapq.heappop(heap)
-            self.count += 1
             do()
         if until_s > self.now_s and until_s != float("inf"):
             self.now_s = until_s

@@ -20,10 +20,6 @@ class Links:
         self._out_free_s.append(0.0)
         self._in_free_s.append(0.0)
 
-    def wait_s(self, source: int, now_s: float) -> float:
-        """Until this sender could begin with another transfer."""
-        return max(self._out_free_s[source] - now_s, 0.0)
-
     def send(self, source: int, target: int, size: int, now_s: float) -> float:
         """Returns when the last byte is there."""
         begin_s = max(now_s, self._out_free_s[source], self._in_free_s[target])

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 
-class Cache(Protocol):
+class Cache(ABC):
     """blocks_max: what it holds; 0 keeps nothing."""
 
-    blocks_max: int
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._held: dict[int, Any] = {}  # by block, with what the rule keeps of it
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._held)
 
-    def __contains__(self, block: int) -> bool: ...
+    def __contains__(self, block: int) -> bool:
+        return block in self._held
 
+    @abstractmethod
     def keep(self, blocks: Sequence[int], now_s: float) -> tuple[list[int], list[int]]:
         """The leading blocks of a prompt, now used. Returns those that are held now and were not before, and
         those that were and are not."""
-        ...
 
     def clear(self) -> list[int]:
         """All that was there."""
-        ...
+        gone = list(self._held)
+        self._held.clear()
+        return gone
 
 
 def changes(came: list[int], went: list[int]) -> tuple[list[int], list[int]]:

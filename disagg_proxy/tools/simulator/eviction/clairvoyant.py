@@ -5,31 +5,28 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache
+
 _NEVER = 1 << 62
 
 
-class Clairvoyant:
+class Clairvoyant(Cache):
     """future: the prompts' blocks, in the order in which ``keep`` will be called. Of blocks of one prompt,
     whose next use is the same, the last goes first.
     """
 
+    _held: dict[int, int]  # of what is held, its next
+
     def __init__(self, blocks_max: int, future: Sequence[Sequence[int]]) -> None:
-        self.blocks_max = blocks_max
+        super().__init__(blocks_max)
         self._next = _next_uses(future)
-        self._uses: dict[int, int] = {}  # of what is held, its next
         self._heap: list[tuple[int, int, int]] = []  # (-next use, -place in the prompt, block); old are void
         self._calls = 0
-
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._uses
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``; raises ValueError when ``blocks`` is not as long as the next prompt of
         ``future``. Blocks without a next use go at once."""
-        uses = self._uses
+        uses = self._held
         before = {block for block in blocks if block in uses}
         gone = set()
         for place, (block, next_use) in enumerate(zip(blocks, self._next[self._calls], strict=True)):
@@ -50,8 +47,7 @@ class Clairvoyant:
 
     def clear(self) -> list[int]:
         """All that was there. The place in ``future`` stays."""
-        gone = list(self._uses)
-        self._uses.clear()
+        gone = super().clear()
         self._heap.clear()
         return gone
 

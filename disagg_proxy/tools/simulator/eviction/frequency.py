@@ -6,27 +6,22 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from moonpool.disagg_proxy.tools.simulator.eviction.cache import changes
+from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache, changes
 
 
-class Lfu:
+class Lfu(Cache):
     """Least frequently used since it came; of equals the least recently used."""
 
+    _held: dict[int, tuple[int, int]]  # (how often, when last)
+
     def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
-        self._uses: dict[int, tuple[int, int]] = {}  # (how often, when last)
+        super().__init__(blocks_max)
         self._heap: list[tuple[int, int, int]] = []  # (how often, when last, block); old ones are void
         self._now = 0
 
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._uses
-
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``. Counts last as long as a block is held; each use costs a heap's push."""
-        uses, heap = self._uses, self._heap
+        uses, heap = self._held, self._heap
         came, went = [], []
         for block in reversed(blocks):
             self._now += 1
@@ -47,40 +42,34 @@ class Lfu:
 
     def clear(self) -> list[int]:
         """All that was there, and every count with it."""
-        gone = list(self._uses)
-        self._uses.clear()
+        gone = super().clear()
         self._heap.clear()
         return gone
 
 
-class Sieve:
+class Sieve(Cache):
     """SIEVE (Zhang et al., NSDI '24): a queue in which use only sets a mark, and a hand that goes from the
     oldest to the newest, takes marks away, and evicts the first without one."""
 
+    _held: dict[int, bool]  # whether it is marked
+
     def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
-        self._marked: dict[int, bool] = {}
+        super().__init__(blocks_max)
         self._newer: dict[int, int | None] = {}
         self._older: dict[int, int | None] = {}
         self._newest: int | None = None
         self._oldest: int | None = None
         self._hand: int | None = None
 
-    def __len__(self) -> int:
-        return len(self._marked)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._marked
-
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``. Costs O(1) for a block that is held, and for one that is not the marks that the
         hand takes away."""
         came, went = [], []
         for block in reversed(blocks if self.blocks_max else ()):
-            if block in self._marked:
-                self._marked[block] = True
+            if block in self._held:
+                self._held[block] = True
                 continue
-            if len(self._marked) >= self.blocks_max:
+            if len(self._held) >= self.blocks_max:
                 went.append(self._evict())
             came.append(block)
             self._push(block)
@@ -88,12 +77,12 @@ class Sieve:
 
     def clear(self) -> list[int]:
         """All that was there, with marks and hand."""
-        gone = list(self._marked)
+        gone = list(self._held)
         self.__init__(self.blocks_max)  # type: ignore[misc]
         return gone
 
     def _push(self, block: int) -> None:
-        self._marked[block] = False
+        self._held[block] = False
         self._older[block], self._newer[block] = self._newest, None
         if self._newest is not None:
             self._newer[self._newest] = block
@@ -104,8 +93,8 @@ class Sieve:
     def _evict(self) -> int:
         at = self._hand if self._hand is not None else self._oldest
         assert at is not None
-        while self._marked[at]:
-            self._marked[at] = False
+        while self._held[at]:
+            self._held[at] = False
             newer = self._newer[at]
             at = newer if newer is not None else self._oldest
             assert at is not None
@@ -119,11 +108,11 @@ class Sieve:
             self._older[newer] = older
         else:
             self._newest = older
-        del self._marked[at]
+        del self._held[at]
         return at
 
 
-class S3Fifo:
+class S3Fifo(Cache):
     """S3-FIFO (Yang et al., SOSP '23): a small queue of a tenth for what is new, a main one for what was used
     again, and the ids of as many blocks that left the small one and are taken into the main one at once
     should they come back.
@@ -131,25 +120,19 @@ class S3Fifo:
 
     SMALL = 0.1
     USES_MAX = 3
+    _held: dict[int, int]  # since it came into its queue
 
     def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
+        super().__init__(blocks_max)
         self._small_max = max(int(blocks_max * self.SMALL), 1)
-        self._uses: dict[int, int] = {}  # since it came into its queue
         self._small: OrderedDict[int, None] = OrderedDict()
         self._main: OrderedDict[int, None] = OrderedDict()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._uses
-
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``. A use counts up to USES_MAX and moves nothing; queues change when a block must
         go."""
-        uses = self._uses
+        uses = self._held
         came, went = [], []
         for block in reversed(blocks if self.blocks_max else ()):
             if block in uses:
@@ -168,13 +151,13 @@ class S3Fifo:
 
     def clear(self) -> list[int]:
         """All that was there, and the remembered ids."""
-        gone = list(self._uses)
-        for each in (self._uses, self._small, self._main, self._ghosts):
+        gone = list(self._held)
+        for each in (self._held, self._small, self._main, self._ghosts):
             each.clear()
         return gone
 
     def _evict(self) -> int:
-        uses = self._uses
+        uses = self._held
         if len(self._small) >= self._small_max:
             while self._small:
                 block, _ = self._small.popitem(last=False)

@@ -7,25 +7,18 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
+from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache
 
-class Lru:
+
+class Lru(Cache):
     """Least recently used. Of a prompt that does not fit at all, the front is kept."""
 
     touches = True
-
-    def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
-        self._blocks: dict[int, None] = {}  # the next to go first
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
+    _held: dict[int, None]  # the next to go first
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``, O(1) for each block. Without ``touches`` a use moves nothing."""
-        kept = self._blocks
+        kept = self._held
         new = []
         for block in reversed(blocks[: self.blocks_max]):
             if block not in kept:
@@ -40,12 +33,6 @@ class Lru:
             del kept[block]
         return new, gone
 
-    def clear(self) -> list[int]:
-        """All that was there."""
-        gone = list(self._blocks)
-        self._blocks.clear()
-        return gone
-
 
 class Fifo(Lru):
     """First in, first out: use changes nothing."""
@@ -53,29 +40,23 @@ class Fifo(Lru):
     touches = False
 
 
-class Batches:
+class Batches(Cache):
     """As Mooncake's master evicts: above HIGH of the room, SHARE of it at once, those whose last use is
     longest ago; a prompt's blocks were used at the same time, so that chance decides between them."""
 
     HIGH = 0.9
     SHARE = 0.05
+    _held: dict[int, int]  # the number of its last use
 
     def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
-        self._used: dict[int, int] = {}
+        super().__init__(blocks_max)
         self._uses = 0
         self._random = random.Random(blocks_max)
-
-    def __len__(self) -> int:
-        return len(self._used)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._used
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``. A prompt that is longer than HIGH of the room keeps that much of its front; what
         is evicted may be of the same prompt."""
-        used = self._used
+        used = self._held
         blocks = blocks[: int(self.blocks_max * self.HIGH)]
         self._uses += 1
         new = [block for block in blocks if block not in used]
@@ -95,9 +76,3 @@ class Batches:
             new, fresh = [block for block in new if block not in gone], set(new)
             gone -= fresh
         return new, list(gone)
-
-    def clear(self) -> list[int]:
-        """All that was there. The random numbers go on."""
-        gone = list(self._used)
-        self._used.clear()
-        return gone

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moonpool.disagg_proxy.tools.simulator.eviction.cache import changes
+from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache, changes
 from moonpool.disagg_proxy.tools.simulator.eviction.reuse_curves import CLASSES, SLOT_S, SLOTS, ReuseCurves
 
 WATCHED_MAX = 20_000
@@ -39,13 +39,14 @@ class _Chain:
         self.last = len(blocks)
 
 
-class ReuseIndex:
+class ReuseIndex(Cache):
     """A ``Cache`` that evicts by the index of the chain that owns a block. Not thread safe. A prompt costs
     O(its blocks); the chains are sorted once in each slot in which something is evicted."""
 
+    _held: dict[int, _Chain]
+
     def __init__(self, blocks_max: int) -> None:
-        self.blocks_max = blocks_max
-        self._owner: dict[int, _Chain] = {}
+        super().__init__(blocks_max)
         self._behind: dict[int, int] = {}  # how many blocks here stand on this one
         self._groups: dict[_Watched, deque[_Chain]] = {}  # by class and moment: all of one index
         self._order: list[_Watched] | None = None  # of the groups, the least index first
@@ -54,12 +55,6 @@ class ReuseIndex:
         self._slot = 0
         self._prompts = 0
 
-    def __len__(self) -> int:
-        return len(self._owner)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._owner
-
     def keep(self, blocks: Sequence[int], now_s: float) -> tuple[list[int], list[int]]:
         """now_s: never before that of the call before."""
         self._tick(int(now_s / SLOT_S))
@@ -67,14 +62,13 @@ class ReuseIndex:
             return [], []
         came = self._own(blocks, self._watch(blocks))
         went: list[int] = []
-        if len(self._owner) > self.blocks_max:
+        if len(self._held) > self.blocks_max:
             self._evict(went)
         return changes(came, went)
 
     def clear(self) -> list[int]:
         """What was learnt stays."""
-        gone = list(self._owner)
-        self._owner.clear()
+        gone = super().clear()
         self._behind.clear()
         self._groups.clear()
         self._order = None
@@ -82,14 +76,14 @@ class ReuseIndex:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
-        assert len(self._owner) <= self.blocks_max
+        assert len(self._held) <= self.blocks_max
         behind: dict[int, int] = {}
-        for block, chain in self._owner.items():
+        for block, chain in self._held.items():
             place = list(chain.blocks).index(block)
             assert chain.first <= place < chain.last
             if place:
                 before = chain.blocks[place - 1]
-                assert before in self._owner
+                assert before in self._held
                 behind[before] = behind.get(before, 0) + 1
         assert behind == {block: count for block, count in self._behind.items() if count}
 
@@ -104,7 +98,7 @@ class ReuseIndex:
 
     def _watch(self, blocks: Sequence[int]) -> _Watched:
         """Which earlier chains this prompt goes on with is learnt; it is one itself."""
-        known = blocks[-1] in self._owner and blocks[-1] not in self._watched
+        known = blocks[-1] in self._held and blocks[-1] not in self._watched
         turns = 0
         for block in blocks:
             seen = self._watched.pop(block, None)
@@ -124,14 +118,14 @@ class ReuseIndex:
         chain = _Chain(blocks)
         came = []
         for place, block in enumerate(blocks):
-            owner = self._owner.get(block)
+            owner = self._held.get(block)
             if owner is not None:
                 owner.first = max(owner.first, place + 1)
             else:
                 came.append(block)
                 if place:
                     self._behind[blocks[place - 1]] = self._behind.get(blocks[place - 1], 0) + 1
-            self._owner[block] = chain
+            self._held[block] = chain
         if group not in self._groups:
             self._groups[group] = deque()
             self._order = None
@@ -140,7 +134,7 @@ class ReuseIndex:
 
     def _evict(self, went: list[int]) -> None:
         """Until all fits. A pass over all chains may not be enough: what stood on a block may go after it."""
-        while len(self._owner) > self.blocks_max:
+        while len(self._held) > self.blocks_max:
             if self._order is None:
                 self._order = sorted(self._groups, key=self._index)
             empty = [group for group in self._order if self._shrink(self._groups[group], went)]
@@ -155,7 +149,7 @@ class ReuseIndex:
     def _shrink(self, chains: deque[_Chain], went: list[int]) -> bool:
         """Takes blocks from these chains' ends until all fits. Returns whether none of them has any left."""
         stuck = []
-        while chains and len(self._owner) > self.blocks_max:
+        while chains and len(self._held) > self.blocks_max:
             chain = chains.popleft()
             self._shorten(chain, went)
             if chain.first < chain.last:
@@ -165,11 +159,11 @@ class ReuseIndex:
 
     def _shorten(self, chain: _Chain, went: list[int]) -> None:
         blocks = chain.blocks
-        while chain.first < chain.last and len(self._owner) > self.blocks_max:
+        while chain.first < chain.last and len(self._held) > self.blocks_max:
             block = blocks[chain.last - 1]
             if self._behind.get(block):
                 return
-            del self._owner[block]
+            del self._held[block]
             self._behind.pop(block, None)
             went.append(block)
             chain.last -= 1
