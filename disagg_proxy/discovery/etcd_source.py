@@ -9,7 +9,6 @@ grace period.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import logging
 import os
@@ -22,16 +21,15 @@ import aiohttp
 import msgspec
 
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.backoff import Backoff
 from moonpool.disagg_proxy.discovery.debounce import Debounce
 from moonpool.disagg_proxy.discovery.engine_record import EngineRecord, name_of
-from moonpool.disagg_proxy.discovery.json_lines import lines_of
 from moonpool.disagg_proxy.discovery.membership import OFFERED_MAX
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
+from moonpool.disagg_proxy.discovery.watching_source import Lost, WatchingSource, content_of, lines_of
+from moonpool.disagg_proxy.setting_error import bad
 
 ENDPOINT = "http://127.0.0.1:2379"
 VALUE_BYTES_MAX = 64 << 10
-ANSWER_BYTES_MAX = 64 << 20
 PAGE = 1000  # keys for each range request
 CONNECT_S = 5.0
 ANSWER_S = 10.0
@@ -80,11 +78,7 @@ _range = msgspec.json.Decoder(_Range, strict=False)  # etcd writes numbers as te
 _answer = msgspec.json.Decoder(_Answer, strict=False)
 
 
-class _Lost(Exception):
-    """The watch cannot go on; the text is the reason."""
-
-
-class EtcdSource:
+class EtcdSource(WatchingSource):
     """The source ``etcd:TEXT``.
 
     text:     ``URL[,URL...]/PREFIX``, or ``PREFIX`` for etcd at ETCDCTL_ENDPOINTS or on this host.
@@ -101,31 +95,16 @@ class EtcdSource:
         retry_s: float = 0.5,
         silent_s: float = SILENT_S,
     ) -> None:
-        self.name = f"etcd:{text}"
-        self._endpoints, self._prefix = parse(text, environ)
-        self._tls = _tls_of(environ) if any(each.startswith("https://") for each in self._endpoints) else None
+        endpoints, self._prefix = parse(text, environ)
+        tls = _tls_of(environ) if any(each.startswith("https://") for each in endpoints) else None
+        super().__init__(f"etcd:{text}", endpoints, tls, retry_s=retry_s)
         self._user = environ.get("ETCDCTL_USER", "")
-        self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
         self._silent_s = silent_s
-        self._turn = 0
-        self._odd: dict[str, str] = {}  # invalid values that were logged
 
-    async def run(self, listener: SourceListener) -> None:
-        """See ``Source.run``."""
-        clock = asyncio.get_running_loop().time
+    async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
+        await self._authenticate(session)
         while True:
-            endpoint = self._endpoints[self._turn % len(self._endpoints)]
-            self._backoff.started(clock())
-            try:
-                connector = aiohttp.TCPConnector(ssl=True if self._tls is None else self._tls)
-                async with aiohttp.ClientSession(endpoint, connector=connector) as session:
-                    await self._authenticate(session)
-                    while True:
-                        await self._follow(session, listener)
-            except (_Lost, OSError, aiohttp.ClientError, msgspec.MsgspecError, ValueError) as error:
-                listener.failed(f"{endpoint}: {error or type(error).__name__}")
-                self._turn += 1
-            await asyncio.sleep(self._backoff.died(clock()) - clock())
+            await self._read_and_watch(session, listener)
 
     async def _authenticate(self, session: aiohttp.ClientSession) -> None:
         if not self._user:
@@ -134,9 +113,9 @@ class EtcdSource:
         said = await self._ask(session, "/v3/auth/authenticate", {"name": name, "password": password})
         session.headers["Authorization"] = msgspec.json.decode(said, type=_Token).token
 
-    async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
+    async def _read_and_watch(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
         """Reads all keys, then follows changes; returns after silent_s seconds without a message. Raises
-        _Lost and errors of aiohttp and msgspec."""
+        Lost and errors of aiohttp and msgspec."""
         values, revision = await self._read_all(session)
         for key in self._odd.keys() - values.keys():
             del self._odd[key]
@@ -152,9 +131,9 @@ class EtcdSource:
         body = msgspec.json.encode({"create_request": create})
         async with session.post("/v3/watch", data=body, timeout=timeout) as answer:
             if answer.status != 200:
-                raise _Lost(f"/v3/watch was answered with {answer.status}")
+                raise Lost(f"/v3/watch was answered with {answer.status}")
             try:
-                async for line in lines_of(answer.content, ANSWER_BYTES_MAX):
+                async for line in lines_of(answer):
                     watched = _watched_of(line)
                     for event in watched.events:
                         if event.type == "DELETE":
@@ -164,7 +143,7 @@ class EtcdSource:
                             told.put(_order(event.kv.key), self._engine(event.kv.key, event.kv.value))
             except aiohttp.SocketTimeoutError:
                 return
-        raise _Lost("etcd closed the watch")
+        raise Lost("etcd closed the watch")
 
     async def _read_all(self, session: aiohttp.ClientSession) -> tuple[dict[str, str], int]:
         """(values by key, both in base64; their revision)"""
@@ -186,13 +165,9 @@ class EtcdSource:
     async def _ask(session: aiohttp.ClientSession, path: str, body: object) -> bytes:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         async with session.post(path, data=msgspec.json.encode(body), timeout=timeout) as answer:
-            content = b""
-            async for piece in answer.content.iter_any():
-                content += piece
-                if len(content) > ANSWER_BYTES_MAX:
-                    raise _Lost(f"the answer of {path} is longer than {ANSWER_BYTES_MAX} bytes")
+            content = await content_of(answer)
         if answer.status != 200:
-            raise _Lost(f"{path} was answered with {answer.status}: {content[:200].decode(errors='replace')}")
+            raise Lost(f"{path} was answered with {answer.status}: {content[:200].decode(errors='replace')}")
         return content
 
     def _engine(self, key: str, value: str) -> DiscoveredEngine | None:
@@ -219,10 +194,9 @@ def parse(text: str, environ: Mapping[str, str]) -> tuple[list[str], bytes]:
     if "://" not in text:
         endpoints = [each if "://" in each else f"http://{each}" for each in last.split(",")]
     if not prefix.strip("/") or not all(re.fullmatch(r"https?://[^\s/]+", each) for each in endpoints):
-        raise ConfigError(
-            f"proxy: engines in etcd are named as etcd:http://host:2379/PREFIX or etcd:PREFIX, not {text!r}",
-            operation="config",
-            key="proxy.discovery",
+        raise bad(
+            "discovery",
+            f"engines in etcd are named as etcd:http://host:2379/PREFIX or etcd:PREFIX, not {text!r}",
         )
     return endpoints, prefix.encode()
 
@@ -233,10 +207,8 @@ def _tls_of(environ: Mapping[str, str]) -> ssl.SSLContext:
         if environ.get("ETCDCTL_CERT"):
             context.load_cert_chain(environ["ETCDCTL_CERT"], environ.get("ETCDCTL_KEY") or None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"proxy: the certificates for etcd (ETCDCTL_CACERT, _CERT, _KEY) cannot be read: {error}",
-            operation="config",
-            key="proxy.discovery",
+        raise bad(
+            "discovery", f"the certificates for etcd (ETCDCTL_CACERT, _CERT, _KEY) cannot be read: {error}"
         ) from error
     return context
 
@@ -265,10 +237,10 @@ def _row(value: bytes) -> EngineRecord:
 
 
 def _watched_of(line: bytes) -> _Watched:
-    """Raises _Lost when the watch has ended: the revision was compacted, or there is no leader."""
+    """Raises Lost when the watch has ended: the revision was compacted, or there is no leader."""
     answer = _answer.decode(line)
     if answer.result is None:
-        raise _Lost(f"the watch failed: {bytes(answer.error)[:200].decode(errors='replace')}")
+        raise Lost(f"the watch failed: {bytes(answer.error)[:200].decode(errors='replace')}")
     if answer.result.canceled:
-        raise _Lost(f"the watch was cancelled: {answer.result.cancel_reason or 'compacted'}")
+        raise Lost(f"the watch was cancelled: {answer.result.cancel_reason or 'compacted'}")
     return answer.result

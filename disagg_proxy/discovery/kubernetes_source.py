@@ -24,15 +24,14 @@ import aiohttp
 import msgspec
 
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.backoff import Backoff
 from moonpool.disagg_proxy.discovery.debounce import Debounce
 from moonpool.disagg_proxy.discovery.engine_record import EngineRecord, name_of
-from moonpool.disagg_proxy.discovery.json_lines import lines_of
 from moonpool.disagg_proxy.discovery.membership import OFFERED_MAX
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
+from moonpool.disagg_proxy.discovery.watching_source import Lost, WatchingSource, content_of, lines_of
+from moonpool.disagg_proxy.setting_error import bad
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-ANSWER_BYTES_MAX = 64 << 20
 PAGE = 500  # pods for each list request
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -97,15 +96,11 @@ _bookmark = msgspec.json.Decoder(_Bookmark)
 _failure = msgspec.json.Decoder(_Failure)
 
 
-class _Lost(Exception):
-    """The watch cannot go on; the text is the reason."""
-
-
 class _TooOld(Exception):
     """The server no longer has this resourceVersion (410)."""
 
 
-class KubernetesSource:
+class KubernetesSource(WatchingSource):
     """The source ``kubernetes:TEXT``.
 
     text:     ``[NAMESPACE/]SELECTOR[?OPTION=VALUE&...]``; docs/discovery.md has the options.
@@ -123,32 +118,16 @@ class KubernetesSource:
         retry_s: float = 0.5,
         silent_s: float = SILENT_S,
     ) -> None:
-        self.name = f"kubernetes:{text}"
         self._selector, namespace, self._options = parse(text)
         self._account = account
         self._api = self._options.get("api") or _api_of(environ)
+        tls = _tls_of(account) if self._api.startswith("https://") else None
+        super().__init__(f"kubernetes:{text}", [self._api], tls, retry_s=retry_s)
         self._namespace = namespace or _read(account / "namespace") or "default"
-        self._tls = _tls_of(account) if self._api.startswith("https://") else None
-        self._backoff = Backoff(initial_s=retry_s, max_s=10.0, reset_s=30.0)
         self._silent_s = silent_s
-        self._odd: dict[str, str] = {}  # invalid pods and the reasons that were logged
         self._forgot_s = -math.inf  # time of the last answer 410
 
-    async def run(self, listener: SourceListener) -> None:
-        """See ``Source.run``."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            self._backoff.started(clock())
-            try:
-                connector = aiohttp.TCPConnector(ssl=True if self._tls is None else self._tls)
-                async with aiohttp.ClientSession(self._api, connector=connector) as session:
-                    await self._follow(session, listener)
-            except (_Lost, OSError, aiohttp.ClientError, msgspec.MsgspecError, ValueError) as error:
-                listener.failed(f"{self._api}: {error or type(error).__name__}")
-            await asyncio.sleep(self._backoff.died(clock()) - clock())
-
     async def _follow(self, session: aiohttp.ClientSession, listener: SourceListener) -> None:
-        """Lists and watches until it raises: _Lost, or errors of aiohttp and msgspec."""
         with Debounce(listener) as told:
             while True:
                 engines, ended, version = await self._read_all(session)
@@ -162,12 +141,12 @@ class KubernetesSource:
                     # list again; if the server is away, the list fails
 
     def _forgot(self) -> None:
-        """Notes an answer 410. Raises _Lost for the second one within SOON_S: servers send it for a while
+        """Notes an answer 410. Raises Lost for the second one within SOON_S: servers send it for a while
         after their start, and each list is work for them."""
         now_s = asyncio.get_running_loop().time()
         before_s, self._forgot_s = self._forgot_s, now_s
         if now_s - before_s < SOON_S:
-            raise _Lost("again and again it no longer knows what it has just told (410)")
+            raise Lost("again and again it no longer knows what it has just told (410)")
 
     async def _read_all(
         self, session: aiohttp.ClientSession
@@ -180,14 +159,14 @@ class KubernetesSource:
             async with session.get(
                 self._path, params=query, headers=self._headers(), timeout=timeout
             ) as answer:
-                content = await _content(answer)
+                content = await content_of(answer)
             if answer.status == 410 and "continue" in query:  # the list expired between two pages
                 self._forgot()
                 pods.clear()
                 del query["continue"]
                 continue
             if answer.status != 200:
-                raise _Lost(_why(answer.status, content, self._namespace))
+                raise Lost(_why(answer.status, content, self._namespace))
             page = _list.decode(content)
             pods |= {self._name(pod): pod for pod in page.items}
             if not page.metadata.continue_ or len(pods) >= OFFERED_MAX:
@@ -214,14 +193,14 @@ class KubernetesSource:
             if answer.status == 410:
                 raise _TooOld
             if answer.status != 200:
-                raise _Lost(_why(answer.status, await _content(answer), self._namespace))
-            async for line in lines_of(answer.content, ANSWER_BYTES_MAX):
+                raise Lost(_why(answer.status, await content_of(answer), self._namespace))
+            async for line in lines_of(answer):
                 change = _change.decode(line)
                 if change.type == "ERROR":
                     failure = _failure.decode(change.object)
                     if failure.code == 410:
                         raise _TooOld
-                    raise _Lost(f"the watch failed: {failure.message or failure.code}")
+                    raise Lost(f"the watch failed: {failure.message or failure.code}")
                 if change.type == "BOOKMARK":
                     version = _bookmark.decode(change.object).metadata.resource_version or version
                     continue
@@ -236,7 +215,7 @@ class KubernetesSource:
                 if change.type == "DELETED" or pod.metadata.deletion_timestamp:
                     told.ended(name_of(name))
         if clock() - began_s < AT_ONCE_S:
-            raise _Lost("it ended the watch at once")
+            raise Lost("it ended the watch at once")
         return version
 
     @property
@@ -296,11 +275,10 @@ def parse(text: str) -> tuple[str, str, dict[str, str]]:
         namespace, selector = "", named
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not selector or options.keys() - set(_OPTIONS):
-        raise ConfigError(
-            "proxy: engines in Kubernetes are kubernetes:[NAMESPACE/]LABEL=VALUE[?OPTION=VALUE&...], "
+        raise bad(
+            "discovery",
+            "engines in Kubernetes are kubernetes:[NAMESPACE/]LABEL=VALUE[?OPTION=VALUE&...], "
             f"with the options {', '.join(_OPTIONS)}; not {text!r}",
-            operation="config",
-            key="proxy.discovery",
         )
     return selector, namespace, options
 
@@ -308,11 +286,10 @@ def parse(text: str) -> tuple[str, str, dict[str, str]]:
 def _api_of(environ: Mapping[str, str]) -> str:
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise ConfigError(
-            "proxy: this is no pod of a Kubernetes cluster; name the API server, such as that of `kubectl "
+        raise bad(
+            "discovery",
+            "this is no pod of a Kubernetes cluster; name the API server, such as that of `kubectl "
             "proxy`: kubernetes:NAMESPACE/app=vllm?api=http://127.0.0.1:8001",
-            operation="config",
-            key="proxy.discovery",
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
@@ -322,11 +299,7 @@ def _tls_of(account: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"proxy: the cluster's certificate {authority} cannot be read: {error}",
-            operation="config",
-            key="proxy.discovery",
-        ) from error
+        raise bad("discovery", f"the cluster's certificate {authority} cannot be read: {error}") from error
 
 
 def _read(path: Path) -> str:
@@ -340,15 +313,6 @@ def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ValueError(f"a port is 1 to 65535, not {text!r}")
     return int(text)
-
-
-async def _content(answer: aiohttp.ClientResponse) -> bytes:
-    content = b""
-    async for piece in answer.content.iter_any():
-        content += piece
-        if len(content) > ANSWER_BYTES_MAX:
-            raise _Lost(f"an answer is longer than {ANSWER_BYTES_MAX} bytes")
-    return content
 
 
 def _why(status: int, content: bytes, namespace: str) -> str:
