@@ -14,12 +14,14 @@ The most specific line counts, in this order: address, name, KEY, ``* KEY``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.setting_error import bad
 from moonpool.disagg_proxy.settings import EngineSpec
 
 _GIVEN = ""
+_bad = partial(bad, "engine_key_file")
 
 
 class EngineKeys:
@@ -57,7 +59,3 @@ def read_engine_keys(path: str) -> EngineKeys:
     if not keys:
         raise _bad(f"{path} has no key; write KEY or NAME KEY per line, or name no file")
     return EngineKeys(keys)
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.engine_key_file")

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from moonpool._native import HOLDERS_MAX
 from moonpool.core.config.proxy_section import ProxyCommon
-from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.policy import make_policy
@@ -22,6 +21,7 @@ from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
 from moonpool.disagg_proxy.discovery.source_url import parse_source_url
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.peers.settings import PeerSettings
+from moonpool.disagg_proxy.setting_error import bad
 
 BOOTSTRAP_PORT = 8998  # where prefill engines have their bootstrap page, unless they are told otherwise
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -50,11 +50,11 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise _bad(
+            raise bad(
                 "engines", f"an engine's name has 1 to 64 letters, digits, '_', '.' or '-', not {self.name!r}"
             )
         if self.role not in ("both", "prefill", "decode"):
-            raise _bad("engines", f"an engine's role is both, prefill or decode, not {self.role!r}")
+            raise bad("engines", f"an engine's role is both, prefill or decode, not {self.role!r}")
         _ = self.address, self.bootstrap_address
 
     @property
@@ -64,13 +64,11 @@ class EngineSpec:
             parts = urlsplit(self.url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise _bad("engines", f"{self.url!r} is no URL: {error}") from error
+            raise bad("engines", f"{self.url!r} is no URL: {error}") from error
         if parts.scheme != "http" or not host or not _is_host(host):
-            raise _bad("engines", f"an engine's URL looks like http://host:port, not {self.url!r}")
+            raise bad("engines", f"an engine's URL looks like http://host:port, not {self.url!r}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-            raise _bad(
-                "engines", f"give the root of the engine, http://{host}:{port or 80}, not {self.url!r}"
-            )
+            raise bad("engines", f"give the root of the engine, http://{host}:{port or 80}, not {self.url!r}")
         return host, 80 if port is None else port
 
     @property
@@ -83,11 +81,11 @@ class EngineSpec:
         """(host, port) of its bootstrap page, None when it has none. Raises ConfigError."""
         if self.role != "prefill":
             if self.bootstrap:
-                raise _bad("engines", f"only a prefill engine has a bootstrap page, and {self.name} is none")
+                raise bad("engines", f"only a prefill engine has a bootstrap page, and {self.name} is none")
             return None
         parts = _BOOTSTRAP.fullmatch(self.bootstrap or str(BOOTSTRAP_PORT))
         if parts is None or int(parts[2]) > 65535:
-            raise _bad(
+            raise bad(
                 "prefill",
                 f"write #bootstrap=PORT, #bootstrap=HOST:PORT or, for none, #bootstrap=0; not "
                 f"{self.bootstrap!r}",
@@ -122,7 +120,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise _bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
+            raise bad("port", f"a port is 0 to 65535 (0 = any free one), not {self.port}")
         for name in self.discovery:
             parse_source_url(name)
         for path in self.relay_paths:
@@ -130,33 +128,33 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         if self.registers:
             self._check_registers()
         elif self.discovery_keys_file:
-            raise _bad("discovery_keys_file", "keys of those who may register are for --discovery http alone")
+            raise bad("discovery_keys_file", "keys of those who may register are for --discovery http alone")
         elif self.discovery_allow:
-            raise _bad("discovery_allow", "networks of engines that register are for --discovery http alone")
+            raise bad("discovery_allow", "networks of engines that register are for --discovery http alone")
         elif self.discovery_registry_file:
-            raise _bad("discovery_registry_file", "registrations are kept with --discovery http alone")
+            raise bad("discovery_registry_file", "registrations are kept with --discovery http alone")
         if not self.engines and not self.discovery:
-            raise _bad(
+            raise bad(
                 "engines",
                 "a proxy needs at least one engine; give --engine http://host:port, or --discovery",
             )
         if self.discovery and not len(self.engines) <= self.engines_max <= 65535:
-            raise _bad(
+            raise bad(
                 "engines_max", f"{len(self.engines)} engines are given, {self.engines_max} may be there"
             )
         self._check_holders()
         roles = {engine.role for engine in self.engines}
         if not self.discovery and "both" not in roles and len(roles) == 1:
             missing = "decode" if "prefill" in roles else "prefill"
-            raise _bad(missing, f"engines of one role alone; give --{missing} http://host:port, or --engine")
+            raise bad(missing, f"engines of one role alone; give --{missing} http://host:port, or --engine")
         names = [engine.name for engine in self.engines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise _bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
+            raise bad("engines", f"two engines are called {twice[0]!r}; give each its own NAME=URL")
         places = Counter(Address(*each.address) for each in self.engines)
         if again := [f"http://{place}" for place, times in places.items() if times > 1]:
-            raise _bad("engines", f"{again[0]} is given more than once; give each engine once, in one role")
+            raise bad("engines", f"{again[0]} is given more than once; give each engine once, in one role")
         if self.admission.any and not make_policy(self.policy).uses_tokens:
-            raise _bad(
+            raise bad(
                 "policy",
                 f"admission needs a policy that looks at prompts, such as conductor, not {self.policy}",
             )
@@ -166,16 +164,16 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         self._check_handover()
         for source in self.events:
             if not source.pool and source.name not in names and not self.discovery:
-                raise _bad("events", f"no engine is called {source.name!r}; they are {', '.join(names)}")
+                raise bad("events", f"no engine is called {source.name!r}; they are {', '.join(names)}")
             if source.pool and source.name in names:
-                raise _bad("pool_events", f"{source.name!r} is an engine; give the pool's node another name")
+                raise bad("pool_events", f"{source.name!r} is an engine; give the pool's node another name")
         streams = [source.name for source in self.events]
         if twice := sorted({name for name in streams if streams.count(name) > 1}):
-            raise _bad("pool_events", f"two event streams are called {twice[0]!r}; give each its own name")
+            raise bad("pool_events", f"two event streams are called {twice[0]!r}; give each its own name")
         if self.otlp_endpoint and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", self.otlp_endpoint):
-            raise _bad("otlp_endpoint", f"spans go to http://host:4318, or https, not {self.otlp_endpoint!r}")
+            raise bad("otlp_endpoint", f"spans go to http://host:4318, or https, not {self.otlp_endpoint!r}")
         if not self.health.path.startswith("/") or not self.health.path.isascii() or " " in self.health.path:
-            raise _bad(
+            raise bad(
                 "health.path", f"the health path is an URL path such as /health, not {self.health.path!r}"
             )
 
@@ -185,7 +183,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         if engines + self.pool_nodes <= HOLDERS_MAX or not make_policy(self.policy).uses_tokens:
             return
         most = HOLDERS_MAX - self.pool_nodes
-        raise _bad(
+        raise bad(
             "engines_max" if self.discovery else "engines",
             f"{engines:,} engines and {self.pool_nodes:,} nodes of the pool, and {self.policy} looks for "
             f"prompts at {HOLDERS_MAX:,} at most; "
@@ -196,19 +194,19 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
     def _check_registers(self) -> None:
         AllowedNetworks(self.discovery_allow)
         if self.api_keys_file and not self.discovery_keys_file:
-            raise _bad(
+            raise bad(
                 "discovery_keys_file",
                 "a client's API key must not register engines, which read other clients' prompts; give "
                 "--discovery-keys-file with keys of their own for those who may register",
             )
         if not self.loopback and not self.discovery_keys_file:
-            raise _bad(
+            raise bad(
                 "discovery",
                 "whoever reaches the proxy could register an engine and read prompts; give "
                 "--discovery-keys-file with keys of those who may",
             )
         if not self.loopback and not self.discovery_allow:
-            raise _bad(
+            raise bad(
                 "discovery_allow",
                 "engines register from other hosts here; name the networks that they are in, such as "
                 "--discovery-allow 10.0.0.0/8",
@@ -219,7 +217,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         for engine in self.engines:
             place = engine.bootstrap_address
             if place in shared and (engine.bootstrap or self.handover == "concurrent"):
-                raise _bad(
+                raise bad(
                     "prefill",
                     f"several prefill engines would have their bootstrap page at {place[0]}:{place[1]}; give "
                     f"each its own: --prefill {engine.url}#bootstrap=PORT",
@@ -258,7 +256,7 @@ def read_registrar_keys(settings: ProxySettings) -> list[str]:
     """Of clients that may register engines. Raises ConfigError, also when a client has one of them."""
     keys = read_api_keys(settings.discovery_keys_file)
     if set(keys) & set(read_api_keys(settings.api_keys_file)):
-        raise _bad(
+        raise bad(
             "discovery_keys_file",
             f"{settings.discovery_keys_file} and {settings.api_keys_file} have a key in common, so a client "
             f"could register engines and read other clients' prompts; give registrars keys of their own",
@@ -276,10 +274,10 @@ def read_api_keys(path: str) -> list[str]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise _bad("api_keys_file", f"the API keys cannot be read from {path}: {error}") from error
+        raise bad("api_keys_file", f"the API keys cannot be read from {path}: {error}") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise _bad("api_keys_file", f"{path} has no API key; write one per line, or name no file")
+        raise bad("api_keys_file", f"{path} has no API key; write one per line, or name no file")
     return keys
 
 
@@ -289,7 +287,7 @@ def parse_tokenizers(texts: Iterable[str]) -> dict[str, Path]:
     for text in texts:
         model, separator, folder = text.partition("=")
         if not separator or not model or not folder:
-            raise _bad("tokenizer", f"write MODEL=FOLDER (with tokenizer.json), or none, not {text!r}")
+            raise bad("tokenizer", f"write MODEL=FOLDER (with tokenizer.json), or none, not {text!r}")
         models[model] = Path(folder)
     return models
 
@@ -319,10 +317,6 @@ def _is_host(host: str) -> bool:
 
 def _check_relay_path(path: str) -> None:
     if not _RELAY_PATH.fullmatch(path) or any(part in (".", "..", "") for part in path[1:].split("/")):
-        raise _bad("relay_paths", f"a path looks like /v1/audio/transcriptions or /v1/audio/*, not {path!r}")
+        raise bad("relay_paths", f"a path looks like /v1/audio/transcriptions or /v1/audio/*, not {path!r}")
     if path.partition("/")[2].partition("/")[0] in _OWN_PAGES:
-        raise _bad("relay_paths", f"{path} is the proxy's own")
-
-
-def _bad(key: str, sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key=f"proxy.{key}")
+        raise bad("relay_paths", f"{path} is the proxy's own")

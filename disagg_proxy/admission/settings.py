@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moonpool.core.config.proxy_section import Admission
-from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.admission import Objective
+from moonpool.disagg_proxy.setting_error import bad
 
 
 class AdmissionSettings(Admission, frozen=True, kw_only=True):
@@ -16,9 +16,9 @@ class AdmissionSettings(Admission, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise _bad(name, f"{name} is 0 or more, not {value}")
+                raise bad(name, f"{name} is 0 or more, not {value}")
         if self.queue_max and not self.queue_deadline:
-            raise _bad("queue_deadline", "who may wait needs some time for it: a positive queue_deadline")
+            raise bad("queue_deadline", "who may wait needs some time for it: a positive queue_deadline")
 
     @property
     def any(self) -> bool:
@@ -31,7 +31,3 @@ class AdmissionSettings(Admission, frozen=True, kw_only=True):
         """The two objectives, with infinity where the setting is 0."""
         any_s = float("inf")
         return Objective(self.ttft_slo or any_s, self.gap_slo or any_s)
-
-
-def _bad(key: str, sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key=f"proxy.{key}")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, cast
 
-from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
 from moonpool.disagg_proxy.conductor.policies.prefix_affinity import PrefixAffinity
 from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
 from moonpool.disagg_proxy.conductor.worker import Worker
+from moonpool.disagg_proxy.setting_error import bad
 
 
 class Policy(Protocol):
@@ -35,6 +35,7 @@ class Policy(Protocol):
         ...
 
 
+_bad = partial(bad, "policy")
 Hook = Callable[[Request, Choice, float], None]
 
 
@@ -98,7 +99,3 @@ def hook_of(policy: Policy) -> Hook:
 
 def _nothing(request: Request, choice: Choice, now_s: float) -> None:
     pass
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.policy")

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Iterable
 
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.setting_error import bad
 
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -35,10 +36,8 @@ class AllowedNetworks:
         try:
             self._allowed = tuple(ipaddress.ip_network(text) for text in self.texts)
         except ValueError as error:
-            raise ConfigError(
-                f"proxy: --discovery-allow takes networks such as 10.0.0.0/8: {error}",
-                operation="config",
-                key="proxy.discovery_allow",
+            raise bad(
+                "discovery_allow", f"--discovery-allow takes networks such as 10.0.0.0/8: {error}"
             ) from error
 
     def allow(self, address: IP) -> bool:

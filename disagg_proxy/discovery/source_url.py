@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.setting_error import bad
 
 KINDS = ("file", "http", "etcd", "kubernetes")
 _EXAMPLES = (
@@ -24,9 +24,5 @@ def parse_source_url(text: str) -> SourceUrl:
     """Raises ConfigError for text that names no source."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS or (kind == "http") != (not rest) or (kind == "http" and ":" in text):
-        raise ConfigError(
-            f"proxy: engines are discovered by {_EXAMPLES}, not {text!r}",
-            operation="config",
-            key="proxy.discovery",
-        )
+        raise bad("discovery", f"engines are discovered by {_EXAMPLES}, not {text!r}")
     return SourceUrl(kind, rest, text)

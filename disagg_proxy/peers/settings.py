@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
+from moonpool.disagg_proxy.setting_error import bad
 
 _LOCAL = re.compile(r"ipc://\S+")
 
@@ -35,7 +35,7 @@ class PeerSettings:
 
     def __post_init__(self) -> None:
         if self.peers and not self.listen:
-            raise _bad(
+            raise bad(
                 "peer_listen",
                 "to exchange with other proxies it needs an address for them; give --peer-listen HOST:PORT",
             )
@@ -43,7 +43,7 @@ class PeerSettings:
         for key, text in named:
             address = endpoint(text, key)
             if isinstance(address, Address) and not address.is_loopback and not self.token:
-                raise _bad(
+                raise bad(
                     key,
                     f"{text} is reached from other machines, so proxies need the cluster's token there; give "
                     f"--token-file",
@@ -53,7 +53,3 @@ class PeerSettings:
 def endpoint(text: str, key: str = "peers") -> Address | str:
     """Parses an address; an ipc:// endpoint is returned as it is. Raises ConfigError."""
     return text if _LOCAL.fullmatch(text) else parse_address(text, f"proxy.{key}")
-
-
-def _bad(key: str, sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key=f"proxy.{key}")

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.setting_error import bad
 
 RENDERED_CHARS_MAX = 64 << 20
 
@@ -33,7 +33,8 @@ class ChatTemplate:
             from jinja2.ext import loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
-            raise _bad("a local tokenizer needs jinja2: pip install 'moonpool[tokenizer]'") from error
+            why = "a local tokenizer needs jinja2: pip install 'moonpool[tokenizer]'"
+            raise bad("tokenizer", why) from error
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -43,7 +44,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(text)
         except TemplateSyntaxError as error:
-            raise _bad(f"the model's chat template cannot be read: {error}") from error
+            raise bad("tokenizer", f"the model's chat template cannot be read: {error}") from error
         self._names = dict(names)
 
     @classmethod
@@ -112,7 +113,3 @@ def _raise(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.tokenizer")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moonpool.core.errors import ConfigError
+from moonpool.disagg_proxy.setting_error import bad
 from moonpool.disagg_proxy.tokens.chat_template import ChatTemplate, TemplateRefused
 from moonpool.disagg_proxy.tokens.source import IdCache, TextPrompt
 
@@ -39,7 +40,8 @@ class LocalTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise _bad("a local tokenizer needs tokenizers: pip install 'moonpool[tokenizer]'") from error
+            why = "a local tokenizer needs tokenizers: pip install 'moonpool[tokenizer]'"
+            raise bad("tokenizer", why) from error
         file = folder / "tokenizer.json"
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: no threads of its own
         try:
@@ -48,7 +50,7 @@ class LocalTokenizer:
         except ConfigError:
             raise
         except Exception as error:  # tokenizers raises bare exceptions
-            raise _bad(f"no tokenizer can be read from {file}: {error}") from error
+            raise bad("tokenizer", f"no tokenizer can be read from {file}: {error}") from error
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         self._cut = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
         self._added = {token: self._tokenizer.token_to_id(token) for token in added}
@@ -135,7 +137,3 @@ class LocalSource:
             self.failures += 1
             _log.debug("a prompt was not tokenised: %r", error)
             return None
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(f"proxy: {sentence}", operation="config", key="proxy.tokenizer")

@@ -16,12 +16,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from moonpool import __version__
-from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.data_plane import observations
 from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.metric_family import family
+from moonpool.disagg_proxy.setting_error import bad
 from moonpool.disagg_proxy.tracing.spans import Span, TracedDecision, spans_of
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def exporter_of(endpoint: str, environ: Mapping[str, str] = os.environ) -> SpanE
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         if endpoint:
-            raise ConfigError(f"proxy: {_NEEDS}", operation="config", key="proxy.otlp_endpoint") from error
+            raise bad("otlp_endpoint", _NEEDS) from error
         _log.warning("%s", _NEEDS)
         return None
     if not endpoint:
