@@ -46,11 +46,12 @@ class BlockStore {
    public:
     explicit BlockStore(uint64_t secret) : secret_(secret) {}
 
-    uint64_t hash(const uint8_t* key) const {
+    static uint64_t hash(const uint8_t* key, uint64_t secret) {
         uint64_t first;
         std::memcpy(&first, key, sizeof(first));
-        return mix64(first ^ secret_);
+        return mix64(first ^ secret);
     }
+    uint64_t hash(const uint8_t* key) const { return hash(key, secret_); }
     void prefetch_slot(uint64_t hash) const { table_.prefetch(hash); }
     void prefetch_block(uint64_t hash) const {
         uint32_t block = table_.guess(hash);

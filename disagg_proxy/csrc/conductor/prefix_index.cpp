@@ -54,11 +54,24 @@ void QuestionsFirst::lock_change() {
     mutex_.lock();
 }
 
-struct PrefixIndex::Change {
-    explicit Change(QuestionsFirst& lock) : lock(lock) { lock.lock_change(); }
-    ~Change() { lock.unlock(); }
+class SCOPED_CAPABILITY PrefixIndex::Change {
+   public:
+    explicit Change(QuestionsFirst& lock) ACQUIRE(lock) : lock_(lock) { lock.lock_change(); }
+    ~Change() RELEASE() { lock_.unlock(); }
     Change(const Change&) = delete;
-    QuestionsFirst& lock;
+
+   private:
+    QuestionsFirst& lock_;
+};
+
+class SCOPED_CAPABILITY PrefixIndex::AsQuestion {
+   public:
+    explicit AsQuestion(QuestionsFirst& lock) ACQUIRE(lock) : lock_(lock) { lock.lock_question(); }
+    ~AsQuestion() RELEASE() { lock_.unlock(); }
+    AsQuestion(const AsQuestion&) = delete;
+
+   private:
+    QuestionsFirst& lock_;
 };
 
 Result<std::unique_ptr<PrefixIndex>> PrefixIndex::create(const PrefixIndexOptions& options) {
@@ -457,10 +470,8 @@ Status PrefixIndex::forget(uint32_t holder) {
 PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
     PrefixMatch out;
     std::vector<uint64_t> hashes(keys.size());
-    for (size_t i = 0; i < keys.size(); ++i) hashes[i] = store_.hash(keys[i].data());
-    auto unlock = [](QuestionsFirst* lock) { lock->unlock(); };
-    lock_.lock_question();
-    std::unique_ptr<QuestionsFirst, decltype(unlock)> locked(&lock_, unlock);
+    for (size_t i = 0; i < keys.size(); ++i) hashes[i] = BlockStore::hash(keys[i].data(), secret_);
+    AsQuestion question(lock_);
 
     // The holders that had all blocks so far, 64 to a word; and the words in which a holder still counts.
     std::array<HoldersByTier, kHolderWords> alive, held;
@@ -565,11 +576,11 @@ bool PrefixIndex::check_integrity() const {
     for (uint32_t block = 0; block < refs.size(); ++block) {
         if (refs[block] != (store_.in_use(block) ? store_.refs(block) : 0)) return false;
         if (!store_.in_use(block)) continue;
-        bool known = true;
-        store_.each_holder(block, [&](uint32_t h, HoldBits) {
-            known = known && h < holders_.size() && holders_[h] != nullptr;
-        });
-        if (!known) return false;
+        std::vector<uint32_t> holders;
+        store_.each_holder(block, [&holders](uint32_t h, HoldBits) { holders.push_back(h); });
+        for (uint32_t h : holders) {
+            if (h >= holders_.size() || !holders_[h]) return false;
+        }
     }
     return entries == entries_ && expected == expected_ && entries_ <= options_.blocks_max &&
            expected_ <= expected_max_;

@@ -28,6 +28,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "conductor/block_store.hpp"
 #include "conductor/holder_blocks.hpp"
@@ -68,15 +69,15 @@ struct PrefixIndexStats {
 };
 
 // Questions go before changes: std::mutex is not fair, and a thread with many changes takes it repeatedly.
-class QuestionsFirst {
+class CAPABILITY("mutex") QuestionsFirst {
    public:
-    void lock_question() {
+    void lock_question() ACQUIRE() {
         ++waiting_;
         mutex_.lock();
         --waiting_;
     }
-    void lock_change();
-    void unlock() { mutex_.unlock(); }
+    void lock_change() ACQUIRE();
+    void unlock() RELEASE() { mutex_.unlock(); }
 
    private:
     std::mutex mutex_;
@@ -121,10 +122,11 @@ class PrefixIndex {
         std::vector<uint32_t> blocks;
         bool operator<(const Dispatch& other) const { return until_s > other.until_s; }
     };
-    struct Change;  // holds the lock as a change
+    class Change;      // holds the lock as a change
+    class AsQuestion;  // and as a question
 
     Status check_holder(uint32_t holder) const;
-    HolderBlocks& obtain(uint32_t holder);
+    HolderBlocks& obtain(uint32_t holder) REQUIRES(lock_);
 
     void take_stored(uint32_t holder, const KvEvent& event, Ingested& sum);
     void take_removed(uint32_t holder, const KvEvent& event, bool of_pool, Ingested& sum);
@@ -134,26 +136,26 @@ class PrefixIndex {
     uint32_t placeable(const KvEvent& event) const;
     bool start_of_chain(uint32_t holder, const KvEvent& event, std::vector<uint8_t>& previous);
 
-    // All of these with the lock held as a change.
-    bool insert(uint32_t holder, uint64_t name, const uint8_t* key, const uint8_t* rest, KvTier tier);
-    bool remove(uint32_t holder, uint64_t name, KvTier tier);
-    void drop_entry(uint32_t holder, uint32_t row);
-    void confirm(uint32_t holder, uint32_t block);
-    void drop_expected(uint32_t holder, uint32_t block);
-    void make_room();
-    uint32_t largest_holder() const;
+    bool insert(uint32_t holder, uint64_t name, const uint8_t* key, const uint8_t* rest, KvTier tier)
+        REQUIRES(lock_);
+    bool remove(uint32_t holder, uint64_t name, KvTier tier) REQUIRES(lock_);
+    void drop_entry(uint32_t holder, uint32_t row) REQUIRES(lock_);
+    void confirm(uint32_t holder, uint32_t block) REQUIRES(lock_);
+    void drop_expected(uint32_t holder, uint32_t block) REQUIRES(lock_);
+    void make_room() REQUIRES(lock_);
+    uint32_t largest_holder() const REQUIRES(lock_);
 
     const PrefixIndexOptions options_;
     const uint64_t secret_;
     const uint32_t expected_max_;
     mutable QuestionsFirst lock_;
-    BlockStore store_;
-    std::vector<std::unique_ptr<HolderBlocks>> holders_;
-    HolderMask present_, pool_;
-    uint32_t entries_ = 0, expected_ = 0;
-    uint64_t dispatches_blocks_ = 0;  // in dispatches_, all together
-    std::priority_queue<Dispatch> dispatches_;
-    PrefixIndexStats counts_;
+    BlockStore store_ GUARDED_BY(lock_);
+    std::vector<std::unique_ptr<HolderBlocks>> holders_ GUARDED_BY(lock_);
+    HolderMask present_ GUARDED_BY(lock_), pool_ GUARDED_BY(lock_);
+    uint32_t entries_ GUARDED_BY(lock_) = 0, expected_ GUARDED_BY(lock_) = 0;
+    uint64_t dispatches_blocks_ GUARDED_BY(lock_) = 0;  // in dispatches_, all together
+    std::priority_queue<Dispatch> dispatches_ GUARDED_BY(lock_);
+    PrefixIndexStats counts_ GUARDED_BY(lock_);
 };
 
 }  // namespace moonpool

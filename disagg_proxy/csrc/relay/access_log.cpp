@@ -86,7 +86,7 @@ Result<std::unique_ptr<AccessLog>> AccessLog::open(const std::string& path) {
 AccessLog::~AccessLog() {
     if (!thread_.started()) return;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         ending_ = true;
         ended_at_ = std::chrono::steady_clock::now();
     }
@@ -111,7 +111,7 @@ void AccessLog::add(const Request& request, int client_fd, int status, uint64_t 
     line += text;
     append_safely(line, request.request_id);
     line += '\n';
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (lines_.size() + line.size() > kBytesMax) {
         ++dropped_;
         return;
@@ -123,8 +123,8 @@ void AccessLog::write_forever() {
     std::string writing;
     for (bool ending = false; !ending;) {
         {
-            std::unique_lock lock(mutex_);
-            changed_.wait_for(lock, kInterval, [&] { return ending_; });
+            MutexLock lock(mutex_);
+            changed_.wait_for(lock, kInterval, [&]() REQUIRES(mutex_) { return ending_; });
             ending = ending_;
             writing.swap(lines_);
         }
@@ -148,7 +148,7 @@ bool AccessLog::wait_for_room() {
     for (;;) {
         pollfd room{fd_.get(), POLLOUT, 0};
         if (::poll(&room, 1, static_cast<int>(kInterval.count())) > 0) return true;
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (ending_ && std::chrono::steady_clock::now() >= ended_at_ + kLastLines) return false;
     }
 }

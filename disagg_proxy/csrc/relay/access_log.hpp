@@ -5,15 +5,14 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
 #include "relay/observations.hpp"
@@ -42,11 +41,11 @@ class AccessLog {
     bool wait_for_room();
 
     Fd fd_;
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::string lines_;
-    bool ending_ = false;
-    std::chrono::steady_clock::time_point ended_at_;
+    Mutex mutex_;
+    CondVar changed_;
+    std::string lines_ GUARDED_BY(mutex_);
+    bool ending_ GUARDED_BY(mutex_) = false;
+    std::chrono::steady_clock::time_point ended_at_ GUARDED_BY(mutex_);
     std::atomic<uint64_t> dropped_{0};
     ServiceThread thread_;
 };

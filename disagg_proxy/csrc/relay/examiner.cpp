@@ -14,7 +14,7 @@ void Examiner::free(std::string body) { put({nullptr, false, nullptr, std::move(
 
 void Examiner::put(Job job) {
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (closed_) return;
         jobs_.push_back(std::move(job));
     }
@@ -26,7 +26,7 @@ void Examiner::put(Job job) {
 
 void Examiner::close() {
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         closed_ = true;
         jobs_.clear();
     }
@@ -38,8 +38,8 @@ void Examiner::run() {
     for (;;) {
         Job job;
         {
-            std::unique_lock lock(mutex_);
-            some_.wait(lock, [this] { return closed_ || !jobs_.empty(); });
+            MutexLock lock(mutex_);
+            some_.wait(lock, [this]() REQUIRES(mutex_) { return closed_ || !jobs_.empty(); });
             if (closed_) return;
             job = std::move(jobs_.front());
             jobs_.pop_front();

@@ -3,15 +3,14 @@
 // started with the first. A request that is gone is passed over.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 
+#include "base/mutex.hpp"
 #include "http/refusal.hpp"
 #include "relay/request.hpp"
 
@@ -45,10 +44,10 @@ class Examiner {
     void run();
 
     const BodyLimits limits_;
-    std::mutex mutex_;
-    std::condition_variable some_;
-    std::deque<Job> jobs_;
-    bool closed_ = false;
+    Mutex mutex_;
+    CondVar some_;
+    std::deque<Job> jobs_ GUARDED_BY(mutex_);
+    bool closed_ GUARDED_BY(mutex_) = false;
     std::thread thread_;
 };
 

@@ -8,8 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <string>
+
+#include "base/mutex.hpp"
 
 namespace moonpool::relay {
 
@@ -56,7 +57,7 @@ class Observations {
     explicit Observations(size_t records_max) : records_max_(records_max) {}
 
     void add(const Observation& one) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (ends_what_began_last(one)) bytes_.resize(bytes_.size() - sizeof(one));
         if (bytes_.size() >= records_max_ * sizeof(Observation)) {
             ++dropped_;
@@ -66,19 +67,19 @@ class Observations {
     }
     std::string take() {
         std::string all;
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         all.swap(bytes_);
         return all;
     }
     uint64_t dropped() const {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         return dropped_;
     }
 
    private:
     // An answer that comes whole begins and ends at once, and its last record says all that the one before it
     // does.
-    bool ends_what_began_last(const Observation& one) const {
+    bool ends_what_began_last(const Observation& one) const REQUIRES(mutex_) {
         if (one.stage != static_cast<uint8_t>(Stage::kEnded) || one.stream != 0) return false;
         if (bytes_.size() < sizeof(one)) return false;
         Observation last;
@@ -87,9 +88,9 @@ class Observations {
     }
 
     const size_t records_max_;
-    mutable std::mutex mutex_;
-    std::string bytes_;
-    uint64_t dropped_ = 0;
+    mutable Mutex mutex_;
+    std::string bytes_ GUARDED_BY(mutex_);
+    uint64_t dropped_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace moonpool::relay

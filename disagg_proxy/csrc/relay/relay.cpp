@@ -71,7 +71,7 @@ void Relay::wake() {
 
 void Relay::post(std::function<void()> function) {
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (ended_) return;
         posted_.push_back(std::move(function));
     }
@@ -87,24 +87,24 @@ void Relay::post_to(size_t place, std::function<void(Engine&)> function) {
 
 void Relay::call(const std::function<void()>& function) {
     if (is_this_thread()) return function();
-    std::mutex mutex;
-    std::condition_variable changed;
+    Mutex mutex;
+    CondVar changed;
     bool done = false;
     {
-        std::unique_lock lock(mutex_);
+        MutexLock lock(mutex_);
         if (ended_) {
             lock.unlock();
             return function();
         }
         posted_.push_back([&] {
             function();
-            std::lock_guard guard(mutex);
+            MutexLock guard(mutex);
             done = true;
             changed.notify_one();
         });
     }
     wake();
-    std::unique_lock lock(mutex);
+    MutexLock lock(mutex);
     changed.wait(lock, [&] { return done; });
 }
 
@@ -170,8 +170,9 @@ bool Relay::drain(double timeout_s) {
         clients_.drain();
         look_whether_empty();
     });
-    std::unique_lock lock(mutex_);
-    return emptied_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return empty_; });
+    MutexLock lock(mutex_);
+    return emptied_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                             [this]() REQUIRES(mutex_) { return empty_; });
 }
 
 void Relay::close() {
@@ -222,7 +223,7 @@ void Relay::run() {
 void Relay::run_posted() {
     std::vector<std::function<void()>> posted;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (posted_.empty()) return;
         posted.swap(posted_);
     }
@@ -260,7 +261,7 @@ void Relay::end_all() {
     clean();
     std::vector<std::function<void()>> posted;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         ended_ = true;
         posted.swap(posted_);
     }
@@ -269,7 +270,7 @@ void Relay::end_all() {
 
 void Relay::look_whether_empty() {
     if (!context_.draining || !clients_.all().empty()) return;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     empty_ = true;
     emptied_.notify_all();
 }

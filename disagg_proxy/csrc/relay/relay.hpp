@@ -10,14 +10,13 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
 #include "relay/client_table.hpp"
@@ -100,10 +99,10 @@ class Relay {
 
     Wake wake_;
     std::atomic<int64_t> advanced_ns_{0};
-    std::mutex mutex_;
-    std::condition_variable emptied_;
-    std::vector<std::function<void()>> posted_;
-    bool ended_ = false, empty_ = false;  // under the mutex, as posted_
+    Mutex mutex_;
+    CondVar emptied_;
+    std::vector<std::function<void()>> posted_ GUARDED_BY(mutex_);
+    bool ended_ GUARDED_BY(mutex_) = false, empty_ GUARDED_BY(mutex_) = false;
     std::atomic<bool> stopping_{false};
     ServiceThread thread_;
 };

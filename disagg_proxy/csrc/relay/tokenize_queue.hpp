@@ -3,12 +3,11 @@
 // threads hold it. From any thread.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
-#include <mutex>
 #include <optional>
 
+#include "base/mutex.hpp"
 #include "relay/request.hpp"
 
 namespace moonpool::relay {
@@ -28,7 +27,7 @@ class TokenizeQueue {
         if (waiting_max_ == 0 || question.page || question.attempt > 0) return false;
         if (question.request->body.size() > kBodyBytesMax || !question.request->has_text()) return false;
         {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             if (closed_ || waiting_.size() >= waiting_max_) return false;
             waiting_.push_back({question, now});
         }
@@ -38,22 +37,22 @@ class TokenizeQueue {
 
     // The oldest question; waits for one. nullopt: closed.
     std::optional<Question> next() {
-        std::unique_lock lock(mutex_);
-        some_.wait(lock, [&] { return closed_ || !waiting_.empty(); });
+        MutexLock lock(mutex_);
+        some_.wait(lock, [&]() REQUIRES(mutex_) { return closed_ || !waiting_.empty(); });
         if (closed_) return std::nullopt;
         return first();
     }
 
     // The oldest question, if it was queued before this time, s of the relay's clock.
     std::optional<Question> overdue(double since) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (waiting_.empty() || waiting_.front().since >= since) return std::nullopt;
         return first();
     }
 
     void close() {
         {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             closed_ = true;
             waiting_.clear();
         }
@@ -66,17 +65,17 @@ class TokenizeQueue {
         double since = 0;
     };
 
-    Question first() {
+    Question first() REQUIRES(mutex_) {
         Question question = std::move(waiting_.front().question);
         waiting_.pop_front();
         return question;
     }
 
     const size_t waiting_max_;
-    std::mutex mutex_;
-    std::condition_variable some_;
-    std::deque<Waiting> waiting_;
-    bool closed_ = false;
+    Mutex mutex_;
+    CondVar some_;
+    std::deque<Waiting> waiting_ GUARDED_BY(mutex_);
+    bool closed_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace moonpool::relay
