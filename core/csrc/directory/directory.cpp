@@ -5,6 +5,12 @@
 //
 // Counters of rows go by node, tier and round, so that a death or the end of an inventory voids rows by
 // changing counters alone (make_void); sweep() takes the rows away later.
+//
+// The master's loop is the only thread here. Three counters always describe the tables, and
+// check_integrity() recounts them: rows_ (rows that count), void_rows_, and for each node the rows of its
+// current round, of the rounds before it that still count (previous), and void ones. A row changes its
+// class without being touched, when its node's round, depth or `open` changes; then make_void() or
+// begin_inventory() moves the counters, and no row is visited.
 #include "directory/directory.hpp"
 
 #include <sys/mman.h>
@@ -38,6 +44,8 @@ void DirectoryShard::free_table() {
     bytes_ = 0;
 }
 
+// Whole pages straight from the kernel, so that a table that shrinks gives its memory back. The old table
+// stays valid until the new one is there: a failure changes nothing.
 bool DirectoryShard::resize(uint32_t rows) {
     uint64_t page = page_bytes();
     uint64_t bytes = (uint64_t{rows} * sizeof(DirectoryRow) + page - 1) / page * page;
@@ -55,6 +63,8 @@ bool DirectoryShard::resize(uint32_t rows) {
     return true;
 }
 
+// The caller knows that the row is not in the table and that a slot is free. Several rows of one hash (its
+// holders) share a home slot and so lie in one run.
 void DirectoryShard::place(const DirectoryRow& row) {
     uint32_t slot = home(row.hash());
     while (rows_[slot].node != kNoNode) slot = next(slot);
@@ -82,6 +92,8 @@ void DirectoryShard::erase(DirectoryRow* row) {
     // Close the hole: a row moves back into it unless that would put it before its home.
     auto hole = static_cast<uint32_t>(row - rows_);
     for (uint32_t slot = next(hole); rows_[slot].node != kNoNode; slot = next(slot)) {
+        // Both distances go round the end of the table. A row that lies nearer to its home than to the hole
+        // would be moved before its home, where no search looks.
         uint32_t from_home = slot >= home(rows_[slot].hash()) ? slot - home(rows_[slot].hash())
                                                               : slot + capacity_ - home(rows_[slot].hash());
         uint32_t from_hole = slot >= hole ? slot - hole : slot + capacity_ - hole;
@@ -90,6 +102,7 @@ void DirectoryShard::erase(DirectoryRow* row) {
         hole = slot;
     }
     rows_[hole] = DirectoryRow{};
+    // Shrinking may fail for lack of memory; the table then stays larger than it need be.
     if (--size_ == 0) {
         free_table();
     } else if (too_empty(size_, capacity_)) {
@@ -97,6 +110,8 @@ void DirectoryShard::erase(DirectoryRow* row) {
     }
 }
 
+// Rebuilds the shard from the rows to keep. Erasing them one by one would move rows past the place where
+// the visit is, and visit them twice or never.
 template <class Keep>
 uint32_t DirectoryShard::keep_only(Keep keep) {
     std::vector<DirectoryRow> kept;
@@ -145,6 +160,8 @@ void Directory::open(NodeId node) {
     nodes_[node].open = true;
 }
 
+// The id is free again only after the sweep has taken its last void row (NodeRows::free): otherwise rows of
+// the former incarnation would count for the next one.
 void Directory::close(NodeId node) {
     NodeRows& node_rows = nodes_[node];
     node_rows.open = false;
@@ -167,7 +184,11 @@ void Directory::begin_inventory(NodeId node) {
     if (!node_rows.open) return;
     // Rounds come again after 256 inventories; so a void row must not stay for that long.
     constexpr uint8_t kRoundsMax = 64;
+    // A node that begins again and again without an end: the rounds before are given up, so that the
+    // difference of two rounds always fits into the 8 bits of a row.
     if (node_rows.depth == kRoundsMax) end_inventory(node);
+    // Every 64 rounds void rows are taken away now, at the price of one visit to all shards: a void row of
+    // round r must be gone before round r + 256, which has the same number.
     if (node_rows.round % kRoundsMax == 0 && node_rows.void_rows != 0) {
         for (DirectoryShard& shard : shards_) sweep_shard(shard);
     }
@@ -190,6 +211,9 @@ uint64_t& Directory::count_of(const DirectoryRow& row) {
     return row.round == node_rows.round ? node_rows.rows[tier] : node_rows.previous[tier];
 }
 
+// Idempotent. A row that is there already, void or of an earlier round, becomes one of the current round,
+// so that an inventory confirms what is still held. The limit counts void rows as well: they take memory
+// until they are swept.
 bool Directory::add(const Hash128& hash, NodeId node, Tier tier) {
     if (node >= nodes_.size() || !nodes_[node].open) return false;
     DirectoryShard& shard = shards_[shard_of(hash)];
@@ -244,6 +268,7 @@ void Directory::sweep_shard(DirectoryShard& shard) {
     });
 }
 
+// One shard a call, in turn. The caller decides how much time it spends (MasterServer::on_tick).
 bool Directory::sweep() {
     if (void_rows_ == 0) return false;
     sweep_shard(shards_[sweep_at_]);

@@ -9,6 +9,13 @@
 //
 // Cost of locate(): 16 bytes a key to the master, in frames of at most 256 KiB of which 4 are under way; a
 // caller polls 50 us for its answer before it sleeps. members() costs nothing until members_ms have passed.
+//
+// States of the connection: none (connected_ is false, and "mp-dial" has been asked for one), left in
+// Dialing::socket for the next caller, in use (connected_). Only callers move it from the second to the
+// third state (ready) and from the third to the first (lost), each under io_mutex_. Answers come in the
+// order of the questions; after an error of sending or receiving the
+// connection is given up, because the next bytes
+// could belong to a former question.
 #include "directory/directory_client.hpp"
 
 #include <sched.h>
@@ -100,6 +107,8 @@ DirectoryClient::~DirectoryClient() { close(); }
 void DirectoryClient::close() {
     closed_ = true;
     connected_ = false;
+    // The thread does not exist in the child, and its mutex may be held there for ever: Dialing is leaked
+    // on purpose.
     if (fork_.in_child()) {
         (void)dialing_.release();
         return;
@@ -146,6 +155,8 @@ void DirectoryClient::dial_loop() {
         }
         dialing.done.notify_all();
         if (dialed) continue;
+        // A caller that wants a connection meanwhile does not shorten the pause: a master that is down must
+        // not be dialed at the rate of its clients' calls.
         dialing.wake.wait_for(lock, std::chrono::milliseconds(backoff_ms), [this] { return closed_.load(); });
         backoff_ms = std::min(backoff_ms * 2, options_.backoff_longest_ms);
     }
@@ -164,6 +175,7 @@ Status DirectoryClient::ready() {
         if (Status status = dialer->start("mp-dial", [this] { dial_loop(); }); !status) return status;
         dialing.thread = std::move(dialer);
     }
+    // Set by lost() as well. Here it starts the very first dial.
     if (!dialing.socket.fd.valid() && !dialing.wanted) {
         dialing.wanted = true;
         dialing.wake.notify_all();
@@ -185,6 +197,9 @@ Status DirectoryClient::ready() {
         Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
     members_at_ = {};  // another master may count its epochs anew
     members_epoch_ = 0;
+    // A restarted master fills up over some seconds. Until it says that it is complete (kMembersFilling),
+    // members() keeps the nodes known before the loss, so that a caller can still ask them directly; their
+    // ids mean nothing to the new master.
     if (before_ == nullptr && members_ != nullptr) {
         auto before = std::make_shared<Members>(*members_);
         for (Member& member : before->rows) member.id = kNoNode;  // it numbers them anew, too
@@ -194,6 +209,8 @@ Status DirectoryClient::ready() {
     return success();
 }
 
+// Called for every failure behind the connect. The wait that ended for nothing is charged to the caller's
+// budget, and the dialer begins at once, so that the next call may find a connection.
 Error DirectoryClient::lost(Error error) {
     if (error.code == Code::kTimeout) WaitBudget::spent(waits_ms_);
     connected_ = false;
@@ -243,6 +260,8 @@ uint64_t DirectoryClient::begin(Kind kind) {
     return next_request_++;
 }
 
+// The header is checked before its length is used. An error frame ends the connection too: the master sends
+// one only when it is about to close.
 Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Parse& parse) {
     FrameHeader header;
     if (Status status = receive(&header, sizeof(header)); !status) return status;
@@ -273,11 +292,15 @@ Status DirectoryClient::ask(Kind kind, const Build& build, const Parse& parse) {
 Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
                                       const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
                                       const std::function<bool()>& more) {
+    // At most kFramesAhead questions are unanswered. More would let master and client both wait with full
+    // socket buffers, each for the other to read.
     uint64_t first_id = next_request_;
     size_t sent = 0, answered = 0;
     size_t frames = std::max<size_t>((hashes.size() + kHashesPerFrame - 1) / kHashesPerFrame, 1);
     while (answered < frames) {
         bool go_on = more();
+        // Frames that are on their way have to be answered even when more() has said no: their answers
+        // stand before those of the next call.
         if (!go_on && sent == answered) return success();
         out_.clear();
         for (; go_on && sent < frames && sent - answered < kFramesAhead; ++sent) {
@@ -293,6 +316,7 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
         if (Status status = receive_answer(kind, first_id + answered, parse); !status) return status;
         ++answered;
     }
+    // One call with very many keys must not pin its buffer for the client's life.
     if (out_.capacity() > (1u << 20)) decltype(out_)().swap(out_);
     return success();
 }
@@ -303,7 +327,6 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
     if (Status status = ready(); !status) return status.error();
     CallTimeout timeout(*this);
     if (Status status = timeout.status(); !status) return status.error();
-    // Frames are cut between whole blocks.
     LocateAnswer answer;
     uint16_t width = std::max<uint16_t>(options.width, 1);
     uint64_t epoch = 0;
@@ -315,6 +338,8 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
             w.number(static_cast<uint8_t>((options.prefix ? kLocatePrefix : 0) |
                                           (options.suspects ? kLocateSuspects : 0)));
             w.number(options.holders_max);
+            // Width 1, whatever the caller's: the master cuts a prefix to whole blocks within a frame only,
+            // and blocks may span frames. The cut is made below, over all frames.
             w.number(uint16_t{1});
             w.number(n);
         },
@@ -322,6 +347,8 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
             epoch = r.number<uint64_t>();
             auto n = r.number<uint32_t>();
             size_t piece = std::min(kHashesPerFrame, hashes.size() - expected);
+            // A prefix may end early (n < piece); from that key on answers of frames already sent are read
+            // and dropped (gap).
             expected += piece;
             if (!r.ok() || n > piece || (n < piece && !options.prefix)) return false;
             for (uint32_t i = 0; i < n; ++i) {
@@ -339,6 +366,7 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
         [&] { return !gap; });
     if (!status) return status.error();
     if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
+    // Holders are ids, and ids mean nodes only together with the list of members of the same epoch.
     if (members_ == nullptr || members_epoch_ != epoch || (before_ != nullptr && members_due())) {
         if (Status fresh = refresh_members(); !fresh) return fresh.error();
     }
@@ -346,6 +374,9 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
     return answer;
 }
 
+// With the epoch that it has: the master sends the list only when it is another one. `before` may change
+// without a change of the list, when the master has become complete; the list is copied then, since callers
+// hold the old one.
 Status DirectoryClient::refresh_members() {
     auto fresh = std::make_shared<Members>();
     bool changed = false;
@@ -388,6 +419,7 @@ Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
         status = timeout.status();
         if (status) status = refresh_members();
     }
+    // While the master is away the last list serves on, except for a caller that insists on a fresh one.
     if (!status && (fresh || members_ == nullptr || closed_)) return status.error();
     return members_;
 }

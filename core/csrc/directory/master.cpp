@@ -1,3 +1,14 @@
+// Composes the three parts of the master's knowledge: Directory (which node holds what), Membership (which
+// nodes there are), Tombstones (what was removed while a node that may hold it was out of touch). A seat
+// joins them: one for each current incarnation, made by its join and cleared when it leaves, is replaced or
+// is gone.
+//
+// The rule behind join(), delta() and forget(): no client is sent to a copy that was removed. A node in
+// touch hears of a removal from the client that removes. For any other node the key becomes a tombstone and
+// a drop: the tombstone refuses the key in the node's next inventory, and the drop tells the node to delete
+// the copy, again and again until it confirms.
+//
+// All of it runs on the master's loop; every time is an argument.
 #include "directory/master.hpp"
 
 #include <algorithm>
@@ -30,7 +41,11 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         return joined.error();
     }
     ++counters_.joins_total;
+    // Before the new seat: the tombstones that clear_seat() makes are those that the new incarnation is
+    // compared with.
     if (joined->replaced) clear_seat(now_ms, *joined->replaced);
+    // The same process over a new connection: its rows still count, and it repeats its inventory. What it
+    // has not confirmed to have dropped may be in that inventory, so these keys become tombstones again.
     if (joined->resumed) {
         forget_again(now_ms, seats_.at(joined->id).drops);
     } else {
@@ -38,8 +53,12 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         seats_.emplace(joined->id, Seat{DropList(limits_.drops_max)});
     }
     Seat& seat = seats_.at(joined->id);
+    // Only removals after this time concern the node: it heard of the earlier ones itself. 0 for a node
+    // that is not remembered: all tombstones concern it.
     seat.away_since_ms = joined->heard_ms.value_or(0);
     seat.settled = false;
+    // Tombstones are bounded and expire. When some of that time may be missing, the node has to drop
+    // everything.
     if (!tombstones_.covers(seat.away_since_ms)) {
         seat.drops.push_all();
         ++counters_.drop_alls_total;
@@ -47,6 +66,8 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     return JoinAnswer{joined->id, joined->resumed, joined->old_link};
 }
 
+// An incarnation that still owed a drop of everything leaves no list of keys to remember; so no later
+// absence is covered by the tombstones until now (lose).
 void Master::clear_seat(uint64_t now_ms, NodeId id) {
     directory_.close(id);
     const DropList& drops = seats_.at(id).drops;
@@ -61,6 +82,7 @@ void Master::forget_again(uint64_t now_ms, const DropList& drops) {
 }
 
 void Master::disconnected(NodeId id, LinkId link) {
+    // A node that came back over another connection is alive; the end of the old one says nothing.
     if (membership_.link(id) != link) return;
     if (membership_.alive(id)) ++counters_.suspicions_total;
     membership_.disconnected(id, link);
@@ -72,6 +94,7 @@ void Master::left(uint64_t now_ms, NodeId id, LinkId link) {
     ++counters_.nodes_left_total;
 }
 
+// In touch: alive, and its inventory is complete. Such a node's rows are exact, but for what is on its way.
 bool Master::in_touch(NodeId id) const {
     auto it = seats_.find(id);
     return it != seats_.end() && it->second.settled && membership_.alive(id);
@@ -84,6 +107,8 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, std::
         directory_.begin_inventory(id);
         ++counters_.inventories_total;
     }
+    // Once settled, a row that is added is a new object, stored after the removal; before, it may be the
+    // removed copy.
     bool compare = !seat.settled && tombstones_.size() != 0;
     for (size_t at = 0; at < rows.size(); at += kDeltaRowBytes) {
         size_t ahead = at + kAhead * kDeltaRowBytes;
@@ -116,6 +141,7 @@ void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max,
                     Writer& out) {
     bool prefix = (flags & kLocatePrefix) != 0;
     bool suspects = (flags & kLocateSuspects) != 0;
+    // The count of holders has 8 bits on the wire.
     size_t limit = holders_max == 0 ? 255 : holders_max;
     size_t n = hashes.size() / sizeof(Hash128);
     size_t count_at = out.position();
@@ -129,6 +155,8 @@ void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max,
         directory_.find(hash_at(hashes.data() + i * sizeof(Hash128)), [&](Holder holder) {
             if (suspects || membership_.alive(holder.node)) found_.push_back(holder);
         });
+        // The first key without a holder ends a prefix. Keys behind it are not looked at, which is what
+        // makes long prompts cheap.
         if (found_.empty() && prefix) break;
         if (found_.size() > 1) {
             std::sort(found_.begin(), found_.end(), [](const Holder& a, const Holder& b) {
@@ -162,6 +190,8 @@ std::vector<NodeId> Master::place(std::string_view tenant, uint64_t bytes, size_
     return chosen;
 }
 
+// found_ is copied out before rows are removed, since removal moves rows of the run that find() walks
+// along.
 uint32_t Master::forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached) {
     uint32_t rows = 0;
     for (size_t at = 0; at < hashes.size(); at += sizeof(Hash128)) {
@@ -191,9 +221,13 @@ void Master::tick(uint64_t now_ms) {
     if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;
     if (tombstones_.size() == 0 || now_ms - pruned_ms_ < limits_.tombstones_ms / 10) return;
     pruned_ms_ = now_ms;
+    // A tombstone may go only when no absent node could bring its key back: every remembered node is here
+    // and settled.
     if (all_here(now_ms) && now_ms > limits_.tombstones_ms) tombstones_.prune(now_ms - limits_.tombstones_ms);
 }
 
+// Right after a start the master does not know whom it does not know; grace_ms gives every node the time to
+// join.
 bool Master::all_here(uint64_t now_ms) const {
     if (now_ms - started_ms_ < limits_.grace_ms) return false;
     bool settled = std::all_of(seats_.begin(), seats_.end(), [](const auto& s) { return s.second.settled; });

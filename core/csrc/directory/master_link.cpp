@@ -1,3 +1,14 @@
+// One connection, on the master's loop. It parses frames and writes answers; what they mean is Master's
+// matter. All bytes of a peer are untrusted: each handler compares counts with the bytes that are there
+// before it reads rows.
+//
+// Input and output are coupled. Answers wait in out_, and while more than send_backlog_bytes wait, no frame
+// is parsed and no byte is read (want_events), so that a peer that does not read its answers stops being
+// served and costs bounded memory. out_sent_ is how far the socket has taken out_; whole_answers_ is where
+// the last whole answer ends, for fail() cuts a half one off.
+//
+// The handlers return false when the connection is over; then drop() destroys this object, and nothing of
+// it may be touched.
 #include "directory/master_link.hpp"
 
 #include <sys/epoll.h>
@@ -20,6 +31,7 @@ MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, Lin
       is_member_(is_member),
       progress_ms_(now_ms) {}
 
+// Whatever ended the connection, the member is suspect from now on, unless it has said that it leaves.
 MasterLink::~MasterLink() {
     if (node_ != kNoNode) server_.master_.disconnected(node_, id_);
 }
@@ -50,10 +62,12 @@ bool MasterLink::on_readable(uint64_t now_ms) {
         bool all = socket_.tls == nullptr && static_cast<size_t>(n) < room.size();
         if (all || backlog() > server_.options_.limits.send_backlog_bytes) break;
     }
+    // A large DELTA must not keep its buffer while the node only beats.
     in_.shrink(kKeptMax);
     return true;
 }
 
+// Writing comes first: room in the backlog lets frames that have been received be served.
 bool MasterLink::on_events(uint32_t events) {
     uint64_t now = now_ms();
     bool alive = true;
@@ -79,6 +93,8 @@ bool MasterLink::parse_frames(uint64_t now_ms) {
     while (backlog() <= limits.send_backlog_bytes) {
         std::optional<FrameHeader> header = in_.header();
         if (!header) return true;
+        // Before the body is there: its length is checked against the limit, so that a peer cannot make the
+        // master buffer more.
         if (std::optional<Error> wrong =
                 unfit(*header, limits.frame_bytes, "master", "master.frame_bytes_max")) {
             server_.metrics_.protocol_errors_total.fetch_add(1);
@@ -93,6 +109,8 @@ bool MasterLink::parse_frames(uint64_t now_ms) {
     return true;
 }
 
+// The service that the connection was opened for decides what it may ask. A frame of the other
+// service is malformed here.
 bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms) {
     MasterServerMetrics& m = server_.metrics_;
     if (is_member_) {
@@ -152,12 +170,16 @@ bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms
         return fail(joined.error().code, joined.error().text);
     }
     node_ = joined->id;
+    // The node's former connection, which may hang half open for minutes. Its destructor finds that it is
+    // no longer the node's link and reports nothing.
     if (joined->close != kNoLink) server_.close_link(joined->close);
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
     Writer w(out_);
     w.number(node_);
     w.number(static_cast<uint8_t>(joined->resumed ? kJoinResumed : 0));
     w.number(uint8_t{0});
+    // The master sets the pace and the frame size, so that they are configured in one place for the
+    // cluster.
     w.number(server_.options_.beat_ms);
     w.number(server_.options_.master.hashes_per_frame);
     w.number(server_.master_.membership().epoch());
@@ -170,6 +192,7 @@ bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms
 // has it.
 bool MasterLink::seated() const { return node_ != kNoNode && server_.master_.current(node_, id_); }
 
+// One way: no answer. The node learns that it lost its seat by the error frame that ends the connection.
 bool MasterLink::on_delta(Reader body, uint64_t now_ms) {
     auto flags = body.number<uint8_t>();
     body.bytes(3);
@@ -199,6 +222,8 @@ bool MasterLink::on_beat(const FrameHeader& header, Reader body, uint64_t now_ms
     return true;
 }
 
+// The seat is cleared at once. The node closes the connection afterwards, and the destructor's report finds
+// no member.
 bool MasterLink::on_leave(uint64_t now_ms) {
     if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool");
     server_.note_left(node_);
@@ -214,6 +239,7 @@ bool MasterLink::on_members(const FrameHeader& header, Reader body, uint64_t now
     Writer w(out_);
     w.number(membership.epoch());
     bool changed = known != membership.epoch();
+    // Told with every answer, also when the list has not changed: the end of the filling moves no epoch.
     bool filling = server_.master_.filling(now_ms);
     w.number(static_cast<uint8_t>((changed ? kMembersChanged : 0) | (filling ? kMembersFilling : 0)));
     if (changed) {
@@ -232,6 +258,7 @@ bool MasterLink::on_locate(const FrameHeader& header, Reader body) {
     auto width = body.number<uint16_t>();
     auto n = body.number<uint32_t>();
     if (!body.ok() || body.left() != uint64_t{n} * sizeof(Hash128)) return malformed("is no LOCATE");
+    // A frame is served in one piece on the loop; the limit bounds how long all others wait for it.
     if (n > server_.options_.master.hashes_per_frame) return malformed("asks for more keys than the limit");
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
     Writer w(out_);
@@ -249,6 +276,8 @@ bool MasterLink::on_place(const FrameHeader& header, Reader body) {
     body.number<uint8_t>();
     auto nodes = body.number<uint16_t>();
     auto hosts = body.number<uint16_t>();
+    // A host has two bytes of length at least. The check comes before the vectors are made, so that counts
+    // alone cannot allocate.
     if (!body.ok() || uint64_t{nodes} * 2 + uint64_t{hosts} * 2 > body.left())
         return malformed("is no PLACE");
     std::vector<NodeId> avoid_nodes(nodes);
@@ -340,6 +369,8 @@ bool MasterLink::on_tick(uint64_t now_ms) {
     return alive;
 }
 
+// A quiet connection between frames is in order; the beat tells whether a node lives. Only a frame or an
+// answer that has begun must move.
 bool MasterLink::check_deadlines(uint64_t now_ms) {
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
     bool stalled = !in_.waiting().empty() || backlog() != 0 || socket_.unsent() ||

@@ -1,3 +1,7 @@
+// Threads: the loop "mp-master" owns master_, links_, members_, clients_, noted_ and trim_due_. The
+// Listener's threads authenticate a connection and then post it to the loop (adopt). Any other thread sees
+// the master through call_on_loop(), which waits at most two seconds; the results are held by shared
+// pointers, because the function may run after its caller has given up.
 #include "directory/master_server.hpp"
 
 #include <malloc.h>
@@ -37,10 +41,13 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(loop_options));
     if (!loop) return loop.error();
     server->loop_ = std::move(*loop);
+    // The listener hands over only connections that have proved the cluster token; the service that they
+    // name decides what they may ask.
     for (bool is_member : {true, false}) {
         Service service;
         service.welcome = [](std::string_view) { return std::vector<std::byte>(); };
         service.serve = [raw = server.get(), is_member](AuthenticatedConnection caller) {
+            // std::function has to be copyable, and a connection is not.
             auto shared = std::make_shared<AuthenticatedConnection>(std::move(caller));
             raw->loop_->post([raw, shared, is_member] { raw->adopt(std::move(*shared), is_member); });
         };
@@ -56,6 +63,8 @@ Status MasterServer::start() {
     return listener_->start();
 }
 
+// The listener first, so that no connection is posted to a loop that has ended. When the loop does not end
+// (a child of fork()), its links are left alone.
 void MasterServer::stop() {
     if (!running_.exchange(false)) return;
     listener_->stop();
@@ -75,14 +84,17 @@ void MasterServer::adopt(AuthenticatedConnection caller, bool is_member) {
         return;
     }
     metrics_.connections_total.fetch_add(1);
+    // The descriptor is the key: it is unique as long as the link that owns it is in the map.
     int key = caller.fd.get();
     auto link = std::make_shared<MasterLink>(*this, std::move(caller), next_link_++, is_member, now_ms());
     if (!loop_->add(key, MasterLink::kFirstEvents, link)) return;
     ++count;
     links_.emplace(key, link);
+    // Bytes behind the proof may have come with it, and may be the end of the connection already.
     if (!link->begin()) drop(key);
 }
 
+// The loop keeps the handler alive until its current event is over, so a link may drop itself.
 void MasterServer::drop(int fd) {
     auto it = links_.find(fd);
     if (it == links_.end()) return;
@@ -92,6 +104,7 @@ void MasterServer::drop(int fd) {
     links_.erase(it);
 }
 
+// Linear: it happens once for each node that comes back.
 void MasterServer::close_link(LinkId link) {
     for (auto& [fd, other] : links_) {
         if (other->id() != link) continue;
@@ -100,6 +113,8 @@ void MasterServer::close_link(LinkId link) {
     }
 }
 
+// Every 50 ms. Time passes for the members; what changed goes to the log; then up to 5 ms of sweeping, so
+// that the end of a large node delays no request for longer.
 void MasterServer::on_tick(uint64_t now) {
     master_.tick(now);
     note_members(now);
@@ -116,6 +131,8 @@ void MasterServer::note_members(uint64_t now) {
     const Membership& membership = master_.membership();
     if (membership.epoch() == noted_epoch_) return;
     noted_epoch_ = membership.epoch();
+    // What stays in `known` at the end was there at the last look and is not now. A node that has said that
+    // it leaves was taken out by note_left().
     std::map<NodeId, Noted> known = std::exchange(noted_, {});
     auto say = [&](Level level, const char* kind, const Noted& who, const std::string& what) {
         journal_->note(level, kind, who.address, "node " + who.name + " " + what);
@@ -181,6 +198,7 @@ MasterServer::Nodes MasterServer::nodes() {
             row.member = std::move(member);
             nodes->rows.push_back(std::move(row));
         }
+        // The last that went first; the remembered ones have no number, for it may be another's by now.
         for (auto past = membership.past().rbegin(); past != membership.past().rend(); ++past) {
             NodeRow row;
             row.member = Member{kNoNode, MemberState::kGone, past->identity, {}, now - past->heard_ms};
@@ -196,6 +214,7 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::snapshot() {
     return ran ? std::move(*rows) : std::vector<std::pair<std::string, uint64_t>>{};
 }
 
+// Names are those of the metrics without their prefix; users' dashboards depend on them.
 std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
     const MasterCounters& c = master_.counters();
     const Membership& membership = master_.membership();
@@ -236,6 +255,8 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"connections_clients", clients_},
         {"connections_clients_max", options_.clients_max},
         {"connections_total", m.connections_total},
+        // Refusals and errors before and after the hand-over from the listener are one number for the
+        // reader.
         {"connections_refused_total", m.connections_refused_total + d.refused_total},
         {"connections_dropped_total", m.connections_dropped_total},
         {"auth_failures_total", d.auth_failures_total},

@@ -5,6 +5,13 @@
 // Each turn (step) sends what is due, and then waits for the socket, for wake() or for the next deadline. The
 // log keeps rows from the JOIN on, so that the inventory, which is read piece by piece behind it, is complete
 // with them.
+//
+// Who waits for what: the agent's thread alone waits for the store's loop (the hooks) and for the master.
+// The store's loop only appends to the DeltaLog and wakes the agent.
+//
+// drops_done_ is the number of drops carried out for this seat; the master repeats all that come after it
+// in every answer. It survives a connection, and begins anew with a seat (JOIN that is not resumed). So a
+// drop is carried out at least once and confirmed only afterwards.
 #include "directory/member_agent.hpp"
 
 #include <poll.h>
@@ -42,6 +49,7 @@ Status MemberAgent::start() {
     return thread_.start("mp-member", [this] { run(); });
 }
 
+// In a child of fork() the thread is the parent's: it is neither told nor waited for.
 void MemberAgent::stop() {
     if (!thread_.in_child()) {
         stopping_ = true;
@@ -65,6 +73,8 @@ MemberAgent::State MemberAgent::state() const {
     return state;
 }
 
+// Called after each failed attempt. The journal hears only of a lost membership and of a reason that is
+// new, not of each attempt.
 void MemberAgent::set_why_not(const std::string& why) {
     bool was_joined = false, is_news = false;
     {
@@ -96,15 +106,19 @@ void MemberAgent::run() {
             ClosedInChildren closed_in_children(link.socket.fd);
             uint64_t joins = counters_.joins_total;
             Status status = live(link);
+            // A connection that joined shows that the master works: the next attempt comes soon. One that
+            // is refused at the JOIN keeps the growing pause.
             if (counters_.joins_total != joins) backoff_ms = options_.backoff_first_ms;
             if (!status) set_why_not(status.error().text);
         } else {
             counters_.connect_failures_total.fetch_add(1);
             set_why_not(dialed.error().text);
         }
+        // Without a connection changes are not recorded: the next inventory has them.
         log_.pause();
         if (stopping_) break;
         auto end = Clock::now() + std::chrono::milliseconds(backoff_ms);
+        // wake() may come for other reasons as well: only the deadline or stop() ends the pause.
         while (!stopping_ && Clock::now() < end) {
             auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
             pollfd wait{wake_.get(), POLLIN, 0};
@@ -117,6 +131,8 @@ void MemberAgent::run() {
     }
 }
 
+// The log records from before the first piece of the inventory is read; a change that the inventory does
+// not have is therefore in the log.
 Status MemberAgent::live(Link& link) {
     if (Status status = join(link); !status) return status;
     log_.begin_inventory();
@@ -151,6 +167,8 @@ Status MemberAgent::step(Link& link) {
     }
     auto batch = std::chrono::milliseconds(options_.batch_ms);
     size_t waiting = log_.size();
+    // A full frame goes at once; fewer rows wait for up to batch_ms, so that a busy store sends some large
+    // frames and not many small ones.
     if (waiting >= link.rows_max || now - link.told_at >= batch) {
         if (Status status = tell_changes(link); !status) return status;
         waiting = 0;
@@ -160,6 +178,7 @@ Status MemberAgent::step(Link& link) {
         link.beat_open ? link.asked_at + std::chrono::milliseconds(options_.timeout_ms) : link.next_beat;
     if (waiting != 0) until = std::min(until, link.told_at + batch);
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
+    // While an inventory is being told the socket is looked at between two pieces, without a wait.
     int timeout_ms = link.inventory ? 0 : static_cast<int>(std::clamp<long>(left + 1, 0, 1000));
     pollfd waits[2] = {{link.socket.fd.get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
     if (::poll(waits, 2, timeout_ms) < 0 && errno != EINTR) return os_error("poll");
@@ -188,6 +207,8 @@ Status MemberAgent::join(Link& link) {
     return success();
 }
 
+// One beat at a time is open: the next one is due only after the answer, or the time limit that step() sets
+// on it.
 Status MemberAgent::send_beat(Link& link) {
     NodeLoad load;
     if (!hooks_.load(load)) return Error{Code::kTimeout, "the node's store did not answer in time"};
@@ -212,6 +233,8 @@ Status MemberAgent::tell_inventory(Link& link) {
         return Error{Code::kTimeout, "the node's store did not answer in time"};
     }
     bool last = link.cursor == 0;
+    // A piece of the store without rows needs no frame, except the first and the last, which carry the
+    // flags.
     if (rows_.empty() && !last && link.begun) return success();
     Status sent = send_rows(link, rows_, link.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
     link.begun = true;
@@ -235,6 +258,8 @@ Status MemberAgent::tell_inventory(Link& link) {
 Status MemberAgent::tell_changes(Link& link) {
     rows_.clear();
     link.told_at = Clock::now();
+    // The log overflowed and has lost changes. Only another inventory makes the master's rows exact again;
+    // the rows of the former one count until its end.
     if (!log_.take(rows_)) {
         log_.begin_inventory();
         link.inventory = true;
@@ -245,6 +270,7 @@ Status MemberAgent::tell_changes(Link& link) {
     return rows_.empty() ? success() : send_rows(link, rows_, 0, 0);
 }
 
+// At least one frame, even without rows: its flags mark the begin or the end of an inventory.
 Status MemberAgent::send_rows(Link& link, const std::vector<DeltaRow>& rows, uint8_t first_flags,
                               uint8_t last_flags) {
     size_t sent = 0;
@@ -285,6 +311,8 @@ Status MemberAgent::send_frame(Link& link) {
     return success();
 }
 
+// Reads once, and handles all whole frames that are there. wait: for the first bytes, up to the socket's
+// time limit.
 Status MemberAgent::read_answers(Link& link, bool wait) {
     std::span<std::byte> room = link.in.room(kReadBytes);
     ssize_t n;
@@ -317,6 +345,8 @@ Status MemberAgent::on_answer(Link& link, const FrameHeader& header, Reader body
         NodeId id = body.number<NodeId>();
         bool resumed = (body.number<uint8_t>() & kJoinResumed) != 0;
         body.number<uint8_t>();
+        // The master is another process, perhaps of another version: its numbers are brought within bounds
+        // that cannot stop this thread or make it spin.
         link.beat_ms = std::clamp<uint32_t>(body.number<uint32_t>(), 1, 60000);
         link.rows_max = std::max<uint32_t>(body.number<uint32_t>(), 1);
         epoch = body.number<uint64_t>();
@@ -343,6 +373,9 @@ Status MemberAgent::on_answer(Link& link, const FrameHeader& header, Reader body
     return success();
 }
 
+// `first` is the number of drops before this list. An overlap with what is done is skipped, because answers
+// repeat what is not yet confirmed. When the store does not answer, nothing is confirmed, and the
+// connection ends.
 Status MemberAgent::carry_out(const Drops& drops) {
     uint64_t end = drops.first + drops.hashes.size();
     if (end <= drops_done_) return success();

@@ -1,12 +1,16 @@
 // What a JOIN comes to, by what is known of its (host_id, name):
 //
-//   nothing known                          a new member under a free number
-//   the same incarnation                   resumed: the same number, and its rows still count
-//   another incarnation, which is suspect  replaced: that one ends, fenced; the new one gets a number of its
-//   own another incarnation, which is alive    refused: two processes have one name an incarnation that was
-//   fenced         refused: another process took its place
+//   nothing known                    a new member under a free number
+//   the same incarnation             resumed: the same number, and its rows still count
+//   another one, which is suspect    replaced: the old one ends, fenced; the new one gets a number of its own
+//   another one, which is alive      refused: two processes have one name
+//   an incarnation that was fenced   refused: another process took its place
 //
 // Every change that clients should know of moves epoch_. Times are the caller's; nothing here reads a clock.
+//
+// The master's loop alone calls. members_ has the current incarnations, past_ the ended ones in the order
+// of their end, for as long as they are remembered; alive_ repeats the state as one bit for each number,
+// since a look-up of keys asks for it for every holder.
 #include "directory/membership.hpp"
 
 #include <algorithm>
@@ -30,6 +34,8 @@ bool prints(std::string_view text) {
 
 }  // namespace
 
+// Names go to logs, metrics and other nodes: bounded and printable. The socket path may have
+// any bytes but control characters, and has to fit into a sockaddr_un.
 std::string unfit_names(const NodeIdentity& who) {
     constexpr size_t kNameMax = 128, kHostMax = 256, kAddressMax = 300, kPathMax = 108;
     struct Row {
@@ -70,6 +76,8 @@ std::optional<uint64_t> Membership::last_heard(const NodeIdentity& identity) con
     return last;
 }
 
+// The lowest number that no member has and that the directory does not need any more (usable): rows of its
+// former holder may wait to be swept. Low numbers keep tables by number small.
 std::optional<NodeId> Membership::free_id(const std::function<bool(NodeId)>& usable) const {
     for (uint32_t id = 0; id < kNoNode; ++id) {
         auto candidate = static_cast<NodeId>(id);
@@ -78,6 +86,7 @@ std::optional<NodeId> Membership::free_id(const std::function<bool(NodeId)>& usa
     return std::nullopt;
 }
 
+// All checks come before the first change: a refused JOIN leaves everything as it was.
 Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity& identity,
                                             const NodeLoad& load, LinkId link,
                                             const std::function<bool(NodeId)>& usable) {
@@ -94,6 +103,8 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
     if (known) {
         CurrentMember& member = members_.at(*known);
         joined.heard_ms = member.heard_ms;
+        // The caller closes it; it may be half open. From here on frames of that link are ignored (heard,
+        // beat, left).
         joined.old_link = member.link;
         if (member.identity.incarnation == identity.incarnation) {
             joined.id = *known;
@@ -132,6 +143,8 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
     return joined;
 }
 
+// Fenced only when another incarnation took the place: a node that fell silent, or left, may come back as
+// it was.
 void Membership::end(NodeId id, bool fenced) {
     auto it = members_.find(id);
     past_.push_back(Past{std::move(it->second.identity), it->second.heard_ms, fenced});
@@ -178,6 +191,8 @@ bool Membership::left(uint64_t now_ms, NodeId id, LinkId link) {
 }
 
 std::vector<NodeId> Membership::tick(uint64_t now_ms) {
+    // When this process itself stood still (suspended, or swapped out), the members were not silent for it:
+    // the time is credited to all of them, or every node would be suspect at once.
     uint64_t gap = now_ms - std::exchange(ticked_ms_, now_ms);
     std::vector<NodeId> gone;
     for (auto& [id, member] : members_) {
@@ -188,6 +203,7 @@ std::vector<NodeId> Membership::tick(uint64_t now_ms) {
         if (silent_ms >= options_.gone_ms) gone.push_back(id);
     }
     for (NodeId id : gone) end(id, false);
+    // past_ is roughly in the order of heard_ms; an entry behind a younger one is kept a little longer.
     while (!past_.empty() && now_ms - std::min(now_ms, past_.front().heard_ms) >= options_.past_ms) {
         past_.pop_front();
     }
@@ -208,6 +224,8 @@ std::vector<NodeId> Membership::place(std::string_view tenant, uint64_t bytes, s
         if (std::find(avoid_nodes.begin(), avoid_nodes.end(), id) != avoid_nodes.end()) continue;
         if (std::find(avoid_hosts.begin(), avoid_hosts.end(), member.identity.host_id) != avoid_hosts.end())
             continue;
+        // The load is what the node said with its last beat. It is lowered by what is placed here, so that
+        // several calls between two beats spread over the nodes.
         auto* load = const_cast<TenantLoad*>(member.load.find(tenant));
         if (load == nullptr || load->arena_bytes < bytes) continue;
         // More than just enough: a node that is nearly full evicts already.
@@ -242,6 +260,7 @@ size_t Membership::suspects() const {
     }));
 }
 
+// Every incarnation that is remembered has a successor of its name here, and no member is suspect.
 bool Membership::all_here() const {
     return suspects() == 0 && std::all_of(past_.begin(), past_.end(), [this](const Past& past) {
                return find(past.identity).has_value();
