@@ -1,3 +1,13 @@
+// Handshake, reading and writing, deadlines and the end. The requests themselves are answered in
+// connection_requests.cpp, those that carry bytes in connection_tcp.cpp, those that wait for a disk in
+// connection_ssd.cpp. All of it runs on the node's loop.
+//
+// States, each with the field that tells it:
+// unproved       pool_ == nullptr   only AUTH is understood; a remote connection never is in this state
+// serving        pool_ != nullptr   frames are parsed while the backlog of answers is below its limit
+// receiving      put_ != nullptr    bytes of a PUT go straight to the arena; no frame is parsed meanwhile
+// parked         parked_ != nullptr a frame waits for a disk; nothing is read, but an end is noticed
+// ended          ended_             the last words are said; only the client's end is waited for
 #include "store/node/connection.hpp"
 
 #include <sys/epoll.h>
@@ -26,7 +36,10 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
 }
 
 Connection::~Connection() {
+    // The promotions that were asked for may still call back; from here on they find no connection.
     unpark();
+    // Everything that the client held is given back here, however the connection ended. A PUT goes before the
+    // leases, since close_put() looks its own up among them.
     for (const OutPiece& piece : queue_.pieces()) pool_->table().unpin(piece.slot, piece.generation);
     if (put_ != nullptr) close_put();
     for (auto& [id, pinned] : pins_) release(pinned);
@@ -45,6 +58,7 @@ bool Connection::greet() {
 
 bool Connection::on_readable(uint64_t now_ms) {
     if (ended_) return discard();
+    // Only the hang-up is of interest: bytes stay in the socket until the parked frame has been answered.
     if (parked_ != nullptr) return !hung_up();
     constexpr int kRoundsMax = 8;  // then it is the turn of others; epoll tells again what is left
     constexpr size_t kRoomMin = 4096, kKeptMax = 64u << 10;
@@ -93,6 +107,8 @@ bool Connection::parse_frames() {
         std::optional<FrameHeader> header = in_.header();
         if (!header) return true;
         bool is_put = header->kind == Kind::kPut && remote_;
+        // A PUT's length is that of its objects, checked by its rows. Before the proof a frame may be as
+        // long as an AUTH, so that strangers cannot fill memory.
         uint32_t limit = is_put ? UINT32_MAX : proved() ? limits.frame_bytes : limits.handshake_bytes;
         if (std::optional<Error> wrong = unfit(*header, limit, "node", "node.frame_bytes_max")) {
             count(server_.metrics_.protocol_errors_total);
@@ -148,6 +164,7 @@ bool Connection::handle(const FrameHeader& header, Reader body) {
         default:
             break;
     }
+    // What comes often, or may be slow, has a histogram of its own.
     Timed timed(m.other);
     switch (header.kind) {
         case Kind::kOpenSpace:
@@ -178,6 +195,8 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     if (!body.done()) return malformed("is no AUTH");
     Nonce client_nonce;
     std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
+    // Both sides contribute a nonce, so a recorded handshake is of no use to either. The tenant is part of
+    // the proof.
     auto expected = handshake_mac(Role::kClient, server_.options_.token, nonce_, client_nonce,
                                   server_.incarnation_, tenant);
     if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
@@ -190,6 +209,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
         return fail(Code::kAuth, "this node has no such tenant");
     }
     Pool& pool = *it->second;
+    // Opened read-only for this client: it may map the index, but not write to it, whatever it does.
     Result<Fd> index_fd = pool.table().index().read_only_fd();
     if (!index_fd) return fail(Code::kOs, index_fd.error().text);
 
@@ -218,6 +238,8 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     rights->cmsg_len = CMSG_LEN(2 * sizeof(int));
     int fds[2] = {pool.arena_fd(), index_fd->get()};
     std::memcpy(CMSG_DATA(rights), fds, sizeof(fds));
+    // A fresh socket takes so few bytes at once; one that does not is not worth a partial send with
+    // descriptors.
     if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(frame.size())) return false;
     pool_ = &pool;
     return true;
@@ -294,6 +316,8 @@ bool Connection::on_tick(uint64_t now_ms) {
     return alive;
 }
 
+// At most 1 MiB for each turn, so that one fast reader does not keep the loop. Pieces that have gone out
+// lose their pins here.
 bool Connection::flush() {
     constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
     bool alive = queue_.flush(fd_.get(), kTurnBytes, sent_pieces_, sent_some_);
@@ -315,6 +339,8 @@ void Connection::want_events() {
 
 bool Connection::check_deadlines(uint64_t now_ms) {
     constexpr uint64_t kLastWordsMs = 2000;
+    // A process of this host maps the arena: what it holds stays its own until it hangs up, however long
+    // that takes. A remote one holds nothing any more and has two seconds to read the reason.
     if (ended_) return !remote_ || now_ms - progress_ms_ < kLastWordsMs;
     const Limits& limits = server_.options_.limits;
     if (!proved() && now_ms - since_ms_ > limits.handshake_ms) {

@@ -1,4 +1,16 @@
 // The half of Connection that answers: each kind of frame, on the node's loop, without ever waiting.
+//
+// Every handler has the same shape: read the whole body, check counts, sizes and rights against what the
+// node knows, act, write one answer frame. A peer's bytes are untrusted, although the peer has proved the
+// token: a count is compared with a limit before it is looped over, a space must be one that this
+// connection has opened, an offset must lie in a lease of this connection, a slot is valid with its
+// generation only.
+//
+// What a handler returns: true goes on, also after a refusal in words (refuse); false ends the connection
+// (malformed, fail). An answer is begun before the loop over its rows, and malformed() in the middle cuts
+// off what stands of it (whole_answers_).
+//
+// Answers of a frame have the order of its rows, so that a client needs no names in them.
 #include <algorithm>
 #include <cstring>
 
@@ -12,6 +24,8 @@ namespace moonpool {
 bool Connection::on_open_space(const FrameHeader& header, Reader body) {
     std::string_view name_space = body.text16();
     std::string_view fingerprint = body.bytes16();
+    // A space's identity is tenant 0 namespace 0 fingerprint: a zero byte in the namespace would make two
+    // spaces one.
     if (!body.done() || name_space.find('\0') != name_space.npos) return malformed("is no OPEN_SPACE");
     const Limits& limits = server_.options_.limits;
     if (size_t longest = std::max(name_space.size(), fingerprint.size()); longest > limits.key_bytes) {
@@ -32,6 +46,7 @@ bool Connection::on_open_space(const FrameHeader& header, Reader body) {
                           " spaces with users or objects, the limit; close stores of other namespaces, or "
                           "remove their objects");
     }
+    // The pool counts users of a space; this connection is one, however often it asks.
     if (!spaces_.insert(*id).second) pool_->leave_space(*id);  // it had it already
     last_space_ = *id;
     size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
@@ -40,6 +55,8 @@ bool Connection::on_open_space(const FrameHeader& header, Reader body) {
     return true;
 }
 
+// A refusal is not an error here: the answer carries an empty extent and the reason, with which the
+// client's put fails or takes another way.
 bool Connection::on_lease(const FrameHeader& header, Reader body) {
     auto min = body.number<uint64_t>();
     auto want = body.number<uint64_t>();
@@ -52,6 +69,7 @@ bool Connection::on_lease(const FrameHeader& header, Reader body) {
               " bytes (node.object_share_max of the arena)";
     } else if (leases_.size() >= limits.slabs) {
         why = "this client already holds " + std::to_string(limits.slabs) + " leases, the limit";
+        // So that one client, leaking or hostile, leaves half of the arena to the others.
     } else if (leased_bytes_ + min > pool_->arena_bytes() / 2) {
         why = "this client already holds " + std::to_string(leased_bytes_) +
               " bytes in leases, half of the arena";
@@ -82,6 +100,8 @@ uint64_t Connection::fair_lease_bytes() const {
     return std::min(pool_->object_bytes_max(), pool_->arena_bytes() / 16 / clients);
 }
 
+// The last lease that begins at or before the extent. The comparison is written so that a size from the
+// wire cannot overflow it.
 bool Connection::leased(Extent extent) const {
     auto it = leases_.upper_bound(extent.offset);
     if (it == leases_.begin()) return false;
@@ -94,12 +114,15 @@ bool Connection::on_return(Reader body) {
     if (!body.done()) return malformed("is no RETURN");
     auto it = leases_.find(offset);
     if (it == leases_.end()) return malformed("returns a lease that this client does not hold");
+    // Committed objects of the lease stay; the rest of its memory is free again.
     pool_->leases().close(offset);
     leased_bytes_ -= it->second.size;
     leases_.erase(it);
     return true;
 }
 
+// The bytes are in the arena already, written there by the client. A row that is refused or superfluous
+// gives its extent back; a row that lies about memory ends the connection.
 bool Connection::on_commit(const FrameHeader& header, Reader body) {
     CommitHead head = CommitHead::read(body);
     uint32_t n = head.rows, space = head.space;
@@ -124,10 +147,12 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
 
         if (extent.size != 0) {
             if (!leased(extent)) return malformed("commits memory that was not leased to this client");
+            // Two keys on the same bytes would be freed twice.
             if (!pool_->leases().commit(extent)) return malformed("commits the same memory twice");
         }
         uint32_t parent = key.parent.empty() ? kNoSlot : pool_->find(space, key.parent);
         bool replace = head.replaces();
+        // Without `replace` a key that exists stays as it is, and a disk's copy counts as existing.
         if (!replace && only_on_ssd(space, name)) {
             pool_->leases().free(extent);
             count(m.exists_total);
@@ -157,6 +182,9 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     return true;
 }
 
+// In up to two passes. The first finds names in memory and on the disks; when a pin is wanted of what only
+// a disk has, the frame is parked, and the second pass runs over the same bytes once the promotions have
+// ended (resumed_), without asking the disks again.
 bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     Reader whole_body = body;
     LookupHead head = LookupHead::read(body);
@@ -176,6 +204,7 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
     for (uint32_t i = 0; i < n; ++i) {
         std::string_view name = body.bytes16();
         if (!body.ok() || name.size() > limits.key_bytes) return malformed("is no LOOKUP");
+        // The rest is still read, so that a malformed frame is found wherever its fault is.
         if (prefix && gap) continue;
         uint32_t slot = pool_->find(space, name);
         std::optional<ssd::Found> on_ssd;
@@ -205,6 +234,8 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
         hits = leading / width * width;
         found_.resize(hits);
     }
+    // Pins beyond their share of the arena are refused as if the objects were not there; the answer says
+    // that some were.
     uint32_t refused = pin && hits != 0 ? keep_within_shares(prefix, width) : 0;
     if (refused != 0) {
         hits =
@@ -217,6 +248,7 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
 
     uint64_t pin_id = 0;
     if (pin && hits != 0) {
+        // Limits of this connection's own bookkeeping, not of memory.
         if (pins_.size() >= limits.pins) {
             return refuse(header.request_id, Code::kTooLarge,
                           "this client already holds " + std::to_string(limits.pins) + " pins, the limit");
@@ -236,6 +268,7 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
             if (remote_) pool_->remote_pins().add(found_[i], table.entry(found_[i]).size);
             pinned.push_back({found_[i], table.generation(found_[i])});
         }
+        // Unique in the node's life: a client that names another's pin finds nothing in its own map.
         pin_id = server_.next_pin_++;
         pins_.emplace(pin_id, std::move(pinned));
     } else {
@@ -255,6 +288,8 @@ bool Connection::on_lookup(const FrameHeader& header, Reader body) {
             d = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
         } else if (auto it = found_on_ssd_.find(i); it != found_on_ssd_.end()) {
             const ssd::Found& f = it->second;
+            // There, but not in memory: the client may count it as a hit, and must ask with a pin to get
+            // it.
             d = Descriptor{0, f.size, f.sequence | kOnSsd, f.crc, kNoSlot};
         }
         w.number(d);
@@ -274,6 +309,7 @@ bool Connection::on_release(Reader body) {
     return true;
 }
 
+// Remote pins are counted once more, for their share of their own.
 void Connection::release(const std::vector<Pinned>& pinned) {
     for (const Pinned& p : pinned) {
         if (remote_) pool_->remote_pins().remove(p.slot, pool_->table().entry(p.slot).size);
@@ -302,6 +338,7 @@ uint32_t Connection::keep_within_shares(bool prefix, uint32_t width) {
         uint32_t slot = found_[i];
         if (slot == kNoSlot) continue;
         uint64_t size = table.entry(slot).size;
+        // What is pinned by another reader already costs no further memory.
         uint64_t adds = table.pins(slot) == 0 ? size : 0;
         uint64_t remote_adds = remote_ && !pool_->remote_pins().has(slot) ? size : 0;
         if (adds <= room && remote_adds <= remote_room) {
@@ -324,6 +361,8 @@ void Connection::unpin(const std::vector<Pinned>& pinned) {
     for (const Pinned& p : pinned) pool_->table().unpin(p.slot, p.generation);
 }
 
+// One way. Clients that find objects in the shared index, without a frame, tell of the use later; and of
+// the bytes that they read, which the node does not see.
 bool Connection::on_touch(Reader body) {
     auto served = body.number<uint64_t>();
     auto served_bytes = body.number<uint64_t>();
@@ -334,11 +373,15 @@ bool Connection::on_touch(Reader body) {
     ObjectTable& table = pool_->table();
     for (uint32_t i = 0; i < n; ++i) {
         auto slot = body.number<uint32_t>();
+        // Without the generation: a slot that has another object by now gets a use it did not have, which
+        // costs nothing but order.
         if (table.committed(slot)) table.touch(slot);
     }
     return true;
 }
 
+// With generations behind the names, only exactly those copies are removed: a client that overwrites an
+// object elsewhere must not remove the newer copy.
 bool Connection::on_remove(const FrameHeader& header, Reader body) {
     auto space = body.number<uint32_t>();
     auto n = body.number<uint32_t>();
@@ -371,6 +414,8 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
         if (was_there) {
             const IndexEntry& entry = pool_->table().entry(slot);
             std::span<const std::byte> bytes(pool_->data() + entry.offset, entry.size);
+            // A striped object's manifest goes back to the client, which removes the stripes at their
+            // nodes.
             if (may_be_manifest(bytes)) {
                 manifests.insert(manifests.end(), bytes.begin(), bytes.end());
                 flag = kRemovedManifest;
@@ -404,6 +449,8 @@ bool Connection::on_list(const FrameHeader& header, Reader body) {
     uint32_t n = 0;
     const uint32_t cursor_given = cursor;
     const bool in_memory = (cursor & kListOnSsd) == 0;
+    // The cursor is a slot. Objects that come or go between two frames may be listed or not; none that
+    // stays is missed.
     uint32_t end = in_memory ? table.slots_used() : 0;
     uint32_t stop = cursor < end ? std::min(end, cursor + kScanMax) : cursor;
     for (; cursor < stop && n < limit; ++cursor) {

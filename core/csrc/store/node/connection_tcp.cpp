@@ -1,5 +1,11 @@
 // The half of Connection for callers of other hosts, which map no memory: PUT brings the bytes of objects,
 // READ takes them away. Both move straight between socket and arena, on the node's loop, a turn at a time.
+//
+// PUT: begin_put() checks head and rows and finds memory for what is wanted; the bytes then go from the
+// socket to their place in the arena, with the checksum computed on the way (PutSink); finish_put() makes
+// visible what arrived whole. Bytes of objects that are refused or known already are read and dropped,
+// since the client has sent them behind the head. READ: the answer's head stands in the queue of frames,
+// the bytes follow from the arena, each piece under a pin until the socket has taken it.
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -12,6 +18,7 @@ namespace moonpool {
 
 namespace {
 
+// A cache line: objects of one lease share none, and copies begin aligned.
 constexpr uint64_t kObjectAlign = 64;
 
 uint64_t aligned(uint64_t size) { return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign; }
@@ -36,6 +43,7 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         rows_bytes > header.length - kHead) {
         return bad("is no PUT");
     }
+    // The frame reader keeps the bytes; this function begins anew when more have come.
     if (here.size() < kHead + rows_bytes) return Begun::kNotYet;
 
     auto put = std::make_unique<PutSink>();
@@ -80,6 +88,7 @@ bool Connection::make_room(PutSink& put) {
         }
     }
     auto lease = [&](uint64_t bytes) -> std::optional<Extent> {
+        // The same bound as for a LEASE of this host.
         if (leased_bytes_ + bytes > pool_->arena_bytes() / 2) return std::nullopt;
         std::optional<Extent> extent = pool_->lease(bytes, bytes);
         if (!extent) return std::nullopt;
@@ -88,6 +97,8 @@ bool Connection::make_room(PutSink& put) {
         put.leases.push_back(extent->offset);
         return extent;
     };
+    // The guard cannot fail as long as the sum above is right; it keeps a mistake there from writing over a
+    // neighbour.
     auto place = [&](PutRow& row, uint64_t offset, const Extent& within) {
         if (offset + row.size > within.end()) {
             row.outcome = PutOutcome::kRefused;
@@ -134,6 +145,7 @@ bool Connection::receive_put(bool& more) {
         count(server_.metrics_.tcp_received_bytes_total, static_cast<uint64_t>(n));
     }
     if (!put_->complete()) return true;
+    // serve() sends the answer.
     return finish_put() && serve();
 }
 
@@ -197,6 +209,7 @@ PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
     return PutOutcome::kRefused;
 }
 
+// Leases of a PUT live as long as it: what was committed is the table's, the rest is free again.
 void Connection::close_put() {
     for (uint64_t offset : put_->leases) {
         auto it = leases_.find(offset);
@@ -233,6 +246,8 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
         if (!body.ok()) break;
         uint64_t from = ask.from;
         uint32_t slot = kNoSlot;
+        // By name: the present object. By slot and generation: the one that the caller has pinned, even if
+        // it is replaced by now; and only within a space that the caller has opened.
         if (!ask.pinned()) {
             slot = pool_->find(space, ask.name);
             if (slot == kNoSlot && !resumed_ && only_on_ssd(space, ask.name)) on_ssd.push_back(ask.name);
@@ -244,6 +259,8 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
         if (slot != kNoSlot) {
             uint64_t size = table.entry(slot).size;
             w.bytes = from > size ? 0 : std::min(ask.room, size - from);
+            // A caller that wants whole objects and has too little room gets the size alone, and asks
+            // again.
             if ((ask.how & kReadPieceFlag) == 0 && w.bytes != size) w.bytes = 0;
             if (w.bytes > kReadBytesMax - total) w.bytes = 0;
             total += w.bytes;
@@ -268,6 +285,7 @@ bool Connection::on_read(const FrameHeader& header, Reader body) {
     }
     finish_frame(out_, at);
     auto length = static_cast<uint32_t>(out_.size() - at - sizeof(FrameHeader) + total);
+    // The frame's length covers the bytes that follow it from the arena, which are never copied into out_.
     std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
     // Deepest first, so that the root of a chain is its most recently used object.
     for (size_t i = wanted.size(); i-- > 0;) {

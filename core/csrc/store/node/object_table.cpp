@@ -4,6 +4,12 @@
 // The rule that both halves keep: after each change of what may be evicted (a pin, a child, a member of its
 // group, its soft pin) the object is settled (settle), which puts it into the list that it now belongs to;
 // before last_used changes it is taken out of its list (unlist), as lists and sets are ordered by it.
+//
+// A slot has a state (kSlot in the header) and two kinds of holds. Pins are readers: they count as use and
+// keep the object out of every eviction list. Retains keep the bytes while the SSD tier writes them; they
+// do not change the eviction order. A slot is freed by whichever comes last: the end of visibility
+// (retire), the last pin, or the last release. The generation tells two objects in one slot apart; every
+// hold that comes from outside names it.
 #include "store/node/object_table.hpp"
 
 #include <algorithm>
@@ -17,6 +23,7 @@ ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& 
       objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))),
       group_states_(static_cast<GroupState*>(std::calloc(index_.slots(), sizeof(GroupState)))) {}
 
+// The shared index has room for short names; the whole of a longer one is kept here.
 std::string_view ObjectTable::name(uint32_t slot) const {
     const IndexEntry& e = index_.entry(slot);
     if (auto it = long_names_.find(slot); it != long_names_.end()) return it->second;
@@ -48,13 +55,18 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     if (old != kNoSlot && !replace) return Commit::kExists;
     // Room first, so that a refusal leaves the old generation where it is.
     bool full = free_slots_.empty() && used_ == index_.slots();
+    // With no free slot, the object that is replaced gives up its own, unless a reader or a write to the
+    // SSD still holds it.
     bool old_makes_room = old != kNoSlot && objects_[old].pins == 0 && objects_[old].retains == 0;
     if (full && !old_makes_room) {
         uint64_t before = counters_.evicted_total;
         if (!evict_one()) return Commit::kNoSlot;
         counters_.evicted_for_slots_total += counters_.evicted_total - before;
     }
+    // From here on nothing can refuse. The SSD tier forgets the key first, so that a crash or a read in
+    // between finds no old bytes of it.
     if (replace && on_replace_) on_replace_(hash);
+    // Not told to the directory: this node still holds the key, in a moment with other bytes.
     if (old != kNoSlot) retire(old, false);
     if (parent != kNoSlot && !committed(parent)) parent = kNoSlot;  // it was evicted or replaced just now
     uint32_t slot;
@@ -80,6 +92,8 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     }
     if (parent != kNoSlot) {
         o.parent = parent;
+        // The parent is remembered by slot and generation: when it is gone, and its slot another object's,
+        // this object simply has no parent.
         o.parent_generation = objects_[parent].generation;
         ++objects_[parent].children;
         if (o.group != nullptr && o.group == objects_[parent].group)
@@ -87,6 +101,8 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
         settle(parent, false);
     }
     if (object_name.size() > kInlineName) long_names_.emplace(slot, object_name);
+    // The object becomes visible to clients that read the shared index. Everything they may read of it
+    // stands there before.
     index_.publish(slot, o.generation, space, hash, object_name, extent, crc);
     if (in_space_.size() <= space) in_space_.resize(space + 1);
     ++in_space_[space];
@@ -95,6 +111,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     ++counters_.objects;
     counters_.object_bytes += extent.size;
     settle(slot, true);
+    // Last: the SSD tier may begin to write the object, which retains it.
     if (on_commit_) on_commit_(slot);
     return Commit::kStored;
 }
@@ -107,6 +124,7 @@ void ObjectTable::use(uint32_t slot) {
     o.last_used = ++clock_;
     o.used = true;
     if (o.soft && !o.soft_now && o.state == SlotState::kCommitted) pin_softly(slot);
+    // Of a group only the first member stands in a list, so it carries the age of the whole group.
     objects_[standing(slot)].last_used = clock_;
 }
 
@@ -128,11 +146,14 @@ void ObjectTable::pin(uint32_t slot) {
 
 void ObjectTable::unpin(uint32_t slot, uint64_t generation) {
     Object& o = objects_[slot];
+    // A pin of an object that has gone since, or an unpin too many: a client's mistake must not release
+    // another object.
     if (o.generation != generation || o.pins == 0) return;
     if (--o.pins != 0) return;
     --counters_.pinned;
     counters_.pinned_bytes -= extent(slot).size;
     if (o.state == SlotState::kDetached) {
+        // A write to the SSD still reads the bytes; release() frees the slot.
         if (o.retains != 0) return;
         --counters_.detached;
         free_slot(slot);
@@ -162,6 +183,8 @@ std::string_view ObjectTable::parent_name(uint32_t slot) const {
     return known ? name(o.parent) : std::string_view();
 }
 
+// Saved: an SSD has the same bytes, so that eviction loses nothing. Only a committed object counts;
+// saved_bytes is part of what the SSD tier regards as clean.
 void ObjectTable::set_saved(uint32_t slot, bool saved) {
     Object& o = objects_[slot];
     if (o.saved == saved || o.state != SlotState::kCommitted) return;
@@ -185,6 +208,8 @@ void ObjectTable::retire(uint32_t slot, bool tell) {
         const IndexEntry& e = index_.entry(slot);
         listener_(e.space, Hash128{e.hash_low, e.hash_high}, name(slot), false);
     }
+    // Clients that read the index miss it from now on. Those that found it before hold a pin, or notice by
+    // the entry's sequence that it has changed.
     index_.retract(slot);
     --counters_.objects;
     counters_.object_bytes -= extent(slot).size;
@@ -206,6 +231,8 @@ void ObjectTable::free_slot(uint32_t slot) {
     o.state.move_to(SlotState::kFree);
     o.generation = 0;
     free_slots_.push_back(slot);
+    // The space can be closed when its last object has gone; detached objects count, because clients read
+    // them by their space.
     uint32_t space = index_.entry(slot).space;
     if (--in_space_[space] == 0 && on_space_empty_) on_space_empty_(space);
 }
@@ -216,6 +243,8 @@ void ObjectTable::forget_parent(uint32_t slot) {
     o.parent = kNoSlot;
     if (parent == kNoSlot) return;
     Object& p = objects_[parent];
+    // The parent went before the child: then its slot is another object's, which must not lose a child it
+    // does not have.
     if (p.generation != o.parent_generation) return;
     --p.children;
     settle(parent, false);
@@ -227,6 +256,7 @@ void ObjectTable::forget_parent(uint32_t slot) {
 // that a join, a leave and a pin cost the same in a group of 1,000 as in one of two.
 void ObjectTable::join(uint32_t slot, const Hash128& id) {
     Group& group = groups_[id];
+    // More members than may go in one step of the loop: this object stays by itself.
     if (group.members == kGroupMembersMax) return;
     Object& o = objects_[slot];
     if (group.members++ == 0) {
@@ -256,6 +286,8 @@ void ObjectTable::leave(uint32_t slot) {
     o.group = nullptr;
     uint32_t parent = o.parent;
     bool known = parent != kNoSlot && objects_[parent].generation == o.parent_generation;
+    // Children in the same group do not keep a parent from going, since the group goes as a whole. This
+    // child will be in no group, and so keeps it from now on.
     if (known && objects_[parent].group == group) --group_states_[parent].children_in_group;
     if (--group->members == 0) {
         groups_.erase(group->id);
@@ -267,6 +299,7 @@ void ObjectTable::leave(uint32_t slot) {
     if (group->first == slot) {
         group->first = place.after;
         Object& first = objects_[group->first];
+        // The next member stands for the group, and inherits the group's age.
         first.last_used = std::max(first.last_used, o.last_used);
     }
     settle(known && objects_[parent].group == group ? parent : group->first, false);
@@ -305,6 +338,8 @@ void ObjectTable::on_time(uint64_t now_ms) {
     now_ms_ = now_ms;
     for (int i = 0; i < kEndsMax && !soft_pins_.empty() && soft_pins_.begin()->first <= now_ms; ++i) {
         uint32_t slot = soft_pins_.begin()->second;
+        // A soft pin is renewed for its whole time when the object was used during it; otherwise the object
+        // goes to the ordinary order.
         bool used = objects_[slot].used;
         unpin_softly(slot);
         if (used) pin_softly(slot);
@@ -312,6 +347,8 @@ void ObjectTable::on_time(uint64_t now_ms) {
     }
 }
 
+// Recounts everything from the slots and compares with what is kept: O(n log n), for tests and for the
+// operator's check.
 bool ObjectTable::check_integrity() const {
     std::vector<uint32_t> children(used_, 0), children_in_group(used_, 0);
     std::unordered_map<const Group*, Group> groups;
@@ -337,6 +374,7 @@ bool ObjectTable::check_integrity() const {
             ++pinned;
             pinned_bytes += extent(slot).size;
         }
+        // A detached object exists for its readers alone: no list, no group, no soft pin, not saved.
         if (o.state == SlotState::kDetached) {
             ++detached;
             if ((o.pins == 0 && o.retains == 0) || o.listed || o.saved) return false;
@@ -388,6 +426,8 @@ bool ObjectTable::check_integrity() const {
         before = slot;
     }
     if (before != newest_member_ || alone != 0) return false;
+    // Each list: doubly linked without a break, each object in the one that it belongs to, ages rising but
+    // for those in the tree.
     for (uint8_t which = 0; which < orders_.size(); ++which) {
         for (auto [used, slot] : orders_[which].out_of_order) {
             const Object& o = objects_[slot];

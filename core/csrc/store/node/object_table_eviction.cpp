@@ -1,5 +1,9 @@
 // The half of ObjectTable that chooses what to evict when there is no room: the lists by age, leaves of
 // chains first, groups as a whole, and windows of memory in one piece.
+//
+// Order of a search: the ordinary list from its old end, then the list of soft-pinned objects, then members
+// that only their group keeps. Each search looks at kWalkMax objects at most; that it then finds nothing is
+// an answer the callers can bear (a put is refused), a stalled loop is not.
 #include <algorithm>
 #include <deque>
 
@@ -28,6 +32,7 @@ uint32_t ObjectTable::first_of(const Order& order, bool for_memory) const {
     auto out_of_order = order.out_of_order.begin();
     uint32_t in_list = order.oldest;
     for (int i = 0;; ++i) {
+        // Two sequences that are each sorted by age, the list and the tree, are walked as one.
         bool from_out_of_order = out_of_order != order.out_of_order.end() &&
                                  (in_list == kNoSlot || out_of_order->first < objects_[in_list].last_used);
         uint32_t victim = from_out_of_order ? out_of_order->second : in_list;

@@ -1,3 +1,13 @@
+// Threads. "mp-node" is the loop: it owns pools_, connections_, ssd_, events_ and all counters without an
+// atomic. "mp-memory" (reserve_memory) asks the kernel for the arena's memory while the node serves
+// already; it posts to the loop what it has got. The listener's threads and the SSD logs' threads post,
+// too. NodeMember has a thread of its own and waits for the loop; the loop never waits for it.
+//
+// Order of the end (stop): member, listener, what is unsaved goes to the SSD, memory thread, loop,
+// connections, logs. Each of them posts to those that come later in that list.
+//
+// This file accepts and ends connections and starts and stops the parts. What a frame means is Connection's
+// matter, what is kept and evicted that of Pool and ObjectTable.
 #include "store/node/server.hpp"
 
 #include <fcntl.h>
@@ -19,6 +29,8 @@ namespace moonpool {
 
 namespace {
 
+// The loop polls for 50 us after an event, since the next frame of a client often follows at once. kCallMs:
+// how long other threads wait for an answer of the loop.
 constexpr uint32_t kTickMs = 100, kSpinUs = 50, kCallMs = 2000;
 
 // A process that may read our memory must run as our user, or as root.
@@ -52,6 +64,9 @@ Result<Fd> listen_on(const std::string& path) {
     std::memcpy(address.sun_path, path.data(), path.size());
     Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd.valid()) return os_error("socket");
+    // The socket file is for this user alone from its first moment on; a chmod afterwards would come too
+    // late. The umask is the process's: other threads that create files in these microseconds get the
+    // narrower mode, too.
     mode_t old_mask = ::umask(0177);
     int bound = ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address));
     ::umask(old_mask);
@@ -62,6 +77,7 @@ Result<Fd> listen_on(const std::string& path) {
 
 }  // namespace
 
+// The Unix socket as a handler of the loop.
 struct Server::LocalListener final : EventHandler {
     LocalListener(Server& owner, Fd socket) : server(owner), fd(std::move(socket)) {}
     bool on_events(uint32_t) override {
@@ -80,6 +96,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.pools.empty()) return Error{Code::kInvalidArgument, "a node needs at least one tenant"};
     uint64_t arenas_bytes = 0;
     for (const PoolOptions& pool : options.pools) arenas_bytes += pool.arena_bytes;
+    // Before anything is reserved: a size that the host cannot have is said with the option that gave it.
     Status fits =
         check_room(arenas_bytes, options.pools.size() == 1 ? options.size_option : "", options.memory_root);
     if (!fits) return fits.error();
@@ -87,6 +104,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     server->options_.cluster.journal = server->journal_;
     if (Status status = server->make_loop(); !status) return status.error();
     for (PoolOptions pool_options : server->options_.pools) {
+        // One setting for all tenants.
         pool_options.object_share = server->options_.limits.object_share;
         Result<std::unique_ptr<Pool>> pool = Pool::create(pool_options, server->incarnation_);
         if (!pool) return pool.error();
@@ -113,6 +131,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     std::string& advertised = o.cluster.address;
     if (advertised.empty()) {
         advertised = real;
+        // A port of 0 asks the system for a free one; what is advertised gets the number that it gave.
     } else if (advertised.ends_with(":0")) {
         advertised.replace(advertised.size() - 1, 1, real, real.rfind(':') + 1);
     }
@@ -132,6 +151,8 @@ Status Server::make_loop() {
     return success();
 }
 
+// The callbacks run on the loop, within the change of the table or the tier that they report, so that the
+// order of events is that of the changes.
 void Server::listen_for_blocks() {
     events_ = std::make_unique<BlockEvents>();
     for (auto& [tenant, pool] : pools_) {
@@ -161,6 +182,8 @@ std::vector<std::string> Server::addresses() const {
 
 // What a client must know of the node and of its tenant's pool; later versions append.
 void Server::write_welcome(Writer& w, Pool& pool) const {
+    // The sizes of the two mappings come first: a client of this host maps them by the descriptors that
+    // travel with this frame.
     w.number(pool.arena_bytes());
     w.number(pool.table().index().bytes());
     w.number(pool.slab_bytes());
@@ -183,6 +206,7 @@ Server::~Server() {
 
 Status Server::start() {
     if (running_) return success();
+    // A descriptor in reserve, for accept_all().
     spare_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     remote_connections_max_ = remote_places(options_.limits);
     // The first piece of every arena before the first client, the rest while it serves.
@@ -205,11 +229,14 @@ Status Server::start() {
         auto handler = std::make_shared<LocalListener>(*this, std::move(*listener));
         if (!loop_->add(key, EPOLLIN, std::move(handler))) return os_error("epoll");
     }
+    // Made before the loop starts, since it registers with the pools' tables; its thread starts last, when
+    // there is something to tell.
     if (!options_.cluster.master.empty()) {
         member_ = std::make_unique<NodeMember>(
             options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
             [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
     }
+    // The table has no clock: a soft pin of a put that comes before the first tick needs the time.
     for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
     if (Status status = loop_->start(); !status) return status;
     stopping_ = false;
@@ -225,6 +252,8 @@ Status Server::open_door() {
     auto welcome = [this](std::string_view tenant) -> Result<std::vector<std::byte>> {
         auto it = pools_.find(tenant);
         if (it == pools_.end()) {
+            // On the listener's thread: pools_ does not change after create(), and write_welcome() reads
+            // constants only.
             return Error{Code::kAuth, "this node has no such tenant"};
         }
         std::vector<std::byte> body;
@@ -240,6 +269,9 @@ Status Server::open_door() {
     return listener_->start();
 }
 
+// On "mp-memory". Touching the pages of a large arena takes the kernel seconds; piece by piece, each is
+// opened for objects as soon as it is there. Where memory runs out the arena stays smaller, and the node
+// serves with it.
 void Server::reserve_memory() {
     for (auto& [tenant, pool] : pools_) {
         while (!stopping_) {
@@ -262,6 +294,8 @@ void Server::reserve_memory() {
                        "all " + size_text(m.bytes) + " of memory are reserved");
     }
     for (auto& [tenant, pool] : pools_) {
+        // Afterwards small pages are merged to huge ones, which shortens copies; it is optional and comes
+        // last.
         while (!stopping_ && pool->collapse_memory() != 0) {
         }
     }
@@ -284,6 +318,7 @@ bool Server::is_alive(uint32_t timeout_ms) {
 
 void Server::stop() {
     if (!running_.exchange(false)) return;
+    // A child of fork(): threads, sockets and files are the parent's. Only handles are given up.
     if (reserve_thread_.in_child()) {
         (void)loop_->stop();
         (void)reserve_thread_.join();
@@ -292,6 +327,7 @@ void Server::stop() {
     if (member_ != nullptr) member_->stop();
     if (listener_ != nullptr) listener_->stop();
     save_all();
+    // Only now: while objects are saved the loop still runs, and reserving goes on harmlessly.
     stopping_ = true;
     (void)reserve_thread_.join();
     (void)loop_->stop();
@@ -306,6 +342,7 @@ void Server::save_all() {
     auto done = std::make_shared<std::promise<void>>();
     std::future<void> finished = done->get_future();
     post([this, done] { ssd_->flush([done] { done->set_value(); }); });
+    // The promise is shared with the loop, because the flush may end after this wait has.
     finished.wait_for(std::chrono::milliseconds(options_.ssd.stop_ms));
 }
 
@@ -313,6 +350,8 @@ std::vector<SsdTier::Device> Server::ssd() const {
     return ssd_ == nullptr ? std::vector<SsdTier::Device>() : ssd_->describe();
 }
 
+// For a client in the same process (embedded node): a socket pair takes the place of the Unix socket. The
+// client still does the whole handshake.
 Result<Fd> Server::dial() {
     int pair[2];
     if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) return os_error("socketpair");
@@ -331,6 +370,7 @@ void Server::accept_all(int listener) {
     for (;;) {
         Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!fd.valid()) {
+            // A peer that hung up while it waited in the queue says nothing about the next one.
             if (errno == EINTR || errno == ECONNABORTED) continue;
             if (errno == EMFILE || errno == ENFILE) {
                 // Out of descriptors: give up the spare one to tell the peer, rather than spin on a readable
@@ -375,6 +415,8 @@ void Server::adopt(Fd fd) {
     if (!loop_->add(key, Connection::kFirstEvents, connection))
         return count(metrics_.connections_closed_total);
     connections_.emplace(key, connection);
+    // The challenge is sent by the node: the client proves the token before the node parses anything else
+    // of it.
     if (!connection->greet()) drop(key);
 }
 
@@ -401,6 +443,7 @@ bool Server::has_room(int fd, bool remote) {
 
 void Server::adopt_remote(AuthenticatedConnection caller) {
     auto it = pools_.find(caller.tenant);
+    // The listener has checked token and tenant, and has sent the welcome. Returning closes the socket.
     if (it == pools_.end() || !has_room(caller.fd.get(), true)) return;
     int key = caller.fd.get();
     auto connection = std::make_shared<Connection>(*this, std::move(caller.fd), now_ms(), *it->second);
@@ -419,6 +462,7 @@ void Server::resume(Connection& connection, uint64_t now) {
 void Server::drop(int fd, bool cut_off) {
     auto it = connections_.find(fd);
     if (it == connections_.end()) return;
+    // Dropped: the node ended it. Closed: the client did. Its destructor gives back what it held.
     cut_off |= it->second->cut_off();
     count(cut_off ? metrics_.connections_dropped_total : metrics_.connections_closed_total);
     remote_connections_ -= it->second->remote() ? 1 : 0;
@@ -426,6 +470,8 @@ void Server::drop(int fd, bool cut_off) {
     connections_.erase(it);
 }
 
+// Every 100 ms on the loop. All parts are bounded: soft pins that end, the SSD tier's cleaning, and so many
+// bytes of scrubbing as the setting allows in this time.
 void Server::on_tick(uint64_t now) {
     for (auto& [tenant, pool] : pools_) {
         pool->table().on_time(now);
@@ -441,6 +487,7 @@ void Server::on_tick(uint64_t now) {
     for (auto& [tenant, pool] : pools_) metrics_.scrub_dropped_total.fetch_add(pool->scrub(budget));
 }
 
+// Once a second, and into the journal only when the sentence has changed.
 void Server::note_ssd_trouble() {
     for (const SsdTier::Device& device : ssd_->describe()) {
         std::string& noted = ssd_trouble_[device.directory];
@@ -465,6 +512,7 @@ bool Server::check_integrity() {
 std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
     auto rows = std::make_shared<std::vector<std::pair<std::string, uint64_t>>>();
     if (!call_on_loop([this, rows] { *rows = gauges(); })) return {};
+    // The member's numbers are atomics, or have a mutex of their own: they need no loop.
     if (member_ != nullptr) {
         for (auto& row : member_->gauges()) rows->push_back(std::move(row));
     }
@@ -476,6 +524,7 @@ std::optional<MemberAgent::State> Server::membership() const {
     return member_->state();
 }
 
+// On the loop. Names are those of the metrics without their prefix; several tenants are summed up.
 std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
     NodeMetrics& m = metrics_;
     TableCounters sum;

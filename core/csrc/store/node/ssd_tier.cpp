@@ -1,3 +1,14 @@
+// Per tenant there is a queue `dirty` of objects that no disk has, oldest first as far as it is known: an
+// object that was used since it was queued goes to the back when its turn comes. clean() writes from its
+// front until enough of the arena is clean, which means free, saved, or being written.
+//
+// For one key at most one device has a record that is visible, and its bytes are those of the object in
+// memory where there is one (saved). Three rules keep it so: a commit cancels writes of the key that are
+// under way (cancel_write), a replacement forgets it on all devices (forget), and what a promotion has read
+// counts only if the record is still the one it looked up (sequence).
+//
+// Memory that is being read from a disk belongs to a lease without a connection (Promotion::lease); its end
+// frees what was not committed.
 #include "store/node/ssd_tier.hpp"
 
 #include <algorithm>
@@ -23,6 +34,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
                                                  " SSD directories (node.ssd)"};
     }
     std::unique_ptr<SsdTier> tier(new SsdTier(options, std::move(post)));
+    // One counter for all logs: of two records of one key on two disks the higher sequence is the newer.
     auto sequence = std::make_shared<std::atomic<uint64_t>>(0);
     for (const auto& [directory, bytes] : options.directories) {
         ssd::LogOptions log_options;
@@ -36,6 +48,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         log_options.sequence = sequence;
         log_options.open = options.open;
         log_options.on_gone = [t = tier.get()](const std::vector<Hash128>& hashes) {
+            // On a log's thread: everything here is the loop's.
             t->post_([t, hashes] { t->gone(hashes); });
         };
         Result<std::unique_ptr<ssd::Log>> log = ssd::Log::open(std::move(log_options));
@@ -43,6 +56,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         tier->devices_.push_back(std::move(*log));
         tier->bytes_ += bytes;
     }
+    // Before any client: a key that stands on two disks would be answered from whichever comes first.
     tier->keep_newest();
     for (auto& [name, pool] : pools) {
         Tenant& tenant = tier->tenants_[name];
@@ -57,6 +71,8 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
             const IndexEntry& entry = table.entry(slot);
             if (t->writing_ != 0) t->cancel_write({entry.hash_low, entry.hash_high});
             tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
+            // While writes are under way, their ends call clean(); so a burst of puts does not run it for
+            // each.
             if (t->writing_ == 0 && !tenant.resting) t->clean(tenant);
         });
     }
@@ -94,6 +110,8 @@ void SsdTier::keep_newest() {
     }
 }
 
+// Numbers of spaces differ between the pool and each log. The log is asked once for each, and the number
+// kept until the pool's space is closed.
 ssd::Key SsdTier::key(Tenant& tenant, size_t device, uint32_t space, const Hash128& hash,
                       std::string_view name) {
     std::vector<uint32_t>& known = tenant.spaces[device];
@@ -121,6 +139,8 @@ size_t SsdTier::home(const Hash128& hash) const {
     return devices_.size();
 }
 
+// Larger than the limit of this run (it was lowered since): there would be no memory for it, so it is a
+// miss.
 std::optional<ssd::Found> SsdTier::find(Pool& pool, uint32_t space, std::string_view name) {
     Tenant& tenant = tenant_of(pool);
     Hash128 hash = pool.hash(space, name);
@@ -138,6 +158,7 @@ bool SsdTier::forget(Pool& pool, uint32_t space, std::string_view name) {
 bool SsdTier::forget(const Hash128& hash) {
     bool was_there = false;
     for (auto& log : devices_) {
+        // A write that is under way is removed as well, but the directory has not been told of it yet.
         bool visible = log->has(hash);
         log->remove(hash);
         if (visible) tell(hash, false);
@@ -151,6 +172,8 @@ void SsdTier::tell(const Hash128& hash, bool added) {
     if (listener_) listener_(hash, added);
 }
 
+// A cursor is the device in its upper bits and the log's own cursor below. What memory has, too, is left
+// out: the caller lists it from there.
 uint32_t SsdTier::list(Pool& pool, uint32_t space, uint32_t cursor, uint32_t scan,
                        std::vector<ssd::Listed>& out) {
     Tenant& tenant = tenant_of(pool);
@@ -187,6 +210,8 @@ bool SsdTier::wants_cleaning(const Tenant& tenant) const {
     const Pool& pool = *tenant.pool;
     uint64_t clean = pool.free_bytes() + pool.table().counters().saved_bytes + tenant.writing_bytes;
     // Never more than half of the disks: what is written must not drive out what was just written.
+    // Promoted objects come from the disks and count as saved, but were just asked for: they raise the
+    // target, so that colder objects are still written behind them.
     double share = options_.clean_share * static_cast<double>(pool.capacity());
     double wanted = std::min(share + static_cast<double>(tenant.promoted_bytes),
                              static_cast<double>(bytes_) / 2 / static_cast<double>(tenants_.size()));
@@ -199,6 +224,7 @@ void SsdTier::clean(Tenant& tenant) {
         bool room = writing_ < kWritesMax && (writing_bytes_ < kWriteBytesMax || writing_ == 0);
         if (!room || !write_next(tenant)) break;
     }
+    // All that was looked at is in use or pinned: the next tick tries again, rather than each commit.
     tenant.resting = looks == kLooksMax;
     if (tenant.dirty.empty())
         tenant.promoted_bytes = 0;  // nothing is colder than they are but what is written
@@ -210,6 +236,7 @@ bool SsdTier::write_next(Tenant& tenant) {
     Dirty next = tenant.dirty.front();
     ObjectTable& table = tenant.pool->table();
     tenant.dirty.pop_front();
+    // The queue is not searched when an object goes; its entry is recognised here by the generation.
     bool dead = !table.committed(next.slot) || table.generation(next.slot) != next.generation;
     if (dead || table.saved(next.slot) || table.retained(next.slot)) return true;
     uint64_t used = table.last_used(next.slot);
@@ -226,6 +253,7 @@ bool SsdTier::write_next(Tenant& tenant) {
         return false;
     }
     if (entry.size > devices_[device]->object_bytes_max()) {
+        // Too large for a segment of the log: it stays in memory only, and is not queued again.
         ++not_saved_total_;
         return true;
     }
@@ -245,6 +273,7 @@ bool SsdTier::write_next(Tenant& tenant) {
         }
         return flushing_;
     }
+    // From here to written() the bytes stay where they are, whatever becomes of the object.
     table.retain(next.slot);
     written_now_.emplace(std::pair(hash.high, hash.low), device);
     // The rest of its group comes next, so that the ring comes round to all of it at about the same time.
@@ -268,6 +297,7 @@ void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t gen
     auto [begin, end] = written_now_.equal_range({hash.high, hash.low});
     written_now_.erase(std::find_if(begin, end, [&](const auto& row) { return row.second == device; }));
     ObjectTable& table = tenant.pool->table();
+    // kDone alone does not do: a removal may have come between the log's end of the write and this post.
     bool there = outcome == ssd::Outcome::kDone && devices_[device]->has(hash);
     if (there) tell(hash, true);  // though it was evicted meanwhile, with its group
     if (table.committed(slot) && table.generation(slot) == generation) {
@@ -279,6 +309,7 @@ void SsdTier::written(Tenant& tenant, size_t device, uint32_t slot, uint64_t gen
             ++not_saved_total_;
         }
     }
+    // May free the memory of an object that was evicted while it was written.
     table.release(slot, generation);
     for (auto& [name, other] : tenants_) clean(other);
 }
@@ -290,6 +321,8 @@ void SsdTier::cancel_write(const Hash128& hash) {
     for (auto it = begin; it != end; ++it) devices_[it->second]->remove(hash);
 }
 
+// At the node's stop. Recent use and pins no longer matter, and what fails is not tried again, so that the
+// flush ends.
 void SsdTier::flush(std::function<void()> done) {
     flushing_ = true;
     flushed_.push_back(std::move(done));
@@ -328,12 +361,15 @@ void SsdTier::gone(const std::vector<Hash128>& hashes) {
 
 // ---- reading
 
+// Several askers of one key share one read. False: there is nothing to wait for, and the asker answers
+// without the object.
 bool SsdTier::promote(Pool& pool, uint32_t space, std::string_view name, Then then) {
     Tenant& tenant = tenant_of(pool);
     Hash128 hash = pool.hash(space, name);
     auto [it, fresh] = promotions_.try_emplace({hash.high, hash.low});
     Promotion& p = it->second;
     if (!fresh) {
+        // Two names of one hash at a time: the second is treated as a miss.
         if (p.name != name) return false;
         p.waiting.push_back(std::move(then));
         return true;
@@ -355,6 +391,8 @@ bool SsdTier::promote(Pool& pool, uint32_t space, std::string_view name, Then th
         };
         if (devices_[p.device]->read(k, to, std::move(done))) {
             p.waiting.push_back(std::move(then));
+            // The space must not be closed, and its number given away, while the read is under way;
+            // promoted() leaves it.
             pool.use_space(space);
             return true;
         }
@@ -373,6 +411,8 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
     ObjectTable& table = pool.table();
     uint32_t slot = kNoSlot;
     // What was removed or replaced while it was read must not come back.
+    // A put of the same key in the meantime has made the record vanish (on_replace) or the commit below
+    // find the key there.
     std::optional<uint64_t> sequence = devices_[p.device]->sequence(hash);
     if (outcome == ssd::Outcome::kDone && sequence == p.found.sequence) {
         Extent extent;
@@ -381,9 +421,11 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
             uint32_t parent = p.found.parent.empty() ? kNoSlot : pool.find(p.space, p.found.parent);
             auto stored = table.commit(p.space, hash, p.name, extent, p.found.crc, parent, false);
             if (stored != ObjectTable::Commit::kStored) pool.leases().free(extent);
+            // Also when a put was faster: the askers get that object.
             slot = table.find(p.space, hash, p.name);
             if (stored == ObjectTable::Commit::kStored) {
                 table.set_saved(slot, true);
+                // The log has compared the checksum.
                 table.set_scrubbed(slot);
                 ++promoted_total_;
                 promoted_bytes_total_ += p.found.size;
@@ -396,6 +438,7 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
     if (slot != kNoSlot) table.pin(slot);  // until every waiting callback has run
     if (p.lease) pool.leases().close(p.lease->offset);
     uint64_t generation = slot == kNoSlot ? 0 : table.generation(slot);
+    // Callbacks may commit, evict or end connections; node and pin above keep what is used here alive.
     for (Then& then : p.waiting) then(slot);
     if (slot != kNoSlot) table.unpin(slot, generation);
     pool.leave_space(p.space);
