@@ -4,6 +4,12 @@ rank holds. The same for every engine."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
 TP_SIZE_MAX = 8
 ROWS_MAX = 4096  # node.parts_max
@@ -46,6 +52,21 @@ def holds_first_copy(kv_heads: int, local_heads: int, tp_rank: int, tp_size: int
     return tp_rank == 0 or first_head(kv_heads, local_heads, tp_rank - 1, tp_size) != first_head(
         kv_heads, local_heads, tp_rank, tp_size
     )
+
+
+def suffixes_of(ranges: Sequence[Ranges]) -> npt.NDArray[np.uint8]:
+    """What distinguishes the names of the objects of one block: [object, byte]."""
+    joined = b"".join(each.suffix() for each in ranges)
+    return np.frombuffer(joined, np.uint8).reshape(-1, BLOCK_NAME_BYTES - DIGEST_BYTES)
+
+
+def object_names(digests: bytes, suffixes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The names of the objects of these blocks: [block, object, byte]."""
+    blocks = np.frombuffer(digests, np.uint8).reshape(-1, 1, DIGEST_BYTES)
+    names = np.empty((len(blocks), len(suffixes), BLOCK_NAME_BYTES), np.uint8)
+    names[:, :, :DIGEST_BYTES] = blocks
+    names[:, :, DIGEST_BYTES:] = suffixes
+    return names
 
 
 def append_row(rows: list[Row], row: Row) -> None:

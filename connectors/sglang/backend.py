@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool import _native
-from moonpool.connectors.objects import Refused, first_head, holds_first_copy
+from moonpool.connectors.objects import Refused, first_head, holds_first_copy, object_names, suffixes_of
 from moonpool.connectors.sglang import compat, updates
 from moonpool.connectors.sglang.identity import draft_revision, identity, serves_lora
 from moonpool.connectors.sglang.layout import PageLayout, object_ranges, read_layout, rows
@@ -61,14 +61,10 @@ class Memory:
     def names(self, keys: Sequence[str]) -> bytes:
         """The names of the objects of these pages, page by page. Raises ValueError for a key that is no
         SHA-256 in hexadecimal, as all of SGLang's page keys are."""
-        digests = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8)
+        digests = bytes.fromhex("".join(keys))
         if set(map(len, keys)) - {2 * DIGEST_BYTES}:
             raise ValueError(f"a page key has {2 * DIGEST_BYTES} hexadecimal digits, not {keys[0]!r:.80}")
-        suffixes = np.frombuffer(b"".join(each.suffix() for each in self.ranges), np.uint8)
-        names = np.empty((len(keys), self.width, BLOCK_NAME_BYTES), np.uint8)
-        names[:, :, :DIGEST_BYTES] = digests.reshape(len(keys), 1, DIGEST_BYTES)
-        names[:, :, DIGEST_BYTES:] = suffixes.reshape(self.width, -1)
-        return names.tobytes()
+        return object_names(digests, suffixes_of(self.ranges)).tobytes()
 
     def places(self, keys: Sequence[str], host_indices: Any) -> tuple[Pages, npt.NDArray[np.uint16]]:
         """(page, column) of each object of these pages.
@@ -371,26 +367,11 @@ class MoonpoolHiCache(compat.Storage):
 
     # The older interface, one tensor a page: SGLang uses it only without interface_v1, which Settings refuses
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Raises ConfigError: see ``_needs_v1``."""
-        self._needs_v1()
-
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        """Raises ConfigError: see ``_needs_v1``."""
-        self._needs_v1()
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Raises ConfigError: see ``_needs_v1``."""
-        self._needs_v1()
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Raises ConfigError: see ``_needs_v1``."""
-        self._needs_v1()
-
-    def _needs_v1(self) -> NoReturn:
+    def get(self, *arguments: Any, **keywords: Any) -> NoReturn:
+        """Raises ConfigError."""
         raise ConfigError('moonpool moves pages by "interface_v1": 1 only', operation="config")
+
+    batch_get = set = batch_set = get
 
     # Life
 

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from moonpool import _native
 from moonpool.connectors.node_connection import NodeConnection
+from moonpool.connectors.objects import object_names, suffixes_of
 from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.fetch import Fetch, Offer
 from moonpool.connectors.tensorrt_llm.identity import identity, model_folder, read_config
@@ -30,7 +29,7 @@ from moonpool.connectors.tensorrt_llm.settings import Settings
 from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
 from moonpool.connectors.tensorrt_llm.tokens import Known
 from moonpool.connectors.weights import wait_for
-from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges, fingerprint
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, fingerprint
 
 LOADING_SHARE = 4  # a quarter of the staging slots is for loads
 SLOTS_MIN = 2
@@ -154,12 +153,7 @@ class Link:
 
 def names(digests: bytes, ranges: tuple[Ranges, ...]) -> bytes:
     """The names of the objects ``ranges`` of these blocks, block by block."""
-    suffixes = np.frombuffer(b"".join(each.suffix() for each in ranges), np.uint8).reshape(len(ranges), -1)
-    blocks = np.frombuffer(digests, np.uint8).reshape(-1, 1, DIGEST_BYTES)
-    made = np.empty((len(blocks), len(ranges), BLOCK_NAME_BYTES), np.uint8)
-    made[:, :, :DIGEST_BYTES] = blocks
-    made[:, :, DIGEST_BYTES:] = suffixes
-    return made.tobytes()
+    return object_names(digests, suffixes_of(ranges)).tobytes()
 
 
 def name_list(digests: bytes, ranges: tuple[Ranges, ...]) -> list[bytes]:

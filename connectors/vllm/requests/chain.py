@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.connectors.objects import object_names
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
 
 # (token ids as u32, block_tokens, seed, previous digest) -> 32 bytes per full block
@@ -53,10 +54,7 @@ class Chain:
         ids = np.fromiter(token_ids[start:stop], np.uint32, stop - start)
         digests = self._digest(ids, self._block_tokens, self._seed, self._last)
         self._last = digests[-DIGEST_BYTES:]
-        count = (stop - start) // self._block_tokens
-        names = np.empty((count, self.width, BLOCK_NAME_BYTES), np.uint8)
-        names[:, :, :DIGEST_BYTES] = np.frombuffer(digests, np.uint8).reshape(count, 1, DIGEST_BYTES)
-        names[:, :, DIGEST_BYTES:] = self._suffixes
+        names = object_names(digests, self._suffixes)
         self._names = names if start == 0 else np.concatenate([self._names, names])
 
     def names(self, first: int, last: int) -> bytes:
