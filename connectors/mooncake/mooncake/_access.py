@@ -13,11 +13,12 @@ import random
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moonpool.core.config import paths
 from moonpool.core.config.config import Config, load
@@ -37,7 +38,6 @@ from ._ssd import ssd_bytes, ssd_path_of
 
 if TYPE_CHECKING:
     from moonpool import _native
-    from moonpool.core.service.node import NodeServer
 
 NAMESPACE = "mooncake"
 LOOPBACK = "127.0.0.1"
@@ -130,42 +130,14 @@ def is_on(value: Any) -> bool:
     return value.strip().lower() in ON if isinstance(value, str) else bool(value)
 
 
-class Access(Protocol):
-    """segment: this process's own, "host:port" as setup() was given it; for a guest its host's name.
+class Access(ABC):
+    """The way into the pool.
+
+    segment: this process's own, "host:port" as setup() was given it; for a guest its host's name.
     names: of all segments.
     """
 
     segment: str
-    space: Space
-    names: SegmentNames
-
-    def join(self, wait_s: float) -> None:
-        """Before anything else, and until it has worked. Raises Unavailable or Timeout when there is no
-        master within that time (it may be tried again), or another moonpool Error.
-        """
-
-    def store(self) -> Store:
-        """Raises NoNode when there is none to go to."""
-
-    def renew(self) -> bool:
-        """After Unavailable: whether another node may be tried at once."""
-
-    def members(self) -> list[_native.Member]:
-        """The living nodes of the pool. Raises a moonpool Error."""
-
-    def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
-        """The holders of each key that the master knows, as (node, tier); tier 0 is memory, 1 an SSD. Raises
-        Error."""
-
-    def open_at(self, member: _native.Member) -> Store:
-        """A store whose own node is that one."""
-
-    def close(self) -> None:
-        """Ends the connection, and the node where this process has one."""
-
-
-class _Base:
-    """What both kinds know: the space, the master, the nodes."""
 
     def __init__(self, settings: Settings, config: Config) -> None:
         self.settings = settings
@@ -175,10 +147,27 @@ class _Base:
         self.host_id = host_id()
         self._tls = control_client(config)
         self._master: _native.DirectoryClient | None = None
+        self._store: Store | None = None
         self._lock = threading.Lock()
         self.names = SegmentNames(self.members)
 
+    @abstractmethod
+    def join(self, wait_s: float) -> None:
+        """Before anything else, and until it has worked. Raises Unavailable or Timeout when there is no
+        master within that time (it may be tried again), or another moonpool Error.
+        """
+
+    def store(self) -> Store:
+        """The store of the node. Raises NoNode when there is none to go to."""
+        assert self._store is not None
+        return self._store
+
+    def renew(self) -> bool:
+        """After Unavailable: whether another node may be tried at once."""
+        return False
+
     def directory(self) -> _native.DirectoryClient:
+        """The connection to the master."""
         from moonpool import _native
 
         with self._lock:
@@ -189,6 +178,7 @@ class _Base:
             return self._master
 
     def members(self) -> list[_native.Member]:
+        """The living nodes of the pool. Raises a moonpool Error."""
         _, rows = self.directory().members(fresh=True)
         return [
             row
@@ -197,6 +187,8 @@ class _Base:
         ]
 
     def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
+        """The holders of each key that the master knows, as (node, tier); tier 0 is memory, 1 an SSD. Raises
+        Error."""
         from moonpool import _native
 
         space = self.space
@@ -208,6 +200,7 @@ class _Base:
         return [[(by_id[node], tier) for node, tier in located[i] if node in by_id] for i in range(len(keys))]
 
     def open_at(self, member: _native.Member) -> Store:
+        """A store whose own node is that one."""
         near = member.host_id == self.host_id and os.path.exists(member.socket_path)
         return self._open(member.socket_path if near else f"tcp://{member.address}")
 
@@ -222,10 +215,13 @@ class _Base:
         )
 
     def close(self) -> None:
+        """Ends the connections, and the node where this process has one."""
         with self._lock:
             if self._master is not None:
                 self._master.close()
                 self._master = None
+        if self._store is not None:
+            self._store.close()
 
 
 class PortTaken(ConfigError):
@@ -247,7 +243,7 @@ def _port_taken(local_hostname: str) -> Iterator[None]:
         ) from error
 
 
-class OwnNode(_Base):
+class OwnNode(Access):
     """A node inside this process, gone with it. It joins a master that starts later by itself.
 
     Raises a moonpool Error when it cannot start.
@@ -264,8 +260,7 @@ class OwnNode(_Base):
         paths.runtime_dir(ensure=True)
         self.socket = paths.check_socket_path(paths.node_socket(config.node.name))
         self._claim: Claim | None = Claim(self.socket)
-        self._server: NodeServer | None = None
-        self._store: Store | None = None
+        self._server: _native.Server | None = None
         try:
             if config.token_is_configured:
                 self._claim.tell_token(self.token)
@@ -282,22 +277,11 @@ class OwnNode(_Base):
             self.close()
             raise
 
-    def store(self) -> Store:
-        """The store of the own node."""
-        assert self._store is not None
-        return self._store
-
-    def renew(self) -> bool:
-        """False: this process has one node."""
-        return False
-
     def close(self) -> None:
         """Stops the node. Does nothing in a process that was forked from the one that made it."""
         if os.getpid() != self._pid:
             return  # in a child of fork(): the socket is the parent's, and so are the threads
         super().close()
-        if self._store is not None:
-            self._store.close()
         server, self._server = self._server, None
         if server is not None:
             server.stop()
@@ -306,7 +290,7 @@ class OwnNode(_Base):
             claim.release()
 
     @property
-    def server(self) -> NodeServer:
+    def server(self) -> _native.Server:
         """The node of this process. Raises Unavailable after its end."""
         if self._server is None:
             raise Unavailable("the node of this segment has ended", operation="setup")
@@ -394,14 +378,13 @@ def _reach_of(settings: Settings, config: Config) -> NodeAddresses:
         ) from error
 
 
-class Guest(_Base):
+class Guest(Access):
     """Without a segment: at another node. One that is gone is left for the next."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, settings.config())
         host = settings.host
         self.segment = str(host if host.port else host._replace(port=random.choice(PORTS)))  # names no node
-        self._store: Store | None = None
         self._looked_s = 0.0
         self._nobody: NoNode | None = None  # what the last look found, when no node was there
         self._choosing = threading.Lock()
@@ -428,12 +411,6 @@ class Guest(_Base):
         except Error:
             return False
         return True
-
-    def close(self) -> None:
-        """Disconnects."""
-        super().close()
-        if self._store is not None:
-            self._store.close()
 
     def _choose(self) -> Store:
         with self._choosing:
@@ -484,7 +461,7 @@ def own_node(settings: Settings) -> OwnNode:
     raise PortTaken("no port is free", operation="setup", key="local_hostname")
 
 
-class Beside(_Base):
+class Beside(Access):
     """A dummy client: at the node whose wire listens at ``address``; by its socket when that is this host."""
 
     def __init__(self, address: str, tenant: str = "default") -> None:
@@ -492,7 +469,6 @@ class Beside(_Base):
         super().__init__(Settings(str(where), "127.0.0.1", 0, tenant), load(arguments={"node.http": "off"}))
         self.segment = str(where)
         self._where = where
-        self._store: Store | None = None
 
     def join(self, wait_s: float) -> None:
         """Connects to the node of the client process at that port, by its socket where it is on this host.
@@ -506,15 +482,6 @@ class Beside(_Base):
                 pass
         self._store = self._open(f"tcp://{self._where}")
 
-    def store(self) -> Store:
-        """The store of that node."""
-        assert self._store is not None
-        return self._store
-
-    def renew(self) -> bool:
-        """False: there is one node."""
-        return False
-
     def members(self) -> list[_native.Member]:
         """Empty: a dummy client knows no master. Asks its node whether it is there."""
         self.store().stat()
@@ -523,12 +490,6 @@ class Beside(_Base):
     def holders(self, keys: list[bytes]) -> list[list[tuple[_native.Member, int]]]:
         """Empty rows: there is no master to ask."""
         return [[] for _ in keys]
-
-    def close(self) -> None:
-        """Disconnects."""
-        super().close()
-        if self._store is not None:
-            self._store.close()
 
 
 def name_of_client(port: int) -> str:
