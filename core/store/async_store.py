@@ -296,6 +296,3 @@ class AsyncStore:
             future, _ = self._waiting.pop(ticket)
             if not future.done():
                 future.set_result(answer)
-
-
-__all__ = ["AsyncStore"]

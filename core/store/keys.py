@@ -184,20 +184,3 @@ def _plain(value: Json) -> Json:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
-
-
-__all__ = [
-    "BLOCK_NAME_BYTES",
-    "DIGEST_BYTES",
-    "FINGERPRINT_FIELDS",
-    "Json",
-    "Ranges",
-    "Space",
-    "block_digests",
-    "block_name",
-    "canonical_json",
-    "chain_seed",
-    "digest_of",
-    "fingerprint",
-    "parse_block_name",
-]

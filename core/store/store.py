@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from moonpool.core.config import paths
 from moonpool.core.config.arena_size import parse_arena_size
-from moonpool.core.errors import AuthError, InvalidArgument, Timeout, Unavailable
+from moonpool.core.errors import InvalidArgument, Timeout, Unavailable
 from moonpool.core.store.buffers import as_parts
 from moonpool.core.store.key_patterns import literal_prefix, matcher
 from moonpool.core.store.types import (
@@ -456,6 +456,3 @@ class Store:
         if is_one(keys):
             return stat_of(self._client.describe([keys], everywhere)[0])
         return [stat_of(answer) for answer in self._client.describe(keys, everywhere)]
-
-
-__all__ = ["AuthError", "Store"]

@@ -239,6 +239,3 @@ class AsyncTransferEngine(EngineFacts):
             if transfer is not None:
                 transfer._collected()
         self._message.set()
-
-
-__all__ = ["AsyncTransfer", "AsyncTransferEngine"]

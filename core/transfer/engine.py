@@ -311,6 +311,3 @@ def submit(native: _native.Engine, columns: Columns, **options: Unpack[TransferO
     """Starts a transfer; returns its ticket."""
     segments, ops, local, remote, lengths = columns
     return native.submit(segments, ops, local, remote, lengths, **options)
-
-
-__all__ = ["TransferEngine"]

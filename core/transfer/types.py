@@ -115,17 +115,3 @@ def offset_in(address: int, length: int, offset: int) -> int:
     from moonpool.core.errors import InvalidArgument
 
     raise InvalidArgument(f"offset {offset} lies outside of a region of {length} bytes")
-
-
-__all__ = [
-    "Batch",
-    "Column",
-    "Local",
-    "Notification",
-    "Op",
-    "Priority",
-    "RemoteRegion",
-    "Slice",
-    "SliceState",
-    "TransferState",
-]

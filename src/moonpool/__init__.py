@@ -19,132 +19,63 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moonpool.core.errors import (
-        AuthError,
-        Closed,
-        ConfigError,
-        CorruptObject,
-        Error,
-        Forked,
-        InvalidArgument,
-        ProtocolError,
-        Timeout,
-        TooLarge,
-        TransferError,
-        Unavailable,
-    )
-    from moonpool.core.store.async_store import AsyncStore
-    from moonpool.core.store.store import Store
-    from moonpool.core.store.types import (
-        EXISTS,
-        STORED,
-        Copy,
-        Entry,
-        ObjectStat,
-        Pin,
-        Prefix,
-        Presence,
-        PutResult,
-        PutStatus,
-    )
-    from moonpool.core.transfer.async_engine import AsyncTransfer, AsyncTransferEngine
-    from moonpool.core.transfer.engine import TransferEngine
-    from moonpool.core.transfer.region import Region
-    from moonpool.core.transfer.segment import Segment
-    from moonpool.core.transfer.transfer import Transfer
-    from moonpool.core.transfer.types import (
-        Batch,
-        Notification,
-        Priority,
-        RemoteRegion,
-        Slice,
-        SliceState,
-        TransferState,
-    )
+    from moonpool.core.errors import AuthError as AuthError
+    from moonpool.core.errors import Closed as Closed
+    from moonpool.core.errors import ConfigError as ConfigError
+    from moonpool.core.errors import CorruptObject as CorruptObject
+    from moonpool.core.errors import Error as Error
+    from moonpool.core.errors import Forked as Forked
+    from moonpool.core.errors import InvalidArgument as InvalidArgument
+    from moonpool.core.errors import ProtocolError as ProtocolError
+    from moonpool.core.errors import Timeout as Timeout
+    from moonpool.core.errors import TooLarge as TooLarge
+    from moonpool.core.errors import TransferError as TransferError
+    from moonpool.core.errors import Unavailable as Unavailable
+    from moonpool.core.store.async_store import AsyncStore as AsyncStore
+    from moonpool.core.store.store import Store as Store
+    from moonpool.core.store.types import EXISTS as EXISTS
+    from moonpool.core.store.types import STORED as STORED
+    from moonpool.core.store.types import Copy as Copy
+    from moonpool.core.store.types import Entry as Entry
+    from moonpool.core.store.types import ObjectStat as ObjectStat
+    from moonpool.core.store.types import Pin as Pin
+    from moonpool.core.store.types import Prefix as Prefix
+    from moonpool.core.store.types import Presence as Presence
+    from moonpool.core.store.types import PutResult as PutResult
+    from moonpool.core.store.types import PutStatus as PutStatus
+    from moonpool.core.transfer.async_engine import AsyncTransfer as AsyncTransfer
+    from moonpool.core.transfer.async_engine import AsyncTransferEngine as AsyncTransferEngine
+    from moonpool.core.transfer.engine import TransferEngine as TransferEngine
+    from moonpool.core.transfer.region import Region as Region
+    from moonpool.core.transfer.segment import Segment as Segment
+    from moonpool.core.transfer.transfer import Transfer as Transfer
+    from moonpool.core.transfer.types import Batch as Batch
+    from moonpool.core.transfer.types import Notification as Notification
+    from moonpool.core.transfer.types import Priority as Priority
+    from moonpool.core.transfer.types import RemoteRegion as RemoteRegion
+    from moonpool.core.transfer.types import Slice as Slice
+    from moonpool.core.transfer.types import SliceState as SliceState
+    from moonpool.core.transfer.types import TransferState as TransferState
 
 __version__ = "0.1.0"
 
-# Public name -> the module of moonpool.core that defines it.
-_HOME = {
-    "AsyncStore": "store.async_store",
-    "AsyncTransfer": "transfer.async_engine",
-    "AsyncTransferEngine": "transfer.async_engine",
-    "AuthError": "errors",
-    "Batch": "transfer.types",
-    "Closed": "errors",
-    "ConfigError": "errors",
-    "Copy": "store.types",
-    "CorruptObject": "errors",
-    "EXISTS": "store.types",
-    "Entry": "store.types",
-    "Error": "errors",
-    "Forked": "errors",
-    "InvalidArgument": "errors",
-    "Notification": "transfer.types",
-    "ObjectStat": "store.types",
-    "Pin": "store.types",
-    "Prefix": "store.types",
-    "Presence": "store.types",
-    "Priority": "transfer.types",
-    "ProtocolError": "errors",
-    "PutResult": "store.types",
-    "PutStatus": "store.types",
-    "Region": "transfer.region",
-    "RemoteRegion": "transfer.types",
-    "STORED": "store.types",
-    "Segment": "transfer.segment",
-    "Slice": "transfer.types",
-    "SliceState": "transfer.types",
-    "Store": "store.store",
-    "Timeout": "errors",
-    "TooLarge": "errors",
-    "Transfer": "transfer.transfer",
-    "TransferEngine": "transfer.engine",
-    "TransferError": "errors",
-    "TransferState": "transfer.types",
-    "Unavailable": "errors",
+# Module of moonpool.core -> the public names that it defines.
+_NAMES = {
+    "errors": "AuthError Closed ConfigError CorruptObject Error Forked InvalidArgument ProtocolError Timeout "
+    "TooLarge TransferError Unavailable",
+    "store.async_store": "AsyncStore",
+    "store.store": "Store",
+    "store.types": "EXISTS STORED Copy Entry ObjectStat Pin Prefix Presence PutResult PutStatus",
+    "transfer.async_engine": "AsyncTransfer AsyncTransferEngine",
+    "transfer.engine": "TransferEngine",
+    "transfer.region": "Region",
+    "transfer.segment": "Segment",
+    "transfer.transfer": "Transfer",
+    "transfer.types": "Batch Notification Priority RemoteRegion Slice SliceState TransferState",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "EXISTS",
-    "STORED",
-    "AsyncStore",
-    "AsyncTransfer",
-    "AsyncTransferEngine",
-    "AuthError",
-    "Batch",
-    "Closed",
-    "ConfigError",
-    "Copy",
-    "CorruptObject",
-    "Entry",
-    "Error",
-    "Forked",
-    "InvalidArgument",
-    "Notification",
-    "ObjectStat",
-    "Pin",
-    "Prefix",
-    "Presence",
-    "Priority",
-    "ProtocolError",
-    "PutResult",
-    "PutStatus",
-    "Region",
-    "RemoteRegion",
-    "Segment",
-    "Slice",
-    "SliceState",
-    "Store",
-    "Timeout",
-    "TooLarge",
-    "Transfer",
-    "TransferEngine",
-    "TransferError",
-    "TransferState",
-    "Unavailable",
-    "__version__",
-]
+__all__ = ["__version__", *_HOME]
 
 
 if not TYPE_CHECKING:  # a checker that saw this would take every misspelt name for an object

@@ -17,7 +17,7 @@ from moonpool.core.errors import Closed, InvalidArgument, Unavailable
 from moonpool.core.store.store import Store, as_bytes
 
 from ._codes import CODED, Code, code_of, coded
-from ._memory import Buffers, number, same_length
+from ._memory import Buffers, number
 from ._pins import HardPins
 
 if TYPE_CHECKING:
@@ -174,19 +174,6 @@ def keys_of(keys: Any) -> list[bytes]:
     if isinstance(keys, (str, bytes)):
         raise TypeError("expected a list of keys, got one key")
     return [key_of(key) for key in keys]
-
-
-__all__ = [
-    "Base",
-    "as_named",
-    "first_error",
-    "key_of",
-    "keys_of",
-    "name_or_none",
-    "names_of",
-    "number",
-    "same_length",
-]
 
 
 def first_error(codes: Sequence[int]) -> int:

@@ -19,10 +19,9 @@ from ._base import (
     keys_of,
     name_or_none,
     names_of,
-    number,
-    same_length,
 )
 from ._codes import Code, code_of, coded, say
+from ._memory import number, same_length
 from ._pins import pinned_one
 from ._placement import for_one, wishes
 from ._values import DEFAULT, ReplicateConfig

@@ -14,9 +14,9 @@ import numpy as np
 
 from moonpool.core.errors import InvalidArgument, TooLarge
 
-from ._base import key_of, names_of, number, same_length
+from ._base import key_of, names_of
 from ._codes import Code, code_of, coded
-from ._memory import ADDRESSES
+from ._memory import ADDRESSES, number, same_length
 from ._objects import Objects, check_config, handle_of
 from ._placement import for_each
 from ._values import DEFAULT, ReplicateConfig

@@ -11,8 +11,9 @@ from moonpool.core.errors import Error, InvalidArgument
 
 from . import _access
 from ._access import Guest, OwnNode, own_node
-from ._base import Base, number
+from ._base import Base
 from ._codes import Code, Unsupported, code_of, coded
+from ._memory import number
 
 _NOTHING: dict[str, Any] = {"segment_ids": [], "allocated_size": 0}
 

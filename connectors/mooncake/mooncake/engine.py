@@ -28,10 +28,9 @@ from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import Transfer
 from moonpool.core.transfer.types import Batch, TransferState
 
-from ._base import number, same_length
 from ._codes import code_of, coded, logger
 from ._hosts import address_of, session_of
-from ._memory import check_memory
+from ._memory import check_memory, number, same_length
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
 
