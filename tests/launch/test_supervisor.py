@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.core.config.sections import Up
 from moonpool.core.service.backoff import Backoff
 from moonpool.core.service.processes import Nursery, Process, descendants, living_processes, run_kept, send
-from moonpool.launch.supervisor import Event, Limits, Spec, StartFailed, State, Supervisor
+from moonpool.launch.supervisor import Event, Spec, StartFailed, State, Supervisor
 
 DEADLINE_S = 30
 
@@ -200,7 +201,7 @@ class Group:
     def __init__(self, specs: list[Spec], **limits: float) -> None:
         self.events: list[Event] = []
         self._told = asyncio.Event()
-        settings = Limits(
+        settings = Up(
             **{"backoff_initial_s": 0.05, "backoff_max_s": 0.1, "grace_s": float(DEADLINE_S), **limits}  # type: ignore[arg-type]
         )
         self.supervisor = Supervisor(specs, settings, self._tell)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moonpool.core.config.sections import Up
 from moonpool.core.errors import Error
 from moonpool.core.service.backoff import Backoff
 from moonpool.core.service.exit_codes import EXIT_USAGE
@@ -56,19 +57,6 @@ class Spec:
     is_base: bool = False
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds and counts; their meaning stands in core/config/sections.py, class Up."""
-
-    ready_timeout_s: float = 900.0
-    start_attempts_max: int = 3
-    grace_s: float = 15.0
-    backoff_initial_s: float = 0.5
-    backoff_max_s: float = 30.0
-    backoff_reset_s: float = 60.0
-    progress_interval_s: float = 10.0
-
-
 class StartFailed(Error):
     """A process of the group could not be started."""
 
@@ -76,14 +64,16 @@ class StartFailed(Error):
 class Kept:
     """One process of the group, alive or between two lives."""
 
-    def __init__(self, spec: Spec, limits: Limits) -> None:
+    def __init__(self, spec: Spec, limits: Up) -> None:
         self.spec = spec
         self.state = State.STOPPED
         self.process: Process | None = None
         self.starts = 0
         self.first_ready = asyncio.Event()
         self.backoff = Backoff(
-            initial_s=limits.backoff_initial_s, max_s=limits.backoff_max_s, reset_s=limits.backoff_reset_s
+            initial_s=limits.backoff_initial_s,
+            max_s=max(limits.backoff_initial_s, limits.backoff_max_s),
+            reset_s=limits.backoff_reset_s,
         )
 
     @property
@@ -105,12 +95,12 @@ class Event:
 
 @dataclass
 class Supervisor:
-    """Keeps ``specs`` running. ``tell`` gets each event, ``changed`` is called whenever a pid or a state
-    changed, ``when_up`` once, when everything is ready.
+    """Keeps ``specs`` running, within the times and counts of ``limits``. ``tell`` gets each event,
+    ``changed`` is called whenever a pid or a state changed, ``when_up`` once, when everything is ready.
     """
 
     specs: Sequence[Spec]
-    limits: Limits
+    limits: Up
     tell: Callable[[Event], None]
     changed: Callable[[], None] = lambda: None
     when_up: Callable[[], None] = lambda: None

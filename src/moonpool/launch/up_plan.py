@@ -25,7 +25,7 @@ import msgspec
 
 from moonpool.core.config import paths
 from moonpool.core.config.config import Config
-from moonpool.core.config.sections import Engine, UpNode
+from moonpool.core.config.sections import Engine, Up, UpNode
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.http_get import answers_ok, get_json
@@ -35,7 +35,7 @@ from moonpool.core.service.node_socket import is_served
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.from_config import policy_of
 from moonpool.launch.held_ports import HeldPorts
-from moonpool.launch.supervisor import Limits, Spec
+from moonpool.launch.supervisor import Spec
 from moonpool.launch.vllm_command import KV_TRANSFER_CONFIG, Pool, engine_environment, find_vllm, has_gpu
 
 MASTER_STAGE, NODE_STAGE, ENGINE_STAGE, PROXY_STAGE = range(4)
@@ -56,7 +56,7 @@ class Plan:
 
     specs: tuple[Spec, ...]
     log_dir: Path
-    limits: Limits
+    limits: Up
     ports: HeldPorts
     models: Mapping[str, str] = field(default_factory=dict)
     sockets: Mapping[str, str] = field(default_factory=dict)
@@ -92,16 +92,7 @@ def plan(config: Config, *, config_file: str = "", env: Mapping[str, str] | None
     except BaseException:
         ports.release()
         raise
-    limits = Limits(
-        ready_timeout_s=up.ready_timeout_s,
-        start_attempts_max=up.start_attempts_max,
-        grace_s=up.grace_s,
-        backoff_initial_s=up.backoff_initial_s,
-        backoff_max_s=max(up.backoff_initial_s, up.backoff_max_s),
-        backoff_reset_s=up.backoff_reset_s,
-        progress_interval_s=up.progress_interval_s,
-    )
-    return Plan(tuple(specs), log_dir, limits, ports, planner.models, planner.sockets)
+    return Plan(tuple(specs), log_dir, up, ports, planner.models, planner.sockets)
 
 
 class _Planner:
