@@ -16,10 +16,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from moonpool.core.config.config import Config
 from moonpool.core.printable import printable
+
+if TYPE_CHECKING:
+    from moonpool import _native
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
 MESSAGE_CHARACTERS_MAX = 2000
@@ -89,24 +92,14 @@ def is_json() -> bool:
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
-class NoteSource(Protocol):
-    """A native server that has something to tell: what happened in threads that never enter Python."""
-
-    @property
-    def notes_fd(self) -> int:
-        """Readable while take_notes() has some. The source owns and closes it."""
-
-    def take_notes(self) -> list[tuple[int, str, str, str, int]]:
-        """Takes all notes since the last call: (level: index of _LEVELS, kind, peer, text, how many alike
-        were left out).
-        """
-
-
 class Notes:
     """Logs what a data plane tells, on the event loop that start() was called on."""
 
     def __init__(
-        self, source: NoteSource, logger: logging.Logger, heard: Callable[[str], None] = lambda kind: None
+        self,
+        source: _native.Server | _native.MasterServer,
+        logger: logging.Logger,
+        heard: Callable[[str], None] = lambda kind: None,
     ) -> None:
         self._source = source
         self._logger = logger

@@ -5,22 +5,18 @@ C++ has no defaults of its own for them; an embedded node gets those of the conf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from moonpool.core.config.sections import Master, Node
 from moonpool.core.config.setting import Section, settings_of
 
-
-class NamesSettings(Protocol):
-    """A class of the extension module that is made with settings."""
-
-    @staticmethod
-    def setting_names() -> Sequence[str]:
-        """The keyword arguments that the class's constructor demands, all of them."""
+if TYPE_CHECKING:
+    from moonpool import _native
 
 
-def native_settings(server: NamesSettings, section: Section) -> dict[str, object]:
+def native_settings(
+    server: type[_native.Server | _native.MasterServer], section: Section
+) -> dict[str, object]:
     """What ``server`` is made with, as ``section`` has it."""
     values = {each.name: each.value_in(section) for each in settings_of(type(section))}
     return {name: values[name] for name in server.setting_names()}

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -30,40 +30,26 @@ from moonpool.core.service.control_tls import control_client, control_server
 from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.listen_addresses import explain_bind_errors, listen_address, require_token
 from moonpool.core.service.service_process import (
-    NativeServer,
     ServiceProcess,
     json_response,
+    native_core,
     run_until_signal,
 )
+
+if TYPE_CHECKING:
+    from moonpool import _native
 
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # of one answer of /keys
 _log = logging.getLogger("moonpool.master")
 
 
-class MasterServer(NativeServer, Protocol):
-    """The part of moonpool._native.MasterServer that the master uses."""
-
-    def nodes(self) -> tuple[int, Sequence[Any]]:
-        """The version of the membership, and one row for each node."""
-
-
-def native_server(config: Config, listen: str, token: bytes) -> MasterServer:
+def native_server(config: Config, listen: str, token: bytes) -> _native.MasterServer:
     """Makes the server in C++, which listens from then on. Raises a moonpool Error when it cannot."""
-    try:
-        import moonpool._native as _native
-    except ImportError as error:
-        raise Unavailable(
-            f"the C++ core of moonpool is not built ({error}); run: pip install .",
-            operation="master",
-            cause=error,
-        ) from error
-    return _native.MasterServer(
-        [listen],
-        token,
-        master_settings(config.master),
-        tls=control_server(config),
+    server: _native.MasterServer = native_core("master").MasterServer(
+        [listen], token, master_settings(config.master), tls=control_server(config)
     )
+    return server
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -91,13 +77,13 @@ class NodeRow(msgspec.Struct, frozen=True):
     tenants: list[str]
 
 
-class Master(ServiceProcess[MasterServer]):
+class Master(ServiceProcess["_native.MasterServer"]):
     """One master."""
 
     METRICS_PREFIX = PREFIX
 
     @property
-    def server(self) -> MasterServer:
+    def server(self) -> _native.MasterServer:
         """The native server. Raises Unavailable unless the master runs."""
         if self._server is None:
             raise Unavailable("the master does not run", operation="master")

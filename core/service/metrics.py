@@ -9,12 +9,15 @@ DESCRIPTIONS does not know gets a description made of its name. A name may carry
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+
+if TYPE_CHECKING:
+    from moonpool import _native
 
 PREFIX = "moonpool_node_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -167,27 +170,17 @@ DESCRIPTIONS: dict[str, str] = {
 }
 
 
-class Source(Protocol):
-    """What the collector reads; the native server is one."""
-
-    def metrics(self) -> Mapping[str, int | float]:
-        """Values of counters and gauges, by full name."""
-
-    def histograms(self) -> Mapping[str, Histogram]:
-        """Histograms, by full name."""
-
-
 class NodeCollector:
-    """Turns one reading of a Source into metric families. Each scrape reads anew; nothing is kept."""
+    """Turns one reading of a native server into metric families. Each scrape reads anew; nothing is kept."""
 
-    def __init__(self, source: Source, *, prefix: str = PREFIX) -> None:
-        self._source = source
+    def __init__(self, server: _native.Server | _native.MasterServer, *, prefix: str = PREFIX) -> None:
+        self._server = server
         self._prefix = prefix
 
     def collect(self) -> Iterable[Metric]:
         """Metric families of one reading."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
-        for full_name, value in self._source.metrics().items():
+        for full_name, value in self._server.metrics().items():
             name, labels = split_labels(full_name)
             family = families.get(name)
             if family is None:
@@ -195,7 +188,7 @@ class NodeCollector:
                 family = families[name] = kind(self._named(name), describe(name), labels=list(labels))
             if not isinstance(family, HistogramMetricFamily):
                 family.add_metric(list(labels.values()), float(value))
-        for full_name, (bounds, counts, total) in self._source.histograms().items():
+        for full_name, (bounds, counts, total) in self._server.histograms().items():
             name, labels = split_labels(full_name)
             family = families.get(name)
             if family is None:
@@ -209,10 +202,10 @@ class NodeCollector:
         return name if name.startswith("moonpool_") else self._prefix + name
 
 
-def exposition(source: Source, *, prefix: str = PREFIX) -> bytes:
+def exposition(server: _native.Server | _native.MasterServer, *, prefix: str = PREFIX) -> bytes:
     """The whole text of GET /metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(source, prefix=prefix))
+    registry.register(NodeCollector(server, prefix=prefix))
     return generate_latest(registry)
 
 

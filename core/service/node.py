@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -36,14 +36,17 @@ from moonpool.core.service.listen_addresses import (
     listen_address,
     node_addresses,
 )
-from moonpool.core.service.node_event_source import EventServer, publisher_of_node
+from moonpool.core.service.node_event_source import publisher_of_node
 from moonpool.core.service.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.service.service_process import (
-    NativeServer,
     ServiceProcess,
     json_response,
+    native_core,
     run_until_signal,
 )
+
+if TYPE_CHECKING:
+    from moonpool import _native
 
 READY_WAITS_S = 2.0  # the ready line: for the first word of the master, and for memory
 OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to a client without the admin token
@@ -51,39 +54,19 @@ MASTER_SILENT_S = 5.0  # without an answer: the node is as good as not joined
 _log = logging.getLogger("moonpool.node")
 
 
-class NodeServer(NativeServer, EventServer, Protocol):
-    """The part of moonpool._native.Server that the node uses."""
-
-    def ssd(self) -> list[dict[str, str]]:
-        """One row for each SSD directory."""
-
-    def memory(self) -> tuple[int, int, bool]:
-        """(bytes reserved, bytes of all arenas, whether reserving has failed)"""
-
-    def membership(self) -> tuple[bool, int, str, float] | None:
-        """(joined, node id, why not joined, seconds since the master's last message); None: no master."""
-
-
-ServerFactory = Callable[[Config, Path, bytes, NodeAddresses], NodeServer]
+ServerFactory = Callable[[Config, Path, bytes, NodeAddresses], "_native.Server"]
 
 
 def native_server(
     config: Config, socket_path: Path, token: bytes, addresses: NodeAddresses, *, size_option: str = "--dram "
-) -> NodeServer:
+) -> _native.Server:
     """Makes the server in C++. Raises a moonpool Error when it cannot, also where the arenas are larger than
     the memory that is available. size_option: how the user gives their size.
     """
-    try:
-        import moonpool._native as _native
-    except ImportError as error:
-        raise Unavailable(
-            f"the C++ core of moonpool is not built ({error}); run: pip install .",
-            operation="node",
-            cause=error,
-        ) from error
+    core = native_core("node")
     node = config.node
     with explain_bind_errors("node.listen", addresses.listen):
-        server: NodeServer = _native.Server(
+        server: _native.Server = core.Server(
             str(socket_path),
             tenant_sizes(config),
             token,
@@ -136,7 +119,7 @@ def ssd_directories(config: Config) -> list[tuple[str, int]]:
     return directories
 
 
-class Node(ServiceProcess[NodeServer]):
+class Node(ServiceProcess["_native.Server"]):
     """One node."""
 
     def __init__(self, config: Config, *, make_server: ServerFactory = native_server) -> None:
@@ -268,7 +251,7 @@ class Node(ServiceProcess[NodeServer]):
             return ""
         joined, _, why_not, silent_s = state
         if not joined:
-            return why_not
+            return str(why_not)
         if silent_s > MASTER_SILENT_S:
             return f"the master at {self.addresses.master} has been silent for {silent_s:.0f} s"
         return ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from moonpool.core.config.config import Config
 from moonpool.core.errors import ConfigError
@@ -21,31 +21,17 @@ from moonpool.core.service.kv_event_publisher import (
 )
 from moonpool.core.service.listen_addresses import require_token
 
+if TYPE_CHECKING:
+    from moonpool import _native
+
 _ROW = struct.Struct("<32sIBBH")  # digest, number of the space, on disk, stored, zero
 _MEDIA = ("CPU", "DISK")
-
-
-class EventServer(Protocol):
-    """What of moonpool._native.Server tells blocks."""
-
-    @property
-    def events_fd(self) -> int:
-        """A descriptor that is readable while there are events."""
-
-    def take_events(self) -> bytes | None:
-        """Rows of what happened since the last call; None: more happened than was kept."""
-
-    def events_inventory(self, cursor: int) -> tuple[int, bytes]:
-        """One page of rows of all blocks, from a cursor (0: the start); the next cursor, 0 at the end."""
-
-    def events_fingerprints(self) -> list[bytes]:
-        """Fingerprints of 32 bytes, by the number of a space in rows."""
 
 
 class NodeEventSource:
     """A node's blocks as a publisher wants them."""
 
-    def __init__(self, server: EventServer) -> None:
+    def __init__(self, server: _native.Server) -> None:
         self._server = server
 
     def fileno(self) -> int:
@@ -82,7 +68,7 @@ class NodeEventSource:
                     yield BlockRemoved(some, medium=medium, fingerprint=fingerprints[space])
 
 
-def publisher_of_node(config: Config, server: EventServer) -> KvEventPublisher:
+def publisher_of_node(config: Config, server: _native.Server) -> KvEventPublisher:
     """Raises ConfigError when it cannot listen there, or may not: beyond this host it needs a cluster token
     that the operator chose, as everything else does, and then it asks for it, at both addresses."""
     beyond = False

@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
+if TYPE_CHECKING:
+    from moonpool import _native
+
 ALIVE_TIMEOUT_S = 1.0  # of one question: together with the way there, an answer comes within 2 s
 _log = logging.getLogger(__name__)
-
-
-class Loop(Protocol):
-    """A native server, of which the loop can be asked whether it turns."""
-
-    def is_alive(self, timeout_s: float) -> bool:
-        """Whether the loop answered within ``timeout_s`` seconds."""
 
 
 class Probes:
@@ -35,13 +31,13 @@ class Probes:
 
     def __init__(
         self,
-        loop: Loop,
+        server: _native.Server | _native.MasterServer,
         *,
         reasons: Callable[[], list[str]],
         facts: Callable[[], Mapping[str, object]],
         is_stopping: Callable[[], bool],
     ) -> None:
-        self._loop = loop
+        self._server = server
         self._reasons = reasons
         self._facts = facts
         self._is_stopping = is_stopping
@@ -76,7 +72,7 @@ class Probes:
         if self._is_stopping():
             return True
         if self._asked is None or self._asked.done():
-            self._asked = asyncio.create_task(asyncio.to_thread(self._loop.is_alive, ALIVE_TIMEOUT_S))
+            self._asked = asyncio.create_task(asyncio.to_thread(self._server.is_alive, ALIVE_TIMEOUT_S))
         alive = await asyncio.shield(self._asked)
         if alive != self._was_alive:
             self._was_alive = alive
