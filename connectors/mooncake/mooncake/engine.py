@@ -23,8 +23,8 @@ import msgspec
 import moonpool
 from moonpool.core.errors import Closed, ConfigError, Error, InvalidArgument, TransferError, Unavailable
 from moonpool.core.service.addresses import parse_address
+from moonpool.core.transfer.peers import Peers
 from moonpool.core.transfer.region import Region
-from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import Transfer
 from moonpool.core.transfer.types import Batch, TransferState
 
@@ -93,7 +93,7 @@ class TransferEngine:
         self._engine: moonpool.TransferEngine | None = None
         self._regions: dict[int, Region] = {}
         self._managed: dict[int, Region] = {}
-        self._peers: dict[str, Segment] = {}
+        self._peers = Peers(lambda name: self._open().open(session_of(name)))
         self._transfers: dict[int, tuple[Transfer, str]] = {}  # and the peer's session id
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -274,9 +274,9 @@ class TransferEngine:
     def send_probe(self, peer_server_name: str) -> int:
         """0 when the peer answers now."""
         try:
-            self._peer(peer_server_name).refresh()
+            self._peers.get(peer_server_name).refresh()
         except Error as error:
-            self._forget(peer_server_name)
+            self._peers.forget(peer_server_name)
             if isinstance(error, Closed):
                 raise
             code_of(error, "send_probe")
@@ -290,26 +290,9 @@ class TransferEngine:
     @coded("get_first_buffer_address", floor=0)
     def get_first_buffer_address(self, segment_name: str, /) -> int:
         """The address of the peer's first region; 0 without one, or when the peer is gone."""
-        peer = self._peer(segment_name)
+        peer = self._peers.get(segment_name)
         peer.refresh()
         return peer.regions[0].address if peer.regions else 0
-
-    def _peer(self, name: str) -> Segment:
-        peer = self._peers.get(name)
-        if peer is None:
-            opened = self._open().open(session_of(name))
-            with self._lock:
-                peer = self._peers.setdefault(name, opened)
-            if peer is not opened:
-                opened.close()
-        return peer
-
-    def _forget(self, name: str) -> None:
-        """Drops the peer; the next call opens it again, perhaps as another process."""
-        with self._lock:
-            peer = self._peers.pop(name, None)
-        if peer is not None:
-            peer.close()
 
     # ---- moving bytes, waiting for them
 
@@ -402,7 +385,7 @@ class TransferEngine:
         buffer, remote, length = number(buffer), number(remote), number(length)
         verb = verb_of(opcode)
         try:
-            peer = self._peer(target)
+            peer = self._peers.get(target)
             message = None if notify is None else packed(notify)
             if length:
                 move = self._open().write if verb == "write" else self._open().read
@@ -411,7 +394,7 @@ class TransferEngine:
                 self._open().notify(peer, message)
             return 0
         except (TransferError, Unavailable):
-            self._forget_if_gone(target)
+            self._peers.forget_if_gone(target)
             raise
 
     @coded("transfer", floor=FAILED)
@@ -426,7 +409,7 @@ class TransferEngine:
     ) -> int:
         verb = verb_of(opcode)
         try:
-            peer = self._peer(target)
+            peer = self._peers.get(target)
             message = None if notify is None else packed(notify)
             same_length(buffers, remotes, lengths)
             try:
@@ -442,15 +425,8 @@ class TransferEngine:
                 self._open().notify(peer, message)
             return 0
         except (TransferError, Unavailable):
-            self._forget_if_gone(target)
+            self._peers.forget_if_gone(target)
             raise
-
-    def _forget_if_gone(self, target: str) -> None:
-        """After a failed transfer: drops a peer that answers no more; of another one others' transfers go
-        on."""
-        peer = self._peers.get(target)
-        if peer is not None and is_gone(peer):
-            self._forget(target)
 
     # ---- moving bytes, looking at them later
 
@@ -518,7 +494,7 @@ class TransferEngine:
         error = transfer.error
         logger.warning("transfer %d: %s", batch_id, error)
         if error is not None:
-            self._forget_if_gone(target)
+            self._peers.forget_if_gone(target)
         return -2 if "no progress" in str(error) else FAILED
 
     def get_batch_transfer_status(self, batch_ids: list[int], /) -> int:
@@ -544,14 +520,14 @@ class TransferEngine:
         try:
             if len(self._transfers) >= TRANSFERS_MAX:
                 self._forget_ended()
-            peer = self._peer(target)
+            peer = self._peers.get(target)
             try:
                 same_length(buffers, remotes, lengths)
                 transfer = self._open().submit(Batch(verb, peer, buffers, remotes, lengths))
             except InvalidArgument:
                 transfer = self._open().submit(Batch(verb, peer, *slices(buffers, remotes, lengths)))
         except (TransferError, Unavailable):
-            self._forget_if_gone(target)
+            self._peers.forget_if_gone(target)
             raise
         name = next(self._numbers)
         with self._lock:
@@ -594,15 +570,6 @@ def verb_of(opcode: object) -> Verb:
         return _VERB[opcode]
     except KeyError:
         raise TypeError(f"opcode is a TransferOpcode, not {opcode!r:.80}") from None
-
-
-def is_gone(peer: Segment) -> bool:
-    """Whether the process that was opened answers no more."""
-    try:
-        peer.refresh()
-    except Error:
-        return True
-    return False
 
 
 def listen_address(hostname: str, metadata_server: str) -> str:

@@ -19,7 +19,7 @@ from moonpool.connectors.sglang.transfer.memory import NotOfTheHost, Registratio
 from moonpool.connectors.sglang.transfer.settings import LISTEN, Settings
 from moonpool.core.errors import Closed, ConfigError, Error, TransferError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.core.transfer.segment import Segment
+from moonpool.core.transfer.peers import Peers
 
 FAILED = -1
 TIMEOUT_S = 5.0  # the longest wait of a call without progress
@@ -51,7 +51,7 @@ class MoonpoolTransferEngine:
             Address(hostname.strip("[]"), parse_address(self.engine.addresses[0], "listen").port)
         )
         self._memory = Registrations(self.engine)
-        self._peers: dict[str, Segment] = {}
+        self._peers = Peers(self.engine.open)
         self._said: dict[tuple[str, type[BaseException]], float] = {}
         self._lock = threading.Lock()
         works = [name for name, why in self.engine.transports().items() if not why]
@@ -60,8 +60,7 @@ class MoonpoolTransferEngine:
     def close(self) -> None:
         """Ends it: what waits fails, peers lose its memory. May be called twice."""
         self.engine.close()
-        with self._lock:
-            self._peers.clear()
+        self._peers.clear()
 
     # ---- memory
 
@@ -116,9 +115,10 @@ class MoonpoolTransferEngine:
                 rows = zip(buffers, peer_buffer_addresses, lengths, strict=True)
                 buffers, peer_buffer_addresses, lengths = _columns([row for row in rows if row[2]])
             if lengths:
-                self.engine.write(self._peer(session_id), buffers, peer_buffer_addresses, lengths)
+                self.engine.write(self._peers.get(session_id), buffers, peer_buffer_addresses, lengths)
         except _FAULTS as error:
-            self._forget_if_gone(session_id, error)
+            if isinstance(error, (TransferError, Unavailable)):
+                self._peers.forget_if_gone(session_id)
             return self._failed("transfer to", session_id, error)
         return 0
 
@@ -131,9 +131,9 @@ class MoonpoolTransferEngine:
     def send_probe(self, peer_session_id: str) -> int:
         """0 when the peer answers now."""
         try:
-            self._peer(peer_session_id).refresh()
+            self._peers.get(peer_session_id).refresh()
         except _FAULTS as error:
-            self._forget(peer_session_id)
+            self._peers.forget(peer_session_id)
             return self._failed("probe of", peer_session_id, error)
         return 0
 
@@ -146,34 +146,6 @@ class MoonpoolTransferEngine:
         return self.ib_device
 
     # ---- inside
-
-    def _peer(self, session_id: str) -> Segment:
-        peer = self._peers.get(session_id)
-        if peer is not None:
-            return peer
-        opened = self.engine.open(session_id)
-        with self._lock:
-            peer = self._peers.setdefault(session_id, opened)
-        if peer is not opened:  # another thread was faster
-            opened.close()
-        return peer
-
-    def _forget_if_gone(self, session_id: str, error: BaseException) -> None:
-        """Drops a peer that has ended; transfers of other threads to a live peer go on."""
-        peer = self._peers.get(session_id)
-        if peer is None or not isinstance(error, (TransferError, Unavailable)):
-            return
-        try:
-            peer.refresh()
-        except _FAULTS:
-            self._forget(session_id)
-
-    def _forget(self, session_id: str) -> None:
-        """Drops the peer; the next call opens it again, perhaps as another process."""
-        with self._lock:
-            peer = self._peers.pop(session_id, None)
-        if peer is not None:
-            peer.close()
 
     def _failed(self, what: str, whom: str, error: BaseException) -> int:
         """Logs the reason, at most once a second for a peer and kind: with a dead peer all requests fail."""

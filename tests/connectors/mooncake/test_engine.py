@@ -639,7 +639,7 @@ def test_one_bad_transfer_does_not_end_the_others(pair: Pair) -> None:
     """The peer stays open when it is only the address that was wrong."""
     one, other = pair
     assert one.engine.send_probe(other.session) == 0
-    opened = one.engine._peers[other.session]
+    opened = one.engine._peers.get(other.session)
     assert one.engine.transfer_sync_write(other.session, one.start, other.start + ROOM, 10) == -1
-    assert one.engine._peers[other.session] is opened
+    assert one.engine._peers.get(other.session) is opened
     assert one.engine.transfer_sync_write(other.session, one.start, other.start, 10) == 0
