@@ -71,35 +71,4 @@ def refused(status: int, sentence: str, reason: str) -> Answer:
     return Answer(status, error_body(status, sentence, reason), reason=reason)
 
 
-def concurrent(
-    prefill: int,
-    decode: int,
-    to_prefill: bytes,
-    to_decode: bytes,
-    *,
-    tracked: bool = False,
-    prefill_headers: Headers = (),
-) -> Plan:
-    """Both at once; each gets its kv_transfer_params."""
-    return Plan(decode, prefill, to_prefill, to_decode, (), tracked, prefill_headers)
-
-
-def context_first(prefill: int, decode: int, params: bytes, *, tracked: bool) -> Plan:
-    """prefill computes the prompt; the disaggregated_params of its answer are handed to decode."""
-    return Plan(decode, prefill, params, tracked=tracked)
-
-
-def generation_first(
-    prefill: int, decode: int, to_prefill: bytes, to_decode: bytes, *, tracked: bool
-) -> Plan:
-    """Both at once; each gets its disaggregated_params."""
-    members = ((b"disaggregated_params", to_decode),)
-    return Plan(decode, prefill, to_prefill, tracked=tracked, members=members)
-
-
-def one_shot(prefill: int, decode: int, members: Headers, *, tracked: bool) -> Plan:
-    """Both at once, with the same body."""
-    return Plan(decode, prefill, tracked=tracked, members=members)
-
-
 Decision = int | Plan | Answer | None

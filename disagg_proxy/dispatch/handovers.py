@@ -21,13 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy.conductor.plan import (
-    Plan,
-    concurrent,
-    context_first,
-    generation_first,
-    one_shot,
-)
+from moonpool.disagg_proxy.conductor.plan import Plan
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
 from moonpool.disagg_proxy.engines.bootstrap import parameters
@@ -81,7 +75,7 @@ class Handovers:
             if decode_engine.self_sufficient:  # it would not come: it was another one when it was chosen
                 return Plan(decode, tracked=tracked), HandoverForm.NOT
             members = bootstrap_server.members(self._rooms, request.prompt_count())
-            return one_shot(prefill, decode, members, tracked=tracked), HandoverForm.ONE_SHOT
+            return Plan(decode, prefill, tracked=tracked, members=members), HandoverForm.ONE_SHOT
         bootstrap = prefill_engine.bootstrap
         rank = None if bootstrap is None else bootstrap.take()
         if rank is None:
@@ -90,7 +84,7 @@ class Handovers:
         transfer = f"moonpool-{self._instance}-{request.id:x}-{request.attempt}"
         to_prefill, to_decode = parameters(rank, transfer)
         own = () if rank.number is None else ((RANK_HEADER, b"%d" % rank.number),)
-        plan = concurrent(prefill, decode, to_prefill, to_decode, tracked=tracked, prefill_headers=own)
+        plan = Plan(decode, prefill, to_prefill, to_decode, (), tracked, prefill_headers=own)
         return plan, HandoverForm.CONCURRENT
 
     def _plan_by_number(
@@ -104,11 +98,10 @@ class Handovers:
         number, context = next(self._numbers), prefill_engine.context
         to_prefill = to_context(number, generation_first=context is not None)
         if context is None:
-            return context_first(prefill, decode, to_prefill, tracked=tracked), HandoverForm.CONTEXT_FIRST
-        to_decode = to_generation(number, context)
-        return generation_first(
-            prefill, decode, to_prefill, to_decode, tracked=tracked
-        ), HandoverForm.GENERATION_FIRST
+            return Plan(decode, prefill, to_prefill, tracked=tracked), HandoverForm.CONTEXT_FIRST
+        members = ((b"disaggregated_params", to_generation(number, context)),)
+        plan = Plan(decode, prefill, to_prefill, tracked=tracked, members=members)
+        return plan, HandoverForm.GENERATION_FIRST
 
     def observed(self, seen: Observation) -> None:
         """A request has ended."""

@@ -13,7 +13,7 @@ import pytest
 from moonpool._native import ProxyRequest
 from moonpool.core.config.proxy_section import Deadlines, Limits
 from moonpool.disagg_proxy import server
-from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, concurrent
+from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan
 from moonpool.disagg_proxy.data_plane.observations import read
 from tests.disagg_proxy.data_plane.plans_bed import BODY, CHAT, GIVEN, pd_bed, prefill, stream
 from tests.disagg_proxy.harness import (
@@ -446,7 +446,7 @@ async def test_both_at_once() -> None:
         await goon.wait()
         await stream(exchange)
 
-    plan = concurrent(0, 1, b'{"p":1}', b'{"d":1}')
+    plan = Plan(1, 0, b'{"p":1}', b'{"d":1}')
     async with pd_bed(decide=lambda request: plan if request.attempt == 0 else Plan(1)) as b:
         b.engines[1].behave = waits
         client = await b.client()
@@ -484,7 +484,7 @@ async def test_a_head_without_a_body_binds_nobody(fails: Behaviour) -> None:
         await fails(exchange)
 
     def decide(request: ProxyRequest) -> Decision:
-        return concurrent(0, 1, b'{"p":1}', b'{"d":1}') if request.attempt == 0 else Plan(1, 2)
+        return Plan(1, 0, b'{"p":1}', b'{"d":1}') if request.attempt == 0 else Plan(1, 2)
 
     async with pd_bed("pdp", decide=decide) as b:
         b.engines[0].behave = fails_late
@@ -505,7 +505,7 @@ async def test_decode_fails_at_once_and_the_same_prefill_is_asked_anew() -> None
     def decide(request: ProxyRequest) -> Decision:
         assert 0 in request.candidates
         number = b"%d" % request.attempt
-        return concurrent(0, 1 + request.attempt, b'{"p":%b}' % number, b'{"d":%b}' % number)
+        return Plan(1 + request.attempt, 0, b'{"p":%b}' % number, b'{"d":%b}' % number)
 
     async with pd_bed("pdd", decide=decide) as b:
         b.engines[0].behave = never
@@ -517,7 +517,7 @@ async def test_decode_fails_at_once_and_the_same_prefill_is_asked_anew() -> None
 
 @with_deadline
 async def test_the_first_token_does_not_wait_for_the_prefills_answer() -> None:
-    plan = concurrent(0, 1, b"{}", b"{}")
+    plan = Plan(1, 0, b"{}", b"{}")
     async with pd_bed(decide=lambda request: plan) as b:
         b.engines[0].behave = never
         assert (await b.ask("POST", CHAT, BODY)).body == b"data: a\n\ndata: b\n\n"
@@ -528,7 +528,7 @@ async def test_the_first_token_does_not_wait_for_the_prefills_answer() -> None:
 @with_deadline
 async def test_headers_for_the_prefill_engine_stand_in_for_the_clients() -> None:
     own = ((b"X-data-parallel-rank", b"3"),)
-    plan = concurrent(0, 1, b"{}", b"{}", prefill_headers=own)
+    plan = Plan(1, 0, b"{}", b"{}", prefill_headers=own)
     async with pd_bed(decide=lambda request: plan) as b:
         await b.ask("POST", CHAT, BODY, "x-Data-Parallel-Rank: 9\r\nX-Other: 1\r\n")
         (p,), (d,) = b.engines[0].seen, b.engines[1].seen
@@ -539,7 +539,7 @@ async def test_headers_for_the_prefill_engine_stand_in_for_the_clients() -> None
 
 @with_deadline
 async def test_both_at_once_and_the_client_leaves() -> None:
-    plan = concurrent(0, 1, b"{}", b"{}")
+    plan = Plan(1, 0, b"{}", b"{}")
     async with pd_bed(decide=lambda request: plan) as b:
         b.engines[0].behave = b.engines[1].behave = never
         client = await b.client()
