@@ -29,7 +29,6 @@ from moonpool.core.service.kv_event_publisher import (
     QueuedEventSource,
 )
 from moonpool.disagg_proxy.conductor.plan import Decision
-from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.server import Proxy
 from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
@@ -84,7 +83,7 @@ async def _measure(
         stack.push_async_callback(proxy.close)
         port = int((await proxy.open()).rsplit(":", 1)[1])
         if not streams:
-            index = proxy._indexes.obtain(MODEL_ANY, block_tokens)
+            index = proxy._indexes.obtain(block_tokens)
             assert index is not None
             for place, events in enumerate(told):
                 index.ingest(place, msgspec.msgpack.encode(Batch(time.time(), events)))

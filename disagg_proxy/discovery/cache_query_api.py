@@ -23,7 +23,7 @@ from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex, Spa
 from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Text
 from moonpool.disagg_proxy.discovery.registry import ActiveRegistration
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 
 QUERY_BYTES_MAX = 16 << 20  # a million tokens and more
 Tiers = tuple[int, int, int]  # leading blocks on the device, there or in the host's memory, anywhere
@@ -109,7 +109,7 @@ class CacheQueryApi:
         self, asked: _Query | _HashQuery, keys: Callable[[_native.PrefixIndex, Space], bytes]
     ) -> Answer:
         """keys: computes the index keys of the prompt's blocks in a space."""
-        index = self._index(asked.block_size)
+        index = self._indexes.find(asked.block_size)
         matches: dict[str, _Match] = {}  # by salt
         rows: dict[str, dict[int, Tiers]] = {}
         pools: dict[str, Tiers] = {}
@@ -124,12 +124,6 @@ class CacheQueryApi:
             pools[holder.instance] = matches[salt].pool
         said = {name: _row(ranks, pools[name], asked.block_size) for name, ranks in rows.items()}
         return Answer(200, msgspec.json.encode({asked.tenant_id: said}))
-
-    def _index(self, block_size: int) -> _native.PrefixIndex | None:
-        for index in self._indexes.of(MODEL_ANY):
-            if index.block_tokens == block_size:
-                return index
-        return None
 
     def _holders(self, asked: _Query | _HashQuery) -> Iterator[_Holder]:
         registered: dict[str, ActiveRegistration] = {}

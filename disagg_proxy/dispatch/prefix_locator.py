@@ -16,7 +16,7 @@ import msgspec
 
 from moonpool import _native
 from moonpool.core.store.keys import chain_seed
-from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 
 BLOCK_TOKENS = 64  # of the index of engines whose events have not told yet
 KEY_BYTES = 16  # of a block in the indexes
@@ -90,7 +90,7 @@ class PrefixLocator:
     def find(self, ids: bytes, seed: bytes) -> PrefixMatch:
         """ids: u32 little-endian; seed: of the chain (``seed_of``)."""
         own, most, keys, engines = b"", 0, [], self._engines
-        for index in self._indexes.of(MODEL_ANY):
+        for index in self._indexes.all:
             own, pool, chain = index.look(ids, seed, engines, own)
             most = max(most, pool)
             keys.append((index, chain))
@@ -108,7 +108,7 @@ class PrefixLocator:
 
     def heard(self, engine: int, block_tokens: int, keys: bytes, now_s: float) -> None:
         """Another proxy has sent a prompt with these blocks to this engine."""
-        index = self._indexes.obtain(MODEL_ANY, block_tokens, guessed=True)
+        index = self._indexes.obtain(block_tokens, guessed=True)
         if index is not None:
             index.dispatched(engine, keys, now_s, CONFIRMED_WITHIN_S)
 
@@ -116,7 +116,7 @@ class PrefixLocator:
         """The engine is gone for now. One that is heard is forgotten by its stream, when it must be."""
         if engine in self._live:
             return
-        for index in self._indexes.all().values():
+        for index in self._indexes.all:
             index.forget(engine)
 
     def expire(self, now_s: float) -> None:
@@ -127,7 +127,7 @@ class PrefixLocator:
     def stats(self) -> dict[str, float]:
         """Sums over the indexes: counters (*_total) and gauges by name."""
         total: dict[str, float] = {}
-        for index in self._indexes.all().values():
+        for index in self._indexes.all:
             for name, value in index.stats().items():
                 total[name] = total.get(name, 0) + value
         return total
@@ -137,7 +137,7 @@ class PrefixLocator:
         a prompt its hashes. One that follows a stream, too, stays."""
         if self._there - self._live.keys():
             if self._guessed is None:
-                self._guessed = self._indexes.obtain(MODEL_ANY, BLOCK_TOKENS, guessed=True)
+                self._guessed = self._indexes.obtain(BLOCK_TOKENS, guessed=True)
             self._indexes.kept = self._guessed
         elif self._guessed is not None:
             guessed, self._guessed, self._indexes.kept = self._guessed, None, None

@@ -35,7 +35,6 @@ class StreamLink:
 
     source: EventSource
     place: int
-    model: str
     sub: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     counts: SourceCounts = field(default_factory=SourceCounts)

@@ -48,7 +48,6 @@ class Subscriber:
     """Subscribes from start() to stop().
 
     places:   the place of each source in the indexes, by name.
-    models:   the model of each source, by name; "": any.
     followed: called on the thread with a place and the index that follows it exactly; None: no index does.
     """
 
@@ -58,7 +57,6 @@ class Subscriber:
         indexes: PrefixIndexes,
         places: Mapping[str, int],
         *,
-        models: Mapping[str, str] | None = None,
         limits: EventLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -83,7 +81,7 @@ class Subscriber:
         self._poller.register(self._wake, zmq.POLLIN)
         self._links: tuple[StreamLink, ...] = ()
         for source in sources:
-            self._open(source, places[source.name], (models or {}).get(source.name, ""))
+            self._open(source, places[source.name])
         self._thread = threading.Thread(target=self._run, name="kv-event-streams", daemon=True)
 
     def subscribe(self, tap: Tap) -> None:
@@ -106,9 +104,9 @@ class Subscriber:
         else:
             self._close()
 
-    def follow(self, source: EventSource, place: int, model: str = "") -> None:
+    def follow(self, source: EventSource, place: int) -> None:
         """Adds a stream; ignored with a warning if its name is taken. Thread safe."""
-        self._order(lambda: self._open(source, place, model))
+        self._order(lambda: self._open(source, place))
 
     def drop(self, name: str, place: int) -> None:
         """Removes a stream and its blocks. Thread safe."""
@@ -370,7 +368,7 @@ class Subscriber:
             link.asking = None
 
     def take(self, link: StreamLink, payload: bytes) -> None:
-        """Enters one batch into the prefix indexes of its model."""
+        """Enters one batch into the prefix indexes."""
         try:
             indexes = self._indexes_of(link, payload)
             for index in indexes:
@@ -404,13 +402,13 @@ class Subscriber:
         """The indexes of a source: all for a pool node; for an engine the one of its block size, which its
         first blocks have."""
         if link.source.pool:
-            return self._indexes.of(link.model) if link.model else list(self._indexes.all().values())
+            return self._indexes.all
         if link.index is None:
             block_tokens = _native.kv_event_block_tokens(payload)
             if block_tokens is not None:
-                link.index = self._indexes.obtain(link.model, block_tokens)
+                link.index = self._indexes.obtain(block_tokens)
                 self._retire_index(link)
-        return [] if link.index is None else [link.index]
+        return () if link.index is None else (link.index,)
 
     def _retire_index(self, link: StreamLink) -> None:
         """Removes the index of an engine's former block size: an engine could otherwise create the maximum of
@@ -423,7 +421,7 @@ class Subscriber:
         """Removes everything that the source reported from the prefix indexes."""
         link.counts.forgets += 1
         link.index = None
-        for index in self._indexes.all().values():
+        for index in self._indexes.all:
             index.forget(link.place)
         if link.live:
             link.live = False
@@ -433,12 +431,12 @@ class Subscriber:
 
     # ---- sockets
 
-    def _open(self, source: EventSource, place: int, model: str) -> None:
+    def _open(self, source: EventSource, place: int) -> None:
         if any(each.source.name == source.name for each in self._links):
             log.warning("the events of %s at %s: another stream has its name", source.name, source.endpoint)
             return
         try:
-            link = self._link(source, place, model)
+            link = self._link(source, place)
         except zmq.ZMQError as error:
             log.warning("the events of %s at %s cannot be followed: %s", source.name, source.endpoint, error)
             return
@@ -454,9 +452,9 @@ class Subscriber:
         with self._lock:
             self._absent.pop(name, None)
 
-    def _link(self, source: EventSource, place: int, model: str) -> StreamLink:
+    def _link(self, source: EventSource, place: int) -> StreamLink:
         """Connects to a source. Raises ZMQError for an invalid endpoint."""
-        link = StreamLink(source, place, model, *self._sockets(source), lost_since_s=self._clock())
+        link = StreamLink(source, place, *self._sockets(source), lost_since_s=self._clock())
         self._register(link)
         link.stream = Stream(
             _LinkSink(self, link),

@@ -67,7 +67,7 @@ class Pair:
 
     def held(self, engine: str, ids: list[int]) -> int:
         """Leading tokens of a prompt that the engine has told to have."""
-        index = self.indexes.obtain("", BLOCK_TOKENS)
+        index = self.indexes.obtain(BLOCK_TOKENS)
         assert index is not None
         match = index.match(index.keys(np.array(ids, "<u4").tobytes(), chain_seed(None, None)))
         blocks = [*memoryview(match.device).cast("I"), 0, 0]

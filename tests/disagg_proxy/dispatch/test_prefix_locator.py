@@ -9,13 +9,13 @@ import msgspec
 
 from moonpool.core.service.kv_event_publisher import Batch, BlockStored
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
-from moonpool.disagg_proxy.events.prefix_indexes import MODEL_ANY, PrefixIndexes
+from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 
 IDS = list(range(256))
 
 
 def told(indexes: PrefixIndexes, place: int, tokens: int, block_tokens: int, *, pool: bool = False) -> None:
-    index = indexes.obtain(MODEL_ANY, block_tokens)
+    index = indexes.obtain(block_tokens)
     assert index is not None
     if pool:
         keys = index.keys(array.array("I", IDS[:tokens]))
@@ -64,20 +64,20 @@ def test_an_engine_is_known_by_its_events_while_they_are_heard_and_by_what_was_s
     locator.sent(locator.find(long, b""), 0, now_s=5.0)
     assert (locator.unheard_since(0), locator.unheard_since(1)) == (5.0, None)
     told(indexes, 0, 64, 16)
-    of_16 = indexes.obtain(MODEL_ANY, 16)
+    of_16 = indexes.obtain(16)
     assert of_16 is not None
     locator.hears(0, of_16)
     assert list(locator.find(ids, b"").own) == [64, 0]  # what was guessed counts no more
     assert locator.unheard_since(0) is None
     told(indexes, 1, 32, 16)
     locator.hears(1, of_16)
-    assert list(indexes.all()) == [(MODEL_ANY, 16)]  # nobody has to be guessed at
+    assert [index.block_tokens for index in indexes.all] == [16]  # nobody has to be guessed at
     of_16.forget(0)
     locator.hears(0, None)
     assert list(locator.find(ids, b"").own) == [0, 32]
     assert sent(0) == [256, 32]
     locator.leave(0)
-    assert list(indexes.all()) == [(MODEL_ANY, 16)]
+    assert [index.block_tokens for index in indexes.all] == [16]
 
 
 def test_an_index_of_guesses_that_a_stream_comes_to_follow_stays() -> None:
@@ -85,13 +85,13 @@ def test_an_index_of_guesses_that_a_stream_comes_to_follow_stays() -> None:
     locator = PrefixLocator(indexes)
     locator.join(0)
     wanting = indexes.wanting
-    of_64 = indexes.obtain(MODEL_ANY, 64)
+    of_64 = indexes.obtain(64)
     locator.hears(0, of_64)
-    assert list(indexes.all().values()) == [of_64]
+    assert list(indexes.all) == [of_64]
     locator.hears(0, None)
-    assert list(indexes.all().values()) == [of_64]
+    assert list(indexes.all) == [of_64]
     assert indexes.wanting == wanting
-    indexes.obtain(MODEL_ANY, 32, guessed=True)
+    indexes.obtain(32, guessed=True)
     assert indexes.wanting == wanting
-    indexes.obtain(MODEL_ANY, 32)
+    indexes.obtain(32)
     assert indexes.wanting == wanting + 1

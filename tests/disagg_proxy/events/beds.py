@@ -37,14 +37,14 @@ def stored(tokens: Sequence[int], first_hash: int, parent: int | None = None) ->
 
 def matched(indexes: PrefixIndexes, tokens: Sequence[int], place: int = 0) -> int:
     """Leading blocks of that holder, in the index of BLOCK."""
-    index = indexes.obtain("", BLOCK)
+    index = indexes.obtain(BLOCK)
     assert index is not None
     blocks = memoryview(index.match(index.keys(array.array("I", tokens))).blocks).cast("I")
     return blocks[place] if place < len(blocks) else 0
 
 
 def sound(indexes: PrefixIndexes) -> bool:
-    return all(index.check_integrity() for index in indexes.all().values())
+    return all(index.check_integrity() for index in indexes.all)
 
 
 class Engine:

@@ -40,13 +40,13 @@ def test_a_fleet_that_is_larger_than_an_index_is_refused_by_policies_that_need_o
         asyncio.run(make("conductor", node))
 
 
-def test_one_index_of_each_model_and_block_size_and_no_more_than_the_maximum() -> None:
+def test_one_index_of_each_block_size_and_no_more_than_the_maximum() -> None:
     indexes = PrefixIndexes(blocks_max=100, indexes_max=2)
-    first = indexes.obtain("m", 16)
-    assert first is indexes.obtain("m", 16)
-    second = indexes.obtain("m", 64)
-    assert indexes.of("m") == (first, second)
-    assert indexes.of("other") == ()
-    assert indexes.obtain("other", 16) is None
-    assert indexes.obtain("m", 0) is None
+    first = indexes.obtain(16)
+    assert first is indexes.obtain(16) is indexes.find(16)
+    second = indexes.obtain(64)
+    assert indexes.all == (first, second)
+    assert indexes.find(32) is None
+    assert indexes.obtain(32) is None
+    assert indexes.obtain(0) is None
     assert indexes.refused == 2

@@ -358,7 +358,7 @@ def test_an_engine_that_changes_its_block_size_leaves_no_index_behind(liar: Liar
             liar.say(2 * number, batch(event))
             liar.say(2 * number + 1, b"no batch")
         eventually(lambda: totals(made)["malformed_total"] == 20)
-        assert list(indexes.all()) == [("", 20)]
+        assert [index.block_tokens for index in indexes.all] == [20]
         assert indexes.refused == 0
     finally:
         made.stop()
