@@ -1,5 +1,11 @@
 // XXH3 after its public specification, with the seed fixed to 0. The long form is a plain loop over eight
 // 64-bit lanes that the compiler may vectorise; our inputs are keys of about 100 bytes, which never reach it.
+//
+// Three forms by length: up to 16 bytes, up to 240, and more. Each has its own mixing, and all constants
+// and the order of operations are the specification's: hashes stand on disks (docs/ssd.md) and travel
+// between nodes of different builds, so no result may ever change. test_base_xxh3.cpp compares with vectors
+// of the reference implementation. Pure functions; the words are little-endian on every platform that is
+// supported.
 #include "base/xxh3.hpp"
 
 #include <bit>
@@ -44,6 +50,7 @@ uint64_t read64(const uint8_t* p) {
     return value;
 }
 
+// The specification's default secret, at byte offsets that it fixes for each form.
 uint64_t secret32(size_t at) { return read32(kSecret + at); }
 uint64_t secret64(size_t at) { return read64(kSecret + at); }
 
@@ -53,11 +60,13 @@ Hash128 multiply(uint64_t a, uint64_t b) {
     return {static_cast<uint64_t>(product), static_cast<uint64_t>(product >> 64)};
 }
 
+// The 128-bit product folded to 64 bits: the basic step of all forms but the longest.
 uint64_t multiply_fold(uint64_t a, uint64_t b) {
     Hash128 product = multiply(a, b);
     return product.low ^ product.high;
 }
 
+// Final mixing, so that each bit of the input can reach each bit of the hash.
 uint64_t avalanche(uint64_t h) {
     h = (h ^ h >> 37) * kMix1;
     return h ^ h >> 32;
@@ -79,6 +88,8 @@ uint64_t mix16(const uint8_t* in, size_t secret_at) {
     return multiply_fold(read64(in) ^ secret64(secret_at), read64(in + 8) ^ secret64(secret_at + 8));
 }
 
+// Two times 16 bytes into both halves; each half also takes the other pair's plain sum, so that neither is
+// a function of one pair alone.
 void mix32(Hash128& acc, const uint8_t* a, const uint8_t* b, size_t secret_at) {
     acc.low += mix16(a, secret_at);
     acc.low ^= read64(b) + read64(b + 8);
@@ -115,6 +126,8 @@ struct Lanes {
     }
 };
 
+// The number of whole blocks decides how often the lanes are scrambled; the last stripe is added with a
+// secret of its own, whether it overlaps or not.
 Lanes long_input(const uint8_t* in, size_t size) {
     constexpr size_t kStripe = 64, kBlock = 1024;
     Lanes lanes;
@@ -127,6 +140,7 @@ Lanes long_input(const uint8_t* in, size_t size) {
     return lanes;
 }
 
+// Up to 16 bytes: one or two reads that overlap when the input is shorter than both.
 uint64_t short_64(const uint8_t* in, size_t size) {
     if (size > 8) {
         uint64_t low = read64(in) ^ secret64(24) ^ secret64(32);
@@ -144,6 +158,7 @@ uint64_t short_64(const uint8_t* in, size_t size) {
     return avalanche_xxh64(secret64(56) ^ secret64(64));
 }
 
+// Both halves have to be mixed: the directory chooses its shard by one and the slot in it by the other.
 Hash128 short_128(const uint8_t* in, size_t size) {
     if (size > 8) {
         uint64_t low = read64(in), high = read64(in + size - 8);
@@ -207,6 +222,7 @@ Hash128 medium_128(const uint8_t* in, size_t size) {
 
 }  // namespace
 
+// The bounds between the forms are part of the algorithm.
 uint64_t xxh3_64(const void* data, size_t size) {
     const auto* in = static_cast<const uint8_t*>(data);
     if (size <= 16) return short_64(in, size);

@@ -1,3 +1,11 @@
+// The steps of dial(), each under one deadline for all: connect, TLS where it is set, the challenge with
+// the other side's nonce and incarnation, AUTH with our nonce and proof, WELCOME with theirs. The caller's
+// thread does it all and waits in poll(); `given_up` ends every wait early. The listener's half is
+// listener.cpp.
+//
+// The proof covers both nonces, the incarnation, tenant and service: a recorded handshake cannot be
+// replayed, and a proof for one service cannot be used for another. The other side's proof is checked
+// before anything of its WELCOME is believed.
 #include "wire/dial.hpp"
 
 #include <poll.h>
@@ -15,6 +23,7 @@ namespace moonpool {
 
 namespace {
 
+// A WELCOME has some hundred bytes; later versions append to it.
 constexpr uint32_t kWelcomeBytesMax = 64u << 10;
 
 Error refused_by(const std::string& peer, Reader& body) {
@@ -43,6 +52,7 @@ class Handshake {
         return tls_->not_tls() ? answered_in_plain() : tls_->error(peer_);
     }
 
+    // Returns when the socket has all of it: with TLS also what TLS has made of the bytes and still holds.
     Status send(const std::vector<std::byte>& bytes) {
         size_t sent = 0;
         while (sent < bytes.size() || (tls_ != nullptr && tls_->unsent())) {
@@ -74,6 +84,7 @@ class Handshake {
     Status receive(void* data, size_t size) {
         auto* at = static_cast<std::byte*>(data);
         while (size != 0) {
+            // Text that TLS has decrypted already would not wake the poll.
             if (tls_ == nullptr || !tls_->pending()) {
                 if (Status ready = wait(POLLIN); !ready) return ready;
             }
@@ -95,6 +106,7 @@ class Handshake {
     }
     // To what was said inside TLS there came a frame.
     Error answered_in_plain() {
+        // Nothing of the answer was read by TLS, so it can be read as a frame from its first byte.
         tls_ = nullptr;
         FrameHeader header;
         std::vector<std::byte> body;
@@ -109,12 +121,14 @@ class Handshake {
                          " does not speak TLS, and this process must; set cluster.tls_control there, or "
                          "set it to \"off\" here"};
     }
+    // Every wait of the handshake is this one, so that the deadline and `given_up` hold for each.
     Status wait(short events) {
         Result<bool> ready = wait_for(fd_, events, end_, given_up_);
         if (!ready) return ready.error();
         if (*ready) return success();
         return Error{Code::kTimeout, peer_ + " did not finish the handshake in time"};
     }
+    // EPROTO is the errno by which TlsStream says that TLS itself broke; it knows why.
     Error lost() const {
         if (tls_ != nullptr && errno == EPROTO) return tls_->error(peer_);
         return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost: " + std::strerror(errno)};
@@ -129,6 +143,7 @@ class Handshake {
 
 }  // namespace
 
+// The zero byte ends the tenant, so that the service cannot be read as a part of its name.
 std::string mac_tenant(std::string_view tenant, std::string_view service) {
     std::string text(tenant);
     text.push_back('\0');
@@ -136,6 +151,7 @@ std::string mac_tenant(std::string_view tenant, std::string_view service) {
     return text;
 }
 
+// For the calls after the handshake, which block in send and receive.
 void set_socket_timeouts(int fd, int timeout_ms) {
     timeval tv{timeout_ms / 1000, (timeout_ms % 1000) * 1000};
     ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
@@ -165,6 +181,7 @@ Result<Dialed> dial(const DialOptions& options) {
         return status.error();
     }
     Reader challenge(body);
+    // The port may be full, or the process out of descriptors: it says so instead of the challenge.
     if (header.kind == Kind::kError) return refused_by(options.address, challenge);
     Nonce node_nonce;
     std::string_view nonce = challenge.bytes(node_nonce.size());
@@ -172,6 +189,7 @@ Result<Dialed> dial(const DialOptions& options) {
     if (header.kind != Kind::kChallenge || !challenge.done()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
     }
+    // Only now: challenge.done() has vouched for the sizes.
     std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
     std::memcpy(dialed.incarnation.data(), incarnation.data(), incarnation.size());
 
@@ -198,6 +216,8 @@ Result<Dialed> dial(const DialOptions& options) {
     }
     Mac expected =
         handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, dialed.incarnation, covered);
+    // Without this check any process that has the port could pose as the node and receive what clients
+    // store.
     if (!equal_constant_time(expected,
                              std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
         return Error{Code::kAuth, options.address + " does not know the cluster token"};

@@ -5,6 +5,10 @@
 //
 // Cost of a plain one: accept, one send for the challenge, two receives for AUTH (its header says how long it
 // is; no byte behind it is read, as that is the service's), two HMACs, one send for WELCOME.
+//
+// The thread "mp-listener" owns pending_ and the sockets. services_ is filled before start() and only read
+// afterwards. A connection leaves pending_ in one of two ways: forget() closes it, or on_auth() moves its
+// socket out and gives it to the service.
 #include "wire/listener.hpp"
 
 #include <fcntl.h>
@@ -56,6 +60,7 @@ Result<std::unique_ptr<Listener>> Listener::create(ListenerOptions options) {
     for (const std::string& text : listener->options_.addresses) {
         Result<std::vector<SocketAddress>> addresses = resolve(text, true);
         if (!addresses) return addresses.error();
+        // A name may have several addresses; the first that this host can listen on is taken.
         Result<Fd> socket = Error{Code::kUnavailable, text + " has no address"};
         for (const SocketAddress& address : *addresses) {
             socket = listen_tcp(address, text);
@@ -126,6 +131,8 @@ void Listener::accept_all(int socket) {
     }
 }
 
+// Linear in pending_, which is bounded by connections_unproved. A connection that fails here closes with
+// `fd` or `pending`.
 void Listener::greet(Fd fd) {
     if (pending_.size() >= options_.limits.connections_unproved) {
         auto oldest =
@@ -145,6 +152,8 @@ void Listener::greet(Fd fd) {
         Result<std::unique_ptr<TlsStream>> tls = options_.tls->open();
         if (!tls) return;
         pending->tls = std::move(*tls);
+        // Without TLS the listener speaks first. With TLS the caller does, and the challenge follows the TLS
+        // handshake.
     } else if (!challenge(*pending)) {
         return;
     }
@@ -163,6 +172,7 @@ bool Listener::serve(PendingConnection& pending) {
 
 void Listener::forget(const PendingConnection& pending) {
     int key = pending.key;  // the connection may end with the next line
+    // Keeps the handler until the end of this function: `pending` is a part of it.
     std::shared_ptr<EventHandler> last = loop_->remove(key);
     pending_.erase(key);
 }
@@ -178,9 +188,12 @@ bool Listener::challenge(PendingConnection& pending) {
     return send_now(pending.fd.get(), pending.tls.get(), frame);
 }
 
+// One event may carry several steps: the rest of the TLS handshake, our challenge, and the caller's AUTH in
+// the same bytes.
 bool Listener::on_event(PendingConnection& pending) {
     if (pending.tls == nullptr) return on_readable(pending);
     if (!pending.challenged && !secure(pending)) return false;
+    // What TLS produced and the socket did not take goes with the next event (EPOLLOUT).
     if (!pending.tls->flush(pending.fd.get()) && errno != EAGAIN) return false;
     if (pending.challenged && !on_readable(pending)) return false;
     bool waits = pending.tls->unsent();
@@ -209,6 +222,8 @@ bool Listener::on_readable(PendingConnection& pending) {
         FrameHeader header;
         if (pending.in.size() >= sizeof(header)) {
             std::memcpy(&header, pending.in.data(), sizeof(header));
+            // The first byte of a TLS hello, which no frame begins with: a caller with TLS at a port
+            // without it gets the reason in plain.
             if (pending.in[0] == std::byte{kTlsHandshake}) {
                 return refuse(pending, Code::kProtocol, "the caller speaks TLS, and this port does not");
             }
@@ -284,6 +299,8 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     return false;
 }
 
+// The reason is counted, noted for the operator with the peer's address, and sent to the caller, who may be
+// a misconfigured process of this cluster.
 bool Listener::refuse(PendingConnection& pending, Code code, const std::string& text) {
     bool is_auth = code == Code::kAuth;
     (is_auth ? counters_.auth_failures_total : counters_.protocol_errors_total).fetch_add(1);
@@ -317,6 +334,7 @@ bool Listener::hang_up(PendingConnection& pending) {
     return false;
 }
 
+// On a copy of the list: forget() changes pending_.
 void Listener::drop_late(uint64_t now) {
     std::vector<std::shared_ptr<PendingConnection>> all;
     for (const auto& [key, pending] : pending_) all.push_back(pending);

@@ -1,3 +1,12 @@
+// OpenSSL is opened at run time, so this file declares the constants that it needs itself. Each stream has
+// two memory BIOs: bytes from the socket are written to in_ and decrypted from there, what is encrypted
+// collects in out_ and goes to the socket by flush(). OpenSSL never touches a descriptor.
+//
+// The error queue of OpenSSL belongs to the thread: it is cleared before each call whose result is
+// examined, or an error of another connection on this thread would be taken for this one's.
+//
+// The state of a record being read: have_ counts the bytes of it that have been given to in_, header
+// included; header_ holds its first five bytes, whose last two are the length. 0 between two records.
 #include "wire/tls.hpp"
 
 #include <arpa/inet.h>
@@ -25,6 +34,7 @@ constexpr unsigned kHostFlags = 0x04 | 0x20;  // no partial wildcards; alternati
 constexpr long kNotYetValid = 9, kExpired = 10, kHostMismatch = 62, kIpMismatch = 64;
 constexpr unsigned long kAlert = 1000;  // a reason above it is an alert of the other side
 
+// More than any cipher adds to a record; a length beyond it is no TLS.
 constexpr size_t kRecordOverheadMax = 2048;
 constexpr uint8_t kTlsAlert = 21;
 constexpr size_t kKeptBytes = 4096;   // of a buffer that is not in use
@@ -32,6 +42,7 @@ constexpr int kEmptyRecordsMax = 16;  // in one call, without a byte for the cal
 
 int no_password(char*, int, int, void*) { return 0; }  // never ask the terminal
 
+// What holds for every connection of a context: TLS 1.2 at least, no sessions that are resumed, no tickets.
 ssl_ctx_st* new_context(const OpenSsl& lib, bool is_server) {
     lib.ERR_clear_error();
     ssl_ctx_st* context = lib.SSL_CTX_new(is_server ? lib.TLS_server_method() : lib.TLS_client_method());
@@ -46,6 +57,7 @@ ssl_ctx_st* new_context(const OpenSsl& lib, bool is_server) {
     return context;
 }
 
+// OpenSSL's reasons for a missing file are long and vague; access() gives the plain one.
 Error unusable(const OpenSsl& lib, const char* key, const std::string& file, const char* remedy) {
     std::string reason = lib.reason(lib.ERR_peek_last_error());
     if (::access(file.c_str(), R_OK) != 0) reason = std::strerror(errno);
@@ -87,11 +99,14 @@ TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::strin
     is_server ? lib_.SSL_set_accept_state(ssl_) : lib_.SSL_set_connect_state(ssl_);
 }
 
+// Frees the two BIOs as well; they belong to ssl_ since SSL_set_bio.
 TlsStream::~TlsStream() { lib_.SSL_free(ssl_); }
 
 // What is missing of one record, from the socket to in_. 1: it is whole; 0: the other side has ended; else
 // errno.
 ssize_t TlsStream::read_record(int fd) {
+    // A peek at the first byte tells TLS from anything else and leaves it in the socket, so that a caller
+    // in plain can be answered in plain.
     if (!spoke_) {
         uint8_t first = 0;
         ssize_t n = ::recv(fd, &first, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -105,6 +120,8 @@ ssize_t TlsStream::read_record(int fd) {
     }
     std::byte piece[kTlsRecordBytes + kRecordOverheadMax];
     for (;;) {
+        // Never more than the rest of this one record: what follows stays in the socket, where a poll sees
+        // it.
         bool in_header = have_ < header_.size();
         size_t length = size_t{header_[3]} << 8 | header_[4];
         if (!in_header && length > sizeof(piece)) {
@@ -129,6 +146,8 @@ ssize_t TlsStream::read_record(int fd) {
     }
 }
 
+// Keeps what error() needs to say the reason later; the first error in the queue is the cause, the last
+// ones are consequences.
 TlsStream::Step TlsStream::fail() {
     reason_ = lib_.ERR_get_error();
     verify_result_ = lib_.SSL_get_verify_result(ssl_);
@@ -143,6 +162,7 @@ TlsStream::Step TlsStream::handshake(int fd) {
         int result = lib_.SSL_do_handshake(ssl_);
         bool waits = result != 1 && lib_.SSL_get_error(ssl_, result) == kErrorWantRead;
         Step step = result == 1 ? Step::kDone : waits ? Step::kWait : fail();
+        // Also after a failure: the alert that tells the other side why is in out_.
         if (!flush(fd) && errno != EAGAIN && step != Step::kFailed) {
             ended_ = true;
             return Step::kFailed;
@@ -158,6 +178,8 @@ TlsStream::Step TlsStream::handshake(int fd) {
     return Step::kWait;  // more lies in the socket, whose poll says so
 }
 
+// Some records carry no text (a key update, an alert): then the next one is read, up to kEmptyRecordsMax in
+// one call.
 ssize_t TlsStream::receive(int fd, void* data, size_t size) {
     int want = static_cast<int>(std::min<size_t>(size, 1u << 30));
     for (int records = 0; records < kEmptyRecordsMax; ++records) {
@@ -181,6 +203,7 @@ ssize_t TlsStream::receive(int fd, void* data, size_t size) {
 ssize_t TlsStream::send(int fd, const void* data, size_t size) {
     if (!flush(fd)) return -1;
     lib_.ERR_clear_error();
+    // At most one record a call. A memory BIO takes all of it, so there is no partial write to repeat.
     int n = lib_.SSL_write(ssl_, data, static_cast<int>(std::min(size, kTlsRecordBytes)));
     if (n <= 0) {
         fail();
@@ -190,6 +213,8 @@ ssize_t TlsStream::send(int fd, const void* data, size_t size) {
     return n;
 }
 
+// sending_ holds what was taken from out_; sent_ is how much of it the socket has. False with EAGAIN: the
+// rest goes with the next call.
 bool TlsStream::flush(int fd) {
     for (;;) {
         while (sent_ < sending_.size()) {
@@ -217,6 +242,8 @@ bool TlsStream::unsent() const { return sent_ < sending_.size() || lib_.BIO_ctrl
 bool TlsStream::pending() const { return lib_.SSL_pending(ssl_) > 0; }
 
 Error TlsStream::error(const std::string& peer) const {
+    // The codes of verification are the same in OpenSSL 1.1.1 and 3; their own words would not name a
+    // remedy.
     std::string theirs = "the certificate of " + peer;
     switch (verify_result_) {
         case 0:
@@ -260,6 +287,7 @@ Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {
     if (Status status = show(**lib, server->context_, files); !status) return status.error();
     if (!files.ca.empty()) {
         if (Status status = trust(**lib, server->context_, files.ca); !status) return status.error();
+        // Without kVerifyMust a client that shows no certificate would pass.
         (*lib)->SSL_CTX_set_verify(server->context_, kVerifyPeer | kVerifyMust, nullptr);
     }
     return server;
@@ -294,6 +322,8 @@ Result<std::shared_ptr<TlsClient>> TlsClient::create(const TlsFiles& files, std:
 
 TlsClient::~TlsClient() { lib_.SSL_CTX_free(context_); }
 
+// The name is checked by OpenSSL during the handshake; addresses and names have different functions there.
+// SNI is for names only.
 Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) const {
     std::string name = name_.empty() ? host_of(address) : name_;
     lib_.ERR_clear_error();
