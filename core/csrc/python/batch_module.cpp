@@ -6,6 +6,11 @@
 //
 // A node that does not answer is waited for by what is under way, once: all else fails at once, also what is
 // queued, until the caller attaches a client anew.
+//
+// Threads: all methods are called with the GIL, so batches_, pieces_, ended_ and pool_ need no lock. The
+// worker's threads run Batch::run() and touch only what is theirs: the range of `ok` and the one of
+// `errors` that belong to their piece, and Pool::silent. A batch stays in batches_ until all of its pieces
+// have ended, which is what makes the reference in hand_over() safe.
 
 #include <pybind11/pybind11.h>
 #include <unistd.h>
@@ -130,6 +135,7 @@ class BatchClient {
         }
 
         void run(Pool& pool, size_t piece, size_t first, size_t end) {
+            // Queued before the node fell silent: each would otherwise wait for it once more.
             if (pool.silent) {
                 errors[piece] = kSilent;
                 return;
@@ -211,6 +217,8 @@ class BatchClient {
         Batch* raw = batch.get();
         batches_.emplace(number, std::move(batch));
         size_t n = raw->names.size();
+        // One piece for each 4 MiB, at most one for each thread and each key. exists and delete have no
+        // buffers and are one piece.
         size_t pieces = std::clamp<size_t>(raw->bytes() / kPieceBytesMin, 1,
                                            std::max<size_t>(std::min<size_t>(threads_, n), 1));
         raw->errors.resize(pieces);
@@ -219,6 +227,8 @@ class BatchClient {
                 hand_over(number, *raw, piece, n * piece / pieces, n * (piece + 1) / pieces);
             if (!refusal.empty()) raw->errors[piece] = std::move(refusal);
         }
+        // No piece runs: the batch has ended already, and the caller is told by the same eventfd as ever,
+        // not by an exception.
         if (raw->open == 0) {
             ended_.push_back(number);
             uint64_t one = 1;

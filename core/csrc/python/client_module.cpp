@@ -1,3 +1,13 @@
+// moonpool._native.Client: the binding of the store's client, method by method. It decides nothing about
+// where objects are or go; that is store/client. The form of the answers that Worker shares stands in
+// answers.cpp.
+//
+// The pattern of every call: arguments are taken while the GIL is held (Names and Buffers keep the Python
+// objects alive), the work is done without it, and the answer is made with it again. An error of the core
+// becomes an exception in unwrap(), which needs the GIL.
+//
+// A PyClient may be used by several threads; Client orders them. Views that a call returned hold their pins
+// by themselves, and outlive both the call and the PyClient.
 #include "python/client_module.hpp"
 
 #include <pybind11/stl.h>
@@ -15,6 +25,7 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
                    std::string name_space, const py::bytes& fingerprint, double timeout_s,
                    const py::object& embedded, std::optional<std::shared_ptr<TlsClient>> tls) {
     ClientOptions options;
+    // One argument for both kinds of addresses, as users write them: a path, or tcp://HOST:PORT.
     constexpr std::string_view kTcp = "tcp://";
     peer_ = !embedded.is_none() ? "the embedded node" : socket_path;
     if (socket_path.starts_with(kTcp)) {
@@ -28,9 +39,12 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
     options.fingerprint = std::string(fingerprint);
     options.timeout_ms = milliseconds(timeout_s);
     options.tls = tls.value_or(nullptr);
+    // A node in this process: the connection is a socket pair that the node makes. keep_alive below keeps
+    // the Python object of the node for as long as the client.
     if (!embedded.is_none()) {
         options.dial = [server = embedded.cast<const PyServer&>().server()] { return server->dial(); };
     }
+    // Shared, because Worker and BatchClient run operations on it after this object may have gone.
     client_ = std::make_shared<Client>(std::move(options));
 }
 
@@ -57,6 +71,8 @@ void PyClient::close() {
     client_->close();
 }
 
+// All arguments are checked before the first byte moves, so that a wrong call stores nothing. timeout_s of 0
+// or less means the client's own.
 py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const py::object& parents,
                         bool replace, bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
                         const py::object& groups, double soft_pin_s) {
@@ -76,6 +92,8 @@ py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const
     return put_answer(unwrap(std::move(report), "put", peer_));
 }
 
+// The buffers are written while the GIL is released: the caller must leave them alone until the call
+// returns.
 py::list PyClient::get_into(const py::object& keys, const py::object& buffers, bool verify) {
     Names names(keys);
     Buffers parts(buffers, true);
@@ -95,6 +113,7 @@ py::list PyClient::get_views(const py::object& keys, bool verify) {
     return views_answer(unwrap(std::move(views), "get", peer_));
 }
 
+// The pin is a Python object; when it is dropped its destructor releases the pin at the node.
 py::tuple PyClient::pin(const py::object& keys) {
     Names names(keys);
     py::gil_scoped_release nogil;
@@ -113,6 +132,7 @@ py::list PyClient::pinned_views(const std::shared_ptr<PyPin>& pin, const py::obj
     return views_answer(unwrap(std::move(views), "get", peer_));
 }
 
+// Under a pin no node is asked what it has: descriptors are known, and the copy begins at once.
 py::list PyClient::pinned_into(const std::shared_ptr<PyPin>& pin, const py::object& keys,
                                const py::object& buffers, bool verify) {
     Names names(keys);
@@ -148,12 +168,14 @@ py::bytes PyClient::remove(const py::object& keys, const std::optional<std::stri
     Names names(keys);
     if (!generations.empty()) check_counts(names.size(), generations.size(), "generations");
     py::gil_scoped_release nogil;
+    // At one node, if given only copies of these generations; or at every node that has the key.
     auto removed =
         node ? client_->remove_at(names.views(), *node, generations) : client_->remove(names.views());
     py::gil_scoped_acquire gil;
     return to_bytes(unwrap(std::move(removed), "remove", peer_));
 }
 
+// Names are bytes in Python, whatever they were when they were put.
 py::list PyClient::list(const py::bytes& prefix, uint64_t limit) {
     std::string text(prefix);
     py::gil_scoped_release nogil;
@@ -166,6 +188,7 @@ py::list PyClient::list(const py::bytes& prefix, uint64_t limit) {
     return out;
 }
 
+// Of the node, as its own metrics page has them.
 std::map<std::string, uint64_t> PyClient::stat() {
     py::gil_scoped_release nogil;
     auto rows = client_->stat();
@@ -197,6 +220,8 @@ py::list PyClient::describe(const py::object& keys, bool everywhere) {
     return out;
 }
 
+// Where each name stands among those of the pin. A name that the pin does not have is a miss, not an error;
+// a pin that was released is an error, since its memory may be another object's.
 std::vector<size_t> PyClient::places_in(const PyPin& pin, const Names& names) {
     unwrap(client_->check_open(), "get", peer_);
     if (pin.held.pins.empty()) raise(Error{Code::kClosed, "this pin was released"}, "get", peer_);
@@ -211,6 +236,7 @@ std::vector<size_t> PyClient::places_in(const PyPin& pin, const Names& names) {
 }
 
 void bind_client(py::module_& m) {
+    // The type of the views is a plain CPython type, which has to exist before the first view.
     prepare_views();
 
     py::class_<PyPin, std::shared_ptr<PyPin>>(

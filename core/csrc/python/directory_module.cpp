@@ -1,4 +1,11 @@
 // The master and its clients as Python sees them: moonpool._native.MasterServer and DirectoryClient.
+//
+// The pattern of every call: arguments are taken while the GIL is held (Names and Buffers keep the Python
+// objects alive), the work is done without it, and the answer is made with it again. An error of the core
+// becomes an exception in unwrap(), which needs the GIL.
+//
+// Of the master only the data plane is here; its HTTP pages, configuration and logging are Python
+// (core/service/master.py).
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -35,6 +42,8 @@ const char* name_of(MemberState state) {
     return "";
 }
 
+// The table of settings: their names in the configuration file, and where their values go (settings.hpp).
+// Defaults and bounds stand in core/config alone.
 template <class Visitor>
 void visit(MasterServerOptions& options, Visitor& visitor) {
     visitor.field("nodes_max", options.master.membership.members_max);
@@ -61,10 +70,13 @@ class PyMasterServer {
         MasterServerOptions options;
         SettingValues given(settings, "master");
         visit(options, given);
+        // Whatever is left in the dict is none of the master's settings.
         given.check();
         options.addresses = std::move(addresses);
         options.token = std::string(token);
         options.tls = tls.value_or(nullptr);
+        // The port is bound here, so that a port in use is an exception of the constructor; it serves from
+        // start() on.
         server_ = unwrap(MasterServer::create(std::move(options)), "master");
     }
 
@@ -74,6 +86,7 @@ class PyMasterServer {
         py::gil_scoped_acquire gil;
         unwrap(std::move(status), "master");
     }
+    // Returns when no thread of the server runs any more.
     void stop() {
         py::gil_scoped_release nogil;
         server_->stop();
@@ -85,9 +98,11 @@ class PyMasterServer {
     std::map<std::string, uint64_t> metrics() {
         std::map<std::string, uint64_t> rows;
         py::gil_scoped_release nogil;
+        // Waits for the master's loop, at most two seconds; empty when it does not answer.
         for (auto& [name, value] : server_->snapshot()) rows.emplace(name, value);
         return rows;
     }
+    // Atomics: no loop is asked.
     py::dict histograms() {
         const MasterServerMetrics& m = server_->metrics();
         const std::pair<const char*, const LatencyHistogram*> rows[] = {
@@ -118,6 +133,7 @@ class PyMasterServer {
 
 class PyDirectoryClient {
     template <class F>
+    // One exchange with the master. The GIL is held again before unwrap() may raise.
     auto call(const char* operation, F f) {
         auto result = [&] {
             py::gil_scoped_release nogil;
@@ -139,6 +155,8 @@ class PyDirectoryClient {
         client_ = std::make_unique<DirectoryClient>(std::move(options));
     }
 
+    // hashes: 16 bytes each, as one buffer, so that a prompt of thousands of blocks costs no Python object
+    // per block. The answer is turned into Python row by row, when it is asked for.
     LocateAnswer locate(const py::object& hashes, bool prefix, uint16_t width, bool suspects,
                         uint8_t holders_max) {
         ArrayOf<Hash128> array(hashes, "hashes");
@@ -146,6 +164,7 @@ class PyDirectoryClient {
             return client_->locate(array.span(), LocateOptions{prefix, width, suspects, holders_max});
         });
     }
+    // A copy: the client goes on replacing its own list.
     std::pair<uint64_t, std::vector<Member>> members(bool fresh) {
         std::shared_ptr<const Members> members = call("members", [&] { return client_->members(fresh); });
         return {members->epoch, members->rows};
@@ -169,6 +188,7 @@ class PyDirectoryClient {
     std::unique_ptr<DirectoryClient> client_;
 };
 
+// IndexError ends Python's iteration over an answer.
 std::vector<std::pair<NodeId, uint8_t>> holders(const LocateAnswer& answer, size_t i) {
     if (i >= answer.keys.size()) throw py::index_error();
     std::vector<std::pair<NodeId, uint8_t>> rows;
@@ -178,6 +198,7 @@ std::vector<std::pair<NodeId, uint8_t>> holders(const LocateAnswer& answer, size
     return rows;
 }
 
+// Read-only rows; several are computed, since Python wants seconds and plain strings.
 void bind_member(py::module_& m) {
     py::class_<TenantLoad>(m, "TenantLoad")
         .def_readonly("tenant", &TenantLoad::tenant)
@@ -214,6 +235,7 @@ void bind_member(py::module_& m) {
 
 }  // namespace
 
+// Members first: the signatures of the classes below name them.
 void bind_directory(py::module_& m) {
     bind_member(m);
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")

@@ -2,6 +2,10 @@
 //
 // transfer() and submit() are plain CPython methods: pybind11's dispatch of nine arguments costs as much as a
 // small copy. Numbers come as lists or tuples of ints, or as contiguous buffers of 64-bit integers.
+//
+// Who may call: any thread, with the GIL. Calls that may wait (transfer, submit, wait, open, register,
+// release, close) give it up; status, poll, cancel and the metrics look at the engine's state under short
+// locks and keep it, since taking it anew costs more than the look.
 
 #include "python/engine_module.hpp"
 
@@ -23,6 +27,8 @@ using transport::Slice;
 
 // ---- memory that the engine allocated
 
+// A CPython type of its own. The memory lives as long as the last buffer on it: each export holds the
+// object.
 struct MemoryObject {
     PyObject_HEAD std::shared_ptr<transport::Memory> memory;
     Py_ssize_t size;
@@ -38,6 +44,7 @@ int memory_getbuffer(PyObject* self, Py_buffer* buffer, int flags) {
 void memory_dealloc(PyObject* self) {
     reinterpret_cast<MemoryObject*>(self)->memory.~shared_ptr();
     PyTypeObject* type = Py_TYPE(self);
+    // A heap type is counted by its objects: the type's reference goes with the object.
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -60,6 +67,8 @@ PyTypeObject* make_memory_type() {
 
 uint64_t as_number(PyObject* item, const char* what) {
     uint64_t value = PyLong_AsUnsignedLongLong(item);
+    // CPython's message would speak of an int that is too large; the caller wants to know which argument it
+    // was.
     if (value == static_cast<uint64_t>(-1) && PyErr_Occurred() != nullptr) {
         PyErr_Clear();
         invalid(std::string(what) + " must be integers from 0 to 2**64 - 1");
@@ -89,6 +98,7 @@ size_t take_numbers(PyObject* object, const char* what, size_t expected, Room ro
         }
         return n;
     }
+    // A plain number stands for one of them.
     if (PyLong_Check(object)) {
         check(1);
         put(0, as_number(object, what));
@@ -100,10 +110,12 @@ size_t take_numbers(PyObject* object, const char* what, size_t expected, Room ro
         PyErr_Clear();
         invalid(std::string(what) + " must be a list of integers or a contiguous array of uint64");
     }
+    // put() may raise.
     struct Release {
         Py_buffer* view;
         ~Release() { PyBuffer_Release(view); }
     } release{&view};
+    // The last letter: a byte order may stand before it. Without a format the items are bytes.
     char format = view.format == nullptr ? 'B' : view.format[std::strlen(view.format) - 1];
     if (view.itemsize != 8 || std::strchr("QqLlN", format) == nullptr) {
         invalid(std::string(what) + " must be an array of 64-bit integers");
@@ -123,6 +135,8 @@ struct Arguments {
     bool has_notify = false;
     TransferRequest request;
 
+    // Local addresses tell how many slices there are; all other columns must have as many, except segments
+    // and ops, of which one may stand for all.
     void take(PyObject* const* args, Py_ssize_t n_positional, PyObject* names) {
         if (n_positional != 5) invalid("transfers take segments, ops, local, remote and lengths");
         segments.clear();
@@ -148,7 +162,10 @@ struct Arguments {
         for (Py_ssize_t i = 0; i < n_names; ++i) {
             take_keyword(PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)), args[n_positional + i]);
         }
+        // No slices, and so no segments: the request has one all the same.
         if (segments.empty()) segments.assign(1, 0);
+        // The request points into these vectors, which belong to the thread's Arguments and stay until its
+        // next call.
         request.segments = segments;
         request.slices = slices;
         if (has_notify) request.notify = notify;
@@ -216,6 +233,7 @@ const char* text_of(TicketState state) {
     return "failed";
 }
 
+// Unlike the store's: 0 is a look without a wait.
 int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds, 0.0, 86400.0) * 1000); }
 
 py::bytes slice_bytes(const TicketStatus& status) {
@@ -237,6 +255,7 @@ py::bytes slice_bytes(const TicketStatus& status) {
 // ---- the engine
 
 template <class F>
+// The GIL is held again when it returns, as unwrap() needs.
 auto without_gil(F f) {
     py::gil_scoped_release nogil;
     return f();
@@ -261,6 +280,7 @@ class PyEngine {
         options.timeout_ms = std::max(1, milliseconds(timeout_s));
         engine_ = unwrap(without_gil([&] { return Engine::create(std::move(options)); }), "engine");
     }
+    // Threads of the engine end here, without the GIL, before Python's memory that they may copy goes.
     ~PyEngine() { close(); }
 
     Engine& engine() { return *engine_; }
@@ -275,6 +295,8 @@ class PyEngine {
         auto memory = unwrap(without_gil([&] { return engine_->allocate(bytes, location); }), "allocate");
         auto* object = reinterpret_cast<MemoryObject*>(memory_type->tp_alloc(memory_type, 0));
         if (object == nullptr) throw py::error_already_set();
+        // tp_alloc gives zeroed memory; the C++ member is constructed in it and destroyed by
+        // memory_dealloc.
         new (&object->memory) std::shared_ptr<transport::Memory>(std::move(memory));
         object->size = static_cast<Py_ssize_t>(bytes);
         return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
@@ -306,6 +328,8 @@ class PyEngine {
     uint64_t transfer(const TransferRequest& request) {
         TicketStatus status;
         Result<uint64_t> bytes = without_gil([&] { return engine_->transfer(request, &status); });
+        // The transfer began and failed: the exception says which slices arrived. Otherwise it was refused
+        // as a whole.
         if (!bytes && status.state != TicketState::kWaiting) {
             uint64_t asked = 0;
             for (const Slice& slice : request.slices) asked += slice.length;
@@ -365,6 +389,7 @@ class PyEngine {
 
 // The arguments of one call; a thread's vectors keep their room from call to call.
 template <class F>
+// The boundary to CPython: no C++ exception may pass it.
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names, F f) {
     static thread_local Arguments arguments;
     try {
@@ -389,6 +414,7 @@ PyObject* engine_submit(PyObject* self, PyObject* const* args, Py_ssize_t n, PyO
                 [](PyEngine& engine, Arguments& a) { return engine.submit(a.request); });
 }
 
+// By the descriptor protocol, as CPython does for its own types; pybind11 has no way to add a plain method.
 void add_method(py::handle type, PyMethodDef* definition) {
     auto method = py::reinterpret_steal<py::object>(
         PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), definition));
@@ -431,6 +457,7 @@ void bind_engine(py::module_& m) {
         .def("metrics", &PyEngine::metrics)
         .def("close", &PyEngine::close);
 
+// In the form of pybind11's signatures, from which the stub is made.
 #define MOONPOOL_ARGUMENTS                                                                                   \
     "(self, segments: int | collections.abc.Sequence[int], ops: str | bytes, local: typing.Any, remote: "    \
     "typing.Any, lengths: typing.Any, *, priority: int = 0, deadline_s: float | None = None, notify: bytes " \

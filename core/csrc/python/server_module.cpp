@@ -1,3 +1,12 @@
+// moonpool._native.Server: a node's data plane. Configuration, HTTP pages, logging, the publisher of KV
+// events and the supervisor are Python (core/service); this file hands them the node's state.
+//
+// The pattern of every call: arguments are taken while the GIL is held (Names and Buffers keep the Python
+// objects alive), the work is done without it, and the answer is made with it again. An error of the core
+// becomes an exception in unwrap(), which needs the GIL.
+//
+// Of the methods only start(), stop(), metrics(), is_alive() and check_integrity() wait for another thread.
+// The others read atomics, or take a lock that is never held for long, and keep the GIL.
 #include "python/server_module.hpp"
 
 #include <pybind11/stl.h>
@@ -12,11 +21,14 @@ namespace moonpool::python {
 
 namespace {
 
+// What the table below fills: one set of options for the server, and one that is copied for each tenant.
 struct NodeSettings {
     ServerOptions options;
     PoolOptions pool;  // as for each tenant
 };
 
+// The table of settings: their names in the configuration file, and where their values go (settings.hpp).
+// Defaults and bounds stand in core/config alone.
 template <class Visitor>
 void visit(NodeSettings& settings, Visitor& visitor) {
     auto& [options, pool] = settings;
@@ -60,6 +72,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     NodeSettings filled;
     SettingValues given(settings, "node");
     visit(filled, given);
+    // Whatever is left in the dict is none of the node's settings.
     given.check();
     ServerOptions options = std::move(filled.options);
     options.socket_path = std::move(socket_path);
@@ -83,6 +96,8 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     py::gil_scoped_release nogil;  // it may have a disk to read
     Result<std::unique_ptr<Server>> server = Server::create(std::move(options));
     py::gil_scoped_acquire gil;
+    // Nothing serves yet: memory that cannot be had, a port in use, and a foreign disk are exceptions of
+    // this constructor.
     server_ = unwrap(std::move(server), "node");
 }
 
@@ -93,6 +108,7 @@ void PyServer::start() {
     unwrap(std::move(status), "node");
 }
 
+// Takes up to ssd_stop_s, while what is in memory only is written to the disks.
 void PyServer::stop() {
     py::gil_scoped_release nogil;
     server_->stop();
@@ -110,6 +126,7 @@ py::tuple PyServer::memory() const {
 
 py::list PyServer::take_notes() { return notes_of(server_->journal()); }
 
+// Waits for the node's loop, at most two seconds; empty when it does not answer.
 std::map<std::string, uint64_t> PyServer::metrics() {
     std::map<std::string, uint64_t> rows;
     py::gil_scoped_release nogil;
@@ -126,6 +143,7 @@ py::dict PyServer::histograms() {
     return histogram_rows(rows);
 }
 
+// None: the node has no master. A node that has one, and is not in its pool, says why.
 py::object PyServer::membership() {
     std::optional<MemberAgent::State> state = server_->membership();
     if (!state) return py::none();
@@ -146,6 +164,7 @@ py::list PyServer::ssd() const {
     return rows;
 }
 
+// BlockEvents has a lock of its own: the node's loop writes, the publisher's thread reads.
 BlockEvents& PyServer::events() const {
     if (server_->events() == nullptr) {
         raise(Error{Code::kUnavailable, "this node does not tell events of blocks"}, "events");
@@ -155,6 +174,7 @@ BlockEvents& PyServer::events() const {
 
 py::object PyServer::take_events() {
     std::vector<BlockEvents::Row> rows;
+    // None: rows were lost for want of room, and only an inventory makes the reader's picture whole again.
     bool complete = events().take(rows);
     if (!complete) return py::none();
     return to_bytes(rows);
@@ -166,6 +186,7 @@ py::tuple PyServer::events_inventory(uint32_t cursor) const {
     return py::make_tuple(cursor, to_bytes(rows));
 }
 
+// The rows of events are of one size, 40 bytes, so they have the number of a space, not its fingerprint.
 py::list PyServer::events_fingerprints() const {
     py::list out;
     for (const std::string& fingerprint : events().fingerprints()) out.append(py::bytes(fingerprint));
@@ -177,6 +198,7 @@ bool PyServer::check_integrity() {
     return server_->check_integrity();
 }
 
+// The two functions are for command lines, which want to know what fits before they start a node.
 void bind_server(py::module_& m) {
     m.def(
         "room_for_arenas",

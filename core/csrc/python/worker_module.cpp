@@ -1,4 +1,19 @@
 // Threads that run a client's operations, as Python sees them: moonpool._native.Worker.
+//
+// How an operation passes through: submit_x() takes the arguments with the GIL into an Op, run() does the
+// work on a worker thread without it, poll() collects tickets and makes the answer with the GIL. An
+// engine's step therefore never waits for the pool.
+//
+// The Op stays in pending_ from submit to poll; the thread has a bare pointer only. Nothing but poll() and
+// close() takes it out, both with the GIL, and close() waits for running operations first. Without threads
+// (inline_) submit() itself runs the operation and poll() hands out what it left.
+//
+// The first four operations are for engines' connectors: names of equal size in one bytes object, places as
+// u32 and u16 columns, memory as a PartTable that was described once. They build no Python object per
+// block. The others are for the asynchronous store and take what Client takes.
+//
+// An operation that fails does not raise: its answer carries the reason, since the caller that submitted it
+// is long past the call.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -54,6 +69,7 @@ struct SaveAnswer {
 };
 
 // n names of equal size, one behind the other.
+// A rest that is no whole name is left out; callers' sizes were checked with the columns.
 std::vector<std::string_view> split(std::string_view names, size_t name_size) {
     std::vector<std::string_view> out;
     if (name_size == 0) return out;
@@ -76,12 +92,16 @@ class PyWorker {
     py::list poll() {
         py::list out;
         for (uint64_t ticket : inline_ ? std::exchange(done_, {}) : worker_.poll()) {
+            // Making an answer may run Python code (a finalizer, a signal), which may call back into this
+            // object; so the operation is out of the map before.
             auto node = pending_.extract(ticket);
             if (!node.empty()) out.append(py::make_tuple(ticket, node.mapped()->answer()));
         }
         return out;
     }
 
+    // Operations that have not started are dropped. closed_ first, so that no inline operation begins
+    // meanwhile.
     void close() {
         closed_ = true;
         {
@@ -92,6 +112,7 @@ class PyWorker {
         pins_.clear();
     }
 
+    // A pin that was released, or never was, is no error: engines abort requests at any time.
     void release(uint64_t pin_id) { pins_.erase(pin_id); }
 
     uint64_t submit_prefix(const py::bytes& names, size_t name_size, uint32_t width) {
@@ -112,6 +133,8 @@ class PyWorker {
                 }
                 a.blocks = result->blocks;
                 a.why = result->why;
+                // In the form in which a scheduler sends it to the processes that load: which node, and
+                // where in its arena.
                 Handover handover = Client::hand_over(*result);
                 a.holders = py::bytes(handover.holders);
                 a.descriptors = to_bytes(handover.descriptors);
@@ -148,6 +171,7 @@ class PyWorker {
         auto op = std::make_shared<Op>();
         std::string_view rows(descriptors);
         op->holders = std::string(holders);
+        // These bytes came back from another process; their sizes are all that can be checked here.
         if (op->holders.size() < sizeof(Incarnation) || rows.size() % sizeof(Descriptor) != 0) {
             raise(Error{Code::kInvalidArgument,
                         "holders are as a prefix query gave them, descriptors 32 bytes for each object"},
@@ -183,6 +207,7 @@ class PyWorker {
                 }
                 blocks = prefix->blocks;
                 lookup_why = prefix->why;
+                // The caller gave places for all names; only those of found blocks are used.
                 size_t n = std::min({indices.size(), blocks * size_t{width}, prefix->descriptors.size()});
                 if (n == 0) return;
                 Handover found = Client::hand_over(*prefix);
@@ -190,6 +215,7 @@ class PyWorker {
                                      std::span(indices).first(n), std::span(columns).first(n), false);
             }
             py::object answer() override {
+                // One flag for each name, found or not.
                 report.ok.resize(indices.size(), 0);
                 return py::cast(FetchAnswer{blocks, to_bytes(report.ok), report.bytes, lookup_error,
                                             lookup_why, report.error});
@@ -226,6 +252,7 @@ class PyWorker {
                         result = Error{Code::kInvalidArgument, "a column is not in the part table"};
                         return;
                     }
+                    // The parts of one object: the rows of its column, each moved on by the index.
                     parts->append_parts(columns[i], indices[i], sources[i]);
                     std::string_view parent = above.empty() ? std::string_view() : above[i];
                     // All zero bytes: the first block of a chain, which has no parent.
@@ -241,6 +268,7 @@ class PyWorker {
                     a.refused = indices.size();
                     return py::cast(a);
                 }
+                // A block that another process stored before (existed) is as good as stored.
                 for (PutOutcome outcome : result->outcomes) {
                     a.stored += outcome == PutOutcome::kStored;
                     a.existed += outcome == PutOutcome::kExists;
@@ -330,6 +358,7 @@ class PyWorker {
             Result<std::vector<ObjectView>> views = std::vector<ObjectView>{};
             Result<Pinned> pinned = Pinned{};
             Result<Prefix> prefix = Prefix{};
+            // Only the result that belongs to `what` is ever set; the others stay empty successes.
             explicit Op(const py::object& k) : names(k) {}
             void run(Client& client) override {
                 if (what == "exists") present = client.exists(names.views());
@@ -388,18 +417,21 @@ class PyWorker {
             done_.push_back(last_inline_);
             return last_inline_;
         }
+        // The pointer is valid until poll() or close() takes the operation out, which is after it has run.
         Result<uint64_t> ticket = worker_.submit([raw, client = client_] { raw->run(*client); });
         uint64_t id = unwrap(std::move(ticket), "submit", peer_);
         pending_.emplace(id, std::move(op));
         return id;
     }
 
+    // The pins of a prefix stay until the engine releases them by this number, or the worker is closed.
     uint64_t keep(std::vector<std::shared_ptr<Pin>> pins) {
         uint64_t id = next_pin_++;
         pins_.emplace(id, std::move(pins));
         return id;
     }
 
+    // Copies: the caller may change its arrays once submit has returned.
     void take_places(const py::object& indices, const py::object& columns, size_t n,
                      std::vector<uint32_t>& indices_out, std::vector<uint16_t>& columns_out) {
         ArrayOf<uint32_t> index_array(indices, "indices");
