@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -35,10 +35,13 @@ from moonpool.core.service.service_process import (
     native_core,
     run_until_signal,
 )
+from moonpool.core.store.keys import Space
 
 if TYPE_CHECKING:
     from moonpool import _native
+    from moonpool.core.store.store import Store
 
+T = TypeVar("T")
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # of one answer of /keys
 _log = logging.getLogger("moonpool.master")
@@ -146,43 +149,43 @@ class Master(ServiceProcess["_native.MasterServer"]):
         except ValueError:
             text = f"limit must be 1 to {KEYS_MAX}, and fingerprint hexadecimal\n"
             return web.Response(status=400, text=text)
-        space = (query.get("tenant", "default"), query.get("namespace", "default"), fingerprint)
+        space = Space(query.get("tenant", "default"), query.get("namespace", "default"), fingerprint)
+        prefix = query.get("prefix", "")
         try:
-            keys = await asyncio.to_thread(self._list, space, query.get("prefix", ""), limit)
+            rows = await asyncio.to_thread(self.ask_a_node, space, lambda s: s.list(prefix, limit=limit))
         except Error as error:
             return web.Response(status=503, text=f"{error}\n")
+        keys = [
+            {"key": entry.key.decode(errors="backslashreplace"), "bytes": entry.size} for entry in rows or ()
+        ]
         return json_response({"keys": keys})
 
-    def _list(self, space: tuple[str, str, bytes], prefix: str, limit: int) -> list[dict[str, object]]:
-        """Asks one node after another until one answers: it asks the others itself. Nodes keep the text of
-        keys; the directory knows hashes only.
+    def ask_a_node(self, space: Space, ask: Callable[[Store], T]) -> T | None:
+        """What a node answers: nodes keep the text of keys, the directory knows hashes only. One after
+        another is asked until one answers, which asks the others itself. None when no node is alive; raises
+        the last node's Error when none answers.
         """
         from moonpool.core.store.store import Store
 
-        alive = [row for row in self.nodes() if row.state == "alive"]
         failure: Error | None = None
-        tenant, namespace, fingerprint = space
-        for row in alive:
-            place = f"tcp://{row.address}" if row.address else row.socket
+        for row in self.nodes():
+            if row.state != "alive":
+                continue
             try:
                 with Store(
-                    place,
-                    tenant=tenant,
-                    namespace=namespace,
-                    fingerprint=fingerprint,
+                    f"tcp://{row.address}" if row.address else row.socket,
+                    tenant=space.tenant,
+                    namespace=space.namespace,
+                    fingerprint=space.fingerprint,
                     token=self.config.read_token(),
                     tls=control_client(self.config),
                 ) as store:
-                    rows = store.list(prefix, limit=limit)
+                    return ask(store)
             except Error as error:
                 failure = error
-                continue
-            return [
-                {"key": entry.key.decode(errors="backslashreplace"), "bytes": entry.size} for entry in rows
-            ]
         if failure is not None:
             raise failure
-        return []
+        return None
 
 
 def run(config: Config, *, on_ready: Callable[[Master], None] | None = None) -> None:

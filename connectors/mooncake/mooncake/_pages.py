@@ -20,9 +20,9 @@ from moonpool.core.errors import Error, Unavailable
 from moonpool.core.service import metrics
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer, bearer_is
-from moonpool.core.service.control_tls import control_client
 from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.master import PREFIX, Master, NodeRow
+from moonpool.core.store.keys import Space
 from moonpool.core.store.store import ROWS_MAX, Store
 
 from ._access import NAMESPACE, Access, OwnNode
@@ -229,18 +229,10 @@ class MasterPages:
             return web.json_response({"success": False, "error_message": str(error)}, status=503)
 
     def _ask_a_node(self, ask: Callable[[Store], Any]) -> Any:
-        config = self._master.config
-        failure: Error = Unavailable("the pool has no node", operation="keys")
-        for row in self._living():
-            place = f"tcp://{row.address}" if row.address else row.socket
-            try:
-                with Store(
-                    place, namespace=NAMESPACE, token=config.read_token(), tls=control_client(config)
-                ) as store:
-                    return ask(store)
-            except Error as error:
-                failure = error
-        raise failure
+        answer = self._master.ask_a_node(Space(namespace=NAMESPACE), ask)
+        if answer is None and not self._living():
+            raise Unavailable("the pool has no node", operation="keys")
+        return answer
 
 
 def _refused(error: Refused) -> web.Response:
