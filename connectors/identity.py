@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.connectors import positions
-from moonpool.connectors.weights import weights_digest
-from moonpool.core.errors import ConfigError
+from moonpool.connectors.weights import unidentified, weights_digest
 from moonpool.core.store.keys import Json, digest_of
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -81,11 +80,9 @@ def weights_revision(name: str, weights: str, hf_config: Any) -> str:
     commit = getattr(hf_config, "_commit_hash", None)
     if isinstance(commit, str) and COMMIT.fullmatch(commit):
         return f"commit {commit}"
-    raise ConfigError(
+    raise unidentified(
         f"cannot tell which weights {name!r} stands for: it is neither a local path nor a hub model with a "
-        f"known commit; download it and give the path",
-        operation="fingerprint",
-        key="revision",
+        f"known commit; download it and give the path"
     )
 
 

@@ -48,11 +48,9 @@ def weights_digest(path: Path) -> str:
     """
     files = [path] if path.is_file() else weight_files(path)
     if not files:
-        raise ConfigError(
+        raise unidentified(
             f"{path} holds no weight file ({', '.join(sorted(WEIGHT_SUFFIXES))}), so its weights cannot be "
-            f"told from others",
-            operation="fingerprint",
-            key="revision",
+            f"told from others"
         )
     try:
         named = tuple(
@@ -60,16 +58,12 @@ def weights_digest(path: Path) -> str:
             for file in files
         )
     except OSError as error:
-        raise ConfigError(
-            f"a weight file cannot be read: {error}", operation="fingerprint", key="revision"
-        ) from error
+        raise unidentified(f"a weight file cannot be read: {error}") from error
     newest = max(named, key=lambda file: file.identity.changed_ns)
     if newest.identity.changed_ns > started_ns() + CLOCK_NS:
-        raise ConfigError(
+        raise unidentified(
             f"{newest.path} was changed after this engine was started, so it cannot be told which bytes the "
-            f"engine has; start it again",
-            operation="fingerprint",
-            key="revision",
+            f"engine has; start it again"
         )
     reading = _reading(named)
     if reading.bytes <= SMALL_BYTES:
@@ -77,12 +71,13 @@ def weights_digest(path: Path) -> str:
     if not reading.over.is_set():
         raise Pending(f"the weights in {path}", reading)
     if reading.trouble:
-        raise ConfigError(
-            f"cannot tell which weights {path} holds: {reading.trouble}",
-            operation="fingerprint",
-            key="revision",
-        )
+        raise unidentified(f"cannot tell which weights {path} holds: {reading.trouble}")
     return digest_of_files(named, reading.digests)
+
+
+def unidentified(why: str) -> ConfigError:
+    """The error for weights that cannot be told from others."""
+    return ConfigError(why, operation="fingerprint", key="revision")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.connectors import positions
 from moonpool.connectors.identity import COMMIT, code_digest, config_of, is_dummy, plain
 from moonpool.connectors.tensorrt_llm.layout import Memory, Shape
-from moonpool.connectors.weights import weights_digest
+from moonpool.connectors.weights import unidentified, weights_digest
 from moonpool.core.errors import ConfigError
 from moonpool.core.store.keys import Json, digest_of
 
@@ -30,11 +30,9 @@ def model_folder(args: Any) -> Path:
             )
         )
     except Exception as error:  # a package that is no dependency may raise errors of its own
-        raise ConfigError(
+        raise unidentified(
             f"cannot tell which weights {args.model!r} stands for: it is neither a local folder nor a model "
-            f"in the hub's cache ({type(error).__name__}); download it and give the path",
-            operation="fingerprint",
-            key="revision",
+            f"in the hub's cache ({type(error).__name__}); download it and give the path"
         ) from error
 
 
