@@ -15,6 +15,14 @@ class HiCacheStorage:
         self.mem_pool_host = mem_pool_host
 
 
+class EmbeddingStore:
+    """The base class of SGLang's embedding stores."""
+
+    def get_key(self, mm_hash: str) -> str:
+        """The name of an embedding."""
+        return f"emb_{mm_hash}"
+
+
 class PoolName(str, enum.Enum):  # noqa: UP042  as SGLang's: it hashes by its member's name
     """The names of host pools."""
 

@@ -34,26 +34,14 @@ from moonpool.core.store.store import Store
 from moonpool.core.store.types import Presence
 
 if TYPE_CHECKING:
-
-    class EmbeddingStore:
-        """The base class of SGLang's embedding stores."""
-
-        def get_key(self, mm_hash: str) -> str:
-            """The name of an embedding."""
-
+    from moonpool.connectors.sglang.standins import EmbeddingStore
 else:
     try:
         from sglang.srt.mem_cache.embedding_store import EmbeddingStore
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("sglang", "torch"):
             raise
-
-        class EmbeddingStore:
-            """Stands in for SGLang's, in unit tests without SGLang."""
-
-            def get_key(self, mm_hash: str) -> str:
-                """The name of an embedding."""
-                return f"emb_{mm_hash}"
+        from moonpool.connectors.sglang.standins import EmbeddingStore
 
 
 NAMES = ("mooncake", "moonpool")  # SGLang's command line knows the first one only
