@@ -9,7 +9,7 @@ unless a policy looks at prompts.
     process, group             a proxy as a process, and as several of them
     listen_sockets, takeover   its sockets, from a proxy to its successor
     dispatch                   one request: what is known of its prompt, candidates, the plan, the books
-    conductor, admission       which engine computes it, and whether it is taken: pure
+    conductor                  which engine computes it, and whether it is taken: pure
     tokens, events             what is known of a prompt: its ids, and the holders of its blocks
     engines, discovery         one engine, its health and its kind; which engines there are
     peers                      several proxies that share their books

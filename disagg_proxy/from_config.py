@@ -10,10 +10,9 @@ from moonpool.core.config.config import Config
 from moonpool.core.config.proxy_section import Proxy, ProxyCommon
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.events.settings import parse_event_sources
 from moonpool.disagg_proxy.peers.settings import PeerSettings
-from moonpool.disagg_proxy.settings import ProxySettings, parse_engines
+from moonpool.disagg_proxy.settings import AdmissionSettings, ProxySettings, parse_engines
 
 
 def proxy_settings(config: Config) -> ProxySettings:

@@ -21,7 +21,7 @@ from moonpool._native import ProxyRequest, Relay
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
 from moonpool.disagg_proxy.api_keys import ApiKeys
-from moonpool.disagg_proxy.conductor.plan import Answer, Decision, refused
+from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
@@ -146,12 +146,12 @@ class Proxy:
             self._subscriber.start()
         if self._peer_sync is not None:
             follows = self._predecessor is not None or self._is_one_of_several
-            self._peer_sync.start(waits=self._settings.take_over and follows)
+            self._peer_sync.bus.start(waits=self._settings.take_over and follows)
         if self._tokenises:
             self._text_threads = TokenizerThreads(
                 self.relay.next_text,
                 self.relay.overdue_text,
-                self._dispatcher.ids_of,
+                self._dispatcher.prompts.tokenise,
                 self._dispatcher.told,
                 self.relay.now,
             )
@@ -180,7 +180,7 @@ class Proxy:
         """Stops accepting; requests in flight have drain_s seconds to finish. Returns whether all did."""
         await self._stop_listening()
         if self._peer_sync is not None and self.replaced.is_set():
-            self._peer_sync.let_go()
+            self._peer_sync.bus.let_go()
         self._dispatcher.limit_wait(self._settings.deadlines.drain_s / 2)
         return await asyncio.to_thread(self.relay.drain, self._settings.deadlines.drain_s)
 
@@ -367,7 +367,7 @@ class Proxy:
             self._pages.answer(request, reply)
         except Exception:  # the client is told at once
             _log.exception("a page could not be made")
-            reply(refused(500, "the proxy's log says what went wrong", "page"))
+            reply(FAILED)
 
     def _refused(self, place: int, why: str) -> None:
         """Called on the relay's thread: an engine refused a connection."""

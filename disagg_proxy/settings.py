@@ -13,9 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool._native import HOLDERS_MAX
-from moonpool.core.config.proxy_section import ProxyCommon
+from moonpool.core.config.proxy_section import Admission, ProxyCommon
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.disagg_proxy.admission.settings import AdmissionSettings
+from moonpool.disagg_proxy.conductor.admission import Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
 from moonpool.disagg_proxy.discovery.source_url import parse_source_url
@@ -100,6 +100,34 @@ class Internals:
     prefill_answer_bytes_max: int = 16 << 20  # the answer of a prefill engine, which is read whole
     observations_max: int = 65536  # records of requests that were not fetched yet
     sweep_s: float = 0.25  # how often deadlines are looked at
+
+
+class AdmissionSettings(Admission, frozen=True, kw_only=True):
+    """Which objectives requests are admitted by, and how many of them may wait.
+
+    ttft_slo, gap_slo: to a request's first token, and between two tokens of its answer; 0: any. queue_max:
+    so many requests may wait here, each up to ``queue_deadline``; 0: what cannot be taken is refused at once.
+    """
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise bad(name, f"{name} is 0 or more, not {value}")
+        if self.queue_max and not self.queue_deadline:
+            raise bad("queue_deadline", "who may wait needs some time for it: a positive queue_deadline")
+
+    @property
+    def any(self) -> bool:
+        """Whether a request can be refused or made to wait at all. Without, the dispatcher makes no
+        ``Admission``."""
+        return bool(self.ttft_slo or self.gap_slo or self.queue_max)
+
+    @property
+    def objective(self) -> Objective:
+        """The two objectives, with infinity where the setting is 0."""
+        any_s = float("inf")
+        return Objective(self.ttft_slo or any_s, self.gap_slo or any_s)
 
 
 class ProxySettings(ProxyCommon, frozen=True, kw_only=True):

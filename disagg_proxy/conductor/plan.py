@@ -71,4 +71,5 @@ def refused(status: int, sentence: str, reason: str) -> Answer:
     return Answer(status, error_body(status, sentence, reason), reason=reason)
 
 
+FAILED = refused(500, "the proxy's log says what went wrong", "page")
 Decision = int | Plan | Answer | None

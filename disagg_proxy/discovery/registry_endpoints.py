@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys
-from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, refused
 from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
 from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
 from moonpool.disagg_proxy.discovery.registration import Registration
@@ -96,7 +96,7 @@ class RegistryEndpoints:
             answer = refused(400, str(error), "registration")
         except Exception:
             _log.exception("a registration could not be taken")
-            answer = refused(500, "the proxy's log says what went wrong", "page")
+            answer = FAILED
         finally:  # the client is told at once
             reply(answer)
 
@@ -106,7 +106,7 @@ class RegistryEndpoints:
             reply(by(bytes(request.body)))
         except Exception:  # the client is told at once
             _log.exception("a query could not be answered")
-            reply(refused(500, "the proxy's log says what went wrong", "page"))
+            reply(FAILED)
         finally:
             self._room.release()
 

@@ -4,8 +4,8 @@ known of the prompt, and what is on its way already.
 ``decide`` runs on the data plane's thread, once for each request and attempt, and never blocks: a prompt
 whose token ids an engine must be asked for goes to the event loop, and the plan is handed in later. Text that
 is tokenised here does not come to ``decide`` at all, unless too much of it is in line:
-``tokens/tokenizer_threads.py`` calls ``ids_of`` and ``told``. The lock guards the scheduler, and the
-candidates of requests that wait.
+``tokens/tokenizer_threads.py`` calls ``prompts.tokenise`` and ``told``. The lock guards the scheduler, and
+the candidates of requests that wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
@@ -38,11 +37,11 @@ from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest, none_left, objection
-from moonpool.disagg_proxy.dispatch.plans import Plans
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch
 from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.peers.host_identity import site_of
+from moonpool.disagg_proxy.settings import AdmissionSettings
 from moonpool.disagg_proxy.tokens.local_source import LocalSource
 from moonpool.disagg_proxy.tokens.prompt_ids import PromptIds
 from moonpool.disagg_proxy.tokens.source import TokenSource
@@ -91,10 +90,11 @@ class Dispatcher:
             policy_failed=self._policy_failed,
         )
         self._letting_in: asyncio.Task[None] | None = None
-        self.handovers = Handovers(self.at, handover=handover)
+        self.handovers = Handovers(
+            self.at, handover=handover, policy_name=policy_name or type(policy).__name__
+        )
         self.prompts = PromptIds(tokens, loop, self.told)
         self._intake = Intake(self.candidates, locator, self.scheduler)
-        self._plans = Plans(self.handovers, policy_name or type(policy).__name__)
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
         self._observers: tuple[DispatchObserver, ...] = ()  # replaced whole: they leave on any thread
@@ -143,10 +143,6 @@ class Dispatcher:
             if later:
                 return None
         return self._choose_by(request, ids)
-
-    def ids_of(self, request: ProxyRequest) -> bytes | None:
-        """The ids of a text that is tokenised here; None when they are not to be had. Blocks."""
-        return self.prompts.tokenise(request)
 
     def told(self, request: ProxyRequest, ids: bytes | None) -> None:
         """Decides about a text, now that its ids are there or not to be had. On any thread."""
@@ -278,7 +274,7 @@ class Dispatcher:
         for each in self._observers:
             each.on_choice(request, choice)
         waited_s = sent_s - request.arrived_s if pending.waits else 0.0
-        return self._plans.plan(request, choice, tracked=True, waited_s=waited_s)
+        return self.handovers.plan(request, choice, tracked=True, waited_s=waited_s)
 
     # Requests that wait
 
@@ -370,7 +366,7 @@ class Dispatcher:
             each.on_choice(request, choice)
         if choice.prefill is None and not choice.why and request.headers("x-moonpool-decision") is None:
             return choice.decode.place
-        return self._plans.plan(request, choice, tracked=False)
+        return self.handovers.plan(request, choice, tracked=False)
 
     def _learn(self, records: bytes) -> None:
         if records:

@@ -1,4 +1,5 @@
-"""From prefill to decode: the form that a pair of engines uses, and what became of it.
+"""From a policy's choice to the plan that the data plane carries out: the form of hand-over that a pair of
+engines uses, what a client may hear of the choice, and what became of hand-overs.
 
     two_step     prefill answers first; what it says of its blocks goes to decode
     concurrent   both are asked at once; they meet under a transfer id, which is made here for each attempt
@@ -20,7 +21,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.conductor.plan import Plan
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
@@ -47,21 +51,50 @@ _COUNT_TAKEN = (int(HandoverForm.TWO_STEP), int(HandoverForm.CONCURRENT))
 
 
 class Handovers:
-    """engines: by place, None where there is none. instance: begins each transfer id, so that no other proxy
-    makes the same. handover: the setting. ``plan`` may be called on any thread; ``observed`` by one at a
-    time."""
+    """engines: by place, None where there is none. policy_name: as clients are told it. instance: begins each
+    transfer id, so that no other proxy makes the same. handover: the setting. ``plan`` may be called on any
+    thread; ``observed`` by one at a time."""
 
     def __init__(
-        self, engines: Sequence[Engine | None], instance: str = "", *, handover: str = "auto"
+        self,
+        engines: Sequence[Engine | None],
+        instance: str = "",
+        *,
+        handover: str = "auto",
+        policy_name: str = "",
     ) -> None:
         self.engines = engines
         self.stats: dict[HandoverForm, FormStats] = {form: FormStats() for form in _FORMS if form}
+        self._policy_name = policy_name
         self._instance = instance or os.urandom(8).hex()
         self._rooms = room_ids()
         self._tensorrt_llm = handover in _TENSORRT_LLM
         self._numbers = transfer_ids()
 
-    def plan(
+    def plan(self, request: ProxyRequest, choice: Choice, *, tracked: bool, waited_s: float = 0.0) -> Plan:
+        """What the data plane carries out for this choice. waited_s: that the request was in the queue."""
+        decode, prefill = choice.decode, choice.prefill
+        if prefill is None:
+            plan, form = Plan(decode.place, tracked=tracked), HandoverForm.NOT
+        else:
+            plan, form = self._plan_pair(decode.place, prefill.place, request, tracked)
+        if request.headers("x-moonpool-decision") is None:
+            return plan
+        why = {
+            "policy": self._policy_name,
+            "engine": decode.name,
+            "prefill": prefill and prefill.name,
+            "handover": form.name.lower() if form else None,
+            **{
+                name: round(value, 5) if isinstance(value, float) else value
+                for name, value in choice.why.items()
+            },
+        }
+        if waited_s:
+            why["queued_s"] = round(waited_s, 5)
+        return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))
+
+    def _plan_pair(
         self, decode: int, prefill: int, request: ProxyRequest, tracked: bool
     ) -> tuple[Plan, HandoverForm]:
         """The plan for a pair (places), and its form."""

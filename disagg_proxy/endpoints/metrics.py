@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from moonpool.disagg_proxy.conductor.plan import Answer, refused
+from moonpool.disagg_proxy.conductor.plan import FAILED, Answer
 from moonpool.disagg_proxy.data_plane.counters import Counters
 from moonpool.disagg_proxy.endpoints.relay_metrics import CONTENT_TYPE, exposition, proxy_families
 
@@ -62,7 +62,7 @@ class MetricsEndpoint:
             answer = Answer(200, exposition([*proxy_families(counters), *others]), CONTENT_TYPE)
         except Exception:  # the client is told at once
             _log.exception("the metrics could not be written")
-            answer = refused(500, "the proxy's log says what went wrong", "page")
+            answer = FAILED
         self._loop.call_soon_threadsafe(self._made, answer, time.thread_time() - began_s)
 
     def _made(self, answer: Answer, took_s: float) -> None:

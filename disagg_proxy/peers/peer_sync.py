@@ -24,8 +24,8 @@ log = logging.getLogger("moonpool.proxy")
 
 
 class PeerSync(DispatchObserver):
-    """``start``, then ``stop``. Raises ConfigError if the address for other proxies cannot be bound. waits,
-    ``let_go``: see ``peer_bus.py``."""
+    """``bus.start``, then ``stop``. Raises ConfigError if the address for other proxies cannot be bound.
+    waits: see ``peer_bus.py``."""
 
     def __init__(
         self, settings: PeerSettings, dispatcher: Dispatcher, locator: PrefixLocator, *, waits: bool = False
@@ -41,14 +41,6 @@ class PeerSync(DispatchObserver):
         self._feed = InflightFeed(self.bus.tell)
         dispatcher.scheduler.subscribe(self._feed)
         dispatcher.subscribe(self)
-
-    def start(self, *, waits: bool = False) -> None:
-        """See ``PeerBus.start``."""
-        self.bus.start(waits=waits)
-
-    def let_go(self) -> None:
-        """See ``PeerBus.let_go``."""
-        self.bus.let_go()
 
     def stop(self) -> None:
         """Ends the exchange. May be called twice."""

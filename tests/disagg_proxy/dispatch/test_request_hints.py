@@ -7,11 +7,11 @@ import math
 import pytest
 
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.admission import Objective, Refusal
 from moonpool.disagg_proxy.dispatch import request_hints
 from moonpool.disagg_proxy.dispatch.pending import too_many
 from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
+from moonpool.disagg_proxy.settings import AdmissionSettings
 
 
 def read(**headers: bytes) -> request_hints.RequestHints:

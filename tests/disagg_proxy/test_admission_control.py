@@ -16,12 +16,12 @@ import pytest
 
 from moonpool._native import PrefillModel, ProxyRequest
 from moonpool.core.config.proxy_section import BreakerLimits, HealthChecks
-from moonpool.disagg_proxy.admission.settings import AdmissionSettings
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.scheduler import EligibleWorkers
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
+from moonpool.disagg_proxy.settings import AdmissionSettings
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
