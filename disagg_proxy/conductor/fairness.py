@@ -1,31 +1,24 @@
 """Whose turn it is among requests that wait: each tenant gets the same service, whichever asks more.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a tenant's
-counter grows by the tokens that are computed for it, those of answers counting twice, divided by its weight;
-the tenant with the least counter is next. A tenant that comes back after a while begins where the others are,
+counter grows by the tokens that are computed for it, those of answers counting twice; the
+tenant with the least counter is next. A tenant that comes back after a while begins where the others are,
 so that none saves up. What is served while no request waits is not to be charged: no tenant is treated
 unfairly then, and a day of it would be a day's debt to the tenant that begins the next line. Pure: no clock.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping
 
 IDLE_MAX = 256  # tenants of whom nothing waits
 ANSWER_WEIGHT = 2.0  # a token of an answer to one of a prompt, as in the paper
 
 
 class Fairness:
-    """weights: by tenant, 1 for the others; positive. A queue orders by priority before it, and by arrival
-    behind it."""
+    """A queue orders by priority before it, and by arrival behind it."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = dict(weights or {})
-        for tenant, weight in self._weights.items():
-            if not 0 < weight < math.inf:
-                raise ValueError(f"the weight of the tenant {tenant!r} must be positive, not {weight}")
+    def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
         self._last = 0.0  # virtual time: the most that a tenant had when it left the line
@@ -62,7 +55,7 @@ class Fairness:
         """Tokens that were, or are to be, computed for it. What is less than nothing is not counted."""
         tokens = max(prompt, 0) + ANSWER_WEIGHT * max(answer, 0)
         # Taken out first, so that the tenant served last is the last.
-        self._served[tenant] = self._served.pop(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
+        self._served[tenant] = self._served.pop(tenant, 0.0) + tokens
         self._prune()
 
     def _prune(self) -> None:

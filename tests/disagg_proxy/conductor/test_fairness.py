@@ -1,4 +1,4 @@
-"""Tenants that wait get the same service, by their weights, and nobody saves up."""
+"""Tenants that wait get the same service, and nobody saves up."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ def test_tenants_with_longer_prompts_get_no_more_tokens() -> None:
     assert served["short"] == pytest.approx(served["long"], abs=10_000)
 
 
-def test_a_weight_is_a_share() -> None:
-    served = serve(Fairness({"much": 3.0}), {"much": 500, "little": 500}, 4_000)
-    assert served["much"] / served["little"] == pytest.approx(3.0, rel=0.05)
-
-
 def test_who_comes_later_begins_where_the_others_are() -> None:
     fairness = Fairness()
     fairness.waits("old")
@@ -64,12 +59,6 @@ def test_who_leaves_the_line_early_takes_nobody_back() -> None:
     fairness.goes("early")  # its client left
     fairness.waits("new")
     assert fairness.served("new") == 500
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_is_positive(weight: float) -> None:
-    with pytest.raises(ValueError, match="weight of the tenant"):
-        Fairness({"a": weight})
 
 
 def test_tenants_that_never_come_back_leave_nothing_behind() -> None:
