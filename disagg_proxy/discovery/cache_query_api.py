@@ -27,36 +27,34 @@ from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 
 QUERY_BYTES_MAX = 16 << 20  # a million tokens and more
 Tiers = tuple[int, int, int]  # leading blocks on the device, there or in the host's memory, anywhere
-Asked = TypeVar("Asked", "_Query", "_HashQuery")
+Asked = TypeVar("Asked", bound="_AnyQuery")
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Hash = Annotated[int, msgspec.Meta(ge=0)]  # of 64 bits
 
 
-class _Query(msgspec.Struct):
+class _AnyQuery(msgspec.Struct, kw_only=True):
+    """What both queries say."""
+
+    model: Text
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    lora_name: Text | None = None
+    lora_id: int | None = None
+    tenant_id: Name = TENANT
+    instance_id: Name | None = None
+    cache_salt: Text | None = None
+
+
+class _Query(_AnyQuery, kw_only=True):
     """Body of /query. token_ids: parsed separately, without a Python object for each."""
 
-    model: Text
     token_ids: msgspec.Raw
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
-    lora_name: Text | None = None
-    lora_id: int | None = None
-    tenant_id: Name = TENANT
-    instance_id: Name | None = None
-    cache_salt: Text | None = None
 
 
-class _HashQuery(msgspec.Struct):
+class _HashQuery(_AnyQuery, kw_only=True):
     """Body of /query_by_hash. seq_hashes: rolling hashes; earlier drafts of the API call them block_hash."""
 
-    model: Text
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     seq_hashes: list[Hash] | None = None
     block_hash: list[Hash] | None = None
-    lora_name: Text | None = None
-    lora_id: int | None = None
-    tenant_id: Name = TENANT
-    instance_id: Name | None = None
-    cache_salt: Text | None = None
 
 
 class _Holder(NamedTuple):
@@ -105,9 +103,7 @@ class CacheQueryApi:
 
         return self._answer(asked, lambda index, space: self._sequences.keys(space, hashes))
 
-    def _answer(
-        self, asked: _Query | _HashQuery, keys: Callable[[_native.PrefixIndex, Space], bytes]
-    ) -> Answer:
+    def _answer(self, asked: _AnyQuery, keys: Callable[[_native.PrefixIndex, Space], bytes]) -> Answer:
         """keys: computes the index keys of the prompt's blocks in a space."""
         index = self._indexes.find(asked.block_size)
         matches: dict[str, _Match] = {}  # by salt
@@ -125,7 +121,7 @@ class CacheQueryApi:
         said = {name: _row(ranks, pools[name], asked.block_size) for name, ranks in rows.items()}
         return Answer(200, msgspec.json.encode({asked.tenant_id: said}))
 
-    def _holders(self, asked: _Query | _HashQuery) -> Iterator[_Holder]:
+    def _holders(self, asked: _AnyQuery) -> Iterator[_Holder]:
         registered: dict[str, ActiveRegistration] = {}
         for each in tuple(self._publishers()):  # a copy: the event loop changes it
             told = each.told
@@ -189,7 +185,7 @@ def _ids(body: bytes, told: msgspec.Raw) -> bytes | Answer:
         return refused(400, f"token_ids: {error}", "query")
 
 
-def _fits(publisher: ActiveRegistration, asked: _Query | _HashQuery) -> bool:
+def _fits(publisher: ActiveRegistration, asked: _AnyQuery) -> bool:
     told = publisher.told
     if told.modelname and asked.model != told.modelname:
         return False

@@ -13,6 +13,7 @@ import errno
 import logging
 import socket
 from collections.abc import Collection, Mapping, Set
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -111,34 +112,33 @@ class HealthChecker:
 
     async def _look_at_models(self) -> None:
         """Reads /v1/models; after a failure the engine keeps its models."""
-        try:
-            async with asyncio.timeout(self._checks.timeout_s):
-                status, body, _ = await _get(self._engine.address, "/v1/models", key=self._engine.key)
-        except OSError:  # TimeoutError is one
-            return
-        self._engine.set_models(models_of(body) if status == 200 else None)
+        with suppress(OSError):  # TimeoutError is one
+            body = await self._page("/v1/models", self._checks.timeout_s)
+            self._engine.set_models(None if body is None else models_of(body))
 
     async def _look_at_server_info(self) -> bool:
         """Reads /server_info, once until the engine leaves the rotation. SGLang's scheduler takes part in the
         answer, so it may be late. False: it timed out, and the kind of the engine is unknown."""
         try:
-            async with asyncio.timeout(max(self._checks.timeout_s, HEALTH_S)):
-                status, body, _ = await _get(self._engine.address, PAGE, key=self._engine.key)
+            body = await self._page(PAGE, max(self._checks.timeout_s, HEALTH_S))
         except TimeoutError:
             return False
         except OSError:  # it is asked again
             return True
-        self._engine.set_server_info(read_server_info(body) if status == 200 else None)
+        self._engine.set_server_info(None if body is None else read_server_info(body))
         return True
 
     async def _look_at_context(self) -> None:
         """Reads /server_info of a context server, at each check, since a restart changes its address."""
-        try:
-            async with asyncio.timeout(self._checks.timeout_s):
-                status, body, _ = await _get(self._engine.address, tensorrt_llm.PAGE, key=self._engine.key)
-        except OSError:  # TimeoutError is one
-            return
-        self._engine.set_context(tensorrt_llm.read_server_info(body) if status == 200 else None)
+        with suppress(OSError):  # TimeoutError is one
+            body = await self._page(tensorrt_llm.PAGE, self._checks.timeout_s)
+            self._engine.set_context(None if body is None else tensorrt_llm.read_server_info(body))
+
+    async def _page(self, path: str, timeout_s: float) -> bytes | None:
+        """A page of the engine; None: it has none. Raises OSError."""
+        async with asyncio.timeout(timeout_s):
+            status, body, _ = await _get(self._engine.address, path, key=self._engine.key)
+        return body if status == 200 else None
 
     async def _look_at_bootstrap(self, bootstrap: Bootstrap) -> None:
         try:
