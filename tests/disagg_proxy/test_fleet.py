@@ -17,8 +17,7 @@ import pytest
 from moonpool.disagg_proxy.conductor.calibration import FEWEST
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.worker import Worker
-from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings, Timing
 from tests.disagg_proxy.fleet_bed import SEED, fleet, play, text_of
 
 

@@ -6,7 +6,7 @@ model, text from a hash of the prompt, so that an answer shows whether the right
 process, one event loop.
 
     http.py -> server.py -> api.py -> batch.py -> blocks.py -> events.py
-                 sglang.py    |          timing.py
+                 sglang.py    |
            tensorrt_llm.py    |
                               +-> handover.py
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from moonpool.disagg_proxy.tools.mock_engine.blocks import Blocks
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import Timing
 
 
 class State(Enum):

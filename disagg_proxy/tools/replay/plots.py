@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from moonpool.core.errors import ConfigError
@@ -24,13 +25,15 @@ _STYLE = (
     ".bad{stroke:#d03b3b;stroke-width:1.5}.slo{stroke:currentColor;opacity:.6;stroke-dasharray:4 4}"
 )
 
+_bad = partial(ConfigError, operation="replay")
+
 
 def check(path: Path) -> None:
     """Raises ConfigError before the replay, not after."""
     if path.suffix != ".html":
-        raise ConfigError(f"a replay is drawn to an .html file, not {path}", operation="replay")
+        raise _bad(f"a replay is drawn to an .html file, not {path}")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"the folder of {path} does not exist", operation="replay")
+        raise _bad(f"the folder of {path} does not exist")
 
 
 def draw(path: Path, title: str, results: Results, slo: Slo) -> None:
@@ -38,7 +41,7 @@ def draw(path: Path, title: str, results: Results, slo: Slo) -> None:
     try:
         path.write_text(page(title, results, slo))
     except OSError as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}", operation="replay") from error
+        raise _bad(f"the plot cannot be written to {path}: {error}") from error
 
 
 def page(title: str, results: Results, slo: Slo) -> str:

@@ -8,12 +8,15 @@ prompts begin alike.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
+
+_bad = partial(ConfigError, operation="replay")
 
 
 class Prompt(NamedTuple):
@@ -70,7 +73,3 @@ class Prompts:
     def _block(self, block: int) -> np.ndarray:
         chance = np.random.default_rng((self._seed, block))
         return chance.integers(self._first_id, self._last_id, self._block_tokens, endpoint=True)
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(sentence, operation="replay")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from moonpool.disagg_proxy.tools.replay.client import Outcome
 from moonpool.disagg_proxy.tools.replay.results import Results, Summary
+from moonpool.disagg_proxy.tools.simulator.report import numbers
 from moonpool.disagg_proxy.tools.simulator.results import Slo
 
 WARM_SHARE = 0.01  # of the prompt tokens: below that a difference is one of block sizes
@@ -57,8 +58,8 @@ def as_json(results: Results, slo: Slo, about: dict[str, Any]) -> str:
     return json.dumps(
         {
             **about,
-            "slo": _numbers(slo._asdict()),
-            **_numbers({**found._asdict(), "hits": found.hits}),
+            "slo": numbers(slo._asdict()),
+            **numbers({**found._asdict(), "hits": found.hits}),
             "refused_by_reason": dict(results.refused),
             "failed_by_reason": dict(results.failed),
             "answers_by_engine": dict(results.engines),
@@ -116,10 +117,3 @@ def _quantiles(mean: float, p50: float, p90: float, p99: float) -> str:
 
 def _reasons(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common(8))
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }

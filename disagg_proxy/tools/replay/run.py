@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +26,8 @@ ASK_S = 10.0  # for the models
 BOUNDS = Bounds()
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the client keeps its own
 
+_bad = partial(ConfigError, operation="replay")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -42,16 +45,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.urls:
-            raise ConfigError("a replay needs a --url", operation="replay")
+            raise _bad("a replay needs a --url")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"an engine's URL looks like http://host:port, not {url!r}", operation="replay"
-                )
+                raise _bad(f"an engine's URL looks like http://host:port, not {url!r}")
         if not 0 < self.speed < float("inf"):
-            raise ConfigError(f"the speed must be positive, not {self.speed}", operation="replay")
+            raise _bad(f"the speed must be positive, not {self.speed}")
         if self.requests < 0 or not 0 < self.deadline_s < float("inf"):
-            raise ConfigError("requests and their deadline cannot be negative", operation="replay")
+            raise _bad("requests and their deadline cannot be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +165,8 @@ def read_api_key(path: Path) -> str:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the API key cannot be read from {path}: {error}", operation="replay") from error
+        raise _bad(f"the API key cannot be read from {path}: {error}") from error
     for text in lines:
         if text.strip() and not text.lstrip().startswith("#"):
             return text.strip()
-    raise ConfigError(f"{path} has no API key", operation="replay")
+    raise _bad(f"{path} has no API key")

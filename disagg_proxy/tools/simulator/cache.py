@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,17 +15,14 @@ from moonpool.disagg_proxy.tools.simulator.expected import Expected, drop
 _FEW = 24  # bits that are walked one by one; more are written out at once
 
 
-class Held:
+class Held(NamedTuple):
     """What a prompt's blocks are to the caches: leading ones by place, times ``find``'s unit, and in all of
     them together. best: the first place that holds most of them.
     """
 
-    __slots__ = ("anywhere", "best", "by_place")
-
-    def __init__(self, by_place: array[int], anywhere: int, best: int) -> None:
-        self.by_place = by_place
-        self.anywhere = anywhere
-        self.best = best
+    by_place: array[int]
+    anywhere: int
+    best: int
 
 
 class Caches:

@@ -10,10 +10,10 @@ will be.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
@@ -34,6 +34,7 @@ from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
 TELL_AFTER_S = 0.004  # from one proxy to the others: what is gathered, and the way
 
+_bad = partial(ConfigError, operation="simulate")
 _DECODE = Role.DECODE  # an enum's members are slow to look up
 
 
@@ -84,9 +85,7 @@ class Cluster:
         self.settings = settings
         self.events = Events()
         machine = settings.machine
-        self.caches = Caches(
-            machine.cache_tokens // BLOCK_TOKENS, functools.partial(make_cache, settings.eviction)
-        )
+        self.caches = Caches(machine.cache_tokens // BLOCK_TOKENS, partial(make_cache, settings.eviction))
         self.links = Links(machine.link_bytes_s)
         self.loads = Loads()
         self._done = done
@@ -99,12 +98,12 @@ class Cluster:
         self._proxies = tuple(proxies)
         self._exchanging = settings.exchanging and len(proxies) > 1
         for number, proxy in enumerate(proxies):
-            tell = functools.partial(self._tell, number) if self._exchanging else None
+            tell = partial(self._tell, number) if self._exchanging else None
             proxy.open(self, Fleet(counts, machine.room_tokens), pool=settings.pool, tell=tell)
         for instance in self.workers:
             self._open(instance.place)
         for each in check(faults, counts):
-            self.events.at(each.at_s, functools.partial(self._apply_event, each))
+            self.events.at(each.at_s, partial(self._apply_event, each))
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -169,7 +168,7 @@ class Cluster:
         begun_s = job.begun_s if self.settings.layerwise else self.events.now_s
         sent_s = self.links.send(job.prefill_place, job.decode_place, size, begun_s)
         job.there_s = max(sent_s, self.events.now_s) + machine.handover_s
-        self.events.at(job.there_s, functools.partial(self._handed, job, job.attempt))
+        self.events.at(job.there_s, partial(self._handed, job, job.attempt))
 
     def began(self, job: Job) -> None:
         """Tells its proxy, as the relay would; where another worker computed the prompt, as a hand-over."""
@@ -199,7 +198,7 @@ class Cluster:
         return self._proxies[job.proxy]
 
     def _tell(self, number: int, change: Change) -> None:
-        self.events.at(self.events.now_s + TELL_AFTER_S, functools.partial(self._hear, number, change))
+        self.events.at(self.events.now_s + TELL_AFTER_S, partial(self._hear, number, change))
 
     def _hear(self, number: int, change: Change) -> None:
         for other, proxy in enumerate(self._proxies):
@@ -224,7 +223,7 @@ class Cluster:
         self._proxy(job).expected.arrived(place, blocks)
         if self._exchanging:  # what was placed they have heard before
             self.events.at(
-                self.events.now_s + TELL_AFTER_S, functools.partial(self._is_there, job.proxy, place, blocks)
+                self.events.now_s + TELL_AFTER_S, partial(self._is_there, job.proxy, place, blocks)
             )
 
     def _is_there(self, number: int, place: int, blocks: Sequence[int]) -> None:
@@ -325,7 +324,3 @@ class Cluster:
             chunk_tokens = settings.chunk_tokens or 1 << 31
             return PrefillEngine(place, here, width=settings.width, chunk_tokens=chunk_tokens)
         return WholeEngine(place, here, chunk_tokens=settings.chunk_tokens)
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(sentence, operation="simulate")

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from moonpool.core.errors import ConfigError
 
 KINDS = ("prefill", "decode", "whole")
 _LINE = re.compile(r"(\d+(?:\.\d+)?)([smh]?)\s+(join|leave|kill)\s+(prefill|decode|whole)(-\d+)?")
+_bad = partial(ConfigError, operation="simulate")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
@@ -94,7 +96,3 @@ def check(faults: Iterable[ClusterEvent], counts: dict[str, int]) -> list[Cluste
         known[kind] += not number
         there.add(name)
     return ordered
-
-
-def _bad(sentence: str) -> ConfigError:
-    return ConfigError(sentence, operation="simulate")

@@ -7,6 +7,7 @@ import html
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".html")
 
+_bad = partial(ConfigError, operation="simulate")
+
 
 def check(paths: Sequence[Path]) -> None:
     """Raises ConfigError before hours of simulation, not after."""
     for path in paths:
         if path.suffix not in SUFFIXES:
-            raise ConfigError(f"a plot is a .png or an .html file, not {path}", operation="simulate")
+            raise _bad(f"a plot is a .png or an .html file, not {path}")
         if not path.absolute().parent.is_dir():
-            raise ConfigError(f"the folder of {path} does not exist", operation="simulate")
+            raise _bad(f"the folder of {path} does not exist")
     if paths:
         _pyplot()
 
@@ -61,7 +64,7 @@ def write(path: Path, title: str, head: Sequence[str], rows: Sequence[Sequence[s
         else:
             path.write_text(_page(title, head, rows, picture))
     except OSError as error:
-        raise ConfigError(f"the plot cannot be written to {path}: {error}", operation="simulate") from error
+        raise _bad(f"the plot cannot be written to {path}: {error}") from error
 
 
 def _page(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], picture: bytes) -> str:
@@ -85,7 +88,5 @@ def _pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib; pip install 'moonpool[plots]'", operation="simulate"
-        ) from error
+        raise _bad("plots need matplotlib; pip install 'moonpool[plots]'") from error
     return pyplot

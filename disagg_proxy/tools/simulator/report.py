@@ -88,7 +88,7 @@ def recommendation(best: Run, slo: Slo) -> str:
 
 def as_json(runs: Sequence[Run], slo: Slo) -> str:
     """{"slo": {...}, "runs": [{"plan": ..., the fields of Summary, ...}]}; what is no number is null."""
-    return json.dumps({"slo": _numbers(slo._asdict()), "runs": [_row(run, slo) for run in runs]}, indent=1)
+    return json.dumps({"slo": numbers(slo._asdict()), "runs": [_row(run, slo) for run in runs]}, indent=1)
 
 
 def _row(run: Run, slo: Slo) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _row(run: Run, slo: Slo) -> dict[str, Any]:
         "speed": plan.speed,
         "seed": plan.seed,
         "copies": plan.copies,
-        **_numbers(found._asdict()),
+        **numbers(found._asdict()),
         "computed": found.computed,
         "reasons": dict(run.results.reasons),
         "seconds": run.seconds,
@@ -129,7 +129,8 @@ def _seconds(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+def numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, with null for what is no number: JSON knows no NaN."""
     return {name: _number(value) for name, value in values.items()}
 
 

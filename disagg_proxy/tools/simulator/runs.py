@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from moonpool.disagg_proxy.tools.simulator.workers import get_shared, workers
 TELL_EVERY = 2_000  # requests
 SPEED_MIN, SPEED_MAX = 1e-6, 1e6  # times that are too far apart, or too near, are no longer told apart
 ANY = Objective()
+
+_bad = partial(ConfigError, operation="simulate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,11 @@ class Plan:
     def __post_init__(self) -> None:
         make_policy(self.policy)
         if not SPEED_MIN <= self.speed <= SPEED_MAX:
-            raise ConfigError(
-                f"the speed must be positive, {SPEED_MIN:g} to {SPEED_MAX:g}, not {self.speed}",
-                operation="simulate",
-            )
+            raise _bad(f"the speed must be positive, {SPEED_MIN:g} to {SPEED_MAX:g}, not {self.speed}")
         if self.copies < 1 or self.requests < 0:
-            raise ConfigError("copies are 1 or more, and requests cannot be negative", operation="simulate")
+            raise _bad("copies are 1 or more, and requests cannot be negative")
         if not 1 <= self.proxies <= 64:
-            raise ConfigError(f"there are 1 to 64 proxies, not {self.proxies}", operation="simulate")
+            raise _bad(f"there are 1 to 64 proxies, not {self.proxies}")
 
 
 @dataclass(frozen=True, slots=True)

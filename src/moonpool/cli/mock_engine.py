@@ -54,8 +54,7 @@ def mock_engine(
 ) -> int:
     """Run an engine without a model: OpenAI API, all PD forms, KV events, KV accounts and a timing model."""
     from moonpool.disagg_proxy.tools.mock_engine import server
-    from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
-    from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+    from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings, Timing
 
     return server.run(
         MockSettings(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.tools.mock_engine import api
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import Timing
 from tests.disagg_proxy.fleet_bed import Fleet
 
 SELDOM = HealthChecks(interval_s=1e6)  # one check at the start: what happens later is found out by requests

@@ -19,8 +19,7 @@ from moonpool._native import PrefillModel
 from moonpool.core.config.proxy_section import HealthChecks
 from moonpool.disagg_proxy.engines import bootstrap_trust
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings, Timing
 from tests.disagg_proxy.dispatch.handover_bed import (
     PROMPT,
     SELDOM,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings, Timing
 from tests.disagg_proxy.fleet_bed import fleet, play
 
 

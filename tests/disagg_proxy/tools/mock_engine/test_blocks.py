@@ -6,7 +6,7 @@ import random
 
 from moonpool.disagg_proxy.tools.mock_engine.batch import Batch, Job, State
 from moonpool.disagg_proxy.tools.mock_engine.blocks import Blocks
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import Timing
 
 
 def chain(name: str, length: int) -> list[bytes]:

@@ -14,8 +14,7 @@ import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.tools.mock_engine.server import MockEngine
-from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
-from moonpool.disagg_proxy.tools.mock_engine.timing import Timing
+from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings, Timing
 
 DEADLINE_S = 20.0
 BODY = {"model": "mock", "prompt": "x" * 400, "max_tokens": 5}
