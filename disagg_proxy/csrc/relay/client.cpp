@@ -1,3 +1,15 @@
+// Runs on the relay's thread alone. What is and is not here: framing, limits, deadlines and the order of
+// requests on one connection; which engine answers, and what, is the Exchange's matter.
+//
+// Between two events these hold:
+//   - exchange_ is set exactly while the state is kAnswering and the answer is not whole
+//   - request_ is set from the end of a head to the end of the answer
+//   - bytes that were read too early stand in held_ from held_at_ on, and nothing is read past them
+//   - the body counts against the budgets of this client's address by budgeted_, no more and no less
+//
+// Any call of write(), refuse() or abort() may close the connection, and any call into the exchange may end
+// the request. So each function here looks at open() or the state again after such a call, and returns at
+// once.
 #include "relay/client.hpp"
 
 #include <sys/socket.h>
@@ -41,12 +53,16 @@ Client::Client(RelayContext& context, ClientTable& table, int connection, size_t
 
 Client::~Client() { table_.addresses.leave(address); }
 
+// The first request gets the deadline of a head, not that of an idle connection: a stranger that only
+// connects is let go sooner.
 void Client::begin() {
     deadline_ = context_.now + context_.settings.deadlines.head_s;  // of the first request
     wait_idle();
     if (!context_.poller.add(*this, static_cast<uint32_t>(EPOLLIN) | EPOLLRDHUP)) abort();
 }
 
+// Connections in these lists can be closed when places run short: strangers before clients that have been
+// served.
 void Client::wait_idle() { (past_ == Past::kServed ? table_.idle : table_.strangers).push(idle_); }
 
 void Client::enter(ClientState state, double deadline_s) {
@@ -69,6 +85,7 @@ Client::Look Client::look() const {
             out_.size()};
 }
 
+// Writing comes first: it may end a pause, after which what was held is read in order.
 void Client::on_events(uint32_t events) {
     if ((events & EPOLLOUT) != 0) flush();
     if (open() && (events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) read_some(events);
@@ -82,12 +99,16 @@ void Client::read_some(uint32_t events) {
         if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
+    // The last answer is on its way; what the client still sends is of no interest, but a reset ends the
+    // wait for it.
     if (state_ == ClientState::kClosing) {
         if ((events & (EPOLLHUP | EPOLLERR)) != 0) abort();
         return;
     }
     ssize_t n = ::recv(fd.get(), context_.scratch.data(), context_.scratch.size(), 0);
     if (n > 0) {
+        // Lingering: bytes are read and dropped, so that the close does not become a reset that overtakes
+        // the refusal.
         if (state_ != ClientState::kLingering) take({context_.scratch.data(), static_cast<size_t>(n)});
     } else if (n == 0) {
         end_of_input();
@@ -113,6 +134,8 @@ void Client::take(std::string_view data) {
 size_t Client::read(std::string_view data) {
     size_t at = 0;
     while (at < data.size()) {
+        // Everything is used up here: a partial head was copied to partial_, and behind a refusal nothing
+        // is read.
         if (!reading_body() && !read_head(data, at)) return data.size();
         while (!body_.done() && at < data.size()) {
             auto piece = body_.take(data.substr(at));
@@ -124,22 +147,28 @@ size_t Client::read(std::string_view data) {
             at += piece.taken;
             if (state_ == ClientState::kDropping) continue;
             std::string& body = request_->body;
+            // A length is the client's promise only. Memory for all of it is reserved when an eighth has
+            // come.
             auto whole = static_cast<size_t>(std::max<int64_t>(request_->head.content_length, 0));
             if (body.capacity() < whole && body.size() >= whole / kReserveAllFrom) body.reserve(whole);
             body.append(piece.content);
             size_t most = context_.settings.limits.body_bytes_max;
+            // The limit for prompts is far more than any page of the proxy takes.
             if (route_ == Route::kPage) most = std::min(most, kPageBodyBytesMax);
             if (body.size() > most) {
                 refuse(http::body_too_large(most));
                 return data.size();
             }
         }
+        // Once for each piece of input, not for each chunk.
         if (!count_body()) return data.size();
         if (!body_.done()) {
             await_more();
             return data.size();
         }
         serve();
+        // An answer that was made at once (a page, a refusal) lets the loop go on with the next request in
+        // the same bytes.
         if (ending() || state_ == ClientState::kAnswering || write_paused_) return at;
     }
     return at;
@@ -163,6 +192,8 @@ bool Client::read_head(std::string_view data, size_t& at) {
     }
     request_ = table_.requests.take();
     http::RequestHead& head = request_->head;
+    // The views of the head's fields point into the input, which does not stay. They are moved to
+    // the request's own copy of the head's bytes.
     std::swap(head, parser_.head());
     request_->head_bytes.assign(input.substr(0, head.bytes));
     head.move_views(input.data(), request_->head_bytes.data());
@@ -181,6 +212,7 @@ bool Client::read_head(std::string_view data, size_t& at) {
 
 // Whether the request may be, by its head alone. False: it was refused, and nothing more of it is read.
 bool Client::judge() {
+    // Before anything can be refused: a refusal carries the id, too.
     table_.ids.give(*request_, context_);
     const http::RequestHead& head = request_->head;
     refusal_ = {};
@@ -193,12 +225,15 @@ bool Client::judge() {
             "gave you"};
     }
     const Deadlines& limits = context_.settings.deadlines;
+    // From here on this connection is not closed for the sake of another.
     if (route_ == Route::kRelay || route_ == Route::kModels) idle_.leave();
     if (route_ != Route::kRefused) {
         enter(ClientState::kBody, limits.body_stall_s);
         return true;
     }
     bool small = head.framing == http::Framing::kLength && head.content_length <= kDroppedBytesMax;
+    // A small body is on its way already; reading it keeps the connection usable. A client that asks first
+    // (100-continue) has not sent it.
     if (small && !head.expects_continue) {
         enter(ClientState::kDropping, limits.linger_s);
         return true;
@@ -215,6 +250,7 @@ void Client::hold(std::string_view data) {
     held_.append(data);
     count_unread();
     if (held_.size() > context_.settings.limits.pipelined_bytes_max) {
+        // Until the request under way is over. TCP then holds the client back.
         held_back_ = true;
         watch();
     }
@@ -275,6 +311,8 @@ void Client::give_budget() {
     budgeted_ = 0;
 }
 
+// Bytes that wait in this process for the client to read, or for its former request to end. The sum over
+// all clients bounds memory; the worst are shed (ClientTable::shed).
 void Client::count_unread() {
     size_t unread = open() ? out_.size() + held_.size() - held_at_ : 0;
     table_.budget.change_unread(unread_, unread);
@@ -289,11 +327,14 @@ void Client::serve() {
     bool refused = state_ == ClientState::kDropping;
     state_.move_to(ClientState::kAnswering);
     past_ = std::max(past_, refused || route_ == Route::kPage ? Past::kAsked : Past::kServed);
+    // TTFT counts from here: the time that a client takes to send is its own.
     request_->arrived_at = context_.now;  // whole
     bool close = last();
     if (refused) return refuse_request(std::exchange(refusal_, {}), close);
     idle_.leave();
     exchange_ = table_.exchanges.take();
+    // GET /v1/models is a page as soon as the engines have told their models; before, it is relayed like
+    // any request.
     if (route_ == Route::kPage || (route_ == Route::kModels && table_.engines.models_known())) {
         exchange_->begin_page(*this, request_, close);
     } else {
@@ -304,6 +345,7 @@ void Client::serve() {
 void Client::answer(int status, std::string_view reason, std::string_view body, std::string_view type,
                     const std::vector<std::pair<std::string, std::string>>& headers, bool close) {
     if (!reason.empty()) context_.count_rejected(reason);
+    // More headers than these are left out; a policy's own answer has a handful.
     std::array<http::OwnField, 16> own;
     size_t count = 0;
     std::string retry;
@@ -389,6 +431,7 @@ void Client::refuse(const http::Refusal& refusal) {
     partial_ = std::string();
     idle_.leave();
     enter(ClientState::kLingering, context_.settings.deadlines.linger_s);
+    // The end of our side tells the client that this was all. The socket itself stays for linger_s.
     if (out_.empty()) ::shutdown(fd.get(), SHUT_WR);  // else flush() does
 }
 
@@ -400,6 +443,8 @@ void Client::log(int status, uint64_t bytes) {
 
 // Writing.
 
+// Tries the socket at once. Only what it does not take is copied; beyond write_buffer_bytes_max the engine
+// is paused, and resumed at a quarter of it (flush), so that the two do not alternate with each packet.
 void Client::write(std::string_view head, std::string_view body) {
     if (!open()) return;
     if (out_.empty()) {
@@ -454,6 +499,8 @@ void Client::watch() {
 
 // Ending.
 
+// Called every sweep_s for each client. A client that takes nothing of its answer for client_stall_s holds
+// an engine's connection, and memory: it is cut.
 void Client::sweep(double now) {
     if (write_paused_ && now - took_at_ >= context_.settings.deadlines.client_stall_s) {
         context_.count_rejected("client_stalled");
@@ -500,6 +547,8 @@ void Client::close_soon() {
 
 void Client::abort() {
     if (!open()) return;
+    // With SO_LINGER 0 the close is a reset: a half answer must not look like a whole one that ends with
+    // the connection.
     bool cut = exchange_ != nullptr || !out_.empty();
     if (cut) {
         // What is not sent is dropped and the client sees a reset.
@@ -519,6 +568,8 @@ void Client::abort() {
     table_.defer_delete(*this);
 }
 
+// The exchange goes back to its pool after this turn; until then its memory is valid, since it may be on
+// the call stack.
 Exchange* Client::let_exchange_go() {
     Exchange* exchange = exchange_;
     exchange_ = nullptr;

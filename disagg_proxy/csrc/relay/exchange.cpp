@@ -1,3 +1,17 @@
+// Runs on the relay's thread alone, but for the body's examination, which a large body has beside it. This
+// half has the way of a request to one engine, the answer, retries and the end; exchange_prefill.cpp has
+// what is peculiar to two engines.
+//
+// What decides whether a failure can still be mended is whether a byte of an answer has gone to the client
+// (answer_.answered()). Before that, everything is undone and the decider is asked again, with the engines
+// that were tried left out (tried_). After that, the client gets an error event where the format allows it,
+// or a cut.
+//
+// Two bounds keep a request from harming more than one engine after the other: retries_max attempts, and
+// kBrokenMax engines that broke while they had it.
+//
+// Each function that settles (finish, refuse, the failed ones) is the last thing done in its call:
+// afterwards the exchange may belong to another request.
 #include "relay/exchange.hpp"
 
 #include <algorithm>
@@ -43,6 +57,7 @@ void Exchange::begin_request(Client& client, std::shared_ptr<Request> request, b
     begin_attempt();
 }
 
+// All that belongs to one plan. What belongs to the request (tried_, attempts, why_) stays.
 void Exchange::begin_attempt() {
     observation_.sent_prefill = observation_.prefill_done = observation_.sent_decode = 0;
     observation_.prefill_cached_tokens = -1;
@@ -67,6 +82,8 @@ void Exchange::await_decision(ExchangeState state) {
     ask_deadline_ = context_.now + context_.settings.deadlines.decide_s;
 }
 
+// In these states the exchange is known to the DecisionQueue by its request's number, and has to be
+// forgotten there when it ends.
 bool Exchange::undecided() const {
     return state_ == ExchangeState::kExamining || state_ == ExchangeState::kAsking ||
            state_ == ExchangeState::kAskingPage;
@@ -79,6 +96,8 @@ void Exchange::begin(Client& client, std::shared_ptr<Request> request, bool may_
     examined(request_->examine(context_.settings.limits.body, may_be_form));
 }
 
+// On the relay's thread again. The request may have been cancelled meanwhile; the queue then drops the
+// result.
 void Exchange::examined(std::optional<http::Refusal> refusal) {
     context_.reserved[0] += request_->facts().reserved;
     if (refusal) return refuse(std::move(*refusal), Outcome::kRefused);
@@ -97,6 +116,7 @@ void Exchange::ask() {
     Question question{request_, {}, observation_.attempts, false, {}};
     bool known = engines_.candidates(*request_, tried_, question.candidates);
     if (question.candidates.empty()) {
+        // No engine has the model, healthy or not: this is the client's mistake, not an outage.
         if (!known) {
             return refuse({404, "model_not_found",
                            "the model `" + request_->facts().model.substr(0, 200) +
@@ -106,6 +126,8 @@ void Exchange::ask() {
         return refuse(nobody(), Outcome::kFailed);
     }
     await_decision(ExchangeState::kAsking);
+    // The answer may come many turns later. Engines that are removed until then stay usable for it
+    // (may_use), so that a plan made before the removal is not void.
     asked_at_removal_ = engines_.removals();
     decisions_.ask(*this, std::move(question));
 }
@@ -132,13 +154,18 @@ http::Refusal Exchange::nobody() const {
     return {503, "no_engine", which + " healthy now; GET /engines says why, try again soon"};
 }
 
+// Four answers are possible: a page (the policy refuses, or answers itself), a plan, kLater (then this is
+// not called), or kFailed: the policy raised. The proxy survives a broken policy by choosing an engine
+// itself.
 void Exchange::decided(Decision& decision) {
     bool page = state_ == ExchangeState::kAskingPage;
     if (decision.kind == Decision::Kind::kPage) {
+        // Nothing was sent to an engine: no observation, the policy knows what it answered.
         if (tried_.empty()) {
             state_.move_to(ExchangeState::kOver);
             return client_->answer_page(decision.page);
         }
+        // The policy has no engine left to try; what the last one did says more than the policy's words.
         if (decision.page.reason == "no_engine") return refuse(nobody(), Outcome::kFailed);
         observation_.status = static_cast<uint16_t>(decision.page.status);
         observe(Outcome::kRefused);
@@ -147,6 +174,7 @@ void Exchange::decided(Decision& decision) {
     if (decision.kind == Decision::Kind::kPlan && !page) {
         if (engines_.has(decision.plan)) return follow(decision.plan);
         decisions_.decision_unused(request_->id, decision);  // an engine of it has left meanwhile
+        // Once. A policy that names engines that are gone twice in a row is treated as broken.
         if (!std::exchange(asked_again_, true)) return ask();
     }
     if (page) return refuse({500, "page_failed", "the proxy could not make this page"}, Outcome::kRefused);
@@ -168,6 +196,7 @@ void Exchange::follow(const Plan& plan) {
     observation_.prefill = plan.prefill;
     observation_.stream = request_->facts().stream;
     Engine& engine = engines_.at(plan.engine);
+    // A body that is no JSON object (a form, for instance) cannot carry hand-over parameters.
     if (plan.prefill < 0 || !request_->facts().is_object) {
         observation_.prefill = plan_.prefill = -1;
         return answer_by(engine);
@@ -176,6 +205,7 @@ void Exchange::follow(const Plan& plan) {
     const HandoverForm& form = handover_form(plan_.form);
     state_.move_to(form.at_once() ? ExchangeState::kAnswering : ExchangeState::kPrefilling);
     send_prefill_leg(prefill, form.prefill_edits(plan_));
+    // Two-step forms wait for prefill's answer (prefill_done). The others send to both engines now.
     if (!form.at_once()) return;
     // The prefill may have failed at once, and the request be on another way already.
     if (state_ == ExchangeState::kAnswering && prefill_.engine == &prefill)
@@ -202,6 +232,7 @@ void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view>
     size_t bytes = 0;
     for (std::string_view piece : answer_.body) bytes += piece.size();
     write_request_head(answer_.head, *request_, engine, bytes, nullptr);
+    // Before go(), which may fail at once and ask again.
     tried_.push_back(static_cast<uint16_t>(engine.place));
     answer_.go(engine);
 }
@@ -224,6 +255,8 @@ bool Exchange::again_allowed() const {
     return observation_.attempts <= context_.settings.limits.retries_max && broken_ < kBrokenMax;
 }
 
+// For an engine that has stopped answering health checks: its request is moved only if another engine
+// works, and the request may break no further one.
 bool Exchange::may_move(const Leg& leg) {
     if (answer_.answered() || observation_.attempts > context_.settings.limits.retries_max) return false;
     if (broken_ + 1 >= kBrokenMax || leg.engine == nullptr) return false;
@@ -233,6 +266,8 @@ bool Exchange::may_move(const Leg& leg) {
                        [&](uint16_t place) { return engines_.at(place).works(context_.now); });
 }
 
+// One piece of the answer, from the engine to the client. The order matters: first whether the piece
+// changes everything (a failed pair), then the head, then bookkeeping, the client last.
 void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bool complete) {
     if (one_shot() && met_nobody(head, body)) return ask_another_pair();
     engine_bytes_ += body.size();
@@ -240,6 +275,7 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
         start_answer(*head);
         if (is_to_be_merged(*head)) {
             merge_.begin(*head);
+            // The head alone is no answer yet: see the header of exchange.hpp.
         } else if (at_once() && body.empty() && !complete) {
             return answer_.set_answered(false);
         }
@@ -247,6 +283,7 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
     if (merge_.active()) return hold(body, complete);
     answer_.set_answered(true);
     read_usage(body);
+    // A client of HTTP/1.0 gets the content, and the end of the connection as its end.
     if (framing_ == Framing::kChunksTakenOff) {
         content_.clear();
         unchunked_.take_all(body, content_);
@@ -330,6 +367,7 @@ void Exchange::begun() {
     reached(Stage::kBegun);
 }
 
+// Fields of the engine are passed on but for those of one hop; the proxy's own go behind them.
 void Exchange::start_answer(const http::ResponseHead& head) {
     const Engine& engine = *answer_.engine;
     status_ = head.status;
@@ -340,6 +378,7 @@ void Exchange::start_answer(const http::ResponseHead& head) {
         framing_ = request_->head.http_1_0 ? Framing::kChunksTakenOff : Framing::kChunks;
         unchunked_ = http::BodyReader(http::Framing::kChunked, 0);
     }
+    // An engine's answer that ends with its connection ends with the client's, too.
     close_ = close_ || head.framing == http::Framing::kUntilClose;
     std::array<http::OwnField, 16> own;
     size_t count = 0;
@@ -380,6 +419,8 @@ void Exchange::finish() {
     engine.counts.relayed_bytes += engine_bytes_;
     answer_.leave(verdict_on_status(status_));
     if (prefill_.engine != nullptr) {
+        // The answer is whole before prefill's: with one token, or when the decode engine computed the
+        // prompt itself.
         ++prefill_.engine->counts.prefills[static_cast<size_t>(Prefill::kOvertaken)];
         // In one shot prefill has given all it had, and answers, too.
         Verdict met = status_ < 500 ? Verdict::kGood : Verdict::kNone;
@@ -393,6 +434,7 @@ void Exchange::finish() {
 
 // Failing.
 
+// From a leg, which stands still at its engine: exactly one of the functions below makes it leave.
 void Exchange::leg_failed(Leg& leg, Reason reason, std::string why) {
     Engine& engine = *leg.engine;
     bool after = &leg == &answer_ && answer_.answered();
@@ -414,6 +456,7 @@ void Exchange::note_broken(const Leg& leg, Reason reason) {
 
 void Exchange::leg_refused(Leg& leg) { engines_.refused(*leg.engine); }
 
+// No socket or no port is left on this host. Another engine would not help, and none is blamed.
 void Exchange::leg_lacks(const char* why) {
     prefill_.leave(Verdict::kNone);
     if (answer_.answered()) return;  // concurrent, and the client is being answered already
@@ -426,6 +469,7 @@ void Exchange::leg_lacks(const char* why) {
 void Exchange::answer_failed(Reason reason, const std::string&) {
     Engine& engine = *answer_.engine;
     if (answer_.answered()) {
+        // Half an event cannot be followed by an error event; then the cut itself has to say it.
         bool between = merge_.active() || answer_.between_events();
         ++engine.counts.answers[static_cast<size_t>(std::min(status_ / 100, 5))];
         engine.counts.relayed_bytes += engine_bytes_;
@@ -459,6 +503,8 @@ void Exchange::refuse(http::Refusal refusal, Outcome outcome) {
     client_->exchange_refused(refusal);
 }
 
+// The one exit of an exchange that was sent to an engine: what policies learn from is complete, since each
+// such request passes here once.
 void Exchange::observe(Outcome outcome) {
     state_.move_to(ExchangeState::kOver);
     observation_.last_byte = context_.now;
@@ -475,6 +521,7 @@ void Exchange::reached(Stage stage) {
 
 // What the client does.
 
+// The client left. Closing the engine's connection is what makes the engine stop computing.
 void Exchange::cancel() {
     if (over()) return;
     if (undecided()) decisions_.forget(*this);

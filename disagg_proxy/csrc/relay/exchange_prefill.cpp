@@ -1,5 +1,9 @@
 // The half of Exchange for two engines: what prefill answers, how it is handed over, and what becomes of a
 // request when prefill fails or the two do not come together.
+//
+// The forms of a hand-over (handover_forms.hpp) differ in when the decode engine is asked and what is put
+// into the two bodies. What is common: prefill's answer is collected here and never passed on as it comes;
+// whatever prefill does, the client gets either the decode engine's answer or one error.
 #include <algorithm>
 
 #include "http/head_writer.hpp"

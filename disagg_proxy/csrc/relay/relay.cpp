@@ -1,3 +1,13 @@
+// Threads. "moonpool-relay" runs run() and owns everything but what is marked otherwise. Other threads
+// reach it in two ways: post() leaves a function in posted_ and wakes the poller; call() does the same and
+// waits. mutex_ guards posted_, ended_ and empty_, nothing else, and is never held while a posted function
+// runs.
+//
+// After the thread has ended (ended_), post() does nothing and call() runs the function on the caller's
+// thread, which is then the only one. So the owner can look at counters after close().
+//
+// Objects that end inside of a turn are not deleted before clean(): events of the same turn, and callers
+// further up the stack, may still refer to them.
 #include "relay/relay.hpp"
 
 #include <fcntl.h>
@@ -19,6 +29,7 @@ void Relay::Wake::on_events(uint32_t) {
     (void)!::read(fd.get(), &value, sizeof(value));
 }
 
+// The parts get references to each other here, in the order of their declaration.
 Relay::Relay(Settings given, Decider& decider)
     : decider_(decider),
       context_(std::move(given)),
@@ -43,6 +54,9 @@ Result<std::unique_ptr<Relay>> Relay::start(Settings given, Decider& decider) {
         !context.poller.add(relay->wake_, EPOLLIN)) {
         return os_error("relay");
     }
+    // Bodies above this size are mappings of their own, which go back to the kernel when they are freed.
+    // The dynamic threshold of glibc would keep them in the heap after the first one. It is a setting of
+    // the whole process.
     ::mallopt(M_MMAP_THRESHOLD, static_cast<int>(RequestPool::kMappedBytes));
     ::mallopt(M_TRIM_THRESHOLD, static_cast<int>(4 * RequestPool::kMappedBytes));
     context.now = relay->clock();
@@ -58,6 +72,8 @@ Relay::~Relay() {
 
 // From any thread.
 
+// Seconds of the monotonic clock, and what tests have added. Within a turn context_.now is used, so that
+// all of it happens at one time.
 double Relay::clock() const {
     auto since = std::chrono::steady_clock::now().time_since_epoch();
     auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
@@ -98,6 +114,8 @@ void Relay::call(const std::function<void()>& function) {
         }
         posted_.push_back([&] {
             function();
+            // Notified under the lock: the waiter's frame, with mutex and condition, may be gone right
+            // after it.
             MutexLock guard(mutex);
             done = true;
             changed.notify_one();
@@ -112,10 +130,13 @@ void Relay::listen(int fd) {
     ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
     call([&] {
         listeners_.push_back(std::make_unique<Listener>(context_, clients_, fd));
+        // Connections that came before wait in the socket's queue.
         context_.poller.add(*listeners_.back(), EPOLLIN);
     });
 }
 
+// The caller chooses places; a place is free again after Decider::engine_gone. Posted functions run in
+// order, so that what follows about the same place finds it.
 void Relay::add_engine(size_t place, EngineSettings engine) {
     post([this, place, engine = std::move(engine)] { engines_.add(place, engine); });
 }
@@ -127,6 +148,7 @@ void Relay::remove_engine(size_t place, double drain_s) {
 void Relay::engine_state(size_t place, bool healthy) {
     post_to(place, [this, healthy](Engine& engine) {
         engine.healthy = healthy;
+        // An answer to a health check shows that the engine's process lives; it counts like traffic.
         if (!healthy) return;
         engine.answered_at = context_.now;
         engine.lates = 0;
@@ -141,6 +163,8 @@ void Relay::engine_address(size_t place, const sockaddr_storage& address, sockle
     post_to(place, [address, size](Engine& engine) {
         engine.address = address;
         engine.address_size = size;
+        // The name resolves to another address now: idle connections may lead to another host. Those in use
+        // end with their requests.
         engine.close_idle();
     });
 }
@@ -162,6 +186,8 @@ void Relay::resume(uint64_t request, Decision decision) {
     post([this, request, decision = std::move(decision)]() mutable { decisions_.resume(request, decision); });
 }
 
+// First what waits in the listening sockets is accepted: these clients have connected to this proxy and
+// would see a reset.
 bool Relay::drain(double timeout_s) {
     call([this] {
         context_.draining = true;
@@ -180,6 +206,7 @@ void Relay::close() {
     stopping_ = true;
     wake();
     (void)thread_.join();
+    // After the thread: it hands bodies to the examiner, and frees them through it.
     examiner_.close();
     context_.access_log.reset();  // its last lines
 }
@@ -195,6 +222,7 @@ void Relay::advance_clock_for_test(double seconds) {
 // The thread.
 
 void Relay::run() {
+    // The decider is Python's side: it makes the thread known to the interpreter.
     decider_.thread_started();
     const Settings& settings = context_.settings;
     double& now = context_.now;
@@ -202,11 +230,14 @@ void Relay::run() {
     double sweep_at = now + settings.deadlines.sweep_s;
     while (!stopping_) {
         double left_s = sweep_at - clock();
+        // No longer than to the next sweep: deadlines have no timers of their own.
         context_.poller.wait(std::clamp(static_cast<int>(std::ceil(left_s * 1000)), 0, 1000));
         now = clock();  // what came is of now, not of the moment before the wait
         context_.poller.hand_out();
         now = clock();
         run_posted();
+        // Decisions can end requests, and ended requests let clients go on with what was held, which may
+        // ask again: until neither has anything left. All questions of a round go to Python in one visit.
         while (clients_.go_on() || !decisions_.empty()) decisions_.decide();
         if (clients_.budget.unread_bytes() > settings.limits.unread_bytes_max) clients_.shed();
         if (now >= sweep_at) {
@@ -230,6 +261,8 @@ void Relay::run_posted() {
     for (auto& function : posted) function();
 }
 
+// Every sweep_s: deadlines of clients, exchanges and engines, and listeners that rested for want of
+// descriptors.
 void Relay::sweep() {
     clients_.sweep();
     engines_.sweep([this](const Engine& engine) { return exchanges_.may_use(engine); });
@@ -253,6 +286,8 @@ void Relay::stop_listening() {
     listeners_.clear();
 }
 
+// What threads have posted until now is run here, since they may wait for it in call(); what comes later
+// finds ended_.
 void Relay::end_all() {
     stop_listening();
     clients_.abort_all();
@@ -268,6 +303,7 @@ void Relay::end_all() {
     for (auto& function : posted) function();  // a thread may wait for it; it may take the mutex itself
 }
 
+// For drain(): also called in clean(), after each turn.
 void Relay::look_whether_empty() {
     if (!context_.draining || !clients_.all().empty()) return;
     MutexLock lock(mutex_);

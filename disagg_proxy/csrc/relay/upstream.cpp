@@ -1,3 +1,13 @@
+// Runs on the relay's thread alone. leg_ is the request whose answer is read; null while the connection is
+// idle or drained. Whatever ends the connection clears leg_ before it calls the leg: the leg may at once
+// take another connection, or end the request.
+//
+// An idle connection that the engine closed cannot be told from one that it is about to close. So a reused
+// connection that ends before a byte of an answer has come is stale, not failed (ended): the leg sends the
+// request again over a fresh one, and the engine is not blamed.
+//
+// Bytes behind a whole answer are an error, since one request at a time is under way: they would be taken
+// for the next answer.
 #include "relay/upstream.hpp"
 
 #include <sys/socket.h>
@@ -26,6 +36,7 @@ int Upstream::connect(Leg& leg) {
     tune(fd.get(), context_.settings.deadlines.tcp_dead_peer_s);
     int result =
         ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&engine_.address), engine_.address_size);
+    // At most a few errors come at once (no route); the others come by on_events().
     if (result != 0 && errno != EINPROGRESS) return errno;
     leg_ = &leg;
     connecting_ = true;
@@ -41,11 +52,13 @@ void Upstream::on_events(uint32_t events) {
 void Upstream::finish_connecting() {
     int error = 0;
     socklen_t size = sizeof(error);
+    // Any event while connecting says that it is over; this tells how.
     if (::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
     Leg* leg = leg_;
     if (error != 0) {
         leg_ = nullptr;
         close();
+        // This object is closed and out of the engine's lists: the leg may begin another one.
         leg->cannot_connect(error);
         return;
     }
@@ -56,10 +69,13 @@ void Upstream::finish_connecting() {
 
 void Upstream::send(Leg& leg) {
     leg_ = &leg;
+    // An answer to HEAD has a length and no body.
     parser_.begin(leg.head_only);
     headed_ = event_stream_ = false;
     received_ = 0;
     partial_.clear();
+    // Nothing is copied: the pieces stay in the leg until the message is sent, and the position is what is
+    // left of its size.
     unsent_ = leg.message_bytes;
     write_more();
 }
@@ -69,6 +85,7 @@ void Upstream::write_more() {
     size_t room = kTurnBytes;  // an engine that reads fast would else have all of a large body in one turn
     while (unsent_ > 0 && room > 0) {
         // The pieces of the message less what is sent: head first, then the body.
+        // A body with edits has some twenty pieces at most; more would go with the next turn of the loop.
         std::array<iovec, 24> pieces;
         size_t count = 0, skip = leg_->message_bytes - unsent_, left = room;
         auto add = [&](std::string_view piece) {
@@ -97,6 +114,7 @@ void Upstream::read_some() {
         return feed({context_.scratch.data(), static_cast<size_t>(n)});
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (leg_ == nullptr) return close();  // the engine ended an idle connection, or speaks unasked
+    // The orderly end of an answer without a length.
     if (n == 0 && headed_ && body_.finish()) return deliver(false, {}, true);
     ended();
 }
@@ -114,6 +132,8 @@ void Upstream::ended() {
     }
 }
 
+// A head in one piece is parsed where it lies; only a partial one is copied. The body is passed on as it
+// came, chunk framing included.
 void Upstream::feed(std::string_view bytes) {
     received_ += bytes.size();
     bool first = !headed_;
@@ -151,6 +171,8 @@ void Upstream::deliver(bool first, std::string_view body, bool complete) {
     if (leg != nullptr) leg->received(first ? &parser_.head() : nullptr, body, complete);
 }
 
+// Back to the engine's pool, unless the engine will close it, has not read the whole request, or is
+// leaving.
 void Upstream::give_back() {
     leg_ = nullptr;
     paused_ = false;
@@ -178,8 +200,11 @@ void Upstream::let_go(Leg& leg) {
     close();
 }
 
+// For one shot, where the prefill engine's own answer comes anyway: it is read and dropped, for linger_s at
+// most, and the connection can be used again.
 void Upstream::drain(Leg& leg) {
     if (leg_ != &leg) return;
+    // The engine does not have the whole request, so it has nothing to finish.
     if (connecting_ || unsent_ > 0) return let_go(leg);
     leg_ = nullptr;
     drained_until = context_.now + context_.settings.deadlines.linger_s;
@@ -191,9 +216,12 @@ void Upstream::close() {
     if (open()) context_.poller.close(*this);  // not when there was no socket to be had
     auto at = std::find(engine_.idle.begin(), engine_.idle.end(), this);
     if (at != engine_.idle.end()) engine_.idle.erase(at);
+    // Deleted after the turn: this may be a call from inside of this object.
     context_.defer_delete(engine_.take_out(*this));
 }
 
+// A peek, so that the bytes stay for read_some(). An engine's process that crashed closes all its
+// connections at once, and this is asked before the relay has seen their events.
 bool Upstream::is_cut() const {
     char octet;
     ssize_t n = connecting_ ? 1 : ::recv(fd.get(), &octet, 1, MSG_PEEK | MSG_DONTWAIT);
