@@ -1,3 +1,14 @@
+// One reader for three dialects (docs/events.md): vLLM's events as maps, the same as arrays with the fields
+// in a fixed order, and SGLang's and the pool's, which use a part of the fields. A field has one function
+// that reads it into KvEvent; two tables say which name, or which place, is whose.
+//
+// Untrusted input: an engine may be of any version, or another process may publish on its port. Counts are
+// compared with maxima before memory is reserved, sums over a batch too; MsgpackReader never reads behind
+// the payload. Nothing is copied but numbers: texts and hashes are views into the payload, which the caller
+// keeps.
+//
+// A wrong type in a known field refuses the batch, since what follows would be read at the wrong place. An
+// unknown field or kind of event is passed over: newer engines have more of them.
 #include "conductor/kv_events.hpp"
 
 #include <algorithm>
@@ -24,6 +35,8 @@ bool optional_text(MsgpackReader& in, std::optional<std::string_view>& out) {
     return true;
 }
 
+// vLLM names blocks by bytes or by integers, by its settings. Both become 64 bits; of the pool's events the
+// bytes are the digest itself.
 bool read_hash(MsgpackReader& in, EventHash& out) {
     bool negative = false;
     if (in.peek() == Type::kInteger) return in.integer(out.value, negative);
@@ -48,6 +61,7 @@ bool read_parent(MsgpackReader& in, KvEvent& e) {
     return true;
 }
 
+// With EAGLE a token is a pair (token, next); the first is the prompt's.
 bool read_token(MsgpackReader& in, uint64_t& token, bool& negative) {
     uint32_t count = 0;
     if (in.peek() != Type::kArray) return in.integer(token, negative);
@@ -66,6 +80,7 @@ bool read_tokens(MsgpackReader& in, KvEvent& e) {
         uint64_t token = 0;
         bool negative = false;
         if (!read_token(in, token, negative)) return false;
+        // No id behind the first odd one is kept: how many blocks are whole before it is what counts.
         e.odd_tokens |= negative || token > UINT32_MAX;
         if (!e.odd_tokens) e.tokens.push_back(static_cast<uint32_t>(token));
     }
@@ -76,15 +91,18 @@ bool read_block_tokens(MsgpackReader& in, KvEvent& e) {
     uint64_t size = 0;
     bool negative = false;
     if (!in.integer(size, negative)) return false;
+    // 0 is the size of no index, so such an event is left out, not refused.
     e.block_tokens = negative || size > UINT32_MAX ? 0 : static_cast<uint32_t>(size);
     return true;
 }
 
+// Whether there is one is all that matters: the number means something at its engine only.
 bool read_lora_id(MsgpackReader& in, KvEvent& e) {
     e.has_lora_id = in.peek() != Type::kNil;
     return in.skip();
 }
 
+// No medium is the device. What is neither GPU nor CPU (a file system, a store) counts as disk.
 bool read_medium(MsgpackReader& in, KvEvent& e) {
     std::optional<std::string_view> medium;
     if (!optional_text(in, medium)) return false;
@@ -99,6 +117,8 @@ bool read_medium(MsgpackReader& in, KvEvent& e) {
 bool read_lora_name(MsgpackReader& in, KvEvent& e) { return optional_text(in, e.lora_name); }
 bool read_cache_salt(MsgpackReader& in, KvEvent& e) { return optional_text(in, e.cache_salt); }
 
+// Two texts at most have a meaning here: LoRA and salt. Anything else belongs to an image or an embedding,
+// and makes the block foreign.
 bool read_block_extras(MsgpackReader& in, BlockExtras& out) {
     if (in.nil()) return true;
     uint32_t count = 0;
@@ -133,6 +153,8 @@ bool read_group(MsgpackReader& in, KvEvent& e) {
     return true;
 }
 
+// A kind that is not in the list attends to a part of the prompt only (sliding window, state): its blocks
+// do not say that a prefix is there.
 bool read_spec_kind(MsgpackReader& in, KvEvent& e) {
     constexpr std::array<std::string_view, 4> kWhole = {"full_attention", "mla_attention",
                                                         "sink_full_attention", "unknown"};
@@ -165,6 +187,7 @@ constexpr std::array<Field, 9> kStoredFields = {{{"block_hashes", read_hashes},
                                                  {"extra_keys", read_extras},
                                                  {"group_idx", read_group}}};
 constexpr std::array<Field, 2> kRemovedFields = {{{"block_hashes", read_hashes}, {"medium", read_medium}}};
+// Later additions, which the array form does not have.
 constexpr std::array<Field, 3> kMapFields = {
     {{"kv_cache_spec_kind", read_spec_kind}, {"locality", read_locality}, {"cache_salt", read_cache_salt}}};
 
@@ -208,6 +231,7 @@ bool read_array_event(MsgpackReader& in, KvEvent& e) {
     std::span<const Field> fields;
     if (e.kind == KvEvent::Kind::kStored) fields = kStoredFields;
     if (e.kind == KvEvent::Kind::kRemoved) fields = kRemovedFields;
+    // An array may be shorter (an older engine) or longer (a newer one).
     for (uint32_t i = 1; i < count; ++i) {
         bool known = i - 1 < fields.size();
         if (known ? !fields[i - 1].read(in, e) : !in.skip()) return false;
@@ -238,6 +262,7 @@ Result<KvEventBatch> decode_kv_events(std::span<const uint8_t> payload) {
         if (!read_event(in, e)) {
             return Error{Code::kProtocol, "KV event " + std::to_string(i) + " of the batch is malformed"};
         }
+        // Decoded, a block takes forty times its bytes: the sum is what bounds memory.
         blocks += std::max(e.hashes.size(), e.extras.size());
         if (blocks > kBatchBlocksMax) {
             return Error{Code::kTooLarge, "the KV events of a batch have at most 1,048,576 blocks"};

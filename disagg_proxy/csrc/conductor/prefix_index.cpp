@@ -1,3 +1,18 @@
+// A block is one row of BlockStore, with a set of bits for each holder that has it: a bit for each tier,
+// `used` for the clock, `expected` for what was sent there. An entry is a holder's own name of a block
+// (HolderBlocks). The store's row lives as long as an entry refers to it (refs) or a holder has a bit.
+//
+//           ingest, apply                     dispatched                  expire
+// block --> entry + tier bits                 expected bit, until ttl     expected bit goes
+//           confirms what was expected
+//
+// Why two maps: an engine names blocks by hashes of its own, which mean nothing elsewhere, and a removal
+// has only these. Questions come with our digests of the tokens. HolderBlocks translates the one into the
+// other, per holder.
+//
+// Locking (QuestionsFirst): one mutex for everything. Changes are cut into pieces of kPieceMax entries,
+// between which the lock is given up; so a state in the middle of a batch is visible, and each such state
+// is consistent. Hashing of tokens, which is most of the work, is done without the lock.
 #include "conductor/prefix_index.hpp"
 
 #include <algorithm>
@@ -13,11 +28,13 @@ namespace moonpool {
 namespace {
 
 constexpr uint32_t kBlocksMax = 8u << 20;
+// Evicting one by one would look for the largest holder each time.
 constexpr uint32_t kEvictedAtOnce = 32;
 constexpr size_t kAhead = 8;  // a question looks so many blocks ahead, to have them in the cache
 
 HoldBits bit_of(KvTier tier) { return static_cast<HoldBits>(1u << static_cast<unsigned>(tier)); }
 
+// Of a pool's block: its first eight bytes serve as its name, as the pool has no other.
 uint64_t name_of(const uint8_t* key) {
     uint64_t name;
     std::memcpy(&name, key, sizeof(name));
@@ -50,6 +67,7 @@ bool plain(const KvEvent& event, size_t block) {
 }  // namespace
 
 void QuestionsFirst::lock_change() {
+    // Only a hint: a question that comes after the look waits for one piece.
     while (waiting_.load(std::memory_order_relaxed) != 0) std::this_thread::yield();
     mutex_.lock();
 }
@@ -84,6 +102,7 @@ Result<std::unique_ptr<PrefixIndex>> PrefixIndex::create(const PrefixIndexOption
     if (options.holders_max == 0 || options.holders_max > kHoldersMax) {
         return Error{Code::kInvalidArgument, "an index has 1 to 2,048 holders"};
     }
+    // The secret keys the hash tables, so that no client can choose prompts that collide.
     std::random_device random;
     uint64_t secret = uint64_t{random()} << 32 | random();
     return std::unique_ptr<PrefixIndex>(new PrefixIndex(options, secret));
@@ -102,6 +121,8 @@ Status PrefixIndex::check_holder(uint32_t holder) const {
                                              std::to_string(options_.holders_max)};
 }
 
+// A holder that is being forgotten is not made present again: its events are still taken by name, and
+// answered as unknown.
 HolderBlocks& PrefixIndex::obtain(uint32_t holder) {
     if (!holders_[holder]) holders_[holder] = std::make_unique<HolderBlocks>(secret_);
     if (!holders_[holder]->leaving) present_.set(holder);
@@ -125,6 +146,7 @@ Result<Ingested> PrefixIndex::ingest(uint32_t holder, std::span<const uint8_t> p
         if (event.kind == KvEvent::Kind::kStored && !of_pool) take_stored(holder, event, sum);
         if (event.kind == KvEvent::Kind::kRemoved) take_removed(holder, event, of_pool, sum);
         if (event.kind == KvEvent::Kind::kCleared) {
+            // The cleared holder begins anew with the next event of the same batch.
             if (Status forgotten = forget(holder); !forgotten) return forgotten.error();
             ++sum.cleared;
         }
@@ -170,6 +192,8 @@ bool PrefixIndex::start_of_chain(uint32_t holder, const KvEvent& event, std::vec
     if (!event.parent) {
         std::optional<std::string_view> salt;
         if (!salt_of(event, salt)) return false;
+        // Plain chains begin with nothing before them, so that their digests are the same at every engine
+        // and in the pool.
         if (!event.lora_name && !salt) return true;
         Digest seed = chain_seed(event.lora_name, salt);
         previous.assign(seed.begin(), seed.end());
@@ -178,15 +202,20 @@ bool PrefixIndex::start_of_chain(uint32_t holder, const KvEvent& event, std::vec
     Change change(lock_);
     HolderBlocks& own = obtain(holder);
     uint32_t row = own.find(event.parent->value);
+    // The parent was evicted here, or never told (the stream began later): the chain cannot be placed, and
+    // its blocks count as unknown.
     if (row == kNoRow) return false;
     uint32_t block = own.block(row);
     const Digest& digest = store_.digest(block);
     previous.assign(digest.begin(), digest.end());
     HoldBits bits = store_.bits(block, holder);
+    // The parent of a new block is in use, whether or not a question came for it.
     if (bits != 0) store_.set_bits(block, holder, bits | kUsed);
     return true;
 }
 
+// Order of checks: what is not of this index is skipped; what is, but has no known place, is unknown. Both
+// are counted, since both mean that the index knows less than the engine.
 void PrefixIndex::take_stored(uint32_t holder, const KvEvent& event, Ingested& sum) {
     auto told = static_cast<uint32_t>(event.hashes.size());
     if (event.remote || !follows_group(holder, event)) {
@@ -194,6 +223,8 @@ void PrefixIndex::take_stored(uint32_t holder, const KvEvent& event, Ingested& s
         return;
     }
     if (event.tokens.empty() && !event.odd_tokens) return take_more_of_known(holder, event, sum);
+    // A prefix of the event's blocks: behind one that cannot be named none can, since each digest covers
+    // all before it.
     uint32_t blocks = placeable(event);
     sum.skipped += told - blocks;
     if (blocks == 0) return;
@@ -238,6 +269,8 @@ void PrefixIndex::take_digests(uint32_t holder, const KvEvent& event, Ingested& 
     for (size_t i = 0; i < event.hashes.size();) {
         Change change(lock_);
         obtain(holder).of_pool = true;
+        // Any engine may fetch from the pool's nodes, so that what several of them hold together counts
+        // (match).
         pool_.set(holder);
         for (size_t end = std::min(event.hashes.size(), i + kPieceMax); i < end; ++i) {
             std::string_view digest = event.hashes[i].bytes;
@@ -300,7 +333,9 @@ bool PrefixIndex::insert(uint32_t holder, uint64_t name, const uint8_t* key, con
         row = kNoRow;
     }
     if (row == kNoRow) {
+        // The count of references has 16 bits; a block with more entries than that is left out.
         if (!store_.add_ref(block)) return false;
+        // After add_ref(), so that the block itself is not the one to go.
         if (entries_ >= options_.blocks_max) make_room();
         row = own.insert(name, block);
         ++entries_;
@@ -320,6 +355,7 @@ bool PrefixIndex::remove(uint32_t holder, uint64_t name, KvTier tier) {
     if (row == kNoRow) return false;
     uint32_t block = own.block(row);
     HoldBits bits = store_.bits(block, holder);
+    // The engine holds another copy of the same block.
     if (tier == KvTier::kDevice && !own.drop_copy(row)) return true;
     bits = static_cast<HoldBits>(bits & ~bit_of(tier));
     if ((bits & kTierBits) == 0) {
@@ -330,6 +366,7 @@ bool PrefixIndex::remove(uint32_t holder, uint64_t name, KvTier tier) {
     return true;
 }
 
+// The expected bit survives: a request is still on its way there and will bring the block back.
 void PrefixIndex::drop_entry(uint32_t holder, uint32_t row) {
     HolderBlocks& own = *holders_[holder];
     uint32_t block = own.block(row);
@@ -353,6 +390,8 @@ uint32_t PrefixIndex::largest_holder() const {
 }
 
 // The clock (second chance): an entry that was used since the hand last passed stays for another round.
+// From the largest holder, so that an engine with a large cache does not drive out what is known of the
+// small ones.
 void PrefixIndex::make_room() {
     uint32_t holder = largest_holder();
     HolderBlocks& own = *holders_[holder];
@@ -380,11 +419,14 @@ Status PrefixIndex::dispatched(uint32_t holder, std::span<const BlockKey> keys, 
     for (const BlockKey& key : keys) {
         uint32_t block = store_.obtain(key.data(), nullptr);
         HoldBits bits = store_.bits(block, holder);
+        // It is there already, nothing to expect.
         if ((bits & kOnDevice) != 0) {
             store_.set_bits(block, holder, bits | kUsed);
             continue;
         }
         bool more = (bits & kExpected) == 0;
+        // Two bounds: distinct expected blocks, and blocks in all dispatches, since many requests may name
+        // the same block.
         if ((more && expected_ == expected_max_) || dispatches_blocks_ == 4ull * expected_max_) {
             ++counts_.expected_dropped_total;
             store_.release_unused(block);
@@ -415,6 +457,8 @@ void PrefixIndex::confirm(uint32_t holder, uint32_t block) {
     if ((store_.bits(block, holder) & kExpected) != 0) drop_expected(holder, block);
 }
 
+// A dispatch is one entry of the queue, but its blocks may have been renewed by later ones: only those
+// whose own time has passed go.
 void PrefixIndex::expire(double now_s) {
     while (true) {
         Change change(lock_);
@@ -442,6 +486,8 @@ Status PrefixIndex::forget(uint32_t holder) {
         Change change(lock_);
         if (!holders_[holder]) return success();
         HolderBlocks& own = *holders_[holder];
+        // In pieces: a holder with a million blocks takes many. Between two pieces events and dispatches
+        // for it are refused by this mark.
         own.leaving = true;  // no match, no insert
         present_.reset(holder);
         pool_.reset(holder);
@@ -467,6 +513,8 @@ Status PrefixIndex::forget(uint32_t holder) {
 
 // ---- questions
 
+// Cost: a look-up for each block up to the end of the longest match, about as long as one miss in the
+// cache, since the next ones are prefetched. All holders are followed at a time, 64 to a word.
 PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
     PrefixMatch out;
     std::vector<uint64_t> hashes(keys.size());
@@ -487,6 +535,7 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
     }
     bool pool_host = pool_any;
     for (auto& row : out.by_tier) row.assign(holders, 0);
+    // The holders in `lost` have matched `blocks` and no more.
     auto end = [&](size_t tier, uint32_t word, uint64_t lost, uint32_t blocks) {
         for (; lost != 0; lost &= lost - 1) {
             out.by_tier[tier][word * 64 + static_cast<uint32_t>(std::countr_zero(lost))] = blocks;
@@ -507,6 +556,7 @@ PrefixMatch PrefixIndex::match(std::span<const BlockKey> keys) const {
         for (uint32_t w : asked) {
             for (size_t tier = 0; tier < kKvTiers; ++tier) {
                 uint64_t lost = alive[w][tier] & ~held[w][tier];
+                // Those that do not have the first block stay at the 0 that assign() wrote.
                 if (lost != 0 && i != 0) end(tier, w, lost, i);
                 alive[w][tier] &= held[w][tier];
             }
@@ -552,6 +602,7 @@ uint32_t PrefixIndex::entries(uint32_t holder) const {
     return holder < holders_.size() && holders_[holder] ? holders_[holder]->size() : 0;
 }
 
+// Recounts entries, references and expected blocks from the rows, O(n) under the lock: for tests.
 bool PrefixIndex::check_integrity() const {
     Change change(lock_);
     if (!store_.check_integrity()) return false;

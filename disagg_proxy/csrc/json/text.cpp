@@ -1,3 +1,7 @@
+// Checks and skips JSON without making values of it: one pass, no allocation, any thread. Bodies are
+// untrusted; every read is preceded by a look at end_, and depth is bounded by the caller. Strings are the
+// bulk of a request, and lists of token ids the rest: both have a fast path, and the slow path behind it
+// decides everything that is unusual, so that the two can never disagree.
 #include "json/text.hpp"
 
 #include <algorithm>
@@ -38,6 +42,7 @@ bool is_escape(char c) { return kEscapes[static_cast<uint8_t>(c)]; }
 #ifdef __SSE2__
 constexpr ptrdiff_t kBlock = 64;
 
+// min(octet, 0x1F) == octet finds the control characters; SSE2 has no unsigned comparison.
 uint64_t specials_16(const char* at) {
     __m128i octets = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     __m128i control = _mm_cmpeq_epi8(_mm_min_epu8(octets, _mm_set1_epi8(0x1F)), octets);
@@ -111,6 +116,7 @@ bool Text::skip_escape() {
     return true;
 }
 
+// `first` is taken before the quote is known to be there: it is used only if skip_string() succeeded.
 bool Text::skip_key(std::string_view& key, bool& escaped) {
     const char* first = at_ + 1;
     if (!skip_string(escaped)) return false;
@@ -193,6 +199,8 @@ bool Text::skip_container(size_t depth_max) {
 // which may be anything.
 void Text::skip_short_integers() {
     while (end_ - at_ >= kWordBytes) {
+        // Eight bytes: up to seven digits and the comma. A leading zero is left to skip_number(), which
+        // refuses it.
         uint64_t word = load_word(at_);
         unsigned digits = digits_in(word);
         if (digits == 0 || digits == kWordBytes || at_[digits] != ',' || (*at_ == '0' && digits > 1)) break;

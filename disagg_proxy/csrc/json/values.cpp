@@ -1,3 +1,6 @@
+// Makes values of spans that Text has checked: escapes are known to be complete, containers to be closed,
+// numbers to be well formed. So these functions look for what they want, not for errors, and return nothing
+// for a value of another kind. Pure; any thread.
 #include "json/values.hpp"
 
 #include <charconv>
@@ -12,6 +15,7 @@ namespace {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
+// Also for a lone surrogate, which gives its three bytes (string_of in the header says why).
 void append_utf8(std::string& out, uint32_t point) {
     auto put = [&](uint32_t octet) { out.push_back(static_cast<char>(octet)); };
     if (point < 0x80) {
@@ -46,6 +50,7 @@ size_t append_escape(std::string& out, std::string_view raw) {
         case 'u': {
             auto unit = static_cast<uint32_t>(unit_of(raw));
             int32_t low = unit >= 0xD800 && unit < 0xDC00 ? unit_of(raw.substr(6)) : -1;
+            // No pair: unit_of() gave -1, or another character follows.
             if (low < 0xDC00 || low > 0xDFFF) {
                 append_utf8(out, unit);
                 return 6;
@@ -95,6 +100,7 @@ bool take_token_id(std::string_view& text, uint32_t& id) {
     const char* at = text.data();
     const char* end = at + text.size();
     uint64_t number = 0;
+    // The bound is checked in the loop, so that a number of a thousand digits ends after eleven.
     while (at != end && is_digit(*at) && number <= std::numeric_limits<uint32_t>::max())
         number = number * 10 + static_cast<uint64_t>(*at++ - '0');
     if (at == text.data() || number > std::numeric_limits<uint32_t>::max()) return false;
@@ -134,6 +140,7 @@ bool take_token_ids(std::string_view& text, std::vector<uint32_t>& out) {
 
 // `take(element)` for each, until it says false. False: it did, or this is no array.
 template <class Take>
+// The scanner has accepted the array, so a comma may be taken wherever one can stand.
 bool walk_array(std::string_view array, Take take) {
     Text text(array);
     if (!text.take('[')) return false;
@@ -167,6 +174,7 @@ std::optional<int64_t> integer_of(const Member& member) {
     if (member.kind != Kind::kInteger) return std::nullopt;
     int64_t number = 0;
     const char* end = member.value.data() + member.value.size();
+    // A number beyond 64 bits is no integer for any caller here.
     if (std::from_chars(member.value.data(), end, number).ec != std::errc()) return std::nullopt;
     return number;
 }
@@ -230,6 +238,7 @@ bool elements_of(std::string_view array, std::vector<std::string_view>& out) {
     return sound;
 }
 
+// `most` bounds the work: a list of a million prompts is refused after the first few.
 size_t count_elements(std::string_view array, size_t most) {
     size_t count = 0;
     bool sound = walk_array(array, [&](std::string_view) { return ++count <= most; });
