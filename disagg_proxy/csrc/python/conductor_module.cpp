@@ -1,7 +1,11 @@
 // The prefix index as Python sees it: moonpool._native.PrefixIndex.
 //
-// A question keeps the GIL: it waits for microseconds at most, and to get the GIL back could take
-// milliseconds. What takes in events gives it up.
+// A decision's question (look) keeps the GIL: it waits for microseconds at most, and to get the GIL back
+// could take milliseconds. What takes in events gives it up.
+//
+// Keys and digests cross the border as one bytes object, 16 bytes each: a prompt has thousands of blocks,
+// and no Python object is made for any of them. Holders are numbers that the caller gives out (places of
+// engines); this file knows no names.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -46,6 +50,7 @@ class PyPrefixIndex {
 
     uint32_t block_tokens() const { return index_->block_tokens(); }
 
+    // Hashing a batch takes milliseconds: without the GIL, which the payload's buffer export makes safe.
     Ingested ingest(uint32_t holder, const py::object& payload, bool pool) {
         ArrayOf<uint8_t> bytes(payload, "payload");
         Result<Ingested> result = Ingested{};
@@ -67,6 +72,7 @@ class PyPrefixIndex {
         unwrap(std::move(status), "apply");
     }
 
+    // With the GIL: some microseconds, in the middle of a decision.
     void dispatched(uint32_t holder, const py::object& keys, double now_s, double ttl_s) {
         ArrayOf<BlockKey> array(keys, "keys");
         unwrap(index_->dispatched(holder, span_of(array), now_s, ttl_s), "dispatched");
@@ -78,6 +84,7 @@ class PyPrefixIndex {
         return Match{index_->match(span_of(array))};
     }
 
+    // Seed: the digest that stands before the first block (a LoRA, a salt), or empty.
     py::bytes keys(const py::object& token_ids, const py::bytes& seed) const {
         ArrayOf<uint32_t> tokens(token_ids, "token_ids");
         std::string_view before(seed);
@@ -104,6 +111,8 @@ class PyPrefixIndex {
         std::vector<uint32_t> own(known.span().begin(), known.span().end());
         own.resize(holders);
         for (size_t i = 0; i < std::min(holders, device.size()); ++i) {
+            // Indexes of other block sizes are asked before this one; a holder counts with the best of
+            // them.
             own[i] = std::max(own[i], device[i] * index_->block_tokens());
         }
         py::int_ pool(size_t{match.pool_any} * index_->block_tokens());
@@ -165,6 +174,8 @@ class PyPrefixIndex {
         return digests;
     }
 
+    // The keys are the beginnings of the digests; they are written straight into the object that is
+    // returned.
     static py::bytes keys_of(const std::vector<Digest>& digests) {
         auto out = py::reinterpret_steal<py::bytes>(
             PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(digests.size() * kKeyBytes)));
@@ -179,11 +190,13 @@ class PyPrefixIndex {
     std::unique_ptr<PrefixIndex> index_;
 };
 
+// The proxy learns an engine's block size from its first events, and then makes an index of it.
 py::object event_block_tokens(const py::object& payload) {
     ArrayOf<uint8_t> bytes(payload, "payload");
     KvEventBatch batch = unwrap(decode_kv_events(bytes.span()), "ingest");
     for (const KvEvent& event : batch.events) {
         bool named = event.kind == KvEvent::Kind::kStored && !event.tokens.empty();
+        // An event without tokens, or of a group that sees a part of the prompt, may have another size.
         if (named && event.block_tokens != 0 && !event.part_of_attention) return py::int_(event.block_tokens);
     }
     return py::none();

@@ -1,4 +1,16 @@
 // The proxy's data plane as Python sees it: Relay, and the requests that it asks about.
+//
+// Threads and the GIL. Python calls a PyRelay with the GIL; methods that wait for the relay's thread give
+// it up first, as that thread may be waiting for the GIL. The relay's thread has a Python thread state of
+// its own, made once (thread_started) and saved between visits: a visit takes the GIL, asks about all
+// questions of a turn, and gives it up. Nothing else on that thread touches Python objects.
+//
+// Who owns what: PyRelay owns the Relay, whose Decider it is. The Python callables hold the proxy, which
+// holds this object; close() breaks that cycle, and has to be called.
+//
+// A policy is the user's code. Whatever it returns is checked here before the relay sees it (decision_of,
+// check); whatever it raises is reported, once a second at most, and becomes a failed decision, for which
+// the relay chooses an engine itself.
 
 #include <Python.h>
 #include <arpa/inet.h>
@@ -45,6 +57,7 @@ class PyRequest {
         if (field == nullptr) return py::none();
         return py::bytes(field->value.data(), field->value.size());
     }
+    // A view on the request's memory, not a copy; it holds the request.
     py::object body() const {
         return make_view(body_view_type, request_, reinterpret_cast<const std::byte*>(request_->body.data()),
                          request_->body.size());
@@ -82,6 +95,8 @@ class PyRequest {
     bool gone() const { return request_->gone; }
 
    private:
+    // Text as Python's json would give it: lone surrogates pass, anything else that is no UTF-8 is
+    // replaced.
     static py::object text(const std::string& bytes) {
         PyObject* made =
             PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");
@@ -98,6 +113,7 @@ class PyRequest {
     uint32_t attempt_;
 };
 
+// TypeError: it is reported as an error of the policy, not of the request.
 [[noreturn]] void bad(const char* sentence) { throw py::type_error(sentence); }
 
 using Pairs = std::vector<std::pair<std::string, std::string>>;
@@ -107,6 +123,7 @@ relay::Role role_of(const std::string& name) {
     return name == "decode" ? relay::Role::kDecode : relay::Role::kBoth;
 }
 
+// Names and values that would break a head (a line break) are refused: they may come from a client's data.
 Pairs fields_of(py::handle pairs) {
     Pairs fields;
     for (py::handle pair : pairs) {
@@ -127,6 +144,7 @@ Decision decision_of(py::handle value, size_t engines) {
         if (at < 0 || at >= static_cast<int64_t>(engines)) bad("a plan names an engine that is not there");
         return static_cast<int>(at);
     };
+    // The cheapest forms first: most decisions are a place, or later.
     if (value.is_none()) {
         decision.kind = Decision::Kind::kLater;
     } else if (PyLong_Check(value.ptr())) {
@@ -138,6 +156,8 @@ Decision decision_of(py::handle value, size_t engines) {
         decision.plan.engine = place(plan[0]);
         if (!plan[1].is_none()) decision.plan.prefill = place(plan[1]);
         if (!plan[2].is_none()) {
+            // What is given tells the form: see the table in relay/handover_forms.hpp. Without parameters and
+            // members it is two-step.
             decision.plan.form = plan[3].is_none() ? relay::Form::kContextFirst : relay::Form::kConcurrent;
             decision.plan.prefill_params = plan[2].cast<std::string>();
             if (!plan[3].is_none()) decision.plan.engine_params = plan[3].cast<std::string>();
@@ -190,8 +210,10 @@ class PyRelay final : public relay::Decider {
         settings.registry = registry;
         settings.relay_paths = std::move(relay_paths);
         settings.retry_after_s = retry_after_s;
+        // Places are numbers below engines_; tables in the relay have this size from the start.
         settings.engines_max = engines_ = std::max(settings.engines.size(), engines_max);
         if (engines_ > kEnginesMax) bad("a relay has 65535 engines at most");
+        // Without the GIL: the thread that it starts takes it at once.
         auto started = [&] {
             py::gil_scoped_release nogil;
             return relay::Relay::start(std::move(settings), *this);
@@ -202,6 +224,7 @@ class PyRelay final : public relay::Decider {
 
     void listen(int fd) {
         py::gil_scoped_release nogil;
+        // The caller's socket object closes its own descriptor.
         relay_->listen(::dup(fd));
     }
     void add_engine(size_t place, std::string name, std::string host, const std::string& role,
@@ -239,6 +262,7 @@ class PyRelay final : public relay::Decider {
     }
     void engine_late(size_t place) { relay_->engine_late(checked(place)); }
     void resume(const PyRequest& request, const py::object& decision) {
+        // Checked on the caller's thread, so that a bad decision is an exception there.
         relay_->resume(request.id(), decision_of(decision, engines_));
     }
     bool drain(double timeout_s) {
@@ -260,6 +284,7 @@ class PyRelay final : public relay::Decider {
         std::optional<Question> question;
         {
             py::gil_scoped_release nogil;
+            // Waits without the GIL until there is one, or the proxy closes.
             question = tokenize_queue_.next();
         }
         return request_of(question);
@@ -283,6 +308,7 @@ class PyRelay final : public relay::Decider {
     // Decider, on the relay's thread.
 
     void thread_started() override {
+        // The thread state stays for the thread's life; without it each visit would make one.
         gil_ = PyGILState_Ensure();
         thread_ = PyEval_SaveThread();
     }
@@ -291,6 +317,8 @@ class PyRelay final : public relay::Decider {
         PyGILState_Release(gil_);
     }
     void decide(std::vector<Question>& questions) override {
+        // The GIL is taken with the first question that Python has to answer. Where all went to the
+        // tokenizer threads it is not taken at all.
         bool locked = false;
         for (Question& question : questions) {
             if (tokenize_queue_.take(question, relay_->context().now)) {
@@ -328,6 +356,7 @@ class PyRelay final : public relay::Decider {
     }
 
     // The usual case of no failures makes the same tuple again and again.
+    // Under the GIL, on whichever thread asks.
     const py::tuple& tuple_of(const std::vector<uint16_t>& places) {
         if (!last_tuple_ || places != last_places_) {
             py::tuple made(places.size());
@@ -360,6 +389,7 @@ class PyRelay final : public relay::Decider {
         return Decision{};  // kFailed
     }
 
+    // Candidates only: another engine may lack the model, rest, or have been tried by this request.
     static void check(const relay::Plan& plan, const Question& question) {
         for (int place : {plan.engine, plan.prefill}) {
             if (place < 0) continue;
