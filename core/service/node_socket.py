@@ -68,7 +68,8 @@ class Claim:
                 cause=error,
             ) from error
         try:
-            self._remove_stale()
+            self._remove_stale_socket()
+            self._remove_told()
         except BaseException:
             self._drop_lock()
             raise
@@ -90,10 +91,6 @@ class Claim:
     def _remove_told(self) -> None:
         paths.socket_token(self.path).unlink(missing_ok=True)
         paths.socket_tls(self.path).unlink(missing_ok=True)
-
-    def _remove_stale(self) -> None:
-        self._remove_stale_socket()
-        self._remove_told()
 
     def _remove_stale_socket(self) -> None:
         try:

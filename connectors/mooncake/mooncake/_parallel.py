@@ -24,7 +24,16 @@ from ._codes import Code, code_of
 from ._layout import Layout, Manifest, Writer, manifest_key, writers_key
 from ._objects import check_config
 from ._placement import for_each
-from ._tensor_header import Cut, Tensor, equal_parts, header_of, parts_of, tensor_of, tensor_over
+from ._tensor_header import (
+    Cut,
+    Tensor,
+    bytes_of_tensor,
+    equal_parts,
+    header_of,
+    parts_of,
+    tensor_of,
+    tensor_over,
+)
 from ._tensors import Tensors, memory_at
 from ._values import DEFAULT, ReadTarget, ReplicateConfig, TensorParallelism
 
@@ -168,7 +177,7 @@ class Parallel(Tensors):
             return None
         (header, *_), held = parts_of(tensor, cuts)
         room = memory_at(*self._range(buffer_ptr, size, writable=True))
-        data = memoryview(held.flatten().view(_byte()).numpy())
+        data = memoryview(bytes_of_tensor(held))
         if len(header) + data.nbytes > room.nbytes:
             raise InvalidArgument(f"{data.nbytes} bytes and a header do not fit into {room.nbytes}")
         room[: len(header)] = header
@@ -438,9 +447,3 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat(list(parts), dim)
     except (RuntimeError, IndexError, ValueError) as error:
         raise InvalidArgument(f"these parts make no tensor along {dim}: {error}") from error
-
-
-def _byte() -> Any:
-    import torch
-
-    return torch.uint8

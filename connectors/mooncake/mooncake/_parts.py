@@ -126,9 +126,6 @@ class Parts(Objects):
         held = self._reading.get(key_of(key))
         if held is None:
             raise InvalidArgument(f"{key!r:.80} is in no session; call batch_get_session_start() before")
-        return self._copy_ranges(held, pointers, sizes, offsets)
-
-    def _copy_ranges(self, held: Any, pointers: list[int], sizes: list[int], offsets: list[int]) -> int:
         targets = self._buffers.check_all(pointers, sizes, writable=True)
         return self._copy_out(held, targets, offsets)
 

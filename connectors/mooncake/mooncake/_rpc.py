@@ -193,14 +193,14 @@ class RpcInterface:
 
     def send_tensor(self, target_address: str, tensor: Any) -> int:
         """Sends a tensor and waits: 0, or FAILED."""
-        from ._tensor_header import parts_of
+        from ._tensor_header import bytes_of_tensor, parts_of
 
         try:
             _, held = parts_of(tensor)
         except InvalidArgument as error:
             code_of(error, "send_tensor")
             return FAILED
-        data = held.flatten().view(_byte_type()).numpy().tobytes()
+        data = bytes_of_tensor(held).tobytes()
         return self._send(target_address, data, str(held.dtype).removeprefix("torch."), tuple(held.shape))
 
     def send_data_async(self, target_address: str, data: Any, loop: Any) -> Any:
@@ -305,9 +305,3 @@ def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
 
 def _future(loop: asyncio.AbstractEventLoop, act: Callable[..., int], *arguments: Any) -> asyncio.Future[int]:
     return loop.run_in_executor(None, act, *arguments)
-
-
-def _byte_type() -> Any:
-    import torch
-
-    return torch.uint8

@@ -176,6 +176,13 @@ def tensor_of(data: memoryview) -> Tensor:
     return tensor
 
 
+def bytes_of_tensor(tensor: Tensor) -> Any:
+    """The numbers of a contiguous tensor of the CPU as an array of bytes, not copied."""
+    import torch
+
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
 def parts_of(tensor: Tensor, cuts: tuple[Cut, ...] = ()) -> tuple[list[Any], Tensor]:
     """What put() takes, and what must live until it has. Raises InvalidArgument for what is no tensor."""
     check_tensor(tensor)

@@ -73,7 +73,7 @@ from ._dataproto_ref import (
     resolved,
 )
 from ._infer import MISSING, infer_structure
-from ._row_codecs import Column, FieldSchema, decode_rows, encoded_of
+from ._row_codecs import FieldSchema, decode_rows, encoded_of
 from ._structured_objects import (
     STRUCTURED_FIELD_SPECS_KEY,
     StructuredObjectPayload,
@@ -241,8 +241,10 @@ class MooncakeBundleTransfer(StructuredObjects):
         for name, value in fields.non_tensor_batch.items():
             member = f"non_tensor_batch.{name}"
             column = column_of(name, value, (schemas or {}).get(name))
-            members |= {member: value} if column is None else _payload_members(member, column)
-            if column is not None:
+            if column is None:
+                members[member] = value
+            else:
+                members |= {f"{member}.{part}": one for part, one in column.payload.items()}
                 ref.encoded_non_tensor[name] = encoded_of(column, member)
             ref.field_index[name] = StructuredFieldLocation(stage, member, "non_tensor_batch")
         about = {
@@ -439,10 +441,6 @@ class MooncakeBundleTransfer(StructuredObjects):
     @staticmethod
     def release_result(result: Any) -> None:
         """Does nothing: what get() gives has memory of its own, which goes with it."""
-
-
-def _payload_members(member: str, column: Column) -> dict[str, Any]:
-    return {f"{member}.{name}": value for name, value in column.payload.items()}
 
 
 def _in_group(config: Any, group: str | None) -> Any:

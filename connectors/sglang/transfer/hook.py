@@ -144,7 +144,9 @@ class _Start:
 
     def __call__(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._check_place()
-        check_arguments(kwargs.get("server_args") or _server_args())
+        from moonpool.connectors.sglang import compat
+
+        check_arguments(kwargs.get("server_args") or compat.server_args())
         try:
             init(*args, **kwargs)
         except ConfigError as error:  # no token, no such address: of our engine
@@ -228,9 +230,3 @@ def _device(args: Any) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _server_args() -> Any:
-    from moonpool.connectors.sglang import compat
-
-    return compat.server_args()
