@@ -55,6 +55,7 @@ class Messages:
 
 MESSAGES = Messages()
 Client = TypeVar("Client", bound=Closable)
+Answer = TypeVar("Answer")
 
 
 class NodeConnection(Generic[Client]):
@@ -129,6 +130,18 @@ class NodeConnection(Generic[Client]):
         absent. Raises what ``dial`` raises, and Unavailable after ``close``."""
         client = self._client
         return self._attempt() if client is None else client
+
+    def ask(self, call: Callable[[Client], Answer], otherwise: Answer) -> Answer:
+        """What ``call`` returns for the client; ``otherwise`` without one, and when it raises Error, of which
+        the connection takes note."""
+        client = self.client
+        if client is None:
+            return otherwise
+        try:
+            return call(client)
+        except Error as error:
+            self.heard(error)
+            return otherwise
 
     def heard(self, error: Error) -> None:
         """A call raised ``error``: as ``failed``, if it says that the node does not answer."""

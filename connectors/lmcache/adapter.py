@@ -18,14 +18,14 @@ from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import EncodedObjectKey, KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-from lmcache.v1.memory_management import MemoryObj, TensorMemoryObj
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from moonpool import _native
 from moonpool.connectors.lmcache.chunk_format import described
 from moonpool.connectors.lmcache.identity import fingerprint, layout_mark, name_of
 from moonpool.connectors.lmcache.job_queue import JobQueue
-from moonpool.connectors.lmcache.layout_check import ambiguous
+from moonpool.connectors.lmcache.layout_check import ambiguous, bytes_of
 from moonpool.connectors.lmcache.listing import Listing
 from moonpool.connectors.lmcache.locks import HELD_S, UNASKED_S, Lock, Locks
 from moonpool.connectors.lmcache.native import PLUG
@@ -153,7 +153,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         names = [self._named(key, memory) for key, memory in zip(keys, objects, strict=True)]
         if None in names:
             return L2StoreResult(False, 0)
-        parts = [_bytes_of(memory) for memory in objects]
+        parts = [bytes_of(memory) for memory in objects]
         try:
             told = self._chunks.run(
                 [memory.get_size() for memory in objects],
@@ -262,7 +262,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for pin, indices in under.values():
             named = [(i, self._named(keys[i], objects[i])) for i in indices]
             read = [(i, name) for i, name in named if name is not None]
-            sizes = self._read(pin, [name for _, name in read], [_bytes_of(objects[i]) for i, _ in read])
+            sizes = self._read(pin, [name for _, name in read], [bytes_of(objects[i]) for i, _ in read])
             done += [i for (i, _), n in zip(read, sizes, strict=True) if n == objects[i].get_size()]
         loaded.batched_set(done)
         if done:
@@ -366,13 +366,6 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._chunks.close()
         self._locks.clear()
         self._pool.close()
-
-
-def _bytes_of(memory: MemoryObj) -> Any:
-    """Where the bytes are: an address and a length, or a buffer."""
-    if isinstance(memory, TensorMemoryObj):
-        return memory.data_ptr, memory.get_size()
-    return memory.byte_array
 
 
 def _size_of(part: Any) -> int:

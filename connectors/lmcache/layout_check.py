@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.memory_management import MemoryFormat, TensorMemoryObj
 
 from moonpool.connectors.lmcache.chunk_format import ChunkFormat, chunk_format_of
 
@@ -21,6 +21,13 @@ _BYTES = (MemoryFormat.BINARY.value, MemoryFormat.BINARY_BUFFER.value)
 def ambiguous(dtypes: Any) -> bool:
     """Whether one of these types stands for several formats of 8 bits."""
     return any(str(dtype).removeprefix("torch.") in AMBIGUOUS for dtype in dtypes)
+
+
+def bytes_of(memory: Any) -> Any:
+    """Where the bytes of one of LMCache's memory objects are: an address and a length, or a buffer."""
+    if isinstance(memory, TensorMemoryObj):
+        return memory.data_ptr, memory.get_size()
+    return memory.byte_array
 
 
 class LayoutCheck:

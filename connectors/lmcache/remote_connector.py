@@ -17,7 +17,7 @@ from typing import Any
 from lmcache import torch_device_type
 from lmcache.logging import init_logger
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat, MemoryObj, TensorMemoryObj
+from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
@@ -25,7 +25,7 @@ from moonpool import _native
 from moonpool.connectors.lmcache import lora, vllm_engine
 from moonpool.connectors.lmcache.chunk_format import HEADER_BYTES_MAX, ChunkFormat, chunk_format_of, described
 from moonpool.connectors.lmcache.identity import name_of, remote_identity
-from moonpool.connectors.lmcache.layout_check import LayoutCheck, ambiguous
+from moonpool.connectors.lmcache.layout_check import LayoutCheck, ambiguous, bytes_of
 from moonpool.connectors.lmcache.lora import tagged
 from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
@@ -135,14 +135,9 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def batched_contains(self, keys: builtins.list[CacheEngineKey]) -> int:
         """How many leading keys the pool has."""
-        client = self._pool.client
-        if client is None or self._is_ambiguous(keys):
+        if self._pool.client is None or self._is_ambiguous(keys):
             return 0
-        try:
-            flags = client.exists(_both_names(keys))
-        except Error as error:
-            self._pool.heard(error)
-            return 0
+        flags = self._pool.ask(lambda client: client.exists(_both_names(keys)), b"")
         return _leading([flag == 1 for flag in flags])
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
@@ -184,7 +179,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             for key, form in zip(keys, forms, strict=True)
         ]
         parts = [
-            _bytes_of(memory) if form == self._layout.told else [form.header(), _bytes_of(memory)]
+            bytes_of(memory) if form == self._layout.told else [form.header(), bytes_of(memory)]
             for form, memory in zip(forms, memory_objs, strict=True)
         ]
         number = self._batches.submit_batch_set(names, parts)
@@ -275,7 +270,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             memory_objs.append(memory)
         places = range(lent, lent + len(memory_objs))
         if memory_objs:
-            buffers = [_bytes_of(memory) for memory in memory_objs]
+            buffers = [bytes_of(memory) for memory in memory_objs]
             if not await self._copy([names[i] for i in places], buffers, memory_objs, places, found):
                 return []
         return [i for i in range(lent + len(memory_objs)) if found[i] is None]
@@ -296,7 +291,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             memory = self._room_for(form)
             if memory is None:
                 break
-            into = memory.raw_data if isinstance(memory, BytesBufferMemoryObj) else _bytes_of(memory)
+            into = memory.raw_data if isinstance(memory, BytesBufferMemoryObj) else bytes_of(memory)
             places.append(i)
             names.append(_name(keys[i]))
             heads.append((bytearray(form.header_bytes), form.header()))
@@ -337,14 +332,9 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     async def _views(self, names: builtins.list[str]) -> builtins.list[memoryview | None] | None:
         """For each object its bytes in place, pinned while the view lives; None: the pool did not answer."""
-        client = self._pool.client
-        if client is None:
-            return None
-        try:
-            return builtins.list(await self._loop.run_in_executor(None, client.get_views, names))
-        except Error as error:
-            self._pool.heard(error)
-            return None
+        return await self._loop.run_in_executor(
+            None, self._pool.ask, lambda client: builtins.list(client.get_views(names)), None
+        )
 
     def _room_for(self, form: ChunkFormat) -> MemoryObj | None:
         import torch
@@ -370,23 +360,13 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Removes a chunk from the pool. Whether it was there; False when the node does not answer."""
-        client = self._pool.client
-        try:
-            return client is not None and b"\1" in client.remove(_both_names([key]))
-        except Error as error:
-            self._pool.heard(error)
-            return False
+        return self._pool.ask(lambda client: b"\1" in client.remove(_both_names([key])), False)
 
     async def list(self) -> builtins.list[str]:
         """All keys of this model in the pool, whichever process stored them."""
-        client = self._pool.client
-        if client is None:
-            return []
-        try:
-            rows = await self._loop.run_in_executor(None, client.list, b"", LIST_MAX)
-        except Error as error:
-            self._pool.heard(error)
-            return []
+        rows = await self._loop.run_in_executor(
+            None, self._pool.ask, lambda client: client.list(b"", LIST_MAX), []
+        )
         return sorted({row[0].decode().removesuffix(FULL) for row in rows})
 
     async def close(self) -> None:
@@ -458,10 +438,3 @@ def _give_back(found: Sequence[MemoryObj | None]) -> None:
 
 def _form(memory: MemoryObj) -> ChunkFormat:
     return chunk_format_of(memory.get_memory_format().value, *described(memory), memory.get_size())
-
-
-def _bytes_of(memory: MemoryObj) -> Any:
-    """Where the bytes are: an address and a length, or a buffer."""
-    if isinstance(memory, TensorMemoryObj):
-        return memory.data_ptr, memory.get_size()
-    return memory.byte_array
