@@ -61,8 +61,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tls_control: Annotated[
         str,
         about(
-            "connections to the master; on: inside TLS, it shows tls_cert; mutual: who dials it "
-            "shows one, too, and tls_ca vouches for both; off: in plain",
+            "connections to the master; on: inside TLS, it shows tls_cert; mutual: the process "
+            "that connects shows one, too, and tls_ca signed both; off: in plain",
             choices=("off", "on", "mutual"),
         ),
     ] = "off"
