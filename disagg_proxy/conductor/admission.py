@@ -1,15 +1,15 @@
-"""Whether a request is taken at all: early rejection at its arrival, by what is predicted for it.
+"""Decides whether a request is accepted: early rejection at its arrival, by what is predicted for it.
 
-    its first token   the worker's line in seconds + its own prefill [+ hand-over + the wait for room there]
+    its first token   the worker's prefill queue in seconds + its own prefill [+ hand-over + wait for room]
     its gaps          the decode worker as it will be when this prefill ends: ``decode_forecast.py``
 
-A request that is refused at once costs nothing, and its client can go elsewhere; one that is let in and fails
-its objective has kept others waiting. To look at the decode workers as they are *now* makes the load of
-prefill and of decode swing against each other, because what is let in arrives there a whole prefill later
-(Mooncake, arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode
-time for all; here the times are learnt, and so is by how much predictions are exceeded. The paper does not
-count requests that come between now and then, which prefers prompts that take long: for theirs the future
-looks empty. Pure: ``now_s`` is an argument.
+A request that is refused at once costs nothing, and its client can go elsewhere; an accepted request that
+misses its objective has delayed others. A prediction from the *current* state of the decode workers makes the
+loads of prefill and decode oscillate, because accepted requests reach decode a whole prefill later (Mooncake,
+arXiv 2407.00079, section 7: "early rejection based on prediction"). The paper takes one decode time for all
+requests; this module learns the times, and by how much they exceed the predictions. The paper does not count
+requests that arrive between now and then, which prefers prompts with a long prefill: their forecast is too
+low. Pure: ``now_s`` is an argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moonpool.disagg_proxy.conductor.worker import Worker, answering
 
 LEAD_PRIOR_S = 2.0
 SHORTEST = 2.0 ** (-1 / PER_OCTAVE) * (1 - 1e-9)  # of the lengths of a class, over those behind it; rounded
-GROUPS_MAX = 64  # whose demand is told apart: one for each model that is served
+GROUPS_MAX = 64  # groups with a demand of their own: one for each model that is served
 
 
 class Objective(NamedTuple):
@@ -49,12 +49,13 @@ class Lookahead(Enum):
 
     AHEAD = "ahead"  # when this request's prefill will end
     NOW = "now"
-    AFTER = "after"  # when this request's prefill has ended: what was computed for nothing is lost
+    AFTER = "after"  # when this request's prefill has ended; a refusal then wastes the prefill
     NEVER = "never"  # at prefill alone
 
 
 class Refusal(NamedTuple):
-    """reason: a label (ttft, gap, ...); retry_after_s: when it may be better; sentence: for the client."""
+    """reason: a label (ttft, gap, ...). retry_after_s: seconds until a new attempt may succeed. sentence: for
+    the client."""
 
     reason: str
     retry_after_s: float
@@ -62,9 +63,9 @@ class Refusal(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What is predicted for a request that comes now, and why it is not taken; None: it is.
+    """The prediction for a request that arrives now, and why it is refused; None: it is accepted.
 
-    ttft_s: from now on; gap_s: NaN where none is predicted.
+    ttft_s: seconds from now. gap_s: NaN where none is predicted.
     """
 
     ttft_s: float
@@ -81,7 +82,7 @@ class _Taken:
 
 
 def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
-    """When the first token is predicted, whatever chose."""
+    """Predicted seconds from now to the first token, whichever policy made the choice."""
     computes = choice.computes
     prefill_s = choice.prefill_s or computes.prefill_model.predict(
         request.tokens, request.own_at(computes), request.from_pool(computes)
@@ -91,8 +92,8 @@ def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
 
 
 class Admission:
-    """Not thread safe. ``taken``, ``began`` and ``over`` say what becomes of the requests; each may come
-    late, twice or never."""
+    """Not thread safe. ``taken``, ``began`` and ``over`` report the life of an accepted request; each report
+    may come late, twice or never."""
 
     def __init__(self, objective: Objective, look: Lookahead = Lookahead.AHEAD) -> None:
         self.objective = objective
@@ -111,8 +112,9 @@ class Admission:
     def capacity_class(
         self, group: Hashable, request: Request, workers: Sequence[Worker], now_s: float
     ) -> Capacity:
-        """Whether it takes a place at decode that serves more of those that come (``demand.py``). To be asked
-        once about each that comes. group: of those that may go to the same workers."""
+        """Whether the request takes room at decode in which several shorter ones could be served
+        (``demand.py``). Called once for each arriving request. group: requests of one group may go to the
+        same workers."""
         if self.lookahead is not Lookahead.AHEAD or not self.objective.any:
             return Capacity.FITS
         demand = self._demand.get(group)
@@ -123,14 +125,14 @@ class Admission:
         demand.add(request.tokens, now_s)
         limit_s = self.objective.gap_s / self.gap_margin.factor
         longest = demand.longest(workers, limit_s, self.answers, now_s)
-        longest *= request.urgency  # whose priority is one more may ask twice as much
+        longest *= request.urgency  # one step of priority doubles the length that is accepted
         if request.tokens >= longest:
             return Capacity.EXCEEDS
         return Capacity.MARGINAL if request.tokens >= longest * SHORTEST else Capacity.FITS
 
     def gap_limit_s(self, own_s: float = math.inf) -> float:
-        """What may be predicted between two tokens where a request's own objective and all others' are to be
-        kept: less than these where predictions are exceeded."""
+        """The largest gap, in seconds, that may be predicted if this request's own objective and the proxy's
+        are to be met: less than both where observed gaps exceed the predictions."""
         return min(own_s, self.objective.gap_s) / max(self.gap_margin.factor, 1.0)
 
     def predict(
@@ -143,8 +145,9 @@ class Admission:
         waited_s: float = 0.0,
         only_if_spare: bool = False,
     ) -> Prediction:
-        """objective: this request's own. waited_s: that it has waited, or will before it is sent.
-        only_if_spare: it is taken only where more room is left than others are likely to need."""
+        """objective: this request's own; None: the proxy's. waited_s: seconds that it has waited, or will
+        wait before it is sent. only_if_spare: it is accepted only where decode has more room than other
+        requests are likely to need."""
         wanted = objective or self.objective
         first_s = ttft_s(request, choice, now_s)
         gap_s, there = math.nan, Occupancy(0.0, 0.0)
@@ -174,8 +177,8 @@ class Admission:
     def is_final(
         self, refusal: Refusal | None, request: Request, workers: Sequence[Worker], wanted: Objective
     ) -> bool:
-        """Whether waiting would not help: its time is over, or decode would be too slow if nothing else were
-        there. A margin above one is not counted: it may shrink again."""
+        """Whether waiting cannot help: its TTFT is missed already, or its gap would be too long on an idle
+        decode worker. A margin above one is not counted, because it may shrink again."""
         if refusal is None or refusal.reason != "gap":
             return refusal is not None and refusal.reason == "ttft"
         margin = min(self.gap_margin.factor, 1.0)
@@ -183,7 +186,8 @@ class Admission:
         return all(self._gap_s(request, each, idle) * margin > wanted.gap_s for each in answering(workers))
 
     def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
-        """With ``Lookahead.AFTER``: what the decode worker says when the prompt is computed."""
+        """With ``Lookahead.AFTER``: judges the decode worker once the prompt is computed. None: the request
+        goes on."""
         taken = self._taken.get(name)
         if self.lookahead is not Lookahead.AFTER or taken is None:
             return None
@@ -194,7 +198,7 @@ class Admission:
         taken.prediction = taken.prediction._replace(gap_s=gap_s)
         return self._too_slow(gap_s, taken.objective) if self._exceeds(gap_s, taken.objective) else None
 
-    # What becomes of those that are taken
+    # The life of accepted requests
 
     def taken(
         self,
@@ -207,13 +211,14 @@ class Admission:
         objective: Objective | None = None,
         silent: bool = False,
     ) -> None:
-        """silent: its first token will not be heard of."""
+        """silent: the data plane will not report its first token."""
         self.over(name, now_s)
         self._taken[name] = _Taken(choice.decode, now_s, objective or self.objective, prediction)
         self._of(choice.decode).taken(name, request.tokens, now_s + prediction.ttft_s, silent=silent)
 
     def began(self, name: int, now_s: float, *, heard: bool = True) -> None:
-        """Its first token is there. heard: it has been sent; else only its prompt is known to be."""
+        """Its first token is there. heard: the data plane saw it; otherwise only the end of its prefill is
+        known."""
         taken = self._taken.get(name)
         if taken is None:
             return
@@ -246,13 +251,14 @@ class Admission:
         self.answers.observe(answer_s, tokens)
 
     def stalled(self, worker: Worker, seconds: float, now_s: float) -> None:
-        """A prompt was computed where others decode."""
+        """This decode worker computed a prompt for so many seconds, in which the requests that decode there
+        got no token."""
         ahead = self._ahead.get(worker)
         if ahead is not None and 0.0 <= seconds < math.inf:
             self._note(worker, ahead, now_s, stall_s=seconds)
 
     def forget(self, worker: Worker) -> None:
-        """It is gone, and what was to be decoded there with it."""
+        """The worker is gone, and its requests with it."""
         self._ahead.pop(worker, None)
         for name in [name for name, taken in self._taken.items() if taken.decode is worker]:
             del self._taken[name]
@@ -272,7 +278,7 @@ class Admission:
 
     def _now(self, decode: Worker) -> Occupancy:
         own = self._of(decode).now()
-        # Other proxies' requests, and those from before admission: as many as now.
+        # Requests of other proxies, and those from before admission, are assumed to stay as many as now.
         return Occupancy(
             max(own.requests, decode.load.decodes), max(own.context_tokens, decode.load.context_tokens)
         )
@@ -293,21 +299,21 @@ class Admission:
         return decode.decode_model.predict(there.requests + 1, there.context_tokens + request.tokens)
 
     def _lacks(self, request: Request, decode: Worker, there: Occupancy) -> float:
-        """Tokens of room, where that is known."""
+        """Tokens by which the request exceeds the decode worker's room; 0 where the room is not known."""
         if not decode.room_tokens:
             return 0.0
         answers = self.answers.tokens * (there.requests + 1)
         return there.context_tokens + request.tokens + answers - decode.room_tokens
 
     def _room_wait_s(self, request: Request, decode: Worker, there: Occupancy) -> float:
-        """A request that does not fit waits for others' ends: a full worker is empty after an answer's mean
-        time."""
+        """Seconds that a request which does not fit waits for other requests to end. A full worker is assumed
+        to be empty after the mean time of an answer."""
         lacks = self._lacks(request, decode, there)
         return lacks / decode.room_tokens * self.answers.times.mean_s if lacks > 0 else 0.0
 
     def _is_wanted(self, request: Request, decode: Worker, there: Occupancy, wanted: Objective) -> bool:
-        """Whether others are likely to need its place: how many are there at a time varies by the root of
-        their number, and seldom by twice as much."""
+        """Whether other requests are likely to need the room: the number at one time varies by about the root
+        of its mean, and seldom by twice that."""
         more = 1.0 + 2.0 / math.sqrt(max(there.requests, 1.0))
         fuller = Occupancy(there.requests * more, there.context_tokens * more)
         return self._exceeds(self._gap_s(request, decode, fuller), wanted) or (
@@ -321,7 +327,7 @@ class Admission:
         likely_s = gap_s * self.gap_margin.factor
         return Refusal(
             "gap",
-            (1 - wanted.gap_s / likely_s) * self.answers.times.mean_s,  # so many will have ended
+            (1 - wanted.gap_s / likely_s) * self.answers.times.mean_s,  # until enough requests have ended
             f"its tokens would come every {likely_s * 1000:.0f} ms, and at most {wanted.gap_s * 1000:g} ms "
             f"are allowed",
         )

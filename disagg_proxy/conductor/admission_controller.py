@@ -30,10 +30,10 @@ from moonpool.disagg_proxy.conductor.wait_queue import QueuedRequest, WaitQueue
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-HOLD_S = 1.0  # of prefill queued at each engine: less would let it run dry, more lets no request pass
+HOLD_S = 1.0  # of prefill queued at each engine: less leaves engines idle, more makes the order final sooner
 RELEASE_EVERY_S = 0.05  # while a request waits
 RELEASED_MAX = 16  # in one call, so that the driver can let go of its lock
-DEFERRED_MAX = 16  # requests of a group that one call asks about in vain
+DEFERRED_MAX = 16  # requests of a group that one call asks about without success
 RETRY_EVERY_S = 1.0  # between retries out of order: each takes room that the first request waits for
 UNASKED_MAX = 256  # requests that one call defers without a prediction
 
@@ -96,8 +96,9 @@ class AdmissionController(Generic[T]):
     def arrive(
         self, pending: T, group: Hashable, tenant: str, priority: int, ttft_s: float, now_s: float
     ) -> tuple[Refusal | None, tuple[T, Refusal] | None]:
-        """Returns (why it is refused, another request that is refused in its favour). group, tenant and
-        priority: see QueuedRequest. ttft_s: after which the client does not want its first token."""
+        """Returns (why the request is refused, another request that is refused in its favour). group, tenant
+        and priority: see QueuedRequest. ttft_s: seconds after which the client has no use for its first
+        token."""
         backend = self._backend
         capacity = backend.capacity_class(pending, now_s)
         if not self.queue.waiting_max:
@@ -111,7 +112,7 @@ class AdmissionController(Generic[T]):
             send = Send.NEVER if self.queue.has_before(group, priority, gap_s, deferred=True) else Send.BYPASS
         result = backend.ask(pending, ahead_s, now_s, send)
         if result.sent:
-            return None, None  # no request waits for its sake: its tenant is not charged
+            return None, None  # it delays no request: its tenant is not charged
         if result.final:
             return result.refusal, None
         deadline_s = min(now_s + min(self.deadline_s, ttft_s), self._until_s)
@@ -128,8 +129,8 @@ class AdmissionController(Generic[T]):
         return (refusal, None) if out.pending is pending else (None, (out.pending, refusal))
 
     def release(self, now_s: float) -> list[tuple[T, Refusal | None]]:
-        """The requests that leave the queue: sent (None), or why not; groups take turns. After RELEASED_MAX
-        of them it has to be called again; with fewer, no further request may go now."""
+        """The requests that leave the queue: sent (None), or why they are refused; groups take turns. After
+        RELEASED_MAX of them it must be called again; with fewer, no further request can leave now."""
         left: list[tuple[T, Refusal | None]] = []
         groups = self.queue.groups
         start = groups.index(self._next) if self._next in groups else 0
@@ -213,7 +214,7 @@ class AdmissionController(Generic[T]):
         return [(entry.pending, self._too_long(entry, now_s)) for entry in late]
 
     def limit_wait(self, deadline_s: float) -> None:
-        """No request waits beyond this time: the proxy ends."""
+        """No request waits beyond this time: the proxy is stopping."""
         self._until_s = deadline_s
         waiting = list(self.queue)
         for entry in waiting:

@@ -1,4 +1,5 @@
-"""How long something takes, learnt from what has ended: for asking how much of it will still be there."""
+"""How long answers take, learnt from those that have ended, to predict how many of the running ones will
+still run."""
 
 from __future__ import annotations
 
@@ -8,25 +9,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEP_S = 0.5
-STEPS = 512  # what takes longer counts as if it took so long
-PRIOR = 20.0  # so many are taken to have been seen
-FADES_AFTER = 1000.0  # of them; older ones count less and less
+STEPS = 512  # longer times count as this time
+PRIOR = 20.0  # observations that the prior counts as
+FADES_AFTER = 1000.0  # observations; older ones count less and less
 LEARN_EVERY = 16
 
 Floats = NDArray[np.float64]
 
 
 class Times:
-    """``left[i]``: the share that takes longer than i steps of STEP_S, i from 0 to 2 STEPS; never 0.
+    """``left[i]``: the share of times longer than i steps of STEP_S, i from 0 to 2 STEPS; never 0.
 
-    prior_s: the mean as long as nothing was seen. Not thread safe.
+    prior_s: the mean before any observation, in seconds. Not thread safe.
     """
 
     def __init__(self, prior_s: float) -> None:
         ages = np.arange(STEPS) * STEP_S
         took = np.exp(-ages / prior_s)
-        self._took: Floats = took * (PRIOR / took.sum())  # how many took so many steps
-        self._weight = 1.0  # of the next one
+        self._took: Floats = took * (PRIOR / took.sum())  # weighted observations that took so many steps
+        self._weight = 1.0  # weight of the next observation
         self._new = 0
         self._count = PRIOR
         self._sum_s = PRIOR * prior_s
@@ -40,16 +41,16 @@ class Times:
 
     @property
     def learnt(self) -> bool:
-        """Whether what was seen weighs more than what was taken to have been seen."""
+        """Whether observations weigh more than the prior."""
         return self._count > 2 * PRIOR
 
     def observe(self, seconds: float) -> None:
-        """What is no time is left out."""
+        """A negative, infinite or NaN time is ignored."""
         if not 0.0 <= seconds < math.inf:
             return
         seconds = min(seconds, STEPS * STEP_S)
         self._took[min(int(seconds / STEP_S), STEPS - 1)] += self._weight
-        self._weight *= 1 + 1 / FADES_AFTER  # as if all before faded
+        self._weight *= 1 + 1 / FADES_AFTER  # the same as if all earlier observations faded
         keep = 1 - 1 / FADES_AFTER
         self._sum_s = self._sum_s * keep + seconds
         self._count = self._count * keep + 1
@@ -64,7 +65,7 @@ class Times:
         longer = np.cumsum(self._took[::-1])[::-1]
         left = np.empty(2 * STEPS + 1)
         left[:STEPS] = longer / longer[0]
-        # Behind the longest that was seen it goes on falling, at the pace of the mean.
+        # Beyond the longest observed time the share goes on falling, at the rate of the mean.
         falls = math.exp(-STEP_S / max(self.mean_s, STEP_S))
         left[STEPS:] = left[STEPS - 1] * falls ** np.arange(1, STEPS + 2)
         found: Floats = np.maximum(left, 1e-9)

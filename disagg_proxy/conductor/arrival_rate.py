@@ -1,5 +1,5 @@
-"""How much comes to one worker: requests a second and seconds of prefill a second, of the last minute or
-so."""
+"""The arrival rate at one worker: requests a second and seconds of prefill a second, over about the last
+minute."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 
 OVER_S = 60.0  # long beside a prefill, short beside the hours of a day
-YOUNG_S = 10.0  # what came to a worker that is younger is taken to have come in so long
-LOAD_MAX = 0.95  # beyond it what is added stays for longer than the load does
+YOUNG_S = 10.0  # a younger worker's arrivals are assumed to be spread over this time
+LOAD_MAX = 0.95  # a higher load counts as this one: beyond it the delay would outlast the load
 
 
 class ArrivalRate:
-    """An exponentially weighted average. A clock that jumps back is taken to stand still."""
+    """An exponentially weighted average. A clock that jumps back counts as one that stands still."""
 
     __slots__ = ("_born_s", "_requests", "_to_s", "_work_s")
 
@@ -23,7 +23,7 @@ class ArrivalRate:
         self._to_s = -math.inf
 
     def add(self, work_s: float, now_s: float) -> None:
-        """A request is sent there whose prefill is predicted to take so long."""
+        """A request is sent to the worker, with this prediction of its prefill."""
         if not math.isfinite(self._born_s):
             self._born_s = self._to_s = now_s
         left = math.exp(-max(now_s - self._to_s, 0.0) / OVER_S)
@@ -42,15 +42,15 @@ class ArrivalRate:
 
 
 def marginal_delay(flows: Sequence[ArrivalRate], now_s: float) -> float:
-    """What a second of work does to requests that come later, a second that it waits or is waited for:
-    arrivals per second at one of these workers, over the share of the time that is left idle.
+    """The seconds by which one more second of work delays later requests, for each second that it waits or is
+    waited for: arrivals per second at one of these workers, divided by its idle share of the time.
 
-    A worker with u seconds of work, to which work comes at random, costs those that come later in all
-    arrivals u^2 / (2 (1 - load)) seconds more than an idle one (the value function of M/G/1 with first come,
-    first served); so x seconds more of it cost them d x (u + x / 2), d being this marginal delay. To add that
-    to a request's own time is one step of policy iteration from a split at random: Hyytia, Penttinen, Aalto,
-    "Size- and state-aware dispatching problem with queue-specific job sizes", European Journal of Operational
-    Research 217 (2012).
+    A worker with u seconds of work, at which work arrives at random, delays all later requests together by
+    u^2 / (2 (1 - load)) seconds more than an idle one (the value function of M/G/1 with first come, first
+    served). So x more seconds of work cost later requests d x (u + x / 2), d being this marginal delay.
+    Adding that to a request's own time is one step of policy iteration from a random split: Hyytia,
+    Penttinen, Aalto, "Size- and state-aware dispatching problem with queue-specific job sizes", European
+    Journal of Operational Research 217 (2012).
     """
     requests = load = 0.0
     for flow in flows:

@@ -1,4 +1,4 @@
-"""How well the time to the first token is predicted: predicted against observed, of each worker."""
+"""How well the TTFT of each worker is predicted: predicted and observed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections import deque
 
 RATIOS_MAX = 256  # of a worker: the errors of its last requests
-FEWEST = 16  # fewer say nothing
-LEAST_S = 0.001  # times below it are one
-LONGEST_S = 900.0  # of a time that can be meant; what takes longer is a clock that jumped
+FEWEST = 16  # with fewer no quantile is given
+LEAST_S = 0.001  # shorter times count as this one: they differ by noise
+LONGEST_S = 900.0  # the longest plausible time; a longer one is a clock that jumped
 
 
 class Ratios:
-    """Of one worker: observed over predicted. refused: what was no time."""
+    """Observed over predicted TTFT of one worker. refused: how many pairs were implausible."""
 
     __slots__ = ("_ordered", "_ratios", "observed", "refused")
 
@@ -23,7 +23,7 @@ class Ratios:
         self.refused = 0
 
     def observe(self, predicted_s: float, observed_s: float) -> bool:
-        """False: it is left out, because these are no times."""
+        """False: the pair is ignored, because a time is negative or too long to be plausible."""
         if not (0.0 <= predicted_s <= LONGEST_S and 0.0 <= observed_s <= LONGEST_S):
             self.refused += 1
             return False
@@ -34,12 +34,12 @@ class Ratios:
 
     @property
     def known(self) -> bool:
-        """Enough were observed for quantiles."""
+        """Whether there are enough observations for quantiles."""
         return len(self._ratios) >= FEWEST
 
     def quantile(self, share: float) -> float:
-        """This share of what was observed lately was at most so many times what had been predicted; 1 as long
-        as too little is known."""
+        """The ratio of observed to predicted that this share of the last observations did not exceed; 1 while
+        ``known`` is False."""
         if not self.known:
             return 1.0
         ordered = self._ordered = self._ordered or sorted(self._ratios)
@@ -47,5 +47,5 @@ class Ratios:
 
     @property
     def noise(self) -> float:
-        """Half of the predictions are wrong by less than this share of the prediction."""
+        """The relative error that half of the predictions stay below."""
         return min(max(self.quantile(0.75) - 1.0, 1.0 - self.quantile(0.25), 0.0), 1.0)

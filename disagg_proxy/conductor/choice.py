@@ -10,8 +10,8 @@ from typing import NamedTuple
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
 from moonpool.disagg_proxy.conductor.worker import Worker
 
-PRIORITY_MOST = 4  # beyond it a priority weighs no more, either way
-ANSWER_TOKENS = 256  # taken for the length of an answer whose request does not limit it
+PRIORITY_MOST = 4  # a higher or lower priority weighs the same as this one
+ANSWER_TOKENS = 256  # assumed length of an answer whose request sets no limit
 
 
 class Request(NamedTuple):
@@ -38,7 +38,8 @@ class Request(NamedTuple):
 
     @property
     def urgency(self) -> float:
-        """What a second of its time counts, beside others'."""
+        """The factor by which a second of this request's time counts more than one of a request with priority
+        0."""
         return 2.0 ** max(min(self.priority, PRIORITY_MOST), -PRIORITY_MOST)
 
     def own_at(self, worker: Worker) -> int:
@@ -46,19 +47,19 @@ class Request(NamedTuple):
         return self.own[worker.place] if worker.place < len(self.own) else 0
 
     def from_pool(self, worker: Worker) -> int:
-        """Tokens behind the worker's own that the pool would give it."""
+        """Tokens behind the worker's own prefix that the pool would supply."""
         behind = self.pool - self.own_at(worker)
         return behind if behind > 0 else 0
 
 
 class Choice(NamedTuple):
-    """A tuple because it is made for every request, and is the cheapest thing to make.
+    """A tuple, because one is made for every request, and a tuple costs least.
 
     prefill: computes the prompt and hands it to decode; None: decode does both.
 
-    prefill_s: predicted seconds of the prompt's fetch and computation, without the wait. why: what it was
-    weighed by, for people. fetch: whether what the pool holds is to be fetched, where the worker obeys;
-    lost_s: predicted seconds that to fetch it takes more than to compute it.
+    prefill_s: predicted seconds of the prompt's fetch and computation, without the queue. why: the figures of
+    the decision, for people. fetch: whether the worker is to fetch what the pool holds, if it ``obeys``;
+    lost_s: predicted seconds that fetching takes longer than computing.
     """
 
     decode: Worker

@@ -1,5 +1,5 @@
-"""A decode worker as it will be: requests that decode there now and still will, whose prefill ends before,
-and that have not come yet but will have by then.
+"""The forecast of a decode worker's load: requests that decode there now and still will, accepted requests
+whose prefill ends before then, and requests that have not arrived yet.
 
 Pure and of bounded size: requests are counted by the half second in which their decode begins.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from moonpool.disagg_proxy.conductor.answer_lengths import STEP_S, STEPS, AnswerLengthStats, Floats, Times
 
 LONGEST = 0.1  # of the gaps
-INFLOW_S = 30.0  # over which the requests that begin to decode here are averaged
+INFLOW_S = 30.0  # time constant of the average rate at which requests begin to decode here
 _BACK = np.arange(STEPS)
 
 
@@ -28,9 +28,9 @@ class Occupancy(NamedTuple):
 
 
 class _Is(IntEnum):
-    COMING = 0  # is to begin then
-    BEGUN = 1  # began then
-    SILENT = 2  # is to begin then, and no report will tell when it has
+    COMING = 0  # expected to begin in its step
+    BEGUN = 1  # began in its step
+    SILENT = 2  # expected to begin in its step; no report will say when it did
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ class _Taken:
 
 
 class DecodeForecast:
-    """Requests are named by any hashable; what is said of unknown ones changes nothing, so that reports may
-    come late, twice or never. answers: how long they take; leads: from being taken to the first token; both
-    are shared by the workers. A clock that jumps spoils what is predicted, for as long as the jump; the
-    counts stay right.
+    """Requests are named by any hashable. Reports about unknown ones change nothing, so that they may come
+    late, twice or never. answers: how long answers take; leads: seconds from acceptance to the first token;
+    all workers share both. A clock that jumps spoils the forecast for as long as the jump; the counts stay
+    right.
     """
 
     def __init__(self, answers: AnswerLengthStats, leads: Times) -> None:
@@ -55,15 +55,17 @@ class DecodeForecast:
         self._tables = np.zeros((len(_Is), 2, STEPS))
         self._inflow: Floats = np.zeros(2)  # requests and tokens a second
         self._inflow_at_s = -math.inf
-        self._gaps = np.zeros(STEPS)  # by the step: how long a gap was, by the model
-        self._stalls = np.zeros(STEPS)  # and seconds of prompts that were computed here
+        # By the step: the gap by the model, and seconds of prompts that were computed here.
+        self._gaps = np.zeros(STEPS)
+        self._stalls = np.zeros(STEPS)
         self._noted = 0
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def taken(self, name: int, context: int, begins_s: float, *, silent: bool = False) -> None:
-        """A request was let in, whose decode is expected to begin then. silent: it will not be heard of."""
+        """A request was accepted, and is expected to begin to decode at ``begins_s``. silent: no report will
+        say when it does."""
         self.over(name)
         taken = _Taken(context, _step(begins_s), _Is.SILENT if silent else _Is.COMING)
         self._taken[name] = taken
@@ -88,12 +90,12 @@ class DecodeForecast:
             self._count(taken, -1)
 
     def now(self) -> Occupancy:
-        """Those that decode, and those of which no report will tell when they do."""
+        """Requests that decode now, silent ones included."""
         found = self._tables[_Is.BEGUN].sum(axis=1) + self._tables[_Is.SILENT].sum(axis=1)
         return Occupancy(float(found[0]), float(found[1]))
 
     def at(self, now_s: float, after_s: float) -> Occupancy:
-        """In so many seconds; further ahead than half of the table's time is as then."""
+        """``after_s`` seconds from now; at most half of the table's time ahead."""
         now, steps = _step(now_s), min(max(_step(after_s + STEP_S / 2), 0), STEPS // 2 - 1)
         left = self._answers.times.left
         still = left[steps : steps + STEPS] / left[:STEPS]  # by age
@@ -102,26 +104,26 @@ class DecodeForecast:
         silent = self._tables[_Is.SILENT]
         found = self._tables[_Is.BEGUN][:, past] @ still + silent[:, past[:half]] @ still[:half]
         coming = self._tables[_Is.COMING]
-        # A request whose time has come but that has not begun begins next.
+        # A request that is due but has not begun counts as beginning in the next step.
         found += coming[:, past[:half]].sum(axis=1) * left[steps]
         if steps:
             later = left[steps - 1 :: -1]  # of those that begin 1, 2, ... steps from now
             found += (coming[:, future] + silent[:, future]) @ later
             self._fade(now_s)
-            unknown = 1 - self._leads.left[1 : steps + 1]  # of them the share that has not come yet
+            unknown = 1 - self._leads.left[1 : steps + 1]  # the share of those that have not arrived yet
             found += self._inflow * (STEP_S * float(unknown @ later))
         return Occupancy(float(found[0]), float(found[1]))
 
     def note(self, gap_s: float, now_s: float, *, stall_s: float = 0.0) -> None:
-        """From now on a gap between tokens takes so long, by the model. stall_s: a prompt has just been
-        computed here for so long."""
+        """Notes the gap between tokens from now on, by the model. stall_s: seconds of a prompt that was just
+        computed here."""
         place, is_new = _step(now_s) % STEPS, self._go_on(now_s)
         self._gaps[place] = gap_s if is_new else max(self._gaps[place], gap_s)
         self._stalls[place] += stall_s
 
     def longest_s(self, name: int, gap_s: float, gaps: int, now_s: float) -> float:
-        """The mean of the longest tenth of its gaps; gap_s: the mean of all. A client sees the former, and an
-        engine's answer tells the latter."""
+        """The mean of the longest tenth of its gaps, which a client notices; gap_s: the mean of all, which an
+        engine reports."""
         taken = self._taken.get(name)
         if taken is None or taken.state is not _Is.BEGUN or gaps < 1:
             return gap_s
@@ -145,7 +147,7 @@ class DecodeForecast:
                 raise AssertionError(f"the requests that are {state.name} do not add up")
 
     def _go_on(self, now_s: float) -> bool:
-        """In the steps that have passed since the last one nothing has changed. Whether there were any."""
+        """Fills the steps since the last note, in which nothing changed. Returns whether there were any."""
         now = _step(now_s)
         passed = now - self._noted
         if passed > 0:

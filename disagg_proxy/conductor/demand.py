@@ -1,10 +1,11 @@
-"""What comes, and up to which length of prompt decode can serve all of it: the price of a place.
+"""The demand, and the length of prompt up to which decode can serve all of it: the price of a place.
 
-When more comes than decode can take a request is refused, and a long prompt takes the place of several short
-ones. A gate that takes all that fit at their arrival serves few: this one reckons from what came lately which
-can be served if the shortest go first; the others exceed capacity (a bid price: Talluri and van Ryzin, "An
-analysis of bid-price controls for network revenue management", Management Science 44, 1998). What arrives at
-a rate and stays for a time is there rate x time at once (Little). Pure, and of bounded size.
+When demand exceeds what decode can take, a request is refused, and a long prompt takes the room of several
+short ones. Admission that accepts every request that fits at its arrival serves few. This module computes,
+from the arrivals of the last minute, which requests can be served if the shortest go first; the others exceed
+capacity (a bid price: Talluri and van Ryzin, "An analysis of bid-price controls for network revenue
+management", Management Science 44, 1998). The number of requests at one time is their arrival rate x their
+time (Little's law). Pure, and of bounded size.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from moonpool.disagg_proxy.conductor.answer_lengths import AnswerLengthStats
 from moonpool.disagg_proxy.conductor.arrival_rate import OVER_S, YOUNG_S
 from moonpool.disagg_proxy.conductor.worker import Worker, answering
 
-PER_OCTAVE = 16  # classes of lengths: within one all requests take equal room
+PER_OCTAVE = 16  # classes of lengths: within one, all requests count as equally long
 CLASSES = 24 * PER_OCTAVE
 EVERY_S = 1.0  # the length is an average over a minute
 
 
 class Capacity(IntEnum):
-    """How many of the requests that are as long decode can take, when the shorter ones go first.
+    """How many of the requests of this length decode can take, when shorter ones go first.
 
     FITS: all. MARGINAL: some. EXCEEDS: none.
     """
@@ -36,17 +37,18 @@ class Capacity(IntEnum):
 
 
 class Demand:
-    """Of requests that may decode at the same workers. Not thread safe."""
+    """The demand of requests that may decode at the same workers. Not thread safe."""
 
     def __init__(self) -> None:
-        self._came = np.zeros((2, CLASSES))  # requests, tokens; faded
+        self._came = np.zeros((2, CLASSES))  # requests and tokens of each class, faded
         self._to_s = math.nan
         self._age_s = 0.0
         self._looked_s = -math.inf
         self._longest = math.inf
 
     def add(self, tokens: int, now_s: float) -> None:
-        """A request came, whatever becomes of it. A clock that goes back is taken to have stood still."""
+        """A request arrived, whether it is accepted or not. A clock that goes back counts as one that stands
+        still."""
         passed_s = now_s - self._to_s
         if passed_s > 0:
             self._came *= math.exp(-passed_s / OVER_S)
@@ -57,9 +59,9 @@ class Demand:
     def longest(
         self, workers: Sequence[Worker], gap_s: float, answers: AnswerLengthStats, now_s: float
     ) -> float:
-        """Below so many tokens of a prompt what comes can decode at those of the workers that decode, none
-        of its gaps longer than gap_s; only some of the last class. Infinity as long as it is not known how
-        long answers take."""
+        """The length of prompt, in tokens, below which all requests can decode at ``workers`` without a gap
+        longer than ``gap_s``; of the last class below it only some. Infinity until it is known how long
+        answers take."""
         if not answers.times.learnt:
             return math.inf
         if not 0.0 <= now_s - self._looked_s < EVERY_S:
@@ -74,18 +76,18 @@ class Demand:
         age_s = max(self._age_s, YOUNG_S)
         over_s = OVER_S * -math.expm1(-age_s / OVER_S)
         share = answers.times.mean_s / over_s / len(decoding)
-        requests, tokens = np.cumsum(self._came, axis=1) * share  # at once, of each class and all below
+        requests, tokens = np.cumsum(self._came, axis=1) * share  # at one time, up to each class
         none, request, token = np.mean([_gaps(each) for each in decoding], axis=0)
         full = none + request * requests + token * tokens > gap_s
         room = min((each.room_tokens for each in decoding if each.room_tokens), default=math.inf)
         full |= tokens + requests * answers.tokens > room
-        full &= requests > 0  # where an empty one is too slow the shortest that come fit all the same
-        # With the class in which it becomes full: of that decode can take some.
+        full &= requests > 0  # the shortest are accepted even where an empty worker is too slow
+        # Includes the class in which decode becomes full: of that one it can take some.
         return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
 
 
 def _gaps(worker: Worker) -> tuple[float, float, float]:
-    """Seconds: of an empty worker, and how much longer each request, and each token, makes a gap."""
+    """Seconds: the gap of an empty worker, and what each request and each token adds to it."""
     gap_s = worker.decode_model.predict
     none = gap_s(0, 0)
     return none, gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6

@@ -1,24 +1,24 @@
-"""Whether engines share a pool that the proxy does not hear of.
+"""Detects whether engines share a pool whose KV events the proxy does not receive.
 
-An engine whose KV events are heard holds what they tell. When its answers report more cached tokens than
-that, again and again, they come from somewhere else: a pool whose nodes' events the proxy is not given
-(``--pool-events``). Without them one engine seems to have all and its equals nothing, and nearly every
-request goes to the one. While such a pool is seen, the longest prefix that any engine has is taken to be in
-reach of all. Pure: no clock, not thread safe.
+An engine whose KV events the proxy follows holds what they report. When its answers repeatedly report more
+cached tokens than that, they come from a pool whose nodes' events the proxy does not receive
+(``--pool-events``). Without those events one engine seems to hold everything and the others nothing, and
+nearly every request goes to that one. While such a pool is detected, every engine is assumed to reach the
+longest prefix that any engine has. Pure: no clock, not thread safe.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-WINDOW = 64  # last reports that are looked at
-SEEN_MIN = 8  # of them, from which on there is such a pool
-LOST_MAX = 1  # of them, up to which there is none any more
+WINDOW = 64  # last reports that are counted
+SEEN_MIN = 8  # of them, from which on a pool is detected
+LOST_MAX = 1  # of them, up to which the pool counts as gone
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 
 class HiddenPool:
-    """seen: what the last reports say."""
+    """seen: whether the last reports show a pool."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -27,8 +27,9 @@ class HiddenPool:
         self._warned = False
 
     def report(self, tokens: int, own: int, cached: int) -> str | None:
-        """An answer of an engine whose events are heard. tokens: of its prompt; own: that the events explain;
-        cached: as the engine says. Returns a sentence to log, once."""
+        """The answer of an engine whose events are followed. tokens: of its prompt; own: cached tokens that
+        the events explain; cached: cached tokens that the engine reports. Returns a sentence to log, once;
+        else None."""
         more = cached > own + max(TOLERANCE_TOKENS, tokens // 10)
         if len(self._window) == WINDOW:
             self._recent -= self._window[0]

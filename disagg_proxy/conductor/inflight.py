@@ -1,10 +1,9 @@
-"""Accounts for requests in flight: what was sent where, and what the data plane then observed.
+"""Load accounting of requests in flight: what was sent where, and what the data plane then observed.
 
-Every request that is tracked comes here three times at most: when it is sent, when its prefill has
-ended, when it is over. Pure. Reports may be late or missing (the data plane drops records when no thread
-fetches them): a request whose first token is not heard of for FORGOTTEN_S seconds is accounted for no more.
-A stream may go on for long after that; it is taken out when its engine has nothing in work, or after
-STREAMS_S.
+A tracked request is reported three times at most: when it is sent, when its prefill has ended, when it has
+ended. Pure. Reports may be late or missing (the data plane drops records when no thread fetches them): a
+request whose first token is not reported for FORGOTTEN_S seconds is dropped. A stream may last far longer; it
+is dropped when its engine has no request in work, or after STREAMS_S.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from moonpool.disagg_proxy.tokens.prediction_watch import PredictionWatch
 
 FORGOTTEN_S = 900.0
 STREAMS_S = 6 * 3600.0
-LEARN_EVERY_S = 0.005  # of one model: more samples say nothing new, and would be a tenth of each decision
-WHOLE_TOKENS_MIN = 32  # of an answer that comes whole: with fewer its hand-over is most of it
+LEARN_EVERY_S = 0.005  # of one model: more samples teach nothing new, and would cost a tenth of each decision
+WHOLE_TOKENS_MIN = 32  # tokens of an answer that is no stream: with fewer most of its time is the hand-over
 TOLERANCE_TOKENS = 160  # a block of vLLM on a CPU, and a few tokens
 
 _PREFILLED, _BEGUN, _ANSWERED = int(Stage.PREFILLED), int(Stage.BEGUN), int(Outcome.ANSWERED)
@@ -35,8 +34,8 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class InflightTracker:
-    """Not thread safe: the driver's lock guards it. hears: whether the KV events of the engine at a place say
-    what it holds. hears_pool: the pool's own events are followed; then hidden_pool is None."""
+    """Not thread safe: the driver's lock guards it. hears: whether the proxy follows the KV events of the
+    engine at a place. hears_pool: the pool's own events are followed; then hidden_pool is None."""
 
     def __init__(
         self,
@@ -50,8 +49,8 @@ class InflightTracker:
         self.workers: tuple[Worker, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
         self.hidden_pool = None if hears_pool else HiddenPool()
-        self.nonsense = 0  # observations whose times cannot be
-        self._observers: tuple[Observer, ...] = ()  # replaced whole: they leave on any thread
+        self.nonsense = 0  # observations whose times are implausible
+        self._observers: tuple[Observer, ...] = ()  # replaced whole: observers unsubscribe on any thread
         self._hears = hears
         self._sent: dict[int, InFlight] = {}
         self._learnt_s: dict[object, float] = {}  # by model
@@ -68,12 +67,12 @@ class InflightTracker:
         self._observers = tuple(each for each in self._observers if each is not observer)
 
     def join(self, worker: Worker) -> None:
-        """There is one more, at a place where none is."""
+        """Adds a worker, at a place where none is."""
         self.workers = tuple(sorted((*self.workers, worker), key=lambda each: each.place))
         self.watches[worker.place] = PredictionWatch(TOLERANCE_TOKENS)
 
     def leave(self, place: int) -> None:
-        """The worker there is no more, and no request is there."""
+        """Removes the worker at this place; no request may be in flight there."""
         left = next((each for each in self.workers if each.place == place), None)
         if left is None:
             return
@@ -98,7 +97,7 @@ class InflightTracker:
         prediction: Prediction | None = None,
         objective: Objective | None = None,
     ) -> None:
-        """A request goes out; an earlier attempt of it is over."""
+        """A request is dispatched; an earlier attempt of it has ended."""
         self._leave(request, now_s)
         computes = choice.computes
         own = asked.own_at(computes)
@@ -117,7 +116,7 @@ class InflightTracker:
         computes.arrival_rate.add(prefill_s, now_s)
         if holder is not None:
             holder.asked(model.transfer_s(pool), now_s)
-        if silent:  # when its decode begins will not be heard of either
+        if silent:  # the beginning of its decode will not be reported either
             choice.decode.load.decode_began(request, asked.tokens, now_s)
         apart = choice.prefill is not None
         sent = InFlight(
@@ -145,7 +144,7 @@ class InflightTracker:
             each.on_dispatch(request, sent, now_s)
 
     def in_flight(self) -> Mapping[int, InFlight]:
-        """All that was sent and is not over, by the request's name."""
+        """All requests that were sent and have not ended, by name."""
         return self._sent
 
     def observe(self, observation: Observation) -> None:
@@ -162,12 +161,12 @@ class InflightTracker:
             self._ended(observation, sent)
 
     def expire(self, now_s: float) -> None:
-        """Forgets requests that the data plane reports no more."""
+        """Drops requests that the data plane does not report any more."""
         for request in [each for each, sent in self._sent.items() if _is_forgotten(sent, now_s)]:
             self._leave(request, now_s)
 
     def forget(self, place: int) -> None:
-        """The engine is gone, and all that was sent there with it."""
+        """Drops all requests that were sent to the engine: it is gone."""
         for worker in self.workers:
             if worker.place == place:
                 worker.load.forget_all()
@@ -175,8 +174,8 @@ class InflightTracker:
                     self.admission.forget(worker)
 
     def check_integrity(self, remote_requests: int = 0) -> None:
-        """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that are in
-        the loads as well."""
+        """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, which the
+        loads contain as well."""
         for worker in self.workers:
             worker.check_integrity()
         held = sum(worker.load.requests for worker in self.workers)
@@ -194,12 +193,12 @@ class InflightTracker:
             return
         done = computes.load.prefill_ended(observation.request, at_s)
         if sent.pending_handover and not observation.stream:
-            sent.decodes_s = at_s  # its first byte is the end, but it is made from now on
+            sent.decodes_s = at_s  # its first byte is its end, but it decodes from now on
             self._decodes(observation.request, sent, at_s, heard=False)
         if self.admission is not None and done is not None and sent.choice.prefill is None:
             self.admission.stalled(computes, done.seconds, at_s)
         if done is None or not done.tokens or observation.status not in (0, 200):
-            return  # of a prompt of unknown length nothing is learnt
+            return  # a prompt of unknown length teaches nothing
         if self._is_wanted(computes.prefill_model, at_s):
             computes.prefill_model.observe(
                 done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
@@ -208,7 +207,7 @@ class InflightTracker:
             sent.choice.decode.guess_from(computes)
 
     def _decodes(self, request: int, sent: InFlight, at_s: float, *, heard: bool) -> None:
-        """Its answer is made from now on. heard: the client has its first token, too."""
+        """Its answer is being decoded from now on. heard: the client has its first token."""
         _arrived(sent)
         sent.choice.decode.load.decode_began(request, sent.asked.tokens, at_s)
         sent.decoding = True
@@ -227,10 +226,10 @@ class InflightTracker:
             choice.computes.load.prefill_ended(observation.request, first_s, done=False)
         elif choice.prefill is None:
             if not observation.stream:
-                return  # the first byte of an answer that comes whole is its end
+                return  # the first byte of an answer that is no stream is its end
             self._prefilled(observation, sent, first_s)
         elif observation.handed_over in _AT_ONCE and not observation.prefill_done_s:
-            pass  # decode did not wait for its answer: it is still in work
+            pass  # decode did not wait for prefill's answer: the prompt is still being computed
         elif observation.handed_over and observation.prefill_done_s and observation.stream:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
             self._tell_trained(choice.decode, choice.decode.handover_model)
@@ -247,7 +246,7 @@ class InflightTracker:
             self._leave(observation.request, _no_sooner(now_s, sent))
             return
         answered = observation.outcome == _ANSWERED
-        # Of several answers in one it is not known which tokens came when.
+        # With several answers in one it is not known which tokens came when.
         tokens = observation.completion_tokens if answered and sent.sound and sent.asked.one else 0
         decoded = choice.decode.load.decode_ended(observation.request, tokens, now_s)
         decode_model = choice.decode.decode_model
@@ -272,14 +271,14 @@ class InflightTracker:
         self._leave(observation.request, now_s)
 
     def _is_sound(self, at_s: float, sent: InFlight, longest_s: float = FORGOTTEN_S) -> bool:
-        """Whether something can have happened then to a request that was sent when it was."""
+        """Whether this time is plausible for a request that was sent at that time."""
         if 0.0 <= at_s - sent.at_s <= longest_s:  # NaN is in no range
             return True
         self.nonsense += 1
         return False
 
     def _is_wanted(self, model: object, at_s: float) -> bool:
-        """A sample of this model."""
+        """Whether the model is due for a sample; if so, notes the time."""
         if at_s - self._learnt_s.get(model, -math.inf) < LEARN_EVERY_S:
             return False
         self._learnt_s[model] = at_s
@@ -291,7 +290,7 @@ class InflightTracker:
                 each.on_trained(worker)
 
     def _compare(self, finished: Finished) -> None:
-        """The engine's own count of cached tokens with ours."""
+        """Compares the engine's own count of cached tokens with the accounting's."""
         observation, asked, cached = finished.observation, finished.asked, finished.cached
         if not asked.tokens or observation.prompt_tokens < 0 or cached < 0:
             return
@@ -325,19 +324,20 @@ class InflightTracker:
 
 
 def _answer_s(observation: Observation, sent: InFlight, tokens: int) -> float:
-    """From the first token to the last; NaN: not known. Of an answer that comes whole: since its prompt was
-    computed, less the hand-over as predicted."""
+    """Seconds from the first token to the last; NaN: not known. For an answer that is no stream: since its
+    prompt was computed, less the predicted hand-over."""
     if observation.stream:
         return observation.last_byte_s - observation.first_byte_s
     if not sent.decodes_s or not observation.handed_over or tokens < WHOLE_TOKENS_MIN:
-        return math.nan  # not handed over: it computed the prompt itself, after all
+        return math.nan  # not handed over: this worker computed the prompt itself
     handover_s = sent.choice.decode.handover_model.predict(sent.asked.tokens)
     answer_s = observation.last_byte_s - sent.decodes_s - handover_s
     return answer_s if answer_s > 0 else math.nan
 
 
 def _longest_s(sent: InFlight) -> float:
-    """How long it may take; an answer that comes whole has no first token to be heard of."""
+    """Seconds after which a request without a report is dropped; an answer that is no stream reports no first
+    token."""
     return STREAMS_S if sent.decoding and not sent.silent and not sent.decodes_s else FORGOTTEN_S
 
 
@@ -350,12 +350,12 @@ def _is_forgotten(sent: InFlight, now_s: float) -> bool:
 
 
 def _no_sooner(at_s: float, sent: InFlight) -> float:
-    """A time that the load can go on from."""
+    """A time from which the load can continue."""
     return at_s if sent.at_s < at_s < math.inf else sent.at_s
 
 
 def _arrived(sent: InFlight) -> None:
-    """What was coming to the decode worker is there, or comes no more."""
+    """The prompt that the decode worker expected has arrived, or will not."""
     if sent.pending_handover:
         sent.pending_handover = False
         sent.choice.decode.pending_handover -= 1

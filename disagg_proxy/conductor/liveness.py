@@ -62,7 +62,7 @@ class Liveness:
         return self._become(Health.DEAD, now)
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last good answer; 0 while there was none (then it has no requests either)."""
+        """Seconds since the last good answer; 0 before the first one (the engine has no requests then)."""
         return 0.0 if self._answered_at is None else now - self._answered_at
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""What other parts may hear of the scheduler's requests: ``scheduler.subscribe(observer)``."""
+"""The interface for other parts to follow the scheduler's requests: ``scheduler.subscribe(observer)``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class InFlight:
     prefill_s, ttft_s: predicted: of its prompt's computation, and to its first token.
     pool:       tokens that are fetched.
     ahead_s:    of the holder's other fetches.
-    queued:     others were computed before it.
-    silent:     when its prefill ends will not be heard of.
+    queued:     other prompts were computed before it.
+    silent:     the end of its prefill will not be reported.
     pending_handover: another worker than the one that answers computes its prompt, and still has it.
     computed, decoding: how far it is.
-    sound:      the time of its first token can be.
-    decodes_s:  since when, of an answer that comes whole; 0.0: not known.
+    sound:      the time of its first token is plausible.
+    decodes_s:  when its decode began, for an answer that is no stream; 0.0: not known.
     """
 
     choice: Choice
@@ -44,7 +44,7 @@ class InFlight:
 
 
 class Finished(NamedTuple):
-    """A request at its end: what the data plane saw, and what it was dispatched by and when."""
+    """A request at its end: what the data plane observed, its choice, and when it was dispatched."""
 
     observation: Observation
     choice: Choice
@@ -87,23 +87,23 @@ class Finished(NamedTuple):
 
 
 class Observer:
-    """Override what is to be heard. Each method is called while the driver holds its lock, in the order of
-    what happens; what it raises goes to the scheduler's caller."""
+    """Override the methods of interest. Each is called while the driver holds its lock, in the order of
+    events; an exception goes to the scheduler's caller."""
 
     def on_dispatch(self, request: int, flight: InFlight, now_s: float) -> None:
-        """A request goes out; an earlier attempt of it has left."""
+        """A request is dispatched; an earlier attempt of it has left."""
 
     def on_prefilled(self, request: int) -> None:
         """The prefill worker has answered."""
 
     def on_decode(self, request: int, *, computed: bool) -> None:
-        """Its answer is made from now on. computed: its prefill is over, too."""
+        """Its answer is being decoded from now on. computed: its prefill has ended, too."""
 
     def on_finish(self, finished: Finished) -> None:
-        """It is over, and its times can be. ``on_leave`` follows."""
+        """It has ended, with plausible times. ``on_leave`` follows."""
 
     def on_leave(self, request: int) -> None:
-        """It is not accounted for any more."""
+        """It has left the load accounting."""
 
     def on_trained(self, worker: Worker) -> None:
-        """One of the worker's models knows more than a first guess."""
+        """One of the worker's models has learnt more than its prior."""

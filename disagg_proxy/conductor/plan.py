@@ -1,4 +1,4 @@
-"""What a decision about a request is: values that the data plane (``_native.Relay``) carries out.
+"""The values of a decision about a request, which the data plane (``_native.Relay``) carries out.
 
 ``decide`` returns the place of one engine, a ``Plan``, an ``Answer``, or None: the decision comes later by
 ``relay.resume``. The data plane reads the tuples by position.
@@ -67,7 +67,7 @@ def error_body(status: int, sentence: str, reason: str) -> bytes:
 
 
 def refused(status: int, sentence: str, reason: str) -> Answer:
-    """An answer that says why there is no other."""
+    """An answer of the proxy that says why no engine answers."""
     return Answer(status, error_body(status, sentence, reason), reason=reason)
 
 

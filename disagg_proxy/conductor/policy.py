@@ -1,4 +1,4 @@
-"""What a policy is, and the registry of those that have a name."""
+"""The interface of a policy, and the registry of those that have a name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Policy(Protocol):
     """
 
     uses_tokens: bool
-    """Whether prompts are tokenised and looked up for it; without, ``Request`` says nothing of tokens."""
+    """Whether prompts are tokenised and looked up for it; if not, ``Request`` has no tokens and no prefixes.
+    """
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
         """workers: never empty, ordered by place. now_s: seconds of a monotonic clock.
 
-        Changes nothing that a later choice depends on: it is asked about requests that are then refused, and
-        again and again about one that waits.
+        Changes nothing that a later choice depends on: it is called for requests that are then refused, and
+        repeatedly for one that waits.
         """
         ...
 
@@ -39,7 +40,7 @@ _bad = partial(bad, "policy")
 Hook = Callable[[Request, Choice, float], None]
 
 
-# What other routers do, to be compared: loaded when one of them is asked for.
+# Policies of other routers, for comparison; loaded on demand.
 _COMPARED = {
     "dynamo_cost": "DynamoCost",
     "lmetric": "LMetric",
@@ -93,7 +94,8 @@ def make_policy(name: str) -> Policy:
 
 
 def hook_of(policy: Policy) -> Hook:
-    """What hears of each choice that was carried out."""
+    """The policy's ``sent``, which is called for each choice that was carried out; a function that does
+    nothing for a policy without one."""
     return cast(Hook, getattr(policy, "sent", _nothing))
 
 

@@ -1,23 +1,24 @@
-"""By how much predictions are missed, learnt online: a quantile of observed over predicted."""
+"""By how much observations exceed predictions, learnt online: a quantile of observed over predicted."""
 
 from __future__ import annotations
 
 import math
 
 SHARE = 0.9
-PACE_S = 300.0  # in which it would change by a factor of e if every prediction were exceeded
-PAUSE_S_MAX = 1.0  # a longer one between two observations counts as so much
+PACE_S = 300.0  # in which the factor would change by e if every prediction were exceeded
+PAUSE_S_MAX = 1.0  # a longer pause between two observations counts as this one
 LEAST, MOST = 0.5, 4.0
-NEAR = 0.9  # of the limit: predictions that come so close to it decide
+NEAR = 0.9  # of the limit: predictions this close to it decide
 
 
 class QuantileMargin:
-    """``factor``: this share of what is observed is at most so many times what was predicted.
+    """``factor``: this share of the observations is at most so many times their prediction.
 
-    A quantile found by small steps (stochastic approximation): up when it was exceeded, down by less when
-    not, so that it stands where both balance. What it lets in is observed only an answer later, so it moves
-    slowly against the clock, however many observations there are: a quick one would swing. Predictions
-    well below the limit decide nothing, and teach nothing unless it is exceeded.
+    A quantile found by small steps (stochastic approximation): up after an observation beyond it, down by
+    less after another, so that it settles where both balance. The effect of a change is observed only an
+    answer later, so the factor moves slowly by the clock, however many observations there are: a fast one
+    would oscillate. Predictions well below the limit decide nothing, and teach nothing unless the limit is
+    exceeded.
     """
 
     def __init__(self, share: float = SHARE) -> None:
@@ -26,7 +27,7 @@ class QuantileMargin:
         self._last_s = -math.inf
 
     def observe(self, predicted_s: float, observed_s: float, limit_s: float, now_s: float) -> None:
-        """What is no time is left out."""
+        """A negative, infinite or NaN time is ignored."""
         if not (0 < predicted_s < math.inf and 0 <= observed_s < math.inf):
             return
         expected_s = predicted_s * self.factor

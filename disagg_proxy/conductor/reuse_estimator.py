@@ -1,16 +1,16 @@
-"""What a block costs for its room: whatever is stored in a full cache drives something else out."""
+"""The cost of storing a block: in a full cache it evicts another one."""
 
 from __future__ import annotations
 
-OVER_TOKENS = 10_000_000.0  # what was stored longer ago counts less and less
-YOUNG_TOKENS = 1_000_000.0  # until about so many are stored caches are not full, and nothing is driven out
-LAST = 0.25  # what goes was used longest ago: worth more than nothing, and far less than the average
+OVER_TOKENS = 10_000_000.0  # tokens: beyond it all earlier observations count half
+YOUNG_TOKENS = 1_000_000.0  # tokens: until about so many are stored no cache is full, and none evicts
+LAST = 0.25  # of the average: the least recently used block is worth more than nothing, and far less
 
 
 class ReuseEstimator:
-    """``probability``: that a token which is evicted would have been used again, learnt from how much of what
-    workers hold is reused. An evicted token has to be computed again, so that a token cannot be worth more
-    than that once."""
+    """``probability``: that an evicted token would have been used again, learnt from the share of what
+    workers hold that is reused. An evicted token is computed again once, so that it is never worth more than
+    that."""
 
     def __init__(self) -> None:
         self._stored = YOUNG_TOKENS
@@ -18,7 +18,7 @@ class ReuseEstimator:
         self.probability = 0.0
 
     def observe(self, stored: int, reused: int) -> None:
-        """Tokens of a request: that its worker did not have, and that it or the pool had."""
+        """Tokens of a request: those that its worker did not have, and those that it or the pool had."""
         self._stored += stored
         self._reused += reused
         if self._stored > OVER_TOKENS:

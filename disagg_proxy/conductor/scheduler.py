@@ -38,7 +38,7 @@ NO_OBJECTIVE = Objective()
 
 
 class EligibleWorkers(NamedTuple):
-    """Instances that may be chosen now. computing: those that compute prompts."""
+    """Workers that may be chosen now. computing: those of them that compute prompts."""
 
     workers: tuple[Worker, ...]
     computing: tuple[Worker, ...]
@@ -53,16 +53,16 @@ class EligibleWorkers(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest:
-    """One request from its submission to its dispatch. A driver's own fields stand in a subclass.
+    """One request from its submission to its dispatch. A driver adds its own fields in a subclass.
 
     name:      of the request, the same as in its observations.
-    asked:     what the policy is told of it, as of the last look.
-    objective: that admission judges it by.
+    asked:     what the policy is given, as of the last ``refresh``.
+    objective: by which admission judges it.
     group:     requests of one group may go to the same workers.
     streams:   the answer comes token by token.
     waits:     it is or was in the queue.
-    choice:    that it was dispatched by; None: it was not.
-    sent_s:    when that was.
+    choice:    by which it was dispatched; None: it was not.
+    sent_s:    when it was dispatched.
     """
 
     name: int
@@ -80,10 +80,10 @@ P_contra = TypeVar("P_contra", bound=PendingRequest, contravariant=True)
 
 
 class Driver(Protocol[P_contra]):
-    """What the scheduler asks of its driver. Each is a look-up, which may happen any number of times."""
+    """What the scheduler asks of its driver. Each call is a look-up, and may be made any number of times."""
 
     def is_gone(self, pending: P_contra) -> bool:
-        """Whether the client wants the answer no more."""
+        """Whether the client has left."""
 
     def eligible(self, pending: P_contra) -> EligibleWorkers:
         """The workers that the request may go to now."""
@@ -92,7 +92,7 @@ class Driver(Protocol[P_contra]):
         """What is known of the request now; ``pending.asked`` where nothing new is."""
 
     def none_eligible(self, pending: P_contra) -> Refusal:
-        """Why a request is refused to which no worker is left."""
+        """Why a request is refused when no worker is left for it."""
 
     def objection(self, pending: P_contra, choice: Choice) -> Refusal | None:
         """Why the choice cannot be carried out, now or later; None: it can."""
@@ -102,7 +102,7 @@ class Driver(Protocol[P_contra]):
 
 
 class Dispatched(NamedTuple, Generic[P]):
-    """Send the request to the engines of ``choice``. It is accounted for already."""
+    """Send the request to the engines of ``choice``. The load accounting has it already."""
 
     pending: P
     choice: Choice
@@ -128,11 +128,11 @@ NO_QUEUE = QueueLimits()
 class Scheduler(Generic[P]):
     """Not thread safe.
 
-    admission:     predicts who would miss an objective; None: admits all.
-    is_heard:      whether the KV events of the worker at a place say what it holds.
-    hears_pool:    whether those of a pool are heard, if there is one.
-    policy_failed: hears in one sentence what becomes of a request although the policy raised, while that
-                   exception is handled. None: the exception goes to the caller.
+    admission:     predicts which requests would miss an objective; None: all are accepted.
+    is_heard:      whether the proxy follows the KV events of the worker at a place.
+    hears_pool:    whether it follows those of the pool's nodes.
+    policy_failed: called with a sentence that says what becomes of a request although the policy raised,
+                   while that exception is handled. None: the exception goes to the caller.
     unfinished:    ``tick`` has more to return at once; it stops at RELEASED_MAX, so that a driver can let
                    go of its lock.
     """
@@ -164,7 +164,7 @@ class Scheduler(Generic[P]):
         return len(self.controller.queue)
 
     def subscribe(self, observer: Observer) -> None:
-        """The observer hears of all requests from now on. On any thread."""
+        """The observer is called for all requests from now on. On any thread."""
         self.inflight.subscribe(observer)
 
     def unsubscribe(self, observer: Observer) -> None:
@@ -174,15 +174,15 @@ class Scheduler(Generic[P]):
     # Workers
 
     def join(self, worker: Worker) -> None:
-        """There is one more, at a place where none is."""
+        """Adds a worker, at a place where none is."""
         self.inflight.join(worker)
 
     def leave(self, place: int) -> None:
-        """The worker there is no more, and no request is there."""
+        """Removes the worker at this place; no request may be in flight there."""
         self.inflight.leave(place)
 
     def forget(self, place: int) -> None:
-        """What was sent to the worker there is lost."""
+        """All requests that were sent to the worker at this place are lost."""
         self.inflight.forget(place)
 
     # Requests
@@ -202,7 +202,7 @@ class Scheduler(Generic[P]):
         return effects
 
     def dispatch(self, pending: P, now_s: float) -> Dispatched[P] | Refused[P]:
-        """At once, whatever it costs. Raises what the policy raises; then nothing has happened."""
+        """At once, whatever its predictions. Raises what the policy raises; then nothing has changed."""
         driver = self._driver
         workers = driver.eligible(pending).workers
         if not workers:
@@ -221,7 +221,7 @@ class Scheduler(Generic[P]):
         self.inflight.observe(observation)
 
     def tick(self, now_s: float) -> list[Dispatched[P] | Refused[P]]:
-        """To be called every RELEASE_EVERY_S while requests wait, and again while ``unfinished``."""
+        """Call it every RELEASE_EVERY_S while requests wait, and again while ``unfinished``."""
         late = [] if self.unfinished else self.controller.expire(now_s)
         left = self.controller.release(now_s)
         self.unfinished = len(left) == RELEASED_MAX
@@ -232,7 +232,7 @@ class Scheduler(Generic[P]):
         self.controller.limit_wait(deadline_s)
 
     def expire(self, now_s: float) -> None:
-        """Forgets requests that the data plane does not report any more."""
+        """Drops requests that the data plane does not report any more."""
         self.inflight.expire(now_s)
 
     def after_prefill(self, name: int, asked: Request, choice: Choice) -> Refusal | None:
@@ -240,7 +240,8 @@ class Scheduler(Generic[P]):
         return None if self.admission is None else self.admission.after_prefill(name, asked, choice)
 
     def tell_policy(self, asked: Request, choice: Choice, now_s: float) -> None:
-        """The choice was carried out. ``submit``, ``dispatch`` and ``tick`` say so themselves."""
+        """The choice was carried out: tells the policy. ``submit``, ``dispatch`` and ``tick`` call it
+        themselves."""
         try:
             self._sent_hook(asked, choice, now_s)
         except Exception:  # a policy of the user's own; the request is on its way
@@ -249,12 +250,12 @@ class Scheduler(Generic[P]):
             self._policy_failed("the policy failed when it was told what was sent; the request goes on")
 
     def check_integrity(self, remote_requests: int = 0) -> None:
-        """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, that were
-        entered into the workers' loads."""
+        """Raises AssertionError when an invariant is broken. remote_requests: of other proxies, which the
+        workers' loads contain."""
         self.inflight.check_integrity(remote_requests)
         self.controller.queue.check_integrity()
 
-    # What the gate asks
+    # What the admission controller asks
 
     def is_gone(self, pending: P) -> bool:
         """As the driver says."""
@@ -321,7 +322,7 @@ class Scheduler(Generic[P]):
             if choice.decode not in workers:
                 raise LookupError(f"the policy chose {choice.decode.name}, which is not among the candidates")
             return choice
-        except Exception:  # what comes to the gate is weighed there, whatever chose
+        except Exception:  # admission weighs the request, whatever made the choice
             self._policy_failed("the policy failed; the request goes to the engine with the least work")
             return _least_work(asked, workers, now_s)
 
@@ -341,7 +342,7 @@ class Scheduler(Generic[P]):
 
 
 class _ModelSeeder(Observer):
-    """Instances that have not been observed yet begin with what one of their kind has learnt."""
+    """Workers that have not been observed yet start with what a worker of their kind has learnt."""
 
     def __init__(self, same_kind: Callable[[Worker], Iterable[Worker]]) -> None:
         self._same_kind = same_kind
@@ -358,7 +359,7 @@ def _effect(pending: P, refusal: Refusal | None) -> Dispatched[P] | Refused[P]:
 
 
 def _least_work(asked: Request, workers: Sequence[Worker], now_s: float) -> Choice:
-    """The engine with the least work; with a prefill engine where it does not answer alone."""
+    """The worker with the least work; with a prefill worker where it does not answer alone."""
 
     def wait_s(worker: Worker) -> float:
         return worker.load.wait_s(now_s)

@@ -1,4 +1,4 @@
-"""Where a conversation was last."""
+"""The last worker of each conversation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Last(NamedTuple):
 
 
 class Sessions:
-    """The SESSIONS_MAX that asked last."""
+    """The SESSIONS_MAX conversations with the most recent requests."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, Last] = OrderedDict()

@@ -1,4 +1,4 @@
-"""What gives others what they lack of a prompt: how much it has been asked for, and has not sent yet."""
+"""How many seconds of fetches a holder of KV has been asked for and has not sent yet."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 
 
 class TransferBacklog:
-    """A holder of KV, or all the nodes of the pool together.
+    """A holder of KV, or all nodes of the pool together.
 
-    The proxy sees no link; it knows what it has directed to be fetched from where. That is taken to leave at
-    the rate that the fetching workers' models have learnt, and to lie before whatever comes next.
+    The proxy sees no link; it knows which fetches it has directed to which holder. They are assumed to be
+    sent one after the other, at the rate that the fetching workers' models have learnt, and before any later
+    fetch.
     """
 
     __slots__ = ("_at_s", "_left_s")
@@ -19,7 +20,7 @@ class TransferBacklog:
         self._at_s = -math.inf
 
     def ahead_s(self, now_s: float) -> float:
-        """Seconds until the last of it will be sent."""
+        """Seconds until the last fetch will have been sent."""
         left_s = self._left_s
         if not left_s:
             return 0.0
@@ -29,7 +30,7 @@ class TransferBacklog:
         return left_s  # the clock has jumped back
 
     def asked(self, seconds: float, now_s: float) -> None:
-        """A fetch is directed there that takes so long, predicted without what lies before it."""
+        """A fetch is directed there, with the prediction of its seconds without those before it."""
         if not 0.0 <= seconds < math.inf:
             return
         self._left_s = self.ahead_s(now_s) + seconds

@@ -1,8 +1,8 @@
 """Requests that wait in the proxy: by priority, then by tenant, those that exceed capacity last, then by
 deadline; of bounded number. Pure.
 
-A request for which a worker was free, but none that meets its own objective, is deferred: it keeps its order,
-and no request behind it that wants less waits for it.
+A request is deferred when a worker was free but none meets its own objective: it keeps its order, and
+requests behind it with a looser objective do not wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from moonpool.disagg_proxy.conductor.demand import Capacity
 from moonpool.disagg_proxy.conductor.fairness import Fairness
 
-FAIRNESSES_MAX = 64  # beyond it those are forgotten for which no request waits
+FAIRNESSES_MAX = 64  # beyond it, those without a waiting request are dropped
 TENANTS_MAX = 256  # tenants tracked separately; further tenants share one bucket
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class QueuedRequest(Generic[T]):
 
 
 class _Lane(Generic[T]):
-    """Some of a group. by: priority and tenant, each list in ``_order``, none empty."""
+    """Requests of one group. by: priority and tenant, each list in ``_order``, none empty."""
 
     def __init__(self) -> None:
         self.by: dict[int, dict[str, list[QueuedRequest[T]]]] = {}
@@ -92,20 +92,21 @@ class _Lane(Generic[T]):
 
 
 class _Group(Generic[T]):
-    """ready: requests that wait for an engine. retry: those deferred, by when each was last looked at."""
+    """ready: requests that wait for an engine. retry: deferred requests, the one that was retried longest ago
+    first."""
 
     def __init__(self) -> None:
         self.ready: _Lane[T] = _Lane()
         self.deferred: _Lane[T] = _Lane()
-        self.gaps_s: list[float] = []  # objectives of those deferred, in order
+        self.gaps_s: list[float] = []  # objectives of the deferred requests, ascending
         self.retry: OrderedDict[QueuedRequest[T], None] = OrderedDict()
         self.retried_s = -math.inf
 
 
 class WaitQueue(Generic[T]):
-    """Within a group no request passes that is further behind. Among tenants each group and priority has
-    turns of its own: requests that wait for other engines, or for the more urgent, are no measure of
-    what those that come may have."""
+    """Within a group no request passes one that is further ahead. Each group and priority has its own fair
+    order of tenants: requests that wait for other engines, or with another priority, say nothing about a
+    tenant's share here."""
 
     def __init__(self, waiting_max: int) -> None:
         self.waiting_max = waiting_max
@@ -131,7 +132,7 @@ class WaitQueue(Generic[T]):
         return list(self._groups)
 
     def add(self, entry: QueuedRequest[T]) -> QueuedRequest[T] | None:
-        """Returns the entry that has to go for it, perhaps itself; None: there is room."""
+        """Returns the entry that is removed for it, or itself if it is not added; None: there is room."""
         out = None
         if entry.tenant not in self._tenants and len(self._tenants) >= TENANTS_MAX:
             entry.tenant = ""
@@ -149,12 +150,12 @@ class WaitQueue(Generic[T]):
         return out
 
     def first(self, group: Hashable) -> QueuedRequest[T] | None:
-        """The next of those that wait for an engine."""
+        """The next ready request of the group."""
         found = self._groups.get(group)
         return None if found is None else found.ready.first(partial(self._fair, group))
 
     def defer(self, entry: QueuedRequest[T]) -> None:
-        """An engine was free, and yet it was not sent, for the sake of its own objective."""
+        """A worker was free, but the request was not sent, because it would miss its own objective."""
         group = self._groups[entry.group]
         group.ready.remove(entry)
         group.deferred.add(entry)
@@ -163,12 +164,12 @@ class WaitQueue(Generic[T]):
         entry.deferred = True
 
     def first_deferred(self, group: Hashable) -> QueuedRequest[T] | None:
-        """The next of those that were deferred."""
+        """The next deferred request of the group."""
         found = self._groups.get(group)
         return None if found is None else found.deferred.first(partial(self._fair, group))
 
     def is_retry_due(self, group: Hashable, now_s: float, every_s: float) -> bool:
-        """Whether it is time again for others than the first of those deferred; then it is their turn."""
+        """Whether a deferred request other than the first is due for a retry; if so, notes the time."""
         found = self._groups.get(group)
         if found is None or not found.retry or 0.0 <= now_s - found.retried_s < every_s:
             return False
@@ -176,7 +177,7 @@ class WaitQueue(Generic[T]):
         return True
 
     def retry_deferred(self, group: Hashable) -> QueuedRequest[T] | None:
-        """Of those deferred the one that was looked at longest ago; looks at it."""
+        """The deferred request that was retried longest ago; moves it to the end of that order."""
         found = self._groups.get(group)
         if found is None or not found.retry:
             return None
@@ -202,7 +203,7 @@ class WaitQueue(Generic[T]):
         self._count -= 1
 
     def charge(self, entry: QueuedRequest[T], prompt: int, answer: int) -> None:
-        """Tokens that are to be computed for one that waited."""
+        """Charges the tenant of a request that waited with the tokens that are to be computed for it."""
         self._fair(entry.group, entry.priority).charge(entry.tenant, prompt, answer)
 
     def _fair(self, group: Hashable, priority: int) -> Fairness:
@@ -214,8 +215,8 @@ class WaitQueue(Generic[T]):
         return found
 
     def has_before(self, group: Hashable, priority: int, gap_s: float, *, deferred: bool = False) -> bool:
-        """Whether a request waits that one that came now would have to let go first. gap_s: its own
-        objective; it passes deferred requests that want more. deferred: of these alone."""
+        """Whether a waiting request goes before one that arrives now. gap_s: the new request's own objective;
+        it passes deferred requests with a stricter one. deferred: look at deferred requests only."""
         found = self._groups.get(group)
         if found is None:
             return False
@@ -225,7 +226,7 @@ class WaitQueue(Generic[T]):
         return any(own >= priority for lane in lanes for own in lane.by)
 
     def ahead_s(self, group: Hashable, priority: int) -> float:
-        """Seconds of prefill of those that one that came now would wait for: of none that is deferred."""
+        """Seconds of prefill of the ready requests that go before one that arrives now."""
         found = self._groups.get(group)
         if found is None:
             return 0.0
@@ -235,7 +236,7 @@ class WaitQueue(Generic[T]):
         """Raises AssertionError when an invariant is broken."""
         every = list(self)
         if self._count != len(every) or self._tenants != Counter(entry.tenant for entry in every):
-            raise AssertionError("those who wait do not add up")
+            raise AssertionError("the waiting requests do not add up")
         for group in self._groups.values():
             group.ready.check_integrity()
             group.deferred.check_integrity()

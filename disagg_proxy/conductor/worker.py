@@ -14,9 +14,9 @@ from moonpool.disagg_proxy.conductor.arrival_rate import ArrivalRate
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
 
-SAME_KIND_MAX = 32  # so many know what a thousand do
-LEARNT = 16  # samples, from which on what was learnt is better than the prior
-# Of attributes that a policy of a user's own may read.
+SAME_KIND_MAX = 32  # workers of one kind: so many have learnt what a thousand have
+LEARNT = 16  # samples, from which on the model is better than the prior
+# Old names of attributes that a user's own policy may read.
 _OLD_NAMES = {
     "alone": "self_sufficient",
     "books": "load",
@@ -47,16 +47,16 @@ class Worker(WorkerView):
     site:               host and port as other proxies see them; "": not known.
     role:               what it may compute.
     self_sufficient:    it answers without another's prefill, or, a prefill worker, by itself.
-    load:               what it has to do, as far as requests of this proxy and its peers tell.
+    load:               its queue and running requests, as far as this proxy and its peers know.
     in_flight:          requests there, by the relay's count where it has one.
-    room_tokens:        what its KV cache holds; 0: not known.
+    room_tokens:        tokens that its KV cache holds; 0: not known.
     pending_handover, pending_handover_tokens: requests, and tokens of their prompts, that others prefill.
     obeys:              it computes what it is told not to fetch; others fetch whatever the pool holds.
-    prefill_model, handover_model, decode_model: what its work is predicted to take.
-    ttft_ratios:        how well its first tokens are predicted.
-    arrival_rate:       what comes to it.
-    transfer_backlog:   what others fetch from it.
-    same_kind_computes: its prefill model began with what others of its kind have taken.
+    prefill_model, handover_model, decode_model: predict the seconds of its work.
+    ttft_ratios:        how well its TTFT is predicted.
+    arrival_rate:       of requests that are sent to it.
+    transfer_backlog:   fetches that other workers make from it.
+    same_kind_computes: its prefill model's prior is what others of its kind have learnt.
     turn:               when a policy last chose it, by the policy's own count.
     """
 
@@ -89,7 +89,8 @@ class Worker(WorkerView):
         known_as: str = "",
         site: str = "",
     ) -> None:
-        """relay_requests: says how many requests are there, where the relay counts them; else ``load``."""
+        """relay_requests: returns how many requests are there, where the relay counts them; None: ``load``
+        counts."""
         load, prefill_model, decode_model = WorkerLoad(), PrefillModel(), DecodeModel()
         super().__init__(place, room_tokens, load, prefill_model, decode_model)
         self.place = place
@@ -109,7 +110,7 @@ class Worker(WorkerView):
         self.same_kind_computes = False
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute by the name that it had in the release before, for policies of a user's own."""
+        """An attribute under its name in the release before, for a user's own policy."""
         now = _OLD_NAMES.get(name)
         if now is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -127,8 +128,8 @@ class Worker(WorkerView):
         return self.load.requests if self.relay_requests is None else self.relay_requests()
 
     def learn_from(self, same_kind: Iterable[Worker]) -> None:
-        """It is new, and they are what it is: the first guess at its times is the mean of what they have
-        learnt, where they have; it weighs as a prior. What it has learnt itself is kept."""
+        """For a new worker: the prior of each of its models is the mean of what workers of its kind have
+        learnt, as far as they have. What it has learnt itself is kept."""
         looked_at = list(islice(same_kind, SAME_KIND_MAX))
         for name in _MODELS:
             theirs = [getattr(other, name).regression for other in looked_at]
@@ -138,15 +139,15 @@ class Worker(WorkerView):
                 self.same_kind_computes |= name == "prefill_model"
 
     def guess_from(self, prefill_worker: Worker) -> None:
-        """That computes prompts for this one. Until it, or one of its kind, has computed some itself it is
-        taken to be no faster."""
+        """prefill_worker: computes prompts for this one. Until this worker, or one of its kind, has computed
+        prompts itself, it is assumed to be as fast as that one."""
         theirs, mine = prefill_worker.prefill_model.regression, self.prefill_model.regression
         if theirs.samples >= LEARNT and not mine.samples and not self.same_kind_computes:
             mine.start(theirs.coefficients)
 
     def seed_models(self, same_kind: Sequence[Worker]) -> None:
-        """Those that have not been observed yet are first taken to be as this one has turned out to be: it
-        would be preferred for ever to what is thought slow, and is not seen."""
+        """Workers of its kind that have not been observed start with what this one has learnt: otherwise the
+        policy would always prefer it to workers that only seem slow, and never observe those."""
         for name in _MODELS:
             mine = getattr(self, name).regression
             if mine.samples < LEARNT:
@@ -165,5 +166,5 @@ class Worker(WorkerView):
 
 
 def answering(workers: Sequence[Worker]) -> list[Worker]:
-    """Those that decode; where none does all, for a prefill worker can, too."""
+    """Those that decode; all of them where none does, since a prefill worker can decode, too."""
     return [each for each in workers if each.role is not _PREFILL] or list(workers)

@@ -1,8 +1,8 @@
-"""Which engines a request may go to: those that the data plane names, and, for one that waits at the gate,
-those that it would name by now.
+"""Which engines a request may go to: those that the data plane names, and, for one that waits in the queue,
+those that it would name now.
 
-Engines join and leave on the event loop, and requests are asked about on other threads: what is replaced here
-is replaced whole. What concerns those that wait is the dispatcher's lock to guard. Pure.
+Engines join and leave on the event loop, while other threads ask about requests: attributes are replaced
+whole. The dispatcher's lock guards what concerns waiting requests. Pure.
 """
 
 from __future__ import annotations

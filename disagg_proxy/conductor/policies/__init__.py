@@ -1,2 +1,2 @@
-"""Policies, one class a file. Each chooses among the workers that may be chosen now: the dispatcher leaves
-out those that are dead, rest or have been tried for this request."""
+"""Policies, one class a file. Each chooses among eligible workers: the dispatcher leaves out those that are
+dead, whose breaker is open, or that were tried for this request."""

@@ -1,6 +1,6 @@
 """Algorithm 1 of the Mooncake paper (FAST '25) with the transfer term, and with what a choice costs others.
 
-    for each worker i that computes prompts, with u_i seconds of prefill in line:
+    for each worker i that computes prompts, with u_i seconds of prefill in its queue:
         fetch what the pool holds behind its own, where that is predicted to be sooner than to compute it
         x_i = transfer + prefill(n, own, fetched)
         cost = urgency (u_i + x_i)  +  delay x_i (u_i + x_i / 2)  +  reuse b_i (n - own)
@@ -36,9 +36,9 @@ from moonpool.disagg_proxy.conductor.reuse_estimator import ReuseEstimator
 from moonpool.disagg_proxy.conductor.sessions import Sessions
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
 
-TRY_SHARE = 0.02  # of requests' time, that fetches may cost which seem not worth it: to find out a mistake
+TRY_SHARE = 0.02  # of requests' time, that fetches which seem slower may cost: to discover a wrong model
 TRY_MOST = 20.0  # times a request's time that may be saved up for that
-GAP_MOST_S = 0.3  # between two tokens, by a prompt in between, where none wants less: the paper's loosest
+GAP_MOST_S = 0.3  # between two tokens, for a prompt in between, without an objective: the paper's loosest
 _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
@@ -68,7 +68,7 @@ class Conductor:
         self._roles = Roles()
         self._reuse = ReuseEstimator()
         self._sessions = Sessions()
-        self._spare_s = 0.0  # for tries
+        self._spare_s = 0.0  # for fetches that seem slower
 
     def choose(self, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
         """Algorithm 1, as at the top of this file. Each worker's load and models must be up to date to
@@ -77,7 +77,7 @@ class Conductor:
         if groups.decode_workers:
             decode, gap_s = self._decode(request, groups.decode_workers)
             if is_worth_splitting(request, decode):
-                taken = decode if decode.role is _PREFILL else None  # no other answers
+                taken = decode if decode.role is _PREFILL else None  # it is the only one that answers
                 best = self._compute(
                     request, groups.prefill_workers[decode.self_sufficient], now_s, without=taken
                 )
@@ -95,7 +95,7 @@ class Conductor:
         self._turn += 1
         computes.turn = decode.turn = self._turn
         own, in_pool = request.own_at(computes), request.from_pool(computes)
-        if in_pool and computes.obeys:  # what may be spent on tries, and what was
+        if in_pool and computes.obeys:  # what may be spent on fetches that seem slower, and what was
             ttft_s = float(choice.why.get("wait_s", 0.0)) + choice.prefill_s
             self._spare_s = min(self._spare_s + TRY_SHARE * ttft_s, TRY_MOST * ttft_s)
             self._spare_s = max(self._spare_s - choice.lost_s, 0.0)
@@ -103,9 +103,10 @@ class Conductor:
         self._sessions.keep(request.session, computes, request.tokens)
 
     def _beside(self, request: Request, groups: Groups, apart: _Found, now_s: float) -> _Found | None:
-        """What would serve it without a hand-over, at the least cost to itself and to those that decode
-        there. apart: what would compute it for one. Decode engines are left alone unless it would wait there,
-        or they hold so much more of it as would be worth one."""
+        """The worker that would serve the request without a hand-over, at the least cost to itself and to
+        requests that decode there. apart: the prefill worker that would compute it. Decode workers are
+        considered only if the request would wait at ``apart``, or if they hold so much more of the prompt
+        that no hand-over is worth it."""
         whole = self._compute(request, groups.whole, now_s, stalled=1.0) if groups.whole else None
         if not groups.decoding or not request.tokens:
             return whole
@@ -136,12 +137,12 @@ class Conductor:
         gap_most_s: float = math.inf,
         need_tokens: int = 0,
     ) -> _Found:
-        """stalled: what a second counts in which those that decode there get no tokens. gap_most_s: of which
-        no worker may have more between two tokens there, what is in line computed in the same step;
-        need_tokens: for which there has to be room. Where no worker is left the cost is infinite."""
+        """stalled: the weight of a second in which requests that decode there get no tokens. gap_most_s: the
+        longest gap that a worker may have there, its queued prompts computed in the same step. need_tokens:
+        the room that it must have. Where no worker is left the cost is infinite."""
         tokens, last_own = request.tokens, -1
         last = self._sessions.find(request.session)
-        if last is not None and not tokens:  # as long as its last prompt, which is there
+        if last is not None and not tokens:  # assumed as long as the session's last prompt, which is there
             tokens = last_own = last.tokens
         which, *found = group.candidates.cheapest(
             tokens,

@@ -1,4 +1,4 @@
-"""The fewest requests."""
+"""The policy that chooses the fewest requests in flight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class LeastLoad:
-    """By requests in flight; of equals the one that was chosen longest ago. Instances that compute
-    prompts for others and those that serve requests whole are weighed together."""
+    """By requests in flight; of equals the one that was chosen longest ago. Workers that compute prompts for
+    others and those that serve requests whole are weighed together."""
 
     uses_tokens = False
 

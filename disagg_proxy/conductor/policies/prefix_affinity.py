@@ -1,4 +1,4 @@
-"""Where the prefix lies, unless too many others go there."""
+"""The policy that chooses the longest cached prefix, unless that worker is much busier than the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 
 class PrefixAffinity:
-    """The longest match in a worker's own cache, among those that have at most BUSIER_MAX requests more
-    than the least busy; without a match the least busy. Instances that compute prompts for others and
-    those that serve requests whole are weighed together. Simple, and it needs no model; ``conductor`` weighs
-    both in seconds.
+    """The longest match in a worker's own cache, among those that have at most BUSIER_MAX requests more than
+    the least busy; without a match the least busy. Workers that compute prompts for others and those that
+    serve requests whole are weighed together. It needs no model; ``conductor`` weighs both in seconds.
     """
 
     uses_tokens = True

@@ -1,8 +1,8 @@
-"""Which worker may compute a prompt and which answers, and when prefill and decode apart are worth it.
+"""Which workers may compute a prompt, which may answer, and when separate prefill and decode pay.
 
-The rule for all policies: a request is answered by one that needs no other, or by one whose prompt a
-prefill engine of the same kind computes. Where such pairs can be made, the prefill engines are weighed beside
-those that serve requests whole; where none can, all are weighed that answer alone.
+The rule for all policies: a request is answered by a worker that needs no other, or by one whose prompt a
+prefill worker of the same kind computes. Where such pairs exist, prefill workers are weighed beside those
+that serve requests whole; where none exist, all workers that answer alone are weighed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _KINDS = (False, True)
 _place = attrgetter("place")
 DELAY_EVERY_S = 1.0  # it is an average over a minute
 KNOWN_MAX = 16  # tuples of workers: of each model and kind of request one is in use
-SPLIT_TOKENS_MIN = 256  # a shorter rest is computed where it is decoded
+SPLIT_TOKENS_MIN = 256  # tokens to compute; fewer are computed by the decode worker
 
 
 class Group(tuple[Worker, ...]):
-    """Instances to choose among. candidates: the same, to be weighed all at once."""
+    """Workers to choose among. candidates: the same in C++, to be weighed in one call."""
 
     _delay = 0.0
     _delay_at_s = -inf
@@ -73,7 +73,7 @@ class Groups(NamedTuple):
         alone = [each for each in answers if each.self_sufficient]
         able = [each for each in answers if each.self_sufficient or each.role is not _PREFILL]
         paired = [each for each in able if each.self_sufficient in kinds]
-        if not alone and not paired:  # none can serve it: the chosen one says why
+        if not alone and not paired:  # none can serve the request: the chosen worker's refusal says why
             alone, paired = answers, answers if prefill else []
         places = frozenset(each.place for each in paired)
         whole = [each for each in alone if each.role is _BOTH or each.place not in places]
@@ -95,13 +95,14 @@ class Groups(NamedTuple):
         )
 
     def able(self, decode: Worker) -> Sequence[Worker]:
-        """Those that may compute a prompt for this decode worker; or instead of it, being whole."""
+        """Workers that may compute a prompt for this decode worker, and whole ones that may serve the request
+        in its place."""
         able = self.computing[decode.self_sufficient]
         return [each for each in able if each is not decode] if decode.role is _PREFILL else able
 
 
 class Roles:
-    """The workers by what they may do; asked about one of the last tuples again it need not look."""
+    """The groups of the last tuples of workers, remembered by the tuple's identity."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Sequence[Worker], Groups]] = {}  # by the tuple's identity
@@ -121,9 +122,9 @@ class Roles:
 
 
 def is_worth_splitting(request: Request, decode: Worker) -> bool:
-    """Whether the part of the prompt that the decode worker lacks is long enough for a hand-over, or would
-    keep those that decode there from their next token for too long. A prompt of unknown length is, and any
-    where the worker computes none."""
+    """Whether the decode worker lacks enough of the prompt for a hand-over, or would delay the next token of
+    requests that decode there for too long. True for a prompt of unknown length, and where the worker
+    computes no prompts."""
     own = request.own_at(decode)
     if not request.tokens or not decode.self_sufficient:
         return True

@@ -1,4 +1,4 @@
-"""Each in its turn."""
+"""The policy that gives each worker its turn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BOTH = Role.BOTH
 
 
 class RoundRobin:
-    """Whose last turn is longest ago is next: requests for other models, and workers that leave or return,
-    move no other's. Prefill and decode workers have a turn each; with any prefill worker there every
-    request is split, but for the turns of workers that serve requests whole."""
+    """The worker whose last turn is longest ago is next, so that requests for other models, and workers that
+    leave or return, move no other's turn. Prefill and decode workers have separate turns; where there is a
+    prefill worker every request is split, except in the turn of a worker that serves requests whole."""
 
     uses_tokens = False
 
@@ -37,7 +37,7 @@ class RoundRobin:
         kind = computes.self_sufficient
         paired = [each for each in groups.decode_workers if each.self_sufficient is kind]
         paired = paired or list(groups.decode_workers)
-        # A whole engine has its turn to compute.
+        # The turn to compute is a whole worker's.
         decode = _next([each for each in paired if each.role is not _BOTH] or paired, self._decoded)
         return Choice(computes) if decode.role is _PREFILL else Choice(decode, computes)
 
@@ -51,4 +51,4 @@ class RoundRobin:
 
 
 def _next(group: Iterable[Worker], turns: Mapping[int, int]) -> Worker:
-    return min(group, key=lambda each: turns.get(each.place, 0))  # of those without a turn the first
+    return min(group, key=lambda each: turns.get(each.place, 0))  # workers without a turn go first
