@@ -1,4 +1,4 @@
-"""Commands of their own that use the proxy's parts; the proxy imports none of them.
+"""Commands that use the proxy's parts; the proxy imports none of them.
 
 simulator      replays a trace against simulated engines: what a policy or a layout would bring
 replay         sends a trace's requests to live engines and measures the answers

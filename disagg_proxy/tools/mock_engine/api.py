@@ -73,8 +73,8 @@ _body = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, understood. ids: u32 array of the prompt; native: by SGLang's /generate; logprobs: it
-    wants them; room: where its prefill and decode meet, ("host", port, number)."""
+    """One parsed request. ids: u32 array of the prompt; native: of SGLang's /generate; logprobs: the answer
+    must have them; room: the bootstrap room of its hand-over, ("host", port, number)."""
 
     chat: bool
     model: str
@@ -91,7 +91,7 @@ class Asked:
 
 
 def read(path: bytes, body: bytes, answer_tokens: int) -> Asked:
-    """answer_tokens: when the request does not say. Raises BadRequest."""
+    """answer_tokens: for a request that does not say. Raises BadRequest."""
     try:
         asked = _body.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -149,7 +149,7 @@ def token_ids(prompt: str | list[Any] | None) -> np.ndarray:
 
 
 def words(asked: Asked) -> list[str]:
-    """The whole answer, which only this prompt has."""
+    """The whole answer, different for each prompt."""
     seed = hashlib.sha256(asked.salt.encode() + b"\0" + asked.ids.tobytes()).digest()
     start = int.from_bytes(seed[:4], "little")
     return [f" w{(start + place * 2_654_435_761) % WORDS}" for place in range(asked.answer_tokens)]

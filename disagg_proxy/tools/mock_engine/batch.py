@@ -28,7 +28,8 @@ class State(Enum):
 @dataclass(slots=True, eq=False)
 class Job:
     """One request in the batch. computed: tokens of the prompt that are in the cache; made: tokens of the
-    answer so far; cached: tokens that were in the prefix cache; fetched: that came from a prefill engine."""
+    answer so far; cached: tokens that the prefix cache held; fetched: tokens that came from a prefill engine.
+    """
 
     name: str
     tokens: int
@@ -44,7 +45,7 @@ class Job:
 
 
 class Batch:
-    """budget: tokens of a step; requests_max: that run at one time."""
+    """budget: tokens of a step; requests_max: the most that run at one time."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Batch:
         return -(-(job.tokens + job.answer_tokens) // self._block_tokens)
 
     def fits(self, job: Job) -> bool:
-        """Whether it could ever run here."""
+        """Whether all blocks together are enough for it."""
         return self.blocks_of(job) <= self._blocks.count
 
     def submit(self, job: Job) -> None:
@@ -77,14 +78,14 @@ class Batch:
         self.waiting.append(job)
 
     def fetched(self, job: Job, tokens: int) -> None:
-        """The blocks of a fetching job are here; 0 tokens: they are not, and it computes them."""
+        """The blocks of a fetching job have arrived; 0 tokens: they have not, and the job computes them."""
         if job.state is State.FETCHING:
             job.fetched = max(0, min(tokens, job.tokens) - job.cached)
             job.computed = min(job.cached + job.fetched, job.tokens - 1)
             job.state = State.PREFILL
 
     def abort(self, job: Job) -> None:
-        """Ends it, whatever it is doing. Its blocks are freed, unless a lease has taken them over."""
+        """Ends it in any state. Its blocks are freed, unless a lease has taken them over."""
         if job.state is State.OVER:
             return
         if job.state is State.WAITING:
@@ -95,7 +96,7 @@ class Batch:
         self._blocks.free(job)
 
     def admit(self) -> list[Job]:
-        """Lets waiting jobs in, in order, while there is room. Returns those that must be fetched for."""
+        """Starts waiting jobs, in order, while there is room. Returns those whose blocks must be fetched."""
         fetching = []
         while self.waiting and len(self.running) < self._requests_max:
             job = self.waiting[0]
@@ -161,7 +162,7 @@ class Batch:
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""
         if any(job.state is not State.WAITING for job in self.waiting):
-            raise AssertionError("a job that does not wait is in line")
+            raise AssertionError("a job that does not wait is in the queue")
         if any(job.state in (State.WAITING, State.OVER) for job in self.running):
             raise AssertionError("a job that does not run is in the batch")
         if any(not 0 <= job.computed <= job.tokens for job in self.running):

@@ -3,7 +3,7 @@ digest.
 
     free blocks | cached, without holder (least recently used first) | held by requests and leases
 
-Pure: what was stored and removed is told to ``changed``.
+Pure: ``changed`` is called with what was stored and removed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Changed = Callable[[Hashable, Sequence[int], Sequence[bytes]], None]
 
 
 class Blocks:
-    """count: of all blocks. changed: told whose blocks, at which places of its chain, were stored, and which
-    digests were removed."""
+    """count: of all blocks. changed: called with the holder whose blocks were stored, their indices in its
+    chain, and the digests that were removed."""
 
     def __init__(self, count: int, changed: Changed = lambda holder, stored, removed: None) -> None:
         self.count = count
@@ -85,22 +85,22 @@ class Blocks:
             self._changed(holder, stored, ())
 
     def hand(self, holder: Hashable, heir: Hashable) -> None:
-        """What one holds is another's from now on."""
+        """Transfers all blocks of one holder to another."""
         self._holdings[heir] = self._holdings.pop(holder)
 
     def free(self, holder: Hashable) -> None:
-        """Ends a holding; unknown holders are fine."""
+        """Frees a holder's blocks. An unknown holder is ignored."""
         holding = self._holdings.pop(holder, None)
         if holding is None:
             return
         self._plain -= holding.plain
-        for digest in reversed(holding.cached):  # leaves go first
+        for digest in reversed(holding.cached):  # the end of the chain is evicted first
             self._users[digest] -= 1
             if not self._users[digest]:
                 self._unused[digest] = None
 
     def clear_cache(self) -> None:
-        """Forgets what has no holder."""
+        """Forgets cached blocks without a holder."""
         self._evict(self.count)
 
     def check_integrity(self) -> None:

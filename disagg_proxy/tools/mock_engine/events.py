@@ -1,4 +1,4 @@
-"""What a mock engine tells of its blocks: vLLM's KV events, by the project's publisher (docs/events.md)."""
+"""The KV events of a mock engine: vLLM's form, sent by the project's publisher (docs/events.md)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MEDIUM = "GPU"
 
 
 class EngineEvents:
-    """endpoint, replay: ``tcp://host:port`` each; replay may be "". Raises ConfigError for an address that is
-    not to be had."""
+    """endpoint, replay: ``tcp://host:port`` each; replay may be "". Raises ConfigError for an address that
+    cannot be bound."""
 
     def __init__(self, endpoint: str, replay: str = "") -> None:
         self._source = QueuedEventSource()
@@ -31,7 +31,7 @@ class EngineEvents:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where it publishes and, if it does, replays, with the real ports."""
+        """The endpoint and, if there is one, the replay endpoint, with their real ports."""
         return [where for where in (self._publisher.endpoint, self._publisher.replay) if where]
 
     def stored(
@@ -46,7 +46,7 @@ class EngineEvents:
         self._source.add(events)
 
     def close(self) -> None:
-        """Publishes what is waiting. Blocks for up to a second."""
+        """Publishes the events that wait. Blocks for up to a second."""
         self._publisher.close()
         self._source.close()
 
@@ -55,7 +55,7 @@ def _stored(digests: Sequence[bytes], place: int, ids: np.ndarray, size: int, sa
     parent = _name(digests[place - 1]) if place else None
     tokens = ids[place * size : (place + 1) * size].tolist()
     extras: list[tuple[object, ...] | None] | None = None
-    if salt and not place:  # where a chain begins, as vLLM says it
+    if salt and not place:  # the beginning of a chain, in vLLM's form
         extras = [(salt,)]
     return BlockStored([_name(digests[place])], parent, tokens, size, medium=_MEDIUM, extra_keys=extras)
 

@@ -1,13 +1,13 @@
-"""PD between mock engines: what a prefill engine keeps for a decode engine, and how that one fetches it.
+"""P/D between mock engines: what a prefill engine keeps for a decode engine, and how that engine fetches it.
 
-Both forms of vLLM's connectors are spoken towards the proxy (``kv_transfer_params``: two-step, NIXL-style;
-and concurrent, with ``transfer_id`` and a bootstrap address). Between the engines there are no bytes to move,
-so one page does both: ``POST /mock/handover {"id": ..., "engine_id": ...}`` answers with the number of tokens
-when the prompt is computed, and ends the lease. 0: decode computes the prompt, because the lease or the
-engine is not there (any more).
+Towards the proxy the mock engine has both forms of vLLM's connectors (``kv_transfer_params``: two-step,
+NIXL-style; and concurrent, with ``transfer_id`` and a bootstrap address). Between mock engines there are no
+bytes to move, so one endpoint serves both forms: ``POST /mock/handover {"id": ..., "engine_id": ...}``
+answers with the number of tokens once the prompt is computed, and ends the lease. 0: decode computes the
+prompt, because there is no such lease or engine.
 
 In SGLang's form (``sglang.py``) the id is the room, decode computes nothing, and prefill's answer waits until
-its blocks were taken.
+its blocks were fetched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_BYTES_MAX = 4096
 
 
 class Leases:
-    """Blocks that wait to be fetched. seconds: how long at most. Runs on the event loop."""
+    """Blocks that wait to be fetched. seconds: the longest wait. Runs on the event loop."""
 
     def __init__(self, blocks: Blocks, seconds: float) -> None:
         self._blocks = blocks
@@ -41,8 +41,8 @@ class Leases:
         return len(self._tokens)
 
     def open(self, name: str, tokens: int, ended: Callable[[bool], None] = lambda taken: None) -> None:
-        """The prompt is computed and its blocks are held under ("lease", name). ended: hears whether they
-        were taken."""
+        """The prompt is computed and its blocks are held under ("lease", name). ended: called with whether
+        they were fetched."""
         self._tokens[name] = tokens
         self._ended[name] = ended
         self._timers[name] = asyncio.get_running_loop().call_later(self._seconds, self._expire, name)
@@ -51,7 +51,7 @@ class Leases:
                 waiter.set_result(self.take(name))
 
     def take(self, name: str) -> int:
-        """Tokens of that lease, which ends; 0 when there is none."""
+        """Ends the lease and returns its tokens; 0 when there is none."""
         tokens = self._tokens.pop(name, 0)
         if tokens:
             self._timers.pop(name).cancel()
@@ -61,20 +61,20 @@ class Leases:
         return tokens
 
     def drop(self, name: str) -> None:
-        """No engine shall take it any more."""
+        """Ends the lease without calling ``ended``."""
         if self._tokens.pop(name, 0):
             self._timers.pop(name).cancel()
             self._blocks.free(("lease", name))
             del self._ended[name]
 
     def refuse(self, name: str) -> None:
-        """The prompt will not be computed: an engine that waits for it need not."""
+        """The prompt will not be computed: engines that wait for it get 0 tokens."""
         for waiter in self._waiters.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(0)
 
     async def wait(self, name: str) -> int:
-        """As ``take``, waiting for the prompt to be computed; 0 when it is not in time."""
+        """As ``take``, after waiting for the prompt to be computed; 0 when that takes too long."""
         if name in self._tokens:
             return self.take(name)
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()

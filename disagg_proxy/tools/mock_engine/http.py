@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         self._done()
 
     def cut(self) -> None:
-        """Drops the client in the middle of whatever it was getting."""
+        """Aborts the connection, in the middle of an answer if there is one."""
         self._transport.abort()
 
     def _closing(self) -> bytes:

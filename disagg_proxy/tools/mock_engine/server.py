@@ -54,7 +54,7 @@ class MockEngine:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> str:
-        """Listens. Returns its URL. Raises ConfigError when the address is not to be had."""
+        """Listens. Returns its URL. Raises ConfigError when the address cannot be bound."""
         settings = self.settings
         try:
             self._server = await self._loop.create_server(
@@ -217,7 +217,7 @@ class MockEngine:
         return "".join(f"{name}{label} {value}\n" for name, value in values.items())
 
     def _fails(self, connection: Connection) -> bool:
-        """Faults that were asked for with POST /mock/faults: status, hang, cut; all as a request comes."""
+        """Faults that POST /mock/faults set: status, hang, cut; each takes effect when a request arrives."""
         if status := self.faults.get("status"):
             connection.answer(int(str(status)), api.error("a fault that was asked for", "server_error"))
         elif self.faults.get("cut"):
@@ -227,7 +227,7 @@ class MockEngine:
     # Steps
 
     def wake(self) -> None:
-        """Something may have to be done."""
+        """Wakes the step loop, if it is idle."""
         for job in self.batch.admit():
             self._fetch(job)
         if self._stepping:
@@ -306,8 +306,8 @@ class Answer:
         self._fetches = handed is not None and handed.do_remote_prefill
         self._keeps = handed is not None and handed.do_remote_decode
         self._transfer = (handed.transfer_id or "") if handed is not None and self._keeps else ""
-        self._began = False  # the head of a stream is out
-        self._kept = False  # the answer waits until its blocks were taken
+        self._began = False  # the head of a stream has been sent
+        self._kept = False  # the answer waits until its blocks were fetched
         self.asked = asked
         self.job = Job(
             name, len(asked.ids), engine.digests(asked), asked.answer_tokens, fetches=self._fetches
@@ -354,7 +354,7 @@ class Answer:
         self._connection.end()
 
     def made(self, count: int) -> None:
-        """That many tokens more."""
+        """So many more tokens were made."""
         job, asked = self.job, self.asked
         done = job.made >= job.answer_tokens
         waits = self._keeps and self._engine.settings.sglang
@@ -400,7 +400,7 @@ class Answer:
     def _taken(self, taken: bool) -> None:
         self._kept = False
         if not taken:
-            return self._failed("KVTransferError: nobody came for the blocks")
+            return self._failed("KVTransferError: no engine fetched the blocks")
         if self.asked.stream:
             self._event(0, last=True)
         self._answer(None)
@@ -430,7 +430,7 @@ class Answer:
 
     def _params(self, name: str) -> dict[str, object] | None:
         if self._transfer:
-            return None  # the concurrent form: the proxy knows it all
+            return None  # the concurrent form: the proxy knows all of it
         settings = self._engine.settings
         return {
             "do_remote_prefill": True,

@@ -1,4 +1,4 @@
-"""What a mock engine is told at its start, and how long it takes."""
+"""The settings of a mock engine, and its timing model."""
 
 from __future__ import annotations
 

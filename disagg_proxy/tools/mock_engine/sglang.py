@@ -1,9 +1,8 @@
-"""What is different in an engine like SGLang's: its pages, /generate, and prefill and decode that meet in a
-room.
+"""An engine like SGLang's: its endpoints, /generate, and prefill and decode that use a bootstrap room.
 
-A prefill engine computes the prompt for one token and answers when its blocks were taken; a decode engine
-computes no prompt, and says 500 when it gets none. A room is for one request: another that names it is
-refused and counted.
+A prefill engine computes the prompt for one token and answers when its blocks were fetched; a decode engine
+computes no prompt, and answers 500 when it gets no blocks. A room is for one request: a second request with
+the same room is refused and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moonpool.disagg_proxy.tools.mock_engine.settings import MockSettings
 
 
 class RoomUsed(BadRequest):
-    """Another request has this room, or had it."""
+    """Another request has or had this room."""
 
 
 def arranged(asked: Asked, mode: str, rooms: set[int]) -> Asked:

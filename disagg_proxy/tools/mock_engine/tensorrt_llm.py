@@ -1,6 +1,6 @@
-"""What is different in an engine like TensorRT-LLM's: prefill and decode apart by ``disaggregated_params``.
-What the servers keep for each other is opaque to a proxy; here it is the two-step form's, and, generation
-first, the concurrent form's.
+"""An engine like TensorRT-LLM's: prefill and decode apart by ``disaggregated_params``. The state that the
+servers hand over is opaque to a proxy; here it is that of the two-step form, and, generation first, of the
+concurrent form.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _at_once(asked: Asked, params: DisaggregatedParams) -> Asked:
 
 
 def server_info(host: str, port: int, engine_id: str) -> dict[str, Any]:
-    """Where a generation server meets this context server."""
+    """The address of this context server for a generation server."""
     told = {"ctx_dp_rank": 0, "ctx_info_endpoint": [f"tcp://{host}:{port}/{engine_id}"]}
     return {"disaggregated_params": told}
 

@@ -27,11 +27,11 @@ class Ended(Enum):
 
 @dataclass(slots=True)
 class Outcome:
-    """Seconds; at_s, sent_s: from the replay's begin, when it was due and when it went out. why: the reason
-    of a refusal or failure, a label. prompt_tokens, cached_tokens, answer_tokens: the engine's own count, -1
-    where it did not tell; cached_tokens is of the engine that computed the prompt. prefill_cached: what a
-    proxy says of that one where another answered, tokens or "unknown". gaps_s: between the pieces of the
-    answer; an engine may put several tokens in one."""
+    """Seconds; at_s, sent_s: from the beginning of the replay, when it was due and when it was sent. why: the
+    reason of a refusal or failure, a label. prompt_tokens, cached_tokens, answer_tokens: the engine's own
+    count, -1 where it reports none; cached_tokens is of the engine that computed the prompt. prefill_cached:
+    what a proxy reports of that engine where another answered, tokens or "unknown". gaps_s: between the
+    pieces of the answer; an engine may put several tokens into one."""
 
     number: int
     at_s: float
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def mean_gap_s(self) -> float:
-        """Between two tokens; 0 of a single one."""
+        """Mean seconds between two tokens; 0 with a single one."""
         gaps = self.answer_tokens - 1 if self.answer_tokens > 1 else len(self.gaps_s)
         return sum(self.gaps_s) / gaps if gaps > 0 else 0.0
 
@@ -89,17 +89,17 @@ _error = msgspec.json.Decoder(_Error)
 
 
 class BadStream(Exception):
-    """What came is no stream of events; a label."""
+    """The answer is no valid stream of events; the text is a label."""
 
 
 class Events:
-    """Puts the events of a stream together from the bytes as they come: the data of each."""
+    """Splits a stream into events as its bytes arrive: the data of each."""
 
     def __init__(self) -> None:
         self._held = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Raises BadStream when an event has no end."""
+        """Raises BadStream for an event without an end."""
         *whole, self._held = (self._held + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._held) > EVENT_BYTES_MAX:
             raise BadStream("endless_event")
@@ -167,7 +167,7 @@ class Client:
             outcome.end_s = self._clock()
 
     async def _read(self, answer: aiohttp.ClientResponse, outcome: Outcome) -> None:
-        """To the end of the stream. Raises BadStream for one that breaks off or tells of an error."""
+        """Reads the stream to its end. Raises BadStream for one that breaks off or reports an error."""
         events, last_s, done = Events(), 0.0, False
         async for piece in answer.content.iter_any():
             now_s = self._clock()

@@ -1,5 +1,5 @@
-"""A replay drawn, as one HTML page without anything from elsewhere: its table, how first tokens spread, and
-each request's first token over time."""
+"""The drawing of a replay, as one HTML page without external resources: its table, the distribution of TTFT,
+and the TTFT of each request over time."""
 
 from __future__ import annotations
 

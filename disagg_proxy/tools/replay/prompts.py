@@ -20,8 +20,8 @@ _bad = partial(ConfigError, operation="replay")
 
 
 class Prompt(NamedTuple):
-    """reusable: how many leading tokens, in whole blocks, earlier prompts had: what caches without end would
-    give. The very last token never is among them: it is computed whatever is cached."""
+    """reusable: leading tokens, in whole blocks, that earlier prompts had: the hits of caches without a
+    limit. The last token of a prompt is never among them: engines always compute it."""
 
     ids: list[int]
     reusable: int
@@ -54,13 +54,13 @@ class Prompts:
         self._seen: set[int] = set()
 
     def length(self, tokens: int) -> int:
-        """How long a prompt of so many tokens is here."""
+        """The length here of a prompt that has ``tokens`` in the trace."""
         blocks, rest = divmod(tokens, BLOCK_TOKENS)
         scaled = blocks * self._block_tokens + -(-rest * self._block_tokens // BLOCK_TOKENS)
         return min(scaled, self._input_max) if self._input_max else scaled
 
     def make(self, arrival: Arrival) -> Prompt:
-        """To be called in the order of arrival: what is reusable depends on what came before."""
+        """Call it in the order of arrival: ``reusable`` depends on the prompts before."""
         length = self.length(arrival.tokens)
         size = self._block_tokens
         blocks = arrival.blocks[: -(-length // size)]

@@ -53,7 +53,7 @@ def rows(results: Results, slo: Slo) -> list[tuple[str, str]]:
 
 
 def as_json(results: Results, slo: Slo, about: dict[str, Any]) -> str:
-    """about: what was replayed, and against whom. What is no number is null."""
+    """about: the trace and the URLs of the replay. NaN becomes null."""
     found = results.summary(slo)
     return json.dumps(
         {

@@ -1,4 +1,4 @@
-"""What became of the requests of a replay, in a few bytes each, and their sums."""
+"""The outcomes of the requests of a replay, in a few bytes each, and their sums."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Results:
         self.ended: Counter[Ended] = Counter()
         self.refused: Counter[str] = Counter()  # by reason
         self.failed: Counter[str] = Counter()
-        self.engines: Counter[str] = Counter()  # answers, where a proxy told whose
+        self.engines: Counter[str] = Counter()  # answers by engine, where a proxy reports it
         self.at_s = array("d")
         self.ttft_s = array("d")
         self.gap_s = array("d")
         self.gap_tail_s = array("d")
-        self.refused_s = array("d")  # when those were due that were refused or failed
+        self.refused_s = array("d")  # due times of refused and failed requests
         self.late_s = array("d")  # of all
         self.end_s = 0.0
         self._told = self._prompt = self._cached = self._reusable = self._answer = 0
@@ -98,11 +98,11 @@ class Results:
 
     @property
     def progress(self) -> str:
-        """How they ended, so far."""
+        """The requests that have ended, by how they ended."""
         return ", ".join(f"{self.ended[ended]} {ended.value}" for ended in Ended if ended is not Ended.CUT)
 
     def good(self, slo: Slo) -> int:
-        """How many were answered within it."""
+        """How many were answered within the objective."""
         pairs = zip(self.ttft_s, self.gap_tail_s, strict=True)
         return sum(ttft_s <= slo.ttft_s and gap_s <= slo.gap_s for ttft_s, gap_s in pairs)
 

@@ -31,8 +31,8 @@ _bad = partial(ConfigError, operation="replay")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """urls: roots of an OpenAI API. model: "": the first that the first URL names. speed, seed: see
-    ``Trace.arrivals``. requests: so many at most; 0: all. deadline_s: of one request."""
+    """urls: roots of an OpenAI API. model: "": the first that the first URL lists. speed, seed: see
+    ``Trace.arrivals``. requests: the most that are sent; 0: all. deadline_s: of one request."""
 
     urls: Sequence[str]
     model: str = ""
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """model: that was asked. stopped: by a signal, before the end."""
+    """model: of the requests. stopped: by a signal, before the end."""
 
     results: Results
     model: str

@@ -1,7 +1,7 @@
-"""Sends a trace's requests at their times, and lets no more than so many be out at once.
+"""Sends a trace's requests at their times, at most ``concurrency`` in flight.
 
-A request that is due while the bound is reached waits for one to end: it is late, which the results tell,
-for a replay that is held back by its own bound measures less load than the trace has.
+A request that is due while the maximum is reached waits for another one to end. It is late, and the results
+report it, because a replay that its own maximum delays measures less load than the trace has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moonpool.disagg_proxy.tools.simulator.trace import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """concurrency: requests that are out at once; answer_max: tokens, 0: as the trace says."""
+    """concurrency: the most requests in flight; answer_max: tokens, 0: as the trace says."""
 
     concurrency: int = 256
     answer_max: int = 0
@@ -32,7 +32,7 @@ class Bounds:
 
 
 class Sender:
-    """urls: get the requests in turn. done: hears of each outcome. clock: seconds since the begin."""
+    """urls: get the requests in turn. done: called with each outcome. clock: seconds since the beginning."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Sender:
         self._clock = clock
         self._done = done
         self._out: set[asyncio.Task[None]] = set()
-        self._moved = asyncio.Event()  # one of those that were out has ended, or all must
+        self._moved = asyncio.Event()  # a request has ended, or all must
 
     @property
     def in_flight(self) -> int:
@@ -59,7 +59,7 @@ class Sender:
         return len(self._out)
 
     async def run(self, arrivals: Iterable[Arrival], stop: asyncio.Event) -> None:
-        """Until all are over, or, from ``stop`` on, cut."""
+        """Returns when all requests have ended, or, once ``stop`` is set, were cut."""
         stopping = asyncio.ensure_future(stop.wait())
         stopping.add_done_callback(lambda _: self._moved.set())
         try:

@@ -1,4 +1,4 @@
-"""Which of the simulated instances' prefix caches (``eviction``) holds what."""
+"""Which of the simulated instances' prefix caches (``eviction``) holds which blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache
 from moonpool.disagg_proxy.tools.simulator.eviction.recency import Lru
 from moonpool.disagg_proxy.tools.simulator.expected import Expected, drop
 
-_FEW = 24  # bits that are walked one by one; more are written out at once
+_FEW = 24  # bits that are visited one by one; more are expanded at once
 
 
 class Held(NamedTuple):
-    """What a prompt's blocks are to the caches: leading ones by place, times ``find``'s unit, and in all of
-    them together. best: the first place that holds most of them.
+    """Which caches hold a prompt's blocks: leading blocks by place, times ``find``'s unit, and in all of them
+    together. best: the first place that holds most of them.
     """
 
     by_place: array[int]
@@ -36,18 +36,18 @@ class Caches:
         self._make = make
         self._holders: dict[int, int] = {}
         self._bits: list[int] = []  # by place
-        self._nobody = b""  # a zero for each place
+        self._zeros = b""  # a zero for each place
         for _ in range(places):
             self.add()
 
     def add(self) -> None:
-        """One more place."""
+        """Adds a place."""
         self._bits.append(1 << len(self.caches))
-        self._nobody += bytes(4)
+        self._zeros += bytes(4)
         self.caches.append(self._make(self._blocks_max))
 
     def keep(self, place: int, blocks: Sequence[int], now_s: float) -> None:
-        """This cache has, and used, these leading blocks of a prompt."""
+        """The cache at this place now holds, and has just used, these leading blocks of a prompt."""
         new, gone = self.caches[place].keep(blocks, now_s)
         holders, bit = self._holders, self._bits[place]
         for block in new:
@@ -57,13 +57,13 @@ class Caches:
         drop(holders, gone, bit)
 
     def clear(self, place: int) -> None:
-        """The cache is gone with all that it held."""
+        """Removes the cache at this place with all its blocks."""
         drop(self._holders, self.caches[place].clear(), self._bits[place])
 
     def find(self, blocks: Sequence[int], *, expected: Expected | None = None, unit: int = 1) -> Held:
-        """expected: by_place counts what is on its way there, too, as in a proxy's index. unit: what by_place
-        counts a block as."""
-        by_place = array("I", self._nobody)
+        """expected: by_place includes blocks that are on their way there, as in a proxy's index. unit: the
+        number that by_place counts for a block."""
+        by_place = array("I", self._zeros)
         holders = self._holders.get
         coming = expected.holders.get if expected is not None else None
         alive = most = (1 << len(by_place)) - 1

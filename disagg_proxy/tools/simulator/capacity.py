@@ -1,4 +1,4 @@
-"""How much a cluster takes: the greatest speed at which enough requests are within the objective."""
+"""The capacity of a cluster: the greatest speed at which enough requests are within the objective."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def capacity(
     step: float = 2.0,
     tried: Callable[[float, float], None] = lambda *_: None,
 ) -> float:
-    """By bisection, as if more speed were never better. plan.speed is where it begins; from there it goes up
-    or down by ``step``, small where that speed is nearly known. near: the answer's relative accuracy. tried:
-    hears of each speed and the share that was good there. trace: the plan's, where it was read before. 0: not
-    even at SPEED_MIN of that; infinite: even at SPEED_MAX, where the search ends.
+    """By bisection, as if more speed were never better. plan.speed is the first one tried; from there it goes
+    up or down by ``step``, which is small where the capacity is nearly known. near: the answer's relative
+    accuracy. tried: called with each speed and its share of good requests. trace: the plan's, if it was read
+    before. Returns 0 if even SPEED_MIN times the first speed is too fast, infinity if even SPEED_MAX is not,
+    where the search ends.
     """
     trace = trace or read_trace(plan.trace)
 

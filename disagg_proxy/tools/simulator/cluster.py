@@ -32,7 +32,7 @@ from moonpool.disagg_proxy.tools.simulator.machine import MACHINES, Machine
 from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
-TELL_AFTER_S = 0.004  # from one proxy to the others: what is gathered, and the way
+TELL_AFTER_S = 0.004  # from one proxy to the others: the wait for more changes, and the way
 
 _bad = partial(ConfigError, operation="simulate")
 _DECODE = Role.DECODE  # an enum's members are slow to look up
@@ -73,7 +73,7 @@ class ClusterSettings:
 
 
 class Cluster:
-    """proxies: the proxies, which take turns. done: hears of each request when it is over or refused."""
+    """proxies: the proxies, which take turns. done: called with each request that has ended or is refused."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Cluster:
         self.loads = Loads()
         self._done = done
         self._arrived = 0
-        self._live: dict[int, Job] = {}  # those that were sent and are not over
+        self._live: dict[int, Job] = {}  # requests that were sent and have not ended
         self._leaving: set[int] = set()  # places
         self.busy_before_s = 0.0  # of engines that were replaced
         self.engines: list[PrefillEngine | WholeEngine] = []
@@ -107,11 +107,11 @@ class Cluster:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Those that may be chosen now, as the first proxy sees them."""
+        """The workers that may be chosen now, as the first proxy sees them."""
         return self._proxies[0].fleet.workers
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
-        """All of them, to the last token."""
+        """Runs all arrivals, until the last token."""
         for arrival in arrivals:
             if arrival.at_s < self.events.now_s:
                 raise _bad(f"a request comes at {arrival.at_s:g} s, before the one ahead of it")
@@ -131,7 +131,7 @@ class Cluster:
         busy = {place for job in self._live.values() for place in (job.prefill_place, job.decode_place)}
         assert self._leaving <= busy
 
-    # What engines say
+    # Calls of the engines
 
     def next(self, job: Job) -> None:
         """Looks up what the caches hold of the prompt at this moment. Where the job ``fetches``, starts the
@@ -147,7 +147,7 @@ class Cluster:
             self.caches.keep(place, blocks[: held.anywhere], now_s)
 
     def computed(self, job: Job) -> None:
-        """By a prefill engine."""
+        """A prefill engine has computed its prompt."""
         self._settle(job)
         proxy = self._proxy(job)
         decode = self.engines[job.decode_place]
@@ -183,7 +183,7 @@ class Cluster:
         self._proxy(job).observe(job, Stage.ENDED, handed=HandoverForm.NOT)
         self._over(job)
 
-    # What a proxy does
+    # Calls of the proxies
 
     def submit(self, job: Job) -> None:
         """Puts it into the queue of the instance at ``prefill_place``, at the current time of ``events``."""
@@ -208,20 +208,20 @@ class Cluster:
     # What happens to a request
 
     def _handed(self, job: Job, attempt: int) -> None:
-        """Its KV is there, unless an instance has died meanwhile."""
+        """Its KV has arrived, unless an instance has died meanwhile."""
         if attempt == job.attempt:
             engine = self.engines[job.decode_place]
             assert isinstance(engine, WholeEngine)
             engine.submit(job)
 
     def _settle(self, job: Job) -> None:
-        """Its prompt is not on its way any more."""
+        """Its prompt has arrived, or will not."""
         if not job.expected:
             return
         job.expected = False
         place, blocks = job.prefill_place, job.blocks
         self._proxy(job).expected.arrived(place, blocks)
-        if self._exchanging:  # what was placed they have heard before
+        if self._exchanging:  # the other proxies heard of placed prompts before
             self.events.at(
                 self.events.now_s + TELL_AFTER_S, partial(self._is_there, job.proxy, place, blocks)
             )
@@ -242,13 +242,13 @@ class Cluster:
         self._done(job)
 
     def _left(self, job: Job) -> None:
-        """It is at no instance any more: one that leaves may have waited for that."""
+        """It has left its instances; one that is leaving may have waited for that."""
         del self._live[job.name]
         for place in (job.prefill_place, job.decode_place):
             if place in self._leaving:
                 self._close_if_idle(place)
 
-    # What happens to an instance
+    # Instances that join, leave or die
 
     def _apply_event(self, event: ClusterEvent) -> None:
         if event.act is Act.JOIN:
@@ -276,8 +276,8 @@ class Cluster:
             self.engines[place] = engine
 
     def _kill(self, place: int) -> None:
-        """What it held is gone; a request that waited for a first token is sent anew, one whose answer had
-        begun is lost."""
+        """The instance's blocks are lost; a request that waited for its first token is sent anew, a request
+        whose answer had begun is lost."""
         self._leaving.discard(place)
         self.engines[place].dead = True
         self.caches.clear(place)
@@ -312,7 +312,7 @@ class Cluster:
             proxy.leave(place)
 
     def _look(self, now_s: float) -> None:
-        """How loaded prefill and decode are."""
+        """Records how loaded prefill and decode are."""
         waits_s = [each.load.wait_s(now_s) for each in self.workers if each.role is not _DECODE]
         gaps_s = [engine.gap_s(now_s) for engine in self.engines if isinstance(engine, WholeEngine)]
         self.loads.add(now_s, sum(waits_s) / max(len(waits_s), 1), sum(gaps_s) / max(len(gaps_s), 1))

@@ -36,7 +36,7 @@ class _Joined(NamedTuple):
     name: int  # tells requests apart that end at the same step
     from_step: float
     context: int
-    before_s: float  # of a stall that the next step pays for: what was over when it joined
+    before_s: float  # seconds of the next step's stall that had passed when it joined
 
 
 class Left(NamedTuple):
@@ -81,7 +81,7 @@ class Decoding:
         self._note(0.0)
 
     def next_s(self) -> float:
-        """When the first of them ends; infinity with none."""
+        """When the first request ends; infinity without requests."""
         if not self._order:
             return math.inf
         left = max(self._order[0].end_step - self._steps, 0.0)
@@ -89,14 +89,14 @@ class Decoding:
         return self._at_s + self._gap_s() * left + slope * left * left / 2
 
     def pop(self, now_s: float) -> Left:
-        """The first to end leaves, at ``next_s``."""
+        """Removes the request that ends first, at ``next_s``."""
         self.advance(now_s)
         short = self._order[0].end_step - self._steps
         if short > 0:  # by rounding
             self._steps += short
             self._context += short * len(self._order)
         joined = heapq.heappop(self._order)
-        # All that it was given: a whole step where it wanted less.
+        # The tokens of whole steps, of which its last one may have needed less.
         self._context -= joined.context + (self._steps - joined.from_step)
         left = Left(joined.name, self._gap_of(joined))
         self._note(0.0)
@@ -117,8 +117,8 @@ class Decoding:
         self._context += steps * len(self._order)
 
     def stall(self, seconds: float, now_s: float, *, step: bool) -> float:
-        """For so long the instance computes something else; step: together with one step, whose token
-        all requests get at the end. Returns when that is.
+        """For ``seconds`` the instance computes something else; step: together with one step, after which all
+        requests get its token. Returns the time of its end.
         """
         self.advance(now_s)
         if not self._order:
@@ -142,7 +142,7 @@ class Decoding:
         for from_step, gap_s, once_s in reversed(self._stretches):
             if from_step < until:
                 count = until - (from_step if from_step > begin else begin)
-                if once_s and from_step <= begin:  # of the stall, what was before it came is not its own
+                if once_s and from_step <= begin:  # the part of the stall before it joined is not its own
                     once_s = once_s - joined.before_s if from_step == begin else 0.0
                 if once_s > 0:
                     once = min(count, 1.0)

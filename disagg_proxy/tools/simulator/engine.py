@@ -1,7 +1,8 @@
-"""Simulated instances: one that computes prompts for others, one that decodes and may compute prompts, too.
+"""Simulated instances: one that computes prompts for others, and one that decodes and may compute prompts,
+too.
 
-All keep the order of arrival, as engines do by default. They say what has happened to ``Outcomes``; the
-caches are the cluster's.
+All keep the order of arrival, as engines do by default. They report to ``Outcomes``; the caches are the
+cluster's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Outcomes(Protocol):
     """What engines call when something has happened to a request, at the current time of the simulation."""
 
     def next(self, job: Job) -> None:
-        """It is the next to be computed: what others hold of its prompt is fetched, until ``job.ready_s``."""
+        """It is the next whose prompt is computed: what other caches hold of it is fetched, until
+        ``job.ready_s``."""
 
     def computed(self, job: Job) -> None:
         """Its prompt is computed, for another instance."""
@@ -44,7 +46,7 @@ class Surroundings(NamedTuple):
 
 
 class _Engine:
-    """What both kinds have. dead: it does nothing more. busy_s: seconds in which it computed prompts."""
+    """The common part of both kinds. dead: it does nothing any more. busy_s: seconds in which it computed prompts."""
 
     def __init__(self, place: int, surroundings: Surroundings) -> None:
         self.place = place
@@ -54,7 +56,7 @@ class _Engine:
         self.busy_s = 0.0
 
     def _begin_prompt(self, job: Job) -> None:
-        """What is reused is what is here now: room may have been taken from what was fetched."""
+        """Only blocks that are still here are reused: some may have been evicted since they were fetched."""
         job.begun_s = self._events.now_s
         held = self._caches.length(self.place, job.blocks) * BLOCK_TOKENS
         job.fetched = min(job.fetched, max(held - job.own, 0))
@@ -68,14 +70,14 @@ class _Engine:
 
 class PrefillEngine(_Engine):
     """width: nodes that compute a prompt together, chunk after chunk through a pipeline of stages (chunked
-    pipeline parallelism, Mooncake, FAST '25): so many chunks of a prompt, or of the next one, are in work at
-    one time. A chunk takes a width-th of its time in each stage, and waits for the one before it.
+    pipeline parallelism, Mooncake, FAST '25): so many chunks of this prompt, or of the next one, are computed
+    at one time. A chunk takes 1/width of its time in each stage, after the chunk before it.
     """
 
     def __init__(self, place: int, surroundings: Surroundings, *, width: int, chunk_tokens: int) -> None:
         super().__init__(place, surroundings)
-        self._free_s = [0.0] * width  # by stage, when it has done what is under way
-        self._chunk_tokens = chunk_tokens if width > 1 else 1 << 31  # alone it gains nothing by chunks
+        self._free_s = [0.0] * width  # by stage: the time at which its chunks are done
+        self._chunk_tokens = chunk_tokens if width > 1 else 1 << 31  # a single stage gains nothing by chunks
         self._busy = False
 
     def submit(self, job: Job) -> None:
@@ -106,7 +108,7 @@ class PrefillEngine(_Engine):
             self._outcomes.next(self._line[0])
 
     def _send_through(self, job: Job) -> float:
-        """Returns when its last chunk has left the last stage."""
+        """Returns the time at which its last chunk has left the last stage."""
         tokens, step = job.arrival.tokens, self._chunk_tokens
         reused = tokens - job.left
         before_s = at_s = 0.0
@@ -132,9 +134,9 @@ class PrefillEngine(_Engine):
 
 
 class WholeEngine(_Engine):
-    """Decodes, prompts that were computed elsewhere as well as its own. chunk_tokens 0: a prompt is computed
-    whole, and the others get no token meanwhile; else it is computed in steps of so many tokens, in which
-    they get one each. A request that does not fit waits for room, and all behind it.
+    """Decodes requests whose prompts it or another instance computed. chunk_tokens 0: a prompt is computed
+    whole, and running requests get no token meanwhile; otherwise it is computed in steps of so many tokens,
+    in which they get one each. A request that does not fit waits for room, and all requests behind it.
     """
 
     def __init__(self, place: int, surroundings: Surroundings, *, chunk_tokens: int) -> None:
@@ -147,11 +149,11 @@ class WholeEngine(_Engine):
         self._job: Job | None = None  # whose prompt is being computed
 
     def gap_s(self, now_s: float) -> float:
-        """Between two tokens of those that decode now; 0 with none."""
+        """Seconds between two tokens of the requests that decode now; 0 without any."""
         return self._decoding.current_gap_s(now_s)
 
     def submit(self, job: Job) -> None:
-        """A prompt to compute, or one whose KV is here."""
+        """A request whose prompt is to be computed, or whose KV has arrived."""
         self._line.append(job)
         if len(self._line) == 1 and job.computed_s == math.inf:
             self._outcomes.next(job)
@@ -159,10 +161,10 @@ class WholeEngine(_Engine):
             self._go_on()
 
     def _go_on(self) -> None:
-        """A prompt's next step, or decode until the next request ends."""
+        """Starts the next step of a prompt, or decodes until the next request ends."""
         if self.dead:
             return
-        self._version += 1  # a plan that was made before is void
+        self._version += 1  # wake-ups that were planned before are void
         version = self._version
         now_s = self._events.now_s
         self._leave()
@@ -177,7 +179,8 @@ class WholeEngine(_Engine):
             self._events.at(wake_s, lambda: self._go_on() if version == self._version else None)
 
     def _next(self) -> Job | None:
-        """The first in line to be computed, if it may begin; those before it whose KV is here join."""
+        """The first queued request whose prompt is to be computed, if it may begin; those before it, whose KV
+        is here, join."""
         while self._line:
             job = self._line[0]
             if job.ready_s > self._events.now_s or (job.context > self._room and self._jobs):
@@ -228,7 +231,7 @@ class WholeEngine(_Engine):
         self._decoding.join(job.name, job.arrival.tokens, more, now_s)
 
     def _leave(self) -> None:
-        """Those whose last token is there."""
+        """Removes the requests whose last token has been made."""
         now_s = self._events.now_s
         while self._decoding.next_s() <= now_s + 1e-9:
             left = self._decoding.pop(now_s)

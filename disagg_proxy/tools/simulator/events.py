@@ -1,4 +1,4 @@
-"""What happens next: callbacks in the order of their times."""
+"""The event queue: callbacks in the order of their times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Events:
-    """now_s: of the event that is running. Of equal times the one that was planned first comes first."""
+    """now_s: of the event that is running. Of equal times the one that was planned first runs first."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,7 +20,7 @@ class Events:
         heapq.heappush(self._heap, (max(at_s, self.now_s), self._number, do))
 
     def run_before(self, until_s: float) -> None:
-        """All that happens before this time, and what follows from it; then it is this time."""
+        """Runs all events before this time, including those they plan; then this time is now."""
         heap = self._heap
         while heap and heap[0][0] < until_s:
             self.now_s, _, do = heapq.heappop(heap)

@@ -1,4 +1,4 @@
-"""What is on its way to instances' caches, as far as one proxy knows."""
+"""Blocks on their way to instances' caches, as far as one proxy knows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Expected:
-    """holders: by block the places that will have it, as a set of bits (``Caches``)."""
+    """holders: by block, the places that will hold it, as a set of bits (``Caches``)."""
 
     def __init__(self) -> None:
         self.holders: dict[int, int] = {}
@@ -27,7 +27,7 @@ class Expected:
                 holders[block] = bit if held is None else held | bit
 
     def arrived(self, place: int, blocks: Sequence[int]) -> None:
-        """It is there, or comes no more. One that is not known of, or forgotten, is passed over."""
+        """The prompt's blocks have arrived, or will not. An unknown or forgotten prompt is ignored."""
         counts = self._counts.get(place, {})
         over = []
         for block in blocks:
@@ -42,7 +42,7 @@ class Expected:
         drop(self.holders, over, 1 << place)
 
     def forget(self, place: int) -> None:
-        """Nothing comes there any more."""
+        """Forgets all blocks on their way to this place."""
         drop(self.holders, list(self._counts.pop(place, ())), 1 << place)
 
     def check_integrity(self) -> None:
@@ -56,7 +56,7 @@ class Expected:
 
 
 def drop(holders: dict[int, int], blocks: Sequence[int], bit: int) -> None:
-    """These blocks' sets lose that bit."""
+    """Removes the place's bit from the sets of these blocks."""
     for block in blocks:
         held = holders[block]
         if held == bit:

@@ -8,9 +8,9 @@ from moonpool.disagg_proxy.tools.simulator.faults import KINDS
 
 
 class Fleet:
-    """counts: how many of each kind at the beginning: prefill, decode, whole; names are KIND-NUMBER.
-    workers: those that may be chosen now, by place. One that joins again has the place it had; one that
-    joins begins with what its same_kind have learnt.
+    """counts: of each kind at the beginning: prefill, decode, whole; names are KIND-NUMBER. workers: those
+    that may be chosen now, by place. A worker that joins again has its former place, and every worker that
+    joins starts with what its same_kind have learnt.
     """
 
     def __init__(self, counts: dict[str, int], room_tokens: int) -> None:
@@ -20,7 +20,7 @@ class Fleet:
         self._room_tokens = room_tokens
         self._names: list[str] = []  # by place
         self._numbers = dict.fromkeys(KINDS, 0)
-        self.at: list[Worker] = []  # by place, those that are gone included
+        self.at: list[Worker] = []  # by place, including those that left
         self.workers: tuple[Worker, ...] = ()
         self._asked: tuple[Worker, ...] | None = None
         self._eligible = EligibleWorkers((), ())
@@ -47,7 +47,7 @@ class Fleet:
         return [each for each in self.workers if each.role is worker.role and each is not worker]
 
     def leave(self, name: str) -> Worker:
-        """It is chosen no more."""
+        """The worker is not chosen any more."""
         worker = self.at[self._names.index(name)]
         self.workers = tuple(each for each in self.workers if each is not worker)
         return worker

@@ -12,14 +12,14 @@ from moonpool.disagg_proxy.tools.simulator.trace import Arrival
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Times in seconds of the simulation, infinity as long as it did not come to that.
+    """Times in seconds of the simulation, infinity until they are known.
 
     ready_s:  the fetched part of its prompt is there.        begun_s: its prefill began.
     computed_s: its prefill ended.                            first_s: its first token.
     there_s:  its KV is where it decodes.                     attempt: how often it was sent before.
     done_s:   its last token.                                 gap_s: the mean of its longest tenth of gaps.
     own, fetched: tokens that were reused, from the instance's own cache and from others'.
-    proxy: the number of the proxy that it came to.
+    proxy: the number of its proxy.
     blocks: of its prompt, those that a cache may keep.
     fetches: whether it is to fetch what others hold.
     why_not:  why it was refused, or given up; "" for neither.
@@ -42,10 +42,10 @@ class Job:
     predicted_ttft_s: float = math.nan
     fetches: bool = True
     why_not: str = ""
-    choice: tuple[Request, Choice] | None = None  # what it was sent by
+    choice: tuple[Request, Choice] | None = None  # by which it was sent
     attempt: int = 0
     expected: bool = False  # its prompt is on its way to prefill_place
-    orphan: bool = False  # where it was to decode is dead
+    orphan: bool = False  # the instance that was to decode it is dead
     left: int = 0  # tokens of the prompt that are still to be computed, chunk by chunk
     blocks: Sequence[int] = field(init=False)
 
@@ -53,7 +53,7 @@ class Job:
         self.blocks = self.arrival.full_blocks
 
     def restart(self) -> None:
-        """Nothing has come of it."""
+        """Resets it for another attempt."""
         self.attempt += 1
         self.own = self.fetched = self.left = 0
         self.ready_s = 0.0
@@ -68,5 +68,5 @@ class Job:
 
     @property
     def context(self) -> int:
-        """Tokens it needs room for while it decodes."""
+        """Tokens of room that it needs while it decodes."""
         return self.arrival.tokens + self.arrival.answer_tokens

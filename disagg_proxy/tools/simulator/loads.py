@@ -1,7 +1,7 @@
-"""How loaded prefill and decode were over time: the means over their instances, seen at regular moments.
+"""The load of prefill and decode over time: the means over their instances, sampled at regular times.
 
-Early rejection that looks at decode as it is lets the two swing against each other (Mooncake, arXiv
-2407.00079, section 7.3): ``correlation`` is what that looks like as a number.
+Early rejection by the current state of decode makes the two oscillate against each other (Mooncake, arXiv
+2407.00079, section 7.3); ``correlation`` measures it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ FIRST_EVERY_S = 0.5
 
 
 class Loads:
-    """wait_s: seconds of prefill in line. gap_s: between two tokens of an answer, 0 where no request decodes.
-    every_s: between two moments; doubles whenever MOMENTS_MAX have come, and each second one is dropped."""
+    """wait_s: seconds of prefill in the queues. gap_s: between two tokens of an answer, 0 where no request
+    decodes. every_s: between two samples; at MOMENTS_MAX samples it doubles, and every second one is dropped.
+    """
 
     def __init__(self) -> None:
         self.at_s = array("d")
@@ -25,7 +26,7 @@ class Loads:
         self.next_s = 0.0
 
     def add(self, at_s: float, wait_s: float, gap_s: float) -> None:
-        """At ``next_s`` or later."""
+        """Call it at ``next_s`` or later."""
         for values, value in ((self.at_s, at_s), (self.wait_s, wait_s), (self.gap_s, gap_s)):
             values.append(value)
         if len(self.at_s) >= MOMENTS_MAX:
@@ -35,7 +36,8 @@ class Loads:
         self.next_s = (math.floor(at_s / self.every_s) + 1) * self.every_s
 
     def correlation(self) -> float:
-        """Of the two over time, -1 to 1; below 0 they swing against each other. NaN where one never moves."""
+        """Of the two over time, -1 to 1; below 0 they oscillate against each other. NaN where one never
+        changes."""
         count = len(self.at_s)
         if not count:
             return math.nan

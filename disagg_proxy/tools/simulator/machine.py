@@ -57,7 +57,7 @@ class Machine:
             raise ConfigError("a decode step must take some time", operation="simulate", key="step_s")
 
     def compute_s(self, tokens: int, reused: int = 0) -> float:
-        """Of a prefill, the reused tokens being at hand."""
+        """Seconds of a prefill whose reused tokens are in this instance's cache."""
         computed_s = self.prefill_token_s * (tokens - reused)
         squares_s = self.prefill_token2_s * (tokens * tokens - reused * reused)
         return self.prefill_s + computed_s + squares_s + self.reuse_token_s * reused
@@ -68,7 +68,7 @@ class Machine:
         return self.step_s + self.step_request_s * batch + self.step_token_s * context_tokens
 
     def faster(self, times: float) -> Machine:
-        """The same with so many times the compute; links and memory stay."""
+        """The same machine with so many times the compute; links and memory stay."""
         names = (
             "prefill_s",
             "prefill_token_s",
@@ -119,7 +119,7 @@ MACHINES = {
 
 
 class _Own(msgspec.Struct, forbid_unknown_fields=True):
-    """like: the machine that has what is not said here."""
+    """like: the machine that supplies the fields which are not given."""
 
     like: str = "paper"
     prefill_s: float | None = None

@@ -1,4 +1,4 @@
-"""Pictures, alone as PNG or with a table in a page; the callers draw what is in them."""
+"""Drawings, alone as PNG or with a table in an HTML page; the callers draw the content."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(paths: Sequence[Path]) -> None:
 
 @contextmanager
 def figure(count: int, columns: int = 1) -> Iterator[tuple[Figure, list[Axes]]]:
-    """So many axes, row by row."""
+    """``count`` axes, row by row."""
     pyplot = _pyplot()
     rows = -(-count // columns)
     size = (4 + 6 * columns, 1 + 4 * rows)

@@ -33,7 +33,7 @@ def instances(plan: Plan) -> str:
 
 
 def name(plan: Plan) -> str:
-    """What a curve is called."""
+    """The label of a curve."""
     return f"{label(plan)}, {instances(plan)}, {plan.speed:g}x"
 
 
@@ -75,7 +75,7 @@ def best_splits(runs: Sequence[Run], slo: Slo) -> list[Run]:
 
 
 def group(plan: Plan) -> tuple[float, str]:
-    """Speed and policy: what splits of a sweep are compared within."""
+    """Speed and policy: splits of a sweep are compared within the same."""
     return plan.speed, label(plan)
 
 
@@ -87,7 +87,7 @@ def recommendation(best: Run, slo: Slo) -> str:
 
 
 def as_json(runs: Sequence[Run], slo: Slo) -> str:
-    """{"slo": {...}, "runs": [{"plan": ..., the fields of Summary, ...}]}; what is no number is null."""
+    """{"slo": {...}, "runs": [{"plan": ..., the fields of Summary, ...}]}; NaN becomes null."""
     return json.dumps({"slo": numbers(slo._asdict()), "runs": [_row(run, slo) for run in runs]}, indent=1)
 
 

@@ -1,4 +1,4 @@
-"""What became of the requests of a simulation, in bounded memory."""
+"""The outcomes of the requests of a simulation, in bounded memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Results:
         self._served = Sample(4, kept_max)
         self._refused = Sample(1, kept_max)
         self.arrived_s, self.ttft_s, self.gap_s, self.predicted_s = self._served.columns
-        (self.refused_s,) = self._refused.columns  # when those came that were refused
+        (self.refused_s,) = self._refused.columns  # arrivals of refused requests
         self.reasons: Counter[str] = Counter()
         self.last_s = 0.0  # the last arrival
         self._tokens = self._own = self._fetched = 0
@@ -125,7 +125,7 @@ class Results:
         self._fetched += job.fetched
 
     def good(self, slo: Slo) -> int:
-        """How many were served within it."""
+        """How many were served within the objective."""
         pairs = zip(self.ttft_s, self.gap_s, strict=True)
         kept = sum(ttft_s <= slo.ttft_s and gap_s <= slo.gap_s for ttft_s, gap_s in pairs)
         return round(kept * self.served / max(len(self.ttft_s), 1))

@@ -1,4 +1,4 @@
-"""Simulations drawn: how first tokens and gaps spread, what was reused, predictions, the load over time."""
+"""The drawings of simulations: distribution of TTFT and gaps, reuse, predictions, the load over time."""
 
 from __future__ import annotations
 

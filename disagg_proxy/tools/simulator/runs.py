@@ -22,7 +22,7 @@ from moonpool.disagg_proxy.tools.simulator.trace import Arrival, Trace, read_tra
 from moonpool.disagg_proxy.tools.simulator.workers import get_shared, workers
 
 TELL_EVERY = 2_000  # requests
-SPEED_MIN, SPEED_MAX = 1e-6, 1e6  # times that are too far apart, or too near, are no longer told apart
+SPEED_MIN, SPEED_MAX = 1e-6, 1e6  # nearer or further times would be indistinguishable
 ANY = Objective()
 
 _bad = partial(ConfigError, operation="simulate")
@@ -60,8 +60,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a plan. cpu_s: that the simulation took; busy_s: that the instances computed prompts, all
-    together; sent_bytes: between instances. loads: how loaded they were over time."""
+    """The results of a plan. cpu_s: of the simulation; busy_s: of prefill, all instances together;
+    sent_bytes: between instances. loads: of prefill and decode over time."""
 
     plan: Plan
     results: Results
@@ -73,7 +73,7 @@ class Run:
 
 
 def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None] | None = None) -> Run:
-    """trace: the plan's, where it was read before; tell: hears from time to time how many have arrived."""
+    """trace: the plan's, if it was read before; tell: called now and then with the number of arrivals."""
     trace = trace or read_trace(plan.trace)
     began_s = time.process_time()
     results = Results()
@@ -111,7 +111,7 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
 def simulate_all(
     plans: Sequence[Plan], *, processes: int = 1, done: Callable[[Run], None] = lambda run: None
 ) -> list[Run]:
-    """In the order of the plans; ``done`` hears of each in that order."""
+    """In the order of the plans; ``done`` is called with each in that order."""
     runs = []
     files = {path: read_trace(path) for path in {plan.trace for plan in plans}}  # a pipe is read but once
     if processes < 2 or len(plans) < 2:

@@ -46,13 +46,13 @@ _BEGUN, _ENDED = Stage.BEGUN, Stage.ENDED  # an enum's members are slow to look 
 
 
 class Engines(Protocol):
-    """What a proxy stands before."""
+    """The engines of a proxy."""
 
     events: Events
     caches: Caches
 
     def submit(self, job: Job) -> None:
-        """It is sent, to where its places say."""
+        """It is sent to the instances at its places."""
 
     def refused(self, job: Job) -> None:
         """It is not sent; ``why_not`` says why."""
@@ -64,7 +64,7 @@ class _Pending(PendingRequest):
 
 
 class SimulatedProxy:
-    """queue: so many requests may wait before they are sent, up to queue_deadline_s."""
+    """queue: the most requests that wait before they are sent, up to queue_deadline_s."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SimulatedProxy:
         limits = QueueLimits(queue, queue_deadline_s)
         self.scheduler: Scheduler[_Pending] = Scheduler(policy, self, admission, limits)
         self.expected = Expected()
-        self._releases = False  # an event for that is planned
+        self._releases = False  # a release is planned
 
     def open(
         self, engines: Engines, fleet: Fleet, *, pool: bool, tell: Callable[[Change], None] | None = None
@@ -98,13 +98,13 @@ class SimulatedProxy:
             self.scheduler.join(worker)
 
     def join(self, name: str) -> int:
-        """A worker of this name, or kind; its place."""
+        """Adds a worker of this name or kind, and returns its place."""
         worker = self.fleet.join(name)
         self.scheduler.join(worker)
         return worker.place
 
     def leave(self, place: int) -> None:
-        """Nothing of the worker is under way any more."""
+        """Removes the worker; no request may be in flight there."""
         self.scheduler.forget(place)
         self.scheduler.leave(place)
         self.expected.forget(place)
@@ -202,12 +202,12 @@ class SimulatedProxy:
     def objection(self, pending: _Pending, choice: Choice) -> Refusal | None:
         """None, always. Notes the job's predicted TTFT, for it is called at the moment of the choice."""
         job, now_s = pending.job, self._events.now_s
-        # Before its own prompt is in the line.
+        # Before its own prompt counts in the queue.
         job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(pending.asked, choice, now_s)
         return None
 
     def same_kind(self, worker: Worker) -> Iterable[Worker]:
-        """Of those that are there; the fleet knows."""
+        """Workers of the same kind in the fleet."""
         return self.fleet.same_kind(worker)
 
     # What happens to a request
@@ -237,7 +237,7 @@ class SimulatedProxy:
         self._engines.submit(job)
 
     def _placed(self, worker: Worker, block_tokens: int, keys: bytes) -> None:
-        """Another proxy has sent a prompt of these blocks there."""
+        """Another proxy has sent a prompt with these blocks there."""
         ends = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
         blocks = [int.from_bytes(keys[end - KEY_BYTES : end]) for end in ends]
         self.expected.expect(worker.place, blocks)

@@ -1,4 +1,4 @@
-"""Processes that simulate at the same time, and go when the one that started them ends, however it does."""
+"""Worker processes for simulations, which end when the process that started them ends, however it does."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _shared: Any = None  # of a worker
 
 @contextmanager
 def workers(count: int, shared: object) -> Iterator[ProcessPoolExecutor]:
-    """shared: what every task wants, told each worker once; ``get_shared`` has it there.
+    """shared: an object for all tasks, passed to each worker once; ``get_shared`` returns it there.
 
-    An executor alone waits for all its tasks after Ctrl-C, forever where that came to the workers as well,
+    An executor alone waits for all its tasks after Ctrl-C, forever where the workers got the signal as well,
     and leaves them behind after SIGTERM.
     """
     forking = multiprocessing.get_context("fork")  # not by a server, as from Python 3.14 on: it is no parent
@@ -42,5 +42,5 @@ def get_shared() -> Any:
 def _begin(parent: int, shared: object) -> None:
     global _shared
     _shared = shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent says what follows
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     die_with_parent(parent, signal.SIGKILL)

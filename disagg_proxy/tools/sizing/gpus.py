@@ -1,5 +1,6 @@
-"""What GPUs compute at most: 10^12 floating-point operations a second of dense bfloat16 products, as their
-makers say. No engine reaches it in prefill; a real one is slower, so a slower link already beats it."""
+"""The peak compute of GPUs: 10^12 floating-point operations a second of dense bfloat16 products, by their
+makers' data sheets. No engine reaches it in prefill; a real one is slower, so that even a slower link is
+worth it."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ class Row(NamedTuple):
 
 
 def hits(trace: Trace, sizes: Sequence[int]) -> list[Row]:
-    """sizes: in blocks of 512 tokens. A request's blocks are there for all that come later, at once."""
+    """sizes: in blocks of 512 tokens. A request's blocks are available to all later requests at once."""
     return [Row(blocks, _hits(trace, blocks)) for blocks in sizes]
 
 
 def endless(trace: Trace) -> float:
-    """What no size can exceed."""
+    """The hit rate of a pool without a limit."""
     return _hits(trace, sum(len(row.blocks) for row in trace.rows))
 
 

@@ -15,7 +15,7 @@ from moonpool.core.config.units import format_size
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS
 from moonpool.disagg_proxy.tools.sizing.model import Model
 
-USUAL_LINK_BYTES_S = 25e9 / 8  # what is judged where no link is given
+USUAL_LINK_BYTES_S = 25e9 / 8  # judged where no link is given
 LONGEST = 1 << 20  # tokens
 
 
@@ -156,7 +156,7 @@ def fetch_from_tokens(plan: Plan, link_bytes_s: float) -> int:
 
 
 def _advice(plan: Plan) -> str:
-    """What the table means for one link, in a sentence."""
+    """The verdict of the table for one link, in a sentence."""
     link = plan.link_bytes_s or USUAL_LINK_BYTES_S
     tokens = fetch_from_tokens(plan, link)
     over = f"Over a link of {link * 8 / 1e9:g} Gbit/s"

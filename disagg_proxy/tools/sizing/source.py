@@ -47,7 +47,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _downloaded(model: str) -> Path | None:
-    """Where the Hub's own tools keep it."""
+    """The cache folder of the Hub's own tools."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     kept = cache / ("models--" + model.replace("/", "--"))

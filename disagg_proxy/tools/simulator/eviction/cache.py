@@ -1,4 +1,4 @@
-"""What a prefix cache is to the simulator."""
+"""The interface of a prefix cache in the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Cache(ABC):
-    """blocks_max: what it holds; 0 keeps nothing."""
+    """blocks_max: the most blocks that it holds; 0: none."""
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks_max = blocks_max
@@ -23,18 +23,18 @@ class Cache(ABC):
 
     @abstractmethod
     def keep(self, blocks: Sequence[int], now_s: float) -> tuple[list[int], list[int]]:
-        """The leading blocks of a prompt, now used. Returns those that are held now and were not before, and
-        those that were and are not."""
+        """Uses the leading blocks of a prompt. Returns (blocks that are held now and were not before, blocks
+        that were held and are evicted)."""
 
     def clear(self) -> list[int]:
-        """All that was there."""
+        """Evicts everything, and returns it."""
         gone = list(self._held)
         self._held.clear()
         return gone
 
 
 def changes(came: list[int], went: list[int]) -> tuple[list[int], list[int]]:
-    """(new, gone) of what came and went one after the other: a block may have done both."""
+    """(new, gone) from insertions and evictions in sequence: a block may be in both."""
     if not went:
         return came, went
     balance = Counter(came)

@@ -1,4 +1,5 @@
-"""The bound: what goes is what will be used again last (Belady 1966); what never will is not even kept."""
+"""The upper bound: evicts the block whose next use is furthest away (Belady 1966), and keeps none that is
+never used again."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ _NEVER = 1 << 62
 
 
 class Clairvoyant(Cache):
-    """future: the prompts' blocks, in the order in which ``keep`` will be called. Of blocks of one prompt,
-    whose next use is the same, the last goes first.
+    """future: the prompts' blocks, in the order in which ``keep`` will be called. Of blocks of one prompt
+    with the same next use, the last is evicted first.
     """
 
     _held: dict[int, int]  # of what is held, its next
@@ -46,14 +47,14 @@ class Clairvoyant(Cache):
         return [block for block in blocks if block in uses and block not in before], list(gone)
 
     def clear(self) -> list[int]:
-        """All that was there. The place in ``future`` stays."""
+        """Everything that was held. The position in ``future`` stays."""
         gone = super().clear()
         self._heap.clear()
         return gone
 
 
 def _next_uses(future: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each block of each prompt, which prompt is the next that has it."""
+    """For each block of each prompt, the index of the next prompt that has it."""
     coming: dict[int, int] = {}
     found = []
     for number in range(len(future) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""By how often a block is used: LFU, and two that come near it with queues, SIEVE and S3-FIFO."""
+"""Eviction by how often a block is used: LFU, and two that approximate it with queues, SIEVE and S3-FIFO."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache, changes
 
 
 class Lfu(Cache):
-    """Least frequently used since it came; of equals the least recently used."""
+    """Least frequently used since its insertion; of equals the least recently used."""
 
-    _held: dict[int, tuple[int, int]]  # (how often, when last)
+    _held: dict[int, tuple[int, int]]  # (number of uses, last use)
 
     def __init__(self, blocks_max: int) -> None:
         super().__init__(blocks_max)
-        self._heap: list[tuple[int, int, int]] = []  # (how often, when last, block); old ones are void
+        self._heap: list[tuple[int, int, int]] = []  # (number of uses, last use, block); old ones are void
         self._now = 0
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
@@ -41,15 +41,15 @@ class Lfu(Cache):
         return changes(came, went)
 
     def clear(self) -> list[int]:
-        """All that was there, and every count with it."""
+        """Everything that was held. All counts are lost."""
         gone = super().clear()
         self._heap.clear()
         return gone
 
 
 class Sieve(Cache):
-    """SIEVE (Zhang et al., NSDI '24): a queue in which use only sets a mark, and a hand that goes from the
-    oldest to the newest, takes marks away, and evicts the first without one."""
+    """SIEVE (Zhang et al., NSDI '24): a queue in which a use only sets a mark, and a hand that moves from the
+    oldest to the newest, clears marks, and evicts the first block without one."""
 
     _held: dict[int, bool]  # whether it is marked
 
@@ -62,8 +62,7 @@ class Sieve(Cache):
         self._hand: int | None = None
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
-        """As ``Cache.keep``. Costs O(1) for a block that is held, and for one that is not the marks that the
-        hand takes away."""
+        """As ``Cache.keep``. O(1) for a block that is held; for another, the marks that the hand clears."""
         came, went = [], []
         for block in reversed(blocks if self.blocks_max else ()):
             if block in self._held:
@@ -76,7 +75,7 @@ class Sieve(Cache):
         return changes(came, went)
 
     def clear(self) -> list[int]:
-        """All that was there, with marks and hand."""
+        """Everything that was held. Marks and hand are reset."""
         gone = list(self._held)
         self.__init__(self.blocks_max)  # type: ignore[misc]
         return gone
@@ -113,9 +112,9 @@ class Sieve(Cache):
 
 
 class S3Fifo(Cache):
-    """S3-FIFO (Yang et al., SOSP '23): a small queue of a tenth for what is new, a main one for what was used
-    again, and the ids of as many blocks that left the small one and are taken into the main one at once
-    should they come back.
+    """S3-FIFO (Yang et al., SOSP '23): a small queue of a tenth of the room for new blocks, a main one for
+    those that were used again, and the ids of blocks evicted from the small one, as many as the cache holds,
+    which go into the main one when they return.
     """
 
     SMALL = 0.1
@@ -150,7 +149,7 @@ class S3Fifo(Cache):
         return changes(came, went)
 
     def clear(self) -> list[int]:
-        """All that was there, and the remembered ids."""
+        """Everything that was held. The remembered ids are lost."""
         gone = list(self._held)
         for each in (self._held, self._small, self._main, self._ghosts):
             each.clear()
@@ -171,7 +170,7 @@ class S3Fifo(Cache):
                     self._ghosts.popitem(last=False)
                 return block
         while True:
-            if not self._main:  # all there is, is new
+            if not self._main:  # all held blocks are new
                 block, _ = self._small.popitem(last=False)
                 break
             block, _ = self._main.popitem(last=False)

@@ -1,4 +1,4 @@
-"""By age: least recently used, first in first out, and the pool's batches."""
+"""Eviction by age: least recently used, first in first out, and batches as in Mooncake's master."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moonpool.disagg_proxy.tools.simulator.eviction.cache import Cache
 
 
 class Lru(Cache):
-    """Least recently used. Of a prompt that does not fit at all, the front is kept."""
+    """Least recently used. Of a prompt larger than the cache, the front is kept."""
 
     touches = True
-    _held: dict[int, None]  # the next to go first
+    _held: dict[int, None]  # the next one to be evicted first
 
     def keep(self, blocks: Sequence[int], now_s: float = 0.0) -> tuple[list[int], list[int]]:
         """As ``Cache.keep``, O(1) for each block. Without ``touches`` a use moves nothing."""
@@ -35,14 +35,14 @@ class Lru(Cache):
 
 
 class Fifo(Lru):
-    """First in, first out: use changes nothing."""
+    """First in, first out: a use changes nothing."""
 
     touches = False
 
 
 class Batches(Cache):
-    """As Mooncake's master evicts: above HIGH of the room, SHARE of it at once, those whose last use is
-    longest ago; a prompt's blocks were used at the same time, so that chance decides between them."""
+    """As Mooncake's master evicts: above HIGH of the room, SHARE of the room at once, least recently used
+    first. A prompt's blocks have the same last use, so that chance decides between them."""
 
     HIGH = 0.9
     SHARE = 0.05

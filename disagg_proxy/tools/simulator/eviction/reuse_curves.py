@@ -1,14 +1,15 @@
-"""How soon a chat goes on, learnt while it is watched, and what its place in a cache is worth for that.
+"""The probability that a chat continues, learnt from observed chats, and the value of its place in a cache.
 
-A class of chats is those that have had so many turns. For each there are counts by age, in slots of SLOT_S:
-how many went on at that age, and how many were watched that long. From the two comes a hazard, drawn to that
-of all classes where there is little to see, and from the hazards an index for each age a:
+A class of chats is those with the same number of turns. For each class there are counts by age, in slots of
+SLOT_S: how many chats continued at that age, and how many were observed up to it. From the two comes a
+hazard, shrunk towards that of all classes where there are few observations, and from the hazards an index for
+each age a:
 
-    max over horizons T of   P(goes on within T | not until a)  /  E[time in cache until it does, or T]
+    max over horizons T of   P(continues within T | not until a)  /  E[time in cache until it does, or T]
 
-which is the Gittins index of a chain that costs room for as long as it is kept and pays once it is used
+This is the Gittins index of a chain that costs room for as long as it is kept and pays once it is used
 (Gittins 1979). The hazard alone would be worse than recency: a chat pauses for half a minute before its next
-turn, so one that has just ended looks useless by it.
+turn, so by the hazard one that has just ended looks useless.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from collections.abc import Iterable
 SLOT_S = 5.0
 SLOTS = 360
 CLASSES = 4  # the last one: so many turns and more
-STRENGTH = 30.0  # watched chats that what is taken for granted counts as much as
+STRENGTH = 30.0  # observed chats that the prior counts as
 
 
 class ReuseCurves:
-    """Ages and moments in slots."""
+    """Ages and times in slots."""
 
     def __init__(self) -> None:
         self._went_on = [[0] * SLOTS for _ in range(CLASSES)]
-        self._watched = [[0] * SLOTS for _ in range(CLASSES)]  # until this age and no further
-        # Taken for granted: the older, the less likely.
+        self._watched = [[0] * SLOTS for _ in range(CLASSES)]  # observed until this age and no longer
+        # The prior: the older, the less likely.
         self.index = [[1.0 / (age + 1) for age in range(SLOTS)] for _ in range(CLASSES)]
 
     def went_on(self, turns: int, age: int) -> None:
-        """A chat of so many turns went on at this age. The index follows with the next ``learn``."""
+        """A chat with so many turns continued at this age. The index follows with the next ``learn``."""
         self._went_on[turns][min(age, SLOTS - 1)] += 1
         self.lost(turns, age)
 
     def lost(self, turns: int, age: int) -> None:
-        """It is watched no longer."""
+        """The chat is not observed any longer."""
         self._watched[turns][min(age, SLOTS - 1)] += 1
 
     def learn(self, waiting: Iterable[tuple[int, int]]) -> None:
-        """Makes the index anew. waiting: (turns, age) of those that are still watched."""
+        """Computes the index again. waiting: (turns, age) of chats that are still observed."""
         at_risk = [list(counts) for counts in self._watched]
         for turns, age in waiting:
             at_risk[turns][min(age, SLOTS - 1)] += 1
@@ -62,11 +63,11 @@ class ReuseCurves:
 
 
 def gittins(hazards: list[float]) -> list[float]:
-    """The index for each age, per slot. From the last age back: a stretch of ages takes in the one behind it
-    as long as that pays better than itself, so that each age is looked at once.
+    """The index for each age, per slot. From the last age back: a stretch of ages absorbs the one behind it
+    as long as that has the better ratio, so that each age is visited once.
     """
     found = [0.0] * len(hazards)
-    stretches: list[tuple[float, float, float]] = []  # (gain, cost, share that is still waiting behind it)
+    stretches: list[tuple[float, float, float]] = []  # (gain, cost, share that still waits behind it)
     for age in range(len(hazards) - 1, -1, -1):
         hazard = hazards[age]
         gain, cost, left = hazard, 1 - hazard / 2, 1 - hazard

@@ -1,12 +1,12 @@
-"""By how soon the chat that a chain of blocks belongs to will go on, as far as others have shown.
+"""Evicts by how soon the chat that a chain of blocks belongs to will continue, learnt from other chats.
 
-    prompt -> its chain of blocks -> does it go on with an earlier one? one more turn is seen, at some age
+    prompt  -> its chain of blocks -> does it continue an earlier one? then a turn was observed, at some age
     no room -> the chain with the least index (reuse_curves.py) loses blocks from its end, and never a block
-               that another one here stands on
+               that another held block stands on
 
-A chain whose end is some other prompt's beginning is watched only if no chain had that block before: a
-system prompt is no chat. Chains are watched after their blocks have gone, WATCHED_MAX at most, or those that
-were evicted too soon would never count.
+A chain whose end is another prompt's beginning is observed only if no chain had that block before: a system
+prompt is no chat. Chains are observed after their blocks were evicted, too, WATCHED_MAX at most; otherwise
+those that were evicted too soon would never count.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Watched(NamedTuple):
 
 
 class _Chain:
-    """blocks[first:last] are its own: those before belong to a chain that used them later, those behind are
-    gone."""
+    """blocks[first:last] are its own: those before belong to a chain that used them later, those behind were
+    evicted."""
 
     __slots__ = ("blocks", "first", "last")
 
@@ -47,8 +47,8 @@ class ReuseIndex(Cache):
 
     def __init__(self, blocks_max: int) -> None:
         super().__init__(blocks_max)
-        self._behind: dict[int, int] = {}  # how many blocks here stand on this one
-        self._groups: dict[_Watched, deque[_Chain]] = {}  # by class and moment: all of one index
+        self._behind: dict[int, int] = {}  # how many held blocks stand on this one
+        self._groups: dict[_Watched, deque[_Chain]] = {}  # by class and time: all of one index
         self._order: list[_Watched] | None = None  # of the groups, the least index first
         self._watched: OrderedDict[int, _Watched] = OrderedDict()  # by a chain's last block
         self._curves = ReuseCurves()
@@ -56,7 +56,7 @@ class ReuseIndex(Cache):
         self._prompts = 0
 
     def keep(self, blocks: Sequence[int], now_s: float) -> tuple[list[int], list[int]]:
-        """now_s: never before that of the call before."""
+        """now_s: not before that of the last call."""
         self._tick(int(now_s / SLOT_S))
         if not blocks or not self.blocks_max:
             return [], []
@@ -67,7 +67,7 @@ class ReuseIndex(Cache):
         return changes(came, went)
 
     def clear(self) -> list[int]:
-        """What was learnt stays."""
+        """Everything that was held. What was learnt stays."""
         gone = super().clear()
         self._behind.clear()
         self._groups.clear()
@@ -97,7 +97,7 @@ class ReuseIndex(Cache):
             self._order = None
 
     def _watch(self, blocks: Sequence[int]) -> _Watched:
-        """Which earlier chains this prompt goes on with is learnt; it is one itself."""
+        """Learns which earlier chains this prompt continues, and observes it as a chain."""
         known = blocks[-1] in self._held and blocks[-1] not in self._watched
         turns = 0
         for block in blocks:
@@ -133,7 +133,8 @@ class ReuseIndex(Cache):
         return came
 
     def _evict(self, went: list[int]) -> None:
-        """Until all fits. A pass over all chains may not be enough: what stood on a block may go after it."""
+        """Evicts until the rest fits. One pass over all chains may not be enough: a block can only be evicted
+        after those that stand on it."""
         while len(self._held) > self.blocks_max:
             if self._order is None:
                 self._order = sorted(self._groups, key=self._index)
@@ -147,7 +148,8 @@ class ReuseIndex(Cache):
         return self._curves.index[group.turns][min(self._slot - group.slot, SLOTS - 1)], group.slot
 
     def _shrink(self, chains: deque[_Chain], went: list[int]) -> bool:
-        """Takes blocks from these chains' ends until all fits. Returns whether none of them has any left."""
+        """Evicts blocks from these chains' ends until the rest fits. Returns whether none of them has any
+        left."""
         stuck = []
         while chains and len(self._held) > self.blocks_max:
             chain = chains.popleft()

@@ -46,7 +46,7 @@ def make_cache(name: str, blocks_max: int) -> Cache:
 
 
 def hit_rate(rows: Sequence[Arrival], question: Question) -> float:
-    """The share of all prompt tokens that lay in the cache, as leading blocks of their prompt."""
+    """The share of all prompt tokens that the cache held, as leading blocks of their prompt."""
     whole = question.whole or question.cache == "reuse_index"
     prompts = [row.full_blocks if whole else row.blocks for row in rows]
     if question.cache == CLAIRVOYANT:
@@ -63,7 +63,7 @@ def hit_rate(rows: Sequence[Arrival], question: Question) -> float:
 
 
 def study(trace: Trace, questions: Sequence[Question], *, processes: int = 1) -> Iterator[float]:
-    """The hit rates in the order of the questions, as they come."""
+    """The hit rates in the order of the questions, as soon as each is known."""
     rows = list(trace.rows)
     if processes < 2:
         yield from map(partial(hit_rate, rows), questions)
