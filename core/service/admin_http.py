@@ -30,16 +30,16 @@ HEADERS_MAX = 64
 
 
 def bearer_is(authorization: str, token: bytes) -> bool:
-    """Whether an Authorization header shows ``token``, in a time that does not tell how much of it."""
+    """Whether an Authorization header contains ``token``, compared in constant time."""
     scheme, _, shown = authorization.partition(" ")
     given = shown.strip().encode(errors="surrogateescape")
     return scheme.lower() == "bearer" and hmac.compare_digest(given, token)
 
 
 class AdminServer:
-    """Serves ``routes`` (path -> coroutine that makes the answer) on ``address`` until close().
+    """Serves ``routes`` (path -> coroutine that returns the answer) on ``address`` until close().
 
-    private: routes that see their request, once is_allowed(its Authorization header, or "") is true. A path
+    private: routes that get their request, once is_allowed(its Authorization header, or "") is true. A path
     may be "POST /path".
     """
 
@@ -170,10 +170,10 @@ class PassingOn(asyncio.Protocol):
 
 
 class _Deadline(PassingOn):
-    """Passes everything on to ``inner`` and cuts the connection off when its time is over.
+    """Passes everything on to ``inner`` and cuts the connection off at its deadline.
 
-    With TLS it is first the protocol of the bare connection, then that of the decrypted one. What arrives
-    before ``inner`` knows its connection waits in ``_early``.
+    With TLS it is first the protocol of the bare connection, then that of the decrypted one. Bytes that
+    arrive before ``inner`` has its transport wait in ``_early``.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Deadline(PassingOn):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("an HTTP connection needs a stream")
         self._transport = transport
-        if self not in self._register:  # made room for a newer one before it began
+        if self not in self._register:  # closed in favour of a newer connection before it began
             transport.abort()
             return
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.abort)

@@ -1,4 +1,4 @@
-"""When to start a process again after it died. Decides only; the supervisor acts."""
+"""Decides when to start a process again after it died; the supervisor acts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Backoff:
         self._initial_s = initial_s
         self._max_s = max_s
         self._reset_s = reset_s
-        self._deaths = 0  # in a row, each after a short life
+        self._deaths = 0  # deaths in a row, each after a short life
         self._started_at = 0.0
 
     def started(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes are in the pool, as the master tells any process that knows the cluster token."""
+"""The nodes of the pool, as the master reports them to any process with the cluster token."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """TLS of control connections: those to the master, which the C++ core makes.
 
-[cluster] tls_control says whether; tls_cert and tls_key are what is shown, tls_ca whom to trust, tls_name the
-name that the master's certificate must have. A node tells its clients all of it in a file beside its socket,
-so that they need no setting of their own. Imported by every Store: what is only needed with TLS is imported
-then.
+[cluster] tls_control turns it on; tls_cert and tls_key are the own certificate, tls_ca the authority that is
+trusted, tls_name the name that the master's certificate must have. A node writes all of it for its clients
+into a file beside its socket, so that they need no settings of their own. Every Store imports this module:
+what only TLS needs is imported when it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILES = ("tls_ca", "tls_cert", "tls_key")
 
 
 def control_server(config: Config) -> _native.TlsServer | None:
-    """What a master shows to its peers, and which peers it lets in. None: it speaks in plain.
+    """The certificate that a master presents, and which peers it accepts. None: it listens without TLS.
 
     Raises ConfigError for settings that are not enough, InvalidArgument for files that cannot serve,
     Unavailable without OpenSSL.
@@ -48,7 +48,7 @@ def control_server(config: Config) -> _native.TlsServer | None:
 
 
 def control_client(config: Config) -> _native.TlsClient | None:
-    """How this process dials a master, and whom it trusts to be one. None: in plain. Raises as
+    """How this process connects to a master, and which certificates it accepts. None: without TLS. Raises as
     control_server.
     """
     cluster = config.cluster
@@ -63,11 +63,11 @@ def control_client(config: Config) -> _native.TlsClient | None:
 
 
 def control_client_of(socket: str | Path) -> _native.TlsClient | None:
-    """For a program that is a client of the node at ``socket``: as the environment says, else as that node
-    wrote beside its socket.
+    """For a client of the node at ``socket``: from the environment, else from the file that the node wrote
+    beside its socket.
     """
     beside = socket_tls(Path(os.path.realpath(socket)))
-    if CONTROL_VARIABLE not in os.environ and not os.path.exists(beside):  # or not for us to see
+    if CONTROL_VARIABLE not in os.environ and not os.path.exists(beside):  # or this user may not read it
         return None
     from moonpool.core.config.config import load
 
@@ -79,14 +79,14 @@ def control_client_of(socket: str | Path) -> _native.TlsClient | None:
 
 
 def control_client_for(config: Config, socket: str = "") -> _native.TlsClient | None:
-    """For our own commands: as configured, else as the node at ``socket`` ("": the default one) says."""
+    """For our own commands: from the configuration, else from the node at ``socket`` ("": the default)."""
     if config.origin("cluster.tls_control").kind != "default":
         return control_client(config)
     return control_client_of(socket or default_node_socket())
 
 
 def control_settings(config: Config) -> bytes:
-    """What a node tells its clients, for control_client_of(); empty where its master is dialled in plain."""
+    """The file for the node's clients, which control_client_of() reads; empty where its master has no TLS."""
     if config.cluster.tls_control == "off":
         return b""
     given = {name: getattr(config.cluster, name) for name in _KEYS}
@@ -95,14 +95,14 @@ def control_settings(config: Config) -> bytes:
     return json.dumps(given).encode()
 
 
-def _check_own_certificate(config: Config, who: str) -> None:
+def _check_own_certificate(config: Config, process: str) -> None:
     from moonpool.core.service.http_tls import check_private_key, wrong
 
     cluster = config.cluster
     if not cluster.tls_cert or not cluster.tls_key:
         missing = "tls_key" if cluster.tls_cert else "tls_cert"
         raise wrong(
-            f'cluster.tls_control is "{cluster.tls_control}" and {who} has no certificate to show; set '
+            f'cluster.tls_control is "{cluster.tls_control}" and {process} has no certificate to show; set '
             f"cluster.tls_cert and cluster.tls_key",
             missing,
         )

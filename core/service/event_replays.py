@@ -1,11 +1,11 @@
-"""What a publisher of KV events tells again: to a client that asks, from a number on, a little at a time.
+"""Repeats KV events to clients that ask: from a number on, a few messages at a time.
 
     question -> _Replay (what to send, in order) -> as many messages as the caller's queue takes -> the rest
     when there is room again
 
 Callers that read nothing cost a bounded amount: few messages wait for each, few replays are under way at
-once, and one that does not move for STALL_S, or takes longer than REPLAY_S, is dropped. A caller that wants
-it asks again.
+once, and one that does not progress for STALL_S, or takes longer than REPLAY_S, is dropped. Such a caller can
+ask again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import zmq
 
 END_OF_REPLAY = b"\xff" * 8
 CALLER_MESSAGES_MAX = 4  # queued for one caller
-REPLAYS_MAX = 8  # at once
-QUESTIONS_MAX = 256  # that wait for their turn
+REPLAYS_MAX = 8  # replays at once
+QUESTIONS_MAX = 256  # questions that wait
 QUESTION_BYTES_MAX = 4096
 STALL_S = 5.0
 REPLAY_S = 60.0
-RETRY_MS = 20  # until a queue that is full is tried again
+RETRY_MS = 20  # pause before a full queue is tried again
 _AT_ONCE = 64  # messages to one caller before the others get their turn
 
 Message = tuple[int, bytes]  # number, batch
@@ -40,7 +40,7 @@ class _Replay:
 
 
 class ReplayServer:
-    """Serves one ROUTER socket, on one thread. recall(start): what to tell to a caller from there on."""
+    """Serves one ROUTER socket, on one thread. recall(start): what a caller gets from that number on."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ReplayServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.answered = 0
-        self.dropped = 0  # not told to the end: the caller did not read, or too many asked
+        self.dropped = 0  # replays dropped: the caller did not read, or too many asked
         self._router = router
         self._topic = topic
         self._recall = recall
@@ -61,14 +61,14 @@ class ReplayServer:
 
     @staticmethod
     def prepare(router: zmq.Socket[bytes]) -> None:
-        """Before it binds."""
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error to come back from, not a gap
+        """Sets the socket up; call it before the bind."""
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error instead of a silent gap
         router.setsockopt(zmq.SNDHWM, CALLER_MESSAGES_MAX)
         router.setsockopt(zmq.RCVHWM, CALLER_MESSAGES_MAX)
         router.setsockopt(zmq.MAXMSGSIZE, QUESTION_BYTES_MAX)
 
     def hear(self) -> None:
-        """Takes the questions that have come. A caller that asks again means its new question alone."""
+        """Reads the questions that have arrived. A caller's new question replaces its former one."""
         for _ in range(_AT_ONCE):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -85,7 +85,7 @@ class ReplayServer:
             self._questions.append((caller, start))
 
     def serve(self) -> int | None:
-        """Sends what can be sent now. Milliseconds until it is worth another try; None: nothing is due."""
+        """Sends what can be sent now. Returns the milliseconds until the next try; None: nothing is due."""
         now = self._clock()
         while self._questions and len(self._running) < REPLAYS_MAX:
             caller, start = self._questions.popleft()
@@ -106,7 +106,7 @@ class ReplayServer:
         return 0 if busy else RETRY_MS
 
     def _send(self, replay: _Replay) -> tuple[bool, bool]:
-        """(whether any went out, whether it is over)"""
+        """Returns (whether any message was sent, whether the replay has ended)."""
         sent = 0
         try:
             while sent < _AT_ONCE:
@@ -121,13 +121,13 @@ class ReplayServer:
                 replay.next = next(replay.left, None)
         except zmq.Again:
             return sent > 0, False
-        except zmq.ZMQError:  # the caller has gone
+        except zmq.ZMQError:  # the caller has disconnected
             return False, True
         return True, False
 
 
 class ReplayBuffer:
-    """The last messages, at most so many and at most so many bytes of them."""
+    """The last messages, up to a number and a total of bytes."""
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:
         self._messages: deque[Message] = deque()

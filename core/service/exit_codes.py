@@ -1,4 +1,4 @@
-"""What a command of ours ends with: whatever goes wrong is one sentence and an exit code."""
+"""The end of a command: any error becomes one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ EXIT_UNAVAILABLE = 3
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # for the user to mend
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors that the user can correct
 
 
 def guarded(run: Callable[[], object]) -> int:
-    """Runs ``run``; its result, or what it raises, as an exit code. Says on standard error what is wrong."""
+    """Calls ``run``; returns its result, or the exit code for what it raises, with one sentence on standard
+    error."""
     try:
         code = run()
         sys.stdout.flush()
@@ -57,13 +58,13 @@ def _is_ours_to_fix(error: Error) -> bool:
 def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("MOONPOOL_DEBUG") == "1":
         traceback.print_exception(error)
-    lines = (printable(line) for line in message.split("\n"))  # peers' words may be part of it
+    lines = (printable(line) for line in message.split("\n"))  # it may contain a peer's text
     print(_with_one_prefix("\n".join(lines)), file=sys.stderr)
     return code
 
 
 def _with_one_prefix(message: str) -> str:
-    """ "moonpool: ..." or "moonpool SUBCOMMAND: ...", whatever part of that the message begins with."""
+    """The message behind "moonpool: " or "moonpool SUBCOMMAND: ", whatever part of that it begins with."""
     return re.sub(r"^(?:moonpool:? )?(?:(proxy|mock-engine): )?", _prefix, message, count=1)
 
 

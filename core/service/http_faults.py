@@ -1,4 +1,4 @@
-"""What aiohttp logs of requests that are none: a short line each, a few at a time, without the request."""
+"""aiohttp's log of malformed requests: a short line each, at a bounded rate, without the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Budget:
-    """How many lines may be written now."""
+    """A token bucket of log lines."""
 
     def __init__(self) -> None:
         self.left_out = 0
@@ -39,13 +39,13 @@ class Budget:
         return True
 
     def more(self) -> str:
-        """Of those that were left out since the last line."""
+        """The number of lines dropped since the last one."""
         left_out, self.left_out = self.left_out, 0
         return f" ({left_out:,} more like it were not logged)" if left_out else ""
 
 
 class _ClientFaults(logging.Filter):
-    """Turns what a client did wrong into one line without a traceback; what we did wrong stays as it is."""
+    """Turns a client's error into one line without a traceback; an error of ours stays as it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ async def hide_versions(_request: web.Request, response: web.StreamResponse) -> 
 
 
 def calm(loop: asyncio.AbstractEventLoop) -> None:
-    """For the loop of a process of ours: a connection that there is no descriptor for is one line, not a
-    traceback each."""
+    """For a process's event loop: an accept that fails for lack of descriptors is one line, not a traceback
+    each."""
     budget = Budget()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

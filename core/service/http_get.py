@@ -1,4 +1,4 @@
-"""The smallest HTTP client: one GET of a small page of a process of ours, within a deadline."""
+"""The smallest HTTP client: one GET of a small page of one of our processes, within a deadline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
 
 
 class TimedReader(io.RawIOBase):
-    """What arrives at a socket until one time: a peer that sends a byte now and then does not keep it."""
+    """Reads a socket until a deadline: a peer that sends a byte now and then does not extend it."""
 
     def __init__(self, inner: socket.socket, give_up_s: float) -> None:
         """give_up_s: on time.monotonic()."""
@@ -71,7 +71,7 @@ def get_json(
     """The JSON value of GET ``url``. Raises Unavailable when there is none within ``timeout_s`` seconds,
     whichever process answers, and however slowly.
 
-    tls: what to trust where ``url`` is https. token: shown as Authorization: Bearer, unless empty.
+    tls: the trusted authorities where ``url`` is https. token: sent as Authorization: Bearer, unless empty.
     """
     try:
         return msgspec.json.decode(_get(url, time.monotonic() + timeout_s, timeout_s, tls, token))

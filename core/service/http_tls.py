@@ -38,7 +38,7 @@ def server_context(config: Config) -> ssl.SSLContext | None:
 
 
 def client_context(config: Config) -> ssl.SSLContext:
-    """What to trust. Raises ConfigError for a file of authorities that cannot serve."""
+    """The authorities that clients trust. Raises ConfigError for a file of authorities that cannot serve."""
     file = config.cluster.tls_ca
     try:
         return ssl.create_default_context(cafile=file or None)
@@ -52,7 +52,8 @@ def client_context(config: Config) -> ssl.SSLContext:
 
 
 def own_child_context() -> ssl.SSLContext:
-    """For asking a process that we started ourselves whether it is ready: nothing secret is said."""
+    """For asking a process that we started whether it is ready: certificates are not checked, and nothing
+    secret is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -60,7 +61,7 @@ def own_child_context() -> ssl.SSLContext:
 
 
 def scheme(config: Config) -> str:
-    """Of the URLs of our HTTP pages."""
+    """The scheme of our HTTP pages' URLs: http or https."""
     return "https" if config.cluster.tls_cert else "http"
 
 
@@ -86,5 +87,5 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def wrong(message: str, key: str, cause: Exception | None = None) -> ConfigError:
-    """About cluster.``key``."""
+    """A ConfigError about cluster.``key``."""
     return ConfigError(message, operation="tls", key=f"cluster.{key}", cause=cause)

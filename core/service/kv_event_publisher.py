@@ -34,7 +34,7 @@ BATCH_BLOCKS_MAX = 1024  # of one event
 MESSAGE_BLOCKS_MAX = 4096  # of the events of one message: some 150 KiB
 SUBSCRIBER_MESSAGES_MAX = 2_000  # queued for one subscriber; what is beyond it asks for a replay
 SUBSCRIPTION_BYTES_MAX = 4096
-HEARTBEAT_MS = 2000  # of ZMQ: a subscriber or caller that is gone without a word is noticed
+HEARTBEAT_MS = 2000  # of ZMQ: notices a subscriber or caller that vanished
 _POLL_MS = 1000
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -88,13 +88,13 @@ class KvEventSource(Protocol):
     """Where a publisher gets its events, on its own thread."""
 
     def fileno(self) -> int:
-        """Readable when there are events; take() makes it silent again."""
+        """Readable when there are events; take() clears it."""
 
     def take(self) -> list[KvEvent]:
-        """What happened since the last call."""
+        """The events since the last call."""
 
     def inventory(self) -> list[KvEvent] | None:
-        """All that is there now, to begin with; None: the source does not know."""
+        """All current blocks as events; None: the source does not know them."""
 
 
 class QueuedEventSource:
@@ -180,11 +180,11 @@ class KvEventPublisher:
 
     @property
     def replays(self) -> int:
-        """Replays that were told to their end."""
+        """Replays that were sent to their end."""
         return 0 if self._replays is None else self._replays.answered
 
     def close(self) -> None:
-        """Publishes what is waiting, and ends."""
+        """Publishes the events that wait, and ends."""
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -234,18 +234,18 @@ class KvEventPublisher:
         return self._encoder.encode(Batch(time.time(), events))
 
     def _recall(self, start: int) -> Iterator[Message]:
-        """What is told to a caller that has all before ``start``, as of now."""
+        """The replay for a caller that has everything before ``start``, as of now."""
         oldest = self._replay_buffer.oldest(self._sequence)
         messages = self._replay_buffer.since(start)
         inventory: list[bytes] = []
         if start < oldest:
-            # Under the number before the oldest: what follows is told again and ends in the present.
+            # Under the number before the oldest: the messages that follow lead to the present.
             inventory = self._packed_inventory(oldest)
         return chain(((oldest - 1, payload) for payload in inventory), messages)
 
     def _packed_inventory(self, oldest: int) -> list[bytes]:
-        """One for all clients that ask within a short time: an older one does as well, where the buffer still
-        has all that happened since."""
+        """One inventory for all clients that ask within a short time: an older one serves as well while the
+        buffer still has all events since."""
         if self._inventory is None or self._inventory[0] < oldest:
             made = self._source.inventory()
             if made is None:

@@ -1,8 +1,8 @@
-"""How a process is reached: where it listens, which address others use, which host it is.
+"""The addresses of a process: where it listens, which address others use, which host it is.
 
-The rules for every port of ours, so that each says the same: a port on loopback is free to use; any other
-address needs a cluster token that the operator chose; a default port that is taken gives way to a free one,
-a port that the operator chose is an error when it is taken.
+The rules for every port of ours, so that all ports behave alike: a port on loopback is free to use; any other
+address needs a cluster token that the operator chose; a default port that is in use is replaced by a free
+one, a port that the operator chose is an error when it is in use.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service.addresses import Address, parse_address
 
 OFF = "off"
-OPEN_PAGES = ("node.http", "master.http")  # a token is asked for before they listen, and by none of them
+OPEN_PAGES = ("node.http", "master.http")  # they need a token to listen, and ask no client for it
 HOST_ID_CHARACTERS_MAX = 256
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
 class NodeAddresses:
-    """What a node's wire needs: addresses to listen on (none: off), the one that others use, the host, the
+    """The addresses of a node's wire: those to listen on (none: off), the one that others use, the host, the
     master.
 
-    ``advertise`` may have port 0: the one that ``listen`` gets. "" and () stand for what there is not.
+    ``advertise`` may have port 0: the port that ``listen`` gets. "" and () stand for an absent value.
     """
 
     listen: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class NodeAddresses:
 
 
 def node_addresses(config: Config) -> NodeAddresses:
-    """Raises ConfigError for what cannot be meant, with the remedy."""
+    """Raises ConfigError for contradictory or impossible settings, with the remedy."""
     node = config.node
     master = master_address(config)
     listen = listen_address(config, "node.listen")
@@ -100,7 +100,7 @@ def listen_address(config: Config, key: str) -> Address | None:
 
 @contextmanager
 def explain_bind_errors(key: str, addresses: Iterable[str]) -> Iterator[None]:
-    """Inside, an address that the native server cannot have becomes a ConfigError with the remedy."""
+    """Turns the native server's error about an address into a ConfigError with the remedy."""
     try:
         yield
     except Error as error:
@@ -134,8 +134,8 @@ def require_token(config: Config, address: Address, key: str) -> None:
 
 
 def master_address(config: Config) -> Address | None:
-    """Where the master is; None when there is none. Raises ConfigError when it is on another host and no
-    token was chosen: the one that is made on demand is this host's alone.
+    """The master's address; None when there is none. Raises ConfigError when it is on another host and no
+    token was chosen: the token that is made on demand is this host's alone.
     """
     if not config.cluster.master:
         return None
@@ -151,7 +151,7 @@ def master_address(config: Config) -> Address | None:
 
 
 def is_taken(address: Address) -> bool:
-    """Whether a process listens there, or the address cannot be had."""
+    """Whether a process listens there, or the address cannot be bound."""
     if address.port == 0:
         return False
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -179,7 +179,7 @@ def advertised_address(host: str, towards: Address | None) -> str:
 
 
 def host_id() -> str:
-    """Equal for the processes of one running machine, different for any two machines."""
+    """Equal for all processes of one running machine, different for any two machines."""
     parts = []
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
         with suppress(OSError):
@@ -188,7 +188,7 @@ def host_id() -> str:
 
 
 def _source_towards(family: socket.AddressFamily, towards: Address) -> str:
-    """No packet is sent: connecting a datagram socket only chooses the route."""
+    """Sends no packet: connecting a datagram socket only chooses the route."""
     with suppress(OSError):
         for info in socket.getaddrinfo(towards.host, towards.port, family, socket.SOCK_DGRAM):
             with socket.socket(info[0], socket.SOCK_DGRAM) as probe:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PREFIX = "moonpool_master_"
-KEYS_MAX = 10_000  # of one answer of /keys
+KEYS_MAX = 10_000  # keys in one answer of /keys
 _log = logging.getLogger("moonpool.master")
 
 
@@ -58,7 +58,7 @@ def native_server(config: Config, listen: str, token: bytes) -> _native.MasterSe
 class NodeRow(msgspec.Struct, frozen=True):
     """A row of /nodes. ``id`` is None and the sizes are 0 for a node that is gone.
 
-    keys and ssd_keys: what the directory has of it; objects: what it says itself, of all tenants.
+    keys and ssd_keys: of this node in the directory; objects: as the node itself reports, of all tenants.
     """
 
     id: int | None
@@ -117,7 +117,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
         return bearer_is(authorization, self._admin_token)
 
     def stat(self) -> dict[str, object]:
-        """What /stat tells: where the master listens, and its counters."""
+        """The content of /stat: where the master listens, and its counters."""
         return {
             "pid": os.getpid(),
             "addresses": self.addresses,

@@ -48,9 +48,9 @@ from moonpool.core.service.service_process import (
 if TYPE_CHECKING:
     from moonpool import _native
 
-READY_WAITS_S = 2.0  # the ready line: for the first word of the master, and for memory
-OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, to a client without the admin token
-MASTER_SILENT_S = 5.0  # without an answer: the node is as good as not joined
+READY_WAITS_S = 2.0  # the ready line waits for the master's first answer, and for memory
+OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, for a client without the admin token
+MASTER_SILENT_S = 5.0  # without an answer the node counts as not joined
 _log = logging.getLogger("moonpool.node")
 
 
@@ -179,10 +179,10 @@ class Node(ServiceProcess["_native.Server"]):
     async def stop(self) -> None:
         """See ServiceProcess.stop; also gives up the socket and the link node.sock."""
         self._stopping = True
-        if self._claim is not None:  # node.sock may lead here: as the first node's, or handed over by another
+        if self._claim is not None:  # node.sock may lead here: as the first node's, or handed over by one
             try:
                 hand_over_default(self.socket)
-            except (ConfigError, OSError) as error:  # a stop goes on whatever the runtime folder is like
+            except (ConfigError, OSError) as error:  # an unusable runtime folder must not end a stop early
                 _log.warning("node.sock is not handed over: %s", error)
         if self._events is not None:
             events, self._events = self._events, None
@@ -193,7 +193,7 @@ class Node(ServiceProcess["_native.Server"]):
             claim.release()
 
     def stat(self) -> dict[str, object]:
-        """What /stat tells: the node's name and pid, where it listens, and its counters."""
+        """The content of /stat: the node's name and pid, where it listens, and its counters."""
         if self._server is None:
             raise Unavailable("the node does not run", operation="stat")
         return {
@@ -214,7 +214,7 @@ class Node(ServiceProcess["_native.Server"]):
         }
 
     def membership(self) -> dict[str, object] | None:
-        """How the node stands with its master; None when it has none."""
+        """The state of the node's membership; None when it has no master."""
         state = None if self._server is None else self._server.membership()
         if state is None:
             return None
@@ -245,7 +245,7 @@ class Node(ServiceProcess["_native.Server"]):
             self._memory_ended.set()
 
     def why_not_joined(self) -> str:
-        """What keeps the node out of the pool; "" when it is in it, or has no master."""
+        """Why the node is not in the pool; "" when it is, or has no master."""
         state = None if self._server is None else self._server.membership()
         if state is None:
             return ""
@@ -257,7 +257,7 @@ class Node(ServiceProcess["_native.Server"]):
         return ""
 
     def why_memory_short(self) -> str:
-        """What of the arenas' memory is not there; "" when all is."""
+        """Which memory of the arenas is missing; "" when none is."""
         reserved, size, is_short = (0, 0, False) if self._server is None else self._server.memory()
         if is_short:
             return f"only {format_size(reserved)} of {format_size(size)} of memory could be reserved"

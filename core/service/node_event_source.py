@@ -1,5 +1,5 @@
-"""A node's stream of KV events: the native server tells in rows what blocks came and went, a Publisher sends
-them on (docs/events.md). Nothing of it exists unless node.events is set."""
+"""A node's stream of KV events: the native server returns rows of stored and removed blocks, a Publisher
+sends them (docs/events.md). Nothing of it exists unless node.events is set."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class NodeEventSource:
         return list(self._events(_ROW.iter_unpack(rows)))
 
     def inventory(self) -> list[KvEvent]:
-        """Begins with the removal of all: the subscriber that asks knows nothing for certain."""
+        """Begins with the removal of all blocks: the subscriber that asks knows nothing for certain."""
         events: list[KvEvent] = [AllBlocksCleared()]
         cursor = 0
         while True:

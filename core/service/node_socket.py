@@ -27,7 +27,7 @@ from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 1.0
-LOCK_TIMEOUT_S = 5.0  # each holder has the lock for a few system calls
+LOCK_TIMEOUT_S = 5.0  # each process holds the lock for a few system calls
 LOCK_RETRY_S = 0.02
 
 
@@ -81,11 +81,11 @@ class Claim:
         self._drop_lock()
 
     def tell_token(self, token: bytes) -> None:
-        """Lets this user's processes know the token of the node."""
+        """Writes the node's token for this user's processes."""
         paths.write_private(paths.socket_token(self.path), token + b"\n")
 
     def tell_tls(self, settings: bytes) -> None:
-        """Lets them know how to dial the node's master."""
+        """Writes how clients connect to the node's master."""
         paths.write_private(paths.socket_tls(self.path), settings + b"\n")
 
     def _remove_told(self) -> None:
@@ -201,7 +201,7 @@ def _take(lock: Path) -> int:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same_file(descriptor, lock):  # else its last owner removed it after we opened it
+            if _same_file(descriptor, lock):  # otherwise its last owner removed it after the open
                 return descriptor
         except BaseException:
             os.close(descriptor)

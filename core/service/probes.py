@@ -1,4 +1,4 @@
-"""What /livez, /readyz and /health of node and master say, so that an orchestrator can tell the cases apart.
+"""The answers of /livez, /readyz and /health of node and master, for orchestrators.
 
 /livez   200 while the threads that serve answer; 503: end this process and start it again
 /readyz  200 while the process serves in full: joined, its memory there, not stopping; 503 with reasons
@@ -18,15 +18,15 @@ from aiohttp import web
 if TYPE_CHECKING:
     from moonpool import _native
 
-ALIVE_TIMEOUT_S = 1.0  # of one question: together with the way there, an answer comes within 2 s
+ALIVE_TIMEOUT_S = 1.0  # of one check of the loop: with the network, an answer comes within 2 s
 _log = logging.getLogger(__name__)
 
 
 class Probes:
-    """Judges one process.
+    """The health of one process.
 
     reasons: what keeps a live process from being ready, a sentence each. facts: what else the pages show.
-    is_stopping: such a process is live, whatever its threads say: they are being ended.
+    is_stopping: such a process counts as live, whatever its threads do: they are being ended.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Probes:
         return self._reasons() if alive else [_STUCK]
 
     async def _is_alive(self) -> bool:
-        """One question at a time, however many ask."""
+        """One check at a time, however many requests ask."""
         if self._is_stopping():
             return True
         if self._asked is None or self._asked.done():

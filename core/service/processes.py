@@ -1,10 +1,10 @@
-"""Processes that end with their owner, with all that they started.
+"""Processes that end together with their owner and all their descendants.
 
 A process that is asked to end may leave children behind, and a process that is killed always does. Three
-things of Linux together leave nothing: an owner is a *subreaper*, so that orphans of its descendants become
+features of Linux together leave none: an owner is a *subreaper*, so that orphans of its descendants become
 its children and stay in its tree; each child leads a *session* of its own and carries a *tag* in its
-environment, so that its descendants are known even after it is gone; and a *parent-death signal* ends the
-child when the owner dies first.
+environment, so that its descendants are known even after its end; and a *parent-death signal* ends the child
+when the owner dies first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def allow_many_descriptors() -> None:
 
 
 def stay_through_hangup(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
-    """SIGHUP of a process without a terminal is a request to read settings or open logs anew: there are none
-    here that need it, and it goes on. With a terminal, that one was closed: ``end`` asks the process to stop.
+    """SIGHUP asks a process without a terminal to read its settings or open its logs again: ours has neither,
+    and ignores it. With a terminal, the terminal was closed: ``end`` asks the process to stop.
     """
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup asks
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set this
         return
     has_terminal = _is_terminal(0)
 
@@ -66,7 +66,7 @@ def _is_terminal(descriptor: int) -> bool:
 
 
 def become_subreaper() -> None:
-    """From now on the orphans among our descendants become our children."""
+    """Makes this process the parent of its descendants' orphans from now on."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -84,7 +84,7 @@ def _prctl(option: int, argument: int) -> None:
 
 
 class Entry(NamedTuple):
-    """What the kernel says of one living process."""
+    """The kernel's facts about one living process."""
 
     pid: int
     parent: int
@@ -117,7 +117,7 @@ def descendants(root: int, processes: Mapping[int, Entry] | None = None) -> list
 
 
 def send(pids: Sequence[int], signal_number: signal.Signals) -> None:
-    """Signals each process that is still there."""
+    """Signals each process that is still there; those that have ended are skipped."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal_number)
@@ -246,7 +246,7 @@ def run_kept(run: Callable[[], int]) -> int:
     handed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, handed_on
-    )  # or one that comes now ends the keeper alone
+    )  # otherwise a signal that comes now would end the keeper alone
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -269,7 +269,7 @@ def run_kept(run: Callable[[], int]) -> int:
 def _run_below(keeper: int, run: Callable[[], int]) -> NoReturn:
     code = 1
     try:
-        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the keeper only, which hands it on once
+        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the keeper only, which passes it on once
         die_with_parent(keeper, signal.SIGTERM)
         code = run()
     except BaseException:

@@ -94,11 +94,11 @@ class ServiceProcess(Generic[S]):
         raise NotImplementedError
 
     def _reasons(self) -> list[str]:
-        """What keeps the live process from being ready, one sentence each."""
+        """Why the live process is not ready, one sentence each."""
         return []
 
     def _facts(self) -> Mapping[str, object]:
-        """What /livez, /readyz and /health show besides."""
+        """The other content of /livez, /readyz and /health."""
         return {}
 
     def _begin(

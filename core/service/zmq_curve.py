@@ -1,7 +1,7 @@
-"""ZMQ's sockets under the cluster token: CURVE, with one pair of keys for all processes with the token.
+"""ZMQ sockets under the cluster token: CURVE, with one pair of keys for all processes with the token.
 
-Beyond loopback every ZMQ port of ours asks for it. What travels is encrypted, and only a process that has
-the token can listen or speak. A purpose keeps ports apart: keys for one open no other.
+Beyond loopback every ZMQ port of ours requires it. Messages are encrypted, and only a process that has the
+token can subscribe or publish. A purpose separates ports: the keys of one open no other.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def keys(purpose: bytes, token: bytes) -> tuple[bytes, bytes]:
 
 
 def serve(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
-    """Before it binds. authenticate() decides, once for its context, which peers may connect."""
+    """Call it before the bind. authenticate() decides, once for its context, which peers may connect."""
     socket.curve_publickey, socket.curve_secretkey = keys(purpose, token)
     socket.curve_server = True
 
 
 def dial(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
-    """Before it connects."""
+    """Call it before the connect."""
     public, secret = keys(purpose, token)
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, secret
 
 
 def authenticate(context: zmq.Context[Any], purpose: bytes, token: bytes) -> ThreadAuthenticator:
-    """Lets in only peers that have the token, to all sockets of ``context`` that serve; until its stop()."""
+    """Accepts only peers that have the token, for all sockets of ``context`` that serve; until its stop()."""
     allowed, _ = keys(purpose, token)
 
     class _SameToken:

@@ -63,7 +63,7 @@ class AsyncStore:
     ) -> None:
         self._arguments = (node, tenant, namespace, fingerprint, embedded, token, tls, timeout_s)
         self._holder = "embedded" if embedded is not None else node or "local"
-        # Ticket -> the future and the arguments: memory must outlive a caller that was cancelled.
+        # Ticket -> the future and the arguments: a cancelled operation still uses their memory.
         self._waiting: dict[int, tuple[asyncio.Future[Any], object]] = {}
         self._client: Any = None
         self._worker: Any = None
@@ -170,7 +170,7 @@ class AsyncStore:
         names: Keys = [keys] if is_one(keys) else keys
         if one and into is not None:
             into = [into]
-        if pin is not None:  # memory, not messages
+        if pin is not None:  # reads mapped memory, sends no message
             client = self._open_client()
             if into is None:
                 many = await asyncio.to_thread(client.pinned_views, pin._native, names, verify)

@@ -1,4 +1,4 @@
-"""What users hand us as memory, in the forms that the C++ core takes: buffers and (address, length) pairs."""
+"""Memory that callers hand in, in the forms that the C++ core takes: buffers and (address, length) pairs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class BufferRange(NamedTuple):
 
 
 def memory_of(item: Any) -> BufferRange:
-    """Where the bytes lie of a bytes-like object, a contiguous CPU tensor or array, or an (address, length).
+    """The address and length of a bytes-like object, a contiguous CPU tensor or array, or an (address,
+    length).
 
-    Raises InvalidArgument for anything else, and for no bytes at all. An (address, length) is believed.
+    Raises InvalidArgument for anything else, and for no bytes at all. An (address, length) is not checked.
     """
     part = _as_part(item)
     if isinstance(part, tuple):

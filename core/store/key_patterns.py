@@ -1,5 +1,5 @@
-"""Patterns of keys, as shells know them: ``*`` any bytes, ``?`` one, ``[abc]`` one of them. The nodes find by
-prefix; what is left of a pattern is decided here."""
+"""Patterns of keys, as shells know them: ``*`` any bytes, ``?`` one, ``[abc]`` one of them. The nodes find
+keys by prefix; this module matches the rest of the pattern."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SPECIAL = re.compile(rb"[*?\[]")
 
 
 def literal_prefix(pattern: bytes) -> bytes:
-    """What every key that matches begins with."""
+    """The prefix of every key that matches."""
     first = _SPECIAL.search(pattern)
     return pattern if first is None else pattern[: first.start()]
 

@@ -1,4 +1,4 @@
-"""What things are called in the pool: spaces, fingerprints, block digests and the names of block objects.
+"""The names in the pool: spaces, fingerprints, block digests and the names of block objects.
 
 Pure functions over bytes; docs/keys.md states the formats byte by byte with test vectors, and this module is
 their reference. Engines compute the digests of whole prompts with ``moonpool._native.block_digests``, which
@@ -43,7 +43,7 @@ Json: TypeAlias = "str | int | float | bool | Sequence[Json] | Mapping[str, Json
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Where a name lives: objects of two spaces never meet, whatever their names.
+    """The space of a name: objects of two spaces are different, even under the same name.
 
     fingerprint: 32 bytes for KV blocks (see ``fingerprint``), b"" for plain objects.
     """
@@ -91,11 +91,11 @@ def parse_block_name(name: bytes) -> tuple[bytes, Ranges]:
 
 
 def chain_seed(adapter: str | None = None, cache_salt: str | None = None) -> bytes:
-    """What stands before the first block of a chain: b"" for a plain request, else 32 bytes. adapter: what a
-    LoRA is called: in the pool by its bytes (docs/keys.md), in the proxy's index by its name.
+    """What the first digest of a chain continues: b"" for a plain request, else 32 bytes. adapter: the name
+    of a LoRA: in the pool a digest of its bytes (docs/keys.md), in the proxy's index its name.
 
-    SHA-256("sglang-cache-namespace-v1" + part(adapter) + part(cache_salt)), where an absent part is the
-    byte 0 and a present one is the byte 1, its length in 8 bytes little-endian, and its UTF-8.
+    SHA-256("sglang-cache-namespace-v1" + part(adapter) + part(cache_salt)), where an absent part is the byte
+    0 and a present one is the byte 1, its length in 8 bytes little-endian, and its UTF-8.
     """
     if adapter is None and cache_salt is None:
         return b""

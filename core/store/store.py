@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 NAME_BYTES_MAX = 255
 REPLICAS_MAX = 16
-ROWS_MAX = 1 << 32  # of a list that is cut only after the pattern
+ROWS_MAX = 1 << 32  # of a list that is filtered by the pattern afterwards
 REMOVE_BATCH = 10_000
-NO_ANSWER = (Unavailable, Timeout)  # the node is not there or silent: UNKNOWN, which callers treat as a miss
+NO_ANSWER = (Unavailable, Timeout)  # the node is absent or silent: UNKNOWN, which callers treat as a miss
 
 
 def as_bytes(key: Key) -> bytes:
@@ -89,7 +89,7 @@ def open_client(
     check_names(tenant=tenant, namespace=namespace)
     server = None
     if embedded is not None:
-        from moonpool.core.config.native_settings import node_settings  # of no use to a client alone
+        from moonpool.core.config.native_settings import node_settings  # only an embedded node needs it
 
         if node is not None:
             raise InvalidArgument("give either node or embedded, not both", operation="connect")
@@ -119,7 +119,8 @@ def check_timeout(timeout_s: float, operation: str) -> None:
 
 
 def check_names(**names: str) -> None:
-    """Tenants and namespaces stand in keys and in the handshake, between zero bytes."""
+    """Tenants and namespaces stand between zero bytes in keys and in the handshake, so that they contain
+    none."""
     for what, name in names.items():
         if not 1 <= len(name.encode()) <= NAME_BYTES_MAX or "\0" in name:
             raise InvalidArgument(
@@ -163,9 +164,9 @@ def put_arguments(
     if is_one(keys):
         keys, buffers = [keys], [buffers]
         parents, groups = (None if each is None else [each] for each in (parents, groups))
-    elif isinstance(groups, (str, bytes)):  # it would be taken letter by letter
+    elif isinstance(groups, (str, bytes)):  # a str would be taken as a list of letters
         raise InvalidArgument("put: with several keys, groups has one for each of them", operation="put")
-    wait_s = -1.0 if timeout_s is None else timeout_s  # below 0: the store's own
+    wait_s = -1.0 if timeout_s is None else timeout_s  # below 0: the store's own timeout
     return (keys, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_pin_s or 0.0)
 
 
@@ -430,7 +431,7 @@ class Store:
         while entries := self.list(prefix, pattern=pattern, limit=REMOVE_BATCH):
             flags = self.remove([entry.key for entry in entries])
             removed += sum(flags)
-            if not any(flags):  # others are faster, or a node is not to be reached
+            if not any(flags):  # others remove objects meanwhile, or a node cannot be reached
                 break
         return removed
 

@@ -1,4 +1,4 @@
-"""The values that the store takes and gives; all immutable but Pin, which is a resource."""
+"""The values that the store takes and returns; all immutable but Pin, which is a resource."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Keys: TypeAlias = "list[bytes] | list[str] | list[Key] | tuple[Key, ...]"
 Part: TypeAlias = "Buffer | tuple[int, int] | Any"
 """Bytes-like, an (address, length) pair, or anything with DLPack or the array interface in CPU memory."""
 Object: TypeAlias = "Part | list[Part]"
-"""The bytes of one object: one part, or a list of parts that are taken one behind the other."""
+"""The bytes of one object: one part, or a list of parts that are concatenated."""
 
 
 class PutStatus(enum.Enum):
-    """What became of a put."""
+    """The outcome of a put."""
 
     STORED = "stored"
     EXISTS = "exists"

@@ -1,7 +1,7 @@
 """``AsyncTransferEngine``: the verbs of ``TransferEngine`` for asyncio.
 
-Bytes move on C++ threads that never take the GIL; the event loop learns of their end, and of messages,
-through an eventfd. What asks a peer and waits for its answer (open, notify) runs on a thread of asyncio's.
+Bytes move on C++ threads that never take the GIL; an eventfd tells the event loop when they are done and when
+messages arrive. Calls that wait for a peer's answer (open, notify) run on a thread of asyncio's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class AsyncTransfer(TransferBase):
         self._ended = ended
 
     def _forget(self) -> None:
-        """Nothing: the ticket is released when it was collected, else the loop would never hear of it."""
+        """Nothing: the ticket is released when its end is collected; released earlier, the loop would never
+        learn of the end."""
 
     def _collected(self) -> None:
         self._look()
@@ -48,7 +49,7 @@ class AsyncTransfer(TransferBase):
     def _abandon(self, error: Exception) -> None:
         if not self._ended.done():
             self._ended.set_exception(error)
-            self._ended.exception()  # it may be that no task awaits it
+            self._ended.exception()  # no task may have awaited it
 
     def __await__(self) -> Generator[Any, None, int]:
         yield from asyncio.shield(self._ended).__await__()
@@ -92,7 +93,7 @@ class AsyncTransferEngine(EngineFacts):
         self._regions: RegionTable | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._waiting: dict[int, AsyncTransfer] = {}  # keeps each alive until it was collected
+        self._waiting: dict[int, AsyncTransfer] = {}  # keeps each alive until its end is collected
         self._message = asyncio.Event()
 
     @classmethod
@@ -111,7 +112,7 @@ class AsyncTransferEngine(EngineFacts):
         await self.close()
 
     async def close(self) -> None:
-        """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
+        """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""
         native = self._open
         if self._closed or native is None:
             self._closed = True

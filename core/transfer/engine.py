@@ -38,7 +38,7 @@ _LOOPBACK = "127.0.0.1:0"
 
 
 class EngineFacts:
-    """What an engine tells of itself, to callers that wait and to asyncio alike."""
+    """An engine's description of itself, for the blocking facade and for asyncio."""
 
     _native: _native.Engine
 
@@ -58,7 +58,7 @@ class EngineFacts:
         return self._native.segment_id
 
     def transports(self) -> dict[str, str]:
-        """Each transport, best first -> "" when it works here, else one sentence why not."""
+        """Each transport, best first -> "" when it works here, else a sentence with the reason."""
         return self._native.transports()
 
     def metrics(self) -> dict[str, int]:
@@ -67,7 +67,7 @@ class EngineFacts:
 
 
 class TransferEngine(EngineFacts):
-    """The bytes' way between processes.
+    """One process's end of the transfers: its port, threads and registered memory.
 
     name:       what peers call this engine; default: host and process id.
     listen:     "host:port" or several; port 0 is a free one, see ``addresses``. None: no peer can open this
@@ -118,14 +118,14 @@ class TransferEngine(EngineFacts):
         self._transfer = native.transfer
 
     def close(self) -> None:
-        """Ends it: what waits is cancelled, its memory deregistered, peers lose it. May be called twice."""
+        """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""
         self._closed = True
         self._native.close()
         self._regions.close_all()
 
     def __del__(self) -> None:
-        if hasattr(self, "_regions"):  # else it was never there
-            self.close()  # before the memory goes
+        if hasattr(self, "_regions"):  # the constructor raised: no native engine exists
+            self.close()  # before the memory is freed
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -153,9 +153,9 @@ class TransferEngine(EngineFacts):
         return self._regions.register(memory, location)
 
     def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
-        """New registered memory, zeros, page aligned, that engines on this host map: the fastest there is.
+        """New registered memory, zeros, page aligned, which engines on this host map: the fastest kind.
 
-        Raises InvalidArgument for a size that cannot be, TooLarge when the system has no such memory.
+        Raises InvalidArgument for a size that cannot be, TooLarge when the system has not that much memory.
         """
         return self._regions.allocate(nbytes, location)
 
@@ -224,8 +224,8 @@ class TransferEngine(EngineFacts):
     def submit(self, slices: Batch | Sequence[Slice], **options: Unpack[TransferOptions]) -> Transfer:
         """Starts what ``transfer`` does, and returns at once.
 
-        Raises TooLarge when too much waits already, InvalidArgument as ``transfer`` does. What goes wrong
-        later stands in the Transfer.
+        Raises TooLarge when too much waits already, InvalidArgument as ``transfer`` does. The Transfer
+        reports later errors.
         """
         columns = columns_of(slices)
         if self._abandoned.tickets:
@@ -243,8 +243,8 @@ class TransferEngine(EngineFacts):
         self._native.notify(segment.handle, message)
 
     def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
-        """The messages that arrived since the last call, in their order; waits for the first one at most so
-        long.
+        """The messages that arrived since the last call, in their order; waits at most ``timeout_s`` for the
+        first one.
         """
         give_up_s = time.monotonic() + timeout_s
         while True:
@@ -252,7 +252,7 @@ class TransferEngine(EngineFacts):
             left_s = give_up_s - time.monotonic()
             if found or left_s <= 0:
                 return [Notification(*row) for row in found]
-            # In pieces: another thread may take what this one was woken for, or close the engine.
+            # in pieces: another thread may take the messages, or close the engine
             poll = select.poll()  # select() knows no descriptor above 1,023
             poll.register(self._native.eventfd, select.POLLIN)
             poll.poll(1000 * min(left_s, WAIT_PIECE_S))

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Region:
-    """Registered from its making to ``close()``; also a context manager.
+    """Registered from construction to ``close()``; also a context manager.
 
-    address, length: where it lies, bytes.
+    address, length: of the memory, bytes.
     location:        a label, shown to peers; no transport reads it.
 
-    Until then the engine keeps the object that it was made of alive, and a bytearray from being resized,
-    also when the caller drops its reference to the region.
+    Until then the engine keeps the memory's object alive, and a bytearray from being resized, also when the
+    caller drops its reference to the region.
     """
 
     __slots__ = ("_closing", "_memory", "_table", "address", "length", "location")
@@ -34,11 +34,11 @@ class Region:
         self._table = table
 
     def close(self) -> None:
-        """Deregisters; when it returns, no transfer touches the memory any more, of here or of a peer.
+        """Deregisters; when it returns, no transfer of this process or of a peer touches the memory any more.
 
         Slices that need it fail. Does nothing the second time, and after the engine's close. Raises Timeout
-        when a peer that stands still is inside of it: nothing new reaches it, but it must not be freed yet.
-        A further close() waits again.
+        when a stopped peer is accessing it: no new access begins, but the memory must not be freed yet. A
+        further close() waits again.
         """
         self._table.close(self)
 
@@ -72,7 +72,7 @@ class Region:
 
 
 class RegionTable:
-    """The regions of one engine, and what makes them. On any thread."""
+    """The regions of one engine. On any thread."""
 
     def __init__(self, native: _native.Engine) -> None:
         self._native = native
@@ -98,15 +98,15 @@ class RegionTable:
 
     def close(self, region: Region) -> None:
         """See Region.close."""
-        with region._closing:  # of two at once the second waits, too, until no transfer touches it
+        with region._closing:  # of two closes the second waits, too, for the end of all access
             if region in self._regions:
                 self._native.deregister(region.address)
                 self._regions.discard(region)  # unless the engine was closed meanwhile
             region._memory = None
 
     def close_all(self) -> None:
-        """After the native engine's close: lets go of the memory of all."""
-        for region in list(self._regions):  # others may close theirs meanwhile
+        """After the native engine's close: drops the references to all memory."""
+        for region in list(self._regions):  # other threads may close their regions meanwhile
             region._memory = None
         self._regions.clear()
 

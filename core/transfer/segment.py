@@ -1,4 +1,4 @@
-"""``Segment``: what another engine registered, as seen from here."""
+"""``Segment``: the registered memory of another engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Segment:
 
     @property
     def transport(self) -> str:
-        """What moves bytes to and from its first region; "" when it registered nothing."""
+        """The transport to and from its first region; "" when it registered nothing."""
         return self.regions[0].transport if self.regions else ""
 
     def at(self, offset: int, region: int = 0) -> int:
@@ -62,7 +62,7 @@ class Segment:
         return self.regions[region].at(offset)
 
     def close(self) -> None:
-        """Lets go of the peer; calls with it are refused from then on. Does nothing the second time."""
+        """Closes the peer; calls with it are refused from then on. Does nothing the second time."""
         if not self._closed:
             self._closed = True
             with suppress(Closed):

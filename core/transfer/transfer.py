@@ -1,4 +1,4 @@
-"""A transfer: what a call means in the native engine's columns, and how it ended."""
+"""A transfer: its arguments as columns for the native engine, and its states and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moonpool.core.transfer.segment import Segment
 
 _OPS = {"read": "r", "write": "w"}
-# A waiting thread comes back this often to look for Ctrl-C.
+# A waiting thread wakes this often to check for Ctrl-C.
 WAIT_PIECE_S = 0.25
 
 
@@ -118,7 +118,7 @@ def one_slice(segment: Segment, op: str, local: Local, remote: int, length: int 
 
 
 class Status(NamedTuple):
-    """What the native engine says of a ticket."""
+    """The native engine's answer about a ticket."""
 
     state: str
     bytes_done: int
@@ -130,10 +130,10 @@ class Status(NamedTuple):
 
 
 class TransferBase:
-    """A submitted transfer. Letting go of it changes nothing: it goes on.
+    """A submitted transfer. Dropping the reference changes nothing: it goes on.
 
-    Its ticket holds a place in the engine's table until it is released, and releasing a running one would
-    cancel it; so each facade releases when it knows of the end.
+    Its ticket occupies an entry of the engine's table until it is released, and releasing a running one would
+    cancel it; so each facade releases it after its end.
     """
 
     __slots__ = ("_final", "_native", "_ticket", "bytes_total")
@@ -166,7 +166,7 @@ class TransferBase:
 
     @property
     def error(self) -> TransferError | None:
-        """Why it failed or was cancelled; None while it waits and when all is done."""
+        """Why it failed or was cancelled; None while it waits, and when all slices are done."""
         status = self._look()
         if status.state in ("waiting", "done"):
             return None
@@ -210,21 +210,21 @@ class TransferBase:
 
 
 class Abandoned:
-    """Tickets whose Transfer is gone; released at their end, which the next submit looks for."""
+    """Tickets whose Transfer was garbage collected; the next submit after their end releases them."""
 
     def __init__(self, native: _native.Engine) -> None:
         self._native = native
         self.tickets: set[int] = set()
 
     def add(self, ticket: int) -> None:
-        """Any thread, at any time: garbage is collected where it pleases."""
-        self.tickets.add(ticket)  # before the look: an end that no thread sees would be kept for ever
+        """On any thread, at any time: the garbage collector calls it."""
+        self.tickets.add(ticket)  # first: an end before the look would else keep the ticket for ever
         with suppress(Error):  # closed, forked, or released by sweep() meanwhile
             if self._native.wait(ticket, 0):
                 self._release(ticket)
 
     def sweep(self) -> None:
-        """Releases those that ended."""
+        """Releases the tickets of transfers that have ended."""
         for ticket in self._native.poll():
             self._release(ticket)
 
@@ -260,7 +260,7 @@ class Transfer(TransferBase):
                 return False
 
     def result(self, timeout_s: float | None = None) -> int:
-        """Its bytes, once all are where they should be.
+        """Its bytes, once all are transferred.
 
         Raises TransferError when it failed or was cancelled, Timeout when it did not end within ``timeout_s``
         (and goes on).

@@ -1,4 +1,4 @@
-"""The values that ``TransferEngine`` and ``AsyncTransferEngine`` take and give."""
+"""The values that ``TransferEngine`` and ``AsyncTransferEngine`` take and return."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SliceState(IntEnum):
 
     WAITING = 0
     DONE = 1
-    FAILED = 2  # its bytes may be there in part
+    FAILED = 2  # part of its bytes may have been written
     CANCELLED = 3  # likewise
 
 

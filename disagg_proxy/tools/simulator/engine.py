@@ -46,7 +46,7 @@ class Surroundings(NamedTuple):
 
 
 class _Engine:
-    """The common part of both kinds. dead: it does nothing any more. busy_s: seconds in which it computed prompts."""
+    """The common part. dead: the instance has stopped. busy_s: seconds in which it computed prompts."""
 
     def __init__(self, place: int, surroundings: Surroundings) -> None:
         self.place = place

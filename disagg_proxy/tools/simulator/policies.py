@@ -103,7 +103,7 @@ class DynamoCost(Scored):
 
 class LoadBalancing(Scored):
     """The Mooncake paper's load balancing, which leaves caches out of account: the fewest seconds of prefill
-    in line."""
+    in the queue."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
         """Seconds of prefill in the worker's queue, without this request's own."""
