@@ -59,11 +59,11 @@ class InflightTracker:
 
     def subscribe(self, observer: Observer) -> None:
         """The observer hears of all dispatches and observations from now on, on the driver's thread and under
-        its lock."""
+        its lock. May be called on any thread."""
         self._observers += (observer,)
 
     def unsubscribe(self, observer: Observer) -> None:
-        """Idempotent."""
+        """Idempotent. May be called on any thread."""
         self._observers = tuple(each for each in self._observers if each is not observer)
 
     def join(self, worker: Worker) -> None:

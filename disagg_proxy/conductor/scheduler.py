@@ -32,7 +32,6 @@ from moonpool.disagg_proxy.conductor.observer import Observer
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
-from moonpool.disagg_proxy.data_plane.observations import Observation
 
 NO_OBJECTIVE = Objective()
 
@@ -135,6 +134,9 @@ class Scheduler(Generic[P]):
                    while that exception is handled. None: the exception goes to the caller.
     unfinished:    ``tick`` has more to return at once; it stops at RELEASED_MAX, so that a driver can let
                    go of its lock.
+
+    What concerns the workers, and the requests that were sent, is the tracker's (``inflight.py``): join,
+    leave, forget, observe, expire, subscribe, unsubscribe. limit_wait is the controller's.
     """
 
     def __init__(
@@ -150,9 +152,13 @@ class Scheduler(Generic[P]):
     ) -> None:
         self.policy = policy
         self.admission = admission
-        self.inflight = InflightTracker(admission=admission, hears=is_heard, hears_pool=hears_pool)
-        self.subscribe(_ModelSeeder(driver.same_kind))
         self.controller: AdmissionController[P] = AdmissionController(self, *limits)
+        self.limit_wait = self.controller.limit_wait
+        self.inflight = tracker = InflightTracker(admission=admission, hears=is_heard, hears_pool=hears_pool)
+        self.join, self.leave, self.forget = tracker.join, tracker.leave, tracker.forget
+        self.observe, self.expire = tracker.observe, tracker.expire
+        self.subscribe, self.unsubscribe = tracker.subscribe, tracker.unsubscribe
+        self.subscribe(_ModelSeeder(driver.same_kind))
         self.unfinished = False
         self._driver = driver
         self._sent_hook = hook_of(policy)
@@ -162,30 +168,6 @@ class Scheduler(Generic[P]):
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self.controller.queue)
-
-    def subscribe(self, observer: Observer) -> None:
-        """The observer is called for all requests from now on. On any thread."""
-        self.inflight.subscribe(observer)
-
-    def unsubscribe(self, observer: Observer) -> None:
-        """Idempotent. On any thread."""
-        self.inflight.unsubscribe(observer)
-
-    # Workers
-
-    def join(self, worker: Worker) -> None:
-        """Adds a worker, at a place where none is."""
-        self.inflight.join(worker)
-
-    def leave(self, place: int) -> None:
-        """Removes the worker at this place; no request may be in flight there."""
-        self.inflight.leave(place)
-
-    def forget(self, place: int) -> None:
-        """All requests that were sent to the worker at this place are lost."""
-        self.inflight.forget(place)
-
-    # Requests
 
     def submit(self, pending: P, now_s: float) -> list[Dispatched[P] | Refused[P]]:
         """The request is dispatched, refused, or waits. It may take the place of another in the queue, which
@@ -214,26 +196,12 @@ class Scheduler(Generic[P]):
             self._send(pending, choice, now_s, None)
         return _effect(pending, refusal)
 
-    def observe(self, observation: Observation) -> None:
-        """Takes in one record: the in-flight accounts, the workers' models and admission's predictions learn
-        from it.
-        """
-        self.inflight.observe(observation)
-
     def tick(self, now_s: float) -> list[Dispatched[P] | Refused[P]]:
         """Call it every RELEASE_EVERY_S while requests wait, and again while ``unfinished``."""
         late = [] if self.unfinished else self.controller.expire(now_s)
         left = self.controller.release(now_s)
         self.unfinished = len(left) == RELEASED_MAX
         return [_effect(*each) for each in (*late, *left)]
-
-    def limit_wait(self, deadline_s: float) -> None:
-        """No request waits beyond this time."""
-        self.controller.limit_wait(deadline_s)
-
-    def expire(self, now_s: float) -> None:
-        """Drops requests that the data plane does not report any more."""
-        self.inflight.expire(now_s)
 
     def after_prefill(self, name: int, asked: Request, choice: Choice) -> Refusal | None:
         """With ``Lookahead.AFTER``: why a request is refused once its prompt is computed; None: it is not."""
