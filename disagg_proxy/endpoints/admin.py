@@ -22,7 +22,6 @@ from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.stream_watch import StreamRow, StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
-from moonpool.disagg_proxy.ui.metrics import PromptCollector
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
@@ -95,7 +94,7 @@ class AdminEndpoints:
         self._look = look
         collectors: list[Collector] = [HandoverCollector(dispatcher.handovers)]
         if dispatcher.uses_tokens:
-            collectors += (ConductorCollector(dispatcher, locator, subscriber), PromptCollector(data))
+            collectors.append(ConductorCollector(dispatcher, locator, subscriber, data))
         collectors += more
         if reconciler is not None:
             collectors.append(reconciler)

@@ -13,17 +13,25 @@ from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.metric_family import Values, family, family_of_each
+from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 class ConductorCollector(Collector):
-    """Metrics of policies that look at prompts: queues, predictions, prefix indexes, event streams."""
+    """Metrics of policies that look at prompts: queues, predictions, prompts, indexes, event streams."""
 
-    def __init__(self, dispatcher: Dispatcher, locator: PrefixLocator, subscriber: Subscriber | None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        locator: PrefixLocator,
+        subscriber: Subscriber | None,
+        data: SnapshotBuilder,
+    ) -> None:
         self._dispatcher = dispatcher
         self._locator = locator
         self._subscriber = subscriber
+        self._data = data
 
     def collect(self) -> Iterator[Metric]:
         """Metric families, as of now."""
@@ -48,6 +56,7 @@ class ConductorCollector(Collector):
             yield family(f"index_{name}", "Of the prefix index; docs/events.md", value)
         if self._subscriber is not None:
             yield from self._streams(self._subscriber)
+        yield from self._prompts()
 
     def _admission(self) -> Iterator[Metric]:
         scheduler = self._dispatcher.scheduler
@@ -88,6 +97,24 @@ class ConductorCollector(Collector):
         yield family_of_each("ttft_observed_over_predicted", text, known, _quantiles, "engine", "quantile")
         text = "Predictions of the time to the first token that were compared with what was observed"
         yield family_of_each("ttft_predictions_total", text, known, lambda each: each.observed, "engine")
+
+    def _prompts(self) -> Iterator[Metric]:
+        """Tokens of prompts by where they came from, and the load of engines, as on the page."""
+        loads, total = self._data.loads(), self._data.total()
+        sources: Values = {
+            ("own",): total.own,
+            ("pool",): total.pool,
+            ("computed",): total.tokens - total.own - total.pool,
+        }
+        text = "Tokens of prompts that have ended, by where they were taken to lie: own, pool, computed"
+        yield family("prompt_tokens_total", text, sources, "source")
+        text = "Tokens of prompts of which the engine said how many it had"
+        yield family("engine_prompt_tokens_told_total", text, total.told)
+        yield family("engine_prompt_tokens_cached_total", "Those of them that it had", total.cached)
+        text = "Predicted work of the prefills in line"
+        yield family_of_each("books_wait_seconds", text, loads, lambda row: row.wait_s, "engine")
+        text = "Requests that are taken to decode"
+        yield family_of_each("books_decodes", text, loads, lambda row: row.decoding, "engine")
 
     @staticmethod
     def _streams(subscriber: Subscriber) -> Iterator[Metric]:
