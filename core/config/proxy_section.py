@@ -260,7 +260,9 @@ class Proxy(ProxyCommon, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = []
     pool_events: Annotated[list[str], about("KV events of nodes of the pool, written like proxy.events")] = []
-    peer_listen: Annotated[str, about("address at which other proxies hear what this one has in flight")] = ""
+    peer_listen: Annotated[
+        str, about("address at which other proxies read this one's requests in flight")
+    ] = ""
     peers: Annotated[
         list[str], about("proxy.peer_listen of each other proxy; a name stands for all its addresses")
     ] = []

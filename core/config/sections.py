@@ -170,7 +170,7 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = ""
     events_replay: Annotated[
-        str, about("where KV events are told again to subscribers that missed some; empty: nowhere")
+        str, about("where KV events are replayed to subscribers that missed some; empty: nowhere")
     ] = ""
 
 

@@ -39,7 +39,7 @@ class Budget:
         return True
 
     def more(self) -> str:
-        """The number of lines dropped since the last one."""
+        """A remark about the lines dropped since the last one; "" for none."""
         left_out, self.left_out = self.left_out, 0
         return f" ({left_out:,} more like it were not logged)" if left_out else ""
 

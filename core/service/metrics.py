@@ -97,7 +97,7 @@ DESCRIPTIONS: dict[str, str] = {
     "directory_rows_max": "The most rows of the directory.",
     "directory_rows_refused_total": "Rows that were not taken because the directory was full.",
     "directory_bytes": "Memory of the directory's tables.",
-    "rows_added_total": "Rows that were added, or told again.",
+    "rows_added_total": "Rows that were added, or reported again.",
     "rows_removed_total": "Rows that were removed.",
     "locate_keys_total": "Keys whose holders were asked for.",
     "locate_hits_total": "Keys that had a holder.",

@@ -1,7 +1,7 @@
-"""What other routers do, in their own terms, to be compared in one simulation or behind one proxy.
+"""The policies of other routers, for comparison in one simulation or behind one proxy.
 
-Each policy is written from what its project documents and publishes, with its documented defaults; a user of
-one of them gets our loads and index under it, which are exact where theirs are guesses.
+Each policy is written from what its project documents and publishes, with its documented defaults; here each
+uses our load accounting and index, which are exact where theirs are guesses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scored:
         self._turns: dict[int, int] = {}
 
     def compare(self, request: Request, able: Sequence[Worker]) -> None:
-        """They are those whose ``cost`` is asked next."""
+        """Called with the workers before their ``cost`` is asked."""
 
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
         """What to compute this request there costs, in any unit; the least wins. May be negative. A subclass
