@@ -3,8 +3,8 @@
     events -> Publisher (a thread) -> PUB frames [topic, sequence, batch]
                                       ROUTER: what was missed, from a sequence number on
 
-Nodes tell with it what they hold, mock engines what they compute. Late subscribers and those with a gap ask
-the ROUTER; what its buffer has lost is replaced by an inventory when the source can make one.
+Nodes publish the blocks that they hold, mock engines those that they compute. Late subscribers and those
+with a gap ask the ROUTER; what its buffer has lost is replaced by an inventory when the source can make one.
 """
 
 from __future__ import annotations

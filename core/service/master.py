@@ -4,9 +4,9 @@ its HTTP pages.
     Master(config)  ->  start(): listen for nodes and clients, listen for HTTP
                     ->  stop(): everything in reverse
 
-Nothing is written to disk: nodes tell a new master what they hold. The data plane runs in the server's own
-threads and never enters Python; this module's event loop only answers HTTP and waits for a signal. /health
-and /metrics need no token, the other pages need the admin token.
+Nothing is written to disk: nodes report what they hold to a new master. The data plane runs in the server's
+own threads and never enters Python; this module's event loop only answers HTTP and waits for a signal.
+/health and /metrics need no token, the other pages need the admin token.
 """
 
 from __future__ import annotations

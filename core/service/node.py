@@ -5,7 +5,7 @@ pages.
                   ->  stop(): everything in reverse; only what is ours is removed
 
 The data plane runs in the server's own threads and never enters Python; this module's event loop only answers
-the pages, logs what the data plane tells, and waits for a signal.
+the pages, logs the data plane's notes, and waits for a signal.
 """
 
 from __future__ import annotations

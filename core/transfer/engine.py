@@ -8,7 +8,7 @@
 An engine owns one listening port, a few threads and the memory that was registered with it. A peer is found
 by its address and a handshake, with nothing else running. Reads and writes are one-sided: the peer's program
 takes no part. Which transport moves a slice (memory of the same process, shared memory, TCP) is the engine's
-choice; ``Segment.regions`` tells it. docs/transfer.md is the guide.
+choice; ``Segment.regions`` shows it. docs/transfer.md is the guide.
 
 Calls block and release the GIL; they may come from any thread. No call waits longer than its deadline without
 progress. ``AsyncTransferEngine`` has the same verbs for asyncio.
@@ -148,7 +148,7 @@ class TransferEngine(EngineFacts):
                   (address, length). It is held, not copied.
         location: a label of at most 64 bytes, shown to peers; no transport reads it.
 
-        Raises InvalidArgument for what is no such memory and for a range that overlaps a registered one.
+        Raises InvalidArgument for other objects and for a range that overlaps a registered one.
         """
         return self._regions.register(memory, location)
 

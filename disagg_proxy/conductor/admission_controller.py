@@ -80,7 +80,7 @@ class DispatchBackend(Protocol[T_contra]):
         """Predicts, and sends it or not. only_if_spare: refuse it unless there is room to spare."""
 
     def is_gone(self, pending: T_contra) -> bool:
-        """Whether the client wants the answer no more."""
+        """Whether the client has left."""
 
 
 class AdmissionController(Generic[T]):

@@ -6,7 +6,7 @@
         cost = urgency (u_i + x_i)  +  delay x_i (u_i + x_i / 2)  +  reuse b_i (n - own)
                its own time            later requests' time         blocks that are driven out
     take the least; of equals (within 1 ms) the longest match, then the fewest requests, then the one that was
-        chosen longest ago; a conversation stays where it was, when predictions are no better than to tell
+        chosen longest ago; a conversation stays where it was, within the noise of the predictions
     decode: among those with room for prompt and answer, the least predicted gap between tokens
     where some engines serve requests whole beside others for prefill and decode: the best of those, at
         cost + x (requests that decode there), or the best pair, at cost + urgency hand-over; so decode

@@ -16,7 +16,7 @@ class Summary(NamedTuple):
 
     late_p99_s:  how much later than due requests were sent, because of the bound of those out at once.
     gap:         of a request, the mean between two tokens; gap_tail: the mean of its longest tenth.
-    prompt_tokens, cached_tokens: of the answers that told both; reusable: of the same, the share that caches
+    prompt_tokens, cached_tokens: of the answers that report both; reusable: of those, the share that caches
                  without end would have had.
     good:        share that was answered within the objective; good_per_s: of the time it took.
     """
@@ -47,7 +47,7 @@ class Summary(NamedTuple):
 
     @property
     def hits(self) -> float:
-        """Share of the prompts' tokens that engines had cached; NaN where none told."""
+        """Share of the prompts' tokens that engines had cached; NaN where none reports it."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
 
 

@@ -72,7 +72,8 @@ def replay(
     each: Callable[[Outcome], None] = lambda outcome: None,
     tell: Callable[[int, int, Results], None] = lambda sent, in_flight, results: None,
 ) -> Done:
-    """each: hears of each request at its end; tell: every second how many were sent and are out.
+    """each: called with each request at its end; tell: called every second with (requests sent, in
+    flight, results so far).
 
     SIGINT and SIGTERM end it early, with what was measured so far. Raises Unavailable when the
     proxy does not name a model.

@@ -48,7 +48,7 @@ class ClusterSettings:
     width:        nodes of a prefill instance, in a pipeline of chunks.
     layerwise:    KV is handed over while it is computed; else after the whole prompt.
     eviction:     a name of CACHES: what an instance's prefix cache does when it is full.
-    exchanging:   several proxies tell each other what they have in flight, and which blocks it brings where.
+    exchanging:   several proxies report to each other their requests in flight, and their blocks.
     """
 
     prefill: int = 0
@@ -221,7 +221,7 @@ class Cluster:
         job.expected = False
         place, blocks = job.prefill_place, job.blocks
         self._proxy(job).expected.arrived(place, blocks)
-        if self._exchanging:  # the other proxies heard of placed prompts before
+        if self._exchanging:  # placed prompts were reported before
             self.events.at(
                 self.events.now_s + TELL_AFTER_S, partial(self._is_there, job.proxy, place, blocks)
             )

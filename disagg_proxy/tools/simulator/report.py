@@ -14,7 +14,7 @@ from moonpool.disagg_proxy.tools.simulator.runs import Plan, Run
 
 
 def label(plan: Plan) -> str:
-    """What tells this plan from others of the same command."""
+    """The difference between this plan and others of the same command."""
     cluster = plan.cluster
     parts = [plan.policy if cluster.pool else f"{plan.policy}/local"]
     if plan.admission is not None:
@@ -130,7 +130,7 @@ def _seconds(value: float) -> str:
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, with null for what is no number: JSON knows no NaN."""
+    """The same, with null for NaN and infinity, which JSON lacks."""
     return {name: _number(value) for name, value in values.items()}
 
 

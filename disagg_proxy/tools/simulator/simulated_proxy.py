@@ -3,8 +3,8 @@
     arrival -> scheduler.submit: refused, waits, or -> what the caches hold -> policy.choose -> sent
 
 What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several proxies
-have workers, loads and models of their own, and tell each other what they have in flight, and which blocks
-it brings where.
+have workers, loads and models of their own, and report their requests in flight, with their blocks, to each
+other.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class SimulatedProxy:
     def open(
         self, engines: Engines, fleet: Fleet, *, pool: bool, tell: Callable[[Change], None] | None = None
     ) -> None:
-        """Before the first request. pool: workers fetch what others hold. tell: takes what other proxies
-        are to hear."""
+        """Before the first request. pool: workers fetch what others hold. tell: called with each change
+        for the other proxies."""
         self._tell = tell
         if tell is not None:
             self.scheduler.subscribe(InflightFeed(tell))

@@ -72,7 +72,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def as_json(plan: Plan) -> str:
-    """{"model", "kv_bytes_per_token", ..., "prefixes": [...], "pools": [...]}; what is no number is null."""
+    """{"model", "kv_bytes_per_token", ..., "prefixes": [...], "pools": [...]}; NaN becomes null."""
     model = plan.model
     return json.dumps(
         {
