@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from moonpool._native import ProxyRequest, Relay
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
+from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.api_keys import ApiKeys
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy
@@ -174,7 +175,7 @@ class Proxy:
                 "engines",
                 host,
             )
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{Address(host, port)}"
 
     async def drain(self) -> bool:
         """Stops accepting; requests in flight have drain_s seconds to finish. Returns whether all did."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from moonpool.disagg_proxy.setting_error import bad
 
 KINDS = ("file", "http", "etcd", "kubernetes")
@@ -12,17 +10,9 @@ _EXAMPLES = (
 )
 
 
-class SourceUrl(NamedTuple):
-    """kind: one of KINDS. rest: what follows the colon. text: the whole name."""
-
-    kind: str
-    rest: str
-    text: str
-
-
-def parse_source_url(text: str) -> SourceUrl:
-    """Raises ConfigError for text that names no source."""
+def parse_source_url(text: str) -> tuple[str, str]:
+    """(one of KINDS, what follows the colon). Raises ConfigError for text that names no source."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS or (kind == "http") != (not rest) or (kind == "http" and ":" in text):
         raise bad("discovery", f"engines are discovered by {_EXAMPLES}, not {text!r}")
-    return SourceUrl(kind, rest, text)
+    return kind, rest

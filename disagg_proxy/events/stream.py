@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class StreamCounts:
-    """Counters of one stream."""
+    """Counters of one stream, as in ``Subscriber.stats``."""
 
     messages: int = 0
     taken: int = 0

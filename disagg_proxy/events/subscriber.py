@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Protocol
 
 import zmq
@@ -139,7 +140,7 @@ class Subscriber:
         """Counters (*_total) and gauges of each source, by name."""
         rows: dict[str, dict[str, float]] = {}
         for link in self._links:
-            counts, stream = link.counts, link.stream.counts
+            counts = link.counts
             rows[link.source.name] = {
                 "connected": float(counts.connected),
                 "heard": float(link.is_heard),
@@ -147,14 +148,7 @@ class Subscriber:
                 "sequence": float(link.stream.sequence),
                 "lag_seconds": counts.lag_s,
                 "lag_max_seconds": counts.lag_max_s,
-                "messages_total": stream.messages,
-                "taken_total": stream.taken,
-                "gaps_total": stream.gaps,
-                "replays_total": stream.replays,
-                "repeats_total": stream.repeats,
-                "restarts_total": stream.restarts,
-                "lost_total": stream.lost,
-                "overflows_total": stream.overflows,
+                **{f"{name}_total": count for name, count in asdict(link.stream.counts).items()},
                 "malformed_total": counts.malformed,
                 "forgets_total": counts.forgets,
                 "rests_total": counts.rests,

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from functools import cache, lru_cache
 from pathlib import Path
 
 from moonpool.core.service.addresses import Address
+from moonpool.disagg_proxy.discovery.allowed_networks import IP, literal
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -48,13 +48,9 @@ def _parts(site: str) -> tuple[str, str, str]:
     return host.strip("[]"), port, machine
 
 
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address without its zone, whose name is local; an IPv4-mapped IPv6 address becomes the IPv4 one."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return None
-    return getattr(ip, "ipv4_mapped", None) or ip
+def _ip(host: str) -> IP | None:
+    """The address without its zone, whose name is local."""
+    return literal(host.partition("%")[0])
 
 
 def _is_here(host: str) -> bool:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import zmq
 
@@ -50,7 +50,8 @@ log = logging.getLogger("moonpool.proxy")
 
 @dataclass(slots=True)
 class PeerCounts:
-    """Counters of one address. missed: sequence gaps; malformed: messages that could not be decoded."""
+    """Counters of one address, as in ``PeerBus.stats``. missed: sequence gaps; malformed: messages that could
+    not be decoded."""
 
     messages: int = 0
     changes: int = 0
@@ -178,11 +179,7 @@ class PeerBus:
             peer.where: {
                 "connected": float(bool(peer.sender)),
                 "silent_seconds": now_s - peer.heard_s if peer.sender else 0.0,
-                "messages_total": peer.counts.messages,
-                "changes_total": peer.counts.changes,
-                "states_total": peer.counts.states,
-                "missed_total": peer.counts.missed,
-                "malformed_total": peer.counts.malformed,
+                **{f"{name}_total": count for name, count in asdict(peer.counts).items()},
             }
             for peer in peers
             if peer.sender != self.name and not peer.twin
@@ -433,7 +430,4 @@ def _endpoints(texts: tuple[str, ...]) -> set[str] | None:
 
 
 def _text(address: Address | str) -> str:
-    if not isinstance(address, Address):
-        return address
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"tcp://{host}:{address.port}"
+    return f"tcp://{address}" if isinstance(address, Address) else address
