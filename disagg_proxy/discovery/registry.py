@@ -102,12 +102,9 @@ class Registry:
         self._networks = networks
         self._listener: SourceListener | None = None
         self._changed = asyncio.Event()
-        self._dead: dict[
-            RegistrationKey, tuple[int, float]
-        ] = {}  # expired registrations: their numbers, and when
-        self._left_out: dict[
-            RegistrationKey, StoredRegistration
-        ] = {}  # registrations of the file that were refused
+        # Expired registrations, by their numbers and when; and registrations of the file that were refused.
+        self._dead: dict[RegistrationKey, tuple[int, float]] = {}
+        self._left_out: dict[RegistrationKey, StoredRegistration] = {}
         self._room = False  # a registration ended since: the refused ones may fit now
         self._unwritten = False
 
@@ -250,13 +247,8 @@ class Registry:
         known = self.publishers.get(key)
         return None if known is None else known.told
 
-    def register(self, body: bytes) -> Answer:
-        """Answers POST /register; the registration must not have host names."""
-        told = self.read(body)
-        return told if isinstance(told, Answer) else self.admit(told)
-
     def admit(self, told: Registration) -> Answer:
-        """Registers or renews; the answer to POST /register."""
+        """Registers or renews; the answer to POST /register. The registration must not have host names."""
         row = StoredRegistration(told, random.getrandbits(53))
         try:
             renewed = self._renew(row)

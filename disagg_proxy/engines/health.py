@@ -27,9 +27,8 @@ from moonpool.disagg_proxy.engines.sglang import HEALTH_S, PAGE, read_server_inf
 _HEAD_BYTES_MAX = 64 << 10
 _BODY_BYTES_MAX = 1 << 20
 _NEXT_RANK_S = 0.5  # for each further port of a bootstrap address, which may have no listener
-_PAGES_MAX = (
-    16  # ports of one bootstrap address that are asked: ranks of one host, each with a page of its own
-)
+# Ports of one bootstrap address that are asked: ranks of one host, each with a page of its own.
+_PAGES_MAX = 16
 # Shortages of this process or host; they say nothing about the engine.
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 

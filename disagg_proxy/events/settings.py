@@ -26,9 +26,8 @@ class EventSource:
     replay: str = ""
     pool: bool = False
     topic: str = ""  # "": every topic
-    token: bytes = field(
-        default=b"", repr=False
-    )  # of the cluster, which the publisher asks for; b"": it does not
+    # Of the cluster, which the publisher asks for; b"": it does not.
+    token: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay):
