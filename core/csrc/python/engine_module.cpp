@@ -344,6 +344,7 @@ class PyEngine {
         int timeout_ms = milliseconds(timeout_s);
         return unwrap(without_gil([&] { return engine_->wait(ticket, timeout_ms); }), "wait");
     }
+    // A copy of the ticket's state at one moment; the slices' states are a byte each.
     py::tuple status(uint64_t ticket) {
         TicketStatus status = unwrap(engine_->status(ticket), "status");
         const TransferFailure& failure = status.failure;

@@ -368,6 +368,7 @@ class PyWorker {
                 if (what == "prefix") prefix = client.longest_prefix(names.views(), width, pin);
             }
             py::object answer() override {
+                // At most one of the five failed.
                 if (!flags) return failure(flags.error(), what.c_str());
                 if (!present) return failure(present.error(), what.c_str());
                 if (!views) return failure(views.error(), what.c_str());

@@ -7,11 +7,11 @@
 // has returned the key is a miss, and stays one after a crash as soon as a later sync() has been confirmed.
 // read() holds the segment of its object (LogState::readers) so that it is not written over.
 //
-// state          who sets it                                      effect
-// read_only      a failed write or sync, for good                 no write, no removal reaches the disk
-// off            many failed reads in a row, for good             finds are misses too; take_lost() empties
-// closing        close()                                          new calls are refused, the thread ends
-// sleeping       the thread, under the mutex, before it waits     the caller that finds it set wakes it
+//   state          who sets it                                      effect
+//   read_only      a failed write or sync, for good                 no write, no removal reaches the disk
+//   off            many failed reads in a row, for good             finds are misses too; take_lost() empties
+//   closing        close()                                          new calls are refused, the thread ends
+//   sleeping       the thread, under the mutex, before it waits     the caller that finds it set wakes it
 #include "ssd/log.hpp"
 
 #include <algorithm>

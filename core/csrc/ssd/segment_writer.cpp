@@ -7,10 +7,10 @@
 //
 // The open segment (head_) has these states, in this order; the log's thread alone changes them:
 //
-// opened     header on its way; batches are held, since a record must not reach the disk before the header
-// durable    header and the former segment's data are synced; batches go out at once
-// closed     data complete; sealing_ until summary and footer have ended, and no other may be closed
-// meanwhile bad        a write to it failed: nothing is added any more, and it is closed without a summary
+//   opened     header on its way; batches are held, since no record may reach the disk before it
+//   durable    header and the former segment's data are synced; batches go out at once
+//   closed     data complete; sealing_ until summary and footer have ended: no other may be closed before
+//   bad        a write to it failed: nothing is added any more, and it is closed without a summary
 //
 // A job (WriteJob) is finished when all batches that hold a part of it have ended, and all of it is in
 // batches; the first alone does not do, because an early batch may end while a later one is still filled.

@@ -2,9 +2,9 @@
 // `used` for the clock, `expected` for what was sent there. An entry is a holder's own name of a block
 // (HolderBlocks). The store's row lives as long as an entry refers to it (refs) or a holder has a bit.
 //
-//           ingest, apply                     dispatched                  expire
-// block --> entry + tier bits                 expected bit, until ttl     expected bit goes
-//           confirms what was expected
+//             ingest, apply                     dispatched                  expire
+//   block --> entry + tier bits                 expected bit, until ttl     expected bit goes
+//             confirms what was expected
 //
 // Why two maps: an engine names blocks by hashes of its own, which mean nothing elsewhere, and a removal
 // has only these. Questions come with our digests of the tokens. HolderBlocks translates the one into the

@@ -68,6 +68,7 @@ bool Text::skip_string(bool& escaped) {
     while (end_ - at_ >= kBlock) {
         const char* block = at_;
         const char* behind = block + kBlock;
+        // The bits that are left name special characters of this block that no escape has consumed.
         for (uint64_t specials = specials_64(block); specials != 0;) {
             int i = std::countr_zero(specials);
             const char* at = block + i;
@@ -77,6 +78,8 @@ bool Text::skip_string(bool& escaped) {
             }
             escaped = true;
             if (*at == '\\' && end_ - at >= 2 && is_escape(at[1])) {  // nearly all of them
+                // Both characters of the escape: the second may be a quote or a backslash, which is not
+                // special then.
                 specials &= ~(uint64_t{3} << i);
                 if (i == kBlock - 1) ++behind;
                 continue;
@@ -84,6 +87,7 @@ bool Text::skip_string(bool& escaped) {
             at_ = at;
             if (!skip_escape()) return false;
             behind = std::max(behind, at_);
+            // A \u escape that reaches beyond the block: `behind` says where the next one begins.
             if (at_ - block >= kBlock) break;
             specials &= ~uint64_t{0} << (at_ - block);
         }
@@ -170,6 +174,8 @@ bool Text::skip_container(size_t depth_max) {
             bool object = *at_++ == '{';
             in_object[depth++] = object;
             skip_blanks();
+            // An empty container ends in the loop below; one that is not empty goes on with its first
+            // value.
             bool empty = at_ != end_ && *at_ == (object ? '}' : ']');
             if (!empty) {
                 if (object && !skip_key(key, escaped)) return false;
@@ -210,6 +216,8 @@ void Text::skip_short_integers() {
     skip_blanks();
 }
 
+// The grammar of RFC 8259: no leading zero, no plus, digits behind a point and in an exponent. The value is
+// not computed.
 bool Text::skip_number(Kind& kind) {
     kind = Kind::kInteger;
     take('-');

@@ -111,6 +111,8 @@ bool take_token_id(std::string_view& text, uint32_t& id) {
 }
 
 // As many "id," as there are of up to seven digits: nearly all.
+// Eight bytes at a time: an id of up to seven digits and its comma. Whatever does not fit this form is left
+// for take_token_id(), which decides.
 void take_short_token_ids(std::string_view& text, std::vector<uint32_t>& out) {
     const char* at = text.data();
     const char* end = at + text.size();
@@ -160,6 +162,7 @@ bool walk_array(std::string_view array, Take take) {
 
 }  // namespace
 
+// Runs without a backslash are appended whole; most strings are one such run.
 void append_resolved(std::string& out, std::string_view raw) {
     while (!raw.empty()) {
         size_t plain = raw.find('\\');
@@ -201,6 +204,8 @@ std::string_view string_of(const Member& member, std::string& scratch) {
 }
 
 void append_string(std::string& out, std::string_view text) {
+    // Every control character as \u00XX: valid JSON, and one rule for all of them. Other bytes stay as they
+    // are, so UTF-8 passes.
     constexpr char kHex[] = "0123456789abcdef";
     out.push_back('"');
     for (char c : text) {
@@ -222,8 +227,10 @@ bool token_ids_of(const Member& member, std::vector<uint32_t>& out) {
     std::string_view text = member.value;
     out.reserve(text.size() / 6);  // nearly all ids have five digits or less
     take(text, '[');
+    // A list of prompts with one prompt in it is that prompt. With several, `text` is not empty at the end.
     bool nested = take(text, '[');
     bool sound = take_token_ids(text, out) && (!nested || take(text, ']')) && text.empty();
+    // Half an array is no answer: callers look at `out` alone.
     if (!sound) out.clear();
     return sound;
 }

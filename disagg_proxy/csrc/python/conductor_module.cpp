@@ -61,6 +61,8 @@ class PyPrefixIndex {
         return unwrap(std::move(result), "ingest");
     }
 
+    // The buffers stay exported while the GIL is released, so that a bytearray cannot be resized under the
+    // index.
     void apply(uint32_t holder, uint32_t tier, const py::object& stored, const py::object& removed) {
         ArrayOf<BlockKey> in(stored, "stored"), out(removed, "removed");
         KvTier place = tier_of(tier);
@@ -104,6 +106,7 @@ class PyPrefixIndex {
         ArrayOf<BlockKey> array(keys, "keys");
         PrefixMatch match = index_->match(span_of(array));
         const std::vector<uint32_t>& device = match.by_tier[static_cast<size_t>(KvTier::kDevice)];
+        // u32 for each holder, as an earlier call of look() on another index gave them.
         ArrayOf<uint32_t> known(others, "others");
         if (known.span().size() > holders) {
             raise(Error{Code::kInvalidArgument, "others has more holders than are asked for"}, "look");

@@ -238,6 +238,8 @@ class PyRelay final : public relay::Decider {
     void engine_state(size_t place, bool healthy, const std::string&) {
         relay_->engine_state(checked(place), healthy);
     }
+    // Numbers only: names are resolved in Python, because the relay's thread, for which all sockets wait,
+    // must not wait for DNS.
     void engine_address(size_t place, const std::string& address, uint16_t port) {
         sockaddr_storage storage{};
         auto& four = reinterpret_cast<sockaddr_in&>(storage);
@@ -289,6 +291,8 @@ class PyRelay final : public relay::Decider {
         }
         return request_of(question);
     }
+    // Asked from time to time, so that a text that waited too long for a tokenizer thread is decided
+    // without tokens.
     std::optional<PyRequest> overdue_text(double since_s) {
         return request_of(tokenize_queue_.overdue(since_s));
     }
@@ -330,15 +334,19 @@ class PyRelay final : public relay::Decider {
         }
         if (locked) thread_ = PyEval_SaveThread();
     }
+    // A refused connection is a sure sign that the engine does not serve. The callable only posts this to the
+    // proxy's own loop.
     void engine_refused(size_t place, const std::string& why) override {
         PyEval_RestoreThread(thread_);
         try {
             refused_(place, why);
         } catch (py::error_already_set& error) {
+            // There is no Python caller to raise to.
             error.discard_as_unraisable("moonpool proxy: refused");
         }
         thread_ = PyEval_SaveThread();
     }
+    // The place may be given to another engine from now on.
     void engine_gone(size_t place) override {
         PyEval_RestoreThread(thread_);
         try {
@@ -372,6 +380,7 @@ class PyRelay final : public relay::Decider {
         return PyRequest(question->request, tuple_of(question->candidates), question->attempt);
     }
 
+    // Whatever goes wrong here is the policy's failure: kFailed, and the relay chooses an engine itself.
     Decision ask(const Question& question) {
         try {
             PyRequest request(question.request, tuple_of(question.candidates), question.attempt);

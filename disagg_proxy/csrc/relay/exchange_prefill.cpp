@@ -52,6 +52,8 @@ void Exchange::take_prefill(const http::ResponseHead* head, std::string_view bod
     }
     prefill_answer_.reader.take_all(body, prefill_answer_.text);
     bool logprobs = one_shot() && request_->wants_prompt_logprobs();
+    // Prefill's answer is kept in memory until it is used, so it has a maximum, which logprobs of a long
+    // prompt can reach.
     size_t most = context_.settings.limits.prefill_answer_bytes_max;
     if (one_shot() && !logprobs) most = std::max(most, kErrorBytes);
     if (may_trim_prefill()) {

@@ -3,11 +3,11 @@
 // connection_ssd.cpp. All of it runs on the node's loop.
 //
 // States, each with the field that tells it:
-// unproved       pool_ == nullptr   only AUTH is understood; a remote connection never is in this state
-// serving        pool_ != nullptr   frames are parsed while the backlog of answers is below its limit
-// receiving      put_ != nullptr    bytes of a PUT go straight to the arena; no frame is parsed meanwhile
-// parked         parked_ != nullptr a frame waits for a disk; nothing is read, but an end is noticed
-// ended          ended_             the last words are said; only the client's end is waited for
+//   unproved       pool_ == nullptr   only AUTH is understood; a remote connection never is in this state
+//   serving        pool_ != nullptr   frames are parsed while the backlog of answers is below its limit
+//   receiving      put_ != nullptr    bytes of a PUT go straight to the arena; no frame is parsed meanwhile
+//   parked         parked_ != nullptr a frame waits for a disk; nothing is read, but an end is noticed
+//   ended          ended_             the last words are said; only the client's end is waited for
 #include "store/node/connection.hpp"
 
 #include <sys/epoll.h>
