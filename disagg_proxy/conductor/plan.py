@@ -48,22 +48,12 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-class _ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorDetail
-
-
 def error_body(status: int, sentence: str, reason: str) -> bytes:
     """As clients of the OpenAI API expect it."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if status == 429 else kind
-    return msgspec.json.encode(_ErrorBody(_ErrorDetail(sentence, kind, None, reason)))
+    error = {"message": sentence, "type": kind, "param": None, "code": reason}
+    return msgspec.json.encode({"error": error})
 
 
 def refused(status: int, sentence: str, reason: str) -> Answer:

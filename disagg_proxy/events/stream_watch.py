@@ -82,34 +82,18 @@ class StreamWatch:
         if state in ("waiting", "resting", told):
             return
         self._told[source.name] = state
-        known = "its cache is guessed from what was sent to it"
+        why = f"nothing publishes at {source.endpoint} for {SILENT_S:g} s"
+        guessed = "its cache is guessed from what was sent to it"
         if source.pool:
-            _log.warning(
-                "the KV events of %s: nothing publishes at %s for %g s, so it is not known what the pool "
-                "holds there; a node publishes with --events",
-                source.name,
-                source.endpoint,
-                SILENT_S,
-            )
+            why += ", so it is not known what the pool holds there; a node publishes with --events"
         elif state == "lost":
-            _log.warning(
-                "the KV events of %s: nothing publishes at %s for %g s, so %s; %s",
-                source.name,
-                source.endpoint,
-                SILENT_S,
-                known,
-                _HINT,
-            )
+            why += f", so {guessed}; {_HINT}"
         else:
-            _log.warning(
-                "the KV events of %s: %s is connected, and has said nothing in %g s though prompts were sent "
-                "to the engine, so %s; are prefix caching and enable_kv_cache_events on? %s",
-                source.name,
-                source.endpoint,
-                SILENT_S,
-                known,
-                _HINT,
+            why = (
+                f"{source.endpoint} is connected, and has said nothing in {SILENT_S:g} s though prompts were "
+                f"sent to the engine, so {guessed}; are prefix caching and enable_kv_cache_events on? {_HINT}"
             )
+        _log.warning("the KV events of %s: %s", source.name, why)
 
     def _state(self, each: StreamState) -> str:
         if each.heard:
