@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from moonpool import _native
 from moonpool.connectors.blocking_worker import BlockingWorker
@@ -48,12 +47,16 @@ class Held:
 
 
 class PoolClient:
-    """One client of a node, and a native thread for saves."""
+    """One client of a node, and a worker for saves.
+
+    client: whose calls raise Error when the pool does not answer.
+    saves: runs saves; each waits at most TIMEOUT_S after its last progress.
+    """
 
     def __init__(self, client: _native.Client) -> None:
         """client: a connected client, which this owns from now on."""
-        self._client = client
-        self._saves = BlockingWorker(client)
+        self.client = client
+        self.saves = BlockingWorker(client)
 
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> PoolClient:
@@ -70,39 +73,20 @@ class PoolClient:
         of the memory) is a miss: the next lookup may be a hit.
         """
         began_s = time.monotonic()
-        blocks, pin, _, why = self._client.longest_prefix(list(names), width, True)
-        waited = time.monotonic() - began_s > LONG_WAIT_S or not self._client.connected
+        blocks, pin, _, why = self.client.longest_prefix(list(names), width, True)
+        waited = time.monotonic() - began_s > LONG_WAIT_S or not self.client.connected
         if pin is None and why and not blocks and waited:
             raise Unavailable(why, operation="longest_prefix")
-        return None if pin is None else Held(self._client, pin, blocks * width)
-
-    def exists(self, names: Sequence[bytes]) -> bytes:
-        """One byte per name: 1 present, 0 absent, 2 unknown. Raises Error when the pool does not answer."""
-        return self._client.exists(list(names))
+        return None if pin is None else Held(self.client, pin, blocks * width)
 
     def ask(self) -> None:
         """Raises Error when the pool does not answer."""
         self.hold([bytes(BLOCK_NAME_BYTES)], 1)
 
-    @property
-    def incarnation(self) -> bytes:
-        """The incarnation of the node: changes when another node answers; empty before the first answer."""
-        return self._client.incarnation
-
-    def save(self, submit: Callable[[_native.Worker], int]) -> Any:
-        """The answer to the save that ``submit`` hands over, at the latest TIMEOUT_S after the last progress;
-        until then the memory of the save is in use."""
-        return self._saves.run(submit)
-
-    @property
-    def connected(self) -> bool:
-        """Whether the node was there at the last call."""
-        return self._client.connected
-
     def close(self) -> None:
         """Waits for the save under way, then disconnects."""
-        self._saves.close()
-        self._client.close()
+        self.saves.close()
+        self.client.close()
 
 
 def open_pool(

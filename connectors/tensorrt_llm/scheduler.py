@@ -118,7 +118,7 @@ class MoonpoolScheduler(compat.Scheduler):
             return None
         try:
             offer = self._look_up(engine, connection, digests[first:usable], first)
-            known.seen_at(connection.incarnation)
+            known.seen_at(connection.client.incarnation)
             if offer is not None:
                 known.add(digests[first : first + offer.blocks])
             # This engine computes what was found and not read, and then saves it here.
@@ -154,7 +154,7 @@ class MoonpoolScheduler(compat.Scheduler):
         if not digests:
             return
         ranges, known = engine.shape.ranges, self._link.known
-        present = connection.exists(name_list(b"".join(digests), ranges))
+        present = connection.client.exists(name_list(b"".join(digests), ranges))
         blocks = [present[at : at + len(ranges)] for at in range(0, len(present), len(ranges))]
         known.add(digest for digest, block in zip(digests, blocks, strict=True) if set(block) == {1})
         known.forget(digest for digest, block in zip(digests, blocks, strict=True) if 0 in block)

@@ -269,14 +269,14 @@ class MoonpoolWorker(compat.Worker):
         above = np.frombuffer(parents, np.uint8).reshape(-1, BLOCK_NAME_BYTES)[rows].tobytes()
         places = np.array([slots[block] for block, _ in there], np.uint32)
         which = np.array([column for _, column in there], np.uint16)
-        answer = connection.save(
+        answer = connection.saves.run(
             lambda w: w.submit_save(named, BLOCK_NAME_BYTES, above, engine.table, places, which)
         )
         count = self._link.count
         count["saved_objects"] += answer.stored
         count["existing_objects"] += answer.existed
         count["saved_bytes"] += answer.bytes_stored
-        if answer.refused and not connection.connected:
+        if answer.refused and not connection.client.connected:
             raise Unavailable(answer.error, operation="save")
         if answer.refused:
             self._link.known.forget(split(digests))

@@ -100,7 +100,7 @@ class Reads:
     def of(self, rank: Any) -> int:
         connection = rank._link.engine.pool.client
         assert connection is not None
-        return self.far.get(id(connection._client), 0)
+        return self.far.get(id(connection.client), 0)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
