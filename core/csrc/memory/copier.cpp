@@ -26,6 +26,10 @@ class HostCopier final : public Copier {
         }
         return success();
     }
+    Status sum(const MemoryRef& bytes, uint32_t& crc, Stream*) const override {
+        crc = crc32c(crc, bytes.data(), bytes.bytes);
+        return success();
+    }
 };
 
 const HostCopier kHostCopier;
@@ -88,11 +92,21 @@ Status scatter(std::span<const MemoryRef> to, const MemoryRef& from, uint32_t* c
     return success();
 }
 
-uint32_t checksum(std::span<const MemoryRef> parts, uint64_t bytes) {
+Status sum(const MemoryRef& bytes, uint32_t& crc) {
+    if (bytes.bytes == 0) return success();
+    const Copier* copier = find_copier(bytes.kind, bytes.kind);
+    if (copier == nullptr) {
+        return Error{Code::kInvalidArgument,
+                     "this build makes no checksum of " + kind_name(bytes.kind) + " memory"};
+    }
+    return copier->sum(bytes, crc);
+}
+
+Result<uint32_t> checksum(std::span<const MemoryRef> parts, uint64_t bytes) {
     uint32_t crc = 0;
     for (const MemoryRef& part : parts) {
         uint64_t n = std::min(bytes, part.bytes);
-        crc = crc32c(crc, part.data(), n);
+        if (Status summed = sum(part.sub(0, n), crc); !summed) return summed.error();
         bytes -= n;
     }
     return crc;

@@ -1,5 +1,8 @@
-// Copier: copies bytes between kinds of memory. Besides transports and system calls only copiers touch what a
-// MemoryRef names, so a new kind of memory is one more Copier in the table of copier.cpp.
+// Copier: copies and sums bytes of some kinds of memory. Besides transports and system calls only copiers
+// touch what a MemoryRef names, so a new kind of memory is one more Copier in the table of copier.cpp.
+//
+// The rule of checksums: the copier of the memory where bytes end makes their checksum, while it copies them
+// there or, when a system call put them there, right afterwards. No layer above loads them.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +26,8 @@ class Copier {
     // not computed.
     virtual Status copy(const MemoryRef& to, const MemoryRef& from, uint32_t* crc,
                         Stream* stream = nullptr) const = 0;
+    // Continues `crc` over bytes that lie in memory of a kind with can(kind, kind).
+    virtual Status sum(const MemoryRef& bytes, uint32_t& crc, Stream* stream = nullptr) const = 0;
 };
 
 // Null when no copier of this build copies between these kinds.
@@ -32,7 +37,9 @@ const Copier* find_copier(MemoryKind from, MemoryKind to);
 Status gather(const MemoryRef& to, std::span<const MemoryRef> from, uint32_t* crc);
 // One range to several: the first `from.bytes` bytes of `to`; what is left of `to` stays as it is.
 Status scatter(std::span<const MemoryRef> to, const MemoryRef& from, uint32_t* crc);
-// The checksum of the first `bytes` bytes of memory that the CPU reaches.
-uint32_t checksum(std::span<const MemoryRef> parts, uint64_t bytes);
+// Continues `crc` over bytes where they lie, by the copier of their kind of memory.
+Status sum(const MemoryRef& bytes, uint32_t& crc);
+// The checksum of the first `bytes` bytes of the parts.
+Result<uint32_t> checksum(std::span<const MemoryRef> parts, uint64_t bytes);
 
 }  // namespace moonpool

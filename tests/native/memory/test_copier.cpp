@@ -46,7 +46,7 @@ TEST_CASE("gather and scatter keep the order of the parts, and sum what they cop
         REQUIRE(scatter(parts, MemoryRef::host(middle.data(), size), &scattered));
         CHECK(to == from);
         CHECK(scattered == expected);
-        CHECK(checksum(parts, size) == expected);
+        CHECK(*checksum(parts, size) == expected);
         std::fill(to.begin(), to.end(), std::byte{0});
         REQUIRE(scatter(parts, MemoryRef::host(middle.data(), size), nullptr));
         CHECK(to == from);
@@ -69,7 +69,7 @@ TEST_CASE("scatter leaves what lies behind a shorter object as it was") {
     REQUIRE(scatter(parts, MemoryRef::host(from.data(), 100), nullptr));
     CHECK(to[99] == std::byte{1});
     CHECK(to[100] == std::byte{7});
-    uint32_t crc = checksum(parts, 100);
+    uint32_t crc = *checksum(parts, 100);
     CHECK(crc == crc32c(0, from.data(), 100));
 }
 
@@ -82,6 +82,10 @@ TEST_CASE("memory that no copier reaches is refused, and not touched") {
         Status in = gather(here, {&there, 1}, nullptr), out = scatter({&there, 1}, here, nullptr);
         REQUIRE_FALSE(in);
         REQUIRE_FALSE(out);
+        Result<uint32_t> summed = checksum({&there, 1}, 64);
+        REQUIRE_FALSE(summed);
+        CHECK(summed.error().text.find(kind_name(kind)) != std::string::npos);
+        CHECK(*checksum({&there, 1}, 0) == 0);
         CHECK(in.error().code == Code::kInvalidArgument);
         CHECK(in.error().text.find(kind_name(kind)) != std::string::npos);
     }

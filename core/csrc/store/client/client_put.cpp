@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "base/crc32c.hpp"
+#include "memory/copier.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
@@ -286,10 +286,10 @@ std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std
     std::vector<size_t> equal;
     for (size_t k = 0; pinned && k < which.size(); ++k) {
         if (!pinned->has(k)) continue;
-        uint32_t crc = 0;
-        for (const MemoryRef& part : items[which[k]].parts) crc = crc32c(crc, part.data(), part.bytes);
         const Descriptor& d = pinned->descriptors[k];
-        if (d.size == total(items[which[k]].parts) && d.crc == crc) equal.push_back(which[k]);
+        std::span<const MemoryRef> parts = items[which[k]].parts;
+        if (d.size != total(parts)) continue;
+        if (Result<uint32_t> crc = checksum(parts, d.size); crc && *crc == d.crc) equal.push_back(which[k]);
     }
     return equal;
 }

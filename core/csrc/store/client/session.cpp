@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/crc32c.hpp"
+#include "memory/copier.hpp"
 #include "wire/address.hpp"
 #include "wire/dial.hpp"
 
@@ -452,17 +452,17 @@ Status Session::read(size_t n, const Build& build, const Target& target, std::ve
     return status;
 }
 
-// Several rows in one system call, a piece at a time, so that the checksum finds its bytes in the cache.
+// Several rows in one system call, a piece at a time, so that the copier of the destination finds the bytes
+// that it sums in the cache.
 Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& target,
                               std::vector<uint32_t>& crcs) {
     constexpr uint64_t kPieceBytes = 256u << 10;
     constexpr size_t kParts = 64;
     struct Piece {
-        std::byte* data;
-        uint64_t size;
+        MemoryRef to;  // what has not come yet
         size_t row;
     };
-    crcs.assign(rows.size(), 0);
+    crcs.resize(rows.size(), 0);
     uint64_t all = 0;
     std::vector<Piece> pieces;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -471,7 +471,7 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
         all += left;
         for (const MemoryRef& part : target(i)) {
             uint64_t size = std::min(left, part.bytes);
-            if (size != 0) pieces.push_back({part.data(), size, i});
+            if (size != 0) pieces.push_back({part.sub(0, size), i});
             left -= size;
         }
     }
@@ -482,7 +482,8 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
         size_t n = 0;
         uint64_t bytes = 0;
         for (; at + n < pieces.size() && n < kParts && bytes < kPieceBytes; ++n) {
-            parts[n] = iovec{pieces[at + n].data, std::min(pieces[at + n].size, kPieceBytes - bytes)};
+            const MemoryRef& to = pieces[at + n].to;
+            parts[n] = iovec{to.data(), std::min(to.bytes, kPieceBytes - bytes)};
             bytes += parts[n].iov_len;
         }
         ssize_t got = receive_some(fd_.get(), parts, n, near);
@@ -491,12 +492,13 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
         signals.moved();
         for (auto left = static_cast<uint64_t>(got); left != 0;) {
             Piece& piece = pieces[at];
-            uint64_t step = std::min(left, piece.size);
-            crcs[piece.row] = crc32c(crcs[piece.row], piece.data, step);
-            piece.data += step;
-            piece.size -= step;
+            uint64_t step = std::min(left, piece.to.bytes);
+            // What follows on the connection is the rest of the answer: it ends with this reader.
+            Status summed = sum(piece.to.sub(0, step), crcs[piece.row]);
+            if (!summed) return lost(summed.error());
+            piece.to = piece.to.sub(step, piece.to.bytes - step);
             left -= step;
-            if (piece.size == 0) ++at;
+            if (piece.to.bytes == 0) ++at;
         }
     }
     return success();

@@ -79,8 +79,9 @@ class Session {
     // One-way: does not wait for a node that takes nothing, never fails; lost with the connection.
     void post(Kind kind, const Build& build);
 
-    // Asks for bytes and receives them where target(row) says, a whole object or a piece. `crcs` are those of
-    // what arrived. build writes the body of READ, with `n` rows.
+    // Asks for bytes and receives them where target(row) says, a whole object or a piece. `crcs`: of each row
+    // the checksum of what arrived, made at its destination; it continues what stands there, 0 where nothing
+    // does. build writes the body of READ, with `n` rows.
     using Target = std::function<std::span<const MemoryRef>(size_t row)>;
     Status read(size_t n, const Build& build, const Target& target, std::vector<ReadRow>& rows,
                 std::vector<uint32_t>& crcs);

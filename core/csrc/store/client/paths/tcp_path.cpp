@@ -37,14 +37,14 @@ Result<std::unique_ptr<BlockPath>> TcpPath::open(Session& session, const ClientO
 
 std::string TcpPath::route() const { return "tcp:" + session_.peer(); }
 
-// An object too large for one answer, piece by piece.
+// An object too large for one answer, piece by piece; each continues the checksum of the one before.
 Status TcpPath::read_large(PinnedRead& read) {
     const Descriptor& d = read.descriptor;
+    std::vector<uint32_t> crcs(1, 0);
     for (uint64_t from = 0; from < d.size; from += kFrameDataBytes) {
         uint64_t size = std::min(kFrameDataBytes, d.size - from);
         std::vector<MemoryRef> parts = slice(read.parts, from, size);
         std::vector<ReadRow> rows;
-        std::vector<uint32_t> crcs;
         auto build = [&](Writer& w) {
             write_read_head(w, session_, 1);
             pinned_read(d, kReadPinned | kReadPieceFlag, from, size).write(w);
@@ -56,7 +56,7 @@ Status TcpPath::read_large(PinnedRead& read) {
             return success();
         }
     }
-    read.outcome = checksum(read.parts, d.size) == d.crc ? PinnedRead::kRead : PinnedRead::kDamaged;
+    read.outcome = crcs[0] == d.crc ? PinnedRead::kRead : PinnedRead::kDamaged;
     return success();
 }
 
@@ -173,11 +173,13 @@ Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how
             size = total(items[end].parts);
             if (end != begin && bytes + size > kFrameDataBytes) break;
             if (!budget.fits(row_bytes(items[end]))) break;
+            Result<uint32_t> crc = checksum(items[end].parts, size);
+            if (!crc) return crc.error();
             budget.add(row_bytes(items[end]));
             rows_bytes += row_bytes(items[end]);
             bytes += size;
             sizes.push_back(size);
-            crcs.push_back(checksum(items[end].parts, size));
+            crcs.push_back(*crc);
             parts.insert(parts.end(), items[end].parts.begin(), items[end].parts.end());
         }
         auto build = [&](Writer& w) {
