@@ -97,11 +97,13 @@ Status Engine::Core::start_transports() {
                     .frame_bytes = options.frame_bytes,
                     .timeout_ms = options.timeout_ms}};
     for (const transport::Factory& row : options.registry) {
-        Entry entry{row.name, row.make(context), allows(row.name), ""};
+        Entry entry{row.name, row.make(context), allows(row.name), row.viable(context), ""};
         if (!entry.allowed) {
             entry.unavailable = "it is not among the transports that this engine was given";
-        } else if (entry.unavailable = entry.transport->viable(); entry.unavailable.empty()) {
-            if (Status status = entry.transport->start(); !status) entry.unavailable = status.error().text;
+        } else if (!entry.not_viable.empty()) {
+            entry.unavailable = entry.not_viable;
+        } else if (Status status = entry.transport->start(); !status) {
+            entry.unavailable = status.error().text;
         }
         if (carrier == nullptr) carrier = entry.transport->control();
         transports.push_back(std::move(entry));

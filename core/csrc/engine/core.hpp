@@ -56,7 +56,8 @@ struct Engine::Core {
         std::string_view name;
         std::unique_ptr<transport::Transport> transport;
         bool allowed = false;     // by the options
-        std::string unavailable;  // why, in one sentence; empty: it serves
+        std::string not_viable;   // why it cannot work on this host; empty: it can
+        std::string unavailable;  // why it does not serve, in one sentence; empty: it does
     };
 
     explicit Core(EngineOptions o)

@@ -50,7 +50,7 @@ Result<std::shared_ptr<Peer>> Engine::Core::find_peer(uint32_t segment) {
 Result<std::shared_ptr<transport::Link>> Engine::Core::connect(const Entry& entry,
                                                                const transport::Contact& contact) {
     if (!entry.allowed) return Error{Code::kUnavailable, "it is not among the transports of this engine"};
-    if (std::string why = entry.transport->viable(); !why.empty()) return Error{Code::kUnavailable, why};
+    if (!entry.not_viable.empty()) return Error{Code::kUnavailable, entry.not_viable};
     return entry.transport->connect(contact.info, contact.control, options.timeout_ms);
 }
 

@@ -6,7 +6,7 @@
 //   target.hpp     the half that serves: what others may do to this process's regions
 //   link.hpp       the half that begins transfers: one peer, as this transport reaches it
 //
-// Its life: made, viable(), start(), offer(); then connect(), add_region() and revoke() in any order, from
+// Its life: made, start(), offer(); then connect(), add_region() and revoke() in any order, from
 // any thread; withdraw(), close(), destroyed. One that the user does not allow is made, and asked for nothing
 // but control().
 #pragma once
@@ -57,8 +57,6 @@ class Transport {
    public:
     virtual ~Transport() = default;
 
-    // Why it cannot work on this host, in one sentence; empty: it can.
-    virtual std::string viable() const { return ""; }
     // Serves peers from here on. After an error peers are offered nothing of it; it still connects to them.
     virtual Status start() { return success(); }
     // Writes into the handshake what peers need to connect by it.
@@ -108,9 +106,11 @@ class Transport {
     TransportCounters counters_;  // as the initiator
 };
 
-// One row of the registry.
+// One row of the registry. Rows of the store's table of paths (store/client/block_path.hpp) have this form,
+// too; docs/design.md says what each table decides.
 struct Factory {
-    std::string_view name;  // as users and metrics name it
+    std::string_view name;                          // as users and metrics name it
+    std::string (*viable)(const Context& context);  // why it cannot work on this host; empty: it can
     std::unique_ptr<Transport> (*make)(const Context& context);
 };
 

@@ -43,17 +43,17 @@ struct Node {
         std::filesystem::remove_all(folder);
     }
 
-    std::string route(std::string_view scheme) const {
-        if (scheme == "unix:") return "unix:" + (folder / "node.sock").string();
-        if (scheme == "tcp:") return "tcp:" + server->addresses().front();
-        FAIL("how is a node reached by " << scheme << "?");
+    std::string route(std::string_view path) const {
+        if (path == "unix") return "unix:" + (folder / "node.sock").string();
+        if (path == "tcp") return "tcp:" + server->addresses().front();
+        FAIL("how is a node reached by " << path << "?");
         return "";
     }
-    NodeClient client(std::string_view scheme) const {
+    NodeClient client(std::string_view path) const {
         ClientOptions options;
         options.token = "a token";
         options.timeout_ms = 20000;  // sanitizers on a busy machine
-        REQUIRE(set_route(options, route(scheme)));
+        REQUIRE(set_route(options, route(path)));
         return NodeClient(std::move(options));
     }
 };
@@ -76,13 +76,13 @@ PutOutcome put(NodeClient& client, std::string_view name, std::string& bytes, bo
 template <class Body>
 void by_every_path(Body body) {
     Node node;
-    REQUIRE(path_schemes().size() >= 2);
-    for (std::string_view scheme : path_schemes()) {
-        CAPTURE(scheme);
-        NodeClient client = node.client(scheme);
+    REQUIRE(path_registry().size() >= 2);
+    for (const PathFactory& row : path_registry()) {
+        CAPTURE(row.name);
+        NodeClient client = node.client(row.name);
         REQUIRE(client.connect());
-        CHECK(client.current()->path().route() == node.route(scheme));
-        body(client, std::string(scheme));
+        CHECK(client.current()->path().route() == node.route(row.name));
+        body(client, std::string(row.name));
     }
 }
 
@@ -90,9 +90,9 @@ void by_every_path(Body body) {
 
 TEST_CASE("every path: objects of all sizes come back as they were put") {
     Random random;
-    by_every_path([&](NodeClient& client, const std::string& scheme) {
+    by_every_path([&](NodeClient& client, const std::string& path) {
         for (uint64_t size : {uint64_t{0}, uint64_t{1}, uint64_t{70000}, kLarge}) {
-            std::string name = scheme + std::to_string(size), bytes = noise(size, random);
+            std::string name = path + std::to_string(size), bytes = noise(size, random);
             CHECK(put(client, name, bytes) == PutOutcome::kStored);
             CHECK(put(client, name, bytes) == PutOutcome::kExists);
             std::string into(size + 100, 'x');
@@ -109,9 +109,9 @@ TEST_CASE("every path: objects of all sizes come back as they were put") {
 }
 
 TEST_CASE("every path: a miss, and a destination that is too small") {
-    by_every_path([&](NodeClient& client, const std::string& scheme) {
+    by_every_path([&](NodeClient& client, const std::string& path) {
         for (uint64_t size : {uint64_t{4096}, kLarge}) {
-            std::string name = scheme + std::to_string(size), bytes(size, 'a'), into(100, 'x');
+            std::string name = path + std::to_string(size), bytes(size, 'a'), into(100, 'x');
             REQUIRE(put(client, name, bytes) == PutOutcome::kStored);
             MemoryRef part = MemoryRef::host(into.data(), into.size());
             GetItem items[] = {{"nothing", {&part, 1}}, {name, {&part, 1}}};
@@ -128,8 +128,8 @@ TEST_CASE("every path: a miss, and a destination that is too small") {
 
 TEST_CASE("every path: what is pinned is read, viewed and loaded, also once it was removed") {
     Random random;
-    by_every_path([&](NodeClient& client, const std::string& scheme) {
-        std::string name = scheme + "pinned", bytes = noise(3 * kMiB, random);
+    by_every_path([&](NodeClient& client, const std::string& path) {
+        std::string name = path + "pinned", bytes = noise(3 * kMiB, random);
         REQUIRE(put(client, name, bytes) == PutOutcome::kStored);
         std::string_view names[] = {name};
         Result<Pinned> pinned = client.pin(names);
@@ -170,8 +170,8 @@ TEST_CASE("every path: what is pinned is read, viewed and loaded, also once it w
 }
 
 TEST_CASE("every path: memory of a kind that it does not move is refused, and not touched") {
-    by_every_path([&](NodeClient& client, const std::string& scheme) {
-        std::string name = scheme + "device", bytes(4096, 'a');
+    by_every_path([&](NodeClient& client, const std::string& path) {
+        std::string name = path + "device", bytes(4096, 'a');
         MemoryRef device{.address = 0x1000, .bytes = 4096, .device = 0, .kind = MemoryKind::kDevice};
         PutItem put_item{name, {}, {&device, 1}};
         auto report = client.put({&put_item, 1}, false, true);

@@ -147,7 +147,8 @@ struct LateBed {
 
     explicit LateBed(int timeout_ms) {
         device = &hardware;
-        known.push_back({"late", [](const transport::Context&) -> std::unique_ptr<transport::Transport> {
+        known.push_back({"late", [](const transport::Context&) { return std::string(); },
+                         [](const transport::Context&) -> std::unique_ptr<transport::Transport> {
                              return std::make_unique<LateTransport>();
                          }});
         for (const transport::Factory& row : transport::registry()) known.push_back(row);

@@ -86,12 +86,20 @@ class BlockPath {
     virtual void retire() {}
 };
 
-// Connects the session by the way that the options name, and makes its path.
-Result<std::unique_ptr<BlockPath>> open_path(Session& session, const ClientOptions& options);
+// One row of the table of paths, in the form of a row of the transfer engine's registry (transport::Factory);
+// docs/design.md says what each table decides.
+struct PathFactory {
+    std::string_view name;  // what its routes begin with, before the colon
+    void (*set_address)(ClientOptions& options, std::string_view address);  // what stands behind the colon
+    std::string (*viable)(const ClientOptions& options);  // why it cannot reach that node; empty: it can
+    // Connects the session first.
+    Result<std::unique_ptr<BlockPath>> (*make)(Session& session, const ClientOptions& options);
+};
+// The first that is viable is taken.
+std::span<const PathFactory> path_registry();
 
+Result<std::unique_ptr<BlockPath>> open_path(Session& session, const ClientOptions& options);
 // Fills in the address of the options from a route. False: no path has such routes.
 bool set_route(ClientOptions& options, std::string_view route);
-// Of each path, how its routes begin: "unix:".
-std::vector<std::string_view> path_schemes();
 
 }  // namespace moonpool

@@ -8,6 +8,8 @@ namespace moonpool::transport {
 
 namespace {
 
+std::string everywhere(const Context&) { return ""; }
+
 template <class T>
 std::unique_ptr<Transport> make(const Context& context) {
     return std::make_unique<T>(context);
@@ -17,9 +19,9 @@ std::unique_ptr<Transport> make(const Context& context) {
 // peer. Within one process a transfer is one copy and no system call; on one host one copy, or one system
 // call for many ranges; over TCP the kernels copy twice, and both sides make system calls.
 constexpr Factory kTransports[] = {
-    {"loopback", make<loopback::Transport>},
-    {"shm", make<shm::Transport>},
-    {"tcp", make<tcp::Transport>},
+    {"loopback", everywhere, make<loopback::Transport>},
+    {"shm", shm::Transport::viable, make<shm::Transport>},
+    {"tcp", everywhere, make<tcp::Transport>},
 };
 
 }  // namespace

@@ -6,8 +6,8 @@ namespace moonpool::transport::shm {
 
 Transport::Transport(const Context& context) : context_(context), target_(context) {}
 
-std::string Transport::viable() const {
-    if (!context_.identity.boot_id.empty()) return "";
+std::string Transport::viable(const Context& context) {
+    if (!context.identity.boot_id.empty()) return "";
     return "the kernel does not tell its boot id, so no two processes can prove their host";
 }
 

@@ -10,7 +10,7 @@ class Transport final : public transport::Transport {
    public:
     explicit Transport(const Context& context);
 
-    std::string viable() const override;
+    static std::string viable(const Context& context);
     Status start() override { return target_.start(); }
     void offer(PeerInfo& self) const override;
     Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer,
