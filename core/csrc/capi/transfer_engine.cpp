@@ -74,7 +74,7 @@ struct Batch {
 class Handle {
    public:
     explicit Handle(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
-    ~Handle() { engine_->close(); }
+    ~Handle() { (void)engine_->close(); }
     Handle(const Handle&) = delete;
 
     Engine& engine() { return *engine_; }

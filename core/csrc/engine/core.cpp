@@ -8,6 +8,14 @@
 
 namespace moonpool {
 
+namespace {
+
+// close() waits that long also when timeout_ms is less: a transfer sees within a second that it is to end.
+constexpr int kCloseMsMin = 3000;
+constexpr std::chrono::milliseconds kLeave{200};
+
+}  // namespace
+
 Status Engine::Core::start() {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "an engine needs a cluster token"};
     if (options.name.size() > transport::kNameBytesMax || options.host_id.size() > 256 ||
@@ -141,10 +149,14 @@ Service Engine::Core::service() {
     return service;
 }
 
-void Engine::Core::close() {
-    if (fork.in_child()) return;
+// One deadline for all of it. Each step is done also when the one before ran out of time: nothing new begins,
+// and what has not ended keeps what it uses.
+Status Engine::Core::close() {
+    if (fork.in_child()) return success();
     std::lock_guard lock(close_mutex);
-    if (closed) return;
+    if (closed) return *closed;
+    const auto end = std::chrono::steady_clock::now() +
+                     std::chrono::milliseconds(std::max(options.timeout_ms, kCloseMsMin));
     closing = true;
     for (const Entry& entry : transports) entry.transport->withdraw();
     {
@@ -160,14 +172,8 @@ void Engine::Core::close() {
         peers.clear();
     }
     for (const auto& peer : all) peer->close();
-    while (calls.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-    for (const auto& ticket : tickets.running()) {
-        std::unique_lock waiting(ticket->mutex);
-        ticket->ended.wait(waiting, [&] { return ticket->state != TicketState::kWaiting; });
-    }
-    workers.stop();
-    waiters.stop();
-    // From here on no call or transfer of this process touches a region; now the peers.
+    in_use = !settle(end);
+    // From here on no call or transfer of this process begins anything with a region; now the peers.
     std::vector<std::shared_ptr<Region>> gone;
     std::shared_ptr<const Regions> last = regions->all();
     for (const auto& region : *last) {
@@ -176,11 +182,52 @@ void Engine::Core::close() {
         }
     }
     for (const Entry& entry : transports) entry.transport->close();
-    // One deadline for all of them.
-    auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms);
-    for (const auto& region : gone) (void)revoke(*region, end);
-    for (const auto& loop : loops) loop->stop();
-    closed = true;
+    Status drained = success();
+    for (const auto& region : gone) {
+        if (Status status = revoke(*region, end); !status) drained = std::move(status);
+    }
+    if (in_use) {  // the loops stay, too: a late completion finds them
+        drained = Error{Code::kTimeout,
+                        "the engine is closed, but some of its transfers have not ended; the memory that "
+                        "they use must not be freed before this process ends"};
+    } else {
+        for (const auto& loop : loops) loop->stop();
+    }
+    closed = std::move(drained);
+    return *closed;
+}
+
+// Until no call, ticket or working thread of this engine is left. False: it is not so at `end`.
+bool Engine::Core::settle(std::chrono::steady_clock::time_point end) {
+    bool quiet = end_tickets(end);
+    // A caller that waited for a ticket has its answer now, and needs a moment to leave.
+    auto leave = std::max(end, std::chrono::steady_clock::now() + kLeave);
+    while (calls.load() != 0 && std::chrono::steady_clock::now() < leave) {
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    quiet = calls.load() == 0 && quiet;
+    quiet = end_tickets(end) && quiet;  // of calls that were inside
+    quiet = workers.stop(end) && quiet;
+    return waiters.stop(end) && quiet;
+}
+
+// A ticket that runs at `end` is over for its callers. Its job is not: it keeps the regions that it holds.
+bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
+    bool all = true;
+    for (const auto& ticket : tickets.running()) {
+        {
+            std::unique_lock waiting(ticket->mutex);
+            if (ticket->ended.wait_until(waiting, end,
+                                         [&] { return ticket->state != TicketState::kWaiting; })) {
+                continue;
+            }
+        }
+        all = false;
+        TransferFailure failure;
+        failure.error = Error{Code::kClosed, "the engine was closed before the transfer ended"};
+        tickets.end(*ticket, TicketState::kCancelled, std::move(failure));
+    }
+    return all;
 }
 
 Status Engine::Core::add_region(uint64_t address, uint64_t length, MemoryKind kind,

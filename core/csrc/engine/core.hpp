@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -71,7 +72,10 @@ struct Engine::Core {
     std::atomic<bool> closing{false};
     std::atomic<int> calls{0};  // inside of us
     std::mutex close_mutex;
-    bool closed = false;
+    std::optional<Status> closed;  // how close() ended
+    // close() has not seen the end of all that runs: threads and devices still use this object, which is
+    // never freed then.
+    std::atomic<bool> in_use{false};
 
     transport::Counters counters;
     transport::Identity identity;
@@ -100,7 +104,9 @@ struct Engine::Core {
     Status check_transports() const;
     Status start_transports();
     Service service();
-    void close();
+    Status close();
+    bool settle(std::chrono::steady_clock::time_point end);
+    bool end_tickets(std::chrono::steady_clock::time_point end);
     bool allows(std::string_view transport) const {
         return !options.transports ||
                std::ranges::find(*options.transports, transport) != options.transports->end();

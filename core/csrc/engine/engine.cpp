@@ -45,7 +45,7 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     Status status = core->start();
     std::shared_ptr<Engine> engine(new Engine(std::move(core)));
     if (!status) {
-        engine->close();
+        (void)engine->close();  // the error is why it did not start
         return status.error();
     }
     return engine;
@@ -54,12 +54,13 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 Engine::Engine(std::unique_ptr<Core> core) : core_(std::move(core)) {}
 
 Engine::~Engine() {
-    close();
-    // In a child of fork() the threads and locks are the parent's: its memory is left as it is.
-    if (core_->fork.in_child()) (void)core_.release();
+    (void)close();
+    // In a child of fork() the threads and locks are the parent's: its memory is left as it is. So it is when
+    // transfers have outlived close().
+    if (core_->fork.in_child() || core_->in_use) (void)core_.release();
 }
 
-void Engine::close() { core_->close(); }
+Status Engine::close() { return core_->close(); }
 
 const std::string& Engine::name() const { return core_->options.name; }
 const transport::SegmentId& Engine::segment_id() const { return core_->identity.segment; }

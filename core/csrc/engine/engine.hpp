@@ -139,7 +139,9 @@ class Engine {
     Status in_this_process() const;                                 // kForked in a child of fork()
     std::vector<std::pair<std::string, uint64_t>> metrics() const;  // none in a child: its locks are lost
     bool check_integrity() const;
-    void close();
+    // Ends what runs, at the latest after timeout_ms, or 3 s if that is more. kTimeout: a device or a peer
+    // may still touch registered memory, which must not be freed.
+    Status close();
 
    private:
     struct Core;

@@ -39,10 +39,11 @@ void Tickets::release(uint64_t id) {
 }
 
 void Tickets::end(Ticket& ticket, TicketState state, TransferFailure failure) {
-    slices_open_ -= ticket.slices;
     {
         // poll() tells of no ticket that status() still calls waiting, and forgets none that was released.
         std::scoped_lock lock(mutex_, ticket.mutex);
+        if (ticket.state != TicketState::kWaiting) return;
+        slices_open_ -= ticket.slices;
         ticket.state = state;
         ticket.failure = std::move(failure);
         ended_.push_back(ticket.id);

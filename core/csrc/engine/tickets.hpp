@@ -48,6 +48,7 @@ class Tickets {
     Status add(const std::shared_ptr<Ticket>& ticket);  // gives it its number
     std::shared_ptr<Ticket> find(uint64_t id);
     void release(uint64_t id);
+    // Once; what is told of its end later is passed over.
     void end(Ticket& ticket, TicketState state, TransferFailure failure);
     std::vector<uint64_t> poll();
     std::vector<std::shared_ptr<Ticket>> running();

@@ -86,7 +86,7 @@ class Backend final : public NixlEngine {
         peers_[agent_].address = engine_->addresses().front();  // transfers within this agent
     }
     ~Backend() override {
-        if (engine_) engine_->close();
+        if (engine_) (void)engine_->close();
     }
 
     bool supports_remote() const override { return true; }

@@ -377,7 +377,7 @@ class PyEngine {
     py::bytes segment_id() { return id_bytes(engine_->segment_id()); }
     void close() {
         py::gil_scoped_release nogil;
-        engine_->close();
+        (void)engine_->close();
     }
 
    private:

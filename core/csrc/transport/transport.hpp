@@ -86,7 +86,7 @@ class Transport {
 
     // The engine begins to close: no new peer finds this transport, and peers in this process leave it.
     virtual void withdraw() {}
-    // No transfer of this process runs any more, and no region is in the table: peers lose their links.
+    // No region is in the table, and no transfer of this process begins any more: peers lose their links.
     virtual void close() {}
 
     // Of the transport by which engines find each other; null: it is none.

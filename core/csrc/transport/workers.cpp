@@ -74,12 +74,12 @@ void Workers::run() {
     if (threads_ == 0) ended_.notify_all();
 }
 
-void Workers::stop() {
-    if (fork_.in_child()) return;
+bool Workers::stop(std::chrono::steady_clock::time_point end) {
+    if (fork_.in_child()) return true;
     std::unique_lock lock(mutex_);
     stopping_ = true;
     work_.notify_all();
-    ended_.wait(lock, [this] { return threads_ == 0; });
+    return ended_.wait_until(lock, end, [this] { return threads_ == 0; });
 }
 
 }  // namespace moonpool::transport

@@ -3,6 +3,7 @@
 // maximum; idle ones end.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -18,14 +19,14 @@ namespace moonpool::transport {
 class Workers {
    public:
     explicit Workers(uint32_t threads_max) : threads_max_(threads_max) {}
-    ~Workers() { stop(); }
+    ~Workers() { (void)stop(std::chrono::steady_clock::time_point::max()); }
     Workers(const Workers&) = delete;
 
     // Runs it on a thread; at once on the caller's own after stop(), or when the host allows no thread at
     // all, so that no function is lost.
     void post(bool background, std::function<void()> function);
-    // Waits for all that was posted. Idempotent.
-    void stop();
+    // Waits for all that was posted, until `end` at most; whether it is over. Idempotent.
+    bool stop(std::chrono::steady_clock::time_point end);
 
    private:
     void run();

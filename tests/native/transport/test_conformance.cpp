@@ -477,7 +477,7 @@ TEST_CASE("transport: a peer that closes in the middle ends the transfer, not th
         std::vector<Slice> reading = {
             {mine.address() + kSize / 2, remote + kSize / 2, kSize / 2, Direction::kRead}};
         uint64_t ticket = *pair.here->submit(pair.request(reading));
-        pair.there->close();
+        (void)pair.there->close();
         mover.join();
         CHECK((error.code == Code::kUnavailable || error.code == Code::kInvalidArgument));
         CHECK(error.text.find("\"there\" at 127.0.0.1:") != std::string::npos);
@@ -517,8 +517,8 @@ TEST_CASE("transport: close ends what runs, and every later call says so") {
             });
         }
         while (rounds < 6) std::this_thread::yield();
-        pair.here->close();
-        pair.here->close();
+        (void)pair.here->close();
+        (void)pair.here->close();
         for (std::thread& thread : threads) thread.join();
         CHECK(pair.here->open("127.0.0.1:1").error().code == Code::kClosed);
         CHECK(pair.here->poll().error().code == Code::kClosed);

@@ -243,7 +243,7 @@ TEST_CASE("engine: a port shared with others") {
     auto here = make_engine(engine_options("here", ""));
     CHECK(there->addresses() == listener->addresses());
     CHECK(here->open(listener->addresses().front()).ok());
-    there->close();
+    (void)there->close();
     Result<uint32_t> opened = here->open(listener->addresses().front());
     REQUIRE_FALSE(opened.ok());
     CHECK(opened.error().text.find("closed") != std::string::npos);

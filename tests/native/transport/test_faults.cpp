@@ -174,7 +174,7 @@ TEST_CASE("tcp: another engine at the address is not taken for the old one") {
     REQUIRE_MESSAGE(opened.ok(), (opened.ok() ? "" : opened.error().text));
     uint32_t segment = *opened;
     uint64_t remote = bed.theirs->address();
-    bed.there->close();
+    (void)bed.there->close();
     EngineOptions options = engine_options("second", "");
     options.listen = {address};
     auto second = make_engine(options);
@@ -288,7 +288,7 @@ TEST_CASE("tcp: jobs of a stream that fails come through when all working thread
     CHECK(one.well == 2);
     CHECK(other.well == 2);
     mine.reset();
-    std::future<void> closed = std::async(std::launch::async, [&] { here->close(); });
+    std::future<void> closed = std::async(std::launch::async, [&] { (void)here->close(); });
     REQUIRE(closed.wait_for(std::chrono::seconds(60)) == std::future_status::ready);
 }
 
@@ -311,7 +311,7 @@ TEST_CASE("tcp: close ends a message and a handshake that wait for a peer which 
         });
     }
     while (begun != 4) std::this_thread::yield();
-    here->close();
+    (void)here->close();
     for (std::thread& caller : callers) caller.join();
     CHECK(ended == 4);
 }

@@ -337,7 +337,7 @@ TEST_CASE("hostile: a target that answers anything") {
     }
     std::cerr << "a lying target: " << good << " transfers went well, " << bad << " failed\n";
     CHECK(bad > 10);
-    here->close();
+    (void)here->close();
     listener->stop();
     for (std::thread& thread : threads) thread.join();
     CHECK(here->check_integrity());

@@ -2,12 +2,17 @@
 // the test says so: what it has posted keeps memory from being freed.
 #include <condition_variable>
 #include <deque>
+#include <future>
 #include <map>
 #include <mutex>
 #include <thread>
 
 #include "bed.hpp"
 #include "transport/registry/registry.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/lsan_interface.h>
+#endif
 
 using namespace moonpool;
 using namespace moonpool::testing;
@@ -139,6 +144,16 @@ class LateTransport final : public transport::Transport {
     bool drained(uint64_t revocation) override { return device->drained(revocation); }
 };
 
+// An engine that is closed while a device has its memory is never freed.
+struct MayOutlive {
+#if defined(__SANITIZE_ADDRESS__)
+    MayOutlive() { __lsan_disable(); }
+    ~MayOutlive() { __lsan_enable(); }
+#else
+    MayOutlive() {}
+#endif
+};
+
 // Two engines whose slices go over the device alone.
 struct LateBed {
     Device hardware;
@@ -146,6 +161,7 @@ struct LateBed {
     std::unique_ptr<Pair> pair;
 
     explicit LateBed(int timeout_ms) {
+        MayOutlive engines;
         device = &hardware;
         known.push_back({"late", [](const transport::Context&) { return std::string(); },
                          [](const transport::Context&) -> std::unique_ptr<transport::Transport> {
@@ -248,6 +264,33 @@ TEST_CASE("in flight: a job that was given up keeps its memory until the fence")
     check_still_inside(bed.pair->here->deregister_region(local));
     bed.hardware.fence();
     CHECK(bed.pair->here->deregister_region(local).ok());
+}
+
+TEST_CASE(
+    "in flight: close() ends at its deadline while an operation is posted, and survives its completion") {
+    std::vector<std::byte> mine(4096, std::byte{0}), theirs(4096, std::byte{7});
+    auto local = reinterpret_cast<uint64_t>(mine.data()), remote = reinterpret_cast<uint64_t>(theirs.data());
+    LateBed bed(kShortMs);
+    REQUIRE(bed.pair->here->register_region(local, 4096, "").ok());
+    REQUIRE(bed.pair->there->register_region(remote, 4096, "").ok());
+    uint64_t ticket = bed.submit(local, remote, 4096);
+    std::thread waiter([&] { CHECK(*bed.pair->here->wait(ticket, 600000)); });
+    std::promise<Status> closed;
+    std::thread closer([&] { closed.set_value(bed.pair->here->close()); });
+    std::future<Status> outcome = closed.get_future();
+    bool in_time = outcome.wait_for(std::chrono::seconds(60)) == std::future_status::ready;
+    CHECK(in_time);
+    if (in_time) waiter.join();
+    bed.hardware.complete();
+    if (!in_time) waiter.join();
+    closer.join();
+    Status status = outcome.get();
+    REQUIRE_FALSE(status.ok());
+    CHECK(status.error().code == Code::kTimeout);
+    CHECK(status.error().text.find("must not be freed") != std::string::npos);
+    CHECK(mine.back() == std::byte{7});
+    CHECK(bed.pair->here->close().error() == status.error());
+    CHECK(bed.pair->here->submit({}).error().code == Code::kClosed);
 }
 
 TEST_CASE("in flight: visits and operations of a region are counted apart, and none begins once it closes") {
