@@ -54,6 +54,8 @@ class CAPABILITY("mutex") Mutex {
 class SCOPED_CAPABILITY MutexLock {
    public:
     explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+    // Of a mutex that try_lock() has locked.
+    MutexLock(Mutex& mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex_(mutex) {}
     ~MutexLock() RELEASE() {
         if (held_) mutex_.unlock();
     }

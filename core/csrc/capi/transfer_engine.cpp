@@ -16,13 +16,13 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "capi/message.hpp"
 #include "capi/surroundings.hpp"
 #include "engine/engine.hpp"
@@ -91,19 +91,19 @@ class Handle {
     int say(int code, const std::string& what, const std::string& why);
 
    private:
-    Batch* find(batch_id_t batch);
-    int check_room(batch_id_t batch, size_t count);
-    Status look(Submitted& submitted);
-    void forget_old();
+    Batch* find(batch_id_t batch) REQUIRES(mutex_);
+    int check_room(batch_id_t batch, size_t count) REQUIRES(mutex_);
+    Status look(Submitted& submitted) REQUIRES(mutex_);
+    void forget_old() REQUIRES(mutex_);
 
     std::shared_ptr<Engine> engine_;
-    std::mutex mutex_;  // what follows
-    std::map<batch_id_t, Batch> batches_;
-    std::map<std::string, uint32_t> peers_;
-    batch_id_t next_batch_ = 1;
-    size_t forget_at_ = kBatchesKept;  // batches
-    std::mutex say_mutex_;
-    std::chrono::steady_clock::time_point said_{};
+    Mutex mutex_;  // before say_mutex_
+    std::map<batch_id_t, Batch> batches_ GUARDED_BY(mutex_);
+    std::map<std::string, uint32_t> peers_ GUARDED_BY(mutex_);
+    batch_id_t next_batch_ GUARDED_BY(mutex_) = 1;
+    size_t forget_at_ GUARDED_BY(mutex_) = kBatchesKept;  // batches
+    Mutex say_mutex_;
+    std::chrono::steady_clock::time_point said_ GUARDED_BY(say_mutex_){};
 };
 
 void print(const char* what, const char* why) { std::fprintf(stderr, "moonpool: %s: %s\n", what, why); }
@@ -120,7 +120,7 @@ Answer guarded(const char* what, Answer failed, Body body) noexcept {
 }
 
 int Handle::say(int code, const std::string& what, const std::string& why) {
-    std::lock_guard lock(say_mutex_);
+    MutexLock lock(say_mutex_);
     auto now = std::chrono::steady_clock::now();
     if (now - said_ >= kSayEvery) {
         said_ = now;
@@ -132,12 +132,12 @@ int Handle::say(int code, const std::string& what, const std::string& why) {
 int Handle::open(const std::string& name) {
     std::optional<uint32_t> known;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (auto found = peers_.find(name); found != peers_.end()) known = found->second;
     }
     if (known) {
         if (engine_->segment(*known)) return static_cast<int>(*known);
-        std::lock_guard lock(mutex_);  // another process is there by now, or none
+        MutexLock lock(mutex_);  // another process is there by now, or none
         if (auto found = peers_.find(name); found != peers_.end() && found->second == *known) {
             (void)engine_->close_segment(*known);
             peers_.erase(found);
@@ -145,21 +145,21 @@ int Handle::open(const std::string& name) {
     }
     Result<uint32_t> opened = engine_->open(name);
     if (!opened) return say(kNoPeer, "openSegment", opened.error().text);
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto [place, first] = peers_.try_emplace(name, *opened);
     if (!first) (void)engine_->close_segment(*opened);  // another thread was faster
     return static_cast<int>(place->second);
 }
 
 int Handle::close_segment(segment_id_t segment) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     std::erase_if(peers_, [&](const auto& peer) { return peer.second == static_cast<uint32_t>(segment); });
     Status closed = engine_->close_segment(static_cast<uint32_t>(segment));
     return closed ? 0 : say(kInvalid, "closeSegment", closed.error().text);
 }
 
 batch_id_t Handle::allocate(size_t size) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (batches_.size() >= forget_at_) forget_old();
     if (size == 0 || size > kBatchRequestsMax || batches_.size() >= kBatchesMax) {
         say(kInvalid, "allocateBatchID",
@@ -172,8 +172,8 @@ batch_id_t Handle::allocate(size_t size) {
 }
 
 void Handle::forget_old() {
-    std::erase_if(batches_, [this](const auto& one) {
-        return one.first + kBatchesKept < next_batch_ && one.second.ended();
+    std::erase_if(batches_, [next = next_batch_](const auto& one) {
+        return one.first + kBatchesKept < next && one.second.ended();
     });
     forget_at_ = std::max(kBatchesKept, 2 * batches_.size());
 }
@@ -184,7 +184,7 @@ Batch* Handle::find(batch_id_t batch) {
 }
 
 int Handle::free_batch(batch_id_t batch) {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     auto freed = batches_.extract(batch);
     if (freed.empty()) return say(kInvalid, "freeBatchID", "there is no such batch");
     lock.unlock();  // what still runs takes up to a second to end, and others must not wait for it
@@ -206,7 +206,7 @@ int Handle::check_room(batch_id_t batch, size_t count) {
 
 int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> requests,
                    const std::optional<std::string>& message) {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     if (int wrong = check_room(batch, requests.size())) return wrong;
     std::vector<Slice> slices;
     std::vector<uint32_t> segments;
@@ -272,7 +272,7 @@ Status Handle::look(Submitted& submitted) {
 }
 
 int Handle::status(batch_id_t batch, size_t number, transfer_status_t& status) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     status = {STATUS_FAILED, 0};
     Batch* found = find(batch);
     if (found == nullptr) return say(kInvalid, "getTransferStatus", "there is no such batch");

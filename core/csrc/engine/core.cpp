@@ -119,6 +119,7 @@ Status Engine::Core::start_transports() {
     if (carrier == nullptr) {
         return Error{Code::kInvalidArgument, "an engine needs a transport that carries its control channel"};
     }
+    MutexLock lock(reception->mutex);
     reception->carrier = carrier;
     return success();
 }
@@ -138,12 +139,12 @@ Service Engine::Core::service() {
         if (asked != tenant) {
             return Error{Code::kAuth, "this engine does not serve the tenant \"" + std::string(asked) + "\""};
         }
-        std::lock_guard lock(reception->mutex);
+        MutexLock lock(reception->mutex);
         if (reception->carrier == nullptr) return Error{Code::kUnavailable, "this engine is closed"};
         return transport::encode_welcome(self);
     };
     service.serve = [reception = reception](AuthenticatedConnection caller) {
-        std::lock_guard lock(reception->mutex);
+        MutexLock lock(reception->mutex);
         if (reception->carrier != nullptr) reception->carrier->adopt(std::move(caller));
     };
     return service;
@@ -153,21 +154,21 @@ Service Engine::Core::service() {
 // and what has not ended keeps what it uses.
 Status Engine::Core::close() {
     if (fork.in_child()) return success();
-    std::lock_guard lock(close_mutex);
+    MutexLock lock(close_mutex);
     if (closed) return *closed;
     const auto end = std::chrono::steady_clock::now() +
                      std::chrono::milliseconds(std::max(options.timeout_ms, kCloseMsMin));
     closing = true;
     for (const Entry& entry : transports) entry.transport->withdraw();
     {
-        std::lock_guard inner(reception->mutex);
+        MutexLock inner(reception->mutex);
         reception->carrier = nullptr;
     }
     if (listener != nullptr) listener->stop();
     // Callers see that we close at their next step; those inside a system call within its short deadline.
     std::vector<std::shared_ptr<Peer>> all;
     {
-        std::lock_guard inner(peers_mutex);
+        MutexLock inner(peers_mutex);
         for (auto& [number, peer] : peers) all.push_back(peer);
         peers.clear();
     }
@@ -215,13 +216,7 @@ bool Engine::Core::settle(std::chrono::steady_clock::time_point end) {
 bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
     bool all = true;
     for (const auto& ticket : tickets.running()) {
-        {
-            std::unique_lock waiting(ticket->mutex);
-            if (ticket->ended.wait_until(waiting, end,
-                                         [&] { return ticket->state != TicketState::kWaiting; })) {
-                continue;
-            }
-        }
+        if (ticket->wait(end)) continue;
         all = false;
         TransferFailure failure;
         failure.error = Error{Code::kClosed, "the engine was closed before the transfer ended"};
@@ -247,7 +242,7 @@ Status Engine::Core::add_region(uint64_t address, uint64_t length, MemoryKind ki
 Status Engine::Core::remove_region(uint64_t address) {
     Result<std::shared_ptr<Region>> region = regions->remove(address);
     if (!region) {
-        std::lock_guard lock(undrained_mutex);
+        MutexLock lock(undrained_mutex);
         auto it = std::ranges::find(undrained, address, &Region::address);
         if (it == undrained.end()) return region.error();
         region = std::move(*it);
@@ -256,7 +251,7 @@ Status Engine::Core::remove_region(uint64_t address) {
     Status status =
         revoke(**region, std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms));
     if (!status) {
-        std::lock_guard lock(undrained_mutex);
+        MutexLock lock(undrained_mutex);
         if (undrained.size() < transport::kRegionsMax) undrained.push_back(std::move(*region));
     }
     return status;

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "base/event_loop.hpp"
+#include "base/mutex.hpp"
 #include "engine/engine.hpp"
 #include "engine/inbox.hpp"
 #include "engine/peer.hpp"
@@ -29,8 +29,8 @@ inline constexpr uint32_t kWorkersMax = 16;
 
 // What the listener calls: it may outlive the engine.
 struct Reception {
-    std::mutex mutex;
-    transport::ControlCarrier* carrier = nullptr;
+    Mutex mutex;
+    transport::ControlCarrier* carrier GUARDED_BY(mutex) = nullptr;
 };
 
 Status check_message(std::string_view message);
@@ -71,8 +71,8 @@ struct Engine::Core {
     ForkGuard fork;
     std::atomic<bool> closing{false};
     std::atomic<int> calls{0};  // inside of us
-    std::mutex close_mutex;
-    std::optional<Status> closed;  // how close() ended
+    Mutex close_mutex;
+    std::optional<Status> closed GUARDED_BY(close_mutex);  // how close() ended
     // close() has not seen the end of all that runs: threads and devices still use this object, which is
     // never freed then.
     std::atomic<bool> in_use{false};
@@ -81,8 +81,9 @@ struct Engine::Core {
     transport::Identity identity;
     std::shared_ptr<transport::RegionTable> regions = std::make_shared<transport::RegionTable>();
     std::vector<std::string> addresses;
-    std::mutex undrained_mutex;
-    std::vector<std::shared_ptr<Region>> undrained;  // out of the table, but something still touches them
+    Mutex undrained_mutex;
+    // Out of the table, but something still touches them.
+    std::vector<std::shared_ptr<Region>> undrained GUARDED_BY(undrained_mutex);
     engine::Inbox inbox;
     engine::Tickets tickets;
 
@@ -94,9 +95,9 @@ struct Engine::Core {
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
     std::unique_ptr<Listener> listener;
 
-    std::mutex peers_mutex;
-    std::unordered_map<uint32_t, std::shared_ptr<Peer>> peers;
-    uint32_t next_peer = 1;
+    Mutex peers_mutex;
+    std::unordered_map<uint32_t, std::shared_ptr<Peer>> peers GUARDED_BY(peers_mutex);
+    uint32_t next_peer GUARDED_BY(peers_mutex) = 1;
 
     // ---- life
 

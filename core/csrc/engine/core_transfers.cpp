@@ -37,7 +37,7 @@ Status engine::check_message(std::string_view message) {
 }
 
 Result<std::shared_ptr<Peer>> Engine::Core::find_peer(uint32_t segment) {
-    std::lock_guard lock(peers_mutex);
+    MutexLock lock(peers_mutex);
     auto it = peers.find(segment);
     if (it == peers.end()) {
         return Error{Code::kInvalidArgument,

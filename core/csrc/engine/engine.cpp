@@ -101,7 +101,7 @@ Result<uint32_t> Engine::open(const std::string& address) {
     Core::Call call(core);
     if (!call.ok()) return call.error();
     {
-        std::lock_guard lock(core.peers_mutex);
+        MutexLock lock(core.peers_mutex);
         if (core.peers.size() >= kEngineSegmentsMax) {
             return Error{Code::kTooLarge, "this engine already has " + std::to_string(kEngineSegmentsMax) +
                                               " segments open, the limit; close those that are not used"};
@@ -123,7 +123,7 @@ Result<uint32_t> Engine::open(const std::string& address) {
         return Error{Code::kUnavailable, "no transport reaches " + address + ": " + reasons};
     }
     auto peer = std::make_shared<Peer>(std::move(*contact), std::move(routes), core.counters);
-    std::lock_guard lock(core.peers_mutex);
+    MutexLock lock(core.peers_mutex);
     uint32_t number = core.next_peer++;
     core.peers[number] = std::move(peer);
     return number;
@@ -135,7 +135,7 @@ Status Engine::close_segment(uint32_t segment) {
     Result<std::shared_ptr<Peer>> peer = core_->find_peer(segment);
     if (!peer) return peer.error();
     {
-        std::lock_guard lock(core_->peers_mutex);
+        MutexLock lock(core_->peers_mutex);
         core_->peers.erase(segment);
     }
     (*peer)->close();
@@ -173,10 +173,13 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
 
 namespace {
 
+// The links end a job, and close() ends a ticket whose job does not.
+constexpr auto kForEver = std::chrono::steady_clock::time_point::max();
+
 TicketStatus status_of(Ticket& ticket) {
     TicketStatus status;
     {
-        std::lock_guard lock(ticket.mutex);
+        MutexLock lock(ticket.mutex);
         status.state = ticket.state;
         status.failure = ticket.failure;
     }
@@ -210,14 +213,16 @@ Result<uint64_t> Engine::transfer(const TransferRequest& request, TicketStatus* 
     Result<uint64_t> id = submit(request);
     if (!id) return id.error();
     std::shared_ptr<Ticket> ticket = core_->tickets.find(*id);
-    {
-        std::unique_lock lock(ticket->mutex);
-        ticket->ended.wait(lock, [&] { return ticket->state != TicketState::kWaiting; });
-    }
+    (void)ticket->wait(kForEver);
     core_->tickets.release(*id);
-    if (ticket->state != TicketState::kDone) {
+    std::optional<Error> failed;
+    {
+        MutexLock lock(ticket->mutex);
+        if (ticket->state != TicketState::kDone) failed = ticket->failure.error;
+    }
+    if (failed) {
         if (status != nullptr) *status = status_of(*ticket);
-        return ticket->failure.error;
+        return *failed;
     }
     uint64_t bytes = 0;
     for (const auto& share : ticket->shares) bytes += share->job->bytes_done;
@@ -248,9 +253,7 @@ Result<bool> Engine::wait(uint64_t id, int timeout_ms) {
     if (!call.ok()) return call.error();
     std::shared_ptr<Ticket> ticket = core_->tickets.find(id);
     if (ticket == nullptr) return no_ticket(id);
-    std::unique_lock lock(ticket->mutex);
-    return ticket->ended.wait_for(lock, std::chrono::milliseconds(timeout_ms),
-                                  [&] { return ticket->state != TicketState::kWaiting; });
+    return ticket->wait(std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms));
 }
 
 Result<TicketStatus> Engine::status(uint64_t id) {
@@ -276,10 +279,7 @@ Status Engine::release(uint64_t id) {
     std::shared_ptr<Ticket> ticket = core_->tickets.find(id);
     if (ticket == nullptr) return no_ticket(id);
     for (const auto& share : ticket->shares) share->job->cancelled = true;
-    {
-        std::unique_lock lock(ticket->mutex);
-        ticket->ended.wait(lock, [&] { return ticket->state != TicketState::kWaiting; });
-    }
+    (void)ticket->wait(kForEver);
     core_->tickets.release(id);
     return success();
 }

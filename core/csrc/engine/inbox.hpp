@@ -3,11 +3,11 @@
 #pragma once
 
 #include <deque>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 
 namespace moonpool::engine {
@@ -17,7 +17,7 @@ class Inbox {
     Inbox(size_t messages_max, size_t bytes_max) : messages_max_(messages_max), bytes_max_(bytes_max) {}
 
     Status put(const std::string& peer, std::string message) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (messages_.size() >= messages_max_ || bytes_ + message.size() > bytes_max_) {
             return Error{Code::kTooLarge, "the peer's inbox is full (" + std::to_string(messages_.size()) +
                                               " messages, " + std::to_string(bytes_) +
@@ -28,7 +28,7 @@ class Inbox {
         return success();
     }
     std::vector<std::pair<std::string, std::string>> take() {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         std::vector<std::pair<std::string, std::string>> all(std::make_move_iterator(messages_.begin()),
                                                              std::make_move_iterator(messages_.end()));
         messages_.clear();
@@ -36,14 +36,14 @@ class Inbox {
         return all;
     }
     size_t size() {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         return messages_.size();
     }
 
    private:
-    std::mutex mutex_;
-    std::deque<std::pair<std::string, std::string>> messages_;
-    size_t bytes_ = 0;
+    Mutex mutex_;
+    std::deque<std::pair<std::string, std::string>> messages_ GUARDED_BY(mutex_);
+    size_t bytes_ GUARDED_BY(mutex_) = 0;
     size_t messages_max_, bytes_max_;
 };
 

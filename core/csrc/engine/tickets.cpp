@@ -10,7 +10,7 @@ namespace moonpool::engine {
 Tickets::Tickets() : event_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 Status Tickets::add(const std::shared_ptr<Ticket>& ticket) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (tickets_.size() >= kEngineTicketsMax) {
         return Error{Code::kTooLarge, "this engine already has " + std::to_string(kEngineTicketsMax) +
                                           " tickets, the limit; release those that ended"};
@@ -27,13 +27,13 @@ Status Tickets::add(const std::shared_ptr<Ticket>& ticket) {
 }
 
 std::shared_ptr<Ticket> Tickets::find(uint64_t id) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto it = tickets_.find(id);
     return it == tickets_.end() ? nullptr : it->second;
 }
 
 void Tickets::release(uint64_t id) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     tickets_.erase(id);
     std::erase(ended_, id);
 }
@@ -41,7 +41,8 @@ void Tickets::release(uint64_t id) {
 void Tickets::end(Ticket& ticket, TicketState state, TransferFailure failure) {
     {
         // poll() tells of no ticket that status() still calls waiting, and forgets none that was released.
-        std::scoped_lock lock(mutex_, ticket.mutex);
+        MutexLock lock(mutex_);
+        MutexLock inner(ticket.mutex);
         if (ticket.state != TicketState::kWaiting) return;
         slices_open_ -= ticket.slices;
         ticket.state = state;
@@ -55,15 +56,15 @@ void Tickets::end(Ticket& ticket, TicketState state, TransferFailure failure) {
 std::vector<uint64_t> Tickets::poll() {
     uint64_t value;
     (void)!::read(event_.get(), &value, sizeof(value));
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return std::exchange(ended_, {});
 }
 
 std::vector<std::shared_ptr<Ticket>> Tickets::running() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     std::vector<std::shared_ptr<Ticket>> all;
     for (const auto& [id, ticket] : tickets_) {
-        std::lock_guard inner(ticket->mutex);
+        MutexLock inner(ticket->mutex);
         if (ticket->state == TicketState::kWaiting) all.push_back(ticket);
     }
     return all;
@@ -75,7 +76,7 @@ void Tickets::wake() {
 }
 
 size_t Tickets::size() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return tickets_.size();
 }
 

@@ -3,15 +3,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/mutex.hpp"
 #include "engine/engine.hpp"
 #include "engine/peer.hpp"
 
@@ -35,10 +35,17 @@ struct Ticket {
     std::optional<std::string> notify;
     std::atomic<size_t> shares_left{0};
 
-    std::mutex mutex;
-    std::condition_variable ended;
-    TicketState state = TicketState::kWaiting;
-    TransferFailure failure;
+    Mutex mutex;
+    CondVar ended;
+    TicketState state GUARDED_BY(mutex) = TicketState::kWaiting;
+    TransferFailure failure GUARDED_BY(mutex);
+
+    // Until it has ended, at `end` at the latest; whether it has.
+    bool wait(std::chrono::steady_clock::time_point end) EXCLUDES(mutex) {
+        MutexLock lock(mutex);
+        return ended.wait_until(lock, end,
+                                [this]() REQUIRES(mutex) { return state != TicketState::kWaiting; });
+    }
 };
 
 class Tickets {
@@ -59,10 +66,10 @@ class Tickets {
 
    private:
     Fd event_;
-    std::mutex mutex_;
-    std::unordered_map<uint64_t, std::shared_ptr<Ticket>> tickets_;
-    std::vector<uint64_t> ended_;
-    uint64_t next_ = 1;
+    Mutex mutex_;  // before a ticket's
+    std::unordered_map<uint64_t, std::shared_ptr<Ticket>> tickets_ GUARDED_BY(mutex_);
+    std::vector<uint64_t> ended_ GUARDED_BY(mutex_);
+    uint64_t next_ GUARDED_BY(mutex_) = 1;
     std::atomic<size_t> slices_open_{0};
 };
 

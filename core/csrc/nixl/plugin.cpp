@@ -9,10 +9,10 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "capi/surroundings.hpp"
 #include "engine/engine.hpp"
 #include "nixl/abi.hpp"
@@ -124,7 +124,7 @@ class Backend final : public NixlEngine {
     }
     NixlStatus disconnect(const std::string& agent) override {
         return guarded("disconnect", [&] {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             auto found = peers_.find(agent);
             if (found == peers_.end()) return kNixlNotFound;
             drop(found->second);
@@ -175,7 +175,7 @@ class Backend final : public NixlEngine {
     }
     NixlStatus load_connection(const std::string& agent, const std::string& info) override {
         return guarded("loadRemoteConnInfo", [&] {
-            std::lock_guard lock(mutex_);
+            MutexLock lock(mutex_);
             Peer& peer = peers_[agent];
             drop(peer);  // it may be another process of that name, at the same address, too
             peer.address = info;
@@ -221,13 +221,13 @@ class Backend final : public NixlEngine {
     };
 
     Result<uint32_t> segment_of(const std::string& agent) const;
-    void drop(Peer& peer) const {
+    void drop(Peer& peer) const REQUIRES(mutex_) {
         if (peer.segment) (void)engine_->close_segment(*peer.segment);
         peer.segment.reset();
     }
     // A peer did not answer: the next call that wants it dials again.
     void lost(const std::string& agent, uint32_t segment) const {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         auto found = peers_.find(agent);
         if (found != peers_.end() && found->second.segment == segment) drop(found->second);
     }
@@ -236,13 +236,13 @@ class Backend final : public NixlEngine {
     NixlStatus look(Transfer& transfer) const;
 
     std::shared_ptr<Engine> engine_;
-    mutable std::mutex mutex_;
-    mutable std::map<std::string, Peer> peers_;
+    mutable Mutex mutex_;
+    mutable std::map<std::string, Peer> peers_ GUARDED_BY(mutex_);
 };
 
 // Dials without the lock: a peer that hangs must not stop the others.
 Result<uint32_t> Backend::segment_of(const std::string& agent) const {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     auto found = peers_.find(agent);
     if (found == peers_.end()) return Error{Code::kInvalidArgument, "the agent " + agent + " is not known"};
     if (found->second.segment) return *found->second.segment;

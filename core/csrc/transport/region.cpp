@@ -38,7 +38,7 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
     if (!is_utf8(location)) {  // peers could read none of the regions
         return Error{Code::kInvalidArgument, "a location must be UTF-8; \"cpu:0\" is an example"};
     }
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (regions_->size() >= kRegionsMax) {
         return Error{Code::kTooLarge, "this engine already has " + std::to_string(kRegionsMax) +
                                           " regions, the limit; register larger ranges"};
@@ -69,7 +69,7 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
 }
 
 Result<std::shared_ptr<Region>> RegionTable::remove(uint64_t address) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto it = std::ranges::lower_bound(*regions_, address, {}, [](const auto& r) { return r->address; });
     if (it == regions_->end() || (*it)->address != address) {
         char text[32];
@@ -85,7 +85,7 @@ Result<std::shared_ptr<Region>> RegionTable::remove(uint64_t address) {
 }
 
 std::shared_ptr<const Regions> RegionTable::all() const {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return regions_;
 }
 

@@ -20,10 +20,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "memory/kind_name.hpp"
 #include "transport/memory.hpp"
@@ -90,9 +90,9 @@ class RegionTable {
     bool check_integrity() const;
 
    private:
-    mutable std::mutex mutex_;
-    uint64_t next_id_ = 1;
-    std::shared_ptr<const Regions> regions_ = std::make_shared<Regions>();
+    mutable Mutex mutex_;
+    uint64_t next_id_ GUARDED_BY(mutex_) = 1;
+    std::shared_ptr<const Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();
 };
 
 // The regions that one posted operation may touch without a thread of this process. A transport makes it

@@ -16,7 +16,7 @@ constexpr std::chrono::seconds kIdle{5};
 
 void Workers::post(bool background, std::function<void()> function) {
     if (fork_.in_child()) return;
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     if (stopping_) {
         lock.unlock();
         function();
@@ -39,22 +39,27 @@ void Workers::post(bool background, std::function<void()> function) {
             queue.pop_back();
             lock.unlock();
             alone();
+            return;
         }
     }
 }
 
+// The background leaves one thread to the foreground.
+bool Workers::background_may_start() const {
+    return !background_.empty() && (threads_max_ == 1 || busy_background_ + 1 < threads_max_);
+}
+
 void Workers::run() {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     for (;;) {
-        // The background leaves one thread to the foreground.
-        bool may_background =
-            !background_.empty() && (threads_max_ == 1 || busy_background_ + 1 < threads_max_);
-        if (foreground_.empty() && !may_background) {
+        if (foreground_.empty() && !background_may_start()) {
             if (stopping_ && background_.empty()) break;
             ++idle_;
-            bool woken = work_.wait_for(lock, kIdle) == std::cv_status::no_timeout;
+            bool woken = work_.wait_for(lock, kIdle, [this]() REQUIRES(mutex_) {
+                return !foreground_.empty() || background_may_start() || (stopping_ && background_.empty());
+            });
             --idle_;
-            if (!woken && foreground_.empty() && background_.empty()) break;
+            if (!woken && background_.empty()) break;
             continue;
         }
         bool background = foreground_.empty();
@@ -76,10 +81,10 @@ void Workers::run() {
 
 bool Workers::stop(std::chrono::steady_clock::time_point end) {
     if (fork_.in_child()) return true;
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     stopping_ = true;
     work_.notify_all();
-    return ended_.wait_until(lock, end, [this] { return threads_ == 0; });
+    return ended_.wait_until(lock, end, [this]() REQUIRES(mutex_) { return threads_ == 0; });
 }
 
 }  // namespace moonpool::transport

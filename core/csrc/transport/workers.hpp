@@ -4,15 +4,14 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <list>
-#include <mutex>
 #include <thread>
 
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 
 namespace moonpool::transport {
 
@@ -30,14 +29,16 @@ class Workers {
 
    private:
     void run();
+    bool background_may_start() const REQUIRES(mutex_);
 
     ForkGuard fork_;
     uint32_t threads_max_;
-    std::mutex mutex_;
-    std::condition_variable work_, ended_;
-    std::deque<std::function<void()>> foreground_, background_;
-    uint32_t idle_ = 0, threads_ = 0, busy_background_ = 0;
-    bool stopping_ = false;
+    Mutex mutex_;
+    CondVar work_, ended_;
+    std::deque<std::function<void()>> foreground_ GUARDED_BY(mutex_), background_ GUARDED_BY(mutex_);
+    uint32_t idle_ GUARDED_BY(mutex_) = 0, threads_ GUARDED_BY(mutex_) = 0;
+    uint32_t busy_background_ GUARDED_BY(mutex_) = 0;
+    bool stopping_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace moonpool::transport

@@ -22,7 +22,7 @@ void Client::close() {
     if (own_.check_open().ok() || own_.check_open().error().code == Code::kForked) return;
     std::shared_ptr<Pool> pool;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         closed_ = true;
         pool = std::move(pool_);
     }
@@ -34,7 +34,7 @@ void Client::close() {
 std::shared_ptr<Client::Pool> Client::pool() {
     if (!own_.check_open()) return nullptr;  // in a child of fork() the mutex may be held for ever
     std::shared_ptr<Session> session = own_.current();
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (closed_ || session == nullptr || session->incarnation() == asked_) return pool_;
     asked_ = session->incarnation();
     if (session->master().empty()) {

@@ -13,11 +13,11 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "directory/directory_client.hpp"
 #include "store/client/location_cache.hpp"
 #include "store/client/node_client.hpp"
@@ -205,10 +205,10 @@ class Client {
     LocationCache locations_;
     RecentCopies recent_;
     ClientOptions options_;
-    std::mutex mutex_;
-    std::shared_ptr<Pool> pool_;
-    Incarnation asked_{};  // the life of the own node whose master is known
-    bool closed_ = false;
+    Mutex mutex_;
+    std::shared_ptr<Pool> pool_ GUARDED_BY(mutex_);
+    Incarnation asked_ GUARDED_BY(mutex_){};  // the life of the own node whose master is known
+    bool closed_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace moonpool

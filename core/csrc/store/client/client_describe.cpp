@@ -4,6 +4,7 @@
 #include <map>
 #include <tuple>
 
+#include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
@@ -98,13 +99,13 @@ void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> na
     }
     std::vector<Group> work;
     for (auto& [id, group] : groups) work.push_back(std::move(group));
-    std::mutex merging;
+    Mutex merging;
     each(work, [&](Group& group) {
         std::vector<std::string_view> keys;
         for (size_t i : group.items) keys.push_back(names[i]);
         Result<std::vector<Description>> found = node(pool, group.member)->describe(keys);
         const NodeIdentity& at = group.member.identity;
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         for (size_t k = 0; k < group.items.size(); ++k) {
             if (!found) {
                 doubt[group.items[k]] = found.error().text;

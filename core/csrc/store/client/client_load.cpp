@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
@@ -82,7 +83,7 @@ LoadReport Client::load(std::string_view holders, std::span<const Descriptor> de
         }
         sources[place].which.push_back(static_cast<uint32_t>(i));
     }
-    std::mutex merging;
+    Mutex merging;
     std::vector<Group> work;
     for (size_t i = 0; i < sources.size(); ++i) {
         if (sources[i].which.empty()) continue;
@@ -99,7 +100,7 @@ LoadReport Client::load(std::string_view holders, std::span<const Descriptor> de
             peers_.node(source.route)
                 ->load(source.incarnation, plain, source.which, table, indices, columns, verify, part);
         }
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         for (uint32_t i : source.which) report.ok[i] = part.ok[i];
         report.bytes += part.bytes;
         if (!part.error.empty()) report.error = part.error;

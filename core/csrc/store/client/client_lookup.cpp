@@ -3,6 +3,7 @@
 #include <map>
 #include <numeric>
 
+#include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
@@ -50,7 +51,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
                            std::span<const size_t> missing, Pinned& pinned, std::string& why) {
     std::vector<size_t> left(missing.begin(), missing.end());
     std::map<size_t, std::vector<NodeId>> tried;
-    std::mutex merging;
+    Mutex merging;
     for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
         std::vector<std::string_view> wanted;
         for (size_t i : left) wanted.push_back(names[i]);
@@ -90,7 +91,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
             Result<Pinned> got = group.member.identity.incarnation == pool.own
                                      ? own_.pin(keys)
                                      : node(pool, group.member)->pin(keys);
-            std::lock_guard lock(merging);
+            MutexLock lock(merging);
             if (!got) {
                 why = got.error().text;
                 again.insert(again.end(), group.items.begin(), group.items.end());
@@ -171,12 +172,12 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
     }
     std::vector<Group> work;
     for (auto& [id, group] : groups) work.push_back(std::move(group));
-    std::mutex merging;
+    Mutex merging;
     each(work, [&](Group& group) {
         std::vector<std::string_view> keys;
         for (size_t k : group.items) keys.push_back(wanted[k]);
         Result<std::vector<uint8_t>> flags = node(*others, group.member)->exists(keys, use);
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         for (size_t j = 0; j < keys.size(); ++j) {
             size_t at = place[group.items[j]];
             if (!flags) {

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <unordered_set>
 
+#include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
@@ -115,7 +116,7 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
     }
     std::vector<Group> work;
     for (auto& [id, group] : groups) work.push_back(std::move(group));
-    std::mutex merging;
+    Mutex merging;
     std::vector<NodeId> unreached;
     for (size_t i = 0; own_away && known != nullptr && i < known->rows.size(); ++i) {
         if (known->rows[i].identity.incarnation == pool.own) unreached.push_back(known->rows[i].id);
@@ -132,7 +133,7 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
         for (size_t k = 0; !flags && k < group.items.size(); ++k) {
             recent_.add(asked[group.items[k]], group.member.id);  // it may have them still
         }
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         for (RemovedManifest& manifest : shown) {
             manifest.item = group.items[manifest.item];
             manifests.push_back(manifest);
@@ -166,13 +167,13 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
             work.back().member = member;
         }
     }
-    std::mutex merging;
+    Mutex merging;
     std::unordered_set<std::string> seen;
     for (const ListRow& row : all) seen.insert(row.name);
     each(work, [&](Group& group) {
         Result<std::vector<ListRow>> more = node(*others, group.member)->list(prefix, limit);
         if (!more) return;
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         for (ListRow& row : *more) {
             if (is_stripe(row.name)) continue;
             if (all.size() < limit && seen.insert(row.name).second) all.push_back(std::move(row));

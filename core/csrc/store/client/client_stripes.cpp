@@ -5,6 +5,7 @@
 #include <iterator>
 #include <new>
 
+#include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 #include "wire/auth.hpp"
@@ -251,14 +252,14 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         groups[i % groups.size()].items.push_back(i);
     }
     std::vector<PutOutcome> outcomes(stripes.size(), PutOutcome::kRefused);
-    std::mutex merging;
+    Mutex merging;
     each(groups, [&](Group& group) {
         std::vector<PutItem> batch;
         for (size_t i : group.items) batch.push_back(stripes[i]);
         bool own = group.member.identity.incarnation == pool.own;
         Result<PutReport> put = own ? own_.put(batch, false, true, options.timeout_ms)
                                     : node(pool, group.member)->put(batch, false, true, options.timeout_ms);
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         if (!put) {
             report.refusal = put.error().text;
             return;
@@ -294,7 +295,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         }
         bool own = group.member.identity.incarnation == pool.own;
         auto kept = own ? own_.exists(here) : node(pool, group.member)->exists(here);
-        std::lock_guard lock(merging);
+        MutexLock lock(merging);
         for (size_t k = 0; k < which.size(); ++k) {
             if (kept && (*kept)[k] != 0) continue;
             rest.outcomes[which[k]] = PutOutcome::kRefused;

@@ -3,10 +3,10 @@
 // an older one's place. A wrong entry costs one question to a node that has not got it.
 #pragma once
 
-#include <mutex>
 #include <optional>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/xxh3.hpp"
 #include "directory/types.hpp"
 
@@ -15,19 +15,19 @@ namespace moonpool {
 class LocationCache {
    public:
     std::optional<Incarnation> find(const Hash128& hash) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (slots_.empty()) return std::nullopt;
         const Slot& slot = slots_[place(hash)];
         if (slot.hash != hash || slot.node == Incarnation{}) return std::nullopt;
         return slot.node;
     }
     void put(const Hash128& hash, const Incarnation& node) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (slots_.empty()) slots_.resize(kSlots);
         slots_[place(hash)] = Slot{hash, node};
     }
     void forget(const Hash128& hash) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (slots_.empty()) return;
         Slot& slot = slots_[place(hash)];
         if (slot.hash == hash) slot = Slot{};
@@ -41,8 +41,8 @@ class LocationCache {
     };
     static size_t place(const Hash128& hash) { return hash.high % kSlots; }
 
-    std::mutex mutex_;
-    std::vector<Slot> slots_;  // made with the first entry
+    Mutex mutex_;
+    std::vector<Slot> slots_ GUARDED_BY(mutex_);  // made with the first entry
 };
 
 }  // namespace moonpool

@@ -74,14 +74,14 @@ Status NodeClient::connect() {
 
 bool NodeClient::connected() {
     if (fork_.in_child()) return false;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return session_ != nullptr && session_->check_alive();
 }
 
 void NodeClient::close() {
     closed_ = true;
     if (fork_.in_child()) return;  // the mutex may be held by a thread that only the parent has
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (session_ != nullptr) session_->retire();
     session_.reset();
 }
@@ -96,7 +96,7 @@ Status NodeClient::check_open() const {
 
 Result<std::shared_ptr<Session>> NodeClient::session() {
     if (Status status = check_open(); !status) return status.error();
-    auto lock = lock_session();
+    SessionLock lock(*this);
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while this call waited
     if (session_ != nullptr && session_->check_alive()) return session_;
     session_.reset();

@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "store/client/items.hpp"
 #include "store/client/session.hpp"
 #include "store/shared/stripes.hpp"
@@ -162,22 +162,28 @@ class NodeClient {
     // where the mutex may be held by a thread that only the parent has.
     std::shared_ptr<Session> current() {
         if (fork_.in_child()) return nullptr;
-        auto lock = lock_session();
+        SessionLock lock(*this);
         return session_;
     }
     const ClientOptions& options() const { return options_; }
     const KeyHasher& hasher() const { return hash_; }
 
    private:
-    // Others wait here while one connects to a node that may not answer.
-    std::unique_lock<std::mutex> lock_session() {
-        std::unique_lock lock(mutex_, std::try_to_lock);
-        if (lock.owns_lock()) return lock;
-        auto since = std::chrono::steady_clock::now();
-        lock.lock();
-        WaitBudget::spent_since(since);
-        return lock;
-    }
+    // Others wait here while one connects to a node that may not answer: that is a wait for the node.
+    class SCOPED_CAPABILITY SessionLock {
+       public:
+        explicit SessionLock(NodeClient& client) ACQUIRE(client.mutex_) : mutex_(client.mutex_) {
+            if (mutex_.try_lock()) return;
+            auto since = std::chrono::steady_clock::now();
+            mutex_.lock();
+            WaitBudget::spent_since(since);
+        }
+        ~SessionLock() RELEASE() { mutex_.unlock(); }
+        SessionLock(const SessionLock&) = delete;
+
+       private:
+        Mutex& mutex_;
+    };
     Status check_names(const Session& session, std::span<const std::string_view> names) const;
     Status check_item(const Session& session, const PutItem& item) const;
     Result<std::vector<int64_t>> pin_and_get(std::span<const GetItem> items, bool verify, bool tolerant);
@@ -185,11 +191,11 @@ class NodeClient {
     ClientOptions options_;
     KeyHasher hash_;
     ForkGuard fork_;
-    std::mutex mutex_;
-    std::shared_ptr<Session> session_;
-    std::chrono::steady_clock::time_point retry_at_{};
-    std::chrono::milliseconds backoff_{0};
-    Error last_error_;
+    Mutex mutex_;
+    std::shared_ptr<Session> session_ GUARDED_BY(mutex_);
+    std::chrono::steady_clock::time_point retry_at_ GUARDED_BY(mutex_){};
+    std::chrono::milliseconds backoff_ GUARDED_BY(mutex_){0};
+    Error last_error_ GUARDED_BY(mutex_);
     std::atomic<bool> closed_{false};  // ends an opening, too
 };
 

@@ -22,7 +22,7 @@ std::shared_ptr<NodeClient> Peers::node(const Member& member, const std::string&
 }
 
 std::shared_ptr<NodeClient> Peers::node(const std::string& route) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (auto it = nodes_.find(route); it != nodes_.end()) return it->second;
     ClientOptions options = own_;
     options.dial = nullptr;
@@ -40,7 +40,7 @@ std::shared_ptr<NodeClient> Peers::node(const std::string& route) {
 }
 
 void Peers::close() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closed_ = true;
     for (auto& [route, node] : nodes_) node->close();
     nodes_.clear();

@@ -4,10 +4,10 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "directory/types.hpp"
 #include "store/client/node_client.hpp"
 
@@ -30,9 +30,9 @@ class Peers {
     static constexpr size_t kNodesMax = 1024;  // beyond it the ways to all are closed and found anew
 
     ClientOptions own_;
-    std::mutex mutex_;
-    bool closed_ = false;
-    std::map<std::string, std::shared_ptr<NodeClient>> nodes_;  // by route
+    Mutex mutex_;
+    bool closed_ GUARDED_BY(mutex_) = false;
+    std::map<std::string, std::shared_ptr<NodeClient>> nodes_ GUARDED_BY(mutex_);  // by route
 };
 
 }  // namespace moonpool

@@ -5,9 +5,9 @@
 
 #include <array>
 #include <chrono>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/xxh3.hpp"
 #include "directory/types.hpp"
 
@@ -16,7 +16,7 @@ namespace moonpool {
 class RecentCopies {
    public:
     void add(const Hash128& hash, NodeId node) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (slots_.empty()) slots_.resize(kSlots);
         Slot& slot = slots_[hash.high % kSlots];
         if (slot.hash != hash || expired(slot)) slot = Slot{hash, {}, {}, 0};
@@ -25,7 +25,7 @@ class RecentCopies {
     }
     // The node is told to remove its copy.
     void forget(const Hash128& hash, NodeId node) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (slots_.empty()) return;
         Slot& slot = slots_[hash.high % kSlots];
         if (slot.hash != hash) return;
@@ -37,7 +37,7 @@ class RecentCopies {
     }
     // Appends to `out`.
     void find(const Hash128& hash, std::vector<NodeId>& out) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (slots_.empty()) return;
         const Slot& slot = slots_[hash.high % kSlots];
         if (slot.hash != hash || expired(slot)) return;
@@ -56,8 +56,8 @@ class RecentCopies {
     };
     static bool expired(const Slot& slot) { return Clock::now() - slot.at > kAgeMax; }
 
-    std::mutex mutex_;
-    std::vector<Slot> slots_;  // made with the first entry
+    Mutex mutex_;
+    std::vector<Slot> slots_ GUARDED_BY(mutex_);  // made with the first entry
 };
 
 }  // namespace moonpool

@@ -90,11 +90,29 @@ Error forked() {
 
 }  // namespace
 
-// A call's turn at the socket, with io_mutex_ held: it waits no longer than its caller's budget lasts.
+// A call's hold of the socket. To wait for another thread's call that ends for nothing is to wait for the
+// node.
+class SCOPED_CAPABILITY Session::IoLock {
+   public:
+    explicit IoLock(Session& session) ACQUIRE(session.io_mutex_) : mutex_(session.io_mutex_) {
+        if (mutex_.try_lock()) return;
+        auto since = std::chrono::steady_clock::now();
+        mutex_.lock();
+        if (!session.alive()) WaitBudget::spent_since(since);
+    }
+    ~IoLock() RELEASE() { mutex_.unlock(); }
+    IoLock(const IoLock&) = delete;
+
+   private:
+    Mutex& mutex_;
+};
+
+// A call's turn at the socket, with io_mutex_ held, which the analysis does not see: it waits no longer than
+// its caller's budget lasts.
 class Session::Turn {
    public:
     // timeout_ms: of the call; 0: as the session was opened.
-    Turn(Session& session, int timeout_ms) : session_(session) {
+    Turn(Session& session, int timeout_ms) REQUIRES(session.io_mutex_) : session_(session) {
         int wait = timeout_ms > 0 ? session.one_wait(timeout_ms) : session.timeout_ms_;
         session.waits_ms_ = WaitBudget::within(wait);
         // It stays for the next call, whose wait mostly is the same: two system calls cost as much as a
@@ -107,27 +125,17 @@ class Session::Turn {
     ~Turn() { session_.waits_ms_ = session_.timeout_ms_; }
     Turn(const Turn&) = delete;
 
-    bool any() const { return session_.waits_ms_ > 0; }
+    bool any() const NO_THREAD_SAFETY_ANALYSIS { return session_.waits_ms_ > 0; }
 
    private:
     Session& session_;
 };
 
-// To wait for another thread's call that ends for nothing is to wait for the node.
-std::unique_lock<std::mutex> Session::lock_io() {
-    std::unique_lock lock(io_mutex_, std::try_to_lock);
-    if (lock.owns_lock()) return lock;
-    auto since = std::chrono::steady_clock::now();
-    lock.lock();
-    if (!alive()) WaitBudget::spent_since(since);
-    return lock;
-}
-
 Session::~Session() {
     bool was_alive = alive_.exchange(false);
     if (fd_.valid()) {  // else we are in a child of fork()
         if (was_alive) {
-            std::lock_guard lock(io_mutex_);
+            MutexLock lock(io_mutex_);
             drain(true);
         }
         ::shutdown(fd_.get(), SHUT_RDWR);
@@ -140,10 +148,9 @@ bool Session::check_alive() {
     ssize_t n = ::recv(fd_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) alive_.store(false);
     // What a node says unasked are its last words. While a call is in progress they may be the answer to it.
-    if (n > 0) {
-        std::unique_lock lock(io_mutex_, std::try_to_lock);
-        if (lock.owns_lock() && ::recv(fd_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0)
-            alive_.store(false);
+    if (n > 0 && io_mutex_.try_lock()) {
+        MutexLock lock(io_mutex_, std::adopt_lock);
+        if (::recv(fd_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0) alive_.store(false);
     }
     return alive();
 }
@@ -294,7 +301,7 @@ Status Session::call(Kind kind, const Build& build, const Parse& parse, int time
     if (fork_.in_child()) return forked();
     Status status = success();
     {
-        auto lock = lock_io();
+        IoLock lock(*this);
         if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
         Turn turn(*this, timeout_ms);
         if (!turn.any()) return no_time_left(peer_);
@@ -345,7 +352,7 @@ Status Session::refused(const FrameHeader& header, uint64_t request_id) {
 }
 
 void Session::take_posted(std::vector<std::byte>& out) {
-    std::lock_guard lock(posted_mutex_);
+    MutexLock lock(posted_mutex_);
     out.insert(out.end(), posted_.begin(), posted_.end());
     posted_.clear();
     if (read_count_ == 0) return;
@@ -363,7 +370,7 @@ void Session::take_posted(std::vector<std::byte>& out) {
 void Session::post(Kind kind, const Build& build) {
     if (fork_.in_child() || !alive()) return;
     {
-        std::lock_guard lock(posted_mutex_);
+        MutexLock lock(posted_mutex_);
         size_t at = begin_frame(posted_, kind, kFlagOneWay, 0);
         Writer w(posted_);
         build(w);
@@ -376,12 +383,12 @@ void Session::post(Kind kind, const Build& build) {
 void Session::flush_posted() {
     for (;;) {
         {
-            std::lock_guard lock(posted_mutex_);
+            MutexLock lock(posted_mutex_);
             if (posted_.empty() && read_slots_.size() < kReadSlotsMax) return;
         }
-        std::unique_lock lock(io_mutex_, std::try_to_lock);
-        if (!lock.owns_lock() || !alive()) return;
-        if (!drain(false)) return;
+        if (!io_mutex_.try_lock()) return;
+        MutexLock lock(io_mutex_, std::adopt_lock);
+        if (!alive() || !drain(false)) return;
     }
 }
 
@@ -403,7 +410,7 @@ bool Session::drain(bool wait) {
 
 Status Session::send(Kind kind, const Build& build) {
     if (fork_.in_child()) return forked();
-    std::lock_guard lock(io_mutex_);
+    MutexLock lock(io_mutex_);
     if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
     take_posted(unsent_);
     size_t at = begin_frame(unsent_, kind, kFlagOneWay, 0);
@@ -419,7 +426,7 @@ Status Session::read(size_t n, const Build& build, const Target& target, std::ve
     if (fork_.in_child()) return forked();
     Status status = success();
     {
-        auto lock = lock_io();
+        IoLock lock(*this);
         if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
         Turn turn(*this, 0);
         if (!turn.any()) return no_time_left(peer_);
@@ -511,7 +518,7 @@ Status Session::put(const Build& build, std::span<const MemoryRef> parts, const 
     for (const MemoryRef& part : parts) bytes += part.bytes;
     Status status = success();
     {
-        auto lock = lock_io();
+        IoLock lock(*this);
         if (!alive()) return Error{Code::kUnavailable, "the connection to " + peer_ + " is lost"};
         Turn turn(*this, timeout_ms);
         if (!turn.any()) return no_time_left(peer_);
@@ -578,7 +585,7 @@ Status Session::send_parts(std::span<const MemoryRef> parts) {
 }
 
 bool Session::behind() {
-    std::lock_guard lock(posted_mutex_);
+    MutexLock lock(posted_mutex_);
     return posted_.size() > kPostedMax;
 }
 
@@ -586,7 +593,7 @@ void Session::note_read(uint32_t slot, uint64_t bytes) {
     if (fork_.in_child()) return;
     size_t waiting;
     {
-        std::lock_guard lock(posted_mutex_);
+        MutexLock lock(posted_mutex_);
         if (read_slots_.size() < 4 * kReadSlotsMax) read_slots_.push_back(slot);
         ++read_count_;
         read_bytes_ += bytes;
@@ -596,7 +603,7 @@ void Session::note_read(uint32_t slot, uint64_t bytes) {
 }
 
 void Session::flush_reads() {
-    std::lock_guard lock(io_mutex_);
+    MutexLock lock(io_mutex_);
     if (alive()) drain(true);
 }
 

@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +19,7 @@
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/wait_budget.hpp"
 #include "store/client/block_path.hpp"
@@ -115,70 +115,77 @@ class Session {
     Status connect_remote(const ClientOptions& options);
 
    private:
+    class IoLock;
     class Turn;
     Session() = default;
 
-    Status handshake(const ClientOptions& options, SharedMemory& memory);
-    Status wait(short events);
-    bool read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes);
-    Status receive_bytes(const std::vector<ReadRow>& rows, const Target& target, std::vector<uint32_t>& crcs);
-    Status send_parts(std::span<const MemoryRef> parts);
-    Status open_space(const ClientOptions& options);
     Status open_within(const ClientOptions& options, int most_ms, const std::atomic<bool>* given_up);
-    std::unique_lock<std::mutex> lock_io();
+    Status open_space(const ClientOptions& options);
+    bool read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& index_bytes);
+    void flush_posted() EXCLUDES(io_mutex_, posted_mutex_);
+    void take_posted(std::vector<std::byte>& out) EXCLUDES(posted_mutex_);
     // Of one wait, when a call may take timeout_ms: a node of a pool leaves time for the others.
     int one_wait(int timeout_ms) const {
         return master_.empty() ? timeout_ms : WaitBudget::of_one_peer(timeout_ms);
     }
-    Status send_all(const std::byte* data, size_t size);
-    Status receive(void* data, size_t size);
-    bool peer_took_some();
-    Status receive_with_fds(void* data, size_t size, std::vector<Fd>& fds);
-    Status receive_frame(FrameHeader& header, std::vector<Fd>* fds);
-    Status lost(Error error);  // marks the session dead, gives the error back
-    Status exchange(Kind kind, const Build& build, const Parse& parse);
-    Status ask(Kind kind, const Build& build, uint64_t& request_id);
-    Status answer(Kind kind, uint64_t request_id, const Parse& parse);
-    Status refused(const FrameHeader& header, uint64_t request_id);
-    Status receive_header(FrameHeader& header);
-    Status check_header(const FrameHeader& header);
-    Status send_failed();
-    Status receive_failed(ssize_t n);
-    Status misfit();
-    void take_posted(std::vector<std::byte>& out);
-    bool drain(bool wait);
-    void flush_posted();
 
+    // At the socket.
+    Status handshake(const ClientOptions& options, SharedMemory& memory) REQUIRES(io_mutex_);
+    Status wait(short events) REQUIRES(io_mutex_);
+    Status send_all(const std::byte* data, size_t size) REQUIRES(io_mutex_);
+    Status send_parts(std::span<const MemoryRef> parts) REQUIRES(io_mutex_);
+    Status receive(void* data, size_t size) REQUIRES(io_mutex_);
+    Status receive_bytes(const std::vector<ReadRow>& rows, const Target& target, std::vector<uint32_t>& crcs)
+        REQUIRES(io_mutex_);
+    Status receive_with_fds(void* data, size_t size, std::vector<Fd>& fds) REQUIRES(io_mutex_);
+    Status receive_frame(FrameHeader& header, std::vector<Fd>* fds) REQUIRES(io_mutex_);
+    Status receive_header(FrameHeader& header) REQUIRES(io_mutex_);
+    Status check_header(const FrameHeader& header) REQUIRES(io_mutex_);
+    Status exchange(Kind kind, const Build& build, const Parse& parse) REQUIRES(io_mutex_);
+    Status ask(Kind kind, const Build& build, uint64_t& request_id) REQUIRES(io_mutex_);
+    Status answer(Kind kind, uint64_t request_id, const Parse& parse) REQUIRES(io_mutex_);
+    Status refused(const FrameHeader& header, uint64_t request_id) REQUIRES(io_mutex_);
+    bool drain(bool wait) REQUIRES(io_mutex_);
+    bool peer_took_some() REQUIRES(io_mutex_);
+    Status lost(Error error) REQUIRES(io_mutex_);  // marks the session dead, gives the error back
+    Status send_failed() REQUIRES(io_mutex_);
+    Status receive_failed(ssize_t n) REQUIRES(io_mutex_);
+    Status misfit() REQUIRES(io_mutex_);
+
+    // Set while the session opens, on the one thread that knows it then; only read afterwards.
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
     ForkGuard fork_;
     std::string peer_, node_name_, host_id_, address_, master_;
     int timeout_ms_ = 2000;  // of one wait
-    int waits_ms_ = 2000;    // the same, of the call that is in progress
-    int socket_ms_ = 2000;   // what the socket was last told
-    // While it is opened: the end of the whole step, whatever arrives meanwhile, and the caller's flag.
-    struct Opening {
-        std::chrono::steady_clock::time_point end;
-        const std::atomic<bool>* given_up;
-    };
-    std::optional<Opening> opening_;
-    std::atomic<bool> alive_{true};
     Incarnation incarnation_{};
     uint32_t space_ = 0;
     uint64_t arena_bytes_ = 0, slab_bytes_ = 0, object_bytes_max_ = 0;
     uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
     uint32_t features_ = 0;
 
-    std::mutex io_mutex_;  // the socket and what follows
-    std::vector<std::byte> out_, body_, unsent_;
-    uint64_t next_request_ = 1;
-    bool near_ = true;        // the answer that is awaited: worth polling for
-    int unacknowledged_ = 0;  // bytes of the put whose answer is awaited, when last looked at
+    std::atomic<bool> alive_{true};
 
-    std::mutex posted_mutex_;  // what waits to be sent along
-    std::vector<std::byte> posted_;
-    std::vector<uint32_t> read_slots_;
-    uint64_t read_count_ = 0, read_bytes_ = 0;
+    Mutex io_mutex_;  // a call's turn at the socket; before posted_mutex_
+    // While it is opened: the end of the whole step, whatever arrives meanwhile, and the caller's flag.
+    struct Opening {
+        std::chrono::steady_clock::time_point end;
+        const std::atomic<bool>* given_up;
+    };
+    std::optional<Opening> opening_ GUARDED_BY(io_mutex_);
+    std::vector<std::byte> out_ GUARDED_BY(io_mutex_), body_ GUARDED_BY(io_mutex_);
+    std::vector<std::byte> unsent_ GUARDED_BY(io_mutex_);
+    uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;
+    int waits_ms_ GUARDED_BY(io_mutex_) = 2000;   // timeout_ms_, of the call that is in progress
+    int socket_ms_ GUARDED_BY(io_mutex_) = 2000;  // what the socket was last told
+    bool near_ GUARDED_BY(io_mutex_) = true;      // the answer that is awaited: worth polling for
+    // Bytes of the put whose answer is awaited, when last looked at.
+    int unacknowledged_ GUARDED_BY(io_mutex_) = 0;
+
+    Mutex posted_mutex_;  // what waits to be sent along
+    std::vector<std::byte> posted_ GUARDED_BY(posted_mutex_);
+    std::vector<uint32_t> read_slots_ GUARDED_BY(posted_mutex_);
+    uint64_t read_count_ GUARDED_BY(posted_mutex_) = 0, read_bytes_ GUARDED_BY(posted_mutex_) = 0;
 
     std::unique_ptr<BlockPath> path_;  // declared last: it ends while the rest is there
 };

@@ -85,18 +85,26 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
 Status Session::open_within(const ClientOptions& options, int most_ms, const std::atomic<bool>* given_up) {
     if (most_ms <= 0) return Error{Code::kTimeout, "others left no time of this call to connect"};
     const Deadline end = deadline_in(most_ms);
-    opening_ = Opening{end, given_up};
+    {
+        MutexLock lock(io_mutex_);
+        opening_ = Opening{end, given_up};
+    }
     Result<std::unique_ptr<BlockPath>> path = open_path(*this, options);
     if (!path) return path.error();
     path_ = std::move(*path);
-    timeout_ms_ = waits_ms_ = socket_ms_ = one_wait(options.timeout_ms);
-    set_socket_timeouts(fd_.get(), timeout_ms_);
+    {
+        MutexLock lock(io_mutex_);
+        timeout_ms_ = waits_ms_ = socket_ms_ = one_wait(options.timeout_ms);
+        set_socket_timeouts(fd_.get(), timeout_ms_);
+    }
     if (Status status = open_space(options); !status) return status;
+    MutexLock lock(io_mutex_);
     opening_.reset();
     return success();
 }
 
 Status Session::connect_here(const ClientOptions& options, SharedMemory& memory) {
+    MutexLock lock(io_mutex_);
     Result<Fd> fd = connect_to(options, opening_->end, opening_->given_up);
     if (!fd) return fd.error();
     fd_ = std::move(*fd);
@@ -105,6 +113,7 @@ Status Session::connect_here(const ClientOptions& options, SharedMemory& memory)
 }
 
 Status Session::connect_remote(const ClientOptions& options) {
+    MutexLock lock(io_mutex_);
     DialOptions to{options.address,
                    options.token,
                    options.tenant,

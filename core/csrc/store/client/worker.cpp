@@ -18,7 +18,7 @@ Worker::~Worker() { close(); }
 
 Result<uint64_t> Worker::submit(std::function<void()> operation) {
     if (fork_.in_child()) return Error{Code::kForked, "this worker belongs to the parent process"};
-    std::lock_guard lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     if (state_->closing) return Error{Code::kClosed, "this worker is closed"};
     if (state_->queue.size() >= queue_max_) {
         return Error{Code::kTooLarge,
@@ -33,7 +33,7 @@ Result<uint64_t> Worker::submit(std::function<void()> operation) {
 std::vector<uint64_t> Worker::poll() {
     std::vector<uint64_t> done;
     if (fork_.in_child()) return done;
-    std::lock_guard lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     if (state_->done.empty()) return done;
     done.swap(state_->done);
     uint64_t value;
@@ -42,33 +42,36 @@ std::vector<uint64_t> Worker::poll() {
 }
 
 void Worker::run() {
-    std::unique_lock lock(state_->mutex);
+    State& state = *state_;
+    MutexLock lock(state.mutex);
     for (;;) {
-        state_->work.wait(lock, [this] { return state_->closing || !state_->queue.empty(); });
-        if (state_->closing) return;
-        auto [ticket, operation] = std::move(state_->queue.front());
-        state_->queue.pop_front();
+        state.work.wait(lock, [&]() REQUIRES(state.mutex) { return state.closing || !state.queue.empty(); });
+        if (state.closing) return;
+        auto [ticket, operation] = std::move(state.queue.front());
+        state.queue.pop_front();
         lock.unlock();
         operation();
         operation = nullptr;
         lock.lock();
-        state_->done.push_back(ticket);
+        state.done.push_back(ticket);
         uint64_t one = 1;
         (void)!::write(event_.get(), &one, sizeof(one));
     }
 }
 
+// In a child of fork(), where no lock can be relied on: the threads exist in the parent only, here there is
+// no thread to join or detach.
+void Worker::leave_to_parent() NO_THREAD_SAFETY_ANALYSIS {
+    for (auto& thread : threads_) (void)thread.release();
+    (void)state_.release();  // destroying a condition variable waits for its waiters, which are not here
+    threads_.clear();
+}
+
 void Worker::close() {
-    if (fork_.in_child()) {
-        // The threads exist in the parent only; here there is no thread to join or detach.
-        for (auto& thread : threads_) (void)thread.release();
-        (void)state_.release();  // destroying a condition variable waits for its waiters, which are not here
-        threads_.clear();
-        return;
-    }
-    std::lock_guard closing(closing_);
+    if (fork_.in_child()) return leave_to_parent();
+    MutexLock closing(closing_);
     {
-        std::lock_guard lock(state_->mutex);
+        MutexLock lock(state_->mutex);
         state_->closing = true;
         state_->queue.clear();
     }

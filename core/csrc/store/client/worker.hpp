@@ -4,17 +4,16 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 
 namespace moonpool {
@@ -37,22 +36,23 @@ class Worker {
 
    private:
     struct State {
-        std::mutex mutex;
-        std::condition_variable work;
-        std::deque<std::pair<uint64_t, std::function<void()>>> queue;
-        std::vector<uint64_t> done;
-        bool closing = false;
+        Mutex mutex;
+        CondVar work;
+        std::deque<std::pair<uint64_t, std::function<void()>>> queue GUARDED_BY(mutex);
+        std::vector<uint64_t> done GUARDED_BY(mutex);
+        bool closing GUARDED_BY(mutex) = false;
     };
 
     void run();
+    void leave_to_parent();
 
     ForkGuard fork_;
     Fd event_;
     uint32_t queue_max_;
-    uint64_t next_ticket_ = 1;
     std::unique_ptr<State> state_ = std::make_unique<State>();
-    std::mutex closing_;  // a thread is joined once
-    std::vector<std::unique_ptr<std::thread>> threads_;
+    uint64_t next_ticket_ GUARDED_BY(state_->mutex) = 1;
+    Mutex closing_;  // a thread is joined once
+    std::vector<std::unique_ptr<std::thread>> threads_ GUARDED_BY(closing_);
 };
 
 }  // namespace moonpool

@@ -1,9 +1,9 @@
 #include "transport/loopback/target.hpp"
 
 #include <map>
-#include <mutex>
 
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 
 namespace moonpool::transport::loopback {
 
@@ -13,9 +13,9 @@ namespace {
 // child of fork() begins with an empty one: its parent's engines are none of its own, and the parent's lock
 // may be held by a thread that the child does not have.
 struct Directory {
-    std::mutex mutex;
+    Mutex mutex;
     uint64_t generation = fork_generation();
-    std::map<SegmentId, std::shared_ptr<Target>> targets;
+    std::map<SegmentId, std::shared_ptr<Target>> targets GUARDED_BY(mutex);
 };
 
 std::atomic<Directory*> current{nullptr};
@@ -34,19 +34,19 @@ Directory& directory() {
 
 void enlist(const std::shared_ptr<Target>& target) {
     Directory& d = directory();
-    std::lock_guard lock(d.mutex);
+    MutexLock lock(d.mutex);
     d.targets[target->identity.segment] = target;
 }
 
 void strike_off(const SegmentId& segment) {
     Directory& d = directory();
-    std::lock_guard lock(d.mutex);
+    MutexLock lock(d.mutex);
     d.targets.erase(segment);
 }
 
 std::shared_ptr<Target> find_target(const SegmentId& segment) {
     Directory& d = directory();
-    std::lock_guard lock(d.mutex);
+    MutexLock lock(d.mutex);
     auto it = d.targets.find(segment);
     return it == d.targets.end() ? nullptr : it->second;
 }

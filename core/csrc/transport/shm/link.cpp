@@ -67,6 +67,7 @@ Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
                                                                            : "host_id " + peer.host_id) +
                                              ")"};
     }
+    MutexLock lock(mutex_);
     fd_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd_.valid()) return os_error("socket");
     set_socket_timeouts(fd_.get(), timeout_ms);
@@ -177,13 +178,13 @@ Result<std::shared_ptr<Mapping>> Link::map(const RegionRow& row) {
 Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
     std::shared_ptr<const View> old;
     {
-        std::lock_guard lock(view_mutex_);
+        MutexLock lock(view_mutex_);
         old = view_;
     }
     if (old != nullptr && !fresh) return old;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     {
-        std::lock_guard inner(view_mutex_);
+        MutexLock inner(view_mutex_);
         if (view_ != old) return view_;  // another thread has just asked
     }
     std::vector<std::byte> question, answer;
@@ -211,7 +212,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
         }
         next->places.push_back(std::move(place));
     }
-    std::lock_guard inner(view_mutex_);
+    MutexLock inner(view_mutex_);
     view_ = next;
     return std::shared_ptr<const View>(next);
 }

@@ -10,10 +10,10 @@
 #include <sys/un.h>
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "base/event_loop.hpp"
+#include "base/mutex.hpp"
 #include "transport/counters.hpp"
 #include "transport/frames.hpp"
 #include "transport/link.hpp"
@@ -51,10 +51,10 @@ class Link final : public transport::Link {
     class Watch;
     class Carrier;
 
-    void probe_process_vm(uint64_t nonce, uint64_t page_address);
+    void probe_process_vm(uint64_t nonce, uint64_t page_address) REQUIRES(mutex_);
     Result<std::shared_ptr<const View>> view(bool fresh);
-    Result<std::shared_ptr<Mapping>> map(const RegionRow& row);
-    Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed);
+    Result<std::shared_ptr<Mapping>> map(const RegionRow& row) REQUIRES(mutex_);
+    Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed) REQUIRES(mutex_);
 
     EventLoop& loop_;
     TransportCounters& counters_;
@@ -65,12 +65,12 @@ class Link final : public transport::Link {
     std::string no_process_vm_;  // why kHost memory is out of reach, empty: it is not
     std::atomic<bool> process_vm_{false};
 
-    std::mutex mutex_;  // the socket, and the refresh of the view
-    Fd fd_;
+    Mutex mutex_;  // the socket, and the refresh of the view; before view_mutex_
+    Fd fd_ GUARDED_BY(mutex_);
     ClosedInChildren closed_in_children_{fd_};
-    uint64_t next_request_ = 1;
-    std::mutex view_mutex_;
-    std::shared_ptr<const View> view_;
+    uint64_t next_request_ GUARDED_BY(mutex_) = 1;
+    Mutex view_mutex_;
+    std::shared_ptr<const View> view_ GUARDED_BY(view_mutex_);
 };
 
 }  // namespace moonpool::transport::shm

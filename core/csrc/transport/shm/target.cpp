@@ -46,7 +46,7 @@ class Target::Session final : public EventHandler {
     Session(Target& target, Fd fd) : target_(target), fd_(std::move(fd)) {}
     ~Session() override {
         if (id_ == 0) return;
-        std::lock_guard lock(target_.mutex_);
+        MutexLock lock(target_.mutex_);
         target_.gates_.erase(id_);
     }
     int fd() const { return fd_.get(); }
@@ -100,7 +100,7 @@ class Target::Session final : public EventHandler {
         if (self.boot_id.empty() || boot_id != self.boot_id || host_id != self.host_id) {
             return refuse(header, Code::kUnavailable, "the two processes are on different hosts");
         }
-        std::lock_guard lock(target_.mutex_);
+        MutexLock lock(target_.mutex_);
         if (target_.gates_.size() >= kSessionsMax) {
             return refuse(header, Code::kTooLarge,
                           "the engine already serves " + std::to_string(kSessionsMax) +
@@ -121,7 +121,7 @@ class Target::Session final : public EventHandler {
         uint64_t generation;
         {
             // The generation first: a list that is newer than it is only asked for once more.
-            std::lock_guard lock(target_.mutex_);
+            MutexLock lock(target_.mutex_);
             generation = target_.generation_;
         }
         Writer w = begin(header);
@@ -218,14 +218,14 @@ Status Target::start() {
 }
 
 uint64_t Target::revoke() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     ++generation_;
     for (auto& [id, gate] : gates_) gate->revoke(generation_);
     return generation_;
 }
 
 bool Target::drained(uint64_t generation) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     for (auto& [id, gate] : gates_) {
         if (!gate->drained(generation)) return false;
     }
@@ -233,12 +233,12 @@ bool Target::drained(uint64_t generation) {
 }
 
 void Target::close() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     for (auto& [id, gate] : gates_) gate->close();
 }
 
 size_t Target::sessions() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return gates_.size();
 }
 

@@ -9,10 +9,10 @@
 #include <array>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "base/event_loop.hpp"
+#include "base/mutex.hpp"
 #include "transport/shm/gate.hpp"
 #include "transport/transport.hpp"
 
@@ -43,10 +43,10 @@ class Target {
     friend class Session;
 
     // The gates, which the I/O thread opens and a thread that deregisters walks.
-    std::mutex mutex_;
-    uint64_t generation_ = 1;
-    std::map<uint64_t, std::shared_ptr<Gate>> gates_;
-    uint64_t next_session_ = 1;
+    Mutex mutex_;
+    uint64_t generation_ GUARDED_BY(mutex_) = 1;
+    std::map<uint64_t, std::shared_ptr<Gate>> gates_ GUARDED_BY(mutex_);
+    uint64_t next_session_ GUARDED_BY(mutex_) = 1;
 
     const Context context_;
     EventLoop& loop_;

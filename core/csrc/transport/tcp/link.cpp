@@ -34,12 +34,13 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
     Stream(std::shared_ptr<Link> link, EventLoop& loop, std::unique_ptr<Channel> channel)
         : link_(std::move(link)), loop_(loop), channel_(std::move(channel)), run_(*channel_, link_->moved_) {}
 
-    // Under the link's mutex, and only while the link knows this stream.
-    void queue(const std::shared_ptr<Job>& job, Left left) {
+    // Under the link's mutex, which the analysis does not know as this stream's, and only while the link
+    // knows this stream.
+    void queue(const std::shared_ptr<Job>& job, Left left) NO_THREAD_SAFETY_ANALYSIS {
         ++jobs_;
         inbox_.emplace_back(job, std::move(left));
     }
-    size_t jobs() const { return jobs_; }
+    size_t jobs() const NO_THREAD_SAFETY_ANALYSIS { return jobs_; }
     uint64_t moved_ns() const { return moved_ns_.load(std::memory_order_relaxed); }
 
     void start() {
@@ -105,7 +106,7 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
     void take_inbox() {
         Jobs jobs;
         {
-            std::lock_guard lock(link_->mutex_);
+            MutexLock lock(link_->mutex_);
             jobs.swap(inbox_);
         }
         for (auto& [job, left] : jobs) {
@@ -113,7 +114,7 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
             run_.add(std::move(job),
                      [this, left = std::move(left)](std::shared_ptr<Job> ended, Status status) {
                          {
-                             std::lock_guard lock(link_->mutex_);
+                             MutexLock lock(link_->mutex_);
                              --jobs_;
                          }
                          bool failed = !status && !ended->stopped();
@@ -124,7 +125,7 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
 
     bool let_go() {
         {
-            std::lock_guard lock(link_->mutex_);
+            MutexLock lock(link_->mutex_);
             if (!inbox_.empty()) return false;
             std::erase(link_->streams_, shared_from_this());
         }
@@ -134,7 +135,7 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
     }
     void over() {
         {
-            std::lock_guard lock(link_->mutex_);
+            MutexLock lock(link_->mutex_);
             std::erase(link_->streams_, shared_from_this());
         }
         take_inbox();
@@ -147,8 +148,8 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
     EventLoop& loop_;
     std::unique_ptr<Channel> channel_;
     Run run_;
-    Jobs inbox_;
-    size_t jobs_ = 0;
+    Jobs inbox_ GUARDED_BY(link_->mutex_);
+    size_t jobs_ GUARDED_BY(link_->mutex_) = 0;
     int stall_ms_ = 2500;
     uint32_t watched_ = EPOLLIN;
     std::atomic<uint64_t> moved_ns_{now_ns()};
@@ -167,7 +168,7 @@ Link::Link(PoolOptions options, std::vector<EventLoop*> loops, Workers& workers,
 Link::~Link() = default;
 
 std::string Link::path() const {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return "tcp " + (path_.empty() ? address_ : path_);
 }
 
@@ -205,25 +206,25 @@ Status Link::run(Job& job) {
 // fails. For callers of run() only, which wait anyway.
 bool Link::ride(Job& job, Status& status) {
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (streams_.empty()) return false;
     }
     if (!pool_.full()) return false;
-    std::mutex mutex;
-    std::condition_variable ended;
+    Mutex mutex;
+    CondVar ended;
     bool done = false;
     auto borrowed = std::shared_ptr<Job>(std::shared_ptr<void>(), &job);  // we wait for it
     std::shared_ptr<Stream> stream = post_to_stream(
         borrowed,
         [&](const std::shared_ptr<Job>&, Status result, bool) {
-            std::lock_guard lock(mutex);
+            MutexLock lock(mutex);
             status = std::move(result);
             done = true;
             ended.notify_one();
         },
         true);
     if (stream == nullptr) return false;
-    std::unique_lock lock(mutex);
+    MutexLock lock(mutex);
     bool late = false;
     while (!ended.wait_for(lock, std::chrono::milliseconds(kCheckMs), [&] { return done; })) {
         // The connection has the patience of its most patient job; this one's may be shorter. Cancelled, it
@@ -249,7 +250,7 @@ Status Link::attempt(Job& job, bool first) {
     Result<std::unique_ptr<Channel>> channel = pool_.acquire(!first, stall_ms);
     if (!channel) return channel.error();
     if (std::string& text = (*channel)->path; true) {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         if (path_ != text) path_ = text;
     }
     Run run(**channel, moved_);
@@ -314,7 +315,7 @@ std::shared_ptr<Link::Stream> Link::post_to_stream(const std::shared_ptr<Job>& j
     constexpr size_t kJobsMax = 8;  // of a stream, before another one is worth it
     std::shared_ptr<Stream> fresh, living;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         auto least = std::ranges::min_element(streams_, {}, [](const auto& s) { return s->jobs(); });
         if (least != streams_.end()) living = *least;
         bool crowded = living == nullptr || (living->jobs() >= kJobsMax && streams_.size() < streams_max_);
@@ -390,7 +391,7 @@ void Link::close() {
     pool_.close();
     std::vector<std::shared_ptr<Stream>> streams;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         streams = streams_;
     }
     for (const auto& stream : streams) stream->end();

@@ -7,9 +7,9 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
 #include "base/event_loop.hpp"
+#include "base/mutex.hpp"
 #include "transport/control.hpp"
 #include "transport/link.hpp"
 #include "transport/tcp/pool.hpp"
@@ -59,11 +59,11 @@ class Link final : public transport::Link, public Control, public std::enable_sh
     Workers& workers_;
     TransportCounters& moved_;
     Counters& counters_;
-    mutable std::mutex mutex_;
-    std::string path_;
-    std::vector<std::shared_ptr<Stream>> streams_;
+    mutable Mutex mutex_;
+    std::string path_ GUARDED_BY(mutex_);
+    std::vector<std::shared_ptr<Stream>> streams_ GUARDED_BY(mutex_);
     size_t streams_max_;
-    size_t next_loop_ = 0;
+    size_t next_loop_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace moonpool::transport::tcp

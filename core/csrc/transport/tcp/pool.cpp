@@ -26,7 +26,7 @@ constexpr uint64_t kUnreachableNs = 500000000;
 
 Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
     auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     for (;;) {
         if (closed_) return Error{Code::kClosed, "the segment was closed"};
         if (fresh) {
@@ -50,7 +50,10 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
             if (now_ns() < unreachable_until_ns_) return unreachable_;
             ++open_;
         } else {
-            if (returned_.wait_until(lock, end) == std::cv_status::timeout) {
+            auto returned = [this]() REQUIRES(mutex_) {
+                return closed_ || !idle_.empty() || open_ < options_.connections_max;
+            };
+            if (!returned_.wait_until(lock, end, returned)) {
                 return Error{Code::kTimeout, "all " + std::to_string(options_.connections_max) +
                                                  " connections to the peer were in use for " +
                                                  std::to_string(timeout_ms) + " ms"};
@@ -84,7 +87,7 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
 }
 
 std::unique_ptr<Channel> Pool::try_acquire() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (closed_ || idle_.empty() || !fences_.empty()) return nullptr;
     std::unique_ptr<Channel> channel = std::move(idle_.back());
     idle_.pop_back();
@@ -92,7 +95,7 @@ std::unique_ptr<Channel> Pool::try_acquire() {
 }
 
 void Pool::give_back(std::unique_ptr<Channel> channel) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (closed_) {
         --open_;
     } else {
@@ -102,7 +105,7 @@ void Pool::give_back(std::unique_ptr<Channel> channel) {
 }
 
 void Pool::give_up(std::unique_ptr<Channel> channel) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     --open_;
     if (channel->wrote) fences_.push_back(channel->number);
     channel.reset();
@@ -113,7 +116,7 @@ Status Pool::adopt(Dialed dialed, int timeout_ms) {
     Result<std::unique_ptr<Channel>> channel =
         greet(std::move(dialed), timeout_ms, options_.dial.given_up);  // of the engine that opens the peer
     if (!channel) return channel.error();
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     ++open_;
     idle_.push_back(std::move(*channel));
     unreachable_until_ns_ = 0;
@@ -171,7 +174,7 @@ Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms,
 Status Pool::send_fences(Channel& channel, int timeout_ms) {
     std::vector<uint32_t> fences;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         fences = fences_;
     }
     if (fences.empty()) return success();
@@ -186,23 +189,23 @@ Status Pool::send_fences(Channel& channel, int timeout_ms) {
             exchange(channel, Kind::kEngineFence, body, timeout_ms, &closed_);
         if (!answer) return answer.error();
     }
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     std::erase_if(fences_, [&](uint32_t n) { return std::ranges::find(fences, n) != fences.end(); });
     return success();
 }
 
 size_t Pool::open() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return open_;
 }
 
 bool Pool::full() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     return idle_.empty() && open_ >= options_.connections_max;
 }
 
 void Pool::close() {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     closed_ = true;
     open_ -= static_cast<uint32_t>(idle_.size());
     idle_.clear();

@@ -4,11 +4,10 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "transport/counters.hpp"
 #include "transport/identity.hpp"
 #include "transport/tcp/channel.hpp"
@@ -51,14 +50,14 @@ class Pool {
 
     PoolOptions options_;
     Counters& counters_;
-    std::mutex mutex_;
-    std::condition_variable returned_;
-    std::vector<std::unique_ptr<Channel>> idle_;
-    uint32_t open_ = 0;
-    std::vector<uint32_t> fences_;     // channels given up whose writes may still arrive
-    std::atomic<bool> closed_{false};  // under the mutex, but seen by a thread that dials
-    uint64_t unreachable_until_ns_ = 0;
-    Error unreachable_;
+    Mutex mutex_;
+    CondVar returned_;
+    std::vector<std::unique_ptr<Channel>> idle_ GUARDED_BY(mutex_);
+    uint32_t open_ GUARDED_BY(mutex_) = 0;
+    std::vector<uint32_t> fences_ GUARDED_BY(mutex_);  // channels given up whose writes may still arrive
+    std::atomic<bool> closed_{false};                  // set under the mutex, but seen by a thread that dials
+    uint64_t unreachable_until_ns_ GUARDED_BY(mutex_) = 0;
+    Error unreachable_ GUARDED_BY(mutex_);
 };
 
 }  // namespace moonpool::transport::tcp

@@ -18,7 +18,7 @@ void Target::adopt(AuthenticatedConnection caller) {
 }
 
 bool Target::enlist(const Name& name, const std::shared_ptr<Connection>& connection) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto& place = named_[name];
     if (!place.expired()) return false;
     place = connection;
@@ -26,7 +26,7 @@ bool Target::enlist(const Name& name, const std::shared_ptr<Connection>& connect
 }
 
 void Target::strike_off(const Name& name, const Connection* connection) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     auto it = named_.find(name);
     if (it == named_.end()) return;
     std::shared_ptr<Connection> current = it->second.lock();
@@ -36,7 +36,7 @@ void Target::strike_off(const Name& name, const Connection* connection) {
 void Target::fence(const Name& name) {
     std::shared_ptr<Connection> connection;
     {
-        std::lock_guard lock(mutex_);
+        MutexLock lock(mutex_);
         auto it = named_.find(name);
         if (it != named_.end()) connection = it->second.lock();
     }

@@ -8,10 +8,10 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "base/event_loop.hpp"
+#include "base/mutex.hpp"
 #include "transport/transport.hpp"
 #include "wire/listener.hpp"
 
@@ -47,8 +47,8 @@ class Target {
     const Context context_;
     TransportCounters counters_;
     std::atomic<size_t> next_{0};
-    std::mutex mutex_;
-    std::map<Name, std::weak_ptr<Connection>> named_;
+    Mutex mutex_;
+    std::map<Name, std::weak_ptr<Connection>> named_ GUARDED_BY(mutex_);
 };
 
 }  // namespace moonpool::transport::tcp

@@ -6,10 +6,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "memory/allocator.hpp"
 #include "memory/copier.hpp"
 #include "memory/mapping.hpp"
@@ -78,10 +78,11 @@ class ArenaPath final : public BlockPath {
     Mapping arena_;
     IndexReader index_;
 
-    std::mutex slab_mutex_;
-    std::shared_ptr<Slab> slab_;  // for what is less than a slab
-    std::mutex populated_mutex_;
-    std::vector<bool> populated_;  // by huge page: whose page table entries were filled once
+    Mutex slab_mutex_;
+    std::shared_ptr<Slab> slab_ GUARDED_BY(slab_mutex_);  // for what is less than a slab
+    Mutex populated_mutex_;
+    std::vector<bool> populated_
+        GUARDED_BY(populated_mutex_);  // by huge page: whose page table entries were filled once
 };
 
 }  // namespace moonpool

@@ -46,7 +46,7 @@ Status ArenaPath::make_writable(Extent extent) {
     if (Status status = arena_.protect(extent.offset, extent.size, true); !status) return status;
     bool fresh = false;
     {
-        std::lock_guard lock(populated_mutex_);
+        MutexLock lock(populated_mutex_);
         populated_.resize(arena_.size() / kHugePageBytes + 1);
         for (uint64_t page = extent.offset / kHugePageBytes; page <= (extent.end() - 1) / kHugePageBytes;
              ++page) {
@@ -89,7 +89,7 @@ Result<ArenaPath::Room> ArenaPath::reserve(uint64_t size, uint64_t ahead, std::s
 Result<ArenaPath::Room> ArenaPath::reserve_shared(uint64_t size, uint64_t ahead, std::string& why,
                                                   int timeout_ms) {
     uint64_t need = room_bytes(size);
-    std::lock_guard lock(slab_mutex_);
+    MutexLock lock(slab_mutex_);
     if (slab_ == nullptr || slab_->cursor + need > slab_->extent.size) {
         // A large object gets a lease of its own; the slab for small ones stays as it is.
         bool own = need > session_.slab_bytes() / 2 && ahead == 0;
@@ -110,14 +110,14 @@ Result<ArenaPath::Room> ArenaPath::reserve_shared(uint64_t size, uint64_t ahead,
 
 void ArenaPath::unreserve(Room& room) {
     if (room.slab == nullptr) return;
-    std::lock_guard lock(slab_mutex_);
+    MutexLock lock(slab_mutex_);
     uint64_t need = room_bytes(room.extent.size);
     if (room.slab->extent.offset + room.slab->cursor == room.extent.offset + need) room.slab->cursor -= need;
     room.slab.reset();
 }
 
 void ArenaPath::retire() {
-    std::lock_guard lock(slab_mutex_);
+    MutexLock lock(slab_mutex_);
     slab_.reset();
 }
 
