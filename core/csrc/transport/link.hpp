@@ -64,13 +64,6 @@ struct Job {
         --waiting;
         if (!refused.exchange(true)) refusal = Error{code, why};
     }
-    void cancel_waiting() {
-        for (size_t i = 0; waiting != 0 && i < slices.size(); ++i) {
-            if (!is_waiting(i)) continue;
-            states[i].store(SliceState::kCancelled, std::memory_order_relaxed);
-            --waiting;
-        }
-    }
 };
 
 // One peer over one kind of path. Thread-safe.

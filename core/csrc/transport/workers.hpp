@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <list>
 #include <thread>
 
 #include "base/fork.hpp"

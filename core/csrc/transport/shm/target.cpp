@@ -237,9 +237,4 @@ void Target::close() {
     for (auto& [id, gate] : gates_) gate->close();
 }
 
-size_t Target::sessions() {
-    MutexLock lock(mutex_);
-    return gates_.size();
-}
-
 }  // namespace moonpool::transport::shm

@@ -35,8 +35,6 @@ class Target {
     bool drained(uint64_t generation);
     void close();  // every initiator finds its gate closed
 
-    size_t sessions();
-
    private:
     class Listener;
     class Session;
