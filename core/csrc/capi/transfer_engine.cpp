@@ -1,10 +1,20 @@
-// The C API of transfer_engine_c.h over Engine: one Handle for each transfer_engine_t, which keeps what this
-// API has and Engine has not: batches, the peers by their names, the last words about an error.
+// The C API of transfer_engine_c.h over Engine: one Handle for each transfer_engine_t, which keeps what
+// this API has and Engine has not: batches, the peers by their names, the last words about an error.
 //
-// What TensorRT-LLM's agent does with the answers shapes them: it takes every status but WAITING, PENDING and
-// FAILED for success, so a transfer that was cancelled, or made no progress, is FAILED here; and it asks for
-// the status of each request in a loop, so an ended transfer is looked at once and kept. Batches of transfers
-// that failed it never frees.
+// What TensorRT-LLM's agent does with the answers shapes them: it takes every status but WAITING, PENDING
+// and FAILED for success, so a transfer that was cancelled, or made no progress, is FAILED here; and it
+// asks for the status of each request in a loop, so an ended transfer is looked at once and kept. Batches
+// of transfers that failed it never frees.
+//
+// Threads: the caller's, any number at a time; the Handle has none. mutex_ guards batches and peers, and
+// is not held while a peer is dialled or asked to take a message, nor while a transfer that was given up
+// ends.
+//
+// What holds between two calls: a batch has as many requests used as its submits have lengths. Each submit
+// is one ticket of the engine, or none when it had no bytes; once a ticket has ended it is released and
+// its outcome stands in `done`. A batch that was not freed is kept at least until kBatchesKept younger
+// ones exist, so a late question about it still finds an answer. No exception leaves a function of the
+// API, since its callers may be C.
 #include <unistd.h>
 
 #include <algorithm>
@@ -77,6 +87,7 @@ class Handle {
     ~Handle() { (void)engine_->close(); }
     Handle(const Handle&) = delete;
 
+    // Engine is thread-safe by itself.
     Engine& engine() { return *engine_; }
 
     int open(const std::string& name);
@@ -136,6 +147,7 @@ int Handle::open(const std::string& name) {
         if (auto found = peers_.find(name); found != peers_.end()) known = found->second;
     }
     if (known) {
+        // Asked of the peer itself: where its process has gone, the segment is closed and opened anew.
         if (engine_->segment(*known)) return static_cast<int>(*known);
         MutexLock lock(mutex_);  // another process is there by now, or none
         if (auto found = peers_.find(name); found != peers_.end() && found->second == *known) {
@@ -160,7 +172,10 @@ int Handle::close_segment(segment_id_t segment) {
 
 batch_id_t Handle::allocate(size_t size) {
     MutexLock lock(mutex_);
+    // At a number that doubles: what a caller never frees is looked through now and then, not with every
+    // batch.
     if (batches_.size() >= forget_at_) forget_old();
+    // Bounded, since callers are known that free no batch whose transfer failed.
     if (size == 0 || size > kBatchRequestsMax || batches_.size() >= kBatchesMax) {
         say(kInvalid, "allocateBatchID",
             "a batch has 1 to " + std::to_string(kBatchRequestsMax) + " requests, and there are at most " +
@@ -189,6 +204,7 @@ int Handle::free_batch(batch_id_t batch) {
     if (freed.empty()) return say(kInvalid, "freeBatchID", "there is no such batch");
     lock.unlock();  // what still runs takes up to a second to end, and others must not wait for it
     for (const Submitted& one : freed.mapped().submits) {
+        // Cancels what still runs, so that no byte moves for a batch that its owner has freed.
         if (one.ticket && !one.ended) (void)engine_->release(*one.ticket);
     }
     return 0;
@@ -216,6 +232,7 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
             return say(kInvalid, "submitTransfer", "an opcode is 0 or 1, not " + std::to_string(one.opcode));
         }
         submitted.lengths.push_back(one.length);
+        // Done without a slice. The lengths tell later which request had one.
         if (one.length == 0) continue;
         segments.push_back(static_cast<uint32_t>(one.target_id));
         slices.push_back({reinterpret_cast<uint64_t>(one.source), one.target_offset, one.length,
@@ -227,6 +244,7 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
         lock.lock();
         if (int wrong = check_room(batch, requests.size())) return wrong;  // freed, or filled, meanwhile
         if (!told) {
+            // A batch with nothing but a refused submit can be forgotten, too.
             find(batch)->refused = true;
             return say(kFailed, "submitTransferWithNotify", told.error().text);
         }
@@ -246,6 +264,7 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
     found->refused = false;
     submitted.first = found->used;
     submitted.ended = !submitted.ticket;
+    // Requests without bytes are done at once.
     submitted.done.assign(submitted.ended ? submitted.lengths.size() : 0, true);
     found->used += requests.size();
     found->submits.push_back(std::move(submitted));
@@ -262,12 +281,15 @@ Status Handle::look(Submitted& submitted) {
     if (!status) return status.error();
     if (status->state != TicketState::kDone) say(0, "a transfer failed", status->failure.error.text);
     std::vector<bool> done;
+    // Slices are in the order of the requests that had bytes.
     auto slice = status->slices.begin();
     for (uint64_t length : submitted.lengths) {
         done.push_back(length == 0 || *slice++ == SliceState::kDone);
     }
     submitted.done = std::move(done);
     submitted.ended = true;
+    // The ticket is not needed any more; what became of each request is kept here until the batch is
+    // freed.
     return engine_->release(*submitted.ticket);
 }
 
@@ -300,6 +322,7 @@ std::string listen_address(const std::string& name, uint64_t port) {
                               : std::count(name.begin(), name.end(), ':') == 1) {
         return name;
     }
+    // An IPv6 address has colons of its own, and wants brackets before a port.
     bool bare = name.find(':') != std::string::npos && !name.starts_with('[');
     return (bare ? "[" + name + "]" : name) + ":" + std::to_string(port);
 }
@@ -322,6 +345,7 @@ Result<std::shared_ptr<Engine>> create(const std::string& metadata, const std::s
     }
     EngineOptions options{};
     std::array<char, 256> host{};
+    // Peers see messages under this name.
     (void)::gethostname(host.data(), host.size() - 1);
     options.name = std::string(host.data()) + "-" + std::to_string(::getpid());
     options.listen = {address};

@@ -1,3 +1,15 @@
+// An engine's life: how it is put together, what is registered with it, and how it ends.
+//
+// Threads: start() on the thread that creates the engine, before any other knows it; the other functions
+// on any. close() and remove_region() wait, each with one deadline.
+//
+// What holds between two calls: transports, loops, carrier, identity and addresses are made by start() and
+// only read afterwards. `calls` counts the callers that are inside. A region is in the table, or in
+// `undrained`, or gone; only in the last case may its memory be freed. Once `closing` is set no call
+// begins, every job that runs sees it, and no link begins another slice.
+//
+// Locks: close_mutex before all others; of peers_mutex, undrained_mutex and Reception::mutex none is held
+// while another is taken, nor while anything waits for a peer.
 #include "engine/core.hpp"
 
 #include <chrono>
@@ -56,6 +68,7 @@ Status Engine::Core::start() {
         if (Status status = (*loop)->start(); !status) return status;
         loops.push_back(std::move(*loop));
     }
+    // Before the port is offered: the first caller may come at once.
     if (Status status = start_transports(); !status) return status;
 
     Listener* door = options.listener;
@@ -105,6 +118,8 @@ Status Engine::Core::start_transports() {
                     .frame_bytes = options.frame_bytes,
                     .timeout_ms = options.timeout_ms}};
     for (const transport::Factory& row : options.registry) {
+        // A transport that is not allowed is made all the same: it may be the one by which engines find
+        // each other.
         Entry entry{row.name, row.make(context), allows(row.name), row.viable(context), ""};
         if (!entry.allowed) {
             entry.unavailable = "it is not among the transports that this engine was given";
@@ -134,6 +149,8 @@ Service Engine::Core::service() {
         if (entry.unavailable.empty()) entry.transport->offer(self);
     }
     Service service;
+    // Both hold the Reception and not this engine: the listener may be shared, and calls them until its
+    // own end. close() takes the carrier out of it.
     service.welcome = [tenant = options.tenant, reception = reception,
                        self](std::string_view asked) -> Result<std::vector<std::byte>> {
         if (asked != tenant) {
@@ -159,6 +176,8 @@ Status Engine::Core::close() {
     const auto end = std::chrono::steady_clock::now() +
                      std::chrono::milliseconds(std::max(options.timeout_ms, kCloseMsMin));
     closing = true;
+    // From the outside to the inside: first no peer finds this engine, then callers leave, then transfers
+    // end, then peers lose the regions, and the threads go last.
     for (const Entry& entry : transports) entry.transport->withdraw();
     {
         MutexLock inner(reception->mutex);
@@ -172,6 +191,7 @@ Status Engine::Core::close() {
         for (auto& [number, peer] : peers) all.push_back(peer);
         peers.clear();
     }
+    // Without the lock: it wakes callers, which may want it.
     for (const auto& peer : all) peer->close();
     in_use = !settle(end);
     // From here on no call or transfer of this process begins anything with a region; now the peers.
@@ -200,6 +220,7 @@ Status Engine::Core::close() {
 
 // Until no call, ticket or working thread of this engine is left. False: it is not so at `end`.
 bool Engine::Core::settle(std::chrono::steady_clock::time_point end) {
+    // In this order: callers may wait for tickets, tickets for the functions of the working threads.
     bool quiet = end_tickets(end);
     // A caller that waited for a ticket has its answer now, and needs a moment to leave.
     auto leave = std::max(end, std::chrono::steady_clock::now() + kLeave);
@@ -232,6 +253,7 @@ Status Engine::Core::add_region(uint64_t address, uint64_t length, MemoryKind ki
     for (const Entry& entry : transports) {
         if (!entry.allowed) continue;
         if (Status added = entry.transport->add_region(**region); !added) {
+            // The transports before this one know it already.
             (void)remove_region(address);
             return added;
         }
@@ -243,6 +265,7 @@ Status Engine::Core::remove_region(uint64_t address) {
     Result<std::shared_ptr<Region>> region = regions->remove(address);
     if (!region) {
         MutexLock lock(undrained_mutex);
+        // A deregistration that timed out is asked for again by the same address.
         auto it = std::ranges::find(undrained, address, &Region::address);
         if (it == undrained.end()) return region.error();
         region = std::move(*it);
@@ -260,6 +283,7 @@ Status Engine::Core::remove_region(uint64_t address) {
 // Waits until no thread, here or in a peer, is inside of what was taken out of the table, and no operation on
 // it is in flight.
 Status Engine::Core::revoke(const Region& region, std::chrono::steady_clock::time_point end) {
+    // Every transport begins to take it back before any is waited for.
     std::vector<uint64_t> revocations;
     for (const Entry& entry : transports) revocations.push_back(entry.transport->revoke(region));
     auto drained = [&] {
@@ -277,6 +301,8 @@ Status Engine::Core::revoke(const Region& region, std::chrono::steady_clock::tim
                 "a peer is still inside of the region after " + std::to_string(options.timeout_ms) +
                     " ms; nothing new reaches it, but its memory must not be freed before the peer is gone"};
         }
+        // A visit ends within microseconds; what takes longer is a peer's, which may take its whole
+        // timeout.
         if (round < 100) {
             std::this_thread::yield();
         } else {

@@ -1,4 +1,14 @@
-// The half of an engine's core that moves bytes: finds their peer, and follows a transfer to its end.
+// The half of an engine's core that moves bytes: checks a request, cuts it into one job for each peer, and
+// follows them to their end.
+//
+// Threads: transfer_alone() runs the job on its caller's thread. Of a ticket each share runs where its
+// links carry it, on I/O threads or working threads; the thread that ends the last share ends the ticket,
+// in end_ticket().
+//
+// What holds between two calls: every slice of a job lies whole in the region of job.locals, which
+// job.regions keeps alive (the record; the memory is entered piece by piece). A slice is waiting, done,
+// failed or cancelled, and only the thread that carries the job changes that. shares_left counts the
+// shares that have not ended, so end_ticket() runs once.
 #include <algorithm>
 #include <chrono>
 
@@ -54,6 +64,8 @@ Result<std::shared_ptr<transport::Link>> Engine::Core::connect(const Entry& entr
     return entry.transport->connect(contact.info, contact.control, options.timeout_ms);
 }
 
+// Each slice is checked here once as a whole. One that would reach from one region into the next is
+// refused: the two could be deregistered apart.
 Status Engine::Core::place_locals(std::span<const Slice> slices, const Regions& known,
                                   std::span<Region*> locals) {
     Region* last = nullptr;
@@ -61,6 +73,7 @@ Status Engine::Core::place_locals(std::span<const Slice> slices, const Regions& 
         const Slice& slice = slices[i];
         locals[i] = last;
         if (slice.length == 0) continue;
+        // Slices of one call mostly lie in one region.
         if (last == nullptr || !last->contains(slice.local, slice.length)) {
             const std::shared_ptr<Region>* found = transport::find_region(known, slice.local, slice.length);
             if (found == nullptr) {
@@ -80,9 +93,11 @@ void Engine::Core::prepare(Job& job, const TransferRequest& request) {
     job.background = request.background;
     job.timeout_ms = request.timeout_ms > 0 ? request.timeout_ms : options.timeout_ms;
     job.closing = &closing;
+    // The time without progress begins now, not with the first byte.
     job.progress_ns = now_ns();
     job.waiting = job.slices.size();
     for (size_t i = 0; i < job.slices.size(); ++i) {
+        // Nothing has to reach a peer for it, not even its address.
         bool empty = job.slices[i].length == 0;
         job.states[i].store(empty ? SliceState::kDone : SliceState::kWaiting, std::memory_order_relaxed);
         if (empty) --job.waiting;
@@ -106,6 +121,8 @@ Error report(const Job& job, TransferFailure failure, TicketStatus* status) {
 
 Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
                                               const std::shared_ptr<Peer>& peer, TicketStatus* status) {
+    // Safe because a job that is run on the caller's thread ends before the call does, and no link begins
+    // another transfer meanwhile.
     static thread_local Desk desk;
     desk.prepare(request.slices.size());
     Job job;
@@ -119,8 +136,10 @@ Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
     prepare(job, request);
     Outcome outcome;
     if (job.waiting != 0) outcome = peer->run(job);
+    // Slices may be left because a link has seen close(): then its reason says nothing about the peer.
     if (job.waiting != 0 && closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
     if (job.waiting != 0 || job.refused) return report(job, peer->explain(job, outcome), status);
+    // Behind the bytes: the peer that reads the message finds them there.
     if (request.notify) {
         if (Status told = tell(*peer, *request.notify); !told) {
             return report(job, untold(*peer, told.error()), status);
@@ -171,6 +190,7 @@ Result<std::shared_ptr<Ticket>> Engine::Core::make_ticket(const TransferRequest&
             (*share)->places.push_back(i);
         }
     }
+    // One list for all shares: a region that is registered meanwhile is for the next request.
     std::shared_ptr<const Regions> known = regions->all();
     for (const auto& share : ticket->shares) {
         size_t n = share->slices.size();
@@ -191,6 +211,7 @@ Result<std::shared_ptr<Ticket>> Engine::Core::make_ticket(const TransferRequest&
 }
 
 void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
+    // Set before the first share is launched: it may end before the second one begins.
     ticket->shares_left = ticket->shares.size();
     if (ticket->shares.empty()) {
         ticket->shares_left = 1;
@@ -202,6 +223,7 @@ void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
         for (const Slice& slice : share->slices) bytes += slice.length;
         if (share->job->waiting == 0) {
             end_share(ticket);
+            // A copy of this size costs about as much as waking a thread for it.
         } else if (share->peer->runs_on_caller() && bytes <= kInlineBytesMax) {
             share->outcome = share->peer->run(*share->job);
             end_share(ticket);
@@ -216,6 +238,7 @@ void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
 
 void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
     if (ticket->shares_left.fetch_sub(1) != 1) return;
+    // The other shares' threads have counted down before this one: what they wrote is visible here.
     bool whole = true;
     for (const auto& share : ticket->shares) {
         whole = whole && share->job->waiting == 0 && !share->job->refused;
@@ -231,6 +254,8 @@ void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
     for (const auto& share : ticket->shares) {
         Job& job = *share->job;
         if (job.waiting == 0 && !job.refused) continue;
+        // A cancelled share makes the ticket cancelled only where no other has failed: the failure is what
+        // the caller has to know.
         if (job.waiting != 0 && job.stopped() && !job.refused) {
             if (state == TicketState::kDone) {
                 state = TicketState::kCancelled;

@@ -1,4 +1,15 @@
 // The public face of an engine: each call is checked, counted and handed to the core.
+//
+// Threads: the caller's, any number at a time. Each function that does more than tell a constant holds a
+// Core::Call for as long as it is inside, which fails once the engine is closed or in a child of fork(), and
+// which close() waits for. So no function here looks at `closing`, and none runs while the core is taken
+// apart.
+//
+// What a caller gives is judged here before anything is moved: addresses that a CPU cannot reach, more
+// slices or segments than the limits, a message that is too long. What only the peer can know (its
+// regions) is judged by the transports.
+//
+// No lock of the core is held while a peer is asked or memory is copied.
 #include "engine/engine.hpp"
 
 #include <algorithm>
@@ -42,6 +53,7 @@ Status check(const TransferRequest& request) {
 
 Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
     auto core = std::make_unique<Core>(std::move(options));
+    // The engine is made also when it did not start: closing it is what takes back the half that did.
     Status status = core->start();
     std::shared_ptr<Engine> engine(new Engine(std::move(core)));
     if (!status) {
@@ -77,6 +89,7 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     if (!call.ok()) return call.error();
     Result<std::shared_ptr<transport::Memory>> memory = transport::Memory::create(bytes);
     if (!memory) return memory.error();
+    // Of the size that was asked for, though the memory is rounded up to pages: peers see no more.
     auto address = reinterpret_cast<uint64_t>((*memory)->data());
     Status added = core_->add_region(address, bytes, MemoryKind::kHostArena, location, *memory);
     if (!added) return added.error();
@@ -86,6 +99,8 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
 Status Engine::register_region(uint64_t address, uint64_t length, const std::string& location) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
+    // Asked of the kernel and not believed: a wrong address would kill this process at a moment that a
+    // peer chooses.
     if (Status status = check_reachable(address, length); !status) return status;
     return core_->add_region(address, length, MemoryKind::kHost, location, nullptr);
 }
@@ -107,6 +122,7 @@ Result<uint32_t> Engine::open(const std::string& address) {
                                               " segments open, the limit; close those that are not used"};
         }
     }
+    // Without a lock: a peer that hangs stops only the call that wants it.
     Result<transport::Contact> contact = core.carrier->call(address);
     if (!contact) return contact.error();
     std::vector<engine::Route> routes;
@@ -114,6 +130,7 @@ Result<uint32_t> Engine::open(const std::string& address) {
     for (const Core::Entry& entry : core.transports) {
         Result<std::shared_ptr<transport::Link>> link = core.connect(entry, *contact);
         if (link) {
+            // In the order of the registry, which is the order in which a transfer tries them.
             routes.push_back({entry.name, std::move(*link)});
         } else {
             reasons += (reasons.empty() ? "" : "; ") + std::string(entry.name) + ": " + link.error().text;
@@ -122,6 +139,8 @@ Result<uint32_t> Engine::open(const std::string& address) {
     if (routes.empty()) {
         return Error{Code::kUnavailable, "no transport reaches " + address + ": " + reasons};
     }
+    // Looked at before the dialling, for the message; several threads that open at once may go beyond it
+    // by their number.
     auto peer = std::make_shared<Peer>(std::move(*contact), std::move(routes), core.counters);
     MutexLock lock(core.peers_mutex);
     uint32_t number = core.next_peer++;
@@ -138,6 +157,7 @@ Status Engine::close_segment(uint32_t segment) {
         MutexLock lock(core_->peers_mutex);
         core_->peers.erase(segment);
     }
+    // Transfers that run hold the peer, and end soon: a segment is closed for those that run, too.
     (*peer)->close();
     return success();
 }
@@ -156,6 +176,7 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
     };
     if (!answer) return failed(answer.error());
     Reader r(*answer);
+    // The generation, of shared memory only.
     (void)r.number<uint64_t>();
     std::optional<std::vector<transport::RegionRow>> rows = transport::decode_regions(r);
     if (!rows) return failed(Error{Code::kProtocol, "the list is unreadable"});
@@ -185,6 +206,8 @@ TicketStatus status_of(Ticket& ticket) {
     }
     status.slices.resize(ticket.slices);
     for (const auto& share : ticket.shares) {
+        // While it runs this is a moment's view: slices and bytes are written by the threads that carry
+        // it.
         status.bytes_done += share->job->bytes_done;
         for (size_t i = 0; i < share->slices.size(); ++i) {
             status.slices[share->places.empty() ? i : share->places[i]] = share->states[i].load();
@@ -199,6 +222,8 @@ Result<uint64_t> Engine::transfer(const TransferRequest& request, TicketStatus* 
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
     if (Status sound = check(request); !sound) return sound.error();
+    // One peer: the caller carries the transfer itself, without a ticket, and a small one allocates
+    // nothing.
     bool same = !request.segments.empty() && std::ranges::all_of(request.segments, [&](uint32_t s) {
         return s == request.segments.front();
     });
@@ -236,6 +261,7 @@ Result<uint64_t> Engine::submit(const TransferRequest& request) {
     Result<std::shared_ptr<Ticket>> ticket = core_->make_ticket(request);
     if (!ticket) return ticket.error();
     if (Status status = core_->tickets.add(*ticket); !status) return status.error();
+    // A small copy is done within this call; its ticket has ended before the caller has its number.
     core_->launch(*ticket);
     return (*ticket)->id;
 }
@@ -273,6 +299,7 @@ Status Engine::cancel(uint64_t id) {
     return success();
 }
 
+// Waits for the end: until then the transfer may write into memory that its owner is about to use.
 Status Engine::release(uint64_t id) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
@@ -317,6 +344,7 @@ Status Engine::in_this_process() const {
 std::vector<std::pair<std::string, uint64_t>> Engine::metrics() const {
     const Core& core = *core_;
     if (core.fork.in_child()) return {};
+    // Read one by one while transfers go on: sums of them may be off by what moves at that moment.
     const transport::Counters& c = core.counters;
     transport::Metrics rows;
     for (const Core::Entry& entry : core.transports) entry.transport->metrics(std::string(entry.name), rows);

@@ -1,8 +1,14 @@
-// The NIXL backend MOONPOOL: NIXL's agents move bytes of host memory over the transfer engine. What NIXL asks
-// for is what Engine has: registered regions, peers by address, transfers that run by themselves, messages
-// behind the data. NIXL carries the addresses from agent to agent, as "connection info".
+// The NIXL backend MOONPOOL: NIXL's agents move bytes of host memory over the transfer engine. What NIXL
+// asks for is what Engine has: registered regions, peers by address, transfers that run by themselves,
+// messages behind the data. NIXL carries the addresses from agent to agent, as "connection info".
 //
 // NIXL catches no exceptions, so each function that it calls does (`guarded`).
+//
+// Threads: NIXL's, several at a time for different requests; one request is used by one thread at a time.
+// mutex_ guards peers_, and is not held while a peer is dialled. What holds: a peer has a segment while
+// its engine has answered the last time; one that did not answer loses it (lost), and the next call that
+// wants the peer dials again. A request whose ticket has ended keeps the outcome, which check() repeats
+// for as long as NIXL asks.
 #include "nixl/plugin.hpp"
 
 #include <cstdio>
@@ -85,6 +91,7 @@ class Backend final : public NixlEngine {
         engine_ = *engine;
         peers_[agent_].address = engine_->addresses().front();  // transfers within this agent
     }
+    // What still runs ends here, at the engine's own deadline at the latest.
     ~Backend() override {
         if (engine_) (void)engine_->close();
     }
@@ -98,6 +105,8 @@ class Backend final : public NixlEngine {
                                NixlMetadata*& out) override {
         return guarded("registerMem", [&] {
             if (memory != kNixlDram) return kNixlNotSupported;
+            // An address that the CPU cannot reach is refused now, with a reason, and not by a fault when
+            // a peer wants it.
             if (Status checked = capi::check_memory(range.address, range.length); !checked) {
                 return say(kNixlInvalid, "registerMem", checked.error());
             }
@@ -128,6 +137,7 @@ class Backend final : public NixlEngine {
             auto found = peers_.find(agent);
             if (found == peers_.end()) return kNixlNotFound;
             drop(found->second);
+            // Transfers within this agent stay possible.
             if (agent != agent_) peers_.erase(found);
             return kNixlSuccess;
         });
@@ -141,6 +151,7 @@ class Backend final : public NixlEngine {
                        const std::string&, NixlRequest*& request, const NixlOptions*) const override {
         return guarded("prepXfer", [&] {
             if (local.items.size() != remote.items.size()) return kNixlInvalid;
+            // Regions are registered and peers connected by other calls: a request itself needs nothing.
             request = new Transfer();
             return kNixlSuccess;
         });
@@ -158,6 +169,7 @@ class Backend final : public NixlEngine {
     NixlStatus release(NixlRequest* request) const override {
         return guarded("releaseReqH", [&] {
             std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request));
+            // Cancels one that runs and waits for its end: NIXL's caller may free the memory afterwards.
             if (transfer->ticket) (void)engine_->release(*transfer->ticket);
             return kNixlSuccess;
         });
@@ -268,6 +280,7 @@ NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& loca
     transfer.ended = kNixlBackendError;  // until it is known better
     if (local.items.size() != remote.items.size()) return transfer.ended = kNixlInvalid;
     Result<uint32_t> segment = segment_of(agent);
+    // Nothing was begun; the next post dials again.
     if (!segment) return transfer.ended = say(kNixlDisconnected, "postXfer", segment.error());
     std::vector<Slice> slices;
     slices.reserve(local.items.size());
@@ -290,6 +303,7 @@ NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& loca
     Result<uint64_t> ticket = engine_->submit(moved);
     if (!ticket) return transfer.ended = say(kNixlBackendError, "postXfer", ticket.error());
     transfer.ticket = *ticket;
+    // A small one has ended by now; NIXL then needs no check().
     return look(transfer);
 }
 

@@ -1,4 +1,13 @@
 // Client, reading: from the own node, and what is missing there from the nearest holder, or the next one.
+//
+// Threads: the caller's, and for several holders at once those of each(), which end with the call. No lock
+// is held while a node or the master is asked.
+//
+// What holds of an answer: a size of 0 or more means that all bytes of the object are at their
+// destination, and match its checksum where they crossed a network or verify was asked for. kMiss means
+// that every node which may have the object has said that it has not; where one of them could not say, the
+// call fails with its error and is no miss. A damaged copy is never an answer as long as another node may
+// have a good one.
 #include <algorithm>
 #include <map>
 #include <new>
@@ -35,6 +44,8 @@ Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<
 }
 
 Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, bool verify) {
+    // Tolerant: one object that is too large, or damaged, must not keep the others from being read. It
+    // becomes the error above or below.
     Result<std::vector<int64_t>> sizes = own_.get(items, verify, true);
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) {
@@ -44,6 +55,8 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
         }
         return sizes;
     }
+    // The own node may be gone for good while the pool lives: its answer is then one that is missing,
+    // unless it was the caller's mistake.
     bool own_answered = sizes.ok();
     if (!own_answered) {
         if (!no_answer(sizes.error())) return sizes;
@@ -65,6 +78,8 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
 // Fills in what other nodes have. A holder that fails, or whose bytes are damaged, is followed by the next.
 void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify,
                             std::vector<int64_t>& sizes) {
+    // Of each object the nodes that were asked: none is asked again, but for damaged bytes that no other node
+    // has.
     std::vector<std::vector<NodeId>> tried(items.size());
     Result<std::shared_ptr<const Members>> members = pool.directory->members();
     for (size_t attempt = 0; attempt < kAttemptsMax + 1; ++attempt) {
@@ -85,6 +100,8 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool ver
         };
         std::vector<size_t> unknown;
         for (size_t k = 0; k < missing.size(); ++k) {
+            // Where it was found last time costs no question to the master, and works while the master is
+            // away. When it is wrong the master is asked in the next round.
             const Member* member = attempt == 0 && members ? known_place(**members, asked[k]) : nullptr;
             if (member != nullptr && member->identity.incarnation != pool.own) {
                 assign(*member, missing[k]);
@@ -114,6 +131,8 @@ void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool ver
         if (groups.empty()) return;
         std::vector<Group> work;
         for (auto& [id, group] : groups) work.push_back(std::move(group));
+        // One call for each node, at the same time. The groups have different items, so the threads write
+        // to different places.
         each(work, [&](Group& group) {
             std::vector<GetItem> wanted;
             for (size_t i : group.items) wanted.push_back(items[i]);
@@ -159,6 +178,7 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
         if (Status status = NodeClient::verify(*pinned, places, names); !status) return status.error();
     }
     Result<std::vector<ObjectView>> views = NodeClient::views(*pinned, places);
+    // A pin says that the object is kept, not that its node lives until the bytes are here.
     bool lost = !views.ok();
     if (lost) {
         if (!no_answer(views.error())) return views;
@@ -180,6 +200,8 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
         std::vector<MemoryRef> parts;
         std::vector<GetItem> items;
         for (uint64_t room : rooms) {
+            // An object may be as large as a node allows: too large for this process is an error of the
+            // call, not its end.
             memory.emplace_back(new (std::nothrow) std::byte[room]);
             if (memory.back() == nullptr)
                 return Error{Code::kOs, "no memory for " + std::to_string(room) + " bytes"};

@@ -1,4 +1,16 @@
 // Client, asking: what is here or elsewhere, and pinning it where it lies.
+//
+// Threads: the caller's, and those of each() for several nodes at once; `merging` guards what they add to
+// one answer. No lock is held while a node or the master is asked.
+//
+// The directory hints, the holder decides: a place from the directory or from locations_ only says whom to
+// ask, so a stale one costs a question, and a hit always comes from a node that has the object, pinned
+// where that was asked for. The opposite of a hit is kMiss only where every node that may have it was
+// reached, else kUnknown: an engine that is told "miss" computes, one that is told "unknown" may ask
+// again.
+//
+// Objects of a manifest's size may be striped. The functions named ..._whole treat them like any other;
+// the public ones look behind them, so only those give an object's real state.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -27,6 +39,7 @@ Result<Pinned> Client::pin_whole(std::span<const std::string_view> names, std::s
     bool own_answered = pinned.ok();
     Error own_error;
     if (!own_answered) {
+        // A mistake of the caller's is the same at every node.
         if (!no_answer(pinned.error())) return pinned;
         own_error = pinned.error();
         Pinned nothing;
@@ -62,6 +75,8 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
             members = located->members;
         } else {
             why = located.error().text;
+            // Without the master the nodes are still there, and this client knows where it put or found
+            // things.
             if (auto last = pool.directory->members()) members = *last;
             if (members == nullptr) return;
         }
@@ -88,6 +103,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
         each(work, [&](Group& group) {
             std::vector<std::string_view> keys;
             for (size_t i : group.items) keys.push_back(names[i]);
+            // The own node may have got it since it was asked first.
             Result<Pinned> got = group.member.identity.incarnation == pool.own
                                      ? own_.pin(keys)
                                      : node(pool, group.member)->pin(keys);
@@ -98,6 +114,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
                 return;
             }
             if (!got->why.empty()) why = got->why;
+            // Each node numbers its pins from 0.
             auto base = static_cast<uint32_t>(pinned.pins.size());
             for (size_t k = 0; k < group.items.size(); ++k) {
                 if (!got->has(k)) {
@@ -110,6 +127,8 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
             }
             for (auto& pin : got->pins) pinned.pins.push_back(std::move(pin));
         });
+        // What a holder did not have, or did not answer, goes to the next holder; `tried` keeps it from
+        // the same one.
         left = std::move(again);
     }
 }
@@ -128,6 +147,7 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
     Result<std::vector<uint8_t>> own = own_.exists(names, use);
     std::shared_ptr<Pool> others = pool();
     if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
+    // Without others a miss of the own node is one; with them it is what is left after all were asked.
     std::vector<Presence> present(names.size(), own ? Presence::kMiss : Presence::kUnknown);
     std::vector<std::string_view> wanted;
     std::vector<size_t> place;
@@ -153,6 +173,7 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
     for (size_t k = 0; k < wanted.size(); ++k) {
         std::vector<NodeId> avoid;
         for (const Member& member : located->members->rows) {
+            // It has just said that it has not got it, and the directory may be behind.
             if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
         }
         const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
@@ -229,6 +250,8 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
     } else {
         return own;
     }
+    // Only what follows the own node's prefix is asked of others: engines read the own node's blocks
+    // without a copy over the network.
     size_t have = prefix.blocks * width;
     if (have == names.size()) return prefix;
     std::span<const std::string_view> rest = names.subspan(have);
@@ -241,6 +264,7 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
         return prefix;
     }
     size_t more = located->keys.size() / width * width;
+    // A short prefix costs the engine computing: it says why there may be more.
     if (located->members->before != nullptr && more != rest.size()) {
         prefix.why = "the master has just started, and does not know yet what all nodes hold";
     }
@@ -255,6 +279,8 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
         std::vector<size_t> missing(more);
         std::iota(missing.begin(), missing.end(), have);
         pin_elsewhere(*others, names, missing, prefix, prefix.why);
+        // Holders pin in parallel and may each lose some. A prefix has no gaps: it ends at the first block
+        // of which one object has no pin.
         while (more != 0) {
             size_t gap = have;
             while (gap < have + more && prefix.has(gap)) ++gap;

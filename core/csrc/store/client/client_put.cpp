@@ -1,4 +1,16 @@
 // Client, writing: to the own node; elsewhere when that is full or gone; copies to other hosts.
+//
+// Threads: the caller's. No lock is held while a node or the master is asked; a call's items go to one
+// node at a time.
+//
+// What holds: an outcome of kStored means that a node has the object, and with `ack` that every get which
+// starts later on this host finds it. One of kExists means that the key had bytes before, which stay. Until
+// an item has one of these it is in `left`, and each step takes out what it has placed. A replacement removes
+// older generations elsewhere before the new one is written, so no client reads an old copy after a new one;
+// what stands between is a miss.
+//
+// What other nodes hold the directory learns from them, some milliseconds later. Until then recent_ and
+// locations_ know it: this client finds, replaces and removes its own copies at once.
 #include <algorithm>
 #include <numeric>
 
@@ -12,6 +24,7 @@ namespace moonpool {
 bool Client::own_is_full(uint64_t bytes) {
     std::shared_ptr<Session> session = own_.current();
     if (session == nullptr || !session->alive() || session->path().index() == nullptr) return false;
+    // An eighth of the arena is left out of it, for what other clients lease meanwhile.
     return session->path().index()->free_bytes() < bytes + session->arena_bytes() / 8;
 }
 
@@ -27,6 +40,7 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
             place.push_back(i);
         }
     }
+    // What one node takes goes in one call; each striped object has calls of its own.
     Result<PutReport> some = put_whole(striped.empty() ? items : whole, options);
     if (some && !some->manifest_sized.empty()) {
         some = put_anew_what_is_lost(striped.empty() ? items : whole, options, std::move(*some));
@@ -65,6 +79,7 @@ Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, 
     report.manifest_sized.clear();
     if (lost.empty()) return report;
     PutOptions anew = options;
+    // Its manifest stands under the key, so the put must take its place.
     anew.replace = true;
     Result<PutReport> put = put_whole(lost, anew);
     if (!put) return put;
@@ -99,6 +114,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
     std::vector<size_t> left(items.size());
     std::iota(left.begin(), left.end(), 0);
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
+    // Every step below begins with what no node has taken yet.
     auto still_refused = [&] {
         std::vector<size_t> refused;
         for (size_t i = 0; i < items.size(); ++i) {
@@ -118,6 +134,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         std::vector<uint8_t> ignored(names.size());
         bool own_away = false;
         if (elsewhere_wanted) {
+            // The new generation does not go to the own node, so nothing there would replace the old one.
             own_away = !own_.remove(names, replaced).ok();
         } else {
             own_manifests(names, replaced);
@@ -147,6 +164,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         size_t asked = left.size();
         put_elsewhere(*others, items, options, left, report, false);
         left = still_refused();
+        // The whole pool is full: for a while puts evict at the own node without asking.
         if (asked != 0 && left.size() == asked) others->room.nowhere();
     }
     Error own_error;
@@ -159,6 +177,8 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
             for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
             report.refusal = own->refusal;
             report.stored_bytes += own->stored_bytes;
+            // The own node is away: it may still have an older generation, which the master tells it to drop
+            // when it returns.
         } else if (no_answer(own.error())) {
             own_error = own.error();
             if (options.replace) {
@@ -173,10 +193,12 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         }
         left = still_refused();
     }
+    // Last of all by evicting elsewhere. A put without acknowledgement waits for no node but its own.
     if (!left.empty() && options.ack) put_elsewhere(*others, items, options, left, report, true);
     if (!own_error.text.empty() && !still_refused().empty()) return own_error;
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : replaced) {
+        // The stripes of an object that was not replaced after all are still its own.
         if (report.outcomes[manifest.item] != PutOutcome::kStored) continue;
         add_genuine(items[manifest.item].name, manifest, striped);
     }
@@ -256,6 +278,7 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
         for (const Member& member : (*members)->rows) {
             if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
         }
+        // First to nodes with free memory, then to those that would have to evict.
         for (bool last : {false, true}) {
             if (last && !evict) break;
             where.evict = last;
@@ -282,6 +305,7 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
 std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which) {
     std::vector<std::string_view> names;
     for (size_t i : which) names.push_back(items[i].name);
+    // Only what the node says of them is wanted, size and checksum.
     Result<Pinned> pinned = pin(names);
     std::vector<size_t> equal;
     for (size_t k = 0; pinned && k < which.size(); ++k) {
@@ -354,6 +378,7 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
         }
         return left;
     };
+    // A node is asked once, whatever it answers; a host once, until same_hosts.
     auto copy_to = [&](NodeClient& to, const Member& member, const std::vector<size_t>& left) {
         where.avoid_nodes.push_back(member.id);
         std::vector<PutItem> batch;

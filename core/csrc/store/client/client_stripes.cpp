@@ -1,5 +1,15 @@
 // Objects that are larger than one node takes: cut into stripes that lie on all nodes in turn, and are
 // written and read in parallel. A stripe that is lost makes the whole object a miss.
+//
+// Threads: the caller's, and those of each(). No lock is held while a node is asked.
+//
+// What holds: under the key lies a manifest, which is written when all stripes are there and names them by
+// an id of its own. So a manifest that a client can read had all its stripes once, two objects never share
+// a stripe, and a replaced object's stripes cannot be taken for the new one's. A user's object may have a
+// manifest's size, and any bytes: only the MAC with the cluster token makes a manifest.
+//
+// A crash between the stripes and the manifest leaves stripes that no key leads to; they are evicted as
+// any cold object is.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -45,6 +55,8 @@ Status Client::fill_striped(std::span<const GetItem> items, bool verify, std::ve
         std::optional<Manifest> manifest =
             decode_manifest(beginning(items[i].parts), options_.token, items[i].name);
         if (!manifest) continue;
+        // The manifest lies at the front of the caller's memory, which the stripes overwrite: it was
+        // decoded into a copy.
         uint64_t room = total(items[i].parts);
         sizes[i] = kMiss;
         Result<bool> read = read_striped(items[i].name, *manifest, [&](const Manifest& m) -> Result<bool> {
@@ -89,6 +101,7 @@ Result<bool> Client::read_striped(std::string_view name, Manifest manifest, Read
         if (!got || *got || i == kReplacedMax) return got;
         // The stripes of a manifest that was replaced go with it; those of the new one are there.
         Result<std::optional<Manifest>> now = manifest_of(name);
+        // The same manifest still: its stripes are lost, and reading again would not find them.
         if (!now || !*now || **now == manifest) return got;
         manifest = **now;
     }
@@ -129,6 +142,7 @@ void Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, std::s
         std::vector<std::string> stripes = stripe_names(**manifest);
         std::vector<std::string_view> names(stripes.begin(), stripes.end());
         std::string reason = "a stripe of a striped object is lost";
+        // One missing stripe is as bad as none: the pins of the others end here with `all`.
         Result<Pinned> all = pin_whole(names, reason);
         for (size_t k = 0; all && k < names.size(); ++k) {
             if (!all->has(k)) all = Error{Code::kUnavailable, reason};
@@ -147,6 +161,7 @@ void Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, std::s
 }
 
 Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify) {
+    // A manifest of a later release may be larger; reserving memory by its word would be a mistake.
     if (manifest.stripes() > kStripesMax) return false;
     std::vector<std::string> names = stripe_names(manifest);
     std::vector<std::vector<MemoryRef>> targets;
@@ -226,6 +241,8 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
             for_manifest.replace = true;  // one that no client can read: it and its stripes go
         }
     }
+    // One group for each node that lives, and every stripe to the next of them: writing and reading use
+    // the memory and the network of all.
     std::vector<Group> groups;
     for (const Member& member : (*members)->rows) {
         if (member.state != MemberState::kAlive) continue;
@@ -282,6 +299,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         if (rest.outcomes[i] == PutOutcome::kRefused) left.push_back(i);
     }
     PutOptions plain;
+    // Without replace: the names of stripes are new.
     plain.timeout_ms = options.timeout_ms;
     if (!left.empty()) put_elsewhere(pool, stripes, plain, left, rest, true);
     // Where there is too little room, the last stripes took the place of the first ones.
@@ -309,6 +327,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         if (!rest.refusal.empty()) report.refusal = rest.refusal;
         return success();
     }
+    // Now that every stripe is there, the key may lead to them.
     std::vector<std::byte> bytes = encode(manifest, options_.token, item.name);
     MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
     std::string_view group = item.group.empty() ? std::string_view(group_name) : item.group;

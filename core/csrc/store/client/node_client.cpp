@@ -1,3 +1,15 @@
+// NodeClient's life and its verbs that move bytes: put, get, load, remove. node_client_lookup.cpp has
+// those that ask.
+//
+// Threads: any. mutex_ is held to find or open the session, never while a question is asked or bytes move:
+// a call keeps its own reference to the session, and fails by itself when that is lost.
+//
+// What holds between two calls: session_ is null or the newest session; one that is dead is replaced by
+// the next call, at most once per back-off step, so that a call to a node which is gone costs no dialling
+// most of the time. A pin belongs to the session that took it: what was pinned is read over that session,
+// also after another one has been opened, and is a miss once that one is dead.
+//
+// In a child of fork() no lock is taken: the thread that holds it may exist in the parent only.
 #include "store/client/node_client.hpp"
 
 #include <algorithm>
@@ -49,6 +61,8 @@ PartTable::PartTable(std::vector<std::vector<StridedRow>> columns) : columns_(st
 void PartTable::append_parts(size_t column, uint64_t index, std::vector<MemoryRef>& out) const {
     const size_t first = out.size();
     for (const StridedRow& row : columns_[column]) {
+        // Rows that follow each other in memory are one part: a copy of a few large parts is faster than
+        // of many small ones.
         uint64_t address = row.address + index * row.stride;
         if (out.size() != first && out.back().address + out.back().bytes == address) {
             out.back().bytes += row.length;
@@ -59,6 +73,7 @@ void PartTable::append_parts(size_t column, uint64_t index, std::vector<MemoryRe
 }
 
 void Pin::release() {
+    // Once, though release() and the destructor may meet.
     uint64_t id = id_.exchange(0);
     if (id == 0) return;
     session_->post(Kind::kRelease, [&](Writer& w) { w.number(id); });
@@ -98,6 +113,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     if (Status status = check_open(); !status) return status.error();
     SessionLock lock(*this);
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while this call waited
+    // Looked at before each call: a node that was restarted between two calls is dialled at once, and the
+    // caller notices nothing.
     if (session_ != nullptr && session_->check_alive()) return session_;
     session_.reset();
     auto now = std::chrono::steady_clock::now();
@@ -107,6 +124,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     Result<std::shared_ptr<Session>> opened = Session::open(options_, &closed_);
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while it was opened
     if (!opened) {
+        // While the node is away other calls fail at once with this error, rather than each wait for the
+        // same.
         backoff_ = std::clamp(backoff_ * 2, kBackoffMin, kBackoffMax);
         retry_at_ = std::chrono::steady_clock::now() + backoff_;
         last_error_ = opened.error();
@@ -147,6 +166,7 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, 
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
+    // All items are judged before the first byte is copied: a call is refused as a whole or not at all.
     return s.path().put(items, {.replace = replace, .ack = ack, .timeout_ms = timeout_ms});
 }
 
@@ -172,6 +192,8 @@ Result<std::vector<int64_t>> NodeClient::get(std::span<const GetItem> items, boo
         if (!size) return size.error();
         sizes[i] = *size;
     }
+    // What the path could not say without the node, for example objects that are on the SSD: the pin loads
+    // them into memory first.
     const size_t step = s.path().pins_at_once();
     std::vector<GetItem> asked;
     for (size_t begin = 0; begin < unknown.size(); begin += asked.size()) {
@@ -216,6 +238,7 @@ Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::s
                                                     std::span<const GetItem> items, bool verify,
                                                     bool tolerant) {
     std::vector<int64_t> sizes(items.size(), kMiss);
+    // One call of the path for each session, so that its objects go in few frames.
     std::map<Session*, std::vector<size_t>> by_session;
     for (size_t i = 0; i < items.size(); ++i) {
         if (places[i] == kNotPinned || !pinned.has(places[i])) continue;
@@ -237,6 +260,7 @@ Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::s
         Status status = s->path().read(reads, PinHolder::kThisProcess, verify);
         if (!status) return status.error();
         for (size_t k = 0; k < which.size(); ++k) {
+            // A miss: the pin was lost with its session.
             if (reads[k].outcome == PinnedRead::kGone) continue;
             auto outcome = reads[k].outcome == PinnedRead::kRead ? NamedRead::kRead : NamedRead::kDamaged;
             Result<int64_t> size = size_read(items[which[k]], outcome, reads[k].descriptor.size, tolerant);
@@ -254,6 +278,7 @@ Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view
     if (!opened) return opened.error();
     Session& s = **opened;
     if (Status status = check_names(s, names); !status) return status.error();
+    // To an older node a frame with generations behind the names breaks the format.
     if (!generations.empty() && !s.knows(kFeatureRemoveOne)) {
         return Error{Code::kUnavailable,
                      s.peer() + " is of an older release, which removes no one generation"};
@@ -273,6 +298,8 @@ Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view
                 std::vector<size_t> shown;
                 for (size_t i = begin; i < end; ++i) {
                     auto flag = r.number<uint8_t>();
+                    // The node hands out what it removes of a manifest's size: only the client can tell
+                    // whether it is one, and then removes the stripes.
                     if (flag == kRemovedManifest) shown.push_back(i);
                     removed.push_back(flag != kNotRemoved);
                 }
@@ -304,6 +331,7 @@ void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor
         return;
     }
     Session& s = **opened;
+    // Slots and offsets are those of one life of a node. In another one they name other objects.
     if (s.incarnation() != incarnation) {
         report.error = "the node was restarted since these objects were pinned";
         return;
@@ -318,6 +346,7 @@ void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor
         reads.clear();
         objects.clear();
         for (uint32_t i : which.subspan(begin, std::min(kLoadAtOnce, which.size() - begin))) {
+            // Blocks of another layout under the same name would be copied to wrong places.
             if (columns[i] >= table.columns() || descriptors[i].size != table.object_bytes(columns[i])) {
                 report.error = "a stored object has another size than this engine's blocks";
                 continue;
@@ -330,12 +359,15 @@ void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor
             size_t first = k == 0 ? 0 : ends[k - 1];
             reads.push_back({descriptors[objects[k]], std::span(parts).subspan(first, ends[k] - first)});
         }
+        // The scheduler's process holds the pin and may lose it at any time; the path looks after each
+        // copy.
         Status status = s.path().read(reads, PinHolder::kAnotherProcess, verify);
         if (!status) {
             report.error = status.error().text;
             break;
         }
         for (size_t k = 0; k < objects.size(); ++k) {
+            // One object that failed fails alone: the engine computes its block.
             if (reads[k].outcome == PinnedRead::kRead) {
                 report.ok[objects[k]] = 1;
                 report.bytes += reads[k].descriptor.size;

@@ -1,4 +1,13 @@
 // The half of NodeClient that asks what is there: pins and views of it, prefixes, lists, descriptions.
+//
+// Threads: any; no lock is held here. Each call keeps its session, and with it the pins that it takes and
+// the mapped memory that its views show.
+//
+// What holds: questions of more keys than a frame takes go out in several frames, of which each is
+// answered by itself: the node may change between two of them. So what was pinned by the first stays
+// pinned, and what the second says is of a later moment. Every descriptor that a node sends was checked to
+// lie in its arena before it is used as an address. An answer that does not fit its question ends the
+// session.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -28,6 +37,7 @@ Status lookup(Session& s, std::span<const std::string_view> names, uint8_t flags
         [&](Reader& r) {
             answer = LookupFound::read(r);
             uint32_t n = answer.descriptors;
+            // The count must be that of the bytes which follow, and no more than was asked for.
             if (!r.ok() || r.left() != uint64_t{n} * sizeof(Descriptor) || n > names.size()) return false;
             for (uint32_t i = 0; i < n; ++i) {
                 auto d = r.number<Descriptor>();
@@ -50,15 +60,18 @@ Result<Pinned> NodeClient::pin(std::span<const std::string_view> names) {
         LookupFound answer;
         Status sent = lookup(s, names.subspan(begin, end - begin), kLookupPin, 1, answer, pinned.descriptors);
         if (!sent) return sent.error();
+        // The pin has an owner before anything else can fail, so it is released in any case.
         auto pin = answer.pin_id == 0 ? nullptr : std::make_shared<Pin>(*opened, answer.pin_id);
         if (pinned.descriptors.size() != end) {
             return Error{Code::kProtocol, s.peer() + " answered for other keys"};
         }
         for (size_t i = begin; i < end; ++i) {
+            // Generation 0: the node has no such object.
             bool hit = pin != nullptr && pinned.descriptors[i].generation != 0;
             pinned.under.push_back(hit ? static_cast<uint32_t>(pinned.pins.size()) : kNoPin);
         }
         if (pin != nullptr) pinned.pins.push_back(std::move(pin));
+        // Some are there and were not pinned: not misses, so the caller is told why there may be more.
         if (answer.pins_refused) pinned.why = pins_refused(s);
         return true;
     });
@@ -76,6 +89,7 @@ Result<std::vector<ObjectView>> NodeClient::views(const Pinned& pinned, std::spa
         const Descriptor& d = pinned.descriptors[places[i]];
         const std::shared_ptr<Pin>& pin = pinned.pin_of(places[i]);
         if (const std::byte* bytes = pin->session()->path().in_place(d)) {
+            // In place no byte is copied, and the node would not learn of the use.
             pin->session()->note_read(d.slot, d.size);
             views[i] = ObjectView{pin, bytes, d.size};
         } else {
@@ -88,6 +102,7 @@ Result<std::vector<ObjectView>> NodeClient::views(const Pinned& pinned, std::spa
         std::vector<PinnedRead> reads;
         for (size_t k = 0; k < which.size(); ++k) {
             const Descriptor& d = pinned.descriptors[places[which[k]]];
+            // The size is the node's word: no memory for it is an error, not an exception.
             memory[k].reset(new (std::nothrow) std::byte[d.size]);
             if (memory[k] == nullptr) {
                 return Error{Code::kOs, "no memory for an object of " + std::to_string(d.size) + " bytes"};
@@ -114,6 +129,8 @@ Result<std::vector<uint8_t>> NodeClient::exists(std::span<const std::string_view
     std::vector<std::string_view> ask;
     std::vector<size_t> ask_index;
     auto there = [](uint64_t size) { return size == kManifestBytes ? kManifestSized : kThere; };
+    // The index answers without the node, which then learns of no use. Hits only: it leaves out what is on
+    // the SSD, and names that are too long.
     const IndexReader* index = use ? nullptr : s.path().index();
     for (size_t i = 0; i < names.size(); ++i) {
         if (index != nullptr) {
@@ -145,6 +162,7 @@ Result<Prefix> NodeClient::longest_prefix(std::span<const std::string_view> name
     if (!opened) return opened.error();
     Session& s = **opened;
     if (Status status = check_names(s, names); !status) return status.error();
+    // The objects of one block go in one frame: a block counts only when all are there.
     uint32_t width_max = std::min<uint32_t>(s.frame_keys_max(), UINT16_MAX);
     if (width == 0 || width > width_max || names.size() % width != 0) {
         return Error{Code::kInvalidArgument,
@@ -164,6 +182,7 @@ Result<Prefix> NodeClient::longest_prefix(std::span<const std::string_view> name
                             pinned ? static_cast<uint32_t>(prefix.pins.size()) : kNoPin);
         if (pinned) prefix.pins.push_back(std::make_shared<Pin>(*opened, answer.pin_id));
         if (answer.pins_refused) prefix.why = pins_refused(s);
+        // A prefix that ends in this frame ends the questions.
         return answer.hits == end - begin;
     });
     if (!status) return status.error();
@@ -176,6 +195,7 @@ Result<std::vector<ListRow>> NodeClient::list(std::string_view prefix, uint64_t 
     if (!opened) return opened.error();
     Session& s = **opened;
     std::vector<ListRow> rows;
+    // No key begins with more bytes than a key may have.
     if (limit == 0 || prefix.size() > s.key_bytes_max()) return rows;
     uint32_t cursor = 0;
     do {
@@ -188,6 +208,7 @@ Result<std::vector<ListRow>> NodeClient::list(std::string_view prefix, uint64_t 
                 w.text16(prefix);
             },
             [&](Reader& r) {
+                // Where the node's table goes on; 0 at its end.
                 cursor = r.number<uint32_t>();
                 auto n = r.number<uint32_t>();
                 for (uint32_t i = 0; i < n && r.ok(); ++i) {
@@ -238,6 +259,7 @@ Result<std::vector<Description>> NodeClient::describe(std::span<const std::strin
                 if (r.number<uint32_t>() != some.size()) return false;
                 for (size_t i = 0; i < some.size(); ++i) {
                     auto d = r.number<Description>();
+                    // Sizes become signed numbers further up, where a miss is -1.
                     if (d.size > INT64_MAX) return false;
                     all.push_back(d);
                 }
@@ -254,6 +276,7 @@ Result<std::vector<Description>> NodeClient::describe(std::span<const std::strin
         }
         for (const Descriptor& d : found) {
             bool on_ssd = (d.generation & kOnSsd) != 0;
+            // Where it lies the older node says in a bit of the generation.
             uint8_t where = d.generation == 0 ? uint8_t{0} : on_ssd ? kInSsd : kInMemory;
             all.push_back(Description{d.size, d.generation, d.crc, 0, where, 0, {}});
         }

@@ -1,3 +1,17 @@
+// The socket half of Session: one question at a time, its answer, the bytes of READ and PUT, and the one-
+// way frames that ride along. session_open.cpp begins a session.
+//
+// Threads: any caller's; the session has none of its own. A call takes its turn at the socket by io_mutex_
+// and keeps it until its answer is whole. Bytes of the arena are copied without any lock, by the path.
+//
+// What holds between two calls: with io_mutex_ free the socket stands between two frames in both
+// directions, or the session is dead (alive_ is false): a call that stops in the middle of a frame, for
+// whatever reason, ends the session by lost(). A dead session never lives again; its descriptor stays open
+// until the last reference is gone, because the node keeps the pins of views that long. unsent_ holds
+// whole one-way frames that the socket has not taken.
+//
+// Locks: io_mutex_, then posted_mutex_. A thread that posts takes io_mutex_ only by try_lock, so posting
+// never waits for a node; the thread that has io_mutex_ sends what was posted when it lets go.
 #include "store/client/session.hpp"
 
 #include <linux/sockios.h>
@@ -132,6 +146,8 @@ class Session::Turn {
 };
 
 Session::~Session() {
+    // Releases of pins and returns of slabs may still wait to be sent: the node has them sooner than by
+    // the end of the connection.
     bool was_alive = alive_.exchange(false);
     if (fd_.valid()) {  // else we are in a child of fork()
         if (was_alive) {
@@ -163,6 +179,7 @@ void Session::retire() {
 // The socket stays open until the last view is gone: a node that was merely late keeps our pins that long, so
 // no view shows memory that has become another object's.
 Status Session::lost(Error error) {
+    // An opening is counted as a whole, by open().
     if (error.code == Code::kTimeout && !opening_) WaitBudget::spent(waits_ms_);
     alive_.store(false, std::memory_order_release);
     return error;
@@ -237,6 +254,7 @@ Status Session::receive(void* data, size_t size) {
 // answer cannot come.
 bool Session::peer_took_some() {
     int error = errno;
+    // 0 means that it is not looked at: a peer that takes no more is then the end of the wait.
     int before = std::exchange(unacknowledged_, 0);
     if (before != 0 && ::ioctl(fd_.get(), SIOCOUTQ, &unacknowledged_) != 0) unacknowledged_ = 0;
     errno = error;
@@ -281,6 +299,7 @@ Status Session::receive_frame(FrameHeader& header, std::vector<Fd>* fds) {
         if (Status status = check_header(header); !status) return status;
     }
     constexpr uint32_t kAnswerMax = 64u << 20;
+    // Before memory is reserved for it.
     if (header.length > kAnswerMax) return lost({Code::kProtocol, peer_ + " sent a frame over the limit"});
     body_.resize(header.length);
     return receive(body_.data(), body_.size());
@@ -337,6 +356,8 @@ Status Session::answer(Kind kind, uint64_t request_id, const Parse& parse) {
         Error error = read_error(body);
         return header.request_id == request_id ? Status(std::move(error)) : lost(std::move(error));
     }
+    // Answers come in the order of the questions, one at a time: another id means that the two sides
+    // disagree about what was asked.
     if (header.request_id != request_id || header.kind != kind || !parse(body)) return misfit();
     return success();
 }
@@ -355,6 +376,8 @@ void Session::take_posted(std::vector<std::byte>& out) {
     MutexLock lock(posted_mutex_);
     out.insert(out.end(), posted_.begin(), posted_.end());
     posted_.clear();
+    // Reads straight from the arena: the node learns of them in one frame, for its eviction and its
+    // metrics.
     if (read_count_ == 0) return;
     size_t at = begin_frame(out, Kind::kTouch, kFlagOneWay, 0);
     Writer w(out);
@@ -444,6 +467,8 @@ Status Session::read(size_t n, const Build& build, const Target& target, std::ve
         if (count != n) return misfit();
         rows.resize(n);
         if (Status got = receive(rows.data(), n * sizeof(ReadRow)); !got) return got;
+        // All rows are checked before a byte is received: what the node claims must fit the caller's
+        // memory, and add up to the frame.
         uint64_t follow = header.length - head;
         for (size_t i = 0; i < n; ++i) {
             if (rows[i].bytes == 0) continue;
@@ -482,6 +507,7 @@ Status Session::receive_bytes(const std::vector<ReadRow>& rows, const Target& ta
             left -= size;
         }
     }
+    // Beyond it the bytes arrive more slowly than a sleeping thread is woken.
     const bool near = all <= kSpinBytesMax;
     Signals signals(fd_.get());
     iovec parts[kParts];
@@ -529,6 +555,7 @@ Status Session::put(const Build& build, std::span<const MemoryRef> parts, const 
         size_t at = begin_frame(out_, Kind::kPut, parse ? 0 : kFlagOneWay, request_id);
         Writer w(out_);
         build(w);
+        // The frame's length counts the bytes that follow out_, which are sent from where they lie.
         auto length = static_cast<uint32_t>(out_.size() - at - sizeof(FrameHeader) + bytes);
         std::memcpy(out_.data() + at + offsetof(FrameHeader, length), &length, sizeof(length));
         status = send_parts(parts);
@@ -536,6 +563,8 @@ Status Session::put(const Build& build, std::span<const MemoryRef> parts, const 
             near_ = false;
             (void)::ioctl(fd_.get(), SIOCOUTQ, &unacknowledged_);
         }
+        // An answer may be late while the bytes are on their way: peer_took_some() tells a slow network
+        // from a dead node.
         if (status && parse) status = answer(Kind::kPut, request_id, parse);
         near_ = true;
         unacknowledged_ = 0;
@@ -594,6 +623,7 @@ void Session::note_read(uint32_t slot, uint64_t bytes) {
     size_t waiting;
     {
         MutexLock lock(posted_mutex_);
+        // When the node takes nothing, which objects were read is forgotten; how many is not.
         if (read_slots_.size() < 4 * kReadSlotsMax) read_slots_.push_back(slot);
         ++read_count_;
         read_bytes_ += bytes;

@@ -1,4 +1,13 @@
 // The half of Session that begins it: finds the node, proves the cluster token to it and has its proof.
+//
+// Thread: the one that opens the session, alone until open() returns. Every wait ends at opening_->end,
+// whatever arrives meanwhile (a node that sends a byte now and then gains no time), and when the caller's
+// flag is set.
+//
+// A session is open once three things have happened, in this order: the path has connected it and both
+// sides have proved the token; the arena and the index, where there are any, are mapped; the node knows
+// the session's space. A failure before that leaves nothing behind: the descriptors close with the
+// session.
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -30,6 +39,7 @@ std::string node_command(std::string_view path) {
 Result<Fd> connect_to(const ClientOptions& options, Deadline end, const std::atomic<bool>* given_up) {
     if (options.dial) return options.dial();
     const std::string& path = options.socket_path;
+    // A longer path does not fit the address; cut off, it would name another socket.
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     if (path.size() >= sizeof(address.sun_path)) {
@@ -73,6 +83,7 @@ Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
     std::shared_ptr<Session> session(new Session());
     auto began = std::chrono::steady_clock::now();
     // Whether it is one of a pool it says in the handshake; one of another host is.
+    // One of several peers of a call may take a part of its time only.
     bool remote = !options.address.empty();
     int most_ms =
         WaitBudget::within(remote ? WaitBudget::of_one_peer(options.timeout_ms) : options.timeout_ms);
@@ -124,6 +135,7 @@ Status Session::connect_remote(const ClientOptions& options) {
     Result<Dialed> dialed = moonpool::dial(to);
     if (!dialed) return dialed.error();
     fd_ = std::move(dialed->fd);
+    // See docs/design.md, Bytes over TCP.
     leave_bbr_when_near(fd_.get());
     peer_ = options.address;
     incarnation_ = dialed->incarnation;
@@ -149,6 +161,8 @@ Status Session::handshake(const ClientOptions& options, SharedMemory& memory) {
     std::memcpy(node_nonce.data(), nonce.data(), nonce.size());
     std::memcpy(incarnation_.data(), incarnation.data(), incarnation.size());
 
+    // Ours goes into both proofs, so neither can be a recorded one. The roles in them differ: a node
+    // cannot be made to answer for a client.
     Nonce client_nonce = random_nonce();
     Mac mac =
         handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
@@ -170,6 +184,7 @@ Status Session::handshake(const ClientOptions& options, SharedMemory& memory) {
         fds.size() != 2) {
         return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
     }
+    // Until this holds the descriptors above are some process's, and nothing is mapped.
     Mac expected =
         handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
     if (!equal_constant_time(expected,
@@ -197,6 +212,7 @@ bool Session::read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& ind
     host_id_ = std::string(welcome.text16());
     address_ = std::string(welcome.text16());
     master_ = std::string(welcome.text16());
+    // Appended later than the others; what a node does not say it does not have.
     if (welcome.left() != 0) features_ = welcome.number<uint32_t>();
     return welcome.ok();
 }

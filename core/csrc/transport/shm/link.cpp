@@ -1,3 +1,16 @@
+// The initiator's half of shared memory: proves that the peer is on this host, learns its regions, and
+// moves slices by copies and process_vm calls.
+//
+// Threads: run() on the caller's thread or one of the engine's copying threads, several at a time; the
+// watch on an I/O thread. Nothing waits for the peer, but for open() and a refresh of the view.
+//
+// Between two calls: gate_, pid_ and path_ are set by open() and never change. view_ is the peer's list of
+// regions of one generation, never changed once it is there: a thread takes a reference and keeps it for
+// its job. No thread is inside the gate or a local region except in the middle of Carrier::run(), and
+// there for kAccessBytesMax at a time. Once alive_ is false the peer has ended, and no memory of it is
+// touched.
+//
+// Locks: mutex_ (the socket) before view_mutex_ (which view is the newest; held for a copy of a pointer).
 #include "transport/shm/link.hpp"
 
 #include <fcntl.h>
@@ -61,6 +74,7 @@ const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
 
 Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     if (peer.shm_socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
+    // Claims only, which save the attempt. The proof is the descriptor that comes through the socket.
     if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {
         return Error{Code::kUnavailable, "the peer is on another host (" +
                                              (peer.boot_id != self.boot_id ? std::string("another boot id")
@@ -93,6 +107,8 @@ Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     Result<std::unique_ptr<Gate>> gate = Gate::open(passed.get());
     if (!gate) return gate.error();
     gate_ = std::move(*gate);
+    // The page that was passed here is the one that the peer writes to, also where a proxy stands between
+    // the two.
     if (gate_->page().nonce != nonce) {
         return Error{Code::kUnavailable, "the memory the peer passed is not the memory the peer sees"};
     }
@@ -115,6 +131,8 @@ void Link::probe_process_vm(uint64_t nonce, uint64_t page_address) {
     uint64_t seen = 0;
     iovec here{&seen, sizeof(seen)};
     iovec there{reinterpret_cast<void*>(page_address), sizeof(seen)};
+    // A pid that was reused, or that of another namespace, reads other bytes than the nonce or none at
+    // all.
     ssize_t n = ::process_vm_readv(pid_, &here, 1, &there, 1, 0);
     if (n != sizeof(seen)) {
         no_process_vm_ =
@@ -170,6 +188,7 @@ Result<std::shared_ptr<Mapping>> Link::map(const RegionRow& row) {
     }
     Result<Mapping> mapping = Mapping::map(passed.get(), round_up_to_page(row.length), true);
     if (!mapping) return mapping.error();
+    // Page faults now, once, and not in the first transfer.
     mapping->populate_for_write(0, mapping->size());
     return std::make_shared<Mapping>(std::move(*mapping));
 }
@@ -181,6 +200,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
         MutexLock lock(view_mutex_);
         old = view_;
     }
+    // The usual way: no system call, and no lock but the one above.
     if (old != nullptr && !fresh) return old;
     MutexLock lock(mutex_);
     {
@@ -200,6 +220,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
         Place place{row, nullptr};
         if (row.kind == MemoryKind::kHostArena) {
             const Place* known = old == nullptr ? nullptr : old->find(row.address, row.length);
+            // Ids are never used twice, so the same id at the same place is the same memory.
             if (known != nullptr && known->row.id == row.id) {
                 place.mapping = known->mapping;
             } else {
@@ -235,6 +256,7 @@ class Link::Carrier {
         if (!link_.alive_->load()) return lost();
         if (job_.waiting == 0) return success();
         std::string why;
+        // Slices are left that this path cannot carry; the sentence says why.
         (void)link_.reaches(unreached_, &why);
         return Error{Code::kUnavailable, why};
     }
@@ -251,9 +273,11 @@ class Link::Carrier {
         uint64_t at = 0;
         do {
             if (job_.stopped()) return Error{Code::kClosed, "stopped"};
+            // Again before every piece: it is what ends a visit that has lasted long enough.
             if (Status status = enter(); !status) return status;
             const Place* place = place_of(slice.remote + at, slice.length - at);
             if (place == nullptr) {
+                // The peer may have registered it since the view was taken: asked for once in a job.
                 if (!refreshed_) {
                     refreshed_ = true;
                     if (Status status = refresh(); !status) return status;
@@ -263,6 +287,7 @@ class Link::Carrier {
                 return success();
             }
             const Mapping* mapping = place->mapping.get();
+            // Left waiting, not failed: the next link of the peer may reach it.
             if (mapping == nullptr && !(place->row.kind == MemoryKind::kHost && link_.process_vm_)) {
                 unreached_ = place->row.kind;
                 return success();  // waits
@@ -286,6 +311,8 @@ class Link::Carrier {
                 at += n;
                 if (at == slice.length) done(i);
             } else {
+                // One call moves in one direction. Ranges gather until the direction changes, the call is
+                // full, or the visit ends.
                 if ((!local_.empty() && write != write_) || local_.size() == kRangesMax) {
                     if (Status status = flush(); !status) return status;
                     if (!job_.is_waiting(i)) return success();
@@ -316,6 +343,7 @@ class Link::Carrier {
         for (int round = 0; round < kRefreshesMax; ++round) {
             if (!link_.alive_->load()) return lost();
             if (link_.gate_->page().closed.load() != 0) return lost();
+            // The gate refuses a view that is older than the peer's last deregistration.
             pass_.emplace(*link_.gate_, view_->generation);
             if (pass_->open()) return success();
             pass_.reset();
@@ -350,6 +378,7 @@ class Link::Carrier {
                 auto left = static_cast<size_t>(n);
                 while (at < local_.size() && left >= local_[at].iov_len) {
                     left -= local_[at].iov_len;
+                    // Not done when an earlier piece of it has failed.
                     if (pieces_[at].last && job_.is_waiting(pieces_[at].slice)) done(pieces_[at].slice);
                     ++at;
                 }
@@ -379,6 +408,7 @@ class Link::Carrier {
                                 " is registered but not mapped (" + std::strerror(n < 0 ? error : EFAULT) +
                                 ")");
             }
+            // The slices behind it are carried on: one bad range must not fail a batch.
             while (at < local_.size() && pieces_[at].slice == slice) ++at;
         }
         clear();

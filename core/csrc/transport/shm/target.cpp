@@ -1,3 +1,15 @@
+// The serving half of shared memory: hands gates and descriptors to initiators of this host, and takes
+// them back.
+//
+// Threads: Listener and Session on the I/O thread of `loop_`; revoke(), drained() and close() on any. The
+// bytes of transfers pass none of them: an initiator moves them by itself.
+//
+// Between two calls: gates_ has the gate of every session that has opened, and of no other; a session
+// removes its own when its socket closes, so a process that died is inside of nothing. generation_ only
+// grows, and every gate has it. A region is out of the table before revoke() is called: a list that is
+// made afterwards, with the new generation, does not name it.
+//
+// Locks: mutex_ alone. The answer to an open is sent with it held: the socket's buffer takes it at once.
 #include "transport/shm/target.hpp"
 
 #include <sys/epoll.h>
@@ -31,6 +43,7 @@ std::string hex(std::span<const uint8_t> bytes) {
     return text;
 }
 
+// Abstract sockets have no file permissions: any user of the network namespace may connect.
 bool same_user(int fd) {
     ucred peer{};
     socklen_t size = sizeof(peer);
@@ -45,6 +58,7 @@ class Target::Session final : public EventHandler {
    public:
     Session(Target& target, Fd fd) : target_(target), fd_(std::move(fd)) {}
     ~Session() override {
+        // Its gate goes with it, and with the gate the slots that the process may have left occupied.
         if (id_ == 0) return;
         MutexLock lock(target_.mutex_);
         target_.gates_.erase(id_);
@@ -80,6 +94,7 @@ class Target::Session final : public EventHandler {
     }
 
     bool answer(const FrameHeader& header, Reader body) {
+        // Until the cookie was shown nothing else is answered.
         if (header.kind == Kind::kShmOpen && id_ == 0) return open(header, body);
         if (id_ == 0) return false;
         if (header.kind == Kind::kEngineRegions && body.done()) return regions(header);
@@ -113,6 +128,8 @@ class Target::Session final : public EventHandler {
         target_.gates_[id_] = shared;
         Writer w = begin(header);
         w.number(shared->page().nonce);
+        // Where the initiator looks into this process by process_vm_readv, to learn whether it may, and
+        // whether this is the process that it means.
         w.number(reinterpret_cast<uint64_t>(&shared->page()));
         return finish(shared->fd());
     }
@@ -138,6 +155,8 @@ class Target::Session final : public EventHandler {
             return refuse(header, Code::kInvalidArgument, "that region is not registered any more");
         }
         Writer w = begin(header);
+        // The region may be deregistered before the initiator has mapped it: the generation has changed
+        // then, and the gate refuses it.
         w.number(region->memory->size());
         return finish(region->memory->fd());
     }
@@ -220,6 +239,7 @@ Status Target::start() {
 uint64_t Target::revoke() {
     MutexLock lock(mutex_);
     ++generation_;
+    // With the lock, so that a gate made at this moment starts with the new generation.
     for (auto& [id, gate] : gates_) gate->revoke(generation_);
     return generation_;
 }

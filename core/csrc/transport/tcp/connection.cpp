@@ -1,3 +1,17 @@
+// The serving end of one TCP connection: reads TRANSFER frames, moves their bytes between the socket and
+// the regions, and answers in the order of the questions.
+//
+// Thread: all of it runs on the I/O thread of `loop_`, but for fence(), which a connection of another loop
+// calls. No call blocks: what the socket does not take or have now waits for epoll.
+//
+// Between two calls: in_[in_begin_, in_end_) is what came and was not parsed, never a part of a payload.
+// While receiving_, in_ is empty or holds what stands behind the payload of `incoming_`, of which `left`
+// bytes are to come. Every row of `incoming_` was checked against the regions once, when its frame was
+// parsed (place_rows), and each piece again before its system call (may_touch): a region may be
+// deregistered in between. out_bytes_ is the sum of the bytes of out_.
+//
+// No region is entered for longer than one system call or one copy, so deregistering never waits for a
+// slow peer.
 #include "transport/tcp/connection.hpp"
 
 #include <sched.h>
@@ -19,6 +33,7 @@ namespace moonpool::transport::tcp {
 namespace {
 
 constexpr size_t kInBytes = 16384;  // read ahead of a frame's head: what is copied once more at most
+// Beyond either of these the initiator is not read from until it has read its answers.
 constexpr size_t kAnswersMax = 64;
 constexpr uint64_t kAnswerBytesMax = 32u << 20;
 constexpr int kRangesMax = 64;       // in one system call
@@ -32,6 +47,8 @@ std::byte* scratch() {
 }
 constexpr size_t kScratchBytes = 65536;
 
+// The two calls by which a peer's bytes enter and leave memory that other threads may use at that moment.
+// What orders such uses is the peers' agreement, which ThreadSanitizer does not see.
 ssize_t read_parts(int fd, const iovec* parts, int count) {
     OrderedByThePeer scope;
     return ::readv(fd, parts, count);
@@ -78,6 +95,8 @@ void Connection::watch() {
 
 bool Connection::backlogged() const { return out_.size() > kAnswersMax || out_bytes_ > kAnswerBytesMax; }
 
+// Called by the loop now and then: ends a connection that is in the middle of a frame, or owes answers,
+// and has not moved for too long. An idle one may stay for ever.
 bool Connection::on_tick(uint64_t now) {
     if (fenced_) return false;
     bool inside = receiving_ || in_begin_ != in_end_ || !out_.empty();
@@ -86,6 +105,9 @@ bool Connection::on_tick(uint64_t now) {
     return !(inside || ended_) || now - progress_ms_ <= limit;
 }
 
+// Both sides write before they read (sequentially consistent): either the I/O thread sees fenced_ before
+// its next system call, or this thread sees writing_ and waits for that one call. The initiator then
+// repeats its writes elsewhere, and no late byte of this connection comes after them.
 void Connection::fence() {
     fenced_.store(true);
     while (writing_.load()) ::sched_yield();  // one system call that does not block
@@ -110,6 +132,8 @@ Connection::Flow Connection::receive() {
         in_begin_ = in_end_ = 0;
         return Flow::kMoved;
     }
+    // A read that did not fill the buffer has emptied the socket: the system call that would say so is
+    // left out.
     bool short_read = in_end_ < in_.size();
     if (!parse()) return Flow::kOver;
     if (receiving_ || !short_read) return Flow::kMoved;
@@ -135,12 +159,14 @@ bool Connection::parse() {
             if (!begin_transfer(header, have)) return true;
             continue;
         }
+        // Before memory grows for it: a length is only a claim until its bytes have come.
         uint32_t limit = header.kind == Kind::kEngineNotify ? kNotifyBytesMax : 4096;
         if (header.length > limit) return protocol_error("a frame is over the limit");
         if (have < sizeof(header) + header.length) return true;
         Reader body(std::span<const std::byte>(in_).subspan(in_begin_ + sizeof(header), header.length));
         bool fine = serve(header, body);
         in_begin_ += sizeof(header) + header.length;
+        // One large notification must not keep its buffer for the life of the connection.
         if (in_begin_ == in_end_ && in_.size() > (64u << 10)) {
             in_.assign(kInBytes, std::byte{});
             in_.shrink_to_fit();
@@ -171,6 +197,7 @@ bool Connection::begin_transfer(const FrameHeader& header, size_t have) {
     }
     in_begin_ += head;
     receiving_ = true;
+    // What was read ahead together with the head is copied; all that follows is received in place.
     size_t here = std::min<uint64_t>(in_end_ - in_begin_, incoming_.left);
     size_t from = in_begin_;
     in_begin_ += here;
@@ -188,12 +215,14 @@ bool Connection::place_rows(const FrameHeader& header) {
     in.row = 0;
     in.at = in.left = 0;
     in.refused = 0;
+    // Bounded too, though none of it comes now: it is what the answer will hold.
     uint64_t read_bytes = 0;
     Region* last = nullptr;
     for (size_t i = 0; i < in.rows.size(); ++i) {
         const TransferRow& row = in.rows[i];
         if (row.direction > 1) return false;
         (row.direction == 1 ? in.left : read_bytes) += row.length;
+        // Rows of one frame mostly lie in one region: the search is made when they leave it.
         if (last == nullptr || !last->contains(row.address, row.length)) {
             const std::shared_ptr<Region>* found = find_region(*in.regions, row.address, row.length);
             last = found == nullptr ? nullptr : found->get();
@@ -207,6 +236,7 @@ bool Connection::place_rows(const FrameHeader& header) {
 
 void Connection::refuse_row(size_t i, const char* why) {
     incoming_.places[i] = nullptr;
+    // The first refusal is told in words, of the others only which they are.
     if (incoming_.refused++ != 0) return;
     const TransferRow& row = incoming_.rows[i];
     Slice slice{0, row.address, row.length, Direction::kRead};
@@ -278,6 +308,8 @@ Connection::Flow Connection::receive_payload() {
     size_t first = 0;  // the row of parts[0]
     uint64_t room = 0;
     Visit visit;
+    // Bytes of refused rows come all the same, since the initiator sent them with the frame; they are
+    // received into a buffer that nothing reads, so that the next frame is found.
     const int ranges_max = one_by_one_ ? 1 : kRangesMax;
     for (size_t i = incoming_.row; i < incoming_.rows.size() && count < ranges_max; ++i) {
         const TransferRow& row = incoming_.rows[i];
@@ -301,6 +333,7 @@ Connection::Flow Connection::receive_payload() {
         writing_.store(false);
         return Flow::kOver;
     }
+    // From here on fence() waits for this call.
     ssize_t n = read_parts(fd_.get(), parts, count);
     int error = errno;
     writing_.store(false);
@@ -340,6 +373,7 @@ void Connection::finish_transfer() {
     Writer w(answer.head);
     w.number(static_cast<uint32_t>(in.rows.size()));
     w.number(in.refused);
+    // A refused row is told in the answer; the rows that were done are done, whatever became of others.
     Tally tally(target_.counters());
     for (size_t i = 0; i < in.rows.size(); ++i) {
         if (in.refused != 0) w.number(static_cast<uint8_t>(in.places[i] == nullptr));
@@ -356,6 +390,8 @@ void Connection::finish_transfer() {
     }
     auto length = static_cast<uint32_t>(answer.head.size() - sizeof(FrameHeader) + answer.bytes);
     std::memcpy(answer.head.data() + offsetof(FrameHeader, length), &length, sizeof(length));
+    // Keeps the regions' records alive, not their memory: that may be deregistered before the answer goes
+    // out, and flush() looks again.
     if (!answer.rows.empty()) answer.regions = in.regions;
     in.regions.reset();
     out_bytes_ += answer.bytes;
@@ -396,6 +432,8 @@ bool Connection::serve(const FrameHeader& header, Reader body) {
 bool Connection::on_hello(const FrameHeader& header, Reader body) {
     std::optional<Hello> hello = decode_hello(body);
     if (!hello || greeted_) return false;
+    // Another life of an engine at the same port: its addresses mean something else, so nothing may be
+    // moved.
     if (hello->expected != target_.context().identity.segment) {
         answer_error(header.request_id, Code::kUnavailable,
                      "another engine lives at this address now; open it again");
@@ -419,6 +457,7 @@ bool Connection::on_fence(const FrameHeader& header, Reader body) {
     for (uint32_t i = 0; i < n; ++i) channels.push_back(body.number<uint32_t>());
     if (!body.done()) return false;
     for (uint32_t channel : channels) {
+        // An initiator fences its own connections only: the segment is this connection's, not the frame's.
         if (channel == name_.channel) return false;  // it would wait for itself
         target_.fence({name_.segment, channel});
     }
@@ -496,6 +535,7 @@ bool Connection::flush() {
         }
         if (answer.head_sent < answer.head.size() || answer.row < answer.rows.size()) continue;
         out_bytes_ -= answer.bytes;
+        // Their vectors are used again: an answer allocates nothing once a connection is warm.
         if (spare_.size() < 4) {
             answer.head.clear();
             answer.rows.clear();
@@ -506,6 +546,7 @@ bool Connection::flush() {
         }
         out_.pop_front();
     }
+    // The reason is out; the initiator reads it and closes, or on_tick() does.
     if (ended_) ::shutdown(fd_.get(), SHUT_WR);
     return true;
 }

@@ -1,3 +1,16 @@
+// How a job reaches a peer over TCP: which connection carries it, on which thread, and what follows when
+// that connection fails.
+//
+// Threads: run() and ask() on the caller's; a Stream on its loop's I/O thread; post_slowly() on one of
+// `workers_`, the only threads here that may wait for a connection. So the I/O threads wait for no thread,
+// and the workers for peers only.
+//
+// Between two calls: a channel has one owner, the pool, the stack of a caller, or a stream. streams_ holds
+// exactly the streams that may still be given jobs: a stream leaves it, under mutex_, before it gives its
+// channel back, and whatever was queued by then is carried out or handed on. Each job comes back once,
+// through `left` or run()'s return.
+//
+// Locks: mutex_ before the pool's own.
 #include "transport/tcp/link.hpp"
 
 #include <poll.h>
@@ -61,6 +74,7 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
     }
 
     bool on_events(uint32_t) override { return channel_ != nullptr && go(); }
+    // Comes also while nothing moves: Run says when a connection has made no progress for too long.
     bool on_tick(uint64_t) override {
         if (channel_ == nullptr) return false;
         if (run_.check(now_ns(), stall_ms_)) return go();
@@ -117,12 +131,15 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
                              MutexLock lock(link_->mutex_);
                              --jobs_;
                          }
+                         // A job that was stopped would fail on any other connection, too.
                          bool failed = !status && !ended->stopped();
                          left(std::move(ended), std::move(status), failed);
                      });
         }
     }
 
+    // The inbox is looked at under the lock under which it is filled: a job that came too late for it
+    // finds the stream gone from the list, and is queued elsewhere.
     bool let_go() {
         {
             MutexLock lock(link_->mutex_);
@@ -133,6 +150,7 @@ class Link::Stream final : public EventHandler, public std::enable_shared_from_t
         link_->pool_.give_back(std::move(channel_));
         return true;
     }
+    // Everything that the stream was given fails with it, also what it has not begun.
     void over() {
         {
             MutexLock lock(link_->mutex_);
@@ -192,6 +210,7 @@ bool Link::begin_try(Job& job, int tried) {
 Status Link::run(Job& job) {
     Status status = success();
     for (int tried = 0; begin_try(job, tried); ++tried) {
+        // Only the first time: a job whose stream has failed wants a connection of its own.
         if (tried == 0 && ride(job, status)) {
             if (status) return status;
             continue;
@@ -213,6 +232,8 @@ bool Link::ride(Job& job, Status& status) {
     Mutex mutex;
     CondVar ended;
     bool done = false;
+    // The job is on the caller's stack, so this waits until the stream has let go of it, however long the
+    // peer is silent.
     auto borrowed = std::shared_ptr<Job>(std::shared_ptr<void>(), &job);  // we wait for it
     std::shared_ptr<Stream> stream = post_to_stream(
         borrowed,
@@ -246,6 +267,8 @@ bool Link::ride(Job& job, Status& status) {
 }
 
 Status Link::attempt(Job& job, bool first) {
+    // After a failure the idle connections are given up, too: they lead to the same peer, and waiting out
+    // each would take the whole timeout.
     int stall_ms = stall_of(job, first);
     Result<std::unique_ptr<Channel>> channel = pool_.acquire(!first, stall_ms);
     if (!channel) return channel.error();
@@ -255,6 +278,8 @@ Status Link::attempt(Job& job, bool first) {
     }
     Run run(**channel, moved_);
     run.add(std::shared_ptr<Job>(std::shared_ptr<void>(), &job), nullptr);
+    // The caller turns the state machine itself: no thread has to be woken for a small transfer, neither
+    // here nor when the answer comes.
     Status status = drive(run, **channel, stall_ms);
     if (status) {
         pool_.give_back(std::move(*channel));
@@ -316,6 +341,8 @@ std::shared_ptr<Link::Stream> Link::post_to_stream(const std::shared_ptr<Job>& j
     std::shared_ptr<Stream> fresh, living;
     {
         MutexLock lock(mutex_);
+        // A stream that has started carries many jobs at once; a second connection pays only when the
+        // first has a queue, or on a path with loss.
         auto least = std::ranges::min_element(streams_, {}, [](const auto& s) { return s->jobs(); });
         if (least != streams_.end()) living = *least;
         bool crowded = living == nullptr || (living->jobs() >= kJobsMax && streams_.size() < streams_max_);
@@ -328,6 +355,7 @@ std::shared_ptr<Link::Stream> Link::post_to_stream(const std::shared_ptr<Job>& j
             }
         }
         if (fresh == nullptr && living == nullptr) return nullptr;
+        // Under the lock, so that a stream does not end between being chosen and being given the job.
         (fresh != nullptr ? fresh : living)->queue(job, std::move(left));
     }
     if (fresh != nullptr) {
@@ -394,6 +422,7 @@ void Link::close() {
         MutexLock lock(mutex_);
         streams = streams_;
     }
+    // Outside of the lock: ending a stream takes it.
     for (const auto& stream : streams) stream->end();
 }
 

@@ -1,3 +1,12 @@
+// The connections to one peer: which caller has which, and what has to be fenced before the next one is used.
+//
+// Threads: any; those that need a connection wait here, for one to come back or for the peer to answer.
+// mutex_ is not held while a connection is dialled or a fence is awaited.
+//
+// Between two calls: open_ counts idle connections, those in use and those being made, and is at most
+// connections_max. fences_ are the numbers of connections that carried writes and were given up, whose
+// fence no answer has confirmed: while there is one, no connection is handed out before it has carried the
+// fences. After close() none is handed out.
 #include "transport/tcp/pool.hpp"
 
 #include <fcntl.h>
@@ -29,6 +38,8 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
     MutexLock lock(mutex_);
     for (;;) {
         if (closed_) return Error{Code::kClosed, "the segment was closed"};
+        // The caller's connection has just failed. The idle ones lead the same way, and
+        // would fail one after the other.
         if (fresh) {
             open_ -= static_cast<uint32_t>(idle_.size());
             for (const auto& channel : idle_) {
@@ -47,6 +58,7 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
             channel = std::move(idle_.back());
             idle_.pop_back();
         } else if (open_ < options_.connections_max) {
+            // Callers that queue up behind a dead peer would each wait the whole time otherwise.
             if (now_ns() < unreachable_until_ns_) return unreachable_;
             ++open_;
         } else {
@@ -62,6 +74,7 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
         }
         lock.unlock();
         auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+        // Dialling and fences share what is left of the caller's time.
         int left_ms = std::max(1, static_cast<int>(left.count()));
         Error error;
         if (channel == nullptr) {
@@ -78,6 +91,7 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
         lock.lock();
         --open_;
         returned_.notify_one();
+        // Silence only: a peer that refuses answers at once, and may accept the next time.
         if (fenced.error().code == Code::kTimeout) {
             unreachable_ = fenced.error();
             unreachable_until_ns_ = now_ns() + kUnreachableNs;
@@ -88,6 +102,7 @@ Result<std::unique_ptr<Channel>> Pool::acquire(bool fresh, int timeout_ms) {
 
 std::unique_ptr<Channel> Pool::try_acquire() {
     MutexLock lock(mutex_);
+    // For callers that must not wait, and a fence is waited for.
     if (closed_ || idle_.empty() || !fences_.empty()) return nullptr;
     std::unique_ptr<Channel> channel = std::move(idle_.back());
     idle_.pop_back();
@@ -159,6 +174,7 @@ Result<std::unique_ptr<Channel>> Pool::greet(Dialed dialed, int timeout_ms,
     hello.name = options_.self_name;
     hello.channel = next_channel();
     auto channel =
+        // The number is new for every connection: a fence names it, and must never mean a later one.
         std::make_unique<Channel>(std::move(dialed.fd), hello.channel,
                                   local_address(fd) + " -> " + peer_address(fd), options_.frame_bytes);
     std::vector<std::byte> body;
@@ -175,6 +191,8 @@ Status Pool::send_fences(Channel& channel, int timeout_ms) {
     std::vector<uint32_t> fences;
     {
         MutexLock lock(mutex_);
+        // A copy: other callers may add some meanwhile. They are this connection's job no more; the next
+        // one that is handed out carries them.
         fences = fences_;
     }
     if (fences.empty()) return success();

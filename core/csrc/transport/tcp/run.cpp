@@ -1,3 +1,16 @@
+// Run: cuts jobs into frames, sends them, and takes the answers apart.
+//
+// Thread: the one that owns the channel at the time, a caller that drives it or an I/O thread; Run has no
+// lock. No call blocks.
+//
+// Between two calls: frames_[0, sent_) are sent and unanswered, frames_[sent_] may be half sent, and no
+// later one has begun. part_ and have_ say how far the answer to frames_.front() has come; nothing of an
+// answer lies anywhere but in head_, body_, ahead_ or at its destination. A task's `frames` are those of
+// frames_ that are its own; it ends when it has asked for everything and has none. `partial` is what
+// job.bytes_done counts of a slice that is not done, and is taken back when the slice fails.
+//
+// Memory is entered for each system call by itself (place), after a check that the piece lies in its slice
+// and the slice in its region: the arithmetic of this file is not trusted with users' memory.
 #include "transport/tcp/run.hpp"
 
 #include <linux/sockios.h>
@@ -38,6 +51,7 @@ void Run::add(std::shared_ptr<Job> job, Finished finished) {
 
 short Run::wants() const { return static_cast<short>(sending() ? POLLIN | POLLOUT : POLLIN); }
 
+// Sends before it receives: the peer works while the answers to earlier frames are read.
 Run::Step Run::step() {
     bool moved = false;
     if (!send_some(moved) || !receive_some(moved)) return Step::kFailed;
@@ -50,6 +64,8 @@ Run::Step Run::step() {
 // ---- out
 
 // The next frame of the foreground, else of the background. False: nothing to ask for, or the window is full.
+// The window bounds what a connection that fails has to repeat, and what a job of the foreground waits
+// behind.
 bool Run::make_frame() {
     if (frames_.size() >= kWindowFrames || bytes_open_ >= kWindowFrames * channel_.frame_bytes) return false;
     for (const auto& task : foreground_) {
@@ -83,6 +99,7 @@ bool Run::make_frame(const std::shared_ptr<Task>& task) {
             continue;
         }
         uint64_t n = std::min(slice.length - task->at, room);
+        // See the header: the target finds the pieces of one slice in one region by their overlap.
         uint64_t back = std::min(task->at, kOverlapBytes);
         bool last = task->at + n == slice.length;
         frame.pieces.push_back({static_cast<uint32_t>(task->slice), static_cast<uint32_t>(back + n),
@@ -120,8 +137,10 @@ bool Run::make_frame(const std::shared_ptr<Task>& task) {
         std::memcpy(out, &row, sizeof(row));
         out += sizeof(row);
     }
+    // From here on the frame counts as under way, though none of it is sent.
     ++task->frames;
     bytes_open_ += frame.bytes();
+    // Set before the first byte: a connection that carried a write is fenced when it is given up.
     if (frame.write_bytes != 0) channel_.wrote = true;
     frames_.push_back(std::move(frame));
     return true;
@@ -136,6 +155,8 @@ bool Run::place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& vi
             part = {reinterpret_cast<void*>(slice.local + piece.at + skip), bytes};
             return true;
         case Visit::Access::kClosing:
+            // The bytes were promised to the peer by the frame's head, so the connection is of no use any
+            // more. The link fails the slices of that region and repeats the others elsewhere.
             return broken(Code::kInvalidArgument, "the local region was deregistered");
         case Visit::Access::kOutside:
             break;
@@ -178,6 +199,8 @@ bool Run::send_some(bool& moved) {
             if (error == EINTR) continue;
             if (error == EAGAIN) return true;
             // What the peer said before it closed is worth more than the broken pipe.
+            // The peer closes after an ERROR, and our send may find the closed socket before we have read
+            // why.
             bool read = false;
             if (receive_some(read)) return lost(error);
             return false;
@@ -192,6 +215,7 @@ bool Run::send_some(bool& moved) {
 // ---- in
 
 bool Run::receive_some(bool& moved) {
+    // Bounded, so that an I/O thread with many connections comes to the others.
     for (int round = 0; round < 64 && !frames_.empty(); ++round) {
         Frame& frame = frames_.front();
         ssize_t n = receive_bytes(frame);
@@ -208,6 +232,7 @@ bool Run::receive_some(bool& moved) {
         if (part_ == Part::kPayload && have_ == payload_bytes_) {
             settle(frame);
             drop_front();
+            // Bytes behind the last answer that was asked for answer nothing.
             if (frames_.empty() && ahead_begin_ != ahead_end_) return misfit();
         }
     }
@@ -242,6 +267,8 @@ ssize_t Run::receive_bytes(const Frame& frame) {
 // With the payload, when it is small: one system call less.
 ssize_t Run::receive_head(const Frame& frame) {
     size_t rest = kAnswerHeadBytes - have_;
+    // The payload may not go to its destination yet: whether these bytes are payload only the head will
+    // tell. At most a page is copied once more for that.
     iovec parts[2] = {{reinterpret_cast<std::byte*>(&head_) + have_, rest}, {ahead_, frame.read_bytes}};
     bool along = ahead_begin_ == ahead_end_ && frame.read_bytes != 0 && frame.read_bytes <= kAheadBytes;
     ssize_t n = pull(parts, along ? 2 : 1);
@@ -280,6 +307,7 @@ bool Run::judge(Frame& frame) {
             Error error = read_error(reader);
             return broken(error.code, error.text);
         }
+        // Its last two bytes are the length of the reason, which follows.
         case Part::kStates: {
             if (have_ < body_.size()) return true;
             uint16_t text = 0;
@@ -313,6 +341,7 @@ bool Run::judge_head(Frame& frame) {
         return judge(frame);
     }
     if (header.kind != Kind::kEngineTransfer || header.request_id != frame.id ||
+        // An answer to what is not sent in full can only be a peer's mistake.
         (header.flags & kFlagAnswer) == 0 || sent_ == 0) {
         return misfit();
     }
@@ -346,6 +375,7 @@ bool Run::judge_refusals(Frame& frame) {
     if (!reader.done() || head_.header.length != 8 + body_.size() + bytes) {
         return broken(Code::kProtocol, "the peer sent an unreadable refusal");
     }
+    // A later release may refuse with a code that is not known here.
     Code known = code <= static_cast<uint16_t>(Code::kOs) ? static_cast<Code>(code) : Code::kProtocol;
     refusal_ = Error{known, std::move(why)};
     have_ = 0;
@@ -362,6 +392,8 @@ void Run::settle(Frame& frame) {
     uint64_t bytes = 0;
     for (size_t i = 0; i < frame.pieces.size(); ++i) {
         const Piece& piece = frame.pieces[i];
+        // Pieces are settled in the order in which they were asked for, so the pieces of one slice follow
+        // each other.
         if (!job.is_waiting(piece.slice)) continue;  // an earlier piece of it was refused
         if (is_refused(i)) {
             job.fail(piece.slice, refusal_.code, refusal_.text);
@@ -379,6 +411,7 @@ void Run::settle(Frame& frame) {
             task.partial = 0;
             continue;
         }
+        // Every piece was answered, also the ones before this: it is the last of its slice.
         tally.count(slice.direction == Direction::kWrite, slice.length);
         task.partial = 0;
         job.done(piece.slice);
@@ -409,6 +442,7 @@ void Run::drop_front() {
 void Run::end_jobs(std::deque<std::shared_ptr<Task>>& tasks) {
     for (size_t i = 0; i < tasks.size();) {
         std::shared_ptr<Task> task = tasks[i];
+        // A cancelled job waits for the answers to what it has asked: the peer may be writing its bytes.
         if (!task->asked_all && task->job->stopped()) task->asked_all = true;
         if (!task->asked_all || task->frames != 0) {
             ++i;
@@ -430,6 +464,8 @@ bool Run::check(uint64_t now, int stall_ms) {
             if (!task->job->stopped()) continue;
             task->asked_all = true;
             if (task->stopped_ns == 0) task->stopped_ns = now;
+            // A peer that does not answer would hold a cancelled job for the whole timeout. Giving up the
+            // connection fails the jobs beside it, which the link repeats on another one.
             if (task->job->closing->load() || now - task->stopped_ns > kCancelNs)
                 return broken(Code::kUnavailable, "cancelled");
         }
@@ -454,6 +490,7 @@ void Run::fail() {
     frames_.clear();
     sent_ = 0;
     for (const auto& task : tasks) {
+        // What came of a slice that is not whole does not count: another connection moves all of it.
         task->job->bytes_done.fetch_sub(task->partial, std::memory_order_relaxed);
         if (task->finished) task->finished(task->job, error_);
     }

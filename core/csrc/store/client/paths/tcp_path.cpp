@@ -1,3 +1,14 @@
+// The path to a node of another host: cuts reads and puts into frames, and judges what came by its
+// checksum.
+//
+// Threads: the callers'; the session lets one frame at a time to the socket, so a large call does not hold
+// it from its first byte to its last.
+//
+// What holds: a READ never asks for more bytes than its caller has room for, and a frame carries at most
+// kFrameDataBytes, or one object. An outcome of kRead means that the checksum of the bytes where they lie
+// now is the object's, as the node committed it. The checksums of bytes that arrive are made by the
+// session, through the copier of the destination; those of bytes that leave are made here, before the
+// frame is built, since the frame begins with them.
 #include "store/client/paths/tcp_path.hpp"
 
 #include <algorithm>
@@ -51,6 +62,8 @@ Status TcpPath::read_large(PinnedRead& read) {
         };
         auto target = [&](size_t) { return std::span<const MemoryRef>(parts); };
         if (Status status = session_.read(1, build, target, rows, crcs); !status) return status;
+        // The object was removed or replaced while its pieces were read. A pin of this process keeps it;
+        // one of another process may be lost.
         if (rows[0].bytes != size) {
             read.outcome = PinnedRead::kGone;
             return success();
@@ -73,6 +86,7 @@ Status TcpPath::read_frame(std::span<PinnedRead> reads) {
     if (Status status = session_.read(reads.size(), build, target, rows, crcs); !status) return status;
     for (size_t i = 0; i < reads.size(); ++i) {
         const Descriptor& d = reads[i].descriptor;
+        // The node found another object under that slot: the pin is lost.
         if (rows[i].size != d.size || rows[i].generation != d.generation || rows[i].bytes != d.size) {
             reads[i].outcome = PinnedRead::kGone;
         } else {
@@ -202,6 +216,8 @@ Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how
             if (outcome == PutOutcome::kRefused) {
                 report.refusal = "the arena of " + session_.peer() + " is full of pinned or leased memory";
             }
+            // The node compares what arrived with the checksum above: the source may have changed in
+            // between, or the network has.
             if (outcome == PutOutcome::kDamaged) {
                 report.refusal = "the bytes were damaged on their way to " + session_.peer();
                 outcome = PutOutcome::kRefused;
