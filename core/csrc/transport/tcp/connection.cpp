@@ -36,9 +36,9 @@ constexpr size_t kInBytes = 16384;  // read ahead of a frame's head: what is cop
 // Beyond either of these the initiator is not read from until it has read its answers.
 constexpr size_t kAnswersMax = 64;
 constexpr uint64_t kAnswerBytesMax = 32u << 20;
-constexpr int kRangesMax = 64;       // in one system call
-constexpr int kRoundsMax = 8;        // then it is the turn of others
-constexpr uint64_t kEndedMs = 2000;  // for the peer to read why
+constexpr int kServedRangesMax = 64;  // in one system call
+constexpr int kRoundsMax = 8;         // then it is the turn of others
+constexpr uint64_t kEndedMs = 2000;   // for the peer to read why
 
 // Where bytes go that have no place.
 std::byte* scratch() {
@@ -303,14 +303,14 @@ void Connection::advance(uint64_t size) {
 }
 
 Connection::Flow Connection::receive_payload() {
-    iovec parts[kRangesMax];
+    iovec parts[kServedRangesMax];
     int count = 0;
     size_t first = 0;  // the row of parts[0]
     uint64_t room = 0;
     Visit visit;
     // Bytes of refused rows come all the same, since the initiator sent them with the frame; they are
     // received into a buffer that nothing reads, so that the next frame is found.
-    const int ranges_max = one_by_one_ ? 1 : kRangesMax;
+    const int ranges_max = one_by_one_ ? 1 : kServedRangesMax;
     for (size_t i = incoming_.row; i < incoming_.rows.size() && count < ranges_max; ++i) {
         const TransferRow& row = incoming_.rows[i];
         if (row.direction != 1) continue;
@@ -494,13 +494,13 @@ bool Connection::protocol_error(const std::string& text) {
 bool Connection::flush() {
     while (!out_.empty()) {
         Answer& answer = out_.front();
-        iovec parts[kRangesMax];
+        iovec parts[kServedRangesMax];
         size_t count = 0;
         if (answer.head_sent < answer.head.size()) {
             parts[count++] = {answer.head.data() + answer.head_sent, answer.head.size() - answer.head_sent};
         }
         Visit visit;
-        for (size_t i = answer.row; i < answer.rows.size() && count < kRangesMax; ++i) {
+        for (size_t i = answer.row; i < answer.rows.size() && count < kServedRangesMax; ++i) {
             const ReadRow& row = answer.rows[i];
             uint64_t at = i == answer.row ? answer.at : 0;
             // Its bytes were promised, and the memory may be gone: only the connection can take that back.
