@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome
 
@@ -70,46 +70,33 @@ def spans_of(
         server=True,
         failure=failure,
     )
+
+    def at_engine(
+        name: str, place: int, start_s: float, until_s: float, why: str, more: Mapping[str, Value]
+    ) -> Span:
+        """What one engine did for the request."""
+        attributes = _known({"moonpool.engine": engines[place], **more})
+        return Span(name, trace_id, new_id(), own_id, start_s, until_s, attributes, failure=why)
+
     found = [request]
     if observation.sent_prefill_s and observation.prefill >= 0:
+        more: dict[str, Value] = {
+            "moonpool.handover": HandoverForm(observation.handed_over).name.lower(),
+            "moonpool.cached_tokens": observation.prefill_cached_tokens,
+        }
+        why = "" if observation.prefill_done_s else "came to nothing"
+        until_s = observation.prefill_done_s or end_s
         found.append(
-            Span(
-                "prefill",
-                trace_id,
-                new_id(),
-                own_id,
-                observation.sent_prefill_s,
-                observation.prefill_done_s or end_s,
-                _known(
-                    {
-                        "moonpool.engine": engines[observation.prefill],
-                        "moonpool.handover": HandoverForm(observation.handed_over).name.lower(),
-                        "moonpool.cached_tokens": observation.prefill_cached_tokens,
-                    }
-                ),
-                failure="" if observation.prefill_done_s else "came to nothing",
-            )
+            at_engine("prefill", observation.prefill, observation.sent_prefill_s, until_s, why, more)
         )
     if observation.sent_decode_s and observation.decode >= 0:
-        found.append(
-            Span(
-                "decode" if len(found) > 1 else "prefill and decode",
-                trace_id,
-                new_id(),
-                own_id,
-                observation.sent_decode_s,
-                end_s,
-                _known(
-                    {
-                        "moonpool.engine": engines[observation.decode],
-                        "moonpool.cached_tokens": observation.cached_tokens,
-                        "gen_ai.usage.output_tokens": observation.completion_tokens,
-                    }
-                ),
-                failure=failure,
-                first_byte_s=observation.first_byte_s,
-            )
-        )
+        more = {
+            "moonpool.cached_tokens": observation.cached_tokens,
+            "gen_ai.usage.output_tokens": observation.completion_tokens,
+        }
+        name = "decode" if len(found) > 1 else "prefill and decode"
+        span = at_engine(name, observation.decode, observation.sent_decode_s, end_s, failure, more)
+        found.append(replace(span, first_byte_s=observation.first_byte_s))
     return found
 
 
