@@ -29,7 +29,7 @@ namespace moonpool {
 
 namespace {
 
-constexpr uint32_t kAnswerMax = 8u << 20;
+constexpr uint32_t kMemberAnswerMax = 8u << 20;
 constexpr size_t kReadBytes = 65536;
 static_assert(kReadBytes >= kTlsRecordBytes, "a poll of the socket does not tell of the rest of a record");
 
@@ -326,7 +326,7 @@ Status MemberAgent::read_answers(Link& link, bool wait) {
     if (n <= 0) return Error{Code::kUnavailable, "the master at " + link.peer + " closed the connection"};
     link.in.received(static_cast<size_t>(n));
     while (std::optional<FrameHeader> header = link.in.header()) {
-        if (unfit(*header, kAnswerMax, "node", "")) {
+        if (unfit(*header, kMemberAnswerMax, "node", "")) {
             return Error{Code::kProtocol, link.peer + " does not speak the protocol of a Moonpool master"};
         }
         std::optional<Reader> body = link.in.body(*header);

@@ -56,7 +56,7 @@ void visit(MasterServerOptions& options, Visitor& visitor) {
     visitor.seconds("gone_after_s", options.master.membership.gone_ms);
 }
 
-std::vector<std::string> setting_names() {
+std::vector<std::string> master_setting_names() {
     MasterServerOptions options;
     SettingNames found;
     visit(options, found);
@@ -243,7 +243,7 @@ void bind_directory(py::module_& m) {
                       std::optional<std::shared_ptr<TlsServer>>>(),
              py::arg("addresses"), py::arg("token"), py::arg("settings"), py::kw_only(),
              py::arg("tls") = py::none(), "settings: a value for each of setting_names().")
-        .def_static("setting_names", &setting_names)
+        .def_static("setting_names", &master_setting_names)
         .def_property_readonly("addresses", &PyMasterServer::addresses)
         .def_property_readonly("incarnation", &PyMasterServer::incarnation)
         .def("start", &PyMasterServer::start)

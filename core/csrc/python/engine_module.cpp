@@ -234,7 +234,9 @@ const char* text_of(TicketState state) {
 }
 
 // Unlike the store's: 0 is a look without a wait.
-int milliseconds(double seconds) { return static_cast<int>(std::clamp(seconds, 0.0, 86400.0) * 1000); }
+int milliseconds_from_zero(double seconds) {
+    return static_cast<int>(std::clamp(seconds, 0.0, 86400.0) * 1000);
+}
 
 py::bytes slice_bytes(const TicketStatus& status) {
     return {reinterpret_cast<const char*>(status.slices.data()), status.slices.size()};
@@ -277,7 +279,7 @@ class PyEngine {
         options.transports = std::move(transports);
         options.interface = std::move(interface);
         options.host_id = std::move(host_id);
-        options.timeout_ms = std::max(1, milliseconds(timeout_s));
+        options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
         engine_ = unwrap(without_gil([&] { return Engine::create(std::move(options)); }), "engine");
     }
     // Threads of the engine end here, without the GIL, before Python's memory that they may copy goes.
@@ -341,7 +343,7 @@ class PyEngine {
         return unwrap(without_gil([&] { return engine_->submit(request); }), "submit");
     }
     bool wait(uint64_t ticket, double timeout_s) {
-        int timeout_ms = milliseconds(timeout_s);
+        int timeout_ms = milliseconds_from_zero(timeout_s);
         return unwrap(without_gil([&] { return engine_->wait(ticket, timeout_ms); }), "wait");
     }
     // A copy of the ticket's state at one moment; the slices' states are a byte each.

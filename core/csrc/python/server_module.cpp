@@ -53,7 +53,7 @@ void visit(NodeSettings& settings, Visitor& visitor) {
     visitor.field("ssd_segment_bytes", options.ssd.segment_bytes);
 }
 
-std::vector<std::string> setting_names() {
+std::vector<std::string> node_setting_names() {
     NodeSettings settings;
     SettingNames found;
     visit(settings, found);
@@ -229,7 +229,7 @@ void bind_server(py::module_& m) {
              py::arg("ssd") = std::vector<std::pair<std::string, uint64_t>>(), py::arg("events") = false,
              py::arg("tls") = py::none(), py::arg("size_option") = "--dram ", py::arg("memory_root") = "",
              "settings: a value for each of setting_names().")
-        .def_static("setting_names", &setting_names)
+        .def_static("setting_names", &node_setting_names)
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
         .def("start", &PyServer::start)

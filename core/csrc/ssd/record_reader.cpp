@@ -10,7 +10,7 @@ namespace moonpool::ssd {
 
 namespace {
 
-constexpr uint32_t kErrorsInRowMax = 64;
+constexpr uint32_t kReadErrorsInRowMax = 64;
 
 }  // namespace
 
@@ -101,11 +101,11 @@ void RecordReader::finish(const ReadJobPtr& job) {
             ++log_.counters.read_errors;
             log_.gone.push_back(job->hash);
             log_.drop(job->hash, job->sequence);
-            if (++errors_in_row_ >= kErrorsInRowMax && !log_.off) {
+            if (++errors_in_row_ >= kReadErrorsInRowMax && !log_.off) {
                 log_.off = log_.read_only = true;
                 log_.removals.clear();
                 log_.trouble = "reading from " + log_.options.directory + " failed " +
-                               std::to_string(kErrorsInRowMax) + " times: " + std::strerror(job->error) +
+                               std::to_string(kReadErrorsInRowMax) + " times: " + std::strerror(job->error) +
                                "; it is not used any more";
             }
         } else if (job->crc_so_far != job->crc) {

@@ -28,7 +28,7 @@ namespace moonpool::ssd {
 
 namespace {
 
-constexpr uint32_t kErrorsInRowMax = 8;  // failed writes; then the log is read-only
+constexpr uint32_t kWriteErrorsInRowMax = 8;  // failed writes; then the log is read-only
 constexpr uint32_t kSlotsUsableMin = 4;
 constexpr uint32_t kSmallWritesMax = 4;  // in flight; those of full buffers have no such limit
 
@@ -377,7 +377,7 @@ void SegmentWriter::on_write_error(uint32_t slot, int error) {
     if (head_.open && head_.slot == slot) head_.bad = true;
     if (segments_.state(slot) != SegmentState::kOpen) segments_.retire(slot);
     bool for_good = error == ENOSPC || error == EROFS || error == EDQUOT;
-    if (for_good || ++errors_in_row_ >= kErrorsInRowMax || segments_.usable() < kSlotsUsableMin) {
+    if (for_good || ++errors_in_row_ >= kWriteErrorsInRowMax || segments_.usable() < kSlotsUsableMin) {
         log_.stop_writing("writing to " + log_.options.directory + " failed: " + std::strerror(error));
     }
 }

@@ -9,6 +9,8 @@
 
 namespace moonpool::json {
 
+constexpr bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
 inline constexpr ptrdiff_t kWordBytes = 8;
 
 static_assert(std::endian::native == std::endian::little, "the first character is the lowest byte of a word");

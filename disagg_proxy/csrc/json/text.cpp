@@ -22,8 +22,6 @@ namespace moonpool::json {
 
 namespace {
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-
 bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F'); }
 
 // Ends a run of plain characters of a string: its quote, an escape, or a control character, which is

@@ -13,8 +13,6 @@ namespace moonpool::json {
 
 namespace {
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-
 // Also for a lone surrogate, which gives its three bytes (string_of in the header says why).
 void append_utf8(std::string& out, uint32_t point) {
     auto put = [&](uint32_t octet) { out.push_back(static_cast<char>(octet)); };

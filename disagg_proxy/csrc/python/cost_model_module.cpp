@@ -19,12 +19,6 @@ namespace {
 
 [[noreturn]] void raise_invalid(const char* why) { raise(Error{Code::kInvalidArgument, why}, "conductor"); }
 
-void raise_if(const std::string& wrong) {
-    if (wrong.empty()) return;
-    PyErr_SetString(PyExc_AssertionError, wrong.c_str());
-    throw py::error_already_set();
-}
-
 std::shared_ptr<Regression> make_regression(const std::vector<double>& prior,
                                             const std::vector<double>& spread, double floor) {
     if (prior.empty() || prior.size() > Regression::kCoefficientsMax || prior.size() != spread.size()) {

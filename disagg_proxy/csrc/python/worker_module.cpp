@@ -25,15 +25,10 @@ constexpr const char* kReasons[] = {"only", "session", "match", "turn", "least_t
 
 [[noreturn]] void refuse(const char* why) { raise(Error{Code::kInvalidArgument, why}, "conductor"); }
 
-void raise_if(const std::string& wrong) {
-    if (wrong.empty()) return;
-    PyErr_SetString(PyExc_AssertionError, wrong.c_str());
-    throw py::error_already_set();
-}
-
-std::shared_ptr<WorkerView> make_view(uint32_t place, int64_t room_tokens, std::shared_ptr<WorkerLoad> load,
-                                      std::shared_ptr<PrefillModel> prefill,
-                                      std::shared_ptr<DecodeModel> decode) {
+std::shared_ptr<WorkerView> make_worker_view(uint32_t place, int64_t room_tokens,
+                                             std::shared_ptr<WorkerLoad> load,
+                                             std::shared_ptr<PrefillModel> prefill,
+                                             std::shared_ptr<DecodeModel> decode) {
     if (!load || !prefill || !decode) refuse("a worker has a load and its models");
     return std::make_shared<WorkerView>(place, room_tokens, std::move(load), std::move(prefill),
                                         std::move(decode));
@@ -157,7 +152,7 @@ void bind_workers(py::module_& m) {
         "known; obeys: it computes what it is told not to fetch; pending_handover, pending_handover_tokens: "
         "requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose "
         "it.")
-        .def(py::init(&make_view), py::arg("place"), py::arg("room_tokens"), py::arg("load"),
+        .def(py::init(&make_worker_view), py::arg("place"), py::arg("room_tokens"), py::arg("load"),
              py::arg("prefill"), py::arg("decode"))
         .def_readwrite("room_tokens", &WorkerView::room_tokens)
         .def_readwrite("obeys", &WorkerView::obeys)

@@ -7,7 +7,7 @@ namespace moonpool::relay {
 
 namespace {
 
-constexpr size_t kKeptBytes = 16 << 10;  // of a buffer, for the next answer
+constexpr size_t kBufferBytesKept = 16 << 10;  // of a buffer, for the next answer
 
 bool is_event_stream(const http::ResponseHead& head) {
     const http::Field* type = http::find_field(head.fields, "content-type");
@@ -33,7 +33,7 @@ void LogprobMerge::clear() {
     active_ = stream_ = complete_ = false;
     logprobs_.reset();
     for (std::string* text : {&held_, &prefill_}) {
-        text->capacity() > kKeptBytes ? void(*text = std::string()) : text->clear();
+        text->capacity() > kBufferBytesKept ? void(*text = std::string()) : text->clear();
     }
 }
 

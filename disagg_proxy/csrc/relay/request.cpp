@@ -9,7 +9,7 @@ namespace moonpool::relay {
 
 namespace {
 
-constexpr size_t kKeptBytesMax = 16 << 10;
+constexpr size_t kTextBytesKept = 16 << 10;
 
 // The first character of an array's first element; 0: it has none.
 char first_in(const json::Member& array) {
@@ -29,7 +29,7 @@ bool opens_three(std::string_view array) {
 
 void empty(std::string& text) {
     text.clear();
-    if (text.capacity() > kKeptBytesMax) text.shrink_to_fit();
+    if (text.capacity() > kTextBytesKept) text.shrink_to_fit();
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace moonpool::relay {
 
 namespace {
 
-constexpr size_t kKeptBytesMax = 16 << 10;
+constexpr size_t kUnsentBytesKept = 16 << 10;
 
 void set(int fd, int level, int option, int value) {
     (void)::setsockopt(fd, level, option, &value,
@@ -62,7 +62,7 @@ bool OutBuffer::flush(int fd) {
 void OutBuffer::clear() {
     bytes_.clear();
     sent_ = 0;
-    if (bytes_.capacity() > kKeptBytesMax) bytes_.shrink_to_fit();
+    if (bytes_.capacity() > kUnsentBytesKept) bytes_.shrink_to_fit();
 }
 
 }  // namespace moonpool::relay
