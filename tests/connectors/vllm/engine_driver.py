@@ -203,8 +203,8 @@ class Driver:
         if not hasattr(Pool, "true_submit_load"):
             Pool.true_submit_load = Pool.submit_load
 
-        def submit_load(pool: Any, holders: bytes, *rest: Any) -> int:
-            return int(pool.true_submit_load(bytes(16) if broken else holders, *rest))
+        def submit_load(pool: Any, holders: bytes, *rest: Any) -> Any:
+            return pool.true_submit_load(bytes(16) if broken else holders, *rest)
 
         Pool.submit_load = submit_load
 
@@ -218,10 +218,10 @@ class Driver:
 
         original = getattr(Pool, operation)
 
-        def killing(pool: Any, *args: Any) -> int:
+        def killing(pool: Any, *args: Any) -> Any:
             setattr(Pool, operation, original)
             os.kill(pid, signal.SIGKILL)
-            return int(original(pool, *args))
+            return original(pool, *args)
 
         setattr(Pool, operation, killing)
 
