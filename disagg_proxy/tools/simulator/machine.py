@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 
@@ -118,22 +119,12 @@ MACHINES = {
 }
 
 
-class _Own(msgspec.Struct, forbid_unknown_fields=True):
-    """like: the machine that supplies the fields which are not given."""
-
-    like: str = "paper"
-    prefill_s: float | None = None
-    prefill_token_s: float | None = None
-    prefill_token2_s: float | None = None
-    reuse_token_s: float | None = None
-    step_s: float | None = None
-    step_request_s: float | None = None
-    step_token_s: float | None = None
-    kv_bytes: int | None = None
-    cache_tokens: int | None = None
-    room_tokens: int | None = None
-    link_bytes_s: float | None = None
-    handover_s: float | None = None
+# What a file says of a machine: Machine's fields, and like: the machine that supplies those not given.
+_Own = msgspec.defstruct(
+    "_Own",
+    [("like", str, "paper"), *((name, kind | None, None) for name, kind in get_type_hints(Machine).items())],
+    forbid_unknown_fields=True,
+)
 
 
 def find_machine(name: str) -> Machine:

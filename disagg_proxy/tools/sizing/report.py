@@ -61,14 +61,14 @@ def pool_tokens(model: Model, size: int) -> int:
 def show(plan: Plan, console: Console) -> None:
     """Prints the plan for people, in five parts: the model, its KV, its links, advice, sizes of a pool."""
     model = plan.model
-    console.print(f"{model.name}: {model.attention}, {_layers(model)}", highlight=False)
-    console.print(
+    for part in (
+        f"{model.name}: {model.attention}, {_layers(model)}",
         f"KV of a token: {model.token_bytes:,} bytes at {model.value_bytes} a value{_sliding(model)}",
-        highlight=False,
-    )
-    console.print(_links(plan), highlight=False)
-    console.print(_advice(plan), highlight=False)
-    console.print(_pools(plan), highlight=False)
+        _links(plan),
+        _advice(plan),
+        _pools(plan),
+    ):
+        console.print(part, highlight=False)
 
 
 def as_json(plan: Plan) -> str:
