@@ -2,10 +2,10 @@
 library ``libtransfer_engine.so`` and the NIXL plugin ``libplugin_MOONPOOL.so``; everything else about the
 package stands in pyproject.toml.
 
-Only what changed is compiled: every object keeps the list of headers it was made from (gcc -MMD) beside it in
-build/native-<digest of compiler, flags and Python>, and that folder survives between `pip install .`,
-`pip install -e .` and `make build`. Nothing outside a C++20 compiler, the Python headers and pybind11 is
-needed.
+Sources of one folder are compiled together (scripts/units.py). Only what changed is compiled: every object
+keeps the list of files it was made from (gcc -MMD) beside it in build/native-<digest of compiler, flags and
+Python>, and that folder survives between `pip install .`, `pip install -e .` and `make build`. Nothing
+outside a C++20 compiler, the Python headers and pybind11 is needed.
 
 Environment: MOONPOOL_BUILD_JOBS (parallel compilers, default: all cores), MOONPOOL_WERROR=1 (warnings are
 errors, as in CI), CXX, CFLAGS/CXXFLAGS/LDFLAGS (honoured by setuptools).
@@ -30,6 +30,9 @@ from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a build front end leaves it out
+from scripts.units import write_units
+
 SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
 NATIVE = [name for name in SOURCES if not name.startswith(("core/csrc/capi/", "core/csrc/nixl/"))]
 NATIVE += [*sorted(glob("disagg_proxy/csrc/**/*.cpp", recursive=True)), "src/moonpool/native.cpp"]
@@ -41,7 +44,7 @@ NIXL = [name for name in CAPI if "/capi/" not in name or "surroundings" in name]
 )
 INCLUDES = ["core/csrc", "disagg_proxy/csrc", "src/moonpool/capi/include"]
 HEADERS = sorted(header for folder in INCLUDES for header in glob(f"{folder}/**/*.h*", recursive=True))
-FLAGS = ["-O3", "-Wall", "-Wextra", "-pthread", "-MMD"]
+FLAGS = ["-O3", "-Wall", "-Wextra", "-pthread", "-MMD", "-iquote", "."]
 # Warnings of Python's own CFLAGS that only make sense for C; g++ would complain about each of them.
 C_ONLY = {"-Wstrict-prototypes", "-Wmissing-prototypes"}
 
@@ -55,7 +58,7 @@ def objects_folder(compiler: list[str], flags: list[str]) -> Path:
 
 
 def is_stale(target: Path, source: Path) -> bool:
-    """True when the object is missing, or older than its source or any project header it included."""
+    """True when the object is missing, or older than its unit or any file of ours that this includes."""
     depfile = target.with_suffix(".d")
     if not target.exists() or not depfile.exists():
         return True
@@ -63,7 +66,7 @@ def is_stale(target: Path, source: Path) -> bool:
     words = re.split(r"\s+", depfile.read_text().replace("\\\n", " ").split(":", 1)[1])
     for name in {
         str(source),
-        *(word for word in words if word.startswith(("core/", "disagg_proxy/", "src/"))),
+        *(word for word in words if word.startswith(("core/", "disagg_proxy/", "src/", "./"))),
     }:
         path = Path(name)
         if not path.exists() or path.stat().st_mtime >= made_s:
@@ -105,21 +108,15 @@ class IncrementalBuild(build_ext):
         flags = list(ext.extra_compile_args)
         compiler = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
         folder = objects_folder(compiler, flags)
-        targets = [Path(name) for name in self.compiler.object_filenames(ext.sources, output_dir=str(folder))]
-        stale = [
-            (source, target)
-            for source, target in zip(ext.sources, targets, strict=True)
-            if self.force or is_stale(target, Path(source))
-        ]
+        units = list(write_units(ext.sources, folder))
+        targets = [unit.with_suffix(".o") for unit in units]
+        stale = [unit for unit in units if self.force or is_stale(unit.with_suffix(".o"), unit)]
 
-        def compile_one(pair: tuple[str, Path]) -> None:
-            source, target = pair
-            target.parent.mkdir(parents=True, exist_ok=True)
+        def compile_one(unit: Path) -> None:
+            target = unit.with_suffix(".o")
             target.unlink(missing_ok=True)
             started_s = time.time()
-            self.compiler.compile(
-                [source], output_dir=str(folder), include_dirs=ext.include_dirs, extra_postargs=flags
-            )
+            self.compiler.compile([str(unit)], include_dirs=ext.include_dirs, extra_postargs=flags)
             # Dated before the compiler read the source, so that an edit made meanwhile is seen next time.
             os.utime(target, (started_s, started_s))
 

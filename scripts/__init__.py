@@ -2,7 +2,8 @@
 
 Runs with the machine's own Python 3.11 and its standard library only, since nothing else is there yet. Every
 file is one step: progress (what the user sees), system_packages (apt), engine_choice (which vLLM),
-environments (cached virtual environments), build, lint, test, demo.
+environments (cached virtual environments), units (which sources are compiled together), build, lint, test,
+demo.
 """
 
 import sys

@@ -1,8 +1,8 @@
 #include "wire/address.hpp"
 
 #include <fcntl.h>
+#include <linux/tcp.h>
 #include <netdb.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 
 #include <algorithm>

@@ -33,7 +33,7 @@ constexpr uint64_t kBackgroundShare = 4;
 constexpr size_t kWindowFrames = 8;
 constexpr size_t kWindowFramesBackground = 2;
 constexpr uint64_t kCancelNs = 1000000000;  // then a cancelled job takes the connection with it
-constexpr int kRangesMax = 1024;            // in one system call, the kernel's limit
+constexpr int kIovecsMax = 1024;            // in one system call, the kernel's limit
 constexpr uint32_t kErrorBytesMin = 4;      // u16 code, text16
 constexpr uint32_t kErrorBytesMax = 65600;
 constexpr size_t kRefusalBytesMin = 4;  // behind the byte of each row: u16 code, text16
@@ -169,7 +169,7 @@ bool Run::send_some(bool& moved) {
         if (sent_ == frames_.size() && !make_frame()) return true;
         Frame& frame = frames_[sent_];
         Job& job = *frame.task->job;
-        iovec parts[kRangesMax];
+        iovec parts[kIovecsMax];
         size_t count = 0;
         uint64_t skip = frame.sent;
         if (skip < frame.head.size()) {
@@ -246,7 +246,7 @@ ssize_t Run::receive_bytes(const Frame& frame) {
         iovec rest{body_.data() + have_, body_.size() - have_};
         return pull(&rest, 1);
     }
-    iovec parts[kRangesMax];
+    iovec parts[kIovecsMax];
     size_t count = 0;
     const Job& job = *frame.task->job;
     Visit visit;

@@ -6,7 +6,7 @@ namespace moonpool {
 
 namespace {
 
-constexpr uint64_t kHeadBytes = 64;  // of COMMIT, before its rows
+constexpr uint64_t kCommitHeadBytes = 64;  // of COMMIT, before its rows
 
 }  // namespace
 
@@ -95,7 +95,7 @@ Result<PutReport> ArenaPath::put(std::span<const PutItem> items, const PutHow& h
     for (const PutItem& item : items) ahead += room_bytes(total(item.parts));
     std::vector<Written> written;
     std::shared_ptr<Slab> own;
-    FrameBudget budget(session_, kHeadBytes);
+    FrameBudget budget(session_, kCommitHeadBytes);
     auto commit_written = [&] {
         budget.reset();
         return commit(items, how, written, report);

@@ -26,7 +26,7 @@ namespace {
 // node serves others between two frames of one caller.
 constexpr uint64_t kFrameDataBytes = 32u << 20;
 constexpr uint64_t kPutObjectMax = 3ull << 30;  // the length of a frame has 32 bits
-constexpr uint64_t kHeadBytes = 16;             // of READ and PUT, before their rows
+constexpr uint64_t kVerbHeadBytes = 16;         // of READ and PUT, before their rows
 
 void write_read_head(Writer& w, const Session& s, size_t rows) {
     w.number(s.space());
@@ -106,7 +106,7 @@ Status TcpPath::read(std::span<PinnedRead> reads, PinHolder, bool) {
         }
         size_t end = begin;
         uint64_t bytes = 0;
-        FrameBudget budget(session_, kHeadBytes);
+        FrameBudget budget(session_, kVerbHeadBytes);
         while (end < reads.size() && budget.fits(ReadAsk::kPinnedBytes) &&
                bytes + reads[end].descriptor.size <= kFrameDataBytes) {
             bytes += reads[end].descriptor.size;
@@ -148,7 +148,7 @@ Status TcpPath::read(std::span<NamedRead> reads, bool) {
     for (size_t begin = 0; begin < reads.size();) {
         size_t end = begin;
         uint64_t bytes = 0;
-        FrameBudget budget(session_, kHeadBytes);
+        FrameBudget budget(session_, kVerbHeadBytes);
         for (; end < reads.size(); ++end) {
             uint64_t room = room_of(reads[end]);
             uint64_t row = ReadAsk::named_bytes(reads[end].name);
@@ -182,7 +182,7 @@ Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how
         std::vector<uint32_t> crcs;
         size_t end = begin;
         uint64_t bytes = 0, rows_bytes = 0;
-        FrameBudget budget(session_, kHeadBytes);
+        FrameBudget budget(session_, kVerbHeadBytes);
         for (; end < items.size(); ++end) {
             size = total(items[end].parts);
             if (end != begin && bytes + size > kFrameDataBytes) break;
