@@ -120,9 +120,9 @@ class AsyncTransferEngine(EngineFacts):
         self._closed = True
         assert self._loop is not None
         self._loop.remove_reader(native.eventfd)
-        await asyncio.to_thread(native.close)
+        may_free = await asyncio.to_thread(native.close)
         assert self._regions is not None
-        self._regions.close_all()
+        self._regions.close_all(may_free=may_free)
         for transfer in self._waiting.values():
             transfer._abandon(Closed("this engine was closed", operation="transfer"))
         self._waiting.clear()

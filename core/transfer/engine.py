@@ -120,8 +120,7 @@ class TransferEngine(EngineFacts):
     def close(self) -> None:
         """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""
         self._closed = True
-        self._native.close()
-        self._regions.close_all()
+        self._regions.close_all(may_free=self._native.close())
 
     def __del__(self) -> None:
         if hasattr(self, "_regions"):  # the constructor raised: no native engine exists

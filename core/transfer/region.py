@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from moonpool.core.transfer.types import offset_in
 
 if TYPE_CHECKING:
     from moonpool import _native
+
+_log = logging.getLogger(__name__)
+_never_freed: list[BufferRange] = []  # of engines that were closed too early for their peers
 
 
 class Region:
@@ -104,9 +108,21 @@ class RegionTable:
                 self._regions.discard(region)  # unless the engine was closed meanwhile
             region._memory = None
 
-    def close_all(self) -> None:
-        """After the native engine's close: drops the references to all memory."""
-        for region in list(self._regions):  # other threads may close their regions meanwhile
+    def close_all(self, *, may_free: bool) -> None:
+        """After the native engine's close: drops the references to all memory.
+
+        may_free: what that close returned. Without it the memory stays alive until this process ends, since
+        a peer that was stopped in the middle of a copy, or a device, may still access it.
+        """
+        regions = list(self._regions)  # other threads may close their regions meanwhile
+        if not may_free:
+            _log.warning(
+                "an engine was closed while some of its transfers had not ended; its %d regions stay in "
+                "memory until this process ends",
+                len(regions),
+            )
+            _never_freed.extend(region._memory for region in regions if region._memory is not None)
+        for region in regions:
             region._memory = None
         self._regions.clear()
 

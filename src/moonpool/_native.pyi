@@ -452,8 +452,10 @@ class Engine:
         ...
     def cancel(self, ticket: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
-    def close(self) -> None:
-        ...
+    def close(self) -> bool:
+        """
+        Ends what runs. False: a device or a stopped peer may still access registered memory, which must not be freed.
+        """
     def close_segment(self, segment: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     def deregister(self, address: typing.SupportsInt | typing.SupportsIndex) -> None:
@@ -953,6 +955,11 @@ class ProxyRequest:
     def model(self) -> typing.Any:
         """
         "" when the body names none.
+        """
+    @property
+    def moonpool_headers(self) -> typing.Any:
+        """
+        Its fields X-Moonpool-*: dict of the rest of the name in lower case to the first value, bytes; None when it has none.
         """
     @property
     def path(self) -> bytes:

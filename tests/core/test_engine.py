@@ -194,6 +194,21 @@ def test_a_region_keeps_its_object_alive(engine: TransferEngine) -> None:
     assert alive() is None
 
 
+def test_an_engine_that_ends_before_its_transfers_frees_no_memory(
+    engine: TransferEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The native close that comes to its deadline is tested in C++; this is what its answer does."""
+    memory = bytearray(4096)
+    region = engine.register(memory)
+    engine._native.close()
+    engine._regions.close_all(may_free=False)
+    del region
+    gc.collect()
+    with pytest.raises(BufferError):
+        memory.extend(b"x")
+    assert "its 1 regions stay in memory" in caplog.text
+
+
 def test_a_region_and_its_engine_are_closed_at_once(
     engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

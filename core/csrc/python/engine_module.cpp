@@ -377,9 +377,9 @@ class PyEngine {
         return rows;
     }
     py::bytes segment_id() { return id_bytes(engine_->segment_id()); }
-    void close() {
+    bool close() {
         py::gil_scoped_release nogil;
-        (void)engine_->close();
+        return static_cast<bool>(engine_->close());
     }
 
    private:
@@ -458,7 +458,10 @@ void bind_engine(py::module_& m) {
         .def("notify", &PyEngine::notify, py::arg("segment"), py::arg("message"))
         .def("notifications", &PyEngine::notifications)
         .def("metrics", &PyEngine::metrics)
-        .def("close", &PyEngine::close);
+        .def("close", &PyEngine::close,
+             "Ends what runs. False: a device or a stopped peer may still access registered memory, which "
+             "must "
+             "not be freed.");
 
 // In the form of pybind11's signatures, from which the stub is made.
 #define MOONPOOL_ARGUMENTS                                                                                   \
