@@ -20,6 +20,7 @@ TOKENS = 4608
 BLOCK_TOKENS = 64
 BLOCKS_EACH = 128
 MOST_US = 400.0  # whatever the size of the fleet
+NATIVE_CALLS_MAX = 2
 PEER = "dynamo"
 PEER_SCRIPT = Path(__file__).parent / "conductor" / "selection_service.py"
 PEER_TIMEOUT_S = 120
@@ -45,7 +46,11 @@ def main() -> None:
         ours = decision.measure(engines, TOKENS, BLOCK_TOKENS, BLOCKS_EACH, rounds, streams=False)
         peer = peer_us(options.peers_venv, engines)
         work = f"decision, {TOKENS:,} tokens [{engines:,} engines]"
-        rows.append(Row(work, ours, "us", {PEER: peer}, None, f"<= {MOST_US:g}", ours <= MOST_US))
+        rows.append(
+            Row(work, ours.cpu_us, "us", {PEER: peer}, None, f"<= {MOST_US:g}", ours.cpu_us <= MOST_US)
+        )
+        work, calls = f"calls of C++ functions, the same [{engines:,} engines]", ours.native_calls
+        rows.append(Row(work, calls, "calls", {}, None, f"<= {NATIVE_CALLS_MAX}", calls <= NATIVE_CALLS_MAX))
     print_table("decisions", rows)
     write_json(options.json, rows)
 

@@ -114,7 +114,7 @@ def measure(block_tokens: int, quick: bool, peer: dict[str, float]) -> list[Row]
     sha = cpu_us(lambda: bed.index.keys(raw), 20, rounds)
     decide = cpu_us(lambda: bed.index.match(bed.index.keys(asked)), times // 4, rounds)
     decide_sha = cpu_us(lambda: bed.index.keys(asked), times // 4, rounds)
-    whole = decision.measure(WORKERS, DECISION_TOKENS, block_tokens, 2048, rounds)
+    whole = decision.measure(WORKERS, DECISION_TOKENS, block_tokens, 2048, rounds).cpu_us
     match = cpu_us(lambda: bed.index.match(keys), times, rounds)
     quiet = question_us(bed, 1.0 if quick else 5.0, telling=False)
     loud = question_us(bed, 1.0 if quick else 5.0, telling=True)

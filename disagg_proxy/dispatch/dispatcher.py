@@ -38,7 +38,7 @@ from moonpool.disagg_proxy.dispatch.intake import Intake
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest, none_left, objection
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch
-from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
+from moonpool.disagg_proxy.dispatch.request_hints import BadHeader, asks_why
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.peers.host_identity import site_of
 from moonpool.disagg_proxy.settings import AdmissionSettings
@@ -364,7 +364,7 @@ class Dispatcher:
         self.scheduler.tell_policy(UNKNOWN, choice, request.arrived_s)
         for each in self._observers:
             each.on_choice(request, choice)
-        if choice.prefill is None and not choice.why and request.headers("x-moonpool-decision") is None:
+        if choice.prefill is None and not choice.why and not asks_why(request):
             return choice.decode.place
         return self.handovers.plan(request, choice, tracked=False)
 

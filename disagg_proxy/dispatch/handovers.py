@@ -28,6 +28,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.conductor.plan import Plan
 from moonpool.disagg_proxy.data_plane.counters import BOUNDS_S, Histogram
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
+from moonpool.disagg_proxy.dispatch.request_hints import asks_why
 from moonpool.disagg_proxy.engines.bootstrap import parameters
 from moonpool.disagg_proxy.engines.bootstrap_trust import wait_of
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -78,7 +79,7 @@ class Handovers:
             plan, form = Plan(decode.place, tracked=tracked), HandoverForm.NOT
         else:
             plan, form = self._plan_pair(decode.place, prefill.place, request, tracked)
-        if request.headers("x-moonpool-decision") is None:
+        if not asks_why(request):
             return plan
         why = {
             "policy": self._policy_name,

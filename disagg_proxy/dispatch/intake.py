@@ -43,7 +43,7 @@ class Intake:
         self, request: ProxyRequest, asked: Request, match: PrefixMatch | None, able: EligibleWorkers
     ) -> PendingProxyRequest:
         """able: the workers that the request may go to now. Raises BadHeader."""
-        hints = request_hints.read(request.headers)
+        hints = request_hints.read(request.moonpool_headers)
         if hints is not request_hints.NO_HINTS:
             asked = asked._replace(tenant=hints.tenant, priority=hints.priority, session=hints.session)
         objective, model, admission = NO_OBJECTIVE, "", self._scheduler.admission

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.admission import Objective
 
 PRIORITY_MOST = 100
+_HINTS = ("tenant", "priority", "session", "ttft-slo", "gap-slo")
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 _NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 _PRIORITY = re.compile(rb"[+-]?[0-9]{1,3}")
@@ -36,21 +38,23 @@ class BadHeader(ValueError):
 NO_HINTS = RequestHints()
 
 
-def read(header: Callable[[str], bytes | None]) -> RequestHints:
-    """header: the value of a field by its name, None where there is none. Raises BadHeader."""
-    tenant = header("x-moonpool-tenant")
-    priority = header("x-moonpool-priority")
-    session = header("x-moonpool-session")
-    ttft, gap = header("x-moonpool-ttft-slo"), header("x-moonpool-gap-slo")
-    if tenant is priority is session is ttft is gap is None:
+def read(fields: Mapping[str, bytes] | None) -> RequestHints:
+    """fields: ``ProxyRequest.moonpool_headers``. Raises BadHeader."""
+    if fields is None or fields.keys().isdisjoint(_HINTS):
         return NO_HINTS
     return RequestHints(
-        _name("X-Moonpool-Tenant", tenant),
-        _priority(priority),
-        _name("X-Moonpool-Session", session),
-        _seconds("X-Moonpool-TTFT-SLO", ttft),
-        _seconds("X-Moonpool-Gap-SLO", gap),
+        _name("X-Moonpool-Tenant", fields.get("tenant")),
+        _priority(fields.get("priority")),
+        _name("X-Moonpool-Session", fields.get("session")),
+        _seconds("X-Moonpool-TTFT-SLO", fields.get("ttft-slo")),
+        _seconds("X-Moonpool-Gap-SLO", fields.get("gap-slo")),
     )
+
+
+def asks_why(request: ProxyRequest) -> bool:
+    """Whether its client wants to know the reasons of the decision: it sent X-Moonpool-Decision."""
+    fields = request.moonpool_headers
+    return fields is not None and "decision" in fields
 
 
 def _name(field: str, value: bytes | None) -> str:

@@ -19,12 +19,15 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "http/fields.hpp"
+#include "http/octets.hpp"
 #include "python/proxy_module.hpp"
 #include "python/raise.hpp"
 #include "python/relay_look.hpp"
@@ -56,6 +59,20 @@ class PyRequest {
         const http::Field* field = http::find_field(request_->head.fields, name);
         if (field == nullptr) return py::none();
         return py::bytes(field->value.data(), field->value.size());
+    }
+    // All in one call, since every decision asks and hardly any request has one: None.
+    py::object moonpool_headers() const {
+        constexpr std::string_view kPrefix = "x-moonpool-";
+        std::optional<py::dict> found;
+        for (const http::Field& field : request_->head.fields) {
+            if (!http::same_name(field.name.substr(0, kPrefix.size()), kPrefix)) continue;
+            if (!found) found.emplace();
+            std::string name(field.name.substr(kPrefix.size()));
+            std::ranges::transform(name, name.begin(), http::lower);
+            py::bytes value(field.value.data(), field.value.size());
+            (void)PyDict_SetDefault(found->ptr(), py::str(name).ptr(), value.ptr());  // the first counts
+        }
+        return found ? py::object(*found) : py::none();
     }
     // A view on the request's memory, not a copy; it holds the request.
     py::object body() const {
@@ -440,6 +457,10 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("path", &PyRequest::path)
         .def_property_readonly("method", &PyRequest::method)
         .def("headers", &PyRequest::headers, py::arg("name"), "The first field of this name, or None.")
+        .def_property_readonly(
+            "moonpool_headers", &PyRequest::moonpool_headers,
+            "Its fields X-Moonpool-*: dict of the rest of the name in lower case to the first "
+            "value, bytes; None when it has none.")
         .def_property_readonly("body", &PyRequest::body, "Read-only memoryview.")
         .def_property_readonly("request_id", &PyRequest::request_id)
         .def_property_readonly("arrived_s", &PyRequest::arrived_s)

@@ -379,6 +379,7 @@ async def test_a_decision_has_a_deadline() -> None:
 @with_deadline
 async def test_what_a_policy_sees() -> None:
     seen = []
+    headers = "X-A: 1\r\nX-Moonpool-Decision: 1\r\nx-moonpool-GAP-slo: 2\r\nX-Moonpool-Gap-SLO: 3\r\n"
 
     def decide(r: ProxyRequest) -> Decision:
         seen.append(
@@ -392,6 +393,7 @@ async def test_what_a_policy_sees() -> None:
                 r.method,
                 r.headers("x-a"),
                 r.headers("x-b"),
+                r.moonpool_headers,
                 r.prompt_tokens(),
                 r.prompt_text(),
                 r.candidates,
@@ -403,7 +405,7 @@ async def test_what_a_policy_sees() -> None:
 
     async with bed(2, decide=decide) as b:
         body = '{"model":"å","max_tokens":4,"stream":true,"prompt":[1,2,65536]}'.encode()
-        answer = await b.ask("POST", "/v1/completions?x=1", body, "X-A: 1\r\nX-Moonpool-Decision: 1\r\n")
+        answer = await b.ask("POST", "/v1/completions?x=1", body, headers)
         assert answer.headers["x-moonpool-decision"] == "because"
         assert "x-moonpool-decision" not in b.engines[0].seen[0].headers
         ids = b"".join(n.to_bytes(4, "little") for n in (1, 2, 65536))
@@ -417,6 +419,7 @@ async def test_what_a_policy_sees() -> None:
             b"POST",
             b"1",
             None,
+            {"decision": b"1", "gap-slo": b"2"},
             ids,
             None,
             (0, 1),
@@ -426,7 +429,7 @@ async def test_what_a_policy_sees() -> None:
         answer = await b.ask("POST", CHAT, b'{"prompt":"\\u00e9","cache_salt":"\\u00e8"}')
         assert "x-moonpool-decision" not in answer.headers
         assert seen[-1][4] == "è"
-        assert seen.pop()[9:11] == (None, "é")
+        assert seen.pop()[9:12] == (None, None, "é")
 
 
 @with_deadline

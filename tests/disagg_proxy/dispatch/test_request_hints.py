@@ -15,12 +15,13 @@ from moonpool.disagg_proxy.settings import AdmissionSettings
 
 
 def read(**headers: bytes) -> request_hints.RequestHints:
-    named = {f"x-moonpool-{name.replace('_', '-')}": value for name, value in headers.items()}
-    return request_hints.read(named.get)
+    return request_hints.read({name.replace("_", "-"): value for name, value in headers.items()})
 
 
 def test_who_says_nothing_is_like_everybody() -> None:
     assert read() is request_hints.NO_HINTS
+    assert request_hints.read(None) is request_hints.NO_HINTS
+    assert read(decision=b"1") is request_hints.NO_HINTS
     usual = Objective(3.0, 0.1)
     assert request_hints.NO_HINTS.objective(usual) == usual
 
