@@ -49,7 +49,7 @@ from moonpool.disagg_proxy.tokens.source import TokenSource
 UNKNOWN = Request()
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
-EVERYBODY = AdmissionSettings()
+ADMIT_ALL = AdmissionSettings()
 _SAID = Refusal("no_engine", 0.0, "")  # why, ``PendingProxyRequest.answer`` says
 
 _log = logging.getLogger("moonpool.proxy")
@@ -73,7 +73,7 @@ class Dispatcher:
         observed: Callable[[], bytes],
         clock: Callable[[], float],
         handover: str = "auto",
-        admission: AdmissionSettings = EVERYBODY,
+        admission: AdmissionSettings = ADMIT_ALL,
         hears_pool: bool = False,
         policy_name: str = "",
     ) -> None:

@@ -885,7 +885,7 @@ class Candidates:
         ...
     def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, marginal_delay: typing.SupportsFloat | typing.SupportsIndex = 0.0, reuse_probability: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, gap_most_s: typing.SupportsFloat | typing.SupportsIndex = ..., need_tokens: typing.SupportsInt | typing.SupportsIndex = 0, without: WorkerView | None = None, last: WorkerView | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
         """
-        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost). Nobody may: the cost is infinite.
+        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost). The cost is infinite where none may.
         """
     def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, float]:
         """

@@ -105,8 +105,8 @@ class Buffers:
         return address, length
 
     def check_part(self, start: int, offset: int, length: int) -> tuple[int, int]:
-        """Bytes to write in the buffer at ``start``, whose length nobody gave: where it is registered they
-        must lie in it.
+        """Bytes to write in the buffer at ``start``, whose length the caller did not give: where it is
+        registered they must lie in it.
         """
         if self._ranges.hold([start], [1]) and not self._ranges.hold([start], [offset + length]):
             raise InvalidArgument(f"{length} bytes from {offset} leave the registered buffer of {start:#x}")

@@ -192,7 +192,7 @@ async def serve(host: str, port: int, connections_max: int | None = None) -> Non
     await server.start()
     try:
         if host not in LOOPBACK:
-            logger.warning("everybody who reaches %s may write and delete there", server.url)
+            logger.warning("every process that reaches %s may write and delete there", server.url)
         print(f"metadata at {server.url}", flush=True)
         await asked_to_stop.wait()
     finally:

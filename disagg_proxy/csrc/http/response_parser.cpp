@@ -72,7 +72,7 @@ bool ResponseParser::take_start_line(std::string_view line) {
     head_.status = (line[9] - '0') * 100 + (line[10] - '0') * 10 + (line[11] - '0');
     head_.phrase = line.size() > 13 ? line.substr(13) : std::string_view();
     if (head_.status == 101) {
-        refuse("it switched protocols, which nobody asked for");
+        refuse("it switched protocols without a request to");
         return false;
     }
     return true;

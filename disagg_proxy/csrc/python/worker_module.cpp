@@ -176,7 +176,7 @@ void bind_workers(py::module_& m) {
              py::arg("without") = py::none(), py::arg("last") = py::none(), py::arg("last_own") = -1,
              py::arg("noise") = 0.0,
              "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
-             "lost_s, cost). Nobody may: the cost is infinite.")
+             "lost_s, cost). The cost is infinite where none may.")
         .def(
             "least_gap",
             [](const Candidates& self, int64_t tokens, int64_t need_tokens) {

@@ -123,7 +123,7 @@ void Exchange::ask() {
                                "` is served by no engine here; GET /v1/models lists those that are"},
                           Outcome::kRefused);
         }
-        return refuse(nobody(), Outcome::kFailed);
+        return refuse(no_candidate(), Outcome::kFailed);
     }
     await_decision(ExchangeState::kAsking);
     // The answer may come many turns later. Engines that are removed until then stay usable for it
@@ -140,7 +140,7 @@ bool Exchange::may_use(const Engine& engine) const {
     return plan_.engine == place || plan_.prefill == place;
 }
 
-http::Refusal Exchange::nobody() const {
+http::Refusal Exchange::no_candidate() const {
     if (!why_.empty()) {
         return {502, "engine_failed", why_ + ", and no other healthy engine is left; try again"};
     }
@@ -166,7 +166,7 @@ void Exchange::decided(Decision& decision) {
             return client_->answer_page(decision.page);
         }
         // The policy has no engine left to try; what the last one did says more than the policy's words.
-        if (decision.page.reason == "no_engine") return refuse(nobody(), Outcome::kFailed);
+        if (decision.page.reason == "no_engine") return refuse(no_candidate(), Outcome::kFailed);
         observation_.status = static_cast<uint16_t>(decision.page.status);
         observe(Outcome::kRefused);
         return client_->answer_page(decision.page);
@@ -181,7 +181,7 @@ void Exchange::decided(Decision& decision) {
     // The policy broke. The proxy goes on: any engine is better than none.
     std::vector<uint16_t> candidates;
     engines_.candidates(*request_, tried_, candidates);
-    if (candidates.empty()) return refuse(nobody(), Outcome::kFailed);
+    if (candidates.empty()) return refuse(no_candidate(), Outcome::kFailed);
     Plan plan;
     plan.engine = candidates[request_->id % candidates.size()];
     follow(plan);

@@ -153,7 +153,7 @@ class Exchange {
     void finish();
     void answer_failed(Reason reason, const std::string& why);
     void refuse(http::Refusal refusal, Outcome outcome);
-    http::Refusal nobody() const;
+    http::Refusal no_candidate() const;
     bool again_allowed() const;
     void note_broken(const Leg& leg, Reason reason);
     void observe(Outcome outcome);
