@@ -67,7 +67,7 @@ class Bed:
         )
         self.store = moonpool.Store(str(path), token=TOKEN, fingerprint=FINGERPRINT)
         self.indexes = PrefixIndexes(blocks_max=100_000)
-        index = self.indexes.obtain("", BLOCK)
+        index = self.indexes.obtain(BLOCK)
         assert index is not None
         self.index = index
         self.subscriber: Subscriber | None = None
@@ -166,7 +166,7 @@ def test_an_index_that_is_made_later_learns_the_pool_too(bed: Bed) -> None:
     names = [block_name(d, o) for d in block_digests(prompt, 2 * BLOCK) for o in OBJECTS]
     bed.store.put(names, [b"x"] * len(names))
     until(lambda: bed.publisher.published > 0)
-    other = bed.indexes.obtain("", 2 * BLOCK)
+    other = bed.indexes.obtain(2 * BLOCK)
     assert other is not None
     keys = other.keys(array.array("I", prompt))
     until(lambda: other.match(keys).pool_host == 4)
@@ -187,7 +187,7 @@ def test_without_a_replay_a_later_index_costs_the_others_nothing(bed: Bed) -> No
     until(hears)
     bed.put(tokens(0, 5))
     until(lambda: bed.match(tokens(0, 5)) == (5, 5))
-    other = bed.indexes.obtain("", 2 * BLOCK)
+    other = bed.indexes.obtain(2 * BLOCK)
     assert other is not None
     later = tokens(5000, 4)
     bed.put(later)

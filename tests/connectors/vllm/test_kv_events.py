@@ -54,7 +54,7 @@ class Watched:
 
     def predicted(self, prompt: list[int], salt: str | None = None) -> int:
         """Tokens that the engine should find in its own cache; it computes one at least."""
-        index = self.indexes.obtain("", BLOCK_TOKENS)
+        index = self.indexes.obtain(BLOCK_TOKENS)
         assert index is not None
         match = index.match(index.keys(array.array("I", prompt), chain_seed(None, salt)))
         blocks = memoryview(match.device).cast("I")[0] if match.device else 0

@@ -22,6 +22,7 @@ from moonpool.disagg_proxy.discovery.cache_query_api import QUERY_BYTES_MAX, Cac
 from moonpool.disagg_proxy.discovery.registry import PUBLISHERS_MAX, Registry
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.settings import ProxySettings
+from tests.disagg_proxy.discovery.registering import register
 from tests.disagg_proxy.events.beds import BLOCK, Engine, chain, stored
 from tests.disagg_proxy.harness import Bed, MockEngine, bed, until, with_deadline
 
@@ -208,11 +209,6 @@ async def test_the_pool_is_everybodys_host_memory_and_disk(publishers: list[Engi
         assert (status, said["default"]["own"]["longest_matched"]) == (200, 0)
     for node in nodes:
         node.stop()
-
-
-def register(registry: Registry, body: bytes) -> Answer:
-    told = registry.read(body)
-    return told if isinstance(told, Answer) else registry.admit(told)
 
 
 def by_hash(tokens: list[int]) -> list[int]:

@@ -20,6 +20,7 @@ from moonpool.disagg_proxy.discovery.registry import EventStreams, Registry
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.events.settings import EventSource
 from tests.disagg_proxy.discovery.heard import Heard, heard
+from tests.disagg_proxy.discovery.registering import register
 from tests.disagg_proxy.harness import MockEngine, bed, until, with_deadline
 
 
@@ -87,8 +88,8 @@ class Raises:
 def told_all(made: Registry, *bodies: bytes) -> None:
     """Within one look of the others: nothing is awaited."""
     for each in bodies:
-        tell = made.register if b"url" in each or b"endpoint" in each else made.unregister
-        assert tell(each).status == 200
+        registers = b"url" in each or b"endpoint" in each
+        assert (register(made, each) if registers else made.unregister(each)).status == 200
 
 
 def names(made: Registry) -> set[str]:
@@ -104,7 +105,7 @@ async def written(made: Registry) -> None:
 async def test_a_restart_forgets_nobody(path: Path) -> None:
     async with registry(path) as (made, _):
         for name in ("a", "b", "c"):
-            assert made.register(body(name, role="prefill", bootstrap=7)).status == 200
+            assert register(made, body(name, role="prefill", bootstrap=7)).status == 200
         assert made.unregister(b'{"instance_id": "b"}').status == 200
         await written(made)
         before = made._engines()
@@ -135,10 +136,10 @@ async def test_what_was_answered_just_before_the_end_is_kept(
 @with_deadline
 async def test_what_one_is_told_all_know(path: Path) -> None:
     async with registry(path) as (one, of_one), registry(path) as (two, of_two):
-        assert one.register(body("a")).status == 200
-        assert two.register(body("b")).status == 200
+        assert register(one, body("a")).status == 200
+        assert register(two, body("b")).status == 200
         await until(lambda: names(one) == names(two) == {"a", "b"})
-        assert two.register(body("a", "http://elsewhere:1")).status == 200
+        assert register(two, body("a", "http://elsewhere:1")).status == 200
         await until(
             lambda: {each.spec.url for each in one._engines()} == {"http://elsewhere:1", "http://b:1"}
         )
@@ -331,7 +332,7 @@ async def test_who_found_no_room_is_taken_when_there_is(path: Path) -> None:
     async with roomy_and_full(path, clock) as (one, two):
         for name, ttl_s in (("s", 10), ("t", 0)):
             told = {"instance_id": name, "endpoint": "tcp://h:1", "ttl_s": ttl_s}
-            assert one.register(json.dumps(told).encode()).status == 200
+            assert register(one, json.dumps(told).encode()).status == 200
         await until(lambda: bool(two._left_out))
         assert names(two) == {"s"}
         clock.now_s = 20.0  # s ends there, and the file stays as it is
@@ -344,7 +345,7 @@ async def test_who_found_no_room_at_one_is_unregistered_everywhere(path: Path) -
     async with roomy_and_full(path) as (one, two):
         for name in "st":
             told = {"instance_id": name, "endpoint": "tcp://h:1"}
-            assert one.register(json.dumps(told).encode()).status == 200
+            assert register(one, json.dumps(told).encode()).status == 200
         await until(lambda: bool(two._left_out))
         assert two.unregister(b'{"instance_id": "t"}').status == 200
         assert two.unregister(b'{"instance_id": "t"}').status == 404
@@ -356,10 +357,10 @@ async def test_who_said_something_else_is_taken_when_what_it_said_before_is_over
     clock = Clock()
     stream = {"endpoint": "tcp://h:1"}
     async with roomy_and_full(path, clock) as (one, two):
-        one.register(json.dumps({"instance_id": "s", "ttl_s": 10, **stream}).encode())
-        one.register(body("a", ttl_s=10))
+        register(one, json.dumps({"instance_id": "s", "ttl_s": 10, **stream}).encode())
+        register(one, body("a", ttl_s=10))
         await until(lambda: names(two) == {"s", "a"})
-        one.register(json.dumps({"instance_id": "a", **stream}).encode())
+        register(one, json.dumps({"instance_id": "a", **stream}).encode())
         await until(lambda: bool(two._left_out))
         clock.now_s = 20.0  # both end there, and the file stays as it is
         two._changed.set()
@@ -375,12 +376,12 @@ async def test_who_is_not_made_again_ends_everywhere_and_in_the_file(
     monkeypatch.setattr(module, "DEAD_S", 0.0)
     clocks = Clock(), Clock()
     async with registry(path, clocks[0]) as (one, of_one), registry(path, clocks[1]) as (two, of_two):
-        one.register(body("a", ttl_s=10))
-        one.register(body("stays"))
+        register(one, body("a", ttl_s=10))
+        register(one, body("stays"))
         await until(lambda: names(two) == {"a", "stays"})
         for clock in clocks:
             clock.now_s = 9.0
-        two.register(body("a", ttl_s=10))  # again, at another process
+        register(two, body("a", ttl_s=10))  # again, at another process
         await written(two)
         await until(lambda: one.publishers[next(iter(one.publishers))].expires_s == 19.0)
         for clock in clocks:
@@ -391,7 +392,7 @@ async def test_who_is_not_made_again_ends_everywhere_and_in_the_file(
         assert not any((*of_one.ended, *of_two.ended))  # it may come back: the grace counts
         clocks[0].now_s = 21.0
         await until(lambda: "http://a:1" not in path.read_text())
-        two.register(body("a", ttl_s=10))
+        register(two, body("a", ttl_s=10))
         await until(lambda: names(one) == {"a", "stays"})
 
 
@@ -404,7 +405,7 @@ async def test_a_broken_file_is_none_and_is_said_once(
     path.write_bytes(broken)
     async with registry(path) as (made, listener):
         assert listener.sets[0] == []
-        assert made.register(body("a")).status == 200
+        assert register(made, body("a")).status == 200
         await written(made)
         assert [record.message.partition(" (")[0] for record in caplog.records] == [
             f"{path} has no registrations"
@@ -416,11 +417,11 @@ async def test_a_broken_file_is_none_and_is_said_once(
 @with_deadline
 async def test_a_file_that_breaks_or_goes_takes_nobody_along(path: Path) -> None:
     async with registry(path) as (one, _), registry(path) as (two, _):
-        one.register(body("a"))
+        register(one, body("a"))
         await until(lambda: names(two) == {"a"})
         for ttl_s, spoil in enumerate((lambda: path.write_text("{"), path.unlink)):
             spoil()
-            assert two.register(body("b", ttl_s=ttl_s)).status == 200
+            assert register(two, body("b", ttl_s=ttl_s)).status == 200
             await written(two)
             await until(lambda: names(one) == names(two) == {"a", "b"})
             assert {"http://a:1", "http://b:1"} <= set(path.read_text().split('"'))
@@ -467,6 +468,6 @@ async def test_several_agree_whatever_they_are_told(path: Path, rng: random.Rand
                         del expected[name]
                 else:
                     expected[name] = f"http://{name}:{rng.randrange(1, 4)}"
-                    assert told.register(body(name, expected[name], ttl_s=rng.choice((0, 60)))).status == 200
+                    assert register(told, body(name, expected[name], ttl_s=rng.choice((0, 60)))).status == 200
                 await asyncio.sleep(0)
             await until(lambda: all(map(same, all_)))
