@@ -14,6 +14,7 @@ from collections.abc import Callable
 from benchmarks.options import make_parser
 from benchmarks.report import Row, print_table, write_json
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.observer import Finished
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
 from moonpool.disagg_proxy.server import Proxy
@@ -24,13 +25,13 @@ INSTANCES = 1_000
 TURNS, QUICK_TURNS = 200, 20
 
 
-def over() -> tuple[Observation, Choice, Request, float]:
+def over() -> Finished:
     values = dict.fromkeys(Observation._fields, 0)
     values |= {"arrived_s": 10.0, "first_byte_s": 10.5, "last_byte_s": 12.0, "stream": 1, "status": 200}
     values |= {"prompt_tokens": 4600, "cached_tokens": 2000, "trace_id": bytes(16)}
     why = {"predicted_ttft_s": 0.4, "wait_s": 0.1, "prefill_s": 0.3, "own_tokens": 2000, "reason": "match"}
     asked = Request(4600, [1000] * INSTANCES, 3000)
-    return Observation(**values), Choice(Worker(3, "engine-3"), None, 0.3, why), asked, 10.0
+    return Finished(Observation(**values), Choice(Worker(3, "engine-3"), None, 0.3, why), asked, 10.0)
 
 
 def each_us(work: Callable[[], object], count: int, turns: int) -> float:
@@ -46,13 +47,12 @@ def each_us(work: Callable[[], object], count: int, turns: int) -> float:
 def of_a_request(turns: int) -> tuple[float, float]:
     """(on the thread that decides, on the event loop)"""
     history = History(float, dict)
-    observation, choice, asked, sent_s = over()
+    finished = over()
 
     def end() -> None:
         ended = history.on_finish
         for _ in range(FRESH_MAX):
-            if ended is not None:
-                ended((observation, choice, asked, sent_s))
+            ended(finished)
 
     ending = each_us(end, FRESH_MAX, turns)
 
