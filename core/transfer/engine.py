@@ -188,8 +188,10 @@ class TransferEngine(EngineFacts):
 
         options and errors: as of ``transfer``.
         """
-        if type(local) is int and type(length) is int and not options:
-            return self._transfer(segment.handle, "r", local, remote, length)
+        if type(local) is int and type(length) is int:
+            if not options:  # an empty ** costs as well
+                return self._transfer(segment.handle, "r", local, remote, length)
+            return self._transfer(segment.handle, "r", local, remote, length, **options)
         return self._run(slices_of(segment, "r", local, remote, length), **options)
 
     def write(
@@ -204,8 +206,10 @@ class TransferEngine(EngineFacts):
 
         When it returns, the bytes are in the peer's memory.
         """
-        if type(local) is int and type(length) is int and not options:
-            return self._transfer(segment.handle, "w", local, remote, length)
+        if type(local) is int and type(length) is int:
+            if not options:  # an empty ** costs as well
+                return self._transfer(segment.handle, "w", local, remote, length)
+            return self._transfer(segment.handle, "w", local, remote, length, **options)
         return self._run(slices_of(segment, "w", local, remote, length), **options)
 
     def transfer(self, slices: Batch | Sequence[Slice], **options: Unpack[TransferOptions]) -> int:

@@ -389,10 +389,7 @@ class TransferEngine:
             message = None if notify is None else packed(notify)
             if length:
                 move = self._open().write if verb == "write" else self._open().read
-                if message is None:  # without options a single slice takes the engine's short way
-                    move(peer, buffer, remote, length)
-                else:
-                    move(peer, buffer, remote, length, notify=message)
+                move(peer, buffer, remote, length, notify=message)
             elif message is not None:
                 self._open().notify(peer, message)
             return 0
