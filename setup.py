@@ -57,15 +57,15 @@ def objects_folder(compiler: list[str], flags: list[str]) -> Path:
     return Path("build") / f"native-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
 
-def is_stale(target: Path, source: Path) -> bool:
-    """True when the object is missing, or older than its unit or any file of ours that this includes."""
-    depfile = target.with_suffix(".d")
+def is_stale(unit: Path) -> bool:
+    """True when the unit's object is missing, or older than the unit or any file of ours that it includes."""
+    target, depfile = unit.with_suffix(".o"), unit.with_suffix(".d")
     if not target.exists() or not depfile.exists():
         return True
     made_s = target.stat().st_mtime
     words = re.split(r"\s+", depfile.read_text().replace("\\\n", " ").split(":", 1)[1])
     for name in {
-        str(source),
+        str(unit),
         *(word for word in words if word.startswith(("core/", "disagg_proxy/", "src/", "./"))),
     }:
         path = Path(name)
@@ -108,9 +108,8 @@ class IncrementalBuild(build_ext):
         flags = list(ext.extra_compile_args)
         compiler = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
         folder = objects_folder(compiler, flags)
-        units = list(write_units(ext.sources, folder))
-        targets = [unit.with_suffix(".o") for unit in units]
-        stale = [unit for unit in units if self.force or is_stale(unit.with_suffix(".o"), unit)]
+        units = write_units(ext.sources, folder)
+        stale = [unit for unit in units if self.force or is_stale(unit)]
 
         def compile_one(unit: Path) -> None:
             target = unit.with_suffix(".o")
@@ -124,7 +123,7 @@ class IncrementalBuild(build_ext):
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_one, stale))
         self.compiler.link_shared_object(
-            [str(target) for target in targets],
+            [str(unit.with_suffix(".o")) for unit in units],
             self.get_ext_fullpath(ext.name),
             extra_postargs=ext.extra_link_args,
             target_lang="c++",

@@ -219,7 +219,7 @@ class Scanner {
     }
 
     // Called by several threads, in any order of segments: what wins is decided by sequence and segment
-    // number, not by who comes first. Removals are gathered and applied at the end, since an object's
+    // number, not by which comes first. Removals are gathered and applied at the end, since an object's
     // removal may be read before the object.
     void add(uint32_t slot, const std::vector<FoundRecord>& records) {
         for (const FoundRecord& found : records) {

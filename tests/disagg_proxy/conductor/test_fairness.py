@@ -1,4 +1,4 @@
-"""Tenants that wait get the same service, and nobody saves up."""
+"""Tenants that wait get the same service, and none saves up."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ async def test_the_client_leaves_while_the_policy_thinks() -> None:
         await until(lambda: len(asked) == 1)
         client.leave()
         await until(lambda: asked[0].gone)
-        b.proxy.relay.resume(asked[0], Plan(1, 0))  # too late: nobody is asked
+        b.proxy.relay.resume(asked[0], Plan(1, 0))  # too late: no engine is asked
         assert (await b.ask("GET", "/health")).status == 200
         assert not b.engines[0].seen
         assert bytes(asked[0].body) == BODY  # still its own

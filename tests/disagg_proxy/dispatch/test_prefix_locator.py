@@ -71,7 +71,7 @@ def test_an_engine_is_known_by_its_events_while_they_are_heard_and_by_what_was_s
     assert locator.unheard_since(0) is None
     told(indexes, 1, 32, 16)
     locator.hears(1, of_16)
-    assert [index.block_tokens for index in indexes.all] == [16]  # nobody has to be guessed at
+    assert [index.block_tokens for index in indexes.all] == [16]  # no block size is guessed
     of_16.forget(0)
     locator.hears(0, None)
     assert list(locator.find(ids, b"").own) == [0, 32]
