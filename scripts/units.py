@@ -1,8 +1,8 @@
 """Translation units: sources of one folder are compiled together, as files that include them.
 
 The headers of the standard library and of pybind11 cost the compiler more than most of our files, so in units
-they take about half of the CPU time (`time pip install .` shows it). LINES_MAX bounds what an edit of one file
-compiles again. Names in anonymous namespaces are therefore unique within a folder.
+they take about half of the CPU time (`time pip install .` shows it). LINES_MAX bounds what an edit of one
+file compiles again. Names in anonymous namespaces are therefore unique within a folder.
 
 Run as a program, it prints the paths of the units, for make: `python units.py FOLDER SOURCE...`
 """
