@@ -54,11 +54,10 @@ std::array<double, kPrefillTerms> features_of(const PrefillWork& work) {
 
 }  // namespace
 
-PrefillModel::PrefillModel()
-    : regression_(std::make_shared<Regression>(kPrefillPrior, kPrefillSpread, kFloorS)) {}
+PrefillModel::PrefillModel() : regression_(kPrefillPrior, kPrefillSpread, kFloorS) {}
 
 PrefillCosts PrefillModel::costs() const {
-    std::span<const double> by = regression_->coefficients();
+    std::span<const double> by = regression_.coefficients();
     return {.base_s = by[kBase],
             .token_s = by[kToken] * kThousand,
             .square_s = by[kSquare] * kMillion,
@@ -69,9 +68,7 @@ PrefillCosts PrefillModel::costs() const {
             .fetch_share = by[kFetchShare]};
 }
 
-double PrefillModel::predict(const PrefillWork& work) const {
-    return regression_->predict(features_of(work));
-}
+double PrefillModel::predict(const PrefillWork& work) const { return regression_.predict(features_of(work)); }
 
 double PrefillModel::transfer_s(int64_t pool) const {
     PrefillCosts by = costs();
@@ -80,29 +77,27 @@ double PrefillModel::transfer_s(int64_t pool) const {
 }
 
 std::optional<double> PrefillModel::observe(const PrefillWork& work, double seconds) {
-    return regression_->observe(features_of(work), seconds);
+    return regression_.observe(features_of(work), seconds);
 }
 
-HandoverModel::HandoverModel()
-    : regression_(std::make_shared<Regression>(kHandoverPrior, kHandoverSpread, kFloorS)) {}
+HandoverModel::HandoverModel() : regression_(kHandoverPrior, kHandoverSpread, kFloorS) {}
 
 double HandoverModel::predict(int64_t tokens) const {
-    return regression_->predict(std::array{1.0, static_cast<double>(tokens) * kThousand});
+    return regression_.predict(std::array{1.0, static_cast<double>(tokens) * kThousand});
 }
 
 std::optional<double> HandoverModel::observe(int64_t tokens, double seconds) {
-    return regression_->observe(std::array{1.0, static_cast<double>(tokens) * kThousand}, seconds);
+    return regression_.observe(std::array{1.0, static_cast<double>(tokens) * kThousand}, seconds);
 }
 
-DecodeModel::DecodeModel()
-    : regression_(std::make_shared<Regression>(kDecodePrior, kDecodeSpread, kDecodeFloorS)) {}
+DecodeModel::DecodeModel() : regression_(kDecodePrior, kDecodeSpread, kDecodeFloorS) {}
 
 double DecodeModel::predict(double batch, double context_tokens) const {
-    return regression_->predict(std::array{1.0, batch, context_tokens * kThousand});
+    return regression_.predict(std::array{1.0, batch, context_tokens * kThousand});
 }
 
 std::optional<double> DecodeModel::observe(double batch, double context_tokens, double seconds) {
-    return regression_->observe(std::array{1.0, batch, context_tokens * kThousand}, seconds);
+    return regression_.observe(std::array{1.0, batch, context_tokens * kThousand}, seconds);
 }
 
 }  // namespace moonpool

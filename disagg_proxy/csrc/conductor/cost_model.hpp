@@ -23,7 +23,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
 #include "conductor/regression.hpp"
@@ -62,10 +61,10 @@ class PrefillModel {
     double transfer_s(int64_t pool) const;
     // The error of the prediction before; nothing for a sample that changes nothing (Regression::observe).
     std::optional<double> observe(const PrefillWork& work, double seconds);
-    const std::shared_ptr<Regression>& regression() const { return regression_; }
+    Regression& regression() { return regression_; }
 
    private:
-    std::shared_ptr<Regression> regression_;
+    Regression regression_;  // by value: a decision reads it of every worker
 };
 
 // From the end of prefill to the decode engine's first token.
@@ -74,10 +73,10 @@ class HandoverModel {
     HandoverModel();
     double predict(int64_t tokens) const;
     std::optional<double> observe(int64_t tokens, double seconds);
-    const std::shared_ptr<Regression>& regression() const { return regression_; }
+    Regression& regression() { return regression_; }
 
    private:
-    std::shared_ptr<Regression> regression_;
+    Regression regression_;
 };
 
 // Between two tokens of a request that decodes in a batch.
@@ -87,10 +86,10 @@ class DecodeModel {
     // batch: requests that decode together, this one included; context_tokens: of all of them.
     double predict(double batch, double context_tokens) const;
     std::optional<double> observe(double batch, double context_tokens, double seconds);
-    const std::shared_ptr<Regression>& regression() const { return regression_; }
+    Regression& regression() { return regression_; }
 
    private:
-    std::shared_ptr<Regression> regression_;
+    Regression regression_;
 };
 
 }  // namespace moonpool
