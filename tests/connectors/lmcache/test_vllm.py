@@ -41,6 +41,7 @@ pytestmark = [
 
 class EngineWithLMCache(Engine):
     driver = HERE / "vllm_driver.py"
+    forked = False  # LMCache is to be imported before vLLM
 
 
 def packages_of(python: str) -> list[str]:

@@ -3,12 +3,19 @@ down."""
 
 from __future__ import annotations
 
+import array
+import atexit
+import functools
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +55,101 @@ def environment(runtime: Path) -> dict[str, str]:
     return {**inherited, **ENGINE_ENVIRONMENT, "MOONPOOL_RUNTIME_DIR": str(runtime)}
 
 
+class ForkServer:
+    """One fork_server.py: an interpreter that has imported vLLM."""
+
+    def __init__(self, python: str) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, str(HERE / "fork_server.py"), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENGINE_ENVIRONMENT},
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.close)
+
+    def send(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+        socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@functools.cache
+def fork_servers(python: str) -> Iterator[ForkServer]:
+    """Two of them, by turns: of two engines started one after the other, as those that share keys are, each
+    hashes strings in its own way, as two engines that were not forked do."""
+    return itertools.cycle([ForkServer(python) for _ in range(2)])
+
+
+class ForkedProcess:
+    """A script that runs in a fork of an interpreter that has imported vLLM: what subprocess.Popen would be.
+    Making it returns at once, even while vLLM is being imported. arguments: a number among them is a
+    descriptor that the process gets as well."""
+
+    def __init__(
+        self,
+        python: str,
+        script: Path,
+        arguments: Sequence[str | int],
+        env: dict[str, str],
+        stdout: int,
+        stderr: int,
+    ) -> None:
+        self._life, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reader, writer = os.pipe()
+        passed = [argument for argument in arguments if isinstance(argument, int)]
+        places = iter(range(len(passed)))
+        fields = {
+            "script": str(script),
+            "arguments": [next(places) if isinstance(argument, int) else argument for argument in arguments],
+            "environment": env,
+        }
+        descriptors = [theirs.fileno(), reader, stdout, stderr, *passed]
+        next(fork_servers(python)).send(fields, descriptors)
+        theirs.close()
+        os.close(reader)
+        self.stdin = os.fdopen(writer, "wb")
+        self.returncode: int | None = None
+
+    @functools.cached_property
+    def pid(self) -> int:
+        return self._told(START_TIMEOUT_S)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        _ = self.pid
+        if self.returncode is None:
+            self.returncode = self._told(START_TIMEOUT_S if timeout_s is None else timeout_s)
+            self._life.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _told(self, timeout_s: float) -> int:
+        if not speaks(self._life, timeout_s):
+            raise subprocess.TimeoutExpired("fork", timeout_s)
+        packet = self._life.recv(64)
+        assert packet, "the fork server has ended"
+        return array.array("i", packet)[0]
+
+
 class Engine:
-    """One engine_driver.py. Starting returns at once; ``wait`` or the first call waits until it is ready."""
+    """One engine_driver.py. Starting returns at once; ``wait`` or the first call waits until it is ready.
+    forked: from an interpreter that has imported vLLM, see ForkServer."""
 
     driver = HERE / "engine_driver.py"
+    forked = True
 
     def __init__(self, python: str, model: Path, runtime: Path, log: Path, **config: Any) -> None:
         self.log = log
@@ -61,15 +159,22 @@ class Engine:
             "max_num_batched_tokens": 256,
         } | config
         reader, writer = os.pipe()
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                [python, str(self.driver), str(writer), json.dumps(config)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(runtime),
-                pass_fds=[writer],
-            )
+            if self.forked:
+                arguments = [writer, json.dumps(config)]
+                self.process = ForkedProcess(
+                    python, self.driver, arguments, environment(runtime), output.fileno(), output.fileno()
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [python, str(self.driver), str(writer), json.dumps(config)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment(runtime),
+                    pass_fds=[writer],
+                )
         os.close(writer)
         self._answers = os.fdopen(reader, "rb", buffering=0)
         self._pending = b""
