@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 MODEL_SCRIPT = HERE.parents[2] / "examples" / "demo" / "tiny_model.py"
 PROMPT_TOKENS, BLOCK_TOKENS, NEW_TOKENS = (300, 33, 1000), 32, 12
 PREFILL_ID = "prefill-1"
+STEPS_S = 1.0  # for how long the prefill engine goes on stepping before its blocks are looked at
 
 
 class InTree(Engine):
@@ -76,7 +77,8 @@ def test_what_one_engine_computed_another_goes_on_with(
             names = [f"{turn}{i}" for i in range(len(prompts))]
             gives = [asked(name) for name in names]
             prefill.call("generate", prompts=prompts, max_tokens=1, params=gives)
-            assert prefill.call("drain")["used_blocks"] > 0  # kept for the decode engine
+            kept = prefill.call("drain", timeout_s=STEPS_S)  # which never has nothing left to do
+            assert kept["used_blocks"] > 0  # for the decode engine
             takes = [asked(name, f"http://127.0.0.1:{free_port}") for name in names]
             decoded = decode.call("generate", prompts=prompts, max_tokens=NEW_TOKENS, params=takes)
             assert tokens(decoded) == tokens(alone)
