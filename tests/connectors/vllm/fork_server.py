@@ -106,7 +106,7 @@ def serve(control: socket.socket) -> Request | None:
 
 
 def tell(life: socket.socket, number: int) -> socket.socket:
-    with suppress(OSError):  # nobody wants to know any more
+    with suppress(OSError):  # the test has ended
         life.send(array.array("i", [number]).tobytes())
     return life
 

@@ -259,7 +259,12 @@ def test_what_does_not_keeps_them_together(engines: Engines) -> None:
 def test_types_by_layer_tell_engines_apart(engines: Engines) -> None:
     """vLLM takes skipped layers by number; engines with other lists have KV of other types and sizes."""
     base = {"model": str(engines.folder / "llama"), **FP8}
-    marks = [engines.run({**base, **form}, [], pool=True)["mark"] for form in FORMS]
+    try:
+        marks = [engines.run({**base, **form}, [], pool=True)["mark"] for form in FORMS]
+    except EngineFailed as error:
+        if "AVX-512" not in str(error.causes):
+            raise
+        pytest.skip("vLLM keeps no FP8 KV cache on this CPU: it has neither AVX-512 nor AMX")
     assert len(set(marks)) == len(FORMS)
 
 
