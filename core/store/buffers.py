@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moonpool.core.errors import InvalidArgument
 
 _NATIVE = (bytes, bytearray, memoryview, tuple)
+_NATIVE_SET = frozenset(_NATIVE)
 
 
 class BufferRange(NamedTuple):
@@ -57,7 +58,7 @@ def _address_of(view: memoryview) -> int:
 
 def as_parts(objects: Sequence[Any]) -> Sequence[Any]:
     """Each object as the core takes it; the common case costs one type check an object."""
-    if all(type(item) in _NATIVE for item in objects):
+    if _NATIVE_SET.issuperset(map(type, objects)):
         return objects
     return [_as_object(item) for item in objects]
 

@@ -163,7 +163,8 @@ def put_arguments(
         raise InvalidArgument(f"soft_pin_s must be at least 0.001, not {soft_pin_s}", operation="put")
     if is_one(keys):
         keys, buffers = [keys], [buffers]
-        parents, groups = (None if each is None else [each] for each in (parents, groups))
+        parents = None if parents is None else [parents]
+        groups = None if groups is None else [groups]
     elif isinstance(groups, (str, bytes)):  # a str would be taken as a list of letters
         raise InvalidArgument("put: with several keys, groups has one for each of them", operation="put")
     wait_s = -1.0 if timeout_s is None else timeout_s  # below 0: the store's own timeout
@@ -294,8 +295,8 @@ class Store:
         may have been stored).
         """
         # `buffers` keeps the caller's objects alive: a part may be no more than a tensor's address.
-        names, *arguments = put_arguments(keys, buffers, parents, groups, **options)
-        results = put_results(*self._client.put(names, *arguments), replicas=options.get("replicas", 1))
+        arguments = put_arguments(keys, buffers, parents, groups, **options)
+        results = put_results(*self._client.put(*arguments), replicas=options.get("replicas", 1))
         return results[0] if is_one(keys) else results
 
     @overload
