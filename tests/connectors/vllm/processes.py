@@ -49,10 +49,15 @@ class EngineFailed(Exception):
         self.causes = causes
 
 
-def environment(runtime: Path) -> dict[str, str]:
-    """What child processes see: this checkout, its own runtime folder, compiled bytecode kept."""
+def engine_environment() -> dict[str, str]:
+    """Without a runtime folder. Compiled bytecode is kept."""
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    return {**inherited, **ENGINE_ENVIRONMENT, "MOONPOOL_RUNTIME_DIR": str(runtime)}
+    return {**inherited, **ENGINE_ENVIRONMENT}
+
+
+def environment(runtime: Path) -> dict[str, str]:
+    """What child processes see: this checkout, and a runtime folder of their own."""
+    return {**engine_environment(), "MOONPOOL_RUNTIME_DIR": str(runtime)}
 
 
 class ForkServer:
@@ -64,7 +69,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [python, str(HERE / "fork_server.py"), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **ENGINE_ENVIRONMENT},
+                env=engine_environment(),
                 pass_fds=[theirs.fileno()],
             )
         atexit.register(self.close)
