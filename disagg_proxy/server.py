@@ -35,7 +35,7 @@ from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints, SubscribedStreams
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
-from moonpool.disagg_proxy.discovery.sources import make_sources
+from moonpool.disagg_proxy.discovery.source_kinds import make_sources
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.endpoints.admin import AdminEndpoints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
-from moonpool.connectors.vllm.arguments import arguments, quantisation
+from moonpool.connectors.vllm.identity_arguments import arguments, quantisation
 from moonpool.connectors.vllm.layout import BlockLayout, LayerView
 from moonpool.core.store.keys import Json
 

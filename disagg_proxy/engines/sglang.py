@@ -19,7 +19,7 @@ import msgspec
 
 MODES: Mapping[str, str] = {"prefill": "prefill", "decode": "decode"}  # the role; any other mode: both
 PAGE = "/server_info"
-# Clients must not send these: disagg_proxy/csrc/relay/reserved.cpp.
+# Clients must not send these: disagg_proxy/csrc/relay/reserved_members.cpp.
 MEMBERS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 HEALTH_S = 21.0  # SGLang's /health waits up to 20 s for its scheduler before it says 503
 FIRST_ROOMS = 1 << 62  # so that rooms never reach 2^63

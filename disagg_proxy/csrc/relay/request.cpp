@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "json/values.hpp"
-#include "relay/reserved.hpp"
+#include "relay/reserved_members.hpp"
 
 namespace moonpool::relay {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "http/head_writer.hpp"
-#include "relay/reserved.hpp"
+#include "relay/reserved_members.hpp"
 #include "relay/trace.hpp"
 
 namespace moonpool::relay {

@@ -22,7 +22,7 @@ from tests.connectors.vllm.processes import Engine, EngineFailed, Node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-LOOKED_AT = "0.32"  # the vLLM whose fields are in connectors/vllm/arguments.py
+LOOKED_AT = "0.32"  # the vLLM whose fields are in connectors/vllm/identity_arguments.py
 DOCS = Path(__file__).parents[3] / "docs" / "keys.md"
 CHANCE_DIFFERENCE_MAX = 1e-3  # of log-probabilities, in float32; another formula changes them by tenths
 PROMPT_TOKENS = (300, 200, 129)
@@ -219,7 +219,7 @@ def assert_equal_answers(engines: Engines, pair: Pair, seed: int) -> None:
 
 
 def test_every_argument_is_known(engines: Engines) -> None:
-    """A vLLM with a field that connectors/vllm/arguments.py does not know: find out whether it changes the
+    """A vLLM with a field that connectors/vllm/identity_arguments.py does not know: find out whether it changes the
     numbers of the KV, and say so there and in docs/keys.md."""
     found = engines.bed.call("fields", args={"model": str(engines.folder / "llama")})
     assert found["arguments"] == {}, "an engine as it comes has nothing that counts"

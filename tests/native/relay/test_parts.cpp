@@ -20,7 +20,7 @@
 #include "relay/idle_list.hpp"
 #include "relay/observations.hpp"
 #include "relay/request.hpp"
-#include "relay/reserved.hpp"
+#include "relay/reserved_members.hpp"
 #include "relay/routes.hpp"
 #include "relay/tokenize_queue.hpp"
 #include "relay/trace.hpp"

@@ -1,4 +1,4 @@
-#include "relay/reserved.hpp"
+#include "relay/reserved_members.hpp"
 
 #include <algorithm>
 #include <deque>
