@@ -219,8 +219,8 @@ def assert_equal_answers(engines: Engines, pair: Pair, seed: int) -> None:
 
 
 def test_every_argument_is_known(engines: Engines) -> None:
-    """A vLLM with a field that connectors/vllm/identity_arguments.py does not know: find out whether it changes the
-    numbers of the KV, and say so there and in docs/keys.md."""
+    """A vLLM with a field that connectors/vllm/identity_arguments.py does not know: find out whether it
+    changes the numbers of the KV, and say so there and in docs/keys.md."""
     found = engines.bed.call("fields", args={"model": str(engines.folder / "llama")})
     assert found["arguments"] == {}, "an engine as it comes has nothing that counts"
     if not found["version"].startswith(LOOKED_AT):
