@@ -104,21 +104,24 @@ class InflightTracker:
         pool = asked.from_pool(computes) if choice.fetch else 0
         holder = asked.holder if pool else None
         ahead_s = holder.ahead_s(now_s) if holder is not None else 0.0
-        model = computes.prefill_model
-        wait_s = computes.load.wait_s(now_s)
-        queued = wait_s > 0.0
-        prefill_s = choice.prefill_s or model.predict(asked.tokens, own, pool, ahead_s, queued=queued)
+        apart = choice.prefill is not None
+        silent = not apart and not streams
+        wait_s, prefill_s, fetch_s = computes.dispatched(
+            request,
+            asked.tokens,
+            own,
+            pool,
+            ahead_s=ahead_s,
+            predicted_s=choice.prefill_s,
+            now_s=now_s,
+            silent=silent,
+        )
         ttft_s = wait_s + prefill_s
-        if choice.prefill is not None:
+        if apart:
             ttft_s += choice.decode.handover_model.predict(asked.tokens)
-        silent = choice.prefill is None and not streams
-        computes.load.prefill_began(request, asked.tokens, own, pool, prefill_s, now_s, silent=silent)
         computes.arrival_rate.add(prefill_s, now_s)
         if holder is not None:
-            holder.asked(model.transfer_s(pool), now_s)
-        if silent:  # the beginning of its decode will not be reported either
-            choice.decode.load.decode_began(request, asked.tokens, now_s)
-        apart = choice.prefill is not None
+            holder.asked(fetch_s, now_s)
         sent = InFlight(
             choice,
             asked,
@@ -127,7 +130,7 @@ class InflightTracker:
             ttft_s,
             pool,
             ahead_s,
-            queued,
+            wait_s > 0.0,
             silent,
             pending_handover=apart,
             decoding=silent,

@@ -843,6 +843,10 @@ class WorkerView:
     obeys: bool
     def __init__(self, place: typing.SupportsInt | typing.SupportsIndex, room_tokens: typing.SupportsInt | typing.SupportsIndex, load: WorkerLoad, prefill: PrefillModel, decode: DecodeModel) -> None:
         ...
+    def dispatched(self, request: typing.SupportsInt | typing.SupportsIndex, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex, predicted_s: typing.SupportsFloat | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, silent: bool) -> tuple[float, float, float]:
+        """
+        A request is sent here, and enters the load. ahead_s: of the sender's other fetches; predicted_s: of its prefill, 0: the model predicts it; silent: neither the end of its prefill nor the beginning of its decode will be heard of, so both are in the load from now on. (Seconds until its prefill begins, of its prefill, of its fetch with nothing before it.)
+        """
     def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
         """
         Predicted seconds between the tokens of one more request with so long a prompt.
@@ -885,7 +889,7 @@ class Candidates:
         ...
     def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, marginal_delay: typing.SupportsFloat | typing.SupportsIndex = 0.0, reuse_probability: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, gap_most_s: typing.SupportsFloat | typing.SupportsIndex = ..., need_tokens: typing.SupportsInt | typing.SupportsIndex = 0, without: WorkerView | None = None, last: WorkerView | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
         """
-        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost). The cost is infinite where none may.
+        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it answers, too.
         """
     def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, float]:
         """

@@ -44,7 +44,7 @@ _PREFILL = Role.PREFILL  # an enum's members are slow to look up
 
 class _Found(NamedTuple):
     """The worker that is to compute a prompt, and why. ttft_s: without a hand-over. lost_s: by fetching
-    rather than computing."""
+    rather than computing. gap_s: between its tokens, if it answers, too."""
 
     worker: Worker
     reason: str
@@ -55,6 +55,7 @@ class _Found(NamedTuple):
     fetches: bool
     lost_s: float
     cost: float
+    gap_s: float
 
 
 class Conductor:
@@ -170,7 +171,7 @@ class Conductor:
         return group[which], gap_s
 
     def _whole(self, request: Request, best: _Found) -> Choice:
-        return self._choice(request, best.worker, None, best, best.worker.gap_s(request.tokens))
+        return self._choice(request, best.worker, None, best, best.gap_s)
 
     @staticmethod
     def _choice(

@@ -10,6 +10,16 @@ double WorkerView::gap_s(int64_t tokens) const {
     return decode->predict(batch, context);
 }
 
+Dispatched WorkerView::dispatched(int64_t request, PrefillWork work, double predicted_s, double now_s,
+                                  bool silent) {
+    double wait_s = load->wait_s(now_s);
+    work.queued = wait_s > 0;
+    double prefill_s = predicted_s != 0 ? predicted_s : prefill->predict(work);
+    load->prefill_began(request, work.tokens, work.own, work.pool, prefill_s, now_s, silent);
+    if (silent) load->decode_began(request, work.tokens, now_s);
+    return {wait_s, prefill_s, prefill->transfer_s(work.pool)};
+}
+
 Candidates::Weighed Candidates::weigh(const WorkerView& view, const Prompt& prompt, int64_t own) const {
     const PrefillCosts by = view.prefill->costs();
     auto tokens = static_cast<double>(prompt.tokens), held = static_cast<double>(own);
@@ -73,8 +83,8 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     }
     auto found = [&](size_t which, Reason reason) {
         const Weighed& w = weighed_[which];
-        return Cheapest{which,    reason,      w.fetches,    w.own,   w.cost,
-                        w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s};
+        return Cheapest{which,    reason,      w.fetches,    w.own,    w.cost,
+                        w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s, all_[which]->gap_s(prompt.tokens)};
     };
     if (left == 0) return found(0, Reason::kOnly);
     double near = least + kEqualS;

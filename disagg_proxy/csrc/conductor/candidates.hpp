@@ -17,6 +17,12 @@
 
 namespace moonpool {
 
+// A request is on its way to a worker. wait_s: until its prefill begins; prefill_s: of its prefill, as
+// predicted; fetch_s: of what it fetches from the pool, with nothing before it.
+struct Dispatched {
+    double wait_s = 0, prefill_s = 0, fetch_s = 0;
+};
+
 // WorkerView: what policies compare workers by, of one worker.
 struct WorkerView {
     WorkerView(uint32_t place, int64_t room_tokens, std::shared_ptr<WorkerLoad> load,
@@ -33,6 +39,10 @@ struct WorkerView {
     bool has_room(int64_t tokens) const {
         return room_tokens == 0 || load->context_tokens() + tokens <= room_tokens;
     }
+    // A request is sent here, and enters the load. predicted_s: of its prefill; 0: the model predicts it.
+    // silent: neither the end of its prefill nor the beginning of its decode will be heard of; both are in
+    // the load from now on.
+    Dispatched dispatched(int64_t request, PrefillWork work, double predicted_s, double now_s, bool silent);
 
     const uint32_t place;                 // among all workers
     int64_t room_tokens;                  // what its KV cache holds; 0: not known
@@ -75,6 +85,7 @@ struct Cheapest {
     int64_t own = 0;
     double cost = 0, ttft_s = 0, prefill_s = 0, transfer_s = 0;  // ttft: without a hand-over
     double lost_s = 0;                                           // by fetching rather than computing
+    double gap_s = 0;                                            // between its tokens, if it answers, too
 };
 
 struct LeastGap {

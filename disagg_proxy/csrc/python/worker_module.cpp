@@ -94,7 +94,7 @@ py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int6
                                    .noise = noise},
                                   held.span());
     return py::make_tuple(best.which, kReasons[static_cast<size_t>(best.reason)], best.ttft_s, best.prefill_s,
-                          best.transfer_s, best.own, best.fetches, best.lost_s, best.cost);
+                          best.transfer_s, best.own, best.fetches, best.lost_s, best.cost, best.gap_s);
 }
 
 }  // namespace
@@ -161,9 +161,22 @@ void bind_workers(py::module_& m) {
         .def_readwrite("turn", &WorkerView::turn)
         .def("gap_s", &WorkerView::gap_s, py::arg("tokens"),
              "Predicted seconds between the tokens of one more request with so long a prompt.")
+        .def("has_room", &WorkerView::has_room, py::arg("tokens"),
+             "Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.")
         .def(
-            "has_room", &WorkerView::has_room, py::arg("tokens"),
-            "Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.");
+            "dispatched",
+            [](WorkerView& self, int64_t request, int64_t tokens, int64_t own, int64_t pool, double ahead_s,
+               double predicted_s, double now_s, bool silent) {
+                Dispatched sent =
+                    self.dispatched(request, {tokens, own, pool, ahead_s}, predicted_s, now_s, silent);
+                return py::make_tuple(sent.wait_s, sent.prefill_s, sent.fetch_s);
+            },
+            py::arg("request"), py::arg("tokens"), py::arg("own"), py::arg("pool"), py::kw_only(),
+            py::arg("ahead_s"), py::arg("predicted_s"), py::arg("now_s"), py::arg("silent"),
+            "A request is sent here, and enters the load. ahead_s: of the sender's other fetches; "
+            "predicted_s: of its prefill, 0: the model predicts it; silent: neither the end of its prefill "
+            "nor the beginning of its decode will be heard of, so both are in the load from now on. (Seconds "
+            "until its prefill begins, of its prefill, of its fetch with nothing before it.)");
 
     py::class_<Candidates, std::shared_ptr<Candidates>>(m, "Candidates",
                                                         "Instances to choose among, weighed all at once.")
@@ -176,7 +189,9 @@ void bind_workers(py::module_& m) {
              py::arg("without") = py::none(), py::arg("last") = py::none(), py::arg("last_own") = -1,
              py::arg("noise") = 0.0,
              "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
-             "lost_s, cost). The cost is infinite where none may.")
+             "lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it "
+             "answers, "
+             "too.")
         .def(
             "least_gap",
             [](const Candidates& self, int64_t tokens, int64_t need_tokens) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from moonpool.disagg_proxy.conductor.worker import LEARNT, SAME_KIND_MAX, Role, Worker
@@ -99,6 +101,32 @@ def test_who_computes_for_another_is_its_first_guess_until_its_own_kind_has_comp
     seen_s = observed.prefill_model.predict(10_000)
     observed.guess_from(prefill_worker)
     assert observed.prefill_model.predict(10_000) == seen_s
+
+
+def test_a_dispatch_is_accounted_for_in_one_call_as_step_by_step(rng: random.Random) -> None:
+    one, other = taught(0, 1e-4), taught(0, 1e-4)
+    load, model, now_s = other.load, other.prefill_model, 0.0
+    for request in range(300):
+        now_s += rng.choice((0.0, rng.random(), 30.0 * rng.random()))
+        tokens = rng.randrange(20_000)
+        own, pool, ahead_s = rng.randrange(tokens + 1), rng.choice((0, 500)), rng.choice((0.0, rng.random()))
+        predicted_s, silent = rng.choice((0.0, rng.random())), rng.random() < 0.5
+        sent = one.dispatched(
+            request, tokens, own, pool, ahead_s=ahead_s, predicted_s=predicted_s, now_s=now_s, silent=silent
+        )
+        wait_s = load.wait_s(now_s)
+        prefill_s = predicted_s or model.predict(tokens, own, pool, ahead_s, queued=wait_s > 0.0)
+        load.prefill_began(request, tokens, own, pool, prefill_s, now_s, silent=silent)
+        if silent:
+            load.decode_began(request, tokens, now_s)
+        assert sent == (wait_s, prefill_s, model.transfer_s(pool))
+        if rng.random() < 0.5:
+            for each in (one.load, load):
+                each.prefill_ended(request, now_s)
+                each.decode_ended(request, 10, now_s)
+        for name in ("prefills", "prefill_rest_tokens", "decodes", "requests", "context_tokens"):
+            assert getattr(one.load, name) == getattr(load, name)
+        one.check_integrity()
 
 
 def test_a_policy_of_a_users_own_finds_attributes_by_their_old_names() -> None:

@@ -32,7 +32,8 @@ TEST_CASE("candidates: somebody is found whatever the numbers") {
         Candidates candidates(all);
         std::vector<uint32_t> own(random.below(count + 1), static_cast<uint32_t>(random.below(2000)));
         const WorkerView* without = random.one_in(2) ? all[random.below(count)].get() : nullptr;
-        Cheapest best = candidates.cheapest({.tokens = static_cast<int64_t>(random.below(2000)),
+        auto tokens = static_cast<int64_t>(random.below(2000));
+        Cheapest best = candidates.cheapest({.tokens = tokens,
                                              .pool = static_cast<int64_t>(random.below(2000)),
                                              .now_s = number(),
                                              .ahead_s = number(),
@@ -48,8 +49,27 @@ TEST_CASE("candidates: somebody is found whatever the numbers") {
         REQUIRE(best.which < count);
         if (count > 1) REQUIRE(all[best.which].get() != without);
         if (count == 1) REQUIRE(best.reason == Reason::kOnly);
+        REQUIRE(best.gap_s == all[best.which]->gap_s(tokens));
         REQUIRE(candidates.least_gap(100, 200).which < count);
     }
+}
+
+TEST_CASE("a worker: what is sent there enters its load at once") {
+    auto there = view(0);
+    Dispatched first = there->dispatched(1, {.tokens = 1000, .own = 200, .pool = 300}, 0.5, 7, false);
+    CHECK(first.wait_s == 0);
+    CHECK(first.prefill_s == 0.5);
+    CHECK(first.fetch_s == there->prefill->transfer_s(300));
+    CHECK(there->load->prefill_rest_tokens() == 500);
+    CHECK(there->load->decodes() == 0);
+    PrefillWork work{.tokens = 400, .ahead_s = 0.25};
+    Dispatched second = there->dispatched(2, work, 0, 7.125, true);  // without a prediction: the model's
+    work.queued = true;
+    CHECK(second.wait_s == 0.375);
+    CHECK(second.prefill_s == there->prefill->predict(work));
+    CHECK(there->load->decodes() == 1);
+    CHECK(there->load->context_tokens() == 400);
+    CHECK(there->load->wait_s(7.125) == doctest::Approx(0.375 + second.prefill_s));
 }
 
 TEST_CASE("candidates: the least gap, where there is room") {

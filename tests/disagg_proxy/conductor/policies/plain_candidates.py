@@ -12,8 +12,8 @@ EQUAL_GAP_S = 0.00005
 _K = 1e-3
 _M = 1e-6
 
-Found = tuple[Worker, str, float, float, float, int, bool, float, float]
-_Row = tuple[float, float, float, float, int, bool, Worker, float]
+Found = tuple[Worker, str, float, float, float, int, bool, float, float, float]
+_Row = tuple[float, float, float, float, int, bool, Worker, float, float]
 
 
 def cheapest(
@@ -60,10 +60,7 @@ def cheapest(
             else:
                 transfer_s, fetches = 0.0, False
         ttft_s = wait_s + prefill_s
-        gap_s = instance.decode_model.predict(
-            instance.load.decodes + instance.pending_handover + 1,
-            instance.load.context_tokens + instance.pending_handover_tokens + tokens,
-        )
+        gap_s = _gap_s(instance, tokens)
         if gap_s + ttft_s > gap_most_s or not (need_tokens == 0 or _has_room(instance, need_tokens)):
             continue
         cost = (
@@ -72,12 +69,13 @@ def cheapest(
             + reuse_probability * b * _K * rest
         )
         cost += stalled * instance.load.decodes * prefill_s
-        found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s))
+        found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s, gap_s))
     if not found:
-        return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf
+        first_s = _gap_s(instances[0], tokens)
+        return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf, first_s
     row, reason = _best(found, last, noise)
-    cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s = row
-    return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost
+    cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s, gap_s = row
+    return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s
 
 
 def _best(found: list[_Row], last: Worker | None, noise: float) -> tuple[_Row, str]:
@@ -97,6 +95,14 @@ def _best(found: list[_Row], last: Worker | None, noise: float) -> tuple[_Row, s
     return best, "least_time" if best[1] <= soonest else "spares_others"
 
 
+def _gap_s(instance: Worker, tokens: int) -> float:
+    load = instance.load
+    return instance.decode_model.predict(
+        load.decodes + instance.pending_handover + 1,
+        load.context_tokens + instance.pending_handover_tokens + tokens,
+    )
+
+
 def _has_room(instance: Worker, tokens: int) -> bool:
     there = instance.load.context_tokens + instance.pending_handover_tokens
     return not instance.room_tokens or there + tokens <= instance.room_tokens
@@ -107,11 +113,7 @@ def least_gap(instances: Sequence[Worker], tokens: int, need_tokens: int) -> tup
     equal: list[Worker] = []
     least_s = math.inf
     for instance in roomy or instances:
-        load = instance.load
-        gap_s = instance.decode_model.predict(
-            load.decodes + instance.pending_handover + 1,
-            load.context_tokens + instance.pending_handover_tokens + tokens,
-        )
+        gap_s = _gap_s(instance, tokens)
         if gap_s < least_s - EQUAL_GAP_S:
             equal.clear()
             least_s = gap_s
