@@ -106,7 +106,7 @@ class Proxy:
             places=settings.places,
             loop=self._loop,
             resume=self._resume,
-            observed=self._observed,
+            observed=lambda: self.relay.take_observations(),
             clock=lambda: self.relay.now(),
             handover=settings.handover,
             admission=settings.admission,
@@ -121,7 +121,7 @@ class Proxy:
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
         self._streams = StreamWatch(self._subscriber, self._locator.unheard_since, lambda: self.relay.now())
         self._peer_sync = self._make_peer_sync()
-        self.relay = self._make_relay(decide or self._dispatcher.decide)
+        self.relay = self._make_relay(decide)
         self.fleet = Fleet(
             settings, self.relay, self._dispatcher, self._locator, self._subscriber, self._recorder
         )
@@ -204,7 +204,7 @@ class Proxy:
         if self._subscriber is not None:
             await asyncio.to_thread(self._subscriber.stop)
         if self._recorder is not None:
-            self._observed()
+            self._recorder.on_records(self.relay.take_observations())
             await asyncio.to_thread(self._recorder.close)
 
     def counters(self) -> Counters:
@@ -224,9 +224,9 @@ class Proxy:
             0 if self._peer_sync is None else len(self._peer_sync.remote_inflight)
         )
 
-    def _make_relay(self, decide: Callable[[ProxyRequest], Decision]) -> Relay:
+    def _make_relay(self, decide: Callable[[ProxyRequest], Decision] | None) -> Relay:
         """Starts the relay and its thread; engines join later."""
-        settings = self._settings
+        settings, dispatcher = self._settings, self._dispatcher
         return Relay(
             engines=[],
             engines_max=settings.places,
@@ -237,7 +237,8 @@ class Proxy:
             retry_after_s=settings.health.interval_s,
             spans=self._recorder is not None,
             texts_max=ASKED_MAX if self._tokenises else 0,
-            decide=decide,
+            decide=dispatcher.decide if decide is None else lambda request, *_: decide(request),
+            uses_tokens=dispatcher.uses_tokens and decide is None,
             page=self._page,
             refused=self._refused,
             gone=self._gone,
@@ -287,10 +288,6 @@ class Proxy:
 
     def _resume(self, request: ProxyRequest, decision: Decision) -> None:
         self.relay.resume(request, decision)
-
-    def _observed(self) -> bytes:
-        records = self.relay.take_observations()
-        return records if self._recorder is None else self._recorder.observed(records)
 
     def _record_spans(self) -> Recorder | None:
         """The recorder of spans; None: not configured. Raises ConfigError if spans cannot be made."""

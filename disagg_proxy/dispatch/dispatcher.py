@@ -131,25 +131,32 @@ class Dispatcher:
         """Of the engines that requests may go to; one that leaves is not counted."""
         return sum(engine.liveness.healthy for engine in self.engines)
 
-    def decide(self, request: ProxyRequest) -> Decision:
-        """The plan for a request, or None when it comes later."""
+    def decide(self, request: ProxyRequest, now_s: float, records: bytes, ids: bytes | None) -> Decision:
+        """The plan for a request, or None when it comes later. Called by the data plane with all that it
+        knows at that moment, where the policy looks at prompts: records, of requests before it; ids, of a
+        prompt that is a list of them. No other thread learns of later records before these, since only the
+        calling thread makes records. One may have decided by a later time than ``now_s`` meanwhile."""
         if not self.uses_tokens:
             return self._choose_simply(request)
+        if records:
+            with self._lock:
+                self._learn(records)
         if request.kind not in GENERATES:
-            return self._choose(request, UNKNOWN, None)
-        ids = request.prompt_tokens()
+            return self._choose(request, UNKNOWN, None, now_s)
         if ids is None:
             ids, later = self.prompts.find(request)
             if later:
                 return None
-        return self._choose_by(request, ids)
+        return self._choose_by(request, ids, now_s)
 
     def told(self, request: ProxyRequest, ids: bytes | None) -> None:
         """Decides about a text, now that its ids are there or not to be had. On any thread."""
         if request.gone:
             return
         try:
-            decision = self._choose_by(request, ids)
+            with self._lock:
+                self._learn(self._observed())
+            decision = self._choose_by(request, ids, self._clock())
             if decision is not None:  # else it waits in the queue
                 self._resume(request, decision)
         except Exception:  # a policy of the user's own: any engine is better than none
@@ -234,13 +241,15 @@ class Dispatcher:
 
     # The choice
 
-    def _choose_by(self, request: ProxyRequest, ids: bytes | None) -> Decision:
+    def _choose_by(self, request: ProxyRequest, ids: bytes | None, now_s: float) -> Decision:
         if ids is None:
             self.blind += 1
-            return self._choose(request, UNKNOWN, None)
-        return self._choose(request, *self._intake.look_up(request, ids))
+            return self._choose(request, UNKNOWN, None, now_s)
+        return self._choose(request, *self._intake.look_up(request, ids), now_s)
 
-    def _choose(self, request: ProxyRequest, asked: Request, match: PrefixMatch | None) -> Decision:
+    def _choose(
+        self, request: ProxyRequest, asked: Request, match: PrefixMatch | None, now_s: float
+    ) -> Decision:
         able = self._those(request)
         if not able.workers:
             return none_left()
@@ -249,8 +258,6 @@ class Dispatcher:
         except BadHeader as error:
             return refused(400, str(error), "bad_header")
         with self._lock:
-            self._learn(self._observed())
-            now_s = self._clock()
             if pending.is_judged:
                 effects = self.scheduler.submit(pending, now_s)
             else:

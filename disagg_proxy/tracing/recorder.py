@@ -86,14 +86,13 @@ class Recorder(Collector, DispatchObserver):
             if len(self._noted) > NOTED_MAX:
                 del self._noted[next(iter(self._noted))]
 
-    def observed(self, records: bytes) -> bytes:
-        """Queues a copy of the relay's records, and returns them."""
+    def on_records(self, records: bytes) -> None:
+        """Queues the relay's records."""
         if records:
             try:
                 self._records.put_nowait((records, self.engines))
             except queue.Full:
                 self.dropped += len(records) // observations.RECORD.size
-        return records
 
     def close(self) -> None:
         """Exports the queued spans. Spans that the collector has not taken within FLUSH_S seconds are lost;

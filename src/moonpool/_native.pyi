@@ -988,8 +988,10 @@ class Relay:
         """
         Of all in ``settings``.
         """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = []) -> None:
-        ...
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False) -> None:
+        """
+        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None.
+        """
     def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both', key: str = '') -> None:
         """
         At a free place, below engines_max. key: what the engine is shown as Authorization: Bearer KEY, in place of the client's.

@@ -42,6 +42,7 @@ namespace {
 
 using relay::Decision;
 using relay::Question;
+using TokenIds = std::optional<std::vector<uint32_t>>;  // of a prompt that is one list of them
 
 PyTypeObject* body_view_type = nullptr;
 constexpr size_t kEnginesMax = 65535;  // a place has 16 bits
@@ -209,11 +210,12 @@ class PyRelay final : public relay::Decider {
             const py::dict& values, std::vector<std::string> api_keys, std::string access_log,
             std::string instance, double retry_after_s, bool spans, py::function decide, py::function page,
             py::function refused, size_t texts_max, size_t engines_max, py::object gone, bool registry,
-            std::vector<std::string> relay_paths)
+            std::vector<std::string> relay_paths, bool uses_tokens)
         : decide_(std::move(decide)),
           page_(std::move(page)),
           refused_(std::move(refused)),
           gone_(std::move(gone)),
+          uses_tokens_(uses_tokens),
           tokenize_queue_(texts_max) {
         relay::Settings settings;
         for (const auto& [name, host, role] : engines) {
@@ -338,18 +340,21 @@ class PyRelay final : public relay::Decider {
         PyGILState_Release(gil_);
     }
     void decide(std::vector<Question>& questions) override {
-        // The GIL is taken with the first question that Python has to answer. Where all went to the
-        // tokenizer threads it is not taken at all.
-        bool locked = false;
+        // Without the GIL: which of them Python has to answer, and the ids of their prompts. Where all went
+        // to the tokenizer threads the GIL is not taken at all.
+        std::vector<std::pair<Question*, TokenIds>> asked;
         for (Question& question : questions) {
             if (tokenize_queue_.take(question, relay_->context().now)) {
                 question.decision.kind = Decision::Kind::kLater;
-                continue;
+            } else {
+                bool wanted = uses_tokens_ && !question.page;
+                asked.emplace_back(&question, wanted ? question.request->prompt_tokens() : std::nullopt);
             }
-            if (!std::exchange(locked, true)) PyEval_RestoreThread(thread_);
-            question.decision = ask(question);
         }
-        if (locked) thread_ = PyEval_SaveThread();
+        if (asked.empty()) return;
+        PyEval_RestoreThread(thread_);
+        for (auto& [question, ids] : asked) question->decision = ask(*question, ids);
+        thread_ = PyEval_SaveThread();
     }
     // A refused connection is a sure sign that the engine does not serve. The callable only posts this to the
     // proxy's own loop.
@@ -397,11 +402,20 @@ class PyRelay final : public relay::Decider {
         return PyRequest(question->request, tuple_of(question->candidates), question->attempt);
     }
 
+    // What decide is told besides the request costs it no call: the time, what was recorded since it was last
+    // told, the prompt's ids.
+    py::object ask_policy(PyRequest request, const TokenIds& ids) {
+        py::bytes records = uses_tokens_ ? take_observations() : py::bytes();
+        double now_s = relay_->clock();  // no record is of a later time
+        return decide_(std::move(request), now_s, records, ids ? py::object(to_bytes(*ids)) : py::none());
+    }
+
     // Whatever goes wrong here is the policy's failure: kFailed, and the relay chooses an engine itself.
-    Decision ask(const Question& question) {
+    Decision ask(const Question& question, const TokenIds& ids) {
         try {
             PyRequest request(question.request, tuple_of(question.candidates), question.attempt);
-            py::object answer = (question.page ? page_ : decide_)(std::move(request));
+            py::object answer =
+                question.page ? page_(std::move(request)) : ask_policy(std::move(request), ids);
             Decision decision = decision_of(answer, engines_);
             if (decision.kind == Decision::Kind::kPlan) check(decision.plan, question);
             return decision;
@@ -438,6 +452,7 @@ class PyRelay final : public relay::Decider {
     py::function decide_, page_, refused_;
     py::object gone_;
     size_t engines_ = 0;
+    const bool uses_tokens_;
     relay::TokenizeQueue tokenize_queue_;
     std::unique_ptr<relay::Relay> relay_;
     PyGILState_STATE gil_{};
@@ -482,13 +497,16 @@ void bind_relay(py::module_& m) {
     py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
                       std::vector<std::string>, std::string, std::string, double, bool, py::function,
-                      py::function, py::function, size_t, size_t, py::object, bool,
-                      std::vector<std::string>>(),
+                      py::function, py::function, size_t, size_t, py::object, bool, std::vector<std::string>,
+                      bool>(),
              py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
              py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
              py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
              py::arg("engines_max") = 0, py::arg("gone") = py::none(), py::arg("registry") = false,
-             py::arg("relay_paths") = std::vector<std::string>())
+             py::arg("relay_paths") = std::vector<std::string>(), py::arg("uses_tokens") = false,
+             "decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: "
+             "it looks at prompts and learns from what was recorded: records is what take_observations would "
+             "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None.")
         .def_static("setting_names", &relay_setting_names, "Of all in ``settings``.")
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def(

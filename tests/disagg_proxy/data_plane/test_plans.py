@@ -7,6 +7,7 @@ import json
 import random
 import resource
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from moonpool._native import ProxyRequest
 from moonpool.core.config.proxy_section import Deadlines, Limits
 from moonpool.disagg_proxy import server
 from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan
-from moonpool.disagg_proxy.data_plane.observations import read
+from moonpool.disagg_proxy.data_plane.observations import Stage, read
+from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from tests.disagg_proxy.data_plane.plans_bed import BODY, CHAT, GIVEN, pd_bed, prefill, stream
 from tests.disagg_proxy.harness import (
     NEVER_S,
@@ -374,6 +376,40 @@ async def test_a_decision_has_a_deadline() -> None:
         answer = await b.ask("POST", CHAT, BODY)
         assert answer.status == 503
         assert b"undecided" in answer.body
+
+
+@pytest.mark.parametrize("policy", ["conductor", "round_robin"])
+@with_deadline
+async def test_what_the_dispatcher_is_handed_with_a_request(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, bytes, bytes | None]] = []
+    decide = Dispatcher.decide
+
+    def noting(dispatcher: Dispatcher, request: ProxyRequest, *known: Any) -> Decision:
+        asked.append(known)
+        return decide(dispatcher, request, *known)
+
+    monkeypatch.setattr(Dispatcher, "decide", noting)
+    monkeypatch.setattr(server, "_OBSERVE_EVERY_S", 1e6)  # only decisions take records
+    async with bed(1, policy=policy) as b:
+        relay, times = b.proxy.relay, [b.proxy.relay.now()]
+        for prompt in ("[1,2,65536]", '["a","b"]'):
+            body = b'{"model":"m","max_tokens":4,"prompt":%b}' % prompt.encode()
+            assert (await b.ask("POST", "/v1/completions", body)).status == 200
+            times.append(relay.now())
+        (first_s, nothing, ids), (second_s, records, none) = asked
+        assert times[0] <= first_s <= times[1] <= second_s <= times[2]
+        assert (nothing, none) == (b"", None)
+        if policy == "round_robin":  # it looks at no prompt, and learns from nothing
+            assert (records, ids) == (b"", None)
+            assert len(list(read(relay.take_observations()))) == 2
+        else:
+            assert ids == b"".join(n.to_bytes(4, "little") for n in (1, 2, 65536))
+            (record,) = read(records)
+            assert (record.stage, record.tracked, record.status) == (Stage.ENDED, 1, 200)
+            assert first_s <= record.last_byte_s <= second_s
+            assert b.proxy._dispatcher.workers[0].load.requests == 1  # the first was learnt of in time
 
 
 @with_deadline

@@ -172,7 +172,7 @@ async def test_records_become_spans_of_the_sdk() -> None:
     begun = TWO_STEPS._replace(stage=Stage.BEGUN)
     unwanted = TWO_STEPS._replace(sampled=0)
     records = b"".join(RECORD.pack(*each) for each in (begun, TWO_STEPS, unwanted))
-    assert recorder.observed(records) is records
+    recorder.on_records(records)
     recorder.close()
     request, prefill, decode = exporter.get_finished_spans()
     assert request.start_time == 1_010_000_000_000
@@ -193,7 +193,7 @@ def test_what_is_noted_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch)
     for number in range(20):
         recorder.on_choice(FakeRequest(number), FakeChoice())  # type: ignore[arg-type]
     assert len(recorder._noted) == 8
-    recorder.observed(b"".join(RECORD.pack(*ended(number)) for number in range(20)))
+    recorder.on_records(b"".join(RECORD.pack(*ended(number)) for number in range(20)))
     recorder.close()
     assert not recorder._noted
     names = [span.name for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
@@ -204,7 +204,7 @@ def test_a_collector_that_takes_nothing_holds_up_no_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(recorder_module, "FLUSH_S", 0.05)
     exporter = StuckExporter()
     recorder = Recorder(exporter, ENGINES, "conductor", clock=lambda: 0.0, wall=lambda: 0.0)
-    recorder.observed(RECORD.pack(*TWO_STEPS))
+    recorder.on_records(RECORD.pack(*TWO_STEPS))
     began = time.monotonic()
     recorder.close()
     assert time.monotonic() - began < 5.0
@@ -226,7 +226,7 @@ def test_one_odd_decision_costs_no_other_spans(caplog: pytest.LogCaptureFixture)
         choice = FakeChoice()
         choice.why = MappingProxyType(why)  # type: ignore[assignment]
         recorder.on_choice(FakeRequest(number), choice)  # type: ignore[arg-type]
-    recorder.observed(b"".join(RECORD.pack(*ended(number)) for number in range(len(whys))))
+    recorder.on_records(b"".join(RECORD.pack(*ended(number)) for number in range(len(whys))))
     recorder.close()
     requests = [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
     odd, plain = [span.attributes or {} for span in requests]
