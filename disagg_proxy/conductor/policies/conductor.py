@@ -82,11 +82,13 @@ class Conductor:
                 best = self._compute(
                     request, groups.prefill_workers[decode.self_sufficient], now_s, without=taken
                 )
-                apart = best.cost + request.urgency * decode.handover_model.predict(request.tokens)
+                handover_s = decode.handover_model.predict(request.tokens)
+                apart = best.cost + request.urgency * handover_s
                 whole = self._beside(request, groups, best, now_s)
                 if whole is None or apart < whole.cost:
-                    prefill = None if best.worker is decode else best.worker
-                    return self._choice(request, decode, prefill, best, gap_s)
+                    if best.worker is decode:
+                        return self._choice(request, decode, None, best, gap_s)
+                    return self._choice(request, decode, best.worker, best, gap_s, handover_s)
                 return self._whole(request, whole)
         return self._whole(request, self._compute(request, groups.self_sufficient, now_s))
 
@@ -180,9 +182,9 @@ class Conductor:
         prefill: Worker | None,
         best: _Found,
         gap_s: float,
+        handover_s: float = 0.0,
     ) -> Choice:
         in_pool = request.from_pool(best.worker)
-        handover_s = 0.0 if prefill is None else decode.handover_model.predict(request.tokens)
         return Choice(
             decode,
             prefill,
