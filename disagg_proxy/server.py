@@ -17,13 +17,13 @@ from dataclasses import asdict
 
 from prometheus_client.registry import Collector
 
-from moonpool._native import ProxyRequest, Relay
+from moonpool._native import ProxyRequest, Relay, Turns
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
 from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.api_keys import ApiKeys
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
-from moonpool.disagg_proxy.conductor.policy import make_policy
+from moonpool.disagg_proxy.conductor.policy import make_policy, turns_of
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
 from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
 from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex
@@ -121,7 +121,9 @@ class Proxy:
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
         self._streams = StreamWatch(self._subscriber, self._locator.unheard_since, lambda: self.relay.now())
         self._peer_sync = self._make_peer_sync()
-        self.relay = self._make_relay(decide)
+        # A recorder of spans hears of each choice.
+        turns = turns_of(policy) if decide is None and self._recorder is None else None
+        self.relay = self._make_relay(decide, turns)
         self.fleet = Fleet(
             settings, self.relay, self._dispatcher, self._locator, self._subscriber, self._recorder
         )
@@ -224,7 +226,9 @@ class Proxy:
             0 if self._peer_sync is None else len(self._peer_sync.remote_inflight)
         )
 
-    def _make_relay(self, decide: Callable[[ProxyRequest], Decision] | None) -> Relay:
+    def _make_relay(
+        self, decide: Callable[[ProxyRequest], Decision] | None, turns: Turns | None
+    ) -> Relay:
         """Starts the relay and its thread; engines join later."""
         settings, dispatcher = self._settings, self._dispatcher
         return Relay(
@@ -244,6 +248,7 @@ class Proxy:
             gone=self._gone,
             registry=settings.registers,
             relay_paths=list(settings.relay_paths),
+            turns=turns,
         )
 
     def _make_pages(self) -> AdminEndpoints:

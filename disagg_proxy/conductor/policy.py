@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, cast
 
+from moonpool._native import Turns
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
 from moonpool.disagg_proxy.conductor.policies.least_load import LeastLoad
@@ -97,6 +98,12 @@ def hook_of(policy: Policy) -> Hook:
     """The policy's ``sent``, which is called for each choice that was carried out; a function that does
     nothing for a policy without one."""
     return cast(Hook, getattr(policy, "sent", _nothing))
+
+
+def turns_of(policy: Policy) -> Turns | None:
+    """The turns of RoundRobin, which looks at nothing else where all workers serve requests whole: the data
+    plane then counts them itself. None for every other policy, a subclass among them."""
+    return policy.turns if type(policy) is RoundRobin else None
 
 
 def _nothing(request: Request, choice: Choice, now_s: float) -> None:

@@ -13,7 +13,8 @@ class DispatchObserver:
     """Override what is to be heard. Called without the lock, on the thread that decides."""
 
     def on_choice(self, request: ProxyRequest, choice: Choice) -> None:
-        """A request is about to be sent."""
+        """A request is about to be sent. Not called for one that the data plane sends by turns
+        (``policy.turns_of``), as it does while no spans are recorded."""
 
     def on_prompt(self, worker: Worker, match: PrefixMatch) -> None:
         """This worker will hold the prompt whose blocks ``match`` names."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
+__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -979,6 +979,20 @@ class ProxyRequest:
         """
         Whether it is for one answer to one prompt.
         """
+class Turns:
+    """
+    Of some engines, the one that was chosen longest ago is next. For one thread.
+    """
+    def __init__(self) -> None:
+        ...
+    def next(self, places: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> int:
+        """
+        Which of these places is next: its index. One without a turn comes first; of equals the first. Changes no turn. Raises ValueError when there are none.
+        """
+    def took(self, place: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        It had its turn.
+        """
 class Relay:
     """
     The proxy's data plane: one thread that serves all sockets.
@@ -988,9 +1002,9 @@ class Relay:
         """
         Of all in ``settings``.
         """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False) -> None:
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False, turns: Turns | None = None) -> None:
         """
-        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None.
+        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None. turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve requests whole, the relay chooses by them, and decide is not called.
         """
     def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both', key: str = '') -> None:
         """

@@ -35,6 +35,7 @@
 #include "python/view.hpp"
 #include "relay/relay.hpp"
 #include "relay/tokenize_queue.hpp"
+#include "relay/turns.hpp"
 
 namespace moonpool::python {
 
@@ -210,8 +211,10 @@ class PyRelay final : public relay::Decider {
             const py::dict& values, std::vector<std::string> api_keys, std::string access_log,
             std::string instance, double retry_after_s, bool spans, py::function decide, py::function page,
             py::function refused, size_t texts_max, size_t engines_max, py::object gone, bool registry,
-            std::vector<std::string> relay_paths, bool uses_tokens)
-        : decide_(std::move(decide)),
+            std::vector<std::string> relay_paths, bool uses_tokens,
+            std::optional<std::shared_ptr<relay::Turns>> turns)
+        : turns_(turns.value_or(nullptr)),
+          decide_(std::move(decide)),
           page_(std::move(page)),
           refused_(std::move(refused)),
           gone_(std::move(gone)),
@@ -340,10 +343,17 @@ class PyRelay final : public relay::Decider {
         PyGILState_Release(gil_);
     }
     void decide(std::vector<Question>& questions) override {
-        // Without the GIL: which of them Python has to answer, and the ids of their prompts. Where all went
-        // to the tokenizer threads the GIL is not taken at all.
+        // Without the GIL: which of them Python has to answer, and the ids of their prompts. Where all went by
+        // turns, or to the tokenizer threads, the GIL is not taken at all.
         std::vector<std::pair<Question*, TokenIds>> asked;
         for (Question& question : questions) {
+            if (goes_by_turns(question)) {
+                uint16_t place = question.candidates[turns_->next(question.candidates)];
+                turns_->took(place);
+                question.decision.kind = Decision::Kind::kPlan;
+                question.decision.plan.engine = place;
+                continue;
+            }
             if (tokenize_queue_.take(question, relay_->context().now)) {
                 question.decision.kind = Decision::Kind::kLater;
             } else {
@@ -402,6 +412,15 @@ class PyRelay final : public relay::Decider {
         return PyRequest(question->request, tuple_of(question->candidates), question->attempt);
     }
 
+    // Whether the policy would answer with the next in turn and nothing else: each candidate serves requests
+    // whole, and the client does not ask for the reasons.
+    bool goes_by_turns(const Question& question) const {
+        if (turns_ == nullptr || question.page) return false;
+        auto whole = [&](int place) { return relay_->engines().at(place).role == relay::Role::kBoth; };
+        return std::ranges::all_of(question.candidates, whole) &&
+               http::find_field(question.request->head.fields, "x-moonpool-decision") == nullptr;
+    }
+
     // What decide is told besides the request costs it no call: the time, what was recorded since it was last
     // told, the prompt's ids.
     py::object ask_policy(PyRequest request, const TokenIds& ids) {
@@ -449,6 +468,7 @@ class PyRelay final : public relay::Decider {
         error.discard_as_unraisable("moonpool proxy: policy");
     }
 
+    const std::shared_ptr<relay::Turns> turns_;  // nullptr: the policy is asked about each request
     py::function decide_, page_, refused_;
     py::object gone_;
     size_t engines_ = 0;
@@ -494,19 +514,35 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("candidates", &PyRequest::candidates, "Places of the engines to choose from.")
         .def_property_readonly("attempt", &PyRequest::attempt, "How many plans have failed.")
         .def_property_readonly("gone", &PyRequest::gone, "Whether the client has left.");
+    py::class_<relay::Turns, std::shared_ptr<relay::Turns>>(
+        m, "Turns", "Of some engines, the one that was chosen longest ago is next. For one thread.")
+        .def(py::init<>())
+        .def(
+            "next",
+            [](const relay::Turns& turns, const std::vector<uint16_t>& places) {
+                if (places.empty()) throw py::value_error("there is no place to choose from");
+                return turns.next(places);
+            },
+            py::arg("places"),
+            "Which of these places is next: its index. One without a turn comes first; of equals the first. "
+            "Changes no turn. Raises ValueError when there are none.")
+        .def("took", &relay::Turns::took, py::arg("place"), "It had its turn.");
     py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
                       std::vector<std::string>, std::string, std::string, double, bool, py::function,
                       py::function, py::function, size_t, size_t, py::object, bool, std::vector<std::string>,
-                      bool>(),
+                      bool, std::optional<std::shared_ptr<relay::Turns>>>(),
              py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
              py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
              py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
              py::arg("engines_max") = 0, py::arg("gone") = py::none(), py::arg("registry") = false,
              py::arg("relay_paths") = std::vector<std::string>(), py::arg("uses_tokens") = false,
+             py::arg("turns") = py::none(),
              "decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: "
              "it looks at prompts and learns from what was recorded: records is what take_observations would "
-             "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None.")
+             "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None. "
+             "turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve "
+             "requests whole, the relay chooses by them, and decide is not called.")
         .def_static("setting_names", &relay_setting_names, "Of all in ``settings``.")
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def(

@@ -6,7 +6,8 @@ import pytest
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.policy import POLICIES, hook_of, make_policy
+from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
+from moonpool.disagg_proxy.conductor.policy import POLICIES, hook_of, make_policy, turns_of
 from moonpool.disagg_proxy.conductor.worker import Worker
 
 
@@ -48,6 +49,17 @@ def test_it_may_hear_of_what_was_sent_or_not() -> None:
     hook_of(policy)(Request(), choice, 0.0)
     hook_of(make_policy(f"{__name__}:MyOwn"))(Request(), choice, 0.0)
     assert policy.count == 1
+
+
+class AnotherOrder(RoundRobin):
+    pass
+
+
+def test_the_data_plane_gives_the_turns_of_round_robin_itself_and_of_no_class_that_derives_from_it() -> None:
+    policy = RoundRobin()
+    assert turns_of(policy) is policy.turns
+    for name in {*POLICIES, f"{__name__}:AnotherOrder"} - {"round_robin"}:
+        assert turns_of(make_policy(name)) is None
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

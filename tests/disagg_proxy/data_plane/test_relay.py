@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Sequence
+
+import pytest
 
 from moonpool.core.config.proxy_section import BreakerLimits, Deadlines, Limits
+from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.policies.round_robin import RoundRobin
+from moonpool.disagg_proxy.conductor.worker import Worker
 from tests.disagg_proxy.harness import (
     NEVER_S,
     Exchange,
@@ -38,6 +44,31 @@ async def test_round_robin_over_keep_alive_connections() -> None:
         assert names == ["engine-0", "engine-1", "engine-2"] * 3
         assert [engine.connections for engine in b.engines] == [1, 1, 1]
         assert b.metric("moonpool_proxy_requests_total", engine="engine-0", status_class="2xx") == 3
+
+
+@with_deadline
+async def test_relay_and_policy_count_the_same_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay gives turns itself, but where a client wants the reasons, or an engine has a role."""
+    asked = []
+    choose = RoundRobin.choose
+
+    def spy(policy: RoundRobin, request: Request, workers: Sequence[Worker], now_s: float) -> Choice:
+        choice = choose(policy, request, workers, now_s)
+        asked.append(choice.decode.name)
+        return choice
+
+    monkeypatch.setattr(RoundRobin, "choose", spy)
+    why = "X-Moonpool-Decision: 1\r\n"
+    async with bed(3) as b:
+        heads = ["", "", why, "", why, ""]
+        answers = [await b.ask("POST", CHAT, b"{}", head) for head in heads]
+        assert [each.engine for each in answers] == ["engine-0", "engine-1", "engine-2"] * 2
+        assert asked == ["engine-2", "engine-1"]
+        assert ["x-moonpool-decision" in each.headers for each in answers] == [head == why for head in heads]
+        b.proxy.relay.engine_role(1, "decode")
+        asked.clear()
+        answers = [await b.ask("POST", CHAT, b"{}") for _ in range(3)]
+        assert [each.engine for each in answers] == asked == ["engine-0", "engine-1", "engine-2"]
 
 
 @with_deadline

@@ -24,6 +24,7 @@
 #include "relay/routes.hpp"
 #include "relay/tokenize_queue.hpp"
 #include "relay/trace.hpp"
+#include "relay/turns.hpp"
 #include "relay/usage.hpp"
 
 using namespace moonpool::relay;
@@ -390,4 +391,20 @@ TEST_CASE("each text goes to one of those who wait, and the end to all of them")
     texts.close();
     for (std::thread& thread : threads) thread.join();
     for (const std::atomic<int>& each : seen) CHECK(each == 1);
+}
+
+TEST_CASE("turns: the one whose turn is longest ago is next, whoever is there besides") {
+    Turns turns;
+    auto take = [&](const std::vector<uint16_t>& places) {
+        uint16_t place = places[turns.next(places)];
+        CHECK(places[turns.next(places)] == place);  // asking changes nothing
+        turns.took(place);
+        return place;
+    };
+    const std::vector<uint16_t> all = {0, 2, 65535};
+    for (uint16_t expected : {0, 2, 65535, 0}) CHECK(take(all) == expected);
+    CHECK(take({0, 65535}) == 65535);  // the turn of 2 is not over by that
+    for (uint16_t expected : {2, 0, 65535, 2}) CHECK(take(all) == expected);
+    CHECK(take({2, 0, 1}) == 1);  // one without a turn
+    CHECK(take({7, 5}) == 7);     // of equals the first
 }
