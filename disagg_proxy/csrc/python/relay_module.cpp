@@ -287,7 +287,10 @@ class PyRelay final : public relay::Decider {
     void engine_late(size_t place) { relay_->engine_late(checked(place)); }
     void resume(const PyRequest& request, const py::object& decision) {
         // Checked on the caller's thread, so that a bad decision is an exception there.
-        relay_->resume(request.id(), decision_of(decision, engines_));
+        Decision checked = decision_of(decision, engines_);
+        // Wakes the relay's thread, which may run in this one's place: others that tokenise go on meanwhile.
+        py::gil_scoped_release nogil;
+        relay_->resume(request.id(), std::move(checked));
     }
     bool drain(double timeout_s) {
         py::gil_scoped_release nogil;
@@ -305,8 +308,10 @@ class PyRelay final : public relay::Decider {
         gone_ = py::none();
     }
     std::optional<PyRequest> next_text() {
-        std::optional<Question> question;
-        {
+        // The GIL is kept where one is in line: to get it back from another thread that tokenises costs a
+        // sleep and a wake-up.
+        std::optional<Question> question = tokenize_queue_.poll();
+        if (!question) {
             py::gil_scoped_release nogil;
             // Waits without the GIL until there is one, or the proxy closes.
             question = tokenize_queue_.next();

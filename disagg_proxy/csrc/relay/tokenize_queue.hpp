@@ -43,6 +43,13 @@ class TokenizeQueue {
         return first();
     }
 
+    // The oldest question; nullopt: there is none now.
+    std::optional<Question> poll() {
+        MutexLock lock(mutex_);
+        if (waiting_.empty()) return std::nullopt;
+        return first();
+    }
+
     // The oldest question, if it was queued before this time, s of the relay's clock.
     std::optional<Question> overdue(double since) {
         MutexLock lock(mutex_);

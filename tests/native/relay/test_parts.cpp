@@ -363,7 +363,12 @@ TEST_CASE("a line of texts is bounded, and takes first questions alone") {
     CHECK(texts.overdue(1.5));
     CHECK_FALSE(texts.overdue(1.5));
     CHECK(texts.next()->request == text.request);
+    CHECK_FALSE(texts.poll());
+    REQUIRE(texts.take(text, 3));
+    CHECK(texts.poll()->request == text.request);
+    REQUIRE(texts.take(text, 4));
     texts.close();
+    CHECK_FALSE(texts.poll());
     CHECK_FALSE(texts.next());
     CHECK_FALSE(texts.take(text, 3));
 }
@@ -393,7 +398,7 @@ TEST_CASE("each text goes to one of those who wait, and the end to all of them")
     for (const std::atomic<int>& each : seen) CHECK(each == 1);
 }
 
-TEST_CASE("turns: the one whose turn is longest ago is next, whoever is there besides") {
+TEST_CASE("turns: the one whose turn is longest ago is next, whatever others are there") {
     Turns turns;
     auto take = [&](const std::vector<uint16_t>& places) {
         uint16_t place = places[turns.next(places)];
