@@ -12,11 +12,10 @@ import json
 import logging
 import os
 import re
+from array import array
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.setting_error import bad
@@ -51,9 +50,10 @@ class LocalTokenizer:
             raise
         except Exception as error:  # tokenizers raises bare exceptions
             raise bad("tokenizer", f"no tokenizer can be read from {file}: {error}") from error
-        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
-        self._added = {token: self._tokenizer.token_to_id(token) for token in added}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: _packed([number]) for number, token in added.items()}
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         self._cuts = bool(added)
         self.pieces: IdCache[str] = IdCache(pieces_bytes_max)
         self._lock = Lock()
@@ -98,7 +98,7 @@ class LocalTokenizer:
             return b""
         added = self._added.get(piece)
         if added is not None:
-            return np.array([added], "<u4").tobytes()
+            return added
         key = ("^" if first else " ") + piece  # a first piece may get a prefix
         with self._lock:
             ids = self.pieces.find(key)
@@ -110,15 +110,17 @@ class LocalTokenizer:
 
     def _behind_special(self, piece: str) -> bytes:
         """The ids of a piece that does not begin the text."""
-        token, number = next(iter(self._added.items()))
-        ids = self._whole(token + piece, special=False)
-        head = np.array([number], "<u4").tobytes()
-        return ids.removeprefix(head)
+        token, head = next(iter(self._added.items()))
+        return self._whole(token + piece, special=False).removeprefix(head)
 
     def _whole(self, text: str, *, special: bool) -> bytes:
         # Not encode(): that holds the GIL, and with it the whole proxy, for as long as the text takes.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        return np.array(encoded.ids, "<u4").tobytes()
+        return _packed(encoded.ids)
+
+
+def _packed(ids: list[int]) -> bytes:
+    return array("I", ids).tobytes()
 
 
 class LocalSource:
