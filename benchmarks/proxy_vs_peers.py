@@ -124,14 +124,14 @@ def measure_aware(bed: Bed, routers: dict[str, tuple[Process, int]], rounds: int
 
 def alone_us(texts: prompts.Texts) -> float:
     """CPU that the tokeniser and the chat template take for one of these prompts, in a process that does
-    nothing else: what a proxy that knows the tokens cannot do without."""
+    nothing else: what a proxy that knows the tokens cannot do without. A mean, as the proxy's CPU is."""
     tokenizer, spent = LocalTokenizer(texts.folder), []
-    for _ in range(ALONE):
+    for _ in range(2 * ALONE):
         prompt = TextPrompt("chat", prompts.MODEL, texts.request().partition(b"\r\n\r\n")[2])
         began_s = time.thread_time()
         tokenizer.ids(prompt)
         spent.append(time.thread_time() - began_s)
-    return statistics.median(spent) * 1e6
+    return statistics.fmean(spent[ALONE:]) * 1e6  # the first half warms up
 
 
 def measure_first_byte(bed: Bed, count: int) -> list[Row]:
