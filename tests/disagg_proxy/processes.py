@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.connectors.forks import AnyProcess, ForkedProcess, Warm
 from tests.connectors.vllm.processes import environment
 
 START_S = 400.0
@@ -21,11 +22,19 @@ Address = tuple[str, int]
 Body = dict[str, Any]
 
 
-def started(stack: ExitStack, command: list[str], log: Path, runtime: Path) -> subprocess.Popen[bytes]:
+def started(
+    stack: ExitStack, command: list[str], log: Path, runtime: Path, warm: Warm | None = None
+) -> AnyProcess:
+    """warm: what the command is forked from; its first word is the same interpreter."""
+    process: AnyProcess
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(runtime)
-        )
+        env = environment(runtime)
+        if warm:
+            process = ForkedProcess(warm, command[1:], env, stdout=output, stderr=output, spawns=True)
+        else:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
+            )
 
     def end() -> None:
         process.terminate()
@@ -39,7 +48,7 @@ def started(stack: ExitStack, command: list[str], log: Path, runtime: Path) -> s
     return process
 
 
-def until_ready(process: subprocess.Popen[bytes], address: Address, log: Path) -> None:
+def until_ready(process: AnyProcess, address: Address, log: Path) -> None:
     deadline_s = time.monotonic() + START_S
     while True:
         try:

@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.connectors.forks import ForkedProcess
 from tests.connectors.sglang.bed import make_bed
 from tests.connectors.sglang.reference import MAX_TOKENS
 from tests.connectors.sglang.server import PAGE_TOKENS
@@ -36,7 +36,7 @@ PROMPTS = [text_of(seed, length) for seed, length in ((1, 7), (2, 10 * PAGE_TOKE
 class Speaking(Half):
     """With a tokenizer, and KV events."""
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> ForkedProcess:
         events = {
             "publisher": "zmq",
             "endpoint": self._events,

@@ -34,6 +34,7 @@ from moonpool.disagg_proxy.tools.replay.client import Outcome
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS as TRACE_TOKENS
 from tests.connectors.vllm.conftest import KV_CONFIG
+from tests.connectors.vllm.processes import warm
 from tests.disagg_proxy.events.beds import eventually
 from tests.disagg_proxy.processes import Address, Body, fetch, metrics, started, text_of, until_ready
 from tests.disagg_proxy.tools.simulator.real import conversations, measured, outcomes, simulated
@@ -110,7 +111,7 @@ def pair(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             pair.engines[name] = ("127.0.0.1", kept_port())
             pair.logs[name] = folder / f"{name}.log"
             command = engine_command(vllm_python, pair, name, runtime)
-            running[name] = started(stack, command, pair.logs[name], runtime)
+            running[name] = started(stack, command, pair.logs[name], runtime, warm(vllm_python))
         for name, process in running.items():
             until_ready(process, pair.engines[name], pair.logs[name])
         for name, option in (("engine", []), ("local", ["--tokenizer", f"tiny={model}"])):

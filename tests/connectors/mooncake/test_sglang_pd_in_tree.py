@@ -5,7 +5,6 @@ is pushed into a decode server, which answers as Hugging Face does.
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 from tests.connectors.mooncake.conftest import PACKAGE
 from tests.connectors.sglang.bed import Bed, HuggingFace, make_bed, prompts
 from tests.connectors.sglang.reference import MAX_TOKENS
-from tests.connectors.sglang.server import Server, environment
+from tests.connectors.sglang.server import Server, environment, forked
 from tests.ports import held_ports
 
 pytestmark = [pytest.mark.sglang, pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,18 +45,11 @@ class Half(Server):
     def __init__(self, role: str, port: int, bootstrap: int, bed: Bed) -> None:
         self.port, self.log = port, bed.folder / f"{role}.log"
         command = [
-            *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),
+            *("-m", "sglang.launch_server", *FLAGS),
             *(f"--model-path={bed.model}", "--host=127.0.0.1", f"--port={port}"),
             *(f"--disaggregation-mode={role}", f"--disaggregation-bootstrap-port={bootstrap}"),
         ]
-        with open(self.log, "wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=seen(bed),
-                start_new_session=True,
-            )
+        self._process = forked(command, seen(bed), self.log)
 
 
 def seen(bed: Bed) -> dict[str, str]:

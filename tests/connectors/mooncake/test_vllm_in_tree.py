@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.vllm.processes import ENGINE_ENVIRONMENT
+from tests.connectors.forks import ForkedProcess
+from tests.connectors.vllm.processes import ENGINE_ENVIRONMENT, warm
 from tests.core.master_bed import MasterProcess
 from tests.core.store_bed import MIB, until
 from tests.descriptors import speaks
@@ -28,31 +29,38 @@ PROMPTS, BLOCKS, BLOCK_TOKENS = 3, 300 // 32, 32
 class InTree:
     """An engine that starts."""
 
-    def __init__(self, python: str, model: Path, config: Path) -> None:
+    def __init__(self, python: str, model: Path, config: Path, log: Path) -> None:
         environment = {**os.environ, **ENGINE_ENVIRONMENT, "MOONCAKE_CONFIG_PATH": str(config)}
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        self.process = subprocess.Popen(
-            [python, str(HERE / "in_tree_store.py"), str(model)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self.log = log
+        reader, writer = os.pipe()
+        self._answers = os.fdopen(reader, "rb", buffering=0)
+        with os.fdopen(writer, "wb") as stdout, log.open("wb") as stderr:
+            self.process = ForkedProcess(
+                warm(python),
+                [str(HERE / "in_tree_store.py"), str(model)],
+                environment,
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+            )
 
     def answers(self) -> Any:
         """When it has started it runs its prompts, and these are its answers."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(b"\n")
         self.process.stdin.flush()
-        assert speaks(self.process.stdout, START_TIMEOUT_S), "the engine says nothing"
-        line = self.process.stdout.readline()
+        assert speaks(self._answers, START_TIMEOUT_S), "the engine says nothing"
+        line = self._answers.readline()
         assert line, f"the engine ended with {self.process.wait()}"
         return json.loads(line)
 
     def end(self) -> None:
+        assert self.process.stdin is not None
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self.process.stdin.close()
+        self._answers.close()
 
 
 @pytest.mark.engine
@@ -78,7 +86,9 @@ def test_a_second_engine_hits_what_the_first_stored(
             }
         )
     )
-    first, second = engines = [InTree(vllm_python, model, config) for _ in range(2)]
+    first, second = engines = [
+        InTree(vllm_python, model, config, tmp_path / f"{number}.log") for number in range(2)
+    ]
     try:
         cold = first.answers()
         assert until(lambda: pool._ask(lambda store: store.stat())["objects"] >= PROMPTS * BLOCKS, 60)
@@ -88,6 +98,7 @@ def test_a_second_engine_hits_what_the_first_stored(
     finally:
         for engine in engines:
             engine.end()
+            print(engine.log.read_text(errors="replace")[-4000:])
     assert warm["tokens"] == cold["tokens"]
     assert warm["cached"] == [BLOCKS * BLOCK_TOKENS] * PROMPTS
     assert pool.remove_all(force=True) >= PROMPTS * BLOCKS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.connectors.forks import ForkedProcess
 from tests.connectors.sglang import sglang_cpu
-from tests.connectors.sglang.server import HERE, PAGE_TOKENS, environment
+from tests.connectors.sglang.server import HERE, PAGE_TOKENS, environment, warm
 
 TINY_MODEL = HERE.parents[2] / "examples" / "demo" / "tiny_model.py"
 PROMPT_TOKENS = 180
@@ -47,16 +47,19 @@ class HuggingFace:
     """Answers some prompts in a process of its own, while a server starts."""
 
     def __init__(self, bed: Bed, asked: list[list[int]]) -> None:
-        self._process = subprocess.Popen(
-            [os.environ["MOONPOOL_SGLANG_PYTHON"], str(HERE / "reference.py"), str(bed.model)],
-            env=environment(bed.runtime, bed.plugin),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self._answers = bed.folder / "hugging_face.json"
+        with self._answers.open("wb") as stdout, (bed.folder / "hugging_face.log").open("wb") as stderr:
+            self._process = ForkedProcess(
+                warm(),
+                [str(HERE / "reference.py"), str(bed.model)],
+                environment(bed.runtime, bed.plugin),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+            )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked).encode())  # fits into the pipe
         self._process.stdin.close()
-        self._process.stdin = None
 
     def answers(self) -> list[list[int]]:
         """Its tokens for each prompt."""
@@ -71,12 +74,12 @@ class HuggingFace:
     @functools.cached_property
     def _said(self) -> list[dict[str, Any]]:
         try:
-            output, _ = self._process.communicate(timeout=300)
+            code = self._process.wait(300)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-        assert self._process.returncode == 0
-        said: list[dict[str, Any]] = json.loads(output)
+        assert code == 0, (self._answers.with_suffix(".log")).read_text(errors="replace")[-4000:]
+        said: list[dict[str, Any]] = json.loads(self._answers.read_bytes())
         return said
 
 

@@ -3,11 +3,15 @@ down."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.connectors.forks import ForkedProcess, Warm, inherited
+from tests.connectors.sglang import sglang_cpu
 from tests.connectors.sglang.reference import MAX_TOKENS
 from tests.ports import kept_port
 
@@ -54,19 +60,74 @@ POOL = {
 }
 
 
+# What SGLang imports before it loads plugins, and other packages that it imports later. Not more of SGLang:
+# what plugins find imported is to be as in a server that was not forked.
+IMPORTED = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "functorch.compile",
+    "torch._inductor.compile_fx",
+    "compressed_tensors",
+    "openai",
+    "xgrammar",
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "sglang.launch_server",
+)
+SETTINGS = {
+    "SGLANG_PLATFORM": "torchcpu",
+    "SGLANG_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def environment(runtime: Path, *paths: Path) -> dict[str, str]:
     """What engines see: this checkout, ``paths`` with the stand-ins for CUDA, their own runtime folder."""
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return {
-        **inherited,
+        **inherited(),
+        **SETTINGS,
         "PATH": f"{Path(os.environ['MOONPOOL_SGLANG_PYTHON']).parent}:{os.environ['PATH']}",  # ninja
         "PYTHONPATH": ":".join(map(str, (*paths, SOURCE))),
-        "SGLANG_PLATFORM": "torchcpu",
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "MOONPOOL_RUNTIME_DIR": str(runtime),
     }
+
+
+@functools.cache
+def warm() -> Warm:
+    """For ForkedProcess."""
+    plugin = tempfile.mkdtemp(prefix="moonpool-sglang-")
+    atexit.register(shutil.rmtree, plugin)
+    sglang_cpu.install(Path(plugin))
+    variables = SETTINGS | {"PYTHONPATH": plugin}
+    return Warm(os.environ["MOONPOOL_SGLANG_PYTHON"], IMPORTED, tuple(variables.items()))
+
+
+def run(arguments: Sequence[str], env: Mapping[str, str], log: Path, timeout_s: float) -> str:
+    """``python *arguments`` with SGLang -> what it said, which ``log`` has. One that fails fails the test."""
+    process = forked(arguments, env, log)
+    try:
+        code = process.wait(timeout_s)
+    finally:
+        process.kill()
+    said = log.read_text(errors="replace")
+    assert code == 0, said[-4000:]
+    return said
+
+
+def forked(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> ForkedProcess:
+    """``python *arguments`` with SGLang, in a session of its own; what it says is appended to ``log``."""
+    with log.open("ab") as output:
+        return ForkedProcess(
+            warm(),
+            arguments,
+            env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            spawns=True,
+        )
 
 
 class Server:
@@ -93,20 +154,14 @@ class Server:
         self.port = kept_port()
         self.log = log
         command = [
-            *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server", *FLAGS),
+            *("-m", "sglang.launch_server", *FLAGS),
             *(f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}", f"--tp-size={tp_size}"),
             *(f"--hicache-mem-layout={layout}", f"--hicache-storage-backend={backend}"),
             *(f"--hicache-storage-backend-extra-config={json.dumps(self.extra)}", *flags),
         ]
         binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp_size)}
-        with open(log, "wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(runtime, plugin, *paths) | binding | dict(settings or {}),
-                start_new_session=True,
-            )
+        env = environment(runtime, plugin, *paths) | binding | dict(settings or {})
+        self._process = forked(command, env, log)
 
     def wait(self) -> Server:
         """Returns when it serves; a server that ended, or says nothing for too long, fails the test."""

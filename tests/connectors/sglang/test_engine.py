@@ -4,7 +4,6 @@ held against Hugging Face's for the same weights."""
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.connectors.sglang.bed import (
     make_bed,
     prompts,
 )
-from tests.connectors.sglang.server import HERE, PAGE_TOKENS, Server, environment
+from tests.connectors.sglang.server import HERE, PAGE_TOKENS, Server, environment, run
 from tests.connectors.sglang.transfer.installed import install
 from tests.connectors.vllm.processes import Node
 
@@ -64,17 +63,15 @@ def stored(node: Node, count: int) -> None:
     eventually(lambda: node.metrics()["objects"] >= 2 * FULL_PAGES * count, "the prompts are not stored")
 
 
-def test_sglangs_own_host_pools(bed: Bed, node: Node, sglang_python: str) -> None:
+def test_sglangs_own_host_pools(bed: Bed, node: Node) -> None:
     node.start()
-    run = subprocess.run(
-        [sglang_python, "-m", "tests.connectors.sglang.real_pools", str(bed.runtime / "node.sock")],
-        cwd=bed.runtime,
-        env=environment(bed.runtime, bed.plugin, HERE.parents[2]),
-        stdout=subprocess.PIPE,
-        timeout=300,
-        check=True,
+    said = run(
+        ["-m", "tests.connectors.sglang.real_pools", str(bed.runtime / "node.sock")],
+        environment(bed.runtime, bed.plugin, HERE.parents[2]),
+        bed.folder / "pools.log",
+        300,
     )
-    assert run.stdout.decode().splitlines()[-2:] == [
+    assert [line for line in said.splitlines() if "TokenToKVPoolHost layer" in line] == [
         "MHATokenToKVPoolHost layer_first page_first page_first_direct page_head",
         "MLATokenToKVPoolHost layer_first page_first page_first_direct",
     ]

@@ -20,7 +20,7 @@ import pytest
 from moonpool.connectors.sglang import short_name
 from moonpool.core.errors import ConfigError
 from tests.connectors.sglang import sglang_cpu
-from tests.connectors.sglang.server import HERE, SOURCE, environment
+from tests.connectors.sglang.server import HERE, SOURCE, environment, run
 
 CLASS = {"module_path": "moonpool.connectors.sglang", "class_name": "MoonpoolHiCache", "interface_v1": 1}
 
@@ -157,8 +157,10 @@ def test_the_package_loads_neither_torch_nor_the_native_half() -> None:
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_real_sglang(tmp_path: Path, sglang_python: str) -> None:
+@pytest.mark.timeout(300)
+def test_real_sglang(tmp_path: Path) -> None:
     """Parser, ServerArgs and the scheduler's handler of the real package, hooked by its own registry."""
     sglang_cpu.install(tmp_path / "plugin")
-    command = [sglang_python, str(HERE / "real_short_name.py")]
-    subprocess.run(command, env=environment(tmp_path, tmp_path / "plugin"), timeout=110, check=True)
+    env = environment(tmp_path, tmp_path / "plugin")
+    said = run([str(HERE / "real_short_name.py")], env, tmp_path / "log", 280)
+    assert "the short name is understood" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from tests.connectors.sglang.fakes import (
     WeightUpdater,
     page_keys,
 )
-from tests.connectors.sglang.server import HERE, environment
+from tests.connectors.sglang.server import HERE, environment, run
 
 
 @pytest.fixture(autouse=True)
@@ -249,8 +248,9 @@ def test_stages_that_do_not_tell_their_layers(
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_real_sglang(tmp_path: Path, sglang_python: str) -> None:
+@pytest.mark.timeout(300)
+def test_real_sglang(tmp_path: Path) -> None:
     """The class that replaces weights is where it is looked for, with what the scheduler calls."""
     sglang_cpu.install(tmp_path / "plugin")
-    command = [sglang_python, str(HERE / "real_updates.py")]
-    subprocess.run(command, env=environment(tmp_path, tmp_path / "plugin"), timeout=110, check=True)
+    env = environment(tmp_path, tmp_path / "plugin")
+    assert "methods are watched" in run([str(HERE / "real_updates.py")], env, tmp_path / "log", 280)

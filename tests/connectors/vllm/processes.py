@@ -3,22 +3,16 @@ down."""
 
 from __future__ import annotations
 
-import array
-import atexit
-import functools
-import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.connectors.forks import AnyProcess, ForkedProcess, Warm, inherited
 from tests.descriptors import speaks
 
 HERE = Path(__file__).parent
@@ -40,6 +34,18 @@ ENGINE_ENVIRONMENT = {
 }
 
 
+IMPORTED = (
+    "vllm",
+    "vllm.lora.request",
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
 class EngineFailed(Exception):
     """The engine process said so, or ended, or was silent for too long. ``causes``: its chain of
     exceptions."""
@@ -51,8 +57,7 @@ class EngineFailed(Exception):
 
 def engine_environment() -> dict[str, str]:
     """Without a runtime folder. Compiled bytecode is kept."""
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    return {**inherited, **ENGINE_ENVIRONMENT}
+    return {**inherited(), **ENGINE_ENVIRONMENT}
 
 
 def environment(runtime: Path) -> dict[str, str]:
@@ -60,98 +65,14 @@ def environment(runtime: Path) -> dict[str, str]:
     return {**engine_environment(), "MOONPOOL_RUNTIME_DIR": str(runtime)}
 
 
-class ForkServer:
-    """One fork_server.py: an interpreter that has imported vLLM."""
-
-    def __init__(self, python: str) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [python, str(HERE / "fork_server.py"), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env=engine_environment(),
-                pass_fds=[theirs.fileno()],
-            )
-        atexit.register(self.close)
-
-    def send(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-        socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-
-@functools.cache
-def fork_servers(python: str) -> Iterator[ForkServer]:
-    """Two of them, by turns: of two engines started one after the other, as those that share keys are, each
-    hashes strings in its own way, as two engines that were not forked do."""
-    return itertools.cycle([ForkServer(python) for _ in range(2)])
-
-
-class ForkedProcess:
-    """A script that runs in a fork of an interpreter that has imported vLLM: what subprocess.Popen would be.
-    Making it returns at once, even while vLLM is being imported. arguments: a number among them is a
-    descriptor that the process gets as well."""
-
-    def __init__(
-        self,
-        python: str,
-        script: Path,
-        arguments: Sequence[str | int],
-        env: dict[str, str],
-        stdout: int,
-        stderr: int,
-    ) -> None:
-        self._life, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        reader, writer = os.pipe()
-        passed = [argument for argument in arguments if isinstance(argument, int)]
-        places = iter(range(len(passed)))
-        fields = {
-            "script": str(script),
-            "arguments": [next(places) if isinstance(argument, int) else argument for argument in arguments],
-            "environment": env,
-        }
-        descriptors = [theirs.fileno(), reader, stdout, stderr, *passed]
-        next(fork_servers(python)).send(fields, descriptors)
-        theirs.close()
-        os.close(reader)
-        self.stdin = os.fdopen(writer, "wb")
-        self.returncode: int | None = None
-
-    @functools.cached_property
-    def pid(self) -> int:
-        return self._told(START_TIMEOUT_S)
-
-    def poll(self) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        return self.returncode
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        _ = self.pid
-        if self.returncode is None:
-            self.returncode = self._told(START_TIMEOUT_S if timeout_s is None else timeout_s)
-            self._life.close()
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def _told(self, timeout_s: float) -> int:
-        if not speaks(self._life, timeout_s):
-            raise subprocess.TimeoutExpired("fork", timeout_s)
-        packet = self._life.recv(64)
-        assert packet, "the fork server has ended"
-        return array.array("i", packet)[0]
+def warm(python: str) -> Warm:
+    """For ForkedProcess."""
+    return Warm(python, IMPORTED, tuple(ENGINE_ENVIRONMENT.items()))
 
 
 class Engine:
     """One engine_driver.py. Starting returns at once; ``wait`` or the first call waits until it is ready.
-    forked: from an interpreter that has imported vLLM, see ForkServer."""
+    forked: from an interpreter that has imported vLLM, see ForkedProcess."""
 
     driver = HERE / "engine_driver.py"
     forked = True
@@ -164,12 +85,16 @@ class Engine:
             "max_num_batched_tokens": 256,
         } | config
         reader, writer = os.pipe()
-        self.process: subprocess.Popen[bytes] | ForkedProcess
+        self.process: AnyProcess
         with open(log, "wb") as output:
             if self.forked:
-                arguments = [writer, json.dumps(config)]
                 self.process = ForkedProcess(
-                    python, self.driver, arguments, environment(runtime), output.fileno(), output.fileno()
+                    warm(python),
+                    [str(self.driver), writer, json.dumps(config)],
+                    environment(runtime),
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
                 )
             else:
                 self.process = subprocess.Popen(

@@ -4,8 +4,6 @@ answers in their place."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -16,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.connectors.forks import ForkedProcess
 from tests.connectors.sglang.bed import Bed, HuggingFace
 from tests.connectors.sglang.reference import MAX_TOKENS
-from tests.connectors.sglang.server import FLAGS, Server, environment
+from tests.connectors.sglang.server import FLAGS, Server, environment, forked
 from tests.connectors.sglang.transfer.installed import install
 from tests.ports import kept_port
 
@@ -42,7 +41,7 @@ class Half(Server):
         self.log = log
         self.bootstrap_port = bootstrap_port
         self._command = [
-            *(os.environ["MOONPOOL_SGLANG_PYTHON"], "-m", "sglang.launch_server"),
+            *("-m", "sglang.launch_server"),
             *(flag for flag in FLAGS if not flag.startswith(HICACHE)),
             *(f"--model-path={model}", "--host=127.0.0.1", f"--port={self.port}"),
             *(f"--disaggregation-mode={mode}", "--disaggregation-transfer-backend=mooncake"),
@@ -59,15 +58,8 @@ class Half(Server):
         self.close()
         self._process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with open(self.log, "ab") as output:
-            return subprocess.Popen(
-                self._command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-            )
+    def _start(self) -> ForkedProcess:
+        return forked(self._command, self._environment, self.log)
 
 
 class Pair:

@@ -26,8 +26,9 @@ from typing import Any
 
 import pytest
 
+from tests.connectors.forks import AnyProcess, ForkedProcess, Warm
 from tests.connectors.vllm.conftest import BLOCK_TOKENS, make_prompt
-from tests.connectors.vllm.processes import environment
+from tests.connectors.vllm.processes import environment, warm
 from tests.ports import held_ports, held_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -50,7 +51,7 @@ class Line:
     """ports: of the engines and of the proxy of each form."""
 
     ports: dict[str, int]
-    prefill: subprocess.Popen[bytes]
+    prefill: AnyProcess
     proxy_log: Path
 
     def ask(self, whom: str, prompt: list[int], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,7 +106,7 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
             command += ["--enforce-eager", "--seed", "0", "--kv-transfer-config", json.dumps(config)]
             if name == "prefill" and RANKS > 1:
                 command += ["--data-parallel-size", str(RANKS)]
-            running[name] = start(stack, command, folder / name, runtime)
+            running[name] = start(stack, command, folder / name, runtime, warm(vllm_python))
         for name, process in running.items():
             until_ready(process, ports[name], folder / name)
         for form in FORMS:
@@ -117,22 +118,37 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
         yield Line(ports, running["prefill"], folder / "concurrent")
 
 
-def start(stack: ExitStack, command: list[str], log: Path, runtime: Path) -> subprocess.Popen[bytes]:
+def start(
+    stack: ExitStack, command: list[str], log: Path, runtime: Path, warm: Warm | None = None
+) -> AnyProcess:
+    """warm: what the command is forked from."""
     env = environment(runtime) | {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+    process: AnyProcess
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=env,
-            start_new_session=True,
-        )
+        if warm:
+            process = ForkedProcess(
+                warm,
+                command[1:],
+                env,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                spawns=True,
+            )
+        else:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                start_new_session=True,
+            )
     stack.callback(end, process)
     return process
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: AnyProcess) -> None:
     process.terminate()
     try:
         process.wait(20)
@@ -141,7 +157,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def until_ready(process: AnyProcess, port: int, log: Path) -> None:
     deadline_s = time.monotonic() + START_S
     while True:
         try:
