@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -132,6 +133,7 @@ def extra_of(kind: inspect.Type) -> dict[str, Any]:
     return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 
+@functools.cache  # msgspec takes a millisecond for it, and a command asks some four hundred times
 def _fields(kind: type[Section]) -> tuple[inspect.Field, ...]:
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
