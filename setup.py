@@ -22,6 +22,7 @@ import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import pybind11
@@ -98,36 +99,42 @@ class IncrementalBuild(build_ext):
             (Path("src/moonpool/capi") / folder).mkdir(parents=True, exist_ok=True)
         super().copy_extensions_to_source()
 
-    def build_extension(self, ext: Extension) -> None:
-        """Compiles the stale sources on MOONPOOL_BUILD_JOBS threads (default: the cores that this process may
-        use), and links all objects."""
+    def build_extensions(self) -> None:
+        """Compiles the stale units of all extensions, so that no core waits for the last one of each, on
+        MOONPOOL_BUILD_JOBS threads (default: the cores that this process may use). Then it links."""
+        self.check_extensions_list(self.extensions)
         for name in ("compiler", "compiler_so", "compiler_cxx", "compiler_so_cxx"):
             command = getattr(self.compiler, name, None)
             if command:
                 setattr(self.compiler, name, [word for word in command if word not in C_ONLY])
-        flags = list(ext.extra_compile_args)
         compiler = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
+        first = self.extensions[0]  # all have the same flags
+        flags = list(first.extra_compile_args)
         folder = objects_folder(compiler, flags)
-        units = write_units(ext.sources, folder)
-        stale = [unit for unit in units if self.force or is_stale(unit)]
+        units = {ext.name: write_units(ext.sources, folder) for ext in self.extensions}
+        different = dict.fromkeys(chain(*units.values()))
+        stale = [unit for unit in different if self.force or is_stale(unit)]
 
         def compile_one(unit: Path) -> None:
             target = unit.with_suffix(".o")
             target.unlink(missing_ok=True)
             started_s = time.time()
-            self.compiler.compile([str(unit)], include_dirs=ext.include_dirs, extra_postargs=flags)
+            self.compiler.compile([str(unit)], include_dirs=first.include_dirs, extra_postargs=flags)
             # Dated before the compiler read the source, so that an edit made meanwhile is seen next time.
             os.utime(target, (started_s, started_s))
+
+        def link_one(ext: Extension) -> None:
+            self.compiler.link_shared_object(
+                [str(unit.with_suffix(".o")) for unit in units[ext.name]],
+                self.get_ext_fullpath(ext.name),
+                extra_postargs=ext.extra_link_args,
+                target_lang="c++",
+            )
 
         jobs = int(os.environ.get("MOONPOOL_BUILD_JOBS", "0")) or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_one, stale))
-        self.compiler.link_shared_object(
-            [str(unit.with_suffix(".o")) for unit in units],
-            self.get_ext_fullpath(ext.name),
-            extra_postargs=ext.extra_link_args,
-            target_lang="c++",
-        )
+            list(pool.map(link_one, self.extensions))
 
 
 def linking(name: str) -> list[str]:

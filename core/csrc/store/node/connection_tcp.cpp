@@ -18,10 +18,11 @@ namespace moonpool {
 
 namespace {
 
-// A cache line: objects of one lease share none, and copies begin aligned.
-constexpr uint64_t kObjectAlign = 64;
-
-uint64_t aligned(uint64_t size) { return (size + kObjectAlign - 1) / kObjectAlign * kObjectAlign; }
+// To cache lines: objects of one lease share none, and copies begin aligned.
+uint64_t aligned(uint64_t size) {
+    constexpr uint64_t kLine = 64;
+    return (size + kLine - 1) / kLine * kLine;
+}
 
 }  // namespace
 
