@@ -221,12 +221,12 @@ def main() -> None:
         with suppress(ImportError):  # another version of the engine has others in their place
             importlib.import_module(name)
     assert "moonpool" not in sys.modules
-    assert threading.active_count() == 1
     gc.collect()
     gc.freeze()  # else each process's collector would copy all pages
     request = serve(control)
-    if request is not None:
-        request.become(paths)()
+    if request is None:
+        os._exit(0)  # at once, and with it what it forked
+    request.become(paths)()
 
 
 if __name__ == "__main__":
