@@ -135,21 +135,29 @@ def test_clients_that_leave_at_any_moment_leave_nothing(handover: str) -> None:
         ) as f:
             rng = random.Random(SEED)
             print("seed", SEED)
+            patience_s = 0.05
+
+            def aborted() -> int:
+                return sum(engine.counts["aborted"] for engine in f.engines.values())
 
             async def visit(number: int) -> None:
                 prompt = f"{number % 40} " + "word " * rng.randrange(1_000)
                 try:
-                    async with asyncio.timeout(rng.expovariate(1 / 0.05)):
+                    async with asyncio.timeout(rng.expovariate(1 / patience_s)):
                         await f.ask(
                             prompt, explain=False, stream=rng.random() < 0.5, max_tokens=rng.randrange(1, 30)
                         )
                 except (TimeoutError, aiohttp.ClientError, ValueError):
                     pass  # left; or a stream, which is no JSON
 
-            for batch in range(10):
+            batch, before = 0, 0
+            while batch < 10 or (aborted() <= 50 and batch < 50):
                 await asyncio.gather(*(visit(100 * batch + number) for number in range(100)))
+                if aborted() < before + 5:  # a slow machine: they leave before an engine has heard of them
+                    patience_s *= 2
+                batch, before = batch + 1, aborted()
             await f.settle()
-            assert sum(engine.counts["aborted"] for engine in f.engines.values()) > 50
+            assert aborted() > 50
             assert sum(engine.counts["rooms_reused"] for engine in f.engines.values()) == 0
 
     play(scenario)
