@@ -348,8 +348,8 @@ class PyRelay final : public relay::Decider {
         PyGILState_Release(gil_);
     }
     void decide(std::vector<Question>& questions) override {
-        // Without the GIL: which of them Python has to answer, and the ids of their prompts. Where all went by
-        // turns, or to the tokenizer threads, the GIL is not taken at all.
+        // Without the GIL: which of them Python has to answer, and the ids of their prompts. Where all went
+        // by turns, or to the tokenizer threads, the GIL is not taken at all.
         std::vector<std::pair<Question*, TokenIds>> asked;
         for (Question& question : questions) {
             if (goes_by_turns(question)) {
