@@ -3,7 +3,7 @@
 PYTHON ?= python3
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test build lint native stub wheel matrix clean
+.PHONY: help demo test build lint native stub kernels wheel matrix clean
 
 help:
 	@echo 'make demo     real vLLM engines for prefill and decode, a pool, the proxy; shows who computed what'
@@ -16,6 +16,7 @@ help:
 	@echo 'make lint     ruff, mypy --strict, clang-format, clang-tidy   FIX=1 repairs'
 	@echo 'make native   the C++ tests alone, under ASan+UBSan and under TSan'
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
+	@echo 'make kernels  write the PTX of the GPU kernels anew, with a compiler that needs no GPU'
 	@echo 'make wheel    sdist and wheel into dist/'
 	@echo "make matrix   other versions of engines and Python (VERSIONS='vllm-0.31.0 python-3.13'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
@@ -37,6 +38,9 @@ native:
 
 stub:
 	@$(PYTHON) -m scripts.stub
+
+kernels:
+	@$(PYTHON) -m scripts.kernels
 
 wheel:
 	@$(PYTHON) -m scripts.wheel

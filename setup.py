@@ -38,7 +38,7 @@ SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
 NATIVE = [name for name in SOURCES if not name.startswith(("core/csrc/capi/", "core/csrc/nixl/"))]
 NATIVE += [*sorted(glob("disagg_proxy/csrc/**/*.cpp", recursive=True)), "src/moonpool/native.cpp"]
 # The C library and the NIXL plugin: the transfer engine without Python, made of the same objects.
-CAPI_FOLDERS = ("base", "capi", "engine", "memory", "transport", "wire")
+CAPI_FOLDERS = ("base", "capi", "device", "engine", "memory", "transport", "wire")
 CAPI = [name for name in SOURCES if name.split("/")[2] in CAPI_FOLDERS]
 NIXL = [name for name in CAPI if "/capi/" not in name or "surroundings" in name] + sorted(
     glob("core/csrc/nixl/*.cpp")

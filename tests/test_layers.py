@@ -40,10 +40,13 @@ FACADE = "moonpool"
 # A folder of C++ -> the folders whose headers it may include.
 BASE = ("base",)
 WIRE = ("wire", *BASE)
+DEVICE = ("device", *BASE)
 TRANSPORT = ("memory", *WIRE)
 CPP = {
     "core/base": (),
-    "core/memory": BASE,
+    "core/device": ("device/kernels", *BASE),
+    "core/device/kernels": (),
+    "core/memory": DEVICE,
     "core/wire": BASE,
     "core/ssd": BASE,
     "core/directory": WIRE,
@@ -180,6 +183,7 @@ def test_includes_go_down() -> None:
     ("folder", "header"),
     [
         ("core/base", "wire/frame.hpp"),
+        ("core/device", "memory/memory_ref.hpp"),
         ("core/store/node", "conductor/prefix_index.hpp"),
         ("core/store/client", "relay/relay.hpp"),
         ("core/store/client", "store/node/server.hpp"),

@@ -15,7 +15,10 @@
 namespace moonpool {
 
 // A device's order of copies. A copier of host memory ignores it: its copies are over on return.
-struct Stream;
+namespace device {
+class Stream;
+}
+using device::Stream;
 
 class Copier {
    public:

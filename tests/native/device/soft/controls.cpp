@@ -1,0 +1,148 @@
+// The driver: its functions by name and version; and the controls of the tests.
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstring>
+#include <iterator>
+
+#include "call.hpp"
+
+using namespace moonpool::soft;
+using namespace moonpool::device;
+
+extern "C" int cuGetProcAddress_v2(const char* name, void** found, int version, uint64_t, int*);
+
+namespace {
+
+struct Function {
+    const char* name;
+    int since;
+    const char* symbol;
+};
+const Function kFunctions[] = {
+    {"cuInit", 2000, "cuInit"},
+    {"cuGetErrorString", 6000, "cuGetErrorString"},
+    {"cuDeviceGetCount", 2000, "cuDeviceGetCount"},
+    {"cuDeviceGet", 2000, "cuDeviceGet"},
+    {"cuDeviceGetName", 2000, "cuDeviceGetName"},
+    {"cuDeviceGetUuid", 11040, "cuDeviceGetUuid_v2"},
+    {"cuDeviceGetPCIBusId", 4010, "cuDeviceGetPCIBusId"},
+    {"cuDeviceTotalMem", 3020, "cuDeviceTotalMem_v2"},
+    {"cuDeviceGetAttribute", 2000, "cuDeviceGetAttribute"},
+    {"cuDevicePrimaryCtxRetain", 7000, "cuDevicePrimaryCtxRetain"},
+    {"cuDevicePrimaryCtxRelease", 11000, "cuDevicePrimaryCtxRelease_v2"},
+    {"cuCtxPushCurrent", 4000, "cuCtxPushCurrent_v2"},
+    {"cuCtxPopCurrent", 4000, "cuCtxPopCurrent_v2"},
+    {"cuCtxGetStreamPriorityRange", 5050, "cuCtxGetStreamPriorityRange"},
+    {"cuThreadExchangeStreamCaptureMode", 10010, "cuThreadExchangeStreamCaptureMode"},
+    {"cuPointerGetAttributes", 7000, "cuPointerGetAttributes"},
+    {"cuMemAlloc", 3020, "cuMemAlloc_v2"},
+    {"cuMemFree", 3020, "cuMemFree_v2"},
+    {"cuMemHostRegister", 6050, "cuMemHostRegister_v2"},
+    {"cuMemHostUnregister", 4000, "cuMemHostUnregister"},
+    {"cuMemcpyAsync", 4000, "cuMemcpyAsync"},
+    {"cuStreamCreateWithPriority", 5050, "cuStreamCreateWithPriority"},
+    {"cuStreamDestroy", 4000, "cuStreamDestroy_v2"},
+    {"cuStreamWaitEvent", 3020, "cuStreamWaitEvent"},
+    {"cuEventCreate", 2000, "cuEventCreate"},
+    {"cuEventDestroy", 4000, "cuEventDestroy_v2"},
+    {"cuEventRecord", 2000, "cuEventRecord"},
+    {"cuEventQuery", 2000, "cuEventQuery"},
+    {"cuModuleLoadDataEx", 2010, "cuModuleLoadDataEx"},
+    {"cuModuleUnload", 2000, "cuModuleUnload"},
+    {"cuModuleGetFunction", 2000, "cuModuleGetFunction"},
+    {"cuLaunchKernel", 4000, "cuLaunchKernel"},
+    {"cuMemcpyBatchAsync", 12080, "cuMemcpyBatchAsync"},
+};
+
+// This library. Opened once: TSan reads all mappings of the process whenever a library is opened.
+void* self() {
+    static void* const handle = [] {
+        Dl_info info;
+        ::dladdr(reinterpret_cast<void*>(&cuGetProcAddress_v2), &info);
+        return ::dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+    }();
+    return handle;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Version 13 of the batch is another function, which a caller of ours may not get.
+int cuGetProcAddress_v2(const char* name, void** found, int version, uint64_t, int*) {
+    Call call("cuGetProcAddress");
+    if (call.code != 0) return call.code;
+    *found = nullptr;
+    for (const Function& function : kFunctions) {
+        if (std::strcmp(function.name, name) != 0 || state().hidden_names.count(name) != 0) continue;
+        if (version < function.since || version > state().version) continue;
+        if (std::strcmp(name, "cuMemcpyBatchAsync") == 0 && version >= 13000) continue;
+        *found = ::dlsym(self(), function.symbol);
+    }
+    return *found != nullptr ? 0 : cu::kNotFound;
+}
+
+void soft_reset(int policy, uint64_t seed) {
+    std::lock_guard lock(state().mutex);
+    state().reset(static_cast<Policy>(policy), seed);
+}
+void soft_set_cards(int cards) { state().cards = cards; }
+void soft_set_version(int version) { state().version = version; }
+void soft_set_capability(int capability) { state().capability = capability; }
+void soft_hide(const char* name) { state().hidden_names.insert(name); }
+void soft_limit(uint64_t card_bytes, uint64_t pinned_bytes) {
+    state().card_limit = card_bytes;
+    state().pinned_limit = pinned_bytes;
+}
+void soft_fail(const char* name, int nth, int code) { state().failures[name] = {nth, code}; }
+void soft_hang(int nth) { state().hang_in = nth; }
+void soft_unhang() {
+    std::lock_guard lock(state().mutex);
+    state().hang_in = 0;
+    for (auto& stream : state().all_streams) {
+        for (Operation& operation : stream->queue) operation.hangs = false;
+    }
+}
+void soft_die(int nth, int code) {
+    state().die_in = nth;
+    state().die_code = code;
+}
+int soft_calls(const char* name) {
+    std::lock_guard lock(state().mutex);
+    return state().calls[name];
+}
+int soft_functions() { return static_cast<int>(std::size(kFunctions)); }
+const char* soft_function(int number) { return kFunctions[number].name; }
+void soft_settle() {
+    std::lock_guard lock(state().mutex);
+    state().settle();
+}
+int soft_violations(char* text, size_t bytes) {
+    std::lock_guard lock(state().mutex);
+    std::snprintf(text, bytes, "%s", state().first_violation.c_str());
+    return state().violations;
+}
+int soft_live(char* text, size_t bytes) {
+    std::lock_guard lock(state().mutex);
+    State& s = state();
+    int contexts = 0;
+    for (const Context& context : s.contexts) contexts += context.retained;
+    std::snprintf(text, bytes,
+                  "%d contexts, %zu streams, %zu events, %zu modules, %zu allocations, %zu pinned", contexts,
+                  s.streams.size(), s.events.size(), s.modules.size(), s.card_memory.size(),
+                  s.host_memory.size());
+    return contexts + static_cast<int>(s.streams.size() + s.events.size() + s.modules.size() +
+                                       s.card_memory.size() + s.host_memory.size());
+}
+char* soft_at(uint64_t address, uint64_t bytes) {
+    std::lock_guard lock(state().mutex);
+    uint64_t base = 0;
+    const CardMemory* memory = state().find_card(address, &base);
+    return memory != nullptr && address - base + bytes <= memory->bytes ? memory->hidden + (address - base)
+                                                                        : nullptr;
+}
+int soft_priority(const void* stream) { return static_cast<const Stream*>(stream)->priority; }
+
+}  // extern "C"
