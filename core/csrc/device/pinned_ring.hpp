@@ -54,6 +54,8 @@ class RingSlot {
     // Called before the first copy from or to the slot is queued on `stream`: once released, the slot comes
     // back when what was queued there has ended. One stream; it outlives the slot.
     void used_on(const Stream& stream) { stream_ = stream.handle(); }
+    // What was queued there has ended: the slot comes back at once.
+    void waited_for() { stream_ = nullptr; }
     void release();
 
    private:
@@ -84,6 +86,8 @@ class PinnedRing {
     // ever, with a sentence. A second call does nothing.
     Status close(int timeout_ms) EXCLUDES(mutex_);
 
+    // The slots lie one after another from here on.
+    uint64_t address() const { return reinterpret_cast<uint64_t>(memory_.data()); }
     uint64_t slot_bytes() const { return slot_bytes_; }
     uint32_t slots() const { return slots_; }
     bool on_node() const { return memory_.on_node(); }

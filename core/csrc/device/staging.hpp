@@ -44,6 +44,7 @@ class Staging {
     uint64_t half_bytes() const { return memory_.bytes() / kHalves; }
     uint64_t address(size_t half) const { return memory_.address() + half * half_bytes(); }
 
+    const Event& last_use(size_t half) const { return last_use_[half]; }
     Status begin(size_t half, Stream& stream) { return stream.wait_for(last_use_[half]); }
     Status end(size_t half, const Stream& stream) { return last_use_[half].record(stream.handle()); }
 

@@ -92,6 +92,7 @@ class PartTable {
 
     size_t columns() const { return columns_.size(); }
     uint64_t object_bytes(size_t column) const { return bytes_[column]; }
+    const std::vector<StridedRow>& rows(size_t column) const { return columns_[column]; }
     // Appends where the object of that column and index lies; rows that touch are one part.
     void append_parts(size_t column, uint64_t index, std::vector<MemoryRef>& out) const;
 

@@ -1,0 +1,235 @@
+#include "store/device/device_kv.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "device/address.hpp"
+#include "store/device/load_job.hpp"
+#include "store/device/save_job.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr int kUploadTimeoutMs = 10'000;
+constexpr uint64_t kObjectAlign = 16;       // the kernel moves words of 16 bytes where all is aligned to them
+constexpr uint64_t kPayloadAlign = 256;     // of the first object behind the list
+constexpr uint64_t kChunkMin = 512u << 10;  // below it a copy engine does not reach the link's speed
+constexpr uint32_t kSaveLanes = 1;
+
+uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+uint64_t list_bytes(size_t objects) { return align(objects * sizeof(device::KvObject), kPayloadAlign); }
+
+Status check_memory(const PartTable& table, uint32_t blocks, int ordinal) {
+    for (size_t c = 0; c < table.columns(); ++c) {
+        for (const StridedRow& row : table.rows(c)) {
+            uint64_t bytes = 0;
+            if (row.length > UINT32_MAX || __builtin_mul_overflow(row.stride, blocks - 1, &bytes) ||
+                __builtin_add_overflow(bytes, row.length, &bytes)) {
+                return Error{Code::kInvalidArgument, "a row of the KV cache is longer than memory can be"};
+            }
+            Result<device::Address> is = device::classify(row.address, bytes);
+            if (!is) return is.error();
+            if (is->kind != device::AddressKind::kDevice || is->device != ordinal) {
+                return Error{Code::kInvalidArgument, "the KV cache does not lie in memory of device " +
+                                                         std::to_string(ordinal) +
+                                                         ", as the CUDA driver says"};
+            }
+        }
+    }
+    return success();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& table, uint32_t blocks,
+                                                 const DeviceKvOptions& options) {
+    if (blocks == 0 || table.columns() == 0) {
+        return Error{Code::kInvalidArgument, "a KV cache has blocks and columns"};
+    }
+    auto device = device::Device::open(ordinal);
+    if (!device) return device.error();
+    if (Status checked = check_memory(table, blocks, ordinal); !checked) return checked.error();
+    auto kernel = device::ObjectsKernel::load(*device);
+    if (!kernel) return kernel.error();
+
+    uint64_t largest = 0;
+    std::vector<std::vector<StridedRow>> columns;  // of the ring's table: an object lies whole, at its index
+    for (size_t c = 0; c < table.columns(); ++c) largest = std::max(largest, table.object_bytes(c));
+    uint64_t slot = std::bit_ceil(std::max(options.slot_bytes, list_bytes(1) + align(largest, kObjectAlign)));
+    auto slots = static_cast<uint32_t>(std::max<uint64_t>(options.ring_bytes / slot, 2));
+    auto ring = device::PinnedRing::open(*device, {.slot_bytes = slot, .slots = slots, .slots_min = 2});
+    if (!ring) return ring.error();
+    if ((*ring)->slots() * slot > UINT32_MAX) {
+        return Error{Code::kTooLarge, "the pinned ring may have at most 4 GiB"};
+    }
+    for (size_t c = 0; c < table.columns(); ++c) {
+        columns.push_back({{(*ring)->address(), 1, table.object_bytes(c)}});
+    }
+
+    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, std::move(*kernel), blocks, options.kernel_blocks));
+    kv->ring_ = std::move(*ring);
+    kv->ring_table_ = std::make_unique<PartTable>(std::move(columns));
+    if (Status uploaded = kv->upload(table); !uploaded) return uploaded.error();
+    auto loads = CopyLanes::open(*device, *kv->ring_, {options.load_lanes, "moonpool-load"});
+    if (!loads) return loads.error();
+    auto saves = CopyLanes::open(*device, *kv->ring_, {kSaveLanes, "moonpool-save"});
+    if (!saves) return saves.error();
+    kv->loads_ = std::move(*loads);
+    kv->saves_ = std::move(*saves);
+    return kv;
+}
+
+DeviceKv::~DeviceKv() { (void)close(CopyLanes::kCloseMs); }
+
+Status DeviceKv::close(int timeout_ms) {
+    bool loads = loads_ == nullptr || loads_->close(timeout_ms);
+    bool saves = saves_ == nullptr || saves_->close(timeout_ms);
+    if (loads && saves) return ring_ == nullptr ? success() : ring_->close(timeout_ms);
+    rows_.leak();  // a kernel may still read it
+    return Error{Code::kTimeout, "the card did not end its copies in " + std::to_string(timeout_ms) +
+                                     " ms; the memory that they use stays allocated until this process ends"};
+}
+
+std::string DeviceKv::lost() const {
+    int code = device_->lost();
+    return code == 0 ? "" : "the card is lost to this process: " + device_->driver().describe(code);
+}
+
+Result<Mark> DeviceKv::mark(uint64_t stream) {
+    auto event = device::Event::create(device_);
+    if (!event) return event.error();
+    if (Status s = event->record(reinterpret_cast<device::CuStream*>(stream)); !s) return s.error();
+    return std::make_shared<device::Event>(std::move(*event));
+}
+
+LoadReport DeviceKv::load(Client& client, const DeviceLoad& load) {
+    LoadReport report;
+    report.ok.assign(load.descriptors.size(), 0);
+    if (Status checked = check(load.blocks, load.columns); !checked) {
+        report.error = checked.error().text;
+        return report;
+    }
+    auto job = std::make_shared<LoadJob>(*this, client, load);
+    // Small enough that each lane gets some of it.
+    uint64_t total = 0;
+    for (uint16_t column : load.columns) total += object_bytes(column);
+    uint64_t share = std::max(total / (2 * loads_->lanes()), kChunkMin);
+    std::vector<Chunk> chunks = cut(job, load.columns, std::min(share, ring_->slot_bytes()));
+    job->expect(chunks.size());
+    for (Chunk& chunk : chunks) loads_->submit(std::move(chunk));
+    return job->wait();
+}
+
+Result<PutReport> DeviceKv::save(Client& client, const DeviceSave& save,
+                                 const std::function<void()>& staged) {
+    if (Status checked = check(save.blocks, save.columns); !checked) {
+        staged();
+        return checked.error();
+    }
+    auto job = std::make_shared<SaveJob>(*this, client, save, staged);
+    std::vector<Chunk> chunks = cut(job, save.columns, ring_->slot_bytes());
+    job->expect_chunks(chunks.size());
+    for (Chunk& chunk : chunks) saves_->submit(std::move(chunk));
+    return job->wait();
+}
+
+DeviceKv::Packing DeviceKv::pack(std::span<const uint16_t> columns) const {
+    Packing packing;
+    packing.offsets.reserve(columns.size());
+    packing.bytes = list_bytes(columns.size());
+    for (uint16_t column : columns) {
+        packing.offsets.push_back(static_cast<uint32_t>(packing.bytes));
+        packing.bytes += align(object_bytes(column), kObjectAlign);
+    }
+    return packing;
+}
+
+std::vector<Chunk> DeviceKv::cut(const std::shared_ptr<CopyJob>& job, std::span<const uint16_t> columns,
+                                 uint64_t bytes) const {
+    std::vector<Chunk> chunks;
+    uint64_t objects = 0;  // bytes of those in the chunk
+    uint32_t begin = 0, n = static_cast<uint32_t>(columns.size());
+    for (uint32_t i = 0; i < n; ++i) {
+        uint64_t more = align(object_bytes(columns[i]), kObjectAlign);
+        if (i > begin && list_bytes(i + 1 - begin) + objects + more > bytes) {
+            chunks.push_back({job, begin, i});
+            begin = i;
+            objects = 0;
+        }
+        objects += more;
+    }
+    if (begin < n) chunks.push_back({job, begin, n});
+    return chunks;
+}
+
+Status DeviceKv::run_kernel(device::Stream& stream, uint64_t staged, uint32_t objects,
+                            device::Move move) const {
+    return kernel_.launch(stream,
+                          {.rows = rows_.address(),
+                           .begins = begins_,
+                           .objects = staged,  // the list is the first thing there
+                           .count = objects,
+                           .staging = staged,
+                           .move = move},
+                          kernel_blocks_);
+}
+
+uint64_t DeviceKv::ring_offset(const device::RingSlot& slot) const {
+    return slot.address() - ring_->address();
+}
+
+// By the first slot of the ring, in pieces that fit it.
+Status DeviceKv::upload(const PartTable& table) {
+    std::vector<device::KvRow> rows;
+    std::vector<uint32_t> begins{0};
+    for (size_t c = 0; c < table.columns(); ++c) {
+        uint32_t offset = 0;
+        for (const StridedRow& row : table.rows(c)) {
+            auto length = static_cast<uint32_t>(row.length);
+            rows.push_back({row.address, row.stride, length, offset});
+            offset += length;
+        }
+        begins.push_back(static_cast<uint32_t>(rows.size()));
+    }
+    uint64_t rows_bytes = rows.size() * sizeof(device::KvRow);
+    std::string image(rows_bytes + begins.size() * sizeof(uint32_t), '\0');
+    std::memcpy(image.data(), rows.data(), rows_bytes);
+    std::memcpy(image.data() + rows_bytes, begins.data(), image.size() - rows_bytes);
+
+    auto memory = device::DeviceMemory::allocate(device_, image.size());
+    if (!memory) return memory.error();
+    rows_ = std::move(*memory);
+    begins_ = rows_.address() + rows_bytes;
+    auto stream = device::Stream::create(device_, device::Stream::Priority::kDefault);
+    if (!stream) return stream.error();
+    auto event = device::Event::create(device_);
+    if (!event) return event.error();
+    for (size_t at = 0; at < image.size(); at += ring_->slot_bytes()) {
+        auto slot = ring_->take(kUploadTimeoutMs);
+        if (!slot) return slot.error();
+        size_t n = std::min<size_t>(image.size() - at, ring_->slot_bytes());
+        std::memcpy(slot->bytes().data(), image.data() + at, n);
+        slot->used_on(*stream);
+        if (Status s = stream->copy({rows_.address() + at, slot->address(), n}); !s) return s;
+    }
+    if (Status s = event->record(stream->handle()); !s) return s;
+    Result<bool> over = event->wait(kUploadTimeoutMs);
+    if (!over) return over.error();
+    if (*over) return success();
+    rows_.leak();
+    return Error{Code::kTimeout, "the card did not end a copy of some kilobytes in 10 s"};
+}
+
+Status DeviceKv::check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const {
+    if (std::string text = lost(); !text.empty()) return Error{Code::kUnavailable, std::move(text)};
+    bool inside = std::ranges::all_of(blocks, [&](uint32_t block) { return block < blocks_; }) &&
+                  std::ranges::all_of(columns, [&](uint16_t c) { return c < ring_table_->columns(); });
+    if (inside) return success();
+    return Error{Code::kInvalidArgument, "a block or a column is not one of this KV cache"};
+}
+
+}  // namespace moonpool

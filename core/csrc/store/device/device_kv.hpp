@@ -1,0 +1,128 @@
+// DeviceKv: the paged KV cache of an engine in the memory of one card, as a source and target of the store's
+// objects. Bytes never go from the pool to the KV cache piece by piece: an object is whole on the link, and a
+// kernel spreads its rows on the card.
+//
+//     load   pool --Client::load--> slot of the pinned ring --copy--> staging memory --kernel--> KV cache
+//     save   KV cache --kernel--> staging memory --copy--> slot of the pinned ring --Client::put--> pool
+//
+// So the store sees host memory only: what holds for a load or a put (spill, copies on other hosts, SSD,
+// checksums, validity after the copy) holds here as it is.
+//
+// Order. A save reads blocks after `after`, an event behind the forward that computed them. A load writes
+// blocks after `after`, an event behind what was queued on them before; it is over when its last copy has
+// ended. Saves are put in the order of their calls, parents before children.
+//
+// What the caller must not do: give a block away before the save says that it is staged, or the load is over.
+//
+// Threads: any; load() and save() block. Lanes: store/device/copy_lanes.hpp.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/result.hpp"
+#include "device/device.hpp"
+#include "device/device_memory.hpp"
+#include "device/event.hpp"
+#include "device/objects_kernel.hpp"
+#include "device/pinned_ring.hpp"
+#include "store/client/client.hpp"
+#include "store/device/copy_lanes.hpp"
+
+namespace moonpool {
+
+// A point in a stream of the engine; null: nothing to wait for.
+using Mark = std::shared_ptr<device::Event>;
+
+struct DeviceKvOptions {
+    uint64_t ring_bytes = 64u << 20;  // of pinned host memory
+    uint64_t slot_bytes = 4u << 20;   // at least; one object fits
+    uint32_t load_lanes = 4;
+    uint32_t kernel_blocks = 8;  // of 256 threads: what the kernel takes of the card
+};
+
+struct DeviceLoad {
+    std::string_view holders;  // as Client::load
+    std::span<const Descriptor> descriptors;
+    std::span<const uint32_t> blocks;   // of each object
+    std::span<const uint16_t> columns;  // of each object
+    bool verify = false;
+    Mark after;
+};
+
+struct DeviceSave {
+    std::span<const std::string_view> names, parents;  // parents: one for each name, empty: none
+    size_t group_bytes = 0;  // the group of an object has the name with which its own begins; 0: no groups
+    std::span<const uint32_t> blocks;
+    std::span<const uint16_t> columns;
+    Mark after;
+};
+
+class DeviceKv {
+   public:
+    // table: where each column lies in block 0, device addresses. blocks: in the KV cache. An error when an
+    // address is not memory of that card, as its driver says, or the card lacks something.
+    static Result<std::shared_ptr<DeviceKv>> open(int ordinal, const PartTable& table, uint32_t blocks,
+                                                  const DeviceKvOptions& options);
+    ~DeviceKv();  // close(CopyLanes::kCloseMs)
+    DeviceKv(const DeviceKv&) = delete;
+
+    // stream: of the engine, as its framework names it (cudaStream_t); 0: the default stream.
+    Result<Mark> mark(uint64_t stream);
+
+    LoadReport load(Client& client, const DeviceLoad& load);
+    // staged: called once, on a lane's thread, when no block is read any more, also after errors.
+    Result<PutReport> save(Client& client, const DeviceSave& save, const std::function<void()>& staged);
+
+    // Loads and saves that have not begun fail; waits for the others. kTimeout: the card does not end its
+    // copies, and the pinned memory stays with the process.
+    Status close(int timeout_ms);
+
+    const device::DeviceFacts& facts() const { return device_->facts(); }
+    // Why no load or save can succeed any more; empty: they can.
+    std::string lost() const;
+
+    // For this folder
+
+    // Where objects lie in a slot and in a half of the staging memory: first the list that the kernel reads,
+    // then the objects.
+    struct Packing {
+        std::vector<uint32_t> offsets;
+        uint64_t bytes = 0;
+    };
+    Packing pack(std::span<const uint16_t> columns) const;
+    Status run_kernel(device::Stream& stream, uint64_t staged, uint32_t objects, device::Move move) const;
+    // The ring's memory: an object's index is its offset there.
+    const PartTable& ring_table() const { return *ring_table_; }
+    uint64_t ring_offset(const device::RingSlot& slot) const;
+    uint64_t object_bytes(size_t column) const { return ring_table_->object_bytes(column); }
+
+   private:
+    DeviceKv(std::shared_ptr<const device::Device> device, device::ObjectsKernel kernel, uint32_t blocks,
+             uint32_t kernel_blocks)
+        : device_(std::move(device)),
+          kernel_(std::move(kernel)),
+          blocks_(blocks),
+          kernel_blocks_(kernel_blocks) {}
+
+    Status upload(const PartTable& table);
+    Status check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const;
+    // Chunks of a job over these objects, each at most `bytes` long.
+    std::vector<Chunk> cut(const std::shared_ptr<CopyJob>& job, std::span<const uint16_t> columns,
+                           uint64_t bytes) const;
+
+    std::shared_ptr<const device::Device> device_;
+    device::ObjectsKernel kernel_;
+    const uint32_t blocks_, kernel_blocks_;
+    device::DeviceMemory rows_;  // KvRow[], then begins
+    uint64_t begins_ = 0;
+    std::unique_ptr<PartTable> ring_table_;
+    std::unique_ptr<device::PinnedRing> ring_;
+    std::unique_ptr<CopyLanes> loads_, saves_;  // saves_: one lane, which keeps their order
+};
+
+}  // namespace moonpool

@@ -1,0 +1,56 @@
+#include "store/device/load_job.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace moonpool {
+
+Status LoadJob::begin(ChunkInFlight& in) {
+    size_t begin = in.chunk.begin, n = in.chunk.end - begin;
+    std::span columns = load_.columns.subspan(begin, n);
+    DeviceKv::Packing packing = kv_.pack(columns);
+    std::vector<uint32_t> places(packing.offsets);
+    for (uint32_t& place : places) place += static_cast<uint32_t>(kv_.ring_offset(in.slot));
+    LoadReport read = client_.load(load_.holders, load_.descriptors.subspan(begin, n), kv_.ring_table(),
+                                   places, columns, load_.verify);
+
+    auto* list = reinterpret_cast<device::KvObject*>(in.slot.bytes().data());
+    uint32_t count = 0;
+    for (size_t i = 0; i < n; ++i) {
+        if (read.ok[i] != 0) list[count++] = {packing.offsets[i], load_.blocks[begin + i], columns[i]};
+    }
+    {
+        MutexLock lock(mutex_);
+        std::ranges::copy(read.ok, report_.ok.begin() + static_cast<ptrdiff_t>(begin));
+        report_.bytes += read.bytes;
+        if (!read.error.empty()) report_.error = std::move(read.error);
+    }
+    if (count == 0) return success();
+    in.slot.used_on(*in.stream);
+    if (Status s = in.stream->copy({in.staged, in.slot.address(), packing.bytes}); !s) return s;
+    if (load_.after != nullptr) {
+        if (Status s = in.stream->wait_for(*load_.after); !s) return s;
+    }
+    return kv_.run_kernel(*in.stream, in.staged, count, device::Move::kToKv);
+}
+
+void LoadJob::end(ChunkInFlight& in, const Status& status) {
+    if (!status) {
+        MutexLock lock(mutex_);
+        for (size_t i = in.chunk.begin; i < in.chunk.end; ++i) {
+            if (report_.ok[i] != 0) report_.bytes -= load_.descriptors[i].size;
+            report_.ok[i] = 0;
+        }
+        report_.error = status.error().text;
+    }
+}
+
+LoadReport LoadJob::wait() {
+    wait_for_all();
+    MutexLock lock(mutex_);
+    return std::move(report_);
+}
+
+}  // namespace moonpool

@@ -1,0 +1,75 @@
+#include "store/device/save_job.hpp"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace moonpool {
+
+void SaveJob::expect_chunks(size_t chunks) {
+    unstaged_ = chunks;
+    expect(chunks);
+    if (chunks == 0) staged_();
+}
+
+Status SaveJob::begin(ChunkInFlight& in) {
+    size_t begin = in.chunk.begin, n = in.chunk.end - begin;
+    DeviceKv::Packing packing = kv_.pack(save_.columns.subspan(begin, n));
+    auto* list = reinterpret_cast<device::KvObject*>(in.slot.bytes().data());
+    for (size_t i = 0; i < n; ++i) {
+        list[i] = {packing.offsets[i], save_.blocks[begin + i], save_.columns[begin + i]};
+    }
+    in.slot.used_on(*in.stream);
+    uint64_t payload = packing.offsets.front();
+    if (Status s = in.stream->copy({in.staged, in.slot.address(), payload}); !s) return s;
+    if (save_.after != nullptr) {
+        if (Status s = in.stream->wait_for(*save_.after); !s) return s;
+    }
+    if (Status s = kv_.run_kernel(*in.stream, in.staged, static_cast<uint32_t>(n), device::Move::kToStaging);
+        !s)
+        return s;
+    return in.stream->copy({in.slot.address() + payload, in.staged + payload, packing.bytes - payload});
+}
+
+void SaveJob::end(ChunkInFlight& in, const Status& status) {
+    if (--unstaged_ == 0) staged_();
+    if (status) {
+        put(in);
+    } else {
+        MutexLock lock(mutex_);
+        report_.refusal = status.error().text;
+    }
+}
+
+void SaveJob::put(const ChunkInFlight& in) {
+    size_t begin = in.chunk.begin, n = in.chunk.end - begin;
+    std::span columns = save_.columns.subspan(begin, n);
+    DeviceKv::Packing packing = kv_.pack(columns);
+    std::vector<MemoryRef> sources(n);
+    std::vector<PutItem> items;
+    items.reserve(n);
+    for (size_t i = 0; i < n; ++i) {
+        sources[i] =
+            MemoryRef::host(in.slot.bytes().data() + packing.offsets[i], kv_.object_bytes(columns[i]));
+        std::string_view name = save_.names[begin + i];
+        std::string_view parent = save_.parents.empty() ? std::string_view() : save_.parents[begin + i];
+        items.push_back({name, parent, std::span(&sources[i], 1), name.substr(0, save_.group_bytes)});
+    }
+    Result<PutReport> stored = client_.put(items, PutOptions{});
+    MutexLock lock(mutex_);
+    if (!stored) {
+        report_.refusal = stored.error().text;
+        return;
+    }
+    std::ranges::copy(stored->outcomes, report_.outcomes.begin() + static_cast<ptrdiff_t>(begin));
+    report_.stored_bytes += stored->stored_bytes;
+    if (!stored->refusal.empty()) report_.refusal = std::move(stored->refusal);
+}
+
+Result<PutReport> SaveJob::wait() {
+    wait_for_all();
+    MutexLock lock(mutex_);
+    return std::move(report_);
+}
+
+}  // namespace moonpool

@@ -1,0 +1,461 @@
+// KV caches in a card's memory, saved to a node and loaded from it, on the software device under all its
+// policies.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <future>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../device/bed.hpp"
+#include "../device/kv_cache.hpp"
+#include "store/client/client.hpp"
+#include "store/device/device_kv.hpp"
+#include "store/node/server.hpp"
+
+using namespace moonpool;
+using namespace moonpool::testing;
+using moonpool::device::must;
+
+namespace {
+
+constexpr uint64_t kMiB = 1 << 20;
+constexpr KvShape kShape{.layers = 2, .heads = 2, .tokens = 4, .blocks = 6, .content = 512};
+constexpr size_t kNameBytes = 8;
+
+struct Node {
+    std::filesystem::path folder =
+        std::filesystem::temp_directory_path() / ("moonpool-device-kv-" + std::to_string(::getpid()));
+    std::unique_ptr<Server> server;
+
+    Node() {
+        std::filesystem::create_directories(folder);
+        ServerOptions options;
+        options.socket_path = folder / "node.sock";
+        options.token = "a token";
+        PoolOptions pool;
+        pool.arena_bytes = 64 * kMiB;
+        options.pools = {pool};
+        server = must(Server::create(std::move(options)));
+        REQUIRE(server->start());
+    }
+    ~Node() {
+        server.reset();
+        std::filesystem::remove_all(folder);
+    }
+    ClientOptions options() const {
+        ClientOptions options;
+        options.socket_path = folder / "node.sock";
+        options.token = "a token";
+        options.timeout_ms = 20000;  // sanitizers on a busy machine
+        return options;
+    }
+};
+
+// A KV cache on a card, written by a stream of an engine.
+struct Cache {
+    Bed& bed;
+    KvShape shape;
+    device::DeviceMemory memory = must(device::DeviceMemory::allocate(bed.device, shape.bytes()));
+    testing::Pinned host{bed, shape.bytes()};  // what the engine writes, or what was read back
+    device::Stream engine = must(device::Stream::create(bed.device, device::Stream::Priority::kDefault));
+
+    Cache(Bed& in, KvShape of = kShape) : bed(in), shape(of) {}
+    uint64_t stream() const { return reinterpret_cast<uint64_t>(engine.handle()); }
+    // Queued only.
+    void write(Random& random) {
+        host.fill(random);
+        REQUIRE(engine.copy({memory.address(), host.address(), shape.bytes()}));
+    }
+    std::vector<unsigned char> read() {
+        copy_now(bed, host.address(), memory.address(), shape.bytes());
+        return host.bytes();
+    }
+    PartTable table() const {
+        RowTable rows = row_table(shape, memory.address());
+        std::vector<std::vector<StridedRow>> columns(shape.heads);
+        for (size_t c = 0; c < shape.heads; ++c) {
+            for (uint32_t r = rows.begins[c]; r < rows.begins[c + 1]; ++r)
+                columns[c].push_back({rows.rows[r].address, rows.rows[r].stride, rows.rows[r].bytes});
+        }
+        return PartTable(std::move(columns));
+    }
+    std::shared_ptr<DeviceKv> open(DeviceKvOptions options) const {
+        return must(DeviceKv::open(0, table(), shape.blocks, options));
+    }
+};
+
+// Slots of one or two objects, so that a job has many chunks.
+constexpr DeviceKvOptions kSmall{.ring_bytes = 64 << 10, .slot_bytes = 4 << 10, .load_lanes = 2};
+
+// All objects of a cache, block by block.
+struct Objects {
+    std::string names;
+    std::vector<uint32_t> blocks;
+    std::vector<uint16_t> columns;
+
+    Objects(const KvShape& shape, char tag, uint32_t first_block = 0) {
+        for (unsigned i = 0; i < shape.objects(); ++i) {
+            std::string name(kNameBytes, '.');
+            name[0] = tag;
+            name[1] = static_cast<char>('a' + i / 26);
+            name[2] = static_cast<char>('a' + i % 26);
+            names += name;
+            blocks.push_back((i / shape.heads + first_block) % shape.blocks);
+            columns.push_back(static_cast<uint16_t>(i % shape.heads));
+        }
+    }
+    std::vector<std::string_view> views() const {
+        std::vector<std::string_view> out;
+        for (size_t at = 0; at < names.size(); at += kNameBytes)
+            out.push_back(std::string_view(names).substr(at, kNameBytes));
+        return out;
+    }
+};
+
+std::vector<unsigned char> object_at(const KvShape& shape, const std::vector<unsigned char>& cache,
+                                     uint32_t block, uint16_t head) {
+    std::vector<unsigned char> object;
+    for (unsigned layer = 0; layer < shape.layers; ++layer) {
+        for (unsigned token = 0; token < shape.tokens; ++token) {
+            const unsigned char* from = cache.data() + shape.at(layer, block, head, token);
+            object.insert(object.end(), from, from + shape.content);
+        }
+    }
+    return object;
+}
+
+Result<PutReport> save(DeviceKv& kv, Client& client, const Objects& objects, Mark after,
+                       int* staged = nullptr) {
+    std::vector<std::string_view> names = objects.views();
+    std::atomic<int> calls{0};
+    auto report =
+        kv.save(client, {names, {}, 0, objects.blocks, objects.columns, std::move(after)}, [&] { ++calls; });
+    CHECK(calls == 1);
+    if (staged != nullptr) *staged = calls;
+    return report;
+}
+
+LoadReport load(
+    DeviceKv& kv, Client& client, const Objects& objects, uint32_t width, Mark after,
+    const std::function<void()>& pinned = [] {}) {
+    std::vector<std::string_view> names = objects.views();
+    Prefix prefix = must(client.longest_prefix(names, width, true));
+    REQUIRE(prefix.descriptors.size() == names.size());
+    Handover handover = Client::hand_over(prefix);
+    pinned();
+    return kv.load(client, {handover.holders, handover.descriptors, objects.blocks, objects.columns, false,
+                            std::move(after)});
+}
+
+bool all_ok(const LoadReport& report) {
+    return std::ranges::all_of(report.ok, [](uint8_t ok) { return ok == 1; });
+}
+
+}  // namespace
+
+TEST_CASE("device kv: what an engine computes is saved, and loaded into other blocks") {
+    Node node;
+    for (bool tokens_first : {true, false}) {
+        for (unsigned content : {512u, 24u, 656u}) {
+            char tag = static_cast<char>('A' + content % 7 + (tokens_first ? 10 : 0));
+            KvShape shape = kShape;
+            shape.tokens_first = tokens_first;
+            shape.content = content;
+            CAPTURE(tokens_first);
+            CAPTURE(content);
+            int run = 0;
+            each_policy([&](Bed& bed) {
+                Random random(77);
+                Client client(node.options());
+                REQUIRE(client.connect());
+                Cache from(bed, shape), to(bed, shape);
+                std::shared_ptr<DeviceKv> source = from.open(kSmall), target = to.open(kSmall);
+                Objects saved(shape, tag), loaded(shape, tag, 2);
+                saved.names.replace(3, 1, 1, static_cast<char>('0' + run));
+                for (size_t at = 3; at < saved.names.size(); at += kNameBytes)
+                    saved.names[at] = static_cast<char>('0' + run);
+                loaded.names = saved.names;
+                ++run;
+                from.write(random);
+                auto report = must(save(*source, client, saved, must(source->mark(from.stream()))));
+                for (PutOutcome outcome : report.outcomes) CHECK(outcome == PutOutcome::kStored);
+                CHECK(report.stored_bytes == shape.bytes());
+                std::vector<unsigned char> truth = from.host.bytes();
+
+                to.write(random);  // an earlier owner of the blocks
+                LoadReport got = load(*target, client, loaded, shape.heads, must(target->mark(to.stream())));
+                CHECK(all_ok(got));
+                CHECK(got.error == "");
+                CHECK(got.bytes == shape.bytes());
+                std::vector<unsigned char> there = to.read();
+                for (size_t i = 0; i < saved.blocks.size(); ++i) {
+                    CHECK(object_at(shape, truth, saved.blocks[i], saved.columns[i]) ==
+                          object_at(shape, there, loaded.blocks[i], loaded.columns[i]));
+                }
+                REQUIRE(source->close(5000));
+                REQUIRE(target->close(5000));
+            });
+        }
+    }
+}
+
+TEST_CASE(
+    "device kv: a save that does not wait for the forward, and a load that does not wait for what was "
+    "queued") {
+    Node node;
+    if (is_real()) return;
+    for (bool in_save : {true, false}) {
+        CAPTURE(in_save);
+        Bed bed(Policy::kLate);
+        {
+            Random random(78);
+            Client client(node.options());
+            REQUIRE(client.connect());
+            Cache from(bed), to(bed);
+            std::shared_ptr<DeviceKv> source = from.open(kSmall), target = to.open(kSmall);
+            Objects objects(kShape, in_save ? 's' : 'l');
+            from.write(random);
+            Mark computed = must(source->mark(from.stream()));
+            must(save(*source, client, objects, in_save ? nullptr : computed));
+            std::vector<unsigned char> truth = from.host.bytes();
+            to.write(random);
+            Mark before = must(target->mark(to.stream()));
+            CHECK(all_ok(load(*target, client, objects, kShape.heads, in_save ? before : nullptr)));
+            finish(bed, from.engine);
+            finish(bed, to.engine);
+            CHECK(to.read() != truth);
+        }
+        bed.end();
+    }
+}
+
+TEST_CASE("device kv: an object that is gone fails alone, and its block keeps what it had") {
+    Node node;
+    each_policy([&](Bed& bed) {
+        Random random(79);
+        Client client(node.options());
+        REQUIRE(client.connect());
+        Cache cache(bed);
+        std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+        Objects objects(kShape, 'g');
+        cache.write(random);
+        Mark computed = must(kv->mark(cache.stream()));
+        must(save(*kv, client, objects, computed));
+        std::vector<unsigned char> truth = cache.host.bytes();
+        cache.write(random);
+        std::vector<unsigned char> before = cache.host.bytes();
+        std::vector<std::string_view> names = objects.views();
+        std::vector<Descriptor> handed;
+        std::string holders;
+        {
+            Prefix prefix = must(client.longest_prefix(names, kShape.heads, true));
+            Handover handover = Client::hand_over(prefix);
+            handed = handover.descriptors;
+            holders = handover.holders;
+        }  // the pin is over
+        REQUIRE(client.remove(std::span(&names[3], 1)));
+        LoadReport report = kv->load(client, {holders, handed, objects.blocks, objects.columns, false,
+                                              must(kv->mark(cache.stream()))});
+        CHECK(report.error == "a pinned object was removed before it was loaded");
+        std::vector<unsigned char> there = cache.read();
+        for (size_t i = 0; i < names.size(); ++i) {
+            CHECK(report.ok[i] == (i == 3 ? 0 : 1));
+            CHECK(object_at(kShape, there, objects.blocks[i], objects.columns[i]) ==
+                  object_at(kShape, i == 3 ? before : truth, objects.blocks[i], objects.columns[i]));
+        }
+        REQUIRE(client.remove(names));
+    });
+}
+
+TEST_CASE("device kv: loads and saves of many threads") {
+    Node node;
+    each_policy([&](Bed& bed) {
+        Random random(80);
+        Client client(node.options());
+        REQUIRE(client.connect());
+        Cache from(bed), to(bed);
+        std::shared_ptr<DeviceKv> source = from.open(kSmall), target = to.open(kSmall);
+        from.write(random);
+        Mark computed = must(source->mark(from.stream()));
+        constexpr int kThreads = 4;
+        auto parallel = [&](auto body) {
+            std::vector<std::thread> threads;
+            for (int i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { body(i); });
+            for (std::thread& thread : threads) thread.join();
+        };
+        std::atomic<int> stored{0}, loaded{0}, staged{0};
+        parallel([&](int i) {
+            Objects objects(kShape, static_cast<char>('0' + i));
+            std::vector<std::string_view> names = objects.views();
+            auto report = source->save(client, {names, {}, 0, objects.blocks, objects.columns, computed},
+                                       [&] { ++staged; });
+            if (report) stored += static_cast<int>(report->outcomes.size());
+        });
+        CHECK(stored == kThreads * static_cast<int>(kShape.objects()));
+        CHECK(staged == kThreads);
+        std::vector<unsigned char> truth = from.host.bytes();
+        parallel([&](int i) {
+            Objects objects(kShape, static_cast<char>('0' + i));
+            std::vector<std::string_view> names = objects.views();
+            auto prefix = client.longest_prefix(names, kShape.heads, true);
+            if (!prefix) return;
+            Handover handover = Client::hand_over(*prefix);
+            LoadReport report = target->load(client, {handover.holders, handover.descriptors, objects.blocks,
+                                                      objects.columns, false, nullptr});
+            if (all_ok(report)) ++loaded;
+        });
+        CHECK(loaded == kThreads);
+        CHECK(to.read() == truth);
+        for (int i = 0; i < kThreads; ++i) {
+            Objects objects(kShape, static_cast<char>('0' + i));
+            REQUIRE(client.remove(objects.views()));
+        }
+    });
+}
+
+TEST_CASE("device kv: a card that dies fails what is under way once, and all that comes later at once") {
+    Node node;
+    if (is_real()) return;
+    for (int nth : {1, 2, 5, 9, 14}) {
+        CAPTURE(nth);
+        Bed bed(Policy::kLate);
+        {
+            Random random(81);
+            Client client(node.options());
+            REQUIRE(client.connect());
+            Cache cache(bed);
+            std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+            Objects objects(kShape, 'd');
+            cache.write(random);
+            Mark computed = must(kv->mark(cache.stream()));
+            must(save(*kv, client, objects, computed));
+            soft_device().soft_die(nth, 700);
+            LoadReport report = load(*kv, client, objects, kShape.heads, nullptr);
+            CHECK_FALSE(all_ok(report));
+            CHECK(report.error.find("700") != std::string::npos);
+            CHECK(kv->lost() != "");
+            for (int i = 0; i < 3; ++i) {
+                LoadReport later = load(*kv, client, objects, kShape.heads, nullptr);
+                CHECK(later.bytes == 0);
+                CHECK(later.error == kv->lost());
+                Objects more(kShape, 'e');
+                CHECK_FALSE(save(*kv, client, more, nullptr).ok());
+            }
+            REQUIRE(client.remove(objects.views()));
+        }
+        bed.forget();
+    }
+}
+
+TEST_CASE("device kv: a card that hangs keeps a load until close(), which has an end") {
+    Node node;
+    if (is_real()) return;
+    Bed bed(Policy::kLate);
+    {
+        Random random(82);
+        Client client(node.options());
+        REQUIRE(client.connect());
+        Cache cache(bed);
+        std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+        Objects objects(kShape, 'h');
+        cache.write(random);
+        Mark computed = must(kv->mark(cache.stream()));
+        must(save(*kv, client, objects, computed));
+        soft_device().soft_hang(1);
+        std::future<LoadReport> loading =
+            std::async(std::launch::async, [&] { return load(*kv, client, objects, kShape.heads, nullptr); });
+        CHECK(loading.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
+        Status closed = kv->close(50);
+        CHECK_FALSE(closed.ok());
+        CHECK(closed.error().code == Code::kTimeout);
+        LoadReport report = loading.get();
+        CHECK_FALSE(all_ok(report));
+        CHECK(report.error != "");
+        soft_device().soft_unhang();
+        soft_device().soft_settle();
+    }
+    bed.forget();
+}
+
+TEST_CASE("device kv: what cannot be opened is refused in a sentence") {
+    if (is_real()) return;
+    Bed bed(Policy::kLate);
+    {
+        Cache cache(bed);
+        PartTable on_card = cache.table();
+        // Memory of the host, named as a card's.
+        std::vector<char> host(4096);
+        PartTable of_host({{{reinterpret_cast<uint64_t>(host.data()), 512, 512}}});
+        auto refused = DeviceKv::open(0, of_host, 2, kSmall);
+        REQUIRE_FALSE(refused.ok());
+        CHECK(refused.error().text.find("does not lie in memory of device 0") != std::string::npos);
+        // More blocks than the allocation has.
+        CHECK_FALSE(DeviceKv::open(0, on_card, kShape.blocks * 10000, kSmall).ok());
+        CHECK_FALSE(DeviceKv::open(7, on_card, kShape.blocks, kSmall).ok());
+        CHECK_FALSE(DeviceKv::open(0, on_card, 0, kSmall).ok());
+        // No pinned memory, and no memory on the card.
+        soft_device().soft_limit(UINT64_MAX, 0);
+        CHECK_FALSE(DeviceKv::open(0, on_card, kShape.blocks, kSmall).ok());
+        soft_device().soft_limit(0, UINT64_MAX);
+        CHECK_FALSE(DeviceKv::open(0, on_card, kShape.blocks, kSmall).ok());
+        soft_device().soft_limit(UINT64_MAX, UINT64_MAX);
+
+        std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+        Node node;
+        Client client(node.options());
+        REQUIRE(client.connect());
+        std::string_view name = "a name..";
+        uint32_t block = kShape.blocks;
+        uint16_t column = 0;
+        int staged = 0;
+        auto saved =
+            kv->save(client, {{&name, 1}, {}, 0, {&block, 1}, {&column, 1}, nullptr}, [&] { ++staged; });
+        CHECK(staged == 1);
+        REQUIRE_FALSE(saved.ok());
+        CHECK(saved.error().code == Code::kInvalidArgument);
+    }
+    bed.end();
+}
+
+TEST_CASE(
+    "device kv: a call of the driver that fails ends loads and saves with its error, and leaks nothing") {
+    Node node;
+    if (is_real()) return;
+    for (std::string name : {"cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"}) {
+        for (int nth : {1, 2, 3}) {
+            CAPTURE(name);
+            CAPTURE(nth);
+            Bed bed(Policy::kLate);
+            {
+                Random random(83);
+                Client client(node.options());
+                REQUIRE(client.connect());
+                Cache cache(bed);
+                std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+                Objects objects(kShape, 'f');
+                cache.write(random);
+                Mark computed = must(kv->mark(cache.stream()));
+                soft_device().soft_fail(name.c_str(), nth, 1);
+                must(save(*kv, client, objects, computed));  // in chunks, of which one was refused
+                soft_device().soft_fail(name.c_str(), 0, 0);
+                must(save(*kv, client, objects, computed));
+                std::vector<unsigned char> truth = cache.host.bytes();
+                soft_device().soft_fail(name.c_str(), nth, 1);
+                LoadReport report = load(*kv, client, objects, kShape.heads, computed);
+                soft_device().soft_fail(name.c_str(), 0, 0);
+                // An event that was refused is recorded again: nothing else would tell that copies are over.
+                CHECK(all_ok(report) == (name == "cuEventRecord"));
+                CHECK((report.error == "") == (name == "cuEventRecord"));
+                CHECK(all_ok(load(*kv, client, objects, kShape.heads, computed)));
+                CHECK(cache.read() == truth);
+                REQUIRE(client.remove(objects.views()));
+            }
+            bed.end();
+        }
+    }
+}
