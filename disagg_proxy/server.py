@@ -226,9 +226,7 @@ class Proxy:
             0 if self._peer_sync is None else len(self._peer_sync.remote_inflight)
         )
 
-    def _make_relay(
-        self, decide: Callable[[ProxyRequest], Decision] | None, turns: Turns | None
-    ) -> Relay:
+    def _make_relay(self, decide: Callable[[ProxyRequest], Decision] | None, turns: Turns | None) -> Relay:
         """Starts the relay and its thread; engines join later."""
         settings, dispatcher = self._settings, self._dispatcher
         return Relay(
