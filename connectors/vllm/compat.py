@@ -47,6 +47,13 @@ def host_hit_source() -> Any:
     return CacheHitSource.HOST
 
 
+def current_stream(device: int) -> int:
+    """The CUDA stream on which this thread queues work on a device (cudaStream_t as a number)."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
     """What get_transfer_results returns; only asked for by vLLM 0.30 and newer, get_finished before."""
     return TransferResults(set(), finished, failed)

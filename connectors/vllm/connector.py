@@ -13,12 +13,13 @@ from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.adapters import Adapters
+from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig, read_engine_config
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Step
 from moonpool.connectors.vllm.metrics import ConnectorProm, Stats
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
-from moonpool.connectors.vllm.pool import Pool
+from moonpool.connectors.vllm.pool import Pool, Rows
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.worker import WorkerHalf
@@ -115,6 +116,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             open_handover_worker=self._open_handover_worker
             if self._settings.handover
             else lambda memory: None,
+            open_device=functools.partial(
+                self._open_device, sleeps=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+            ),
         )
 
     def _open_handover_worker(self, memory: KvMemory) -> HandoverWorker | None:
@@ -132,6 +136,27 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         except Error as error:
             self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
             return None
+
+    def _open_device(self, layout: BlockLayout, rows: Rows, *, sleeps: bool) -> DeviceMemory:
+        """sleeps: vLLM may take the KV cache's memory away. Raises Refused or Error."""
+        settings = self._settings
+        if not settings.gpu:
+            raise Refused(
+                "the KV cache lies on a CUDA device; moonpool pools it where kv_connector_extra_config has "
+                '"gpu": true (no card has run this yet)'
+            )
+        if sleeps:
+            raise Refused(
+                "the KV cache lies on a CUDA device, and with sleep mode vLLM may unmap it under a copy"
+            )
+        return DeviceMemory(
+            layout,
+            rows,
+            current_stream=compat.current_stream,
+            ring_bytes=settings.gpu_ring,
+            copy_threads=settings.gpu_copy_threads,
+            log=self._log,
+        )
 
     def _open_node(self, fingerprint: bytes, *, required: bool, quiet: bool = False) -> NodeConnection[Pool]:
         node: NodeConnection[Pool] = NodeConnection(
@@ -218,8 +243,13 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata is NOTHING:
             return
-        worker, handover = self._worker, self._step().handover
-        if worker is None or handover is None:
+        worker, step = self._worker, self._step()
+        if worker is None:
+            return
+        if step.loads:
+            self._guard(None, worker.begin_loads)
+        handover = step.handover
+        if handover is None:
             return
         self._guard(None, worker.begin_handover, handover, otherwise=worker.revoke_leases)
 

@@ -44,6 +44,10 @@ class Device(Protocol):
     def type(self) -> str:
         """The kind of device: "cpu", "cuda" and so on."""
 
+    @property
+    def index(self) -> int | None:
+        """Which of them; None: the current one, or there is one only."""
+
 
 class Tensor(Protocol):
     """The part of torch.Tensor that this module uses."""
@@ -76,7 +80,8 @@ class Tensor(Protocol):
 @dataclass(frozen=True, slots=True)
 class LayerView:
     """One layer's KV cache. Strides and sizes in bytes; ``blocks`` are the kernel's, of ``tokens`` tokens
-    each; ``content``: of one token and head; ``dtype``: of the memory, as torch names it."""
+    each; ``content``: of one token and head; ``dtype``: of the memory, as torch names it; ``device``: the
+    CUDA device that has the memory, None: the host."""
 
     name: str
     number: int
@@ -89,6 +94,7 @@ class LayerView:
     head_stride: int
     token_stride: int
     dtype: str = ""
+    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,16 @@ class BlockLayout:
     block_tokens: int
 
     @property
+    def device(self) -> int | None:
+        """The CUDA device that has the memory; None: the host."""
+        return self.groups[0].layers[0].device
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of every layer."""
+        return min(layer.blocks // group.pieces for group in self.groups for layer in group.layers)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in this worker, all layers and heads of all groups."""
         return sum(
@@ -138,7 +154,10 @@ def read_layout(
     caches: Mapping[str, Tensor], groups: Sequence[Sequence[str]], block_tokens: int
 ) -> BlockLayout:
     """The layout of ``caches``, the views that vLLM registered. Raises Refused."""
-    return BlockLayout(tuple(_read_group(caches, names, block_tokens) for names in groups), block_tokens)
+    layout = BlockLayout(tuple(_read_group(caches, names, block_tokens) for names in groups), block_tokens)
+    if len({layer.device for group in layout.groups for layer in group.layers}) > 1:
+        raise Refused("the layers of the KV cache lie on several devices")
+    return layout
 
 
 def spans(caches: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
@@ -170,7 +189,7 @@ def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
     """The rows of one column: what an object of ``ranges`` gathers, in its own order. Neighbours are one row.
 
     first_head: the number, in the whole model, of this worker's head 0. Raises Refused when there are too
-    many rows.
+    many rows for a CPU to gather; a card has a kernel for that.
     """
     group = layout.groups[ranges.group]
     result: list[Row] = []
@@ -179,7 +198,7 @@ def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
         for one in range(head, head + ranges.heads):
             for row in _head_rows(layer, one, group.pieces):
                 append_row(result, row)
-    if len(result) > ROWS_MAX:
+    if layout.device is None and len(result) > ROWS_MAX:
         raise Refused(
             f"an object would be gathered from {len(result)} places (at most {ROWS_MAX}); use a KV layout "
             f"with heads before tokens (LBHNC, also called HND)"
@@ -227,10 +246,10 @@ def _read_group(caches: Mapping[str, Tensor], names: Sequence[str], block_tokens
 
 
 def _view(name: str, tensor: Tensor) -> LayerView:
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise Refused(
-            f"moonpool copies CPU memory only in this release, and the KV cache lies in {tensor.device.type} "
-            f"memory"
+            f"moonpool copies memory of CPUs and of CUDA devices, and the KV cache lies in "
+            f"{tensor.device.type} memory"
         )
     size = tensor.element_size()
     shape, strides = list(tensor.shape), [stride * size for stride in tensor.stride()]
@@ -255,6 +274,7 @@ def _view(name: str, tensor: Tensor) -> LayerView:
         head_stride=strides[1],
         token_stride=strides[2],
         dtype=str(tensor.dtype).removeprefix("torch."),
+        device=(tensor.device.index or 0) if tensor.device.type == "cuda" else None,
     )
     _check_inside(view, tensor.untyped_storage())
     return view

@@ -18,6 +18,8 @@ QUEUE_MAX = 4096
 Indices = npt.NDArray[np.uint32]
 Columns = npt.NDArray[np.uint16]
 Rows = list[list[tuple[int, int, int]]]
+# The KV memory as native threads take it: of the host, or of a card.
+KvTable = _native.PartTable | _native.DeviceKv
 # The kind of an operation, whose thread runs it, and its number among those of this kind.
 Ticket = tuple[str, int]
 
@@ -52,9 +54,10 @@ class Pool:
         self,
         holders: bytes,
         descriptors: bytes,
-        parts: _native.PartTable,
+        parts: KvTable,
         indices: Indices,
         columns: Columns,
+        after: _native.Mark | None = None,
     ) -> Ticket:
         """Copies pinned objects into memory; the answer is a LoadAnswer.
 
@@ -62,25 +65,31 @@ class Pool:
         parts: the memory: object (index i, column c) is the concatenation, over the rows of column c, of
             ``length`` bytes at ``address + i * stride``.
         indices, columns: where each object goes in ``parts``.
+        after: on a card, the point in the engine's stream before which nothing is written.
         """
-        return "read", self._reads.submit_load(holders, descriptors, parts, indices, columns)
+        ticket = self._reads.submit_load(holders, descriptors, parts, indices, columns, after=after)
+        return "read", ticket
 
     def submit_save(
         self,
         names: bytes,
         name_size: int,
         parents: bytes,
-        parts: _native.PartTable,
+        parts: KvTable,
         indices: Indices,
         columns: Columns,
+        after: _native.Mark | None = None,
     ) -> Ticket:
-        """Stores objects from memory; the answer is a SaveAnswer.
+        """Stores objects from memory; the answer is a SaveAnswer. From a card there is a SaveStaged before
+        it: from then on the memory is not read any more.
 
         names: ``name_size`` bytes each.
         parents: for each object the name of the one before it, zeros for none.
         parts, indices, columns: where each object is, see submit_load.
+        after: on a card, the point in the engine's stream after which the memory has the blocks.
         """
-        return "write", self._writes.submit_save(names, name_size, parents, parts, indices, columns)
+        ticket = self._writes.submit_save(names, name_size, parents, parts, indices, columns, after=after)
+        return "write", ticket
 
     def release(self, pin_id: int) -> None:
         """Ends a pin; 0 is no pin."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from moonpool.connectors.options import PoolOptions, flag, optional_text, refuse_unknown, text
+from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import parse_address
 
@@ -16,6 +17,10 @@ TRANSPORTS = frozenset({"loopback", "shm", "tcp"})
 BOOTSTRAP_VARIABLE = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 BOOTSTRAP_PORT = 8998
 LEASE_S_MAX = 3600.0
+RING_BYTES_MIN, RING_BYTES_MAX = 8 << 20, 2 << 30
+COPY_THREADS_MAX = 64
+Bytes = int
+Threads = int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,10 @@ class Settings(PoolOptions):
     handover_transports: "all", or some of loopback, shm, tcp with commas between.
     lease_s: seconds that a finished prefill is kept for a decode engine that sends no heartbeat.
     bootstrap_port: port of the page for the concurrent form; 0: none; None: see ``bootstrap``.
+    gpu: whether a KV cache on a CUDA device is pooled.
+    gpu_ring: bytes of pinned host memory, between a card and the pool, of each worker; less where they are
+        refused.
+    gpu_copy_threads: threads of each worker that copy from the pool into that memory.
     """
 
     place: ClassVar[str] = PLACE
@@ -38,6 +47,9 @@ class Settings(PoolOptions):
     handover_transports: str = "all"
     lease_s: float = 10.0
     bootstrap_port: int | None = None
+    gpu: bool = False
+    gpu_ring: Bytes = 64 << 20
+    gpu_copy_threads: Threads = 4
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> Settings:
@@ -98,6 +110,30 @@ def _seconds(key: str, value: object) -> float:
     )
 
 
+def _ring_bytes(key: str, value: object) -> int:
+    try:
+        size = parse_size(str(value)) if not isinstance(value, bool) else -1
+    except ValueError:
+        size = -1
+    if RING_BYTES_MIN <= size <= RING_BYTES_MAX:
+        return size
+    raise ConfigError(
+        f"{PLACE}.{key} must be a size from 8MiB to 2GiB, such as 64MiB, not {value!r}",
+        operation="config",
+        key=key,
+    )
+
+
+def _threads(key: str, value: object) -> int:
+    if not isinstance(value, bool) and isinstance(value, int) and 1 <= value <= COPY_THREADS_MAX:
+        return value
+    raise ConfigError(
+        f"{PLACE}.{key} must be a number of threads from 1 to {COPY_THREADS_MAX}, not {value!r}",
+        operation="config",
+        key=key,
+    )
+
+
 def _optional_port(key: str, value: object) -> int | None:
     return None if value is None else _port(f"{PLACE}.{key}", value)
 
@@ -108,4 +144,6 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "str | None": functools.partial(optional_text, PLACE),
     "float": _seconds,
     "int | None": _optional_port,
+    "Bytes": _ring_bytes,
+    "Threads": _threads,
 }

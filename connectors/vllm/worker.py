@@ -23,6 +23,7 @@ from moonpool.connectors.files import Reading
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused, first_head, holds_first_copy
 from moonpool.connectors.vllm import layout as layouts
+from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
@@ -31,7 +32,7 @@ from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
-from moonpool.connectors.vllm.pool import Columns, Failed, Indices, Pool, Rows, Ticket
+from moonpool.connectors.vllm.pool import Columns, Failed, Indices, KvTable, Pool, Rows, Ticket
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
@@ -39,6 +40,7 @@ from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
 OpenNode = Callable[[bytes], NodeConnection[Pool]]
 OpenHandoverWorker = Callable[[KvMemory], "HandoverWorker | None"]
+OpenDevice = Callable[[BlockLayout, Rows], DeviceMemory]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
 GONE = "there is no pool now"
@@ -53,12 +55,14 @@ class Memory:
     columns, rows: the objects of a block that it holds, and where their bytes are.
     saves: whether it saves them; one of the ranks that hold the same heads does.
     table: the rows as native threads take them.
+    device: the same memory on a CUDA device; None: on the host.
     """
 
     columns: tuple[Ranges, ...]
     rows: Rows
     saves: bool
-    table: _native.PartTable
+    table: KvTable
+    device: DeviceMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +81,13 @@ class Running:
 
     objects: number of objects.
     started_s: when it began, in seconds of the clock.
+    staged: of a save whether its blocks are not read any more, and that was reported.
     """
 
     job: Load | Save
     objects: int
     started_s: float
+    staged: bool = False
 
 
 class WorkerHalf:
@@ -96,6 +102,7 @@ class WorkerHalf:
         open_node: OpenNode,
         log: logging.Logger,
         open_handover_worker: OpenHandoverWorker = lambda memory: None,
+        open_device: OpenDevice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """engine_config: of this engine.
@@ -104,6 +111,8 @@ class WorkerHalf:
         open_node: connects to the node under a fingerprint.
         log: for messages.
         open_handover_worker: opens this worker to other engines; returns None without hand-over.
+        open_device: prepares copies of a KV cache on a CUDA device; raises Error when it cannot. None: such
+            a KV cache is refused.
         clock: seconds, monotonic.
         """
         self._engine_config = engine_config
@@ -111,6 +120,7 @@ class WorkerHalf:
         self._fingerprint = fingerprint
         self._open_node = open_node
         self._open_handover_worker = open_handover_worker
+        self._open_device = open_device
         self._log = log
         self._clock = clock
         self._node: NodeConnection[Pool] | None = None
@@ -152,18 +162,25 @@ class WorkerHalf:
         self._memory = memory
         tp_rank, pp_rank = self._ranks()
         rank = pp_rank * self._engine_config.tp_size + tp_rank
-        self._handover_worker = self._open_handover_worker(
-            KvMemory(
-                engine_id=self._engine_config.engine_id,
-                fingerprint=fingerprint,
-                spans=layouts.spans(caches),
-                columns=memory.columns,
-                rows=memory.rows,
-                rank=rank,
-                tp_rank=tp_rank,
-                pp_rank=pp_rank,
+        if memory.device is None:
+            self._handover_worker = self._open_handover_worker(
+                KvMemory(
+                    engine_id=self._engine_config.engine_id,
+                    fingerprint=fingerprint,
+                    spans=layouts.spans(caches),
+                    columns=memory.columns,
+                    rows=memory.rows,
+                    rank=rank,
+                    tp_rank=tp_rank,
+                    pp_rank=pp_rank,
+                )
             )
-        )
+        else:
+            self._log.info(
+                "moonpool: this worker pools the memory of %s; it takes part in no hand-over, as those "
+                "move host memory only in this release",
+                memory.device.kv.device_name,
+            )
         self._handshake = Handshake(
             fingerprint,
             memory.columns,
@@ -183,6 +200,8 @@ class WorkerHalf:
         """Returns when no native thread can touch the KV memory any more."""
         if self._handover_worker is not None:
             self._handover_worker.close()
+        if self._memory is not None and self._memory.device is not None:
+            self._memory.device.close()  # first: a native thread of the pool waits for its copies
         if self._node is not None:
             self._node.close()
 
@@ -197,6 +216,11 @@ class WorkerHalf:
             or self._failed_blocks
             or (self._handover_worker is not None and self._handover_worker.has_news)
         )
+
+    def begin_loads(self) -> None:
+        """The step has loads, and nothing of it is queued on the device yet."""
+        if self._memory is not None and self._memory.device is not None:
+            self._memory.device.step_begins()
 
     def begin_handover(self, step: HandoverStep) -> None:
         """Begins the hand-overs of the step, before it uses any memory."""
@@ -249,10 +273,19 @@ class WorkerHalf:
                 self._end_load(load, Failed(FAILED), 0.0)
 
     def start_saves(self, step: Step) -> None:
-        """Hands the saves of this step over; the forward that computed their blocks has ended."""
+        """Hands the saves of this step over; the forward that computed their blocks has ended, or is queued
+        on the device."""
+        after = None
+        if self._memory is not None and self._memory.device is not None:
+            try:
+                after = self._memory.device.mark()
+            except Error as error:  # without it the saves would read what is not computed yet
+                for save in step.saves:
+                    self._end_save(save, Failed(str(error), objects=1), 0.0)
+                return
         for save in step.saves:
             try:
-                self._start_save(save)
+                self._start_save(save, after)
             except Error as error:
                 self._end_save(save, Failed(str(error), objects=1), 0.0)
 
@@ -274,6 +307,9 @@ class WorkerHalf:
             return
         now_s = self._clock()
         for ticket, answer in pool.poll():
+            if isinstance(answer, _native.SaveStaged):
+                self._save_staged(ticket)
+                continue
             running = self._running.pop(ticket, None)
             if running is None:
                 continue
@@ -281,7 +317,13 @@ class WorkerHalf:
             if isinstance(running.job, Load):
                 self._end_load(running.job, answer, seconds)
             else:
-                self._end_save(running.job, answer, seconds)
+                self._end_save(running.job, answer, seconds, staged=running.staged)
+
+    def _save_staged(self, ticket: Ticket) -> None:
+        running = self._running.get(ticket)
+        if running is not None and isinstance(running.job, Save):
+            running.staged = True
+            self._report.saved[running.job.job_id] = 1
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended since the last call: (all of them, those to be reported as failed
@@ -332,7 +374,12 @@ class WorkerHalf:
         columns = layouts.object_ranges(layout, kv_heads=engine_config.kv_heads, first_head=first)
         rows = layouts.all_rows(layout, columns, first_head=first)
         saves = holds_first_copy(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size)
-        return Memory(columns, rows, saves, _native.PartTable(rows)), layout
+        if layout.device is None:
+            return Memory(columns, rows, saves, _native.PartTable(rows)), layout
+        if self._open_device is None:
+            raise Refused("the KV cache lies on a CUDA device, and this worker copies host memory only")
+        device = self._open_device(layout, rows)
+        return Memory(columns, rows, saves, device.kv, device), layout
 
     def _pool(self) -> Pool | None:
         return None if self._node is None else self._node.client
@@ -352,10 +399,11 @@ class WorkerHalf:
             self._memory.table,
             indices,
             columns,
+            None if self._memory.device is None else self._memory.device.before_step,
         )
         self._running[ticket] = Running(load, len(indices), self._clock())
 
-    def _start_save(self, save: Save) -> None:
+    def _start_save(self, save: Save, after: _native.Mark | None) -> None:
         pool = self._pool()
         if pool is None or self._memory is None or not self._memory.saves:
             self._end_save(save, None, 0.0)
@@ -373,6 +421,7 @@ class WorkerHalf:
             self._memory.table,
             indices,
             columns,
+            after,
         )
         self._running[ticket] = Running(save, len(indices), self._clock())
 
@@ -458,8 +507,17 @@ class WorkerHalf:
                 times(count),
             )
 
-    def _end_save(self, save: Save, answer: _native.SaveAnswer | Failed | None, seconds: float) -> None:
-        self._report.saved[save.job_id] = 1
+    def _end_save(
+        self,
+        save: Save,
+        answer: _native.SaveAnswer | Failed | None,
+        seconds: float,
+        *,
+        staged: bool = False,
+    ) -> None:
+        """staged: the scheduler's half has heard of it already."""
+        if not staged:
+            self._report.saved[save.job_id] = 1
         if answer is None:
             return
         self.tally.add("saves")

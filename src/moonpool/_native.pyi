@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes']
+__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'no_device_reason', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -164,6 +164,29 @@ class PartTable:
         ...
     def object_bytes(self, column: typing.SupportsInt | typing.SupportsIndex) -> int:
         ...
+class Mark:
+    """
+    A point in a stream of an engine: loads and saves wait for it on the card.
+    """
+class DeviceKv:
+    """
+    A paged KV cache in the memory of a card; the PartTable has device addresses.
+    """
+    def __init__(self, device: typing.SupportsInt | typing.SupportsIndex, parts: PartTable, blocks: typing.SupportsInt | typing.SupportsIndex, ring_bytes: typing.SupportsInt | typing.SupportsIndex, copy_threads: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def close(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    def mark(self, stream: typing.SupportsInt | typing.SupportsIndex) -> Mark:
+        ...
+    @property
+    def bus_id(self) -> str:
+        ...
+    @property
+    def device_name(self) -> str:
+        ...
+    @property
+    def lost(self) -> str:
+        ...
 class PrefixAnswer:
     @property
     def blocks(self) -> int:
@@ -212,6 +235,10 @@ class FetchAnswer:
     @property
     def ok(self) -> bytes:
         ...
+class SaveStaged:
+    """
+    No block of a save from a card is read any more; its SaveAnswer comes later.
+    """
 class SaveAnswer:
     @property
     def bytes_stored(self) -> int:
@@ -244,7 +271,7 @@ class Worker:
         ...
     def submit_get_into(self, keys: typing.Any, buffers: typing.Any, verify: bool = False) -> int:
         ...
-    def submit_load(self, holders: bytes, descriptors: bytes, parts: PartTable, indices: typing.Any, columns: typing.Any, verify: bool = False) -> int:
+    def submit_load(self, holders: bytes, descriptors: bytes, parts: PartTable | DeviceKv, indices: typing.Any, columns: typing.Any, verify: bool = False, after: Mark | None = None) -> int:
         ...
     def submit_names(self, what: str, keys: typing.Any, width: typing.SupportsInt | typing.SupportsIndex = 1, pin: bool = True, verify: bool = False) -> int:
         ...
@@ -252,7 +279,7 @@ class Worker:
         ...
     def submit_put(self, keys: typing.Any, buffers: typing.Any, parents: typing.Any = None, replace: bool = False, ack: bool = True, timeout_s: typing.SupportsFloat | typing.SupportsIndex = -1.0, replicas: typing.SupportsInt | typing.SupportsIndex = 1, nodes: typing.Any = None, groups: typing.Any = None, soft_pin_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> int:
         ...
-    def submit_save(self, names: bytes, name_size: typing.SupportsInt | typing.SupportsIndex, parents: bytes, parts: PartTable, indices: typing.Any, columns: typing.Any, group_bytes: typing.SupportsInt | typing.SupportsIndex = 0) -> int:
+    def submit_save(self, names: bytes, name_size: typing.SupportsInt | typing.SupportsIndex, parents: bytes, parts: PartTable | DeviceKv, indices: typing.Any, columns: typing.Any, group_bytes: typing.SupportsInt | typing.SupportsIndex = 0, after: Mark | None = None) -> int:
         ...
     @property
     def eventfd(self) -> int:
@@ -1118,6 +1145,10 @@ def kv_event_block_tokens(payload: typing.Any) -> typing.Any:
     """
     Tokens of a block, as the first event of a batch says that has tokens; None: no event has.
     """
+def no_device_reason() -> str:
+    """
+    Why this process can use no card, in one sentence; empty: it can. Opens the CUDA driver.
+    """
 def room_for_arenas(root: str = '') -> int | None:
     """
     Bytes that arenas may take now, in all; None where the machine does not say. root: of /proc, /sys.
@@ -1125,5 +1156,9 @@ def room_for_arenas(root: str = '') -> int | None:
 def sequence_hashes(token_ids: typing.Any, block_tokens: typing.SupportsInt | typing.SupportsIndex, parent: typing.SupportsInt | typing.SupportsIndex | None = None) -> list[int]:
     """
     Rolling hashes of the full blocks of a u32 buffer, as Mooncake's indexer API has them. parent: of the block before.
+    """
+def use_driver_for_tests(path: str) -> None:
+    """
+    Opens this library in place of libcuda.so.1 from now on; empty: that one again.
     """
 HOLDERS_MAX: int = 2048

@@ -65,6 +65,7 @@ void bind_core(py::module_& m) {
     bind_tls(m);
     bind_server(m);
     bind_client(m);
+    bind_kv_memory(m);
     bind_worker(m);
     bind_batch(m);
     bind_directory(m);

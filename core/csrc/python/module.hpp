@@ -15,6 +15,7 @@ namespace py = pybind11;
 void bind_core(py::module_& m);  // all that follow
 void bind_server(py::module_& m);
 void bind_client(py::module_& m);
+void bind_kv_memory(py::module_& m);
 void bind_worker(py::module_& m);
 void bind_batch(py::module_& m);
 void bind_directory(py::module_& m);

@@ -21,12 +21,14 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "python/answers.hpp"
@@ -35,6 +37,7 @@
 #include "python/module.hpp"
 #include "python/raise.hpp"
 #include "store/client/worker.hpp"
+#include "store/device/device_kv.hpp"
 
 namespace moonpool::python {
 
@@ -63,6 +66,9 @@ struct FetchAnswer {
     std::string lookup_error, lookup_why, error;
 };
 
+// Of a save from a card: no block is read any more. Its SaveAnswer comes later, under the same ticket.
+struct SaveStaged {};
+
 struct SaveAnswer {
     uint64_t stored = 0, existed = 0, refused = 0, bytes_stored = 0;
     std::string error;
@@ -79,6 +85,9 @@ std::vector<std::string_view> split(std::string_view names, size_t name_size) {
     return out;
 }
 
+// The KV cache that objects are copied to and from: described row by row, or a card's.
+using KvMemory = std::variant<std::shared_ptr<PartTable>, std::shared_ptr<DeviceKv>>;
+
 class PyWorker {
    public:
     PyWorker(const PyClient& client, uint32_t threads, uint32_t queue_max)
@@ -91,7 +100,10 @@ class PyWorker {
 
     py::list poll() {
         py::list out;
-        for (uint64_t ticket : inline_ ? std::exchange(done_, {}) : worker_.poll()) {
+        // First, so that of what is done all that was staged is known: an operation ends after it is staged.
+        std::vector<uint64_t> done = inline_ ? std::exchange(done_, {}) : worker_.poll();
+        for (Pending* op : take_staged()) out.append(py::make_tuple(op->ticket, SaveStaged{}));
+        for (uint64_t ticket : done) {
             // Making an answer may run Python code (a finalizer, a signal), which may call back into this
             // object; so the operation is out of the map before.
             auto node = pending_.extract(ticket);
@@ -108,6 +120,7 @@ class PyWorker {
             py::gil_scoped_release nogil;
             worker_.close();
         }
+        (void)take_staged();
         pending_.clear();
         pins_.clear();
     }
@@ -150,19 +163,26 @@ class PyWorker {
         return submit(op);
     }
 
-    uint64_t submit_load(const py::bytes& holders, const py::bytes& descriptors,
-                         std::shared_ptr<PartTable> parts, const py::object& indices,
-                         const py::object& columns, bool verify) {
+    // after: of a card's KV cache, what the load writes after.
+    uint64_t submit_load(const py::bytes& holders, const py::bytes& descriptors, KvMemory parts,
+                         const py::object& indices, const py::object& columns, bool verify,
+                         const std::optional<Mark>& after) {
         struct Op : Pending {
             std::string holders;
             std::vector<Descriptor> descriptors;
-            std::shared_ptr<PartTable> parts;
+            KvMemory parts;
             std::vector<uint32_t> indices;
             std::vector<uint16_t> columns;
             bool verify;
+            Mark after;
             LoadReport report;
             void run(Client& client) override {
-                report = client.load(holders, descriptors, *parts, indices, columns, verify);
+                if (auto* kv = std::get_if<std::shared_ptr<DeviceKv>>(&parts)) {
+                    report = (*kv)->load(client, {holders, descriptors, indices, columns, verify, after});
+                } else {
+                    const PartTable& table = *std::get<std::shared_ptr<PartTable>>(parts);
+                    report = client.load(holders, descriptors, table, indices, columns, verify);
+                }
             }
             py::object answer() override {
                 return py::cast(LoadAnswer{to_bytes(report.ok), report.bytes, report.error});
@@ -182,6 +202,7 @@ class PyWorker {
         take_places(indices, columns, op->descriptors.size(), op->indices, op->columns);
         op->parts = std::move(parts);
         op->verify = verify;
+        op->after = after.value_or(nullptr);
         return submit(op);
     }
 
@@ -231,33 +252,44 @@ class PyWorker {
         return submit(op);
     }
 
-    // group_bytes: an object's group has the name with which its own begins; 0: no groups
-    uint64_t submit_save(const py::bytes& names, size_t name_size, const py::bytes& parents,
-                         std::shared_ptr<PartTable> parts, const py::object& indices,
-                         const py::object& columns, size_t group_bytes) {
+    // group_bytes: an object's group has the name with which its own begins; 0: no groups. after: of a card's
+    // KV cache, what the save reads after; then there is a SaveStaged before the SaveAnswer.
+    uint64_t submit_save(const py::bytes& names, size_t name_size, const py::bytes& parents, KvMemory parts,
+                         const py::object& indices, const py::object& columns, size_t group_bytes,
+                         const std::optional<Mark>& after) {
         struct Op : Pending {
             std::string names, parents;
             size_t name_size, group_bytes;
-            std::shared_ptr<PartTable> parts;
+            KvMemory parts;
             std::vector<uint32_t> indices;
             std::vector<uint16_t> columns;
+            Mark after;
+            PyWorker* owner;
             Result<PutReport> result = PutReport{};
             void run(Client& client) override {
                 std::vector<std::string_view> keys = split(names, name_size),
                                               above = split(parents, name_size);
+                // All zero bytes: the first block of a chain, which has no parent.
+                for (std::string_view& parent : above) {
+                    if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};
+                }
+                if (auto* kv = std::get_if<std::shared_ptr<DeviceKv>>(&parts)) {
+                    result = (*kv)->save(client, {keys, above, group_bytes, indices, columns, after},
+                                         [this] { owner->add_staged(this); });
+                    return;
+                }
+                const PartTable& table = *std::get<std::shared_ptr<PartTable>>(parts);
                 std::vector<std::vector<MemoryRef>> sources(keys.size());
                 std::vector<PutItem> items;
                 for (size_t i = 0; i < keys.size(); ++i) {
-                    if (columns[i] >= parts->columns()) {
+                    if (columns[i] >= table.columns()) {
                         result = Error{Code::kInvalidArgument, "a column is not in the part table"};
                         return;
                     }
                     // The parts of one object: the rows of its column, each moved on by the index.
-                    parts->append_parts(columns[i], indices[i], sources[i]);
-                    std::string_view parent = above.empty() ? std::string_view() : above[i];
-                    // All zero bytes: the first block of a chain, which has no parent.
-                    if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};
-                    items.push_back({keys[i], parent, sources[i], keys[i].substr(0, group_bytes)});
+                    table.append_parts(columns[i], indices[i], sources[i]);
+                    items.push_back({keys[i], above.empty() ? std::string_view() : above[i], sources[i],
+                                     keys[i].substr(0, group_bytes)});
                 }
                 result = client.put(items, PutOptions{});
             }
@@ -293,6 +325,8 @@ class PyWorker {
         op->group_bytes = group_bytes;
         take_places(indices, columns, n, op->indices, op->columns);
         op->parts = std::move(parts);
+        op->after = after.value_or(nullptr);
+        op->owner = this;
         return submit(op);
     }
 
@@ -394,7 +428,18 @@ class PyWorker {
         virtual ~Pending() = default;          // with the GIL: it lets go of Python buffers
         virtual void run(Client& client) = 0;  // on a worker thread, without it
         virtual py::object answer() = 0;       // with it
+        uint64_t ticket = 0;                   // with it, from the end of submit on
     };
+
+    // On any thread, without the GIL.
+    void add_staged(Pending* op) {
+        MutexLock lock(staged_mutex_);
+        staged_.push_back(op);
+    }
+    std::vector<Pending*> take_staged() {
+        MutexLock lock(staged_mutex_);
+        return std::exchange(staged_, {});
+    }
 
     // An exception object, for the caller to raise where it waits.
     static py::object failure(const Error& error, const char* operation) {
@@ -414,13 +459,15 @@ class PyWorker {
                 py::gil_scoped_release nogil;
                 raw->run(*client_);
             }
-            pending_.emplace(++last_inline_, std::move(op));
+            raw->ticket = ++last_inline_;
+            pending_.emplace(last_inline_, std::move(op));
             done_.push_back(last_inline_);
             return last_inline_;
         }
         // The pointer is valid until poll() or close() takes the operation out, which is after it has run.
         Result<uint64_t> ticket = worker_.submit([raw, client = client_] { raw->run(*client); });
         uint64_t id = unwrap(std::move(ticket), "submit", peer_);
+        raw->ticket = id;  // poll() reads it, with the GIL
         pending_.emplace(id, std::move(op));
         return id;
     }
@@ -452,25 +499,14 @@ class PyWorker {
     std::unordered_map<uint64_t, std::shared_ptr<Pending>> pending_;
     std::unordered_map<uint64_t, std::vector<std::shared_ptr<Pin>>> pins_;
     uint64_t next_pin_ = 1;
-    Worker worker_;  // last: its threads end before what they use
+    Mutex staged_mutex_;
+    std::vector<Pending*> staged_ GUARDED_BY(staged_mutex_);  // each of them is in pending_
+    Worker worker_;                                           // last: its threads end before what they use
 };
 
 }  // namespace
 
 void bind_worker(py::module_& m) {
-    py::class_<PartTable, std::shared_ptr<PartTable>>(
-        m, "PartTable", "Strided memory: columns of (address, stride, length) rows.")
-        .def(py::init([](const std::vector<std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>>& columns) {
-                 std::vector<std::vector<StridedRow>> rows(columns.size());
-                 for (size_t c = 0; c < columns.size(); ++c) {
-                     for (const auto& [address, stride, length] : columns[c])
-                         rows[c].push_back({address, stride, length});
-                 }
-                 return std::make_shared<PartTable>(std::move(rows));
-             }),
-             py::arg("columns"))
-        .def("object_bytes", &PartTable::object_bytes, py::arg("column"));
-
     py::class_<PrefixAnswer>(m, "PrefixAnswer")
         .def_readonly("blocks", &PrefixAnswer::blocks)
         .def_readonly("pin_id", &PrefixAnswer::pin_id)
@@ -489,6 +525,8 @@ void bind_worker(py::module_& m) {
         .def_readonly("lookup_error", &FetchAnswer::lookup_error)
         .def_readonly("lookup_why", &FetchAnswer::lookup_why)
         .def_readonly("error", &FetchAnswer::error);
+    py::class_<SaveStaged>(m, "SaveStaged",
+                           "No block of a save from a card is read any more; its SaveAnswer comes later.");
     py::class_<SaveAnswer>(m, "SaveAnswer")
         .def_readonly("stored", &SaveAnswer::stored)
         .def_readonly("existed", &SaveAnswer::existed)
@@ -509,12 +547,13 @@ void bind_worker(py::module_& m) {
         .def("submit_prefix", &PyWorker::submit_prefix, py::arg("names"), py::arg("name_size"),
              py::arg("width"))
         .def("submit_load", &PyWorker::submit_load, py::arg("holders"), py::arg("descriptors"),
-             py::arg("parts"), py::arg("indices"), py::arg("columns"), py::arg("verify") = false)
+             py::arg("parts"), py::arg("indices"), py::arg("columns"), py::arg("verify") = false,
+             py::arg("after") = py::none())
         .def("submit_fetch", &PyWorker::submit_fetch, py::arg("names"), py::arg("name_size"),
              py::arg("width"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"),
-             py::arg("group_bytes") = 0)
+             py::arg("group_bytes") = 0, py::arg("after") = py::none())
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
              py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none(),

@@ -71,13 +71,26 @@ class FakePool:
         return self._tickets
 
     def submit_load(
-        self, holders: bytes, descriptors: bytes, parts: object, indices: Any, columns: Any
+        self,
+        holders: bytes,
+        descriptors: bytes,
+        parts: object,
+        indices: Any,
+        columns: Any,
+        after: object = None,
     ) -> int:
         self.loads.append((self._ticket(), holders, descriptors, indices.tolist(), columns.tolist()))
         return self._tickets
 
     def submit_save(
-        self, names: bytes, name_size: int, parents: bytes, parts: object, indices: Any, columns: Any
+        self,
+        names: bytes,
+        name_size: int,
+        parents: bytes,
+        parts: object,
+        indices: Any,
+        columns: Any,
+        after: object = None,
     ) -> int:
         self.saves.append((self._ticket(), names, parents, indices.tolist(), columns.tolist()))
         return self._tickets
@@ -303,6 +316,7 @@ class FakeStorage:
 @dataclass
 class FakeDevice:
     type: str = "cpu"
+    index: int | None = None
 
 
 class FakeTensor:

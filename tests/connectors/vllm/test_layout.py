@@ -128,7 +128,7 @@ def refusal(tensor: FakeTensor, block_tokens: int = TOKENS) -> str:
 
 def test_refusals_are_sentences() -> None:
     good: Any = next(iter(caches("LBHNC")[0].values()))
-    assert "CPU memory only in this release" in refusal(FakeTensor(good.view, good.memory, device="cuda"))
+    assert "the KV cache lies in xpu memory" in refusal(FakeTensor(good.view, good.memory, device="xpu"))
     assert "not dense" in refusal(FakeTensor(good.view.reshape(BLOCKS, 2, HEADS // 2, TOKENS, CONTENT)))
     assert "not dense" in refusal(FakeTensor(good.view[:, :, :, ::2], good.memory))
     assert "beyond its own memory" in refusal(FakeTensor(good.view, good.memory[:100]))

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from moonpool import _native
-from moonpool.connectors.node_connection import NodeConnection
-from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Save, Step
+from moonpool.connectors.vllm.messages import NOTHING, Load, Report, Step
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Pull
-from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.connectors.weights import weights_digest
-from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import Unavailable
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, block_name
 from tests.connectors.vllm.fakes import (
@@ -37,20 +32,17 @@ from tests.connectors.vllm.fakes import (
     engine_config,
     node_at,
 )
-from tests.connectors.vllm.worker_bed import GROUP, memory, worker_half
-from tests.descriptors import speaks
-
-
-def load(half: WorkerHalf, *blocks: int, request_id: str = "r") -> Load:
-    columns = half.handshake().columns
-    first = b"".join(block_name(bytes(32), ranges) for ranges in columns)
-    return Load(request_id, len(columns), first, LIFE, bytes(32 * len(columns) * len(blocks)), (blocks,))
-
-
-def save(half: WorkerHalf, *blocks: int, job_id: int = 1) -> Save:
-    columns = half.handshake().columns
-    names = b"".join(block_name(bytes([b] * 32), ranges) for b in blocks for ranges in columns)
-    return Save(job_id, len(columns), names, bytes(len(names)), (blocks,))
+from tests.connectors.vllm.worker_bed import (
+    GROUP,
+    load,
+    lookup,
+    memory,
+    real_node,
+    save,
+    serving,
+    wait_for,
+    worker_half,
+)
 
 
 def test_handshake_tells_the_objects() -> None:
@@ -273,7 +265,7 @@ def test_memory_that_cannot_be_used_is_refused_in_the_handshake() -> None:
         log=LOG,
     )
     half.register({name: FakeTensor(memory()[0], device="cuda") for name in GROUP})
-    assert "CPU memory only in this release" in half.handshake().refusal
+    assert "this worker copies host memory only" in half.handshake().refusal
     half.start_loads(Step((Load("r", 2, b"", b"", b"", ((1,),)),)))
     assert half.take_finished() == ({"r"}, set())
 
@@ -291,45 +283,8 @@ def test_nothing_to_do_touches_nothing() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[_native.Server]:
-    server = _native.Server(str(tmp_path / "node.sock"), [("default", 64 << 20)], b"token", node_settings())
-    server.start()
-    yield server
-    server.stop()
-
-
-def real_node(tmp_path: Path) -> Callable[[bytes], NodeConnection[Pool]]:
-    def dial() -> Pool:
-        client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
-        client.connect()
-        return Pool(client)
-
-    def open_node(fingerprint: bytes) -> NodeConnection[Pool]:
-        node: NodeConnection[Pool] = NodeConnection(dial, address="here", log=LOG)
-        node.open(required=True)
-        return node
-
-    return open_node
-
-
-def wait_for(half: WorkerHalf) -> Report:
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        half.poll()
-        report = half.take_report()
-        if report is not None:
-            return report
-        threading.Event().wait(0.001)
-    raise AssertionError("no report within 10 s")
-
-
-def lookup(tmp_path: Path, names: bytes, width: int) -> Any:
-    client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
-    worker = _native.Worker(client)
-    worker.submit_prefix(names, BLOCK_NAME_BYTES, width)
-    assert speaks(worker.eventfd, 10)
-    ((_, answer),) = worker.poll()
-    assert answer.error == ""
-    return worker, answer
+    with serving(tmp_path) as server:
+        yield server
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

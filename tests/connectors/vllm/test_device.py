@@ -1,0 +1,244 @@
+"""A worker whose KV cache lies on a card: the real node, the real native threads, and the software device in
+the place of a CUDA driver. The engine's forward is an operation of a stream, which runs late."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moonpool import _native
+from moonpool.connectors.node_connection import NodeConnection
+from moonpool.connectors.vllm import device_memory
+from moonpool.connectors.vllm.device_memory import DeviceMemory
+from moonpool.connectors.vllm.messages import Load, Save, Step
+from moonpool.connectors.vllm.pool import Pool
+from moonpool.connectors.vllm.worker import WorkerHalf
+from moonpool.core.store.keys import BLOCK_NAME_BYTES
+from tests.connectors.vllm.fakes import (
+    FINGERPRINT,
+    LOG,
+    FakePool,
+    FakeStorage,
+    FakeTensor,
+    engine_config,
+    node_at,
+)
+from tests.connectors.vllm.worker_bed import GROUP, lookup, memory, real_node, save, serving, wait_for
+from tests.soft_card import COMPILER, POLICIES, CardArray, SoftCard, compile_library, soft_card
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_library(tmp_path_factory.mktemp("soft"))
+
+
+@pytest.fixture(params=POLICIES)
+def card(request: pytest.FixtureRequest, library: Path, rng: random.Random) -> Iterator[SoftCard]:
+    with soft_card(library, request.param, rng.randrange(1 << 32)) as card:
+        yield card
+
+
+@pytest.fixture
+def late_card(library: Path) -> Iterator[SoftCard]:
+    with soft_card(library, "late") as card:
+        yield card
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[_native.Server]:
+    with serving(tmp_path) as server:
+        yield server
+
+
+class CardStorage(FakeStorage):
+    def __init__(self, array: CardArray) -> None:
+        super().__init__(array.view)
+        self._address = array.address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class CardTensor(FakeTensor):
+    """One layer of a KV cache on a card."""
+
+    def __init__(self, array: CardArray, layer: int) -> None:
+        super().__init__(array.view[layer], device="cuda")
+        self._array = array
+
+    def data_ptr(self) -> int:
+        return self._array.address + super().data_ptr() - int(self._array.view.ctypes.data)
+
+    def untyped_storage(self) -> FakeStorage:
+        return CardStorage(self._array)
+
+
+def card_half(
+    card: SoftCard, kv: CardArray, open_node: Callable[[bytes], NodeConnection[Pool]]
+) -> WorkerHalf:
+    half = WorkerHalf(
+        engine_config(),
+        ranks=lambda: (0, 0),
+        fingerprint=lambda layout, tensor: FINGERPRINT,
+        open_node=open_node,
+        open_device=functools.partial(
+            DeviceMemory,
+            current_stream=lambda device: card.stream,
+            ring_bytes=8 << 20,
+            copy_threads=2,
+            log=LOG,
+        ),
+        open_handover_worker=lambda memory: pytest.fail("a card's memory was offered to other engines"),
+        log=LOG,
+    )
+    half.register({name: CardTensor(kv, number) for number, name in enumerate(GROUP)})
+    assert half.handshake().refusal == ""
+    return half
+
+
+def load_of(found: _native.PrefixAnswer, job: Save, *blocks: int) -> Load:
+    first = job.names[: job.width * BLOCK_NAME_BYTES]
+    return Load("r", job.width, first, found.holders, found.descriptors, (blocks,))
+
+
+def test_what_one_card_computed_is_loaded_on_another(
+    server: _native.Server, tmp_path: Path, card: SoftCard, rng: random.Random
+) -> None:
+    values = np.random.default_rng(rng.randrange(1 << 32)).random(memory().shape, np.float32)
+    source, target = card.array(values.shape), card.array(values.shape)
+    writer = card_half(card, source, real_node(tmp_path))
+    reader = card_half(card, target, real_node(tmp_path))
+
+    card.forward(source, card.pinned(values))
+    job = save(writer, 1, 2, 3)
+    writer.start_saves(Step((), (job,)))
+    assert wait_for(writer).saved == {1: 1}
+    assert stored(server, writer) == 6
+
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    assert found.blocks == 3
+    card.forward(target, card.pinned(np.full_like(values, 7.0)))  # an earlier owner of the blocks
+    reader.begin_loads()
+    reader.start_loads(Step((load_of(found, job, 5, 0, 4),)))
+    assert wait_for(reader).loaded == {"r": 3}
+    card.settle()
+    for wrote, read in ((1, 5), (2, 0), (3, 4)):
+        np.testing.assert_array_equal(target.view[:, read], values[:, wrote])
+    np.testing.assert_array_equal(target.view[:, 1], 7.0)
+    keeper.close()
+    writer.close()
+    reader.close()
+
+
+def stored(server: _native.Server, half: WorkerHalf) -> int:
+    """Objects at the node, once the save has ended; what it reports then was reported when it was staged."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not half.is_idle and time.monotonic() < deadline_s:
+        half.poll()
+        threading.Event().wait(0.001)
+    assert half.is_idle
+    assert half.take_report() is None
+    return int(server.metrics()["objects"])
+
+
+def test_a_load_without_a_point_in_the_engines_stream_fails(
+    server: _native.Server, tmp_path: Path, late_card: SoftCard
+) -> None:
+    source = late_card.array(memory().shape)
+    half = card_half(late_card, source, real_node(tmp_path))
+    job = save(half, 1)
+    half.start_saves(Step((), (job,)))
+    wait_for(half)
+    stored(server, half)
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    half.start_loads(Step((load_of(found, job, 2),)))
+    assert wait_for(half).loaded == {"r": 0}
+    keeper.close()
+    half.close()
+
+
+def test_a_card_that_dies_is_reported_once_for_each_request(
+    server: _native.Server, tmp_path: Path, library: Path
+) -> None:
+    with soft_card(library, "late") as card:
+        half = card_half(card, card.array(memory().shape), real_node(tmp_path))
+        job = save(half, 1)
+        half.start_saves(Step((), (job,)))
+        wait_for(half)
+        stored(server, half)
+        keeper, found = lookup(tmp_path, job.names, job.width)
+        half.begin_loads()
+        card.die(1, 700)
+        for number in range(10):
+            load = dataclasses.replace(load_of(found, job, 2), request_id=f"r{number}")
+            half.start_loads(Step((load,)))
+        loaded: dict[str, int] = {}
+        while len(loaded) < 10:
+            report = wait_for(half)
+            assert not loaded.keys() & report.loaded.keys()
+            loaded |= report.loaded
+        assert set(loaded.values()) == {0}
+        half.start_saves(Step((), (dataclasses.replace(job, job_id=2),)))
+        assert wait_for(half).saved == {2: 1}
+        keeper.close()
+        half.close()
+
+
+def test_a_card_that_hangs_does_not_keep_an_engine_from_closing(
+    server: _native.Server, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "CLOSE_TIMEOUT_S", 0.1)
+    with soft_card(library, "late") as card:
+        half = card_half(card, card.array(memory().shape), real_node(tmp_path))
+        card.hang(1)
+        half.start_saves(Step((), (save(half, 1),)))
+        half.close()
+
+
+def test_without_a_driver_the_engine_serves_without_the_pool() -> None:
+    kv = memory()
+    half = WorkerHalf(
+        engine_config(),
+        ranks=lambda: (0, 0),
+        fingerprint=lambda layout, tensor: FINGERPRINT,
+        open_node=node_at(FakePool()),
+        open_device=functools.partial(
+            DeviceMemory, current_stream=lambda device: 0, ring_bytes=8 << 20, copy_threads=2, log=LOG
+        ),
+        log=LOG,
+    )
+    _native.use_driver_for_tests("/nowhere/libcuda.so.1")
+    try:
+        half.register({name: FakeTensor(kv[number], kv, device="cuda") for number, name in enumerate(GROUP)})
+    finally:
+        _native.use_driver_for_tests("")
+    assert "/nowhere/libcuda.so.1" in half.handshake().refusal
+
+
+def test_memory_of_the_host_that_is_called_a_cards_is_refused(late_card: SoftCard) -> None:
+    kv: npt.NDArray[np.float32] = memory()
+    half = WorkerHalf(
+        engine_config(),
+        ranks=lambda: (0, 0),
+        fingerprint=lambda layout, tensor: FINGERPRINT,
+        open_node=node_at(FakePool()),
+        open_device=functools.partial(
+            DeviceMemory, current_stream=lambda device: 0, ring_bytes=8 << 20, copy_threads=2, log=LOG
+        ),
+        log=LOG,
+    )
+    half.register({name: FakeTensor(kv[number], kv, device="cuda") for number, name in enumerate(GROUP)})
+    assert "does not lie in memory of device 0" in half.handshake().refusal

@@ -1,0 +1,128 @@
+"""A card of the software device (tests/native/device/soft) for tests in Python: a CUDA driver on host memory.
+The CPU dies when it touches the card's addresses; tests look at its memory by ``CardArray.view``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool import _native
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "tests" / "native" / "device" / "soft"
+COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[-1])
+POLICIES = ("late", "early", "at once", "shuffled")  # in the order of soft.hpp
+
+
+def compile_library(folder: Path) -> Path:
+    """Some seconds."""
+    assert COMPILER is not None
+    library = folder / "libsoftcuda.so"
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-I{ROOT / 'core' / 'csrc'}",
+        "-iquote",
+        ROOT,
+    ]
+    sources = sorted(SOURCES.glob("*.cpp"))
+    subprocess.run([COMPILER, *flags, *sources, "-o", library], check=True, timeout=300)
+    return library
+
+
+class CardArray:
+    """Memory of a card. address: its own; view: how a test sees it."""
+
+    def __init__(self, address: int, view: npt.NDArray[Any]) -> None:
+        self.address = address
+        self.view = view
+
+
+class SoftCard:
+    """The software device as a test's program sees it, with an engine's stream."""
+
+    def __init__(self, library: Path) -> None:
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.soft_at.restype = ctypes.c_void_p
+        self._context = ctypes.c_void_p()
+        self._pinned: list[npt.NDArray[np.uint8]] = []  # registered memory is not given back
+        self._call("cuInit", 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
+        self._call("cuCtxPushCurrent_v2", self._context)
+        stream = ctypes.c_void_p()
+        self._call("cuStreamCreateWithPriority", ctypes.byref(stream), 1, 0)
+        self.stream = stream.value or 0
+
+    def array(self, shape: tuple[int, ...]) -> CardArray:
+        """Zeros on the card, float32."""
+        address, count = ctypes.c_uint64(), int(np.prod(shape))
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
+        hidden = self._lib.soft_at(address, ctypes.c_uint64(4 * count))
+        view = np.ctypeslib.as_array((ctypes.c_float * count).from_address(hidden)).reshape(shape)
+        view[:] = 0
+        return CardArray(address.value, view)
+
+    def pinned(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """A copy in pinned memory of the host."""
+        memory = np.empty(values.nbytes + 4096, np.uint8)
+        start = -memory.ctypes.data % 4096
+        copy = memory[start : start + values.nbytes].view(np.float32).reshape(values.shape)
+        copy[:] = values
+        self._pinned.append(memory)
+        size = ctypes.c_size_t(copy.nbytes)
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(copy.ctypes.data), size, 1)
+        return copy
+
+    def forward(self, target: CardArray, values: npt.NDArray[np.float32]) -> None:
+        """The engine's step: queues that ``values``, in pinned memory, are written to ``target``."""
+        size, source = ctypes.c_size_t(values.nbytes), ctypes.c_uint64(values.ctypes.data)
+        self._call(
+            "cuMemcpyAsync", ctypes.c_uint64(target.address), source, size, ctypes.c_void_p(self.stream)
+        )
+
+    def settle(self) -> None:
+        """All that is queued runs."""
+        self._lib.soft_settle()
+
+    def hang(self, nth: int) -> None:
+        """The nth operation from now on never ends."""
+        self._lib.soft_hang(nth)
+
+    def die(self, nth: int, code: int) -> None:
+        """The card dies with ``code`` in place of its nth operation from now on."""
+        self._lib.soft_die(nth, code)
+
+    def violations(self) -> str:
+        """What no program may do, and did; empty: nothing."""
+        text = ctypes.create_string_buffer(200)
+        return text.value.decode() if self._lib.soft_violations(text, ctypes.c_size_t(200)) else ""
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._lib, name)(*arguments)
+        assert code == 0, f"{name}: {code}"
+
+
+@contextmanager
+def soft_card(library: Path, policy: str = "late", seed: int = 1) -> Iterator[SoftCard]:
+    """A card, which this process's driver has from now on."""
+    ctypes.CDLL(str(library)).soft_reset(POLICIES.index(policy), ctypes.c_uint64(seed))
+    _native.use_driver_for_tests(str(library))
+    try:
+        card = SoftCard(library)
+        yield card
+        card.settle()
+        assert card.violations() == ""
+    finally:
+        _native.use_driver_for_tests("")
