@@ -83,7 +83,7 @@ def configured(args: dict[str, Any], environment: dict[str, str]) -> dict[str, A
 
 def fields(args: dict[str, Any]) -> dict[str, Any]:
     """The sections of vLLM's configuration and, of those that the connector looks at, the fields."""
-    from moonpool.connectors.vllm import arguments
+    from moonpool.connectors.vllm import identity_arguments as arguments
 
     given = {key: value for key, value in (DEFAULTS | args).items() if key != "disable_log_stats"}
     config = EngineArgs(**given, enable_lora=True).create_engine_config()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.connectors.vllm import arguments
+from moonpool.connectors.vllm import identity_arguments as arguments
 from tests.connectors.vllm.conftest import KV_CONFIG, make_prompt
 from tests.connectors.vllm.processes import Engine, EngineFailed, Node
 
