@@ -92,6 +92,9 @@ struct Cache {
 // Slots of one or two objects, so that a job has many chunks.
 constexpr DeviceKvOptions kSmall{.ring_bytes = 64 << 10, .slot_bytes = 4 << 10, .load_lanes = 2};
 
+// Two slots, for more lanes than that.
+constexpr DeviceKvOptions kTight{.ring_bytes = 1, .slot_bytes = 4 << 10, .load_lanes = 3};
+
 // All objects of a cache, block by block.
 struct Objects {
     std::string names;
@@ -272,14 +275,14 @@ TEST_CASE("device kv: an object that is gone fails alone, and its block keeps wh
     });
 }
 
-TEST_CASE("device kv: loads and saves of many threads") {
+TEST_CASE("device kv: loads and saves of many threads, through a ring with slots for two") {
     Node node;
     each_policy([&](Bed& bed) {
         Random random(80);
         Client client(node.options());
         REQUIRE(client.connect());
         Cache from(bed), to(bed);
-        std::shared_ptr<DeviceKv> source = from.open(kSmall), target = to.open(kSmall);
+        std::shared_ptr<DeviceKv> source = from.open(kTight), target = to.open(kTight);
         from.write(random);
         Mark computed = must(source->mark(from.stream()));
         constexpr int kThreads = 4;
@@ -355,31 +358,33 @@ TEST_CASE("device kv: a card that dies fails what is under way once, and all tha
 TEST_CASE("device kv: a card that hangs keeps a load until close(), which has an end") {
     Node node;
     if (is_real()) return;
-    Bed bed(Policy::kLate);
-    {
-        Random random(82);
-        Client client(node.options());
-        REQUIRE(client.connect());
-        Cache cache(bed);
-        std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
-        Objects objects(kShape, 'h');
-        cache.write(random);
-        Mark computed = must(kv->mark(cache.stream()));
-        must(save(*kv, client, objects, computed));
-        soft_device().soft_hang(1);
-        std::future<LoadReport> loading =
-            std::async(std::launch::async, [&] { return load(*kv, client, objects, kShape.heads, nullptr); });
-        CHECK(loading.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
-        Status closed = kv->close(50);
-        CHECK_FALSE(closed.ok());
-        CHECK(closed.error().code == Code::kTimeout);
-        LoadReport report = loading.get();
-        CHECK_FALSE(all_ok(report));
-        CHECK(report.error != "");
-        soft_device().soft_unhang();
-        soft_device().soft_settle();
+    for (const DeviceKvOptions& options : {kSmall, kTight}) {
+        Bed bed(Policy::kLate);
+        {
+            Random random(82);
+            Client client(node.options());
+            REQUIRE(client.connect());
+            Cache cache(bed);
+            std::shared_ptr<DeviceKv> kv = cache.open(options);
+            Objects objects(kShape, 'h');
+            cache.write(random);
+            Mark computed = must(kv->mark(cache.stream()));
+            must(save(*kv, client, objects, computed));
+            soft_device().soft_hang(1);
+            std::future<LoadReport> loading = std::async(
+                std::launch::async, [&] { return load(*kv, client, objects, kShape.heads, nullptr); });
+            CHECK(loading.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
+            Status closed = kv->close(50);
+            CHECK_FALSE(closed.ok());
+            CHECK(closed.error().code == Code::kTimeout);
+            LoadReport report = loading.get();
+            CHECK_FALSE(all_ok(report));
+            CHECK(report.error != "");
+            soft_device().soft_unhang();
+            soft_device().soft_settle();
+        }
+        bed.forget();
     }
-    bed.forget();
 }
 
 TEST_CASE("device kv: what cannot be opened is refused in a sentence") {

@@ -91,7 +91,12 @@ std::optional<Chunk> CopyLanes::next(bool may_wait) {
 void CopyLanes::begin(Lane& lane, size_t half, Chunk chunk) {
     lane.in_flight[half] = ChunkInFlight{std::move(chunk), {}, lane.staging.address(half), &lane.stream};
     ChunkInFlight& in = *lane.in_flight[half];
-    Result<device::RingSlot> slot = ring_.take(kSlotTimeoutMs);
+    Result<device::RingSlot> slot = ring_.take(0);
+    // A lane that waits for a slot holds none: else lanes would wait for one another.
+    for (size_t other = 0; !slot && other < kDepth; ++other) {
+        if (other != half && lane.in_flight[other]) end(lane, other);
+    }
+    if (!slot) slot = wait_for_slot();
     if (!slot) {
         lane.begun[half] = slot.error();
         return;
@@ -100,6 +105,14 @@ void CopyLanes::begin(Lane& lane, size_t half, Chunk chunk) {
     lane.begun[half] = in.chunk.job->begin(in);
     // After an error, too: what was queued before it uses the slot and the half.
     lane.recorded[half] = lane.staging.end(half, lane.stream).ok();
+}
+
+Result<device::RingSlot> CopyLanes::wait_for_slot() {
+    for (int waited_ms = 0;; waited_ms += kAskAgainMs) {
+        Result<device::RingSlot> slot = ring_.take(kAskAgainMs);
+        bool again = !slot && slot.error().code == Code::kTimeout && waited_ms < kSlotTimeoutMs;
+        if (!again || must_give_up(0)) return slot;
+    }
 }
 
 void CopyLanes::end(Lane& lane, size_t half) {

@@ -105,6 +105,7 @@ class CopyLanes {
     std::optional<Chunk> next(bool may_wait) EXCLUDES(mutex_);
     void begin(Lane& lane, size_t half, Chunk chunk);
     void end(Lane& lane, size_t half);
+    Result<device::RingSlot> wait_for_slot() EXCLUDES(mutex_);
     Status wait(Lane& lane, size_t half) EXCLUDES(mutex_);
     // pause_ms: how long it waits for that.
     bool must_give_up(int pause_ms) EXCLUDES(mutex_);

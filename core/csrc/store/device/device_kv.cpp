@@ -14,7 +14,7 @@ namespace moonpool {
 namespace {
 
 constexpr int kUploadTimeoutMs = 10'000;
-constexpr uint64_t kObjectAlign = 16;       // the kernel moves words of 16 bytes where all is aligned to them
+constexpr uint64_t kStagedAlign = 16;       // the kernel moves words of 16 bytes where all is aligned to them
 constexpr uint64_t kPayloadAlign = 256;     // of the first object behind the list
 constexpr uint64_t kChunkMin = 512u << 10;  // below it a copy engine does not reach the link's speed
 constexpr uint32_t kSaveLanes = 1;
@@ -59,7 +59,7 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
     uint64_t largest = 0;
     std::vector<std::vector<StridedRow>> columns;  // of the ring's table: an object lies whole, at its index
     for (size_t c = 0; c < table.columns(); ++c) largest = std::max(largest, table.object_bytes(c));
-    uint64_t slot = std::bit_ceil(std::max(options.slot_bytes, list_bytes(1) + align(largest, kObjectAlign)));
+    uint64_t slot = std::bit_ceil(std::max(options.slot_bytes, list_bytes(1) + align(largest, kStagedAlign)));
     auto slots = static_cast<uint32_t>(std::max<uint64_t>(options.ring_bytes / slot, 2));
     auto ring = device::PinnedRing::open(*device, {.slot_bytes = slot, .slots = slots, .slots_min = 2});
     if (!ring) return ring.error();
@@ -143,7 +143,7 @@ DeviceKv::Packing DeviceKv::pack(std::span<const uint16_t> columns) const {
     packing.bytes = list_bytes(columns.size());
     for (uint16_t column : columns) {
         packing.offsets.push_back(static_cast<uint32_t>(packing.bytes));
-        packing.bytes += align(object_bytes(column), kObjectAlign);
+        packing.bytes += align(object_bytes(column), kStagedAlign);
     }
     return packing;
 }
@@ -154,7 +154,7 @@ std::vector<Chunk> DeviceKv::cut(const std::shared_ptr<CopyJob>& job, std::span<
     uint64_t objects = 0;  // bytes of those in the chunk
     uint32_t begin = 0, n = static_cast<uint32_t>(columns.size());
     for (uint32_t i = 0; i < n; ++i) {
-        uint64_t more = align(object_bytes(columns[i]), kObjectAlign);
+        uint64_t more = align(object_bytes(columns[i]), kStagedAlign);
         if (i > begin && list_bytes(i + 1 - begin) + objects + more > bytes) {
             chunks.push_back({job, begin, i});
             begin = i;
