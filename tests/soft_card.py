@@ -74,6 +74,11 @@ class SoftCard:
         view[:] = 0
         return CardArray(address.value, view)
 
+    def adopt(self, address: int, size: int) -> int:
+        """Memory of the host becomes the card's, too: the address that it has there."""
+        self._lib.soft_adopt.restype = ctypes.c_uint64
+        return int(self._lib.soft_adopt(ctypes.c_void_p(address), ctypes.c_size_t(size)))
+
     def pinned(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """A copy in pinned memory of the host."""
         memory = np.empty(values.nbytes + 4096, np.uint8)
@@ -114,10 +119,15 @@ class SoftCard:
         assert code == 0, f"{name}: {code}"
 
 
+def choose(library: Path, policy: str, seed: int = 1) -> None:
+    """As after the start of a process, with one card under a policy."""
+    ctypes.CDLL(str(library)).soft_reset(POLICIES.index(policy), ctypes.c_uint64(seed))
+
+
 @contextmanager
 def soft_card(library: Path, policy: str = "late", seed: int = 1) -> Iterator[SoftCard]:
     """A card, which this process's driver has from now on."""
-    ctypes.CDLL(str(library)).soft_reset(POLICIES.index(policy), ctypes.c_uint64(seed))
+    choose(library, policy, seed)
     _native.use_driver_for_tests(str(library))
     try:
         card = SoftCard(library)

@@ -136,6 +136,13 @@ int soft_live(char* text, size_t bytes) {
     return contexts + static_cast<int>(s.streams.size() + s.events.size() + s.modules.size() +
                                        s.card_memory.size() + s.host_memory.size());
 }
+uint64_t soft_adopt(void* data, size_t bytes) {
+    std::lock_guard lock(state().mutex);
+    void* alias = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    auto address = reinterpret_cast<uint64_t>(alias);
+    state().card_memory[address] = {bytes, static_cast<char*>(data), 0, true};
+    return address;
+}
 char* soft_at(uint64_t address, uint64_t bytes) {
     std::lock_guard lock(state().mutex);
     uint64_t base = 0;

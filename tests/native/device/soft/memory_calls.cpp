@@ -108,7 +108,7 @@ int cuMemFree_v2(uint64_t address) {
         state().violation("cuMemFree of no allocation");
         return cu::kInvalidValue;
     }
-    ::munmap(found->second.hidden, found->second.bytes);
+    if (!found->second.adopted) ::munmap(found->second.hidden, found->second.bytes);
     ::munmap(reinterpret_cast<void*>(address), found->second.bytes);
     state().last_card = nullptr;
     state().card_memory.erase(found);

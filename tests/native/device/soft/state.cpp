@@ -33,7 +33,7 @@ void State::reset(Policy chosen, uint64_t seed) {
     violations = 0;
     first_violation.clear();
     for (auto& [address, memory] : card_memory) {
-        ::munmap(memory.hidden, memory.bytes);
+        if (!memory.adopted) ::munmap(memory.hidden, memory.bytes);
         ::munmap(reinterpret_cast<void*>(address), memory.bytes);
     }
     for (Module* module : modules) delete module;

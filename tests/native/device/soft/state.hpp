@@ -56,6 +56,7 @@ struct CardMemory {
     uint64_t bytes = 0;
     char* hidden = nullptr;
     int card = 0;
+    bool adopted = false;  // `hidden` is the memory of a test, which frees it
 };
 struct HostMemory {
     uint64_t bytes = 0;
