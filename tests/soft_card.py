@@ -4,6 +4,7 @@ The CPU dies when it touches the card's addresses; tests look at its memory by `
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import subprocess
@@ -127,6 +128,7 @@ def choose(library: Path, policy: str, seed: int = 1) -> None:
 @contextmanager
 def soft_card(library: Path, policy: str = "late", seed: int = 1) -> Iterator[SoftCard]:
     """A card, which this process's driver has from now on."""
+    gc.collect()  # what an earlier test left goes while the card still knows it
     choose(library, policy, seed)
     _native.use_driver_for_tests(str(library))
     try:

@@ -47,19 +47,20 @@ class DeviceMemory:
         self._log = log
         table = _native.PartTable(rows)
         self.kv = _native.DeviceKv(layout.device, table, layout.blocks, ring_bytes, copy_threads)
-        self._before: _native.Mark | None = None
+        self._before: _native.Mark | Error = Unavailable("no step with loads began", operation="load")
 
     def step_begins(self) -> None:
-        """Nothing of the step is queued yet: loads of the step wait for what was queued so far. Raises
-        Error when the device is lost."""
-        self._before = None
-        self._before = self.mark()
+        """Nothing of the step is queued yet: loads of the step wait for what was queued so far."""
+        try:
+            self._before = self.mark()
+        except Error as error:
+            self._before = error
 
     @property
     def before_step(self) -> _native.Mark:
-        """The point before the step; see ``step_begins``. Raises Unavailable when there is none."""
-        if self._before is None:
-            raise Unavailable("the order of a load after the engine's work is not known", operation="load")
+        """The point before the step; see ``step_begins``. Raises Error when there is none."""
+        if isinstance(self._before, Error):
+            raise self._before
         return self._before
 
     def mark(self) -> _native.Mark:

@@ -102,7 +102,7 @@ class PyWorker {
         py::list out;
         // First, so that of what is done all that was staged is known: an operation ends after it is staged.
         std::vector<uint64_t> done = inline_ ? std::exchange(done_, {}) : worker_.poll();
-        for (Pending* op : take_staged()) out.append(py::make_tuple(op->ticket, SaveStaged{}));
+        for (uint64_t ticket : take_staged()) out.append(py::make_tuple(ticket, SaveStaged{}));
         for (uint64_t ticket : done) {
             // Making an answer may run Python code (a finalizer, a signal), which may call back into this
             // object; so the operation is out of the map before.
@@ -436,9 +436,12 @@ class PyWorker {
         MutexLock lock(staged_mutex_);
         staged_.push_back(op);
     }
-    std::vector<Pending*> take_staged() {
+    // With the GIL; without a call of Python, which could end what they point to.
+    std::vector<uint64_t> take_staged() {
         MutexLock lock(staged_mutex_);
-        return std::exchange(staged_, {});
+        std::vector<uint64_t> tickets;
+        for (const Pending* op : std::exchange(staged_, {})) tickets.push_back(op->ticket);
+        return tickets;
     }
 
     // An exception object, for the caller to raise where it waits.

@@ -220,12 +220,12 @@ def test_without_a_driver_the_engine_serves_without_the_pool() -> None:
         ),
         log=LOG,
     )
-    _native.use_driver_for_tests("/nowhere/libcuda.so.1")
+    _native.use_driver_for_tests("/no/such/libcuda.so.1")
     try:
         half.register({name: FakeTensor(kv[number], kv, device="cuda") for number, name in enumerate(GROUP)})
     finally:
         _native.use_driver_for_tests("")
-    assert "/nowhere/libcuda.so.1" in half.handshake().refusal
+    assert "/no/such/libcuda.so.1" in half.handshake().refusal
 
 
 def test_memory_of_the_host_that_is_called_a_cards_is_refused(late_card: SoftCard) -> None:

@@ -1,6 +1,8 @@
 // KV caches in a card's memory, saved to a node and loaded from it, on the software device under all its
 // policies.
 #include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -385,6 +387,37 @@ TEST_CASE("device kv: a card that hangs keeps a load until close(), which has an
         }
         bed.forget();
     }
+}
+
+TEST_CASE("device kv: a child of fork() leaves the lanes to its parent, whatever they do") {
+    Node node;
+    if (is_real()) return;
+    Bed bed(Policy::kLate);
+    {
+        Random random(84);
+        Client client(node.options());
+        REQUIRE(client.connect());
+        Cache cache(bed);
+        std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+        Objects objects(kShape, 'c');
+        cache.write(random);
+        Mark computed = must(kv->mark(cache.stream()));
+        must(save(*kv, client, objects, computed));  // its lane sleeps again, or is about to
+        pid_t child = ::fork();
+        REQUIRE(child >= 0);
+        if (child == 0) {
+            ::alarm(20);  // a child that waits for the parent's threads is killed
+            bool closed = kv->close(1000).ok();
+            kv.reset();
+            ::_exit(closed ? 0 : 1);
+        }
+        int status = 0;
+        REQUIRE(::waitpid(child, &status, 0) == child);
+        CHECK(status == 0);
+        CHECK(all_ok(load(*kv, client, objects, kShape.heads, computed)));
+        REQUIRE(client.remove(objects.views()));
+    }
+    bed.end();
 }
 
 TEST_CASE("device kv: what cannot be opened is refused in a sentence") {

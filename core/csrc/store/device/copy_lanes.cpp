@@ -6,8 +6,10 @@ namespace moonpool {
 
 namespace {
 
-constexpr int kSlotTimeoutMs = 10'000;  // every other lane's copies are over long before, or the card hangs
-constexpr int kAskAgainMs = 50;         // a lane that waits for its card looks this often whether to give up
+// Slots are held while the pool is read or written, or a kernel waits for the engine: a node that does not
+// answer has run into its own timeout before.
+constexpr int kSlotTimeoutMs = 10'000;
+constexpr int kAskAgainMs = 50;  // a lane that waits for its card looks this often whether to give up
 
 }  // namespace
 
@@ -29,14 +31,17 @@ Result<std::unique_ptr<CopyLanes>> CopyLanes::open(std::shared_ptr<const device:
     return lanes;
 }
 
-CopyLanes::~CopyLanes() { close(kCloseMs); }
+CopyLanes::~CopyLanes() {
+    begin_close(std::chrono::steady_clock::now() + std::chrono::milliseconds(kCloseMs));
+    (void)join();
+}
 
 void CopyLanes::submit(Chunk chunk) {
     {
         MutexLock lock(mutex_);
         if (!deadline_) {
             queue_.push_back(std::move(chunk));
-            changed_.notify_one();
+            changed_.notify_all();  // a lane that waits for its card sleeps here, too
             return;
         }
     }
@@ -51,17 +56,18 @@ void CopyLanes::drop(std::deque<Chunk> chunks) {
     }
 }
 
-bool CopyLanes::close(int timeout_ms) {
+void CopyLanes::begin_close(std::chrono::steady_clock::time_point deadline) {
     std::deque<Chunk> dropped;
     {
         MutexLock lock(mutex_);
-        if (!deadline_) {
-            deadline_ = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-        }
+        if (!deadline_) deadline_ = deadline;
         dropped.swap(queue_);
         changed_.notify_all();
     }
     drop(std::move(dropped));
+}
+
+bool CopyLanes::join() {
     for (auto& lane : lanes_) lane->thread.join();
     return !stuck_;
 }
@@ -73,7 +79,11 @@ void CopyLanes::run(Lane& lane) {
         std::optional<Chunk> chunk = next(!busy);
         if (!chunk && !busy) return;
         if (lane.in_flight[half]) end(lane, half);
-        if (chunk) begin(lane, half, std::move(*chunk));
+        if (chunk && stuck_) {  // there is no staging memory to begin it on
+            drop({std::move(*chunk)});
+        } else if (chunk) {
+            begin(lane, half, std::move(*chunk));
+        }
         half = (half + 1) % kDepth;
     }
 }
@@ -110,8 +120,11 @@ void CopyLanes::begin(Lane& lane, size_t half, Chunk chunk) {
 Result<device::RingSlot> CopyLanes::wait_for_slot() {
     for (int waited_ms = 0;; waited_ms += kAskAgainMs) {
         Result<device::RingSlot> slot = ring_.take(kAskAgainMs);
-        bool again = !slot && slot.error().code == Code::kTimeout && waited_ms < kSlotTimeoutMs;
-        if (!again || must_give_up(0)) return slot;
+        if (slot || slot.error().code != Code::kTimeout) return slot;
+        if (waited_ms >= kSlotTimeoutMs || must_give_up(0)) {
+            return Error{Code::kTimeout,
+                         "no slot of the pinned ring came back in time; gpu_ring may be larger"};
+        }
     }
 }
 
@@ -156,6 +169,7 @@ bool CopyLanes::must_give_up(int pause_ms) {
         return deadline_ && std::chrono::steady_clock::now() >= *deadline_;
     };
     MutexLock lock(mutex_);
+    if (pause_ms == 0) return too_late();
     return changed_.wait_for(lock, std::chrono::milliseconds(pause_ms), too_late);
 }
 

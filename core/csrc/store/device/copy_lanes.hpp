@@ -6,9 +6,10 @@
 //
 // A lane begins a second chunk before it ends the first, so that the card copies one while the thread fills
 // the other. Chunks begin in the order in which they were submitted; each is ended exactly once, whatever
-// fails: after an error, after close(), and on a card that hangs.
+// fails: after an error, after begin_close(), and on a card that hangs.
 //
-// Threads: submit() and close() on any thread; begin() and end() of a chunk on one lane's thread.
+// Threads: submit() and begin_close() on any thread, join() on one; begin() and end() of a chunk on one
+// lane's thread.
 #pragma once
 
 #include <array>
@@ -78,15 +79,17 @@ class CopyLanes {
     };
     static Result<std::unique_ptr<CopyLanes>> open(std::shared_ptr<const device::Device> device,
                                                    device::PinnedRing& ring, const Options& options);
-    ~CopyLanes();  // close(kCloseMs)
+    ~CopyLanes();  // begin_close(in kCloseMs), join()
     CopyLanes(const CopyLanes&) = delete;
 
     size_t lanes() const { return lanes_.size(); }
-    // After close() the chunk ends with kClosed, on the calling thread.
+    // After begin_close() the chunk ends with kClosed, on the calling thread.
     void submit(Chunk chunk) EXCLUDES(mutex_);
-    // Chunks that have not begun end with kClosed. Waits for the others; those that are not over at the
-    // deadline end with kTimeout. False: the card still uses staging memory, which stays allocated.
-    bool close(int timeout_ms) EXCLUDES(mutex_);
+    // Chunks that have not begun end with kClosed; those under way that are not over at the deadline will end
+    // with kTimeout. Waits for nothing.
+    void begin_close(std::chrono::steady_clock::time_point deadline) EXCLUDES(mutex_);
+    // Waits until the lanes have ended. False: the card still uses staging memory, which stays allocated.
+    bool join();
 
    private:
     static constexpr size_t kDepth = device::Staging::kHalves;
@@ -107,7 +110,7 @@ class CopyLanes {
     void end(Lane& lane, size_t half);
     Result<device::RingSlot> wait_for_slot() EXCLUDES(mutex_);
     Status wait(Lane& lane, size_t half) EXCLUDES(mutex_);
-    // pause_ms: how long it waits for that.
+    // pause_ms: how long it waits for that, 0: not at all.
     bool must_give_up(int pause_ms) EXCLUDES(mutex_);
     static void drop(std::deque<Chunk> chunks);
 
@@ -116,7 +119,8 @@ class CopyLanes {
     Mutex mutex_;
     CondVar changed_;
     std::deque<Chunk> queue_ GUARDED_BY(mutex_);
-    std::optional<std::chrono::steady_clock::time_point> deadline_ GUARDED_BY(mutex_);  // set by close()
+    std::optional<std::chrono::steady_clock::time_point> deadline_
+        GUARDED_BY(mutex_);  // set by begin_close()
     std::atomic<bool> stuck_{false};
     std::vector<std::unique_ptr<Lane>> lanes_;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -61,11 +62,11 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
     for (size_t c = 0; c < table.columns(); ++c) largest = std::max(largest, table.object_bytes(c));
     uint64_t slot = std::bit_ceil(std::max(options.slot_bytes, list_bytes(1) + align(largest, kStagedAlign)));
     auto slots = static_cast<uint32_t>(std::max<uint64_t>(options.ring_bytes / slot, 2));
-    auto ring = device::PinnedRing::open(*device, {.slot_bytes = slot, .slots = slots, .slots_min = 2});
-    if (!ring) return ring.error();
-    if ((*ring)->slots() * slot > UINT32_MAX) {
+    if (slots * slot > UINT32_MAX) {
         return Error{Code::kTooLarge, "the pinned ring may have at most 4 GiB"};
     }
+    auto ring = device::PinnedRing::open(*device, {.slot_bytes = slot, .slots = slots, .slots_min = 2});
+    if (!ring) return ring.error();
     for (size_t c = 0; c < table.columns(); ++c) {
         columns.push_back({{(*ring)->address(), 1, table.object_bytes(c)}});
     }
@@ -83,12 +84,29 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
     return kv;
 }
 
-DeviceKv::~DeviceKv() { (void)close(CopyLanes::kCloseMs); }
+// In a child of fork() the lanes exist in the parent only, which may hold their mutexes, too.
+DeviceKv::~DeviceKv() {
+    if (device_->in_child()) {
+        (void)loads_.release();
+        (void)saves_.release();
+        (void)ring_.release();
+        return;
+    }
+    (void)close(CopyLanes::kCloseMs);
+}
 
 Status DeviceKv::close(int timeout_ms) {
-    bool loads = loads_ == nullptr || loads_->close(timeout_ms);
-    bool saves = saves_ == nullptr || saves_->close(timeout_ms);
-    if (loads && saves) return ring_ == nullptr ? success() : ring_->close(timeout_ms);
+    using std::chrono::steady_clock;
+    if (device_->in_child()) return success();
+    auto deadline = steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    for (CopyLanes* lanes : {loads_.get(), saves_.get()}) {
+        if (lanes != nullptr) lanes->begin_close(deadline);
+    }
+    bool loads = loads_ == nullptr || loads_->join();
+    bool saves = saves_ == nullptr || saves_->join();
+    auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - steady_clock::now());
+    Status ring = ring_ == nullptr ? success() : ring_->close(std::max(static_cast<int>(left.count()), 0));
+    if (loads && saves) return ring;
     rows_.leak();  // a kernel may still read it
     return Error{Code::kTimeout, "the card did not end its copies in " + std::to_string(timeout_ms) +
                                      " ms; the memory that they use stays allocated until this process ends"};
