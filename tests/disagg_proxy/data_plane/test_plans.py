@@ -378,7 +378,7 @@ async def test_a_decision_has_a_deadline() -> None:
         assert b"undecided" in answer.body
 
 
-@pytest.mark.parametrize("policy", ["conductor", "round_robin"])
+@pytest.mark.parametrize("policy", ["conductor", "least_load"])
 @with_deadline
 async def test_what_the_dispatcher_is_handed_with_a_request(
     policy: str, monkeypatch: pytest.MonkeyPatch
@@ -401,7 +401,7 @@ async def test_what_the_dispatcher_is_handed_with_a_request(
         (first_s, nothing, ids), (second_s, records, none) = asked
         assert times[0] <= first_s <= times[1] <= second_s <= times[2]
         assert (nothing, none) == (b"", None)
-        if policy == "round_robin":  # it looks at no prompt, and learns from nothing
+        if policy == "least_load":  # it looks at no prompt, and learns from nothing
             assert (records, ids) == (b"", None)
             assert len(list(read(relay.take_observations()))) == 2
         else:
