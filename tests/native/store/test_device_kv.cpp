@@ -372,9 +372,11 @@ TEST_CASE("device kv: a card that hangs keeps a load until close(), which has an
             cache.write(random);
             Mark computed = must(kv->mark(cache.stream()));
             must(save(*kv, client, objects, computed));
+            int copies = soft_device().soft_calls("cuMemcpyAsync");
             soft_device().soft_hang(1);
             std::future<LoadReport> loading = std::async(
                 std::launch::async, [&] { return load(*kv, client, objects, kShape.heads, nullptr); });
+            while (soft_device().soft_calls("cuMemcpyAsync") == copies) std::this_thread::yield();
             CHECK(loading.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
             Status closed = kv->close(50);
             CHECK_FALSE(closed.ok());

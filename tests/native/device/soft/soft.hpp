@@ -12,9 +12,9 @@
 namespace moonpool::soft {
 
 enum class Policy : int {
-    kLate,    // an operation runs when somebody waits for it, no earlier; a question counts from the third on
-    kEarly,   // the same, and sources that may be read at any time are read when the copy is queued
-    kAtOnce,  // an operation runs when it is queued
+    kLate,      // an operation runs when a call waits for it, no earlier; a question counts from the third on
+    kEarly,     // the same, and sources that may be read at any time are read when the copy is queued
+    kAtOnce,    // an operation runs when it is queued
     kShuffled,  // each call runs some operations, or some steps of one; some streams are hasty and some are
                 // slow
 };

@@ -94,7 +94,7 @@ int cuEventQuery(Event* event) {
     State& s = state();
     if (!known(event, "cuEventQuery")) return kInvalidHandle;
     if (event->stream == nullptr) return 0;
-    // Somebody waits.
+    // Asked so often, the caller waits for it.
     int patience = s.policy == Policy::kShuffled ? 20 : 2;
     if (++event->asked > patience) s.demand(event->stream, event->place);
     if (s.broken != 0) return s.broken;
