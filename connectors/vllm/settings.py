@@ -103,11 +103,7 @@ def _seconds(key: str, value: object) -> float:
         seconds = -1.0
     if 0 < seconds <= LEASE_S_MAX:
         return seconds
-    raise ConfigError(
-        f"{PLACE}.{key} must be seconds above 0 and up to {LEASE_S_MAX:g}, not {value!r}",
-        operation="config",
-        key=key,
-    )
+    raise _must_be(key, f"seconds above 0 and up to {LEASE_S_MAX:g}", value)
 
 
 def _ring_bytes(key: str, value: object) -> int:
@@ -117,21 +113,17 @@ def _ring_bytes(key: str, value: object) -> int:
         size = -1
     if RING_BYTES_MIN <= size <= RING_BYTES_MAX:
         return size
-    raise ConfigError(
-        f"{PLACE}.{key} must be a size from 8MiB to 2GiB, such as 64MiB, not {value!r}",
-        operation="config",
-        key=key,
-    )
+    raise _must_be(key, "a size from 8MiB to 2GiB, such as 64MiB", value)
 
 
 def _threads(key: str, value: object) -> int:
     if not isinstance(value, bool) and isinstance(value, int) and 1 <= value <= COPY_THREADS_MAX:
         return value
-    raise ConfigError(
-        f"{PLACE}.{key} must be a number of threads from 1 to {COPY_THREADS_MAX}, not {value!r}",
-        operation="config",
-        key=key,
-    )
+    raise _must_be(key, f"a number of threads from 1 to {COPY_THREADS_MAX}", value)
+
+
+def _must_be(key: str, what: str, value: object) -> ConfigError:
+    return ConfigError(f"{PLACE}.{key} must be {what}, not {value!r}", operation="config", key=key)
 
 
 def _optional_port(key: str, value: object) -> int | None:

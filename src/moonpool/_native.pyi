@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'no_device_reason', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -177,9 +177,6 @@ class DeviceKv:
     def close(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     def mark(self, stream: typing.SupportsInt | typing.SupportsIndex) -> Mark:
-        ...
-    @property
-    def bus_id(self) -> str:
         ...
     @property
     def device_name(self) -> str:
@@ -1144,10 +1141,6 @@ def key_hash(tenant: str, namespace: str, fingerprint: bytes, name: bytes) -> by
 def kv_event_block_tokens(payload: typing.Any) -> typing.Any:
     """
     Tokens of a block, as the first event of a batch says that has tokens; None: no event has.
-    """
-def no_device_reason() -> str:
-    """
-    Why this process can use no card, in one sentence; empty: it can. Opens the CUDA driver.
     """
 def room_for_arenas(root: str = '') -> int | None:
     """

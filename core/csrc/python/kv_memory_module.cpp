@@ -43,11 +43,6 @@ void close_device_kv(DeviceKv& kv, double timeout_s) {
     unwrap(std::move(closed), "close a card's KV cache");
 }
 
-std::string no_device_reason() {
-    auto driver = device::Driver::get();
-    return driver ? std::string() : driver.error().text;
-}
-
 }  // namespace
 
 void bind_kv_memory(py::module_& m) {
@@ -73,10 +68,7 @@ void bind_kv_memory(py::module_& m) {
         .def("mark", &mark, py::arg("stream"))
         .def("close", &close_device_kv, py::arg("timeout_s"))
         .def_property_readonly("lost", &DeviceKv::lost)
-        .def_property_readonly("device_name", [](const DeviceKv& kv) { return kv.facts().name; })
-        .def_property_readonly("bus_id", [](const DeviceKv& kv) { return kv.facts().bus_id; });
-    m.def("no_device_reason", &no_device_reason,
-          "Why this process can use no card, in one sentence; empty: it can. Opens the CUDA driver.");
+        .def_property_readonly("device_name", [](const DeviceKv& kv) { return kv.facts().name; });
     m.def("use_driver_for_tests", &device::Driver::use_library_for_tests, py::arg("path"),
           "Opens this library in place of libcuda.so.1 from now on; empty: that one again.");
 }

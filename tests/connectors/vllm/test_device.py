@@ -208,27 +208,8 @@ def test_a_card_that_hangs_does_not_keep_an_engine_from_closing(
         half.close()
 
 
-def test_without_a_driver_the_engine_serves_without_the_pool() -> None:
-    kv = memory()
-    half = WorkerHalf(
-        engine_config(),
-        ranks=lambda: (0, 0),
-        fingerprint=lambda layout, tensor: FINGERPRINT,
-        open_node=node_at(FakePool()),
-        open_device=functools.partial(
-            DeviceMemory, current_stream=lambda device: 0, ring_bytes=8 << 20, copy_threads=2, log=LOG
-        ),
-        log=LOG,
-    )
-    _native.use_driver_for_tests("/no/such/libcuda.so.1")
-    try:
-        half.register({name: FakeTensor(kv[number], kv, device="cuda") for number, name in enumerate(GROUP)})
-    finally:
-        _native.use_driver_for_tests("")
-    assert "/no/such/libcuda.so.1" in half.handshake().refusal
-
-
-def test_memory_of_the_host_that_is_called_a_cards_is_refused(late_card: SoftCard) -> None:
+def refusal_of_host_memory() -> str:
+    """What a worker says of memory of the host that is called a card's."""
     kv: npt.NDArray[np.float32] = memory()
     half = WorkerHalf(
         engine_config(),
@@ -241,4 +222,16 @@ def test_memory_of_the_host_that_is_called_a_cards_is_refused(late_card: SoftCar
         log=LOG,
     )
     half.register({name: FakeTensor(kv[number], kv, device="cuda") for number, name in enumerate(GROUP)})
-    assert "does not lie in memory of device 0" in half.handshake().refusal
+    return half.handshake().refusal
+
+
+def test_without_a_driver_the_engine_serves_without_the_pool() -> None:
+    _native.use_driver_for_tests("/no/such/libcuda.so.1")
+    try:
+        assert "/no/such/libcuda.so.1" in refusal_of_host_memory()
+    finally:
+        _native.use_driver_for_tests("")
+
+
+def test_memory_of_the_host_that_is_called_a_cards_is_refused(late_card: SoftCard) -> None:
+    assert "does not lie in memory of device 0" in refusal_of_host_memory()

@@ -26,6 +26,8 @@ def test_values() -> None:
         {"node": "n1", "require_pool": True, "tenant": "t", "namespace": "n", "save_decode": "true"}
     )
     assert settings == Settings("n1", True, "t", "n", True)
+    settings = Settings.parse({"gpu": True, "gpu_ring": "128MiB", "gpu_copy_threads": 8})
+    assert (settings.gpu, settings.gpu_ring, settings.gpu_copy_threads) == (True, 128 << 20, 8)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,12 @@ def test_values() -> None:
         ({"save_decode": 1}, ["save_decode must be true or false"]),
         ({"tenant": ""}, ["tenant must be a non-empty text"]),
         ({"namespace": None}, ["namespace must be a non-empty text"]),
+        ({"lease_s": 0}, ["lease_s must be seconds above 0 and up to 3600, not 0"]),
+        ({"gpu": "cuda"}, ["gpu must be true or false"]),
+        ({"gpu_ring": "1MiB"}, ["gpu_ring must be a size from 8MiB to 2GiB, such as 64MiB, not '1MiB'"]),
+        ({"gpu_ring": "lots"}, ["gpu_ring must be a size", "not 'lots'"]),
+        ({"gpu_copy_threads": 0}, ["gpu_copy_threads must be a number of threads from 1 to 64, not 0"]),
+        ({"gpu_copy_threads": True}, ["gpu_copy_threads must be a number of threads"]),
     ],
 )
 def test_refusals(extra: dict[str, object], words: list[str]) -> None:
