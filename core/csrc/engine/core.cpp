@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "base/utf8.hpp"
+#include "memory/address.hpp"
 #include "transport/frames.hpp"
 
 namespace moonpool {
@@ -213,6 +214,8 @@ Status Engine::Core::close() {
                         "they use must not be freed before this process ends"};
     } else {
         for (const auto& loop : loops) loop->stop();
+        MutexLock inner(cards_mutex);
+        cards.clear();  // their pinned memory
     }
     closed = std::move(drained);
     return *closed;
@@ -246,9 +249,42 @@ bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
     return all;
 }
 
-Status Engine::Core::add_region(uint64_t address, uint64_t length, MemoryKind kind,
-                                const std::string& location, std::shared_ptr<transport::Memory> memory) {
-    Result<std::shared_ptr<Region>> region = regions->add(address, length, kind, location, std::move(memory));
+// No caller's word is taken for it: what is registered is touched later, by peers, where a fault would end
+// the process.
+Result<transport::RegionMemory> Engine::Core::find_memory(uint64_t address, uint64_t length) {
+    transport::RegionMemory memory;
+    // The table's to refuse.
+    if (address == 0 || length == 0 || address + length < address) return memory;
+    auto refused = [&](const std::string& why) {
+        return Error{Code::kInvalidArgument, "the range " +
+                                                 transport::range_text(Slice{0, address, length, {}}) +
+                                                 " is not registered: " + why};
+    };
+    Result<MemoryRef> found = describe_memory(address, length);
+    if (!found) {
+        return refused(found.error().text +
+                       "; register memory that the CPU may read and write, or memory of a "
+                       "CUDA card");
+    }
+    memory.pinned = found->kind == MemoryKind::kPinned;
+    if (found->kind != MemoryKind::kDevice) return memory;
+    MutexLock lock(cards_mutex);
+    std::shared_ptr<device::CardCopier>& card = cards[found->device];
+    if (card == nullptr) {
+        Result<std::shared_ptr<device::CardCopier>> opened = device::CardCopier::open(found->device);
+        if (!opened) {
+            return refused("CUDA card " + std::to_string(found->device) + ": " + opened.error().text);
+        }
+        card = std::move(*opened);
+    }
+    memory.kind = MemoryKind::kDevice;
+    memory.card = card;
+    return memory;
+}
+
+Status Engine::Core::add_region(uint64_t address, uint64_t length, const std::string& location,
+                                transport::RegionMemory memory) {
+    Result<std::shared_ptr<Region>> region = regions->add(address, length, location, std::move(memory));
     if (!region) return region.error();
     for (const Entry& entry : transports) {
         if (!entry.allowed) continue;

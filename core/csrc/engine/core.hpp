@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -84,6 +85,9 @@ struct Engine::Core {
     Mutex undrained_mutex;
     // Out of the table, but something still touches them.
     std::vector<std::shared_ptr<Region>> undrained GUARDED_BY(undrained_mutex);
+    Mutex cards_mutex;
+    // Of each card of which memory was registered, by its ordinal.
+    std::map<int, std::shared_ptr<device::CardCopier>> cards GUARDED_BY(cards_mutex);
     engine::Inbox inbox;
     engine::Tickets tickets;
 
@@ -115,8 +119,10 @@ struct Engine::Core {
 
     // ---- regions
 
-    Status add_region(uint64_t address, uint64_t length, MemoryKind kind, const std::string& location,
-                      std::shared_ptr<transport::Memory> memory);
+    // What the memory at an address of this process is, asked of the kernel and of the CUDA driver.
+    Result<transport::RegionMemory> find_memory(uint64_t address, uint64_t length);
+    Status add_region(uint64_t address, uint64_t length, const std::string& location,
+                      transport::RegionMemory memory);
     // Waits until nothing touches the memory. After kTimeout it may be asked for again, to wait further.
     Status remove_region(uint64_t address);
     Status revoke(const Region& region, std::chrono::steady_clock::time_point end);

@@ -99,6 +99,7 @@ void Engine::Core::prepare(Job& job, const TransferRequest& request) {
     for (size_t i = 0; i < job.slices.size(); ++i) {
         // Nothing has to reach a peer for it, not even its address.
         bool empty = job.slices[i].length == 0;
+        job.on_card = job.on_card || (!empty && job.locals[i]->on_card());
         job.states[i].store(empty ? SliceState::kDone : SliceState::kWaiting, std::memory_order_relaxed);
         if (empty) --job.waiting;
     }
@@ -224,7 +225,7 @@ void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
         if (share->job->waiting == 0) {
             end_share(ticket);
             // A copy of this size costs about as much as waking a thread for it.
-        } else if (share->peer->runs_on_caller() && bytes <= kInlineBytesMax) {
+        } else if (share->peer->runs_on_caller() && !share->job->on_card && bytes <= kInlineBytesMax) {
             share->outcome = share->peer->run(*share->job);
             end_share(ticket);
         } else {

@@ -16,26 +16,11 @@
 #include <chrono>
 
 #include "engine/core.hpp"
-#include "memory/reachable.hpp"
 #include "transport/frames.hpp"
 
 namespace moonpool {
 
 namespace {
-
-// What is registered is touched later, by peers, where a fault would end the process.
-Status check_reachable(uint64_t address, uint64_t length) {
-    if (address == 0 || length == 0 || address + length < address) return success();  // the table's to refuse
-    std::optional<Unreachable> place = find_unreachable(address, length);
-    if (!place) return success();
-    char at[32];
-    std::snprintf(at, sizeof(at), "0x%llx", static_cast<unsigned long long>(place->address));
-    return Error{Code::kInvalidArgument,
-                 "the range " + transport::range_text(Slice{0, address, length, {}}) +
-                     " is not registered: at " + at + " " + place->why +
-                     "; register memory that the CPU may read and write (memory of a device, as of a GPU, is "
-                     "not supported yet)"};
-}
 
 // Before anything is moved.
 Status check(const TransferRequest& request) {
@@ -91,7 +76,10 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     if (!memory) return memory.error();
     // Of the size that was asked for, though the memory is rounded up to pages: peers see no more.
     auto address = reinterpret_cast<uint64_t>((*memory)->data());
-    Status added = core_->add_region(address, bytes, MemoryKind::kHostArena, location, *memory);
+    transport::RegionMemory arena;
+    arena.kind = MemoryKind::kHostArena;
+    arena.memory = *memory;
+    Status added = core_->add_region(address, bytes, location, std::move(arena));
     if (!added) return added.error();
     return *memory;
 }
@@ -99,10 +87,9 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
 Status Engine::register_region(uint64_t address, uint64_t length, const std::string& location) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    // Asked of the kernel and not believed: a wrong address would kill this process at a moment that a
-    // peer chooses.
-    if (Status status = check_reachable(address, length); !status) return status;
-    return core_->add_region(address, length, MemoryKind::kHost, location, nullptr);
+    Result<transport::RegionMemory> memory = core_->find_memory(address, length);
+    if (!memory) return memory.error();
+    return core_->add_region(address, length, location, std::move(*memory));
 }
 
 Status Engine::deregister_region(uint64_t address) {
@@ -168,8 +155,8 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
     Result<std::shared_ptr<Peer>> found = core_->find_peer(segment);
     if (!found) return found.error();
     Peer& peer = **found;
-    Result<std::vector<std::byte>> answer =
-        peer.control().ask(Kind::kEngineRegions, {}, core_->options.timeout_ms);
+    Result<std::vector<std::byte>> answer = peer.control().ask(
+        Kind::kEngineRegions, transport::regions_question(peer.info()), core_->options.timeout_ms);
     auto failed = [&](const Error& error) {
         return Error{error.code, "engine \"" + peer.info().name + "\" at " + peer.info().address +
                                      " does not tell its regions: " + error.text};

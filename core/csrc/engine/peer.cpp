@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include "transport/staged_run.hpp"
+
 namespace moonpool::engine {
 
 using transport::Job;
@@ -14,6 +16,12 @@ std::string seconds_text(int ms) {
     char text[32];
     std::snprintf(text, sizeof(text), "%g s", ms / 1000.0);
     return text;
+}
+
+bool is_staged(const Link& link, const Job& job) { return job.on_card && !link.copies_by_card(); }
+
+Status carry(Link& link, Job& job) {
+    return is_staged(link, job) ? transport::run_staged(link, job) : link.run(job);
 }
 
 }  // namespace
@@ -44,7 +52,7 @@ Outcome Peer::run(Job& job) {
         size_t before = job.waiting;
         if (i != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
         Link& link = *routes_[i].link;
-        Status status = link.run(job);
+        Status status = carry(link, job);
         if (account(job, link, std::move(status), outcome)) break;
     }
     return outcome;
@@ -67,10 +75,10 @@ void Peer::post_to(size_t route, std::shared_ptr<Job> job, transport::Workers& w
     };
     // Copied into the callback's type once, so that it can be offered twice.
     Link::Finished callback = std::move(next);
-    if (link->post(job, callback)) return;
+    if (!is_staged(*link, *job) && link->post(job, callback)) return;
     bool background = job->background;
     workers.post(background, [link, job = std::move(job), callback]() mutable {
-        Status status = link->run(*job);
+        Status status = carry(*link, *job);
         callback(std::move(job), std::move(status));
     });
 }

@@ -1,5 +1,6 @@
 #include "transport/frames.hpp"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace moonpool::transport {
@@ -31,6 +32,7 @@ std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body) {
     Reader r(body);
     PeerInfo info;
     auto version = r.number<uint16_t>();
+    info.version = version;
     copy_bytes(info.segment, r.bytes(info.segment.size()));
     info.name = r.text16();
     info.host_id = r.text16();
@@ -61,9 +63,26 @@ std::optional<Hello> decode_hello(Reader r) {
     return hello;
 }
 
-void encode_regions(Writer& w, const Regions& regions) {
-    w.number(static_cast<uint32_t>(regions.size()));
+std::vector<std::byte> regions_question(const PeerInfo& peer) {
+    std::vector<std::byte> body;
+    if (peer.version >= kVersionWithCards) Writer(body).number(kEngineVersion);
+    return body;
+}
+
+std::optional<uint16_t> decode_regions_question(Reader r) {
+    if (r.done()) return uint16_t{1};
+    auto version = r.number<uint16_t>();
+    // A later version may append fields.
+    if (!r.ok() || version < kVersionWithCards) return std::nullopt;
+    return version;
+}
+
+void encode_regions(Writer& w, const Regions& regions, uint16_t version) {
+    // Before it, a list with another kind than those of the host was unreadable.
+    auto shown = [&](const auto& region) { return version >= kVersionWithCards || !region->on_card(); };
+    w.number(static_cast<uint32_t>(std::ranges::count_if(regions, shown)));
     for (const auto& region : regions) {
+        if (!shown(region)) continue;
         w.number(region->id);
         w.number(region->address);
         w.number(region->length);

@@ -15,7 +15,8 @@
 
 namespace moonpool::transport {
 
-inline constexpr uint16_t kEngineVersion = 1;
+inline constexpr uint16_t kEngineVersion = 2;
+inline constexpr uint16_t kVersionWithCards = 2;  // lists regions of kDevice, and asks for them
 inline constexpr size_t kNameBytesMax = 256;
 inline constexpr uint32_t kRowsMax = 512;               // ranges of one TRANSFER
 inline constexpr uint64_t kPayloadBytesMax = 8u << 20;  // bytes of its writes, and of its reads
@@ -49,7 +50,12 @@ struct RegionRow {
         return at >= address && bytes <= length && at - address <= length - bytes;
     }
 };
-void encode_regions(Writer& w, const Regions& regions);
+// Asks a peer of that version for its regions: the question's body.
+std::vector<std::byte> regions_question(const PeerInfo& peer);
+// The version of the initiator that asks; nothing: the body breaks the format.
+std::optional<uint16_t> decode_regions_question(Reader r);
+// Those that an initiator of that version can read.
+void encode_regions(Writer& w, const Regions& regions, uint16_t version);
 std::optional<std::vector<RegionRow>> decode_regions(Reader r);
 
 // TRANSFER: u32 rows, u32 zero, rows, the bytes of the writes in the order of their rows.

@@ -20,7 +20,8 @@ struct Identity {
 // What a peer's engine says of itself in the handshake. What its transports need of it they fill in by
 // Transport::offer().
 struct PeerInfo {
-    std::string address;  // as the user gave it
+    uint16_t version = 0;  // of the engine's protocol, 0: of no handshake
+    std::string address;   // as the user gave it
     std::string name;
     SegmentId segment{};
     std::string host_id;

@@ -40,9 +40,11 @@ struct Job {
     std::shared_ptr<const Regions> regions;
 
     bool background = false;
+    bool on_card = false;   // a local region is memory of a card
     int timeout_ms = 5000;  // without progress
     std::atomic<bool> cancelled{false};
     const std::atomic<bool>* closing = nullptr;  // of the engine
+    const Job* whole = nullptr;                  // of which this one is a part
 
     std::atomic<uint64_t> bytes_done{0};
     std::atomic<uint64_t> progress_ns{0};  // when a byte moved last
@@ -50,7 +52,10 @@ struct Job {
     Error refusal;                         // why the first failed slice failed
     std::atomic<bool> refused{false};
 
-    bool stopped() const { return cancelled.load(std::memory_order_relaxed) || closing->load(); }
+    bool stopped() const {
+        return cancelled.load(std::memory_order_relaxed) || closing->load() ||
+               (whole != nullptr && whole->stopped());
+    }
 
     bool is_waiting(size_t i) const {
         return states[i].load(std::memory_order_relaxed) == SliceState::kWaiting;
@@ -75,6 +80,10 @@ class Link {
     // Whether this path can move bytes to or from a peer's memory of that kind; if not, `why` (may be null)
     // says the reason in one sentence.
     virtual bool reaches(MemoryKind kind, std::string* why) const = 0;
+
+    // Whether run() copies to and from local memory of a card by itself. To other links the engine shows a
+    // slot of pinned memory in its place.
+    virtual bool copies_by_card() const { return false; }
 
     // Whether run() only copies, without waiting for the peer: then a small job is done at once on the thread
     // that submits it.

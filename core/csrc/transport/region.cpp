@@ -24,9 +24,8 @@ const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t addr
     return (*it)->contains(address, bytes) ? &*it : nullptr;
 }
 
-Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t length, MemoryKind kind,
-                                                 const std::string& location,
-                                                 std::shared_ptr<Memory> memory) {
+Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t length,
+                                                 const std::string& location, RegionMemory memory) {
     if (address == 0 || length == 0 || address + length < address) {
         return Error{Code::kInvalidArgument,
                      "a region needs an address and a length: " + range_text(address, length) + " is none"};
@@ -59,9 +58,9 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
     region->id = next_id_++;
     region->address = address;
     region->length = length;
-    region->kind = kind;
     region->location = location;
-    region->memory = std::move(memory);
+    static_cast<RegionMemory&>(*region) = std::move(memory);
+    if (region->on_card()) ever_on_card_ = true;
     auto regions = std::make_shared<Regions>(*regions_);
     regions->insert(regions->begin() + (next - regions_->begin()), region);
     regions_ = std::move(regions);
@@ -103,6 +102,7 @@ bool RegionTable::check_integrity() const {
     for (const auto& region : *regions) {
         if (region->length == 0 || region->address < end || region->closing()) return false;
         if ((region->kind == MemoryKind::kHostArena) != (region->memory != nullptr)) return false;
+        if ((region->kind == MemoryKind::kDevice) != region->on_card()) return false;
         end = region->address + region->length;
     }
     return regions->size() <= kRegionsMax;

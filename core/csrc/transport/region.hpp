@@ -6,6 +6,9 @@
 // posting and the completion of an operation: the transport that posts it holds the region for all of that
 // time.
 //
+// A region of a card's memory has a CardCopier, which makes its copies: an operation each, since the card is
+// at work when the thread that queued them has given up.
+//
 // remove() takes the region out of the table and marks it closing. drained() tells when no visit and no
 // operation is left: from then on the memory may be freed.
 //
@@ -25,6 +28,7 @@
 
 #include "base/mutex.hpp"
 #include "base/result.hpp"
+#include "device/card_copier.hpp"
 #include "memory/kind_name.hpp"
 #include "transport/memory.hpp"
 
@@ -34,13 +38,19 @@ inline constexpr uint64_t kAccessBytesMax = 8u << 20;
 inline constexpr size_t kRegionsMax = 16384;
 inline constexpr size_t kLocationBytesMax = 64;
 
-struct Region {
+// What the memory of a region is, besides where.
+struct RegionMemory {
+    MemoryKind kind = MemoryKind::kHost;
+    std::shared_ptr<Memory> memory;            // of kHostArena
+    std::shared_ptr<device::CardCopier> card;  // of kDevice
+    bool pinned = false;                       // of the host, and every card reaches it
+};
+
+struct Region : RegionMemory {
     uint64_t id = 0;  // never used twice in one engine
     uint64_t address = 0;
     uint64_t length = 0;
-    MemoryKind kind = MemoryKind::kHost;
-    std::string location;            // a label: text of the owner, shown to peers; no transport reads it
-    std::shared_ptr<Memory> memory;  // of kHostArena
+    std::string location;  // a label: text of the owner, shown to peers; no transport reads it
 
     bool contains(uint64_t at, uint64_t bytes) const {
         return at >= address && bytes <= length && at - address <= length - bytes;
@@ -51,7 +61,11 @@ struct Region {
     void end_operation() { operations_.fetch_sub(1); }
     void close() { closing_.store(true); }
     bool closing() const { return closing_.load(); }
-    bool drained() const { return visits_.load() == 0 && operations_.load() == 0; }
+    bool on_card() const { return card != nullptr; }
+    bool drained() const {
+        if (card != nullptr) card->collect();
+        return visits_.load() == 0 && operations_.load() == 0;
+    }
 
    private:
     bool count(std::atomic<int64_t>& uses) {
@@ -80,16 +94,19 @@ const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t addr
 class RegionTable {
    public:
     // Refuses empty ranges, ranges that wrap, and ranges that overlap a registered one.
-    Result<std::shared_ptr<Region>> add(uint64_t address, uint64_t length, MemoryKind kind,
-                                        const std::string& location, std::shared_ptr<Memory> memory);
+    Result<std::shared_ptr<Region>> add(uint64_t address, uint64_t length, const std::string& location,
+                                        RegionMemory memory);
     // The region that begins there, taken out and closing.
     Result<std::shared_ptr<Region>> remove(uint64_t address);
 
     std::shared_ptr<const Regions> all() const;
     std::shared_ptr<Region> by_id(uint64_t id) const;
+    // Whether one of them is, or was, memory of a card.
+    bool ever_on_card() const { return ever_on_card_.load(std::memory_order_relaxed); }
     bool check_integrity() const;
 
    private:
+    std::atomic<bool> ever_on_card_{false};
     mutable Mutex mutex_;
     uint64_t next_id_ GUARDED_BY(mutex_) = 1;
     std::shared_ptr<const Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();

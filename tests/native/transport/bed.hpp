@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../device/bed.hpp"
 #include "../random.hpp"
 #include "engine/engine.hpp"
 
@@ -54,18 +55,32 @@ inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {
     return *engine;
 }
 
-// Registered memory with a margin that nobody may touch.
+// Registered memory with a margin that nobody may touch. Of a card it needs a Bed, whose software device lets
+// the test look at it.
 class Memory {
    public:
     Memory(Engine& engine, size_t size, MemoryKind kind) : engine_(engine), size_(size) {
         if (kind == MemoryKind::kHostArena) {
             arena_ = *engine.allocate(size, "cpu:0");
             data_ = arena_->data();
+            address_ = reinterpret_cast<uint64_t>(data_);
+            return;
+        }
+        std::byte* all;
+        if (kind == MemoryKind::kDevice) {
+            card_ = device::must(
+                device::DeviceMemory::allocate(device::must(device::Device::open(0)), size + 2 * kMargin));
+            address_ = card_.address() + kMargin;
+            all = reinterpret_cast<std::byte*>(soft_device().soft_at(card_.address(), card_.bytes()));
+            std::memset(all, 0xEE, card_.bytes());
         } else {
             other_.resize(size + 2 * kMargin, std::byte{0xEE});
-            data_ = other_.data() + kMargin;
-            REQUIRE(engine.register_region(address(), size, "cpu:0").ok());
+            all = other_.data();
+            address_ = reinterpret_cast<uint64_t>(all + kMargin);
         }
+        data_ = all + kMargin;
+        Status status = engine.register_region(address(), size, "cpu:0");
+        REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().text));
     }
     ~Memory() {
         (void)engine_.deregister_region(address());
@@ -73,7 +88,7 @@ class Memory {
     }
     Memory(const Memory&) = delete;
 
-    uint64_t address() const { return reinterpret_cast<uint64_t>(data_); }
+    uint64_t address() const { return address_; }
     std::byte* data() { return data_; }
     size_t size() const { return size_; }
     void fill(Random& random) {
@@ -86,9 +101,9 @@ class Memory {
     }
     std::vector<std::byte> bytes() const { return {data_, data_ + size_}; }
     void check_margin() {
-        for (size_t i = 0; i < kMargin && !other_.empty(); ++i) {
-            REQUIRE(other_[i] == std::byte{0xEE});
-            REQUIRE(other_[other_.size() - 1 - i] == std::byte{0xEE});
+        for (size_t i = 1; i <= kMargin && arena_ == nullptr; ++i) {
+            REQUIRE(*(data_ - i) == std::byte{0xEE});
+            REQUIRE(data_[size_ + i - 1] == std::byte{0xEE});
         }
     }
 
@@ -98,8 +113,35 @@ class Memory {
     size_t size_;
     std::shared_ptr<transport::Memory> arena_;
     std::vector<std::byte> other_;
-    std::byte* data_ = nullptr;
+    device::DeviceMemory card_;
+    std::byte* data_ = nullptr;  // as this test sees it
+    uint64_t address_ = 0;
 };
+
+// The kinds of memory on the two sides, in each combination that is carried in a way of its own. With a
+// software device where one of them is a card's, under a policy of its own.
+inline void each_kinds(const std::string& transport,
+                       const std::function<void(MemoryKind mine, MemoryKind theirs)>& body) {
+    using enum MemoryKind;
+    struct Sides {
+        MemoryKind mine, theirs;
+        Policy policy = Policy::kLate;
+    };
+    for (const Sides& sides :
+         {Sides{kHostArena, kHostArena}, Sides{kHost, kHost}, Sides{kDevice, kDevice, Policy::kShuffled},
+          Sides{kDevice, kHost}, Sides{kHostArena, kDevice, Policy::kEarly}}) {
+        if (transport == "shm" && sides.theirs == kDevice) continue;  // another path's
+        CAPTURE(kind_name(sides.mine));
+        CAPTURE(kind_name(sides.theirs));
+        if (sides.mine != kDevice && sides.theirs != kDevice) {
+            body(sides.mine, sides.theirs);
+            continue;
+        }
+        Bed bed(sides.policy, 77);
+        body(sides.mine, sides.theirs);
+        bed.end();
+    }
+}
 
 struct Pair {
     std::shared_ptr<Engine> here, there;

@@ -432,7 +432,7 @@ TEST_CASE("batches: a region that is closed on the way takes its own slices with
 
 TEST_CASE("visit: what a state machine computes wrongly is not touched") {
     transport::RegionTable table;
-    std::shared_ptr<Region> region = *table.add(4096, 4096, MemoryKind::kHost, "", nullptr);
+    std::shared_ptr<Region> region = *table.add(4096, 4096, "", {});
     using Access = transport::Visit::Access;
     transport::Visit visit;
     CHECK(visit.reach(*region, 4096, 4096, 0, 4096) == Access::kGranted);

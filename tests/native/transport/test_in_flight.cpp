@@ -298,7 +298,7 @@ TEST_CASE(
 
 TEST_CASE("in flight: visits and operations of a region are counted apart, and none begins once it closes") {
     transport::RegionTable table;
-    REQUIRE(table.add(4096, 4096, MemoryKind::kHost, "", nullptr).ok());
+    REQUIRE(table.add(4096, 4096, "", {}).ok());
     std::shared_ptr<const transport::Regions> regions = table.all();
     Region& region = *regions->front();
     Operation first(regions), second(regions);

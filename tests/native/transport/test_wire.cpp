@@ -7,9 +7,11 @@
 #include <sstream>
 #include <string>
 
+#include "../device/bed.hpp"
 #include "transport/frames.hpp"
 
 using namespace moonpool;
+using namespace moonpool::testing;
 using namespace moonpool::transport;
 
 namespace {
@@ -74,7 +76,9 @@ TEST_CASE("engine wire: the examples of the page") {
     CHECK(framed(Kind::kEngineHello, kFlagAnswer, 1, with([](Writer& w) { w.number(kEngineVersion); })) ==
           example("HELLO, answer"));
 
-    CHECK(framed(Kind::kEngineRegions, 0, 2, {}) == example("REGIONS:"));
+    PeerInfo peer;
+    peer.version = kEngineVersion;
+    CHECK(framed(Kind::kEngineRegions, 0, 2, regions_question(peer)) == example("REGIONS:"));
     Regions regions = {std::make_shared<Region>()};
     regions[0]->id = 7;
     regions[0]->address = 0x400000;
@@ -83,7 +87,7 @@ TEST_CASE("engine wire: the examples of the page") {
     regions[0]->location = "cpu:0";
     CHECK(framed(Kind::kEngineRegions, kFlagAnswer, 2, with([&](Writer& w) {
                      w.number(uint64_t{0});
-                     encode_regions(w, regions);
+                     encode_regions(w, regions, kEngineVersion);
                  })) == example("REGIONS, answer"));
     body = body_of(example("REGIONS, answer"));
     Reader r(body);
@@ -115,7 +119,7 @@ TEST_CASE("engine wire: a region of a kind that is not known here is listed, and
     regions[0]->address = 4096;
     regions[0]->length = 100;
     regions[0]->kind = static_cast<MemoryKind>(9);
-    std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, regions); });
+    std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, regions, kEngineVersion); });
     std::optional<std::vector<RegionRow>> rows = decode_regions(Reader(body));
     REQUIRE(rows.has_value());
     CHECK(kind_name(rows->front().kind) == "kind 9");
@@ -125,6 +129,37 @@ TEST_CASE("engine wire: a region of a kind that is not known here is listed, and
         CHECK(why.find(kind_name(kind)) != std::string::npos);
     }
     CHECK(reached_by_cpu(MemoryKind::kHostArena, &why));
+}
+
+TEST_CASE("engine wire: a peer of the version before cards is asked, and answered, as then") {
+    PeerInfo peer;
+    peer.version = kVersionWithCards - 1;
+    std::vector<std::byte> question = regions_question(peer);
+    CHECK(question.empty());
+    CHECK(decode_regions_question(Reader(question)) == std::optional<uint16_t>(1));
+    peer.version = kEngineVersion;
+    question = regions_question(peer);
+    CHECK(decode_regions_question(Reader(question)) == std::optional<uint16_t>(kEngineVersion));
+    question.resize(1);
+    CHECK_FALSE(decode_regions_question(Reader(question)).has_value());
+
+    Bed bed;
+    Regions regions = {std::make_shared<Region>(), std::make_shared<Region>()};
+    regions[0]->kind = MemoryKind::kDevice;
+    regions[0]->card = device::must(device::CardCopier::open(0));
+    for (uint64_t i = 0; i < 2; ++i) {
+        regions[i]->address = 4096 * (i + 1);
+        regions[i]->length = 4096;
+    }
+    for (uint16_t version : {uint16_t{1}, kEngineVersion}) {
+        std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, regions, version); });
+        std::optional<std::vector<RegionRow>> rows = decode_regions(Reader(body));
+        REQUIRE(rows.has_value());
+        REQUIRE(rows->size() == (version == 1 ? 1 : 2));
+        CHECK(rows->back().kind == MemoryKind::kHost);
+    }
+    regions.clear();
+    bed.end();
 }
 
 TEST_CASE("engine wire: what is cut off, too long or out of order is not read") {
@@ -143,9 +178,9 @@ TEST_CASE("engine wire: what is cut off, too long or out of order is not read") 
         region->address = 4096;
         region->length = 100;
     }
-    std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, wrong); });
+    std::vector<std::byte> body = with([&](Writer& w) { encode_regions(w, wrong, kEngineVersion); });
     CHECK_FALSE(decode_regions(Reader(body)).has_value());
     wrong[1]->address = 8192;
-    body = with([&](Writer& w) { encode_regions(w, wrong); });
+    body = with([&](Writer& w) { encode_regions(w, wrong, kEngineVersion); });
     CHECK(decode_regions(Reader(body)).has_value());
 }

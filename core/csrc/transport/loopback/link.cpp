@@ -2,8 +2,81 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+
+#include "transport/card_batch.hpp"
 
 namespace moonpool::transport::loopback {
+
+// The pieces of a job that a card copies, gathered while they are of one card.
+class Link::Cards {
+   public:
+    Cards(Job& job, std::shared_ptr<const Regions> theirs, Tally& tally)
+        : job_(job), regions_(std::move(theirs)), tally_(tally) {}
+
+    // Has room for a piece that `copier` copies.
+    Status prepare(const std::shared_ptr<device::CardCopier>& copier) {
+        if (batch_ && (batch_->copier() != copier.get() || batch_->room() == 0)) {
+            if (Status moved = flush(); !moved) return moved;
+        }
+        if (!batch_) batch_.emplace(job_, copier);
+        if (theirs_ == nullptr) {
+            theirs_ = std::make_shared<Operation>(regions_);
+            batch_->keep(theirs_);
+        }
+        return success();
+    }
+    CardBatch& batch() { return *batch_; }
+    Operation& theirs() { return *theirs_; }
+    Status flush() {
+        if (!batch_) return success();
+        Status moved = batch_->run(tally_);
+        batch_.reset();
+        theirs_.reset();
+        return moved;
+    }
+
+   private:
+    Job& job_;
+    std::shared_ptr<const Regions> regions_;
+    Tally& tally_;
+    std::optional<CardBatch> batch_;
+    std::shared_ptr<Operation> theirs_;
+};
+
+Status Link::copy_by_card(Job& job, size_t i, const std::shared_ptr<Region>& remote, Cards& cards) {
+    const Slice& slice = job.slices[i];
+    Region& local = *job.locals[i];
+    if (!local.contains(slice.local, slice.length)) {
+        job.fail(i, Code::kProtocol, kOutsideText);
+        return success();
+    }
+    // The driver copies no range onto itself; memory of the host is the card's for no other purpose.
+    bool same = local.on_card() && remote->on_card();
+    if (same && slice.local != slice.remote && slice.local < slice.remote + slice.length &&
+        slice.remote < slice.local + slice.length) {
+        job.fail(i, Code::kInvalidArgument, "a range of a card's memory overlaps the one it is copied to");
+        return success();
+    }
+    for (uint64_t at = 0; at < slice.length;) {
+        if (job.stopped()) return Error{Code::kClosed, "stopped"};
+        if (target_->closed) return Error{Code::kUnavailable, "the peer has closed"};
+        if (Status ready = cards.prepare(local.on_card() ? local.card : remote->card); !ready) return ready;
+        bool mine = cards.batch().hold(local);
+        if (!mine || !cards.theirs().hold(*remote)) {
+            job.fail(i, Code::kInvalidArgument,
+                     mine ? "the peer deregistered the region" : "the local region was deregistered");
+            return success();
+        }
+        uint64_t n = std::min(slice.length - at, cards.batch().room());
+        CardBatch::Side here{slice.local + at, local.on_card() || local.pinned};
+        CardBatch::Side there{slice.remote + at, remote->on_card() || remote->pinned};
+        const bool write = slice.direction == Direction::kWrite;
+        at += n;
+        cards.batch().add({i, write ? there : here, write ? here : there, n, at == slice.length});
+    }
+    return success();
+}
 
 Status Link::run(Job& job) {
     std::shared_ptr<const Regions> regions = target_->regions->all();
@@ -11,6 +84,7 @@ Status Link::run(Job& job) {
     uint64_t held = 0;
     Tally tally(counters_);
     Visit here, there;
+    Cards cards(job, regions, tally);
     for (size_t i = 0; i < job.slices.size(); ++i) {
         if (!job.is_waiting(i)) continue;
         const Slice& slice = job.slices[i];
@@ -20,6 +94,14 @@ Status Link::run(Job& job) {
         if (region == nullptr) {
             job.fail(i, Code::kInvalidArgument,
                      "the range " + range_text(slice) + " lies in no registered region of the peer");
+            continue;
+        }
+        if (job.locals[i]->on_card() || (*region)->on_card()) {
+            // A card may take its time: nothing is visited meanwhile.
+            here.end();
+            there.end();
+            held = 0;
+            if (Status queued = copy_by_card(job, i, *region, cards); !queued) return queued;
             continue;
         }
         for (uint64_t at = 0; at < slice.length;) {
@@ -63,7 +145,9 @@ Status Link::run(Job& job) {
         job.bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
         job.done(i);
     }
-    return success();
+    here.end();
+    there.end();
+    return cards.flush();
 }
 
 }  // namespace moonpool::transport::loopback

@@ -13,11 +13,17 @@ class Link final : public transport::Link {
         : target_(std::move(target)), counters_(counters) {}
 
     std::string path() const override { return "loopback"; }
-    bool reaches(MemoryKind kind, std::string* why) const override { return reached_by_cpu(kind, why); }
-    bool runs_on_caller() const override { return true; }
+    bool reaches(MemoryKind kind, std::string* why) const override {
+        return kind == MemoryKind::kDevice || reached_by_cpu(kind, why);
+    }
+    bool copies_by_card() const override { return true; }
+    bool runs_on_caller() const override { return !target_->regions->ever_on_card(); }
     Status run(Job& job) override;
 
    private:
+    class Cards;
+    Status copy_by_card(Job& job, size_t slice, const std::shared_ptr<Region>& remote, Cards& cards);
+
     std::shared_ptr<Target> target_;
     TransportCounters& counters_;
 };

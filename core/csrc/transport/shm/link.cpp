@@ -4,11 +4,11 @@
 // Threads: run() on the caller's thread or one of the engine's copying threads, several at a time; the
 // watch on an I/O thread. Nothing waits for the peer, but for open() and a refresh of the view.
 //
-// Between two calls: gate_, pid_ and path_ are set by open() and never change. view_ is the peer's list of
-// regions of one generation, never changed once it is there: a thread takes a reference and keeps it for
-// its job. No thread is inside the gate or a local region except in the middle of Carrier::run(), and
-// there for kAccessBytesMax at a time. Once alive_ is false the peer has ended, and no memory of it is
-// touched.
+// Between two calls: gate_, pid_, path_ and regions_question_ are set by open() and never change. view_ is
+// the peer's list of regions of one generation, never changed once it is there: a thread takes a reference
+// and keeps it for its job. No thread is inside the gate or a local region except in the middle of
+// Carrier::run(), and there for kAccessBytesMax at a time. Once alive_ is false the peer has ended, and no
+// memory of it is touched.
 //
 // Locks: mutex_ (the socket) before view_mutex_ (which view is the newest; held for a copy of a pointer).
 #include "transport/shm/link.hpp"
@@ -114,6 +114,7 @@ Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     }
     probe_process_vm(nonce, page_address);
     path_ = "shm (process " + std::to_string(pid_) + ")";
+    regions_question_ = regions_question(peer);
     auto watch = std::make_shared<Watch>(alive_, Fd(::fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)));
     loop_.post([&loop = loop_, watch] { loop.add(watch->fd(), EPOLLRDHUP, watch); });
     return success();
@@ -210,6 +211,7 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
     std::vector<std::byte> question, answer;
     question.reserve(1024);
     begin_frame(question, Kind::kEngineRegions, 0, next_request_);
+    Writer(question).bytes(regions_question_.data(), regions_question_.size());
     if (Status status = ask(question, answer, nullptr); !status) return status.error();
     Reader r(answer);
     auto next = std::make_shared<View>();

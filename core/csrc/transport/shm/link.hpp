@@ -59,6 +59,7 @@ class Link final : public transport::Link {
     EventLoop& loop_;
     TransportCounters& counters_;
     std::string path_;
+    std::vector<std::byte> regions_question_;
     std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);
     std::unique_ptr<Gate> gate_;
     pid_t pid_ = 0;

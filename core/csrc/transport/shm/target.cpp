@@ -97,7 +97,7 @@ class Target::Session final : public EventHandler {
         // Until the cookie was shown nothing else is answered.
         if (header.kind == Kind::kShmOpen && id_ == 0) return open(header, body);
         if (id_ == 0) return false;
-        if (header.kind == Kind::kEngineRegions && body.done()) return regions(header);
+        if (header.kind == Kind::kEngineRegions) return regions(header, body);
         if (header.kind == Kind::kShmMap) return map(header, body);
         return false;
     }
@@ -134,7 +134,9 @@ class Target::Session final : public EventHandler {
         return finish(shared->fd());
     }
 
-    bool regions(const FrameHeader& header) {
+    bool regions(const FrameHeader& header, Reader body) {
+        std::optional<uint16_t> version = decode_regions_question(body);
+        if (!version) return false;
         uint64_t generation;
         {
             // The generation first: a list that is newer than it is only asked for once more.
@@ -143,7 +145,7 @@ class Target::Session final : public EventHandler {
         }
         Writer w = begin(header);
         w.number(generation);
-        encode_regions(w, *target_.context_.regions->all());
+        encode_regions(w, *target_.context_.regions->all(), *version);
         return finish(-1);
     }
 

@@ -21,7 +21,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
+#include <utility>
 
 #include "base/tsan.hpp"
 #include "wire/congestion.hpp"
@@ -73,6 +76,11 @@ Connection::~Connection() {
 }
 
 bool Connection::on_events(uint32_t events) {
+    over_ = !move_on(events);
+    return !over_;
+}
+
+bool Connection::move_on(uint32_t events) {
     if ((events & EPOLLOUT) != 0 && !flush()) return false;
     if (fenced_) return false;
     for (int round = 0; round < kRoundsMax && !backlogged(); ++round) {
@@ -87,18 +95,23 @@ bool Connection::on_events(uint32_t events) {
 
 // Nothing is read while answers pile up, nothing is awaited that cannot come.
 void Connection::watch() {
-    uint32_t events = (backlogged() ? 0u : uint32_t{EPOLLIN}) | (out_.empty() ? 0u : uint32_t{EPOLLOUT});
+    bool sends = !out_.empty() && out_.front().ready;
+    uint32_t events = (backlogged() ? 0u : uint32_t{EPOLLIN}) | (sends ? uint32_t{EPOLLOUT} : 0u);
     if (events == watched_) return;
     watched_ = events;
     loop_.watch(fd_.get(), events);
 }
 
-bool Connection::backlogged() const { return out_.size() > kAnswersMax || out_bytes_ > kAnswerBytesMax; }
+bool Connection::backlogged() const {
+    return out_.size() > kAnswersMax || out_bytes_ > kAnswerBytesMax || wants_slot_ || awaits_fence_;
+}
 
 // Called by the loop now and then: ends a connection that is in the middle of a frame, or owes answers,
 // and has not moved for too long. An idle one may stay for ever.
 bool Connection::on_tick(uint64_t now) {
     if (fenced_) return false;
+    // A thread that waits for a card, or a fence, has a deadline of its own.
+    if (!card_work_.empty() || awaits_slot_ || awaits_fence_) return true;
     bool inside = receiving_ || in_begin_ != in_end_ || !out_.empty();
     uint64_t limit = ended_ ? kEndedMs : Limits{}.stalled_frame_ms;
     if (!greeted_ && !ended_) return now - progress_ms_ <= Limits{}.handshake_ms;
@@ -142,7 +155,7 @@ Connection::Flow Connection::receive() {
 
 // Serves every whole frame in in_, until a TRANSFER whose payload goes past it. False: drop the connection.
 bool Connection::parse() {
-    while (!ended_ && !receiving_ && in_end_ - in_begin_ >= sizeof(FrameHeader)) {
+    while (!ended_ && !receiving_ && !awaits_fence_ && in_end_ - in_begin_ >= sizeof(FrameHeader)) {
         size_t have = in_end_ - in_begin_;
         FrameHeader header;
         std::memcpy(&header, in_.data() + in_begin_, sizeof(header));
@@ -197,13 +210,61 @@ bool Connection::begin_transfer(const FrameHeader& header, size_t have) {
     }
     in_begin_ += head;
     receiving_ = true;
+    incoming_.cards = CardRows::find(incoming_.rows, incoming_.places, incoming_.regions);
+    if (incoming_.cards == nullptr) {
+        begin_payload();
+    } else {
+        find_slot();
+    }
+    return true;
+}
+
+void Connection::begin_payload() {
     // What was read ahead together with the head is copied; all that follows is received in place.
     size_t here = std::min<uint64_t>(in_end_ - in_begin_, incoming_.left);
     size_t from = in_begin_;
     in_begin_ += here;
     take_payload(in_.data() + from, here);
     if (incoming_.left == 0) finish_transfer();
-    return true;
+}
+
+// A slot for the writes of incoming_, at once or later.
+void Connection::find_slot() {
+    wants_slot_ = true;
+    if (card_reads_ != 0) return;  // looked for again when they have ended
+    Result<bool> has = incoming_.cards->need_slot();
+    if (!has) return got_slot(has.error());
+    if (*has) return got_slot(success());
+    awaits_slot_ = true;
+    target_.context().waiters.post(false, [self = shared_from_this()] {
+        const Context& context = self->target_.context();
+        Status got = self->incoming_.cards->wait_for_slot({context.options.timeout_ms, context.closing});
+        self->loop_.post([self, got = std::move(got)] {
+            self->awaits_slot_ = false;
+            if (self->over_ || self->fenced_) return;
+            self->got_slot(got);
+            self->go_on();
+        });
+    });
+}
+
+// The payload of incoming_ may come.
+void Connection::got_slot(const Status& got) {
+    wants_slot_ = false;
+    for (size_t i = 0; !got && i < incoming_.rows.size(); ++i) {
+        const Region* place = incoming_.places[i];
+        if (place == nullptr || !place->on_card() || incoming_.rows[i].direction != 1) continue;
+        refuse_row(incoming_, i, Error{got.error().code, "was not copied: " + got.error().text});
+    }
+    begin_payload();
+}
+
+// Outside of an event: what a thread has waited for is there.
+void Connection::go_on() {
+    progress_ms_ = now_ms();
+    // What was read ahead is parsed without a new event; so is what came while nothing was read.
+    bool fine = parse() && on_events(0);
+    if (!fine) loop_.remove(fd_.get());
 }
 
 // Every range is checked here, before a byte of it is touched. False: the frame contradicts itself.
@@ -235,12 +296,24 @@ bool Connection::place_rows(const FrameHeader& header) {
 }
 
 void Connection::refuse_row(size_t i, const char* why) {
-    incoming_.places[i] = nullptr;
+    refuse_row(incoming_, i, Error{Code::kInvalidArgument, why});
+}
+
+void Connection::refuse_row(Incoming& in, size_t i, const Error& why) {
+    if (std::exchange(in.places[i], nullptr) == nullptr && in.refused != 0) return;
     // The first refusal is told in words, of the others only which they are.
-    if (incoming_.refused++ != 0) return;
-    const TransferRow& row = incoming_.rows[i];
+    if (in.refused++ != 0) return;
+    const TransferRow& row = in.rows[i];
     Slice slice{0, row.address, row.length, Direction::kRead};
-    incoming_.refusal = Error{Code::kInvalidArgument, "the range " + range_text(slice) + " " + why};
+    in.refusal = Error{why.code, "the range " + range_text(slice) + " " + why.text};
+}
+
+// Where the bytes of a row that has a place are received.
+std::byte* Connection::destination(size_t i, uint64_t at) const {
+    if (incoming_.cards != nullptr) {
+        if (std::byte* staged = incoming_.cards->staged(i)) return staged + at;
+    }
+    return reinterpret_cast<std::byte*>(incoming_.rows[i].address + at);
 }
 
 // Whether `bytes` at `at` of a row that has a place may be written now; else it is refused.
@@ -269,7 +342,7 @@ void Connection::take_payload(const std::byte* bytes, size_t size) {
             Visit visit;
             if (may_touch(incoming_.row, incoming_.at, n, visit)) {
                 OrderedByThePeer scope;
-                std::memcpy(reinterpret_cast<std::byte*>(row.address + incoming_.at), bytes, n);
+                std::memcpy(destination(incoming_.row, incoming_.at), bytes, n);
             }
         }
         bytes += n;
@@ -323,7 +396,7 @@ Connection::Flow Connection::receive_payload() {
             parts[count++] = {scratch(), n};
             if (n < row.length - at) break;
         } else {
-            parts[count++] = {reinterpret_cast<void*>(row.address + at), n};
+            parts[count++] = {destination(i, at), n};
         }
         room += n;
         if (room == kAccessBytesMax) break;
@@ -363,12 +436,46 @@ Connection::Flow Connection::receive_payload() {
 void Connection::finish_transfer() {
     receiving_ = false;
     one_by_one_ = false;
-    Incoming& in = incoming_;
-    Answer answer;
-    if (!spare_.empty()) {
-        answer = std::move(spare_.back());
+    if (spare_.empty()) {
+        out_.emplace_back();
+    } else {
+        out_.push_back(std::move(spare_.back()));
         spare_.pop_back();
     }
+    Answer& answer = out_.back();
+    if (incoming_.cards == nullptr) return write_answer(incoming_, answer);
+    answer.ready = false;
+    incoming_.cards->writes_begin(copying_);
+    card_reads_ += incoming_.cards->has_reads();
+    card_work_.push_back(std::make_shared<CardWork>(CardWork{std::move(incoming_), &answer}));
+    incoming_ = Incoming();
+    if (card_work_.size() == 1) start_card_work();
+}
+
+void Connection::start_card_work() {
+    target_.context().waiters.post(false, [self = shared_from_this(), work = card_work_.front()] {
+        const Context& context = self->target_.context();
+        CardRows::Refused refused =
+            work->frame.cards->move(self->fenced_, {context.options.timeout_ms, context.closing});
+        self->loop_.post([self, refused = std::move(refused)] { self->end_card_work(refused); });
+    });
+}
+
+void Connection::end_card_work(const CardRows::Refused& refused) {
+    std::shared_ptr<CardWork> work = std::move(card_work_.front());
+    card_work_.pop_front();
+    if (over_ || fenced_) return card_work_.clear();  // nothing is written of frames that have not begun
+    for (const auto& [row, why] : refused) refuse_row(work->frame, row, why);
+    card_reads_ -= work->frame.cards->has_reads();
+    write_answer(work->frame, *work->answer);
+    if (!card_work_.empty()) start_card_work();
+    if (wants_slot_ && !awaits_slot_) find_slot();
+    go_on();
+}
+
+// What was done of a frame, all of whose bytes have come.
+void Connection::write_answer(Incoming& in, Answer& answer) {
+    answer.ready = true;
     begin_frame(answer.head, Kind::kEngineTransfer, kFlagAnswer, in.request_id);
     Writer w(answer.head);
     w.number(static_cast<uint32_t>(in.rows.size()));
@@ -380,9 +487,15 @@ void Connection::finish_transfer() {
         if (in.places[i] == nullptr) continue;
         tally.count(in.rows[i].direction == 1, in.rows[i].length);
         if (in.rows[i].direction == 1 || in.rows[i].length == 0) continue;
-        answer.rows.push_back({in.places[i], in.rows[i].address, in.rows[i].length});
+        std::byte* staged = in.cards == nullptr ? nullptr : in.cards->staged(i);
+        if (staged == nullptr) {
+            answer.rows.push_back({in.places[i], in.rows[i].address, in.rows[i].length});
+        } else {
+            answer.rows.push_back({nullptr, reinterpret_cast<uint64_t>(staged), in.rows[i].length});
+        }
         answer.bytes += in.rows[i].length;
     }
+    if (in.cards != nullptr) answer.slot = in.cards->answer_slot();
     if (in.refused != 0) {
         target_.context().counters.slices_refused_total.fetch_add(in.refused);
         w.number(static_cast<uint16_t>(in.refusal.code));
@@ -395,7 +508,6 @@ void Connection::finish_transfer() {
     if (!answer.rows.empty()) answer.regions = in.regions;
     in.regions.reset();
     out_bytes_ += answer.bytes;
-    out_.push_back(std::move(answer));
 }
 
 bool Connection::serve(const FrameHeader& header, Reader body) {
@@ -403,11 +515,12 @@ bool Connection::serve(const FrameHeader& header, Reader body) {
         case Kind::kEngineHello:
             return on_hello(header, body);
         case Kind::kEngineRegions: {
-            if (!body.done()) return false;
+            std::optional<uint16_t> version = decode_regions_question(body);
+            if (!version) return false;
             std::vector<std::byte> out;
             Writer w(out);
             w.number(uint64_t{0});  // only shared memory has generations
-            encode_regions(w, *target_.context().regions->all());
+            encode_regions(w, *target_.context().regions->all(), *version);
             answer(header, out);
             return true;
         }
@@ -454,15 +567,52 @@ bool Connection::on_fence(const FrameHeader& header, Reader body) {
     auto n = body.number<uint32_t>();
     if (n > kFencesMax) return false;
     std::vector<uint32_t> channels;
+    std::vector<std::shared_ptr<Connection>> busy;  // cards still write what came over them
     for (uint32_t i = 0; i < n; ++i) channels.push_back(body.number<uint32_t>());
     if (!body.done()) return false;
     for (uint32_t channel : channels) {
         // An initiator fences its own connections only: the segment is this connection's, not the frame's.
         if (channel == name_.channel) return false;  // it would wait for itself
-        target_.fence({name_.segment, channel});
+        std::shared_ptr<Connection> fenced = target_.fence({name_.segment, channel});
+        if (fenced != nullptr && !fenced->drained()) busy.push_back(std::move(fenced));
     }
-    answer(header, {});
+    if (busy.empty()) {
+        answer(header, {});
+        return true;
+    }
+    awaits_fence_ = true;
+    target_.context().waiters.post(false, [self = shared_from_this(), header, busy = std::move(busy)] {
+        Status drained = self->wait_until_drained(busy);
+        self->loop_.post([self, header, drained = std::move(drained)] {
+            self->awaits_fence_ = false;
+            if (self->over_) return;
+            if (drained) {
+                self->answer(header, {});
+            } else {
+                self->answer_error(header.request_id, drained.error().code, drained.error().text);
+            }
+            self->go_on();
+        });
+    });
     return true;
+}
+
+// On a thread that may wait.
+Status Connection::wait_until_drained(const std::vector<std::shared_ptr<Connection>>& fenced) const {
+    const Context& context = target_.context();
+    return ask_until(
+        context.options.timeout_ms, "a card did not end what another connection writes",
+        [&] { return context.closing.load(); },
+        [&](int ms) -> Result<bool> {
+            // Copies that no thread waits for any more end when they are asked for.
+            std::shared_ptr<const Regions> regions = context.regions->all();
+            for (const auto& region : *regions) {
+                if (region->on_card()) region->card->collect();
+            }
+            bool all = std::ranges::all_of(fenced, [](const auto& each) { return each->drained(); });
+            if (!all) std::this_thread::sleep_for(std::chrono::milliseconds(std::min(ms, 1)));
+            return all;
+        });
 }
 
 void Connection::answer(const FrameHeader& header, const std::vector<std::byte>& body) {
@@ -492,7 +642,7 @@ bool Connection::protocol_error(const std::string& text) {
 
 // Sends what it can. False: the connection is over.
 bool Connection::flush() {
-    while (!out_.empty()) {
+    while (!out_.empty() && out_.front().ready) {
         Answer& answer = out_.front();
         iovec parts[kServedRangesMax];
         size_t count = 0;
@@ -505,7 +655,8 @@ bool Connection::flush() {
             uint64_t at = i == answer.row ? answer.at : 0;
             // Its bytes were promised, and the memory may be gone: only the connection can take that back.
             uint64_t rest = row.length - at;
-            if (visit.reach(*row.place, row.address, row.length, at, rest) != Visit::Access::kGranted) {
+            if (row.place != nullptr &&
+                visit.reach(*row.place, row.address, row.length, at, rest) != Visit::Access::kGranted) {
                 return false;
             }
             parts[count++] = {reinterpret_cast<void*>(row.address + at), rest};
@@ -540,6 +691,7 @@ bool Connection::flush() {
             answer.head.clear();
             answer.rows.clear();
             answer.regions.reset();
+            answer.slot.reset();
             answer.head_sent = answer.row = 0;
             answer.at = answer.bytes = 0;
             spare_.push_back(std::move(answer));
@@ -547,7 +699,7 @@ bool Connection::flush() {
         out_.pop_front();
     }
     // The reason is out; the initiator reads it and closes, or on_tick() does.
-    if (ended_) ::shutdown(fd_.get(), SHUT_WR);
+    if (ended_ && out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
     return true;
 }
 

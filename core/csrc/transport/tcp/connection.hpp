@@ -4,6 +4,9 @@
 //                                   └──► any other frame, whole          straight into the regions
 //   answers ──► out_, in the order of the questions; while too many wait, nothing more is read
 //
+// Rows that are memory of a card pass through a slot of pinned memory (card_rows.hpp). Another thread waits
+// for the card, while this one reads the next frames; the answer keeps its place in out_.
+//
 // The length of a frame is checked before anything is stored; memory follows the bytes that came.
 #pragma once
 
@@ -15,6 +18,7 @@
 
 #include "base/event_loop.hpp"
 #include "transport/frames.hpp"
+#include "transport/tcp/card_rows.hpp"
 #include "transport/tcp/target.hpp"
 
 namespace moonpool::transport::tcp {
@@ -28,8 +32,10 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     bool on_tick(uint64_t now_ms) override;
     int fd() const { return fd_.get(); }
 
-    // From any thread: when it returns, nothing that came over this connection is written any more.
+    // From any thread: when it returns, nothing that came over this connection is written any more, but by
+    // cards, and nothing that came is handed to one. drained(): they have ended, too.
     void fence();
+    bool drained() const { return copying_->load() == 0; }
 
    private:
     struct Incoming {  // a TRANSFER whose payload has not come in full
@@ -42,36 +48,56 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
         uint64_t left = 0;
         uint32_t refused = 0;
         Error refusal;
+        std::unique_ptr<CardRows> cards;  // null: no row is memory of a card
     };
     struct ReadRow {
-        Region* place;
+        Region* place;  // null: the bytes are in the answer's slot
         uint64_t address;
         uint64_t length;
     };
     struct Answer {
+        bool ready = true;  // false: a card is at work for it, and answers behind it wait
         std::vector<std::byte> head;
         std::vector<ReadRow> rows;
         std::shared_ptr<const Regions> regions;
+        std::shared_ptr<void> slot;  // of pinned memory
         size_t head_sent = 0;
         size_t row = 0;
         uint64_t at = 0;
         uint64_t bytes = 0;
     };
+    // A frame whose bytes cards copy, in the order of the questions.
+    struct CardWork {
+        Incoming frame;
+        Answer* answer;  // in out_
+    };
     enum class Flow { kMoved, kBlocked, kOver };
+
+    bool move_on(uint32_t events);
 
     Flow receive();
     Flow receive_payload();
     bool parse();
     bool begin_transfer(const FrameHeader& header, size_t have);
     bool place_rows(const FrameHeader& header);
+    void begin_payload();
+    void find_slot();
+    void got_slot(const Status& got);
+    void go_on();
+    void start_card_work();
+    void end_card_work(const CardRows::Refused& refused);
     void take_payload(const std::byte* bytes, size_t size);
     void advance(uint64_t size);
     bool may_touch(size_t row, uint64_t at, uint64_t bytes, Visit& visit);
+    std::byte* destination(size_t row, uint64_t at) const;
+    static void refuse_row(Incoming& in, size_t row, const Error& why);
     void refuse_row(size_t row, const char* why);
     void finish_transfer();
+    void write_answer(Incoming& in, Answer& answer);
     bool serve(const FrameHeader& header, Reader body);
     bool on_hello(const FrameHeader& header, Reader body);
     bool on_fence(const FrameHeader& header, Reader body);
+    Status wait_until_drained(const std::vector<std::shared_ptr<Connection>>& fenced) const;
     void answer(const FrameHeader& header, const std::vector<std::byte>& body);
     void answer_error(uint64_t request_id, Code code, const std::string& text);
     bool protocol_error(const std::string& text);
@@ -95,6 +121,14 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     bool receiving_ = false;
     bool one_by_one_ = false;  // rows of this payload: one of them is not mapped
     Incoming incoming_;
+    // Cards. One frame after another is at work, on a thread that may wait; no frame gets a slot for its
+    // writes while reads before it may want one, so that no two connections wait for each other's slots.
+    std::deque<std::shared_ptr<CardWork>> card_work_;
+    size_t card_reads_ = 0;      // of card_work_, those with reads
+    bool wants_slot_ = false;    // the payload of incoming_ is not read before it has a slot
+    bool awaits_slot_ = false;   // a thread waits for it
+    bool awaits_fence_ = false;  // a thread waits for other connections; the next question is not read
+    bool over_ = false;          // the loop does not know this connection any more
     std::deque<Answer> out_;
     std::vector<Answer> spare_;
     uint64_t out_bytes_ = 0;
@@ -103,6 +137,8 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     // The fence: a thread that writes into a region says so first and looks whether it still may.
     std::atomic<bool> writing_{false};
     std::atomic<bool> fenced_{false};
+    // Frames that cards write to a region; it outlives the connection where a card hangs.
+    std::shared_ptr<std::atomic<int>> copying_ = std::make_shared<std::atomic<int>>(0);
 };
 
 }  // namespace moonpool::transport::tcp

@@ -26,7 +26,10 @@ class Link final : public transport::Link, public Control, public std::enable_sh
     ~Link() override;
 
     std::string path() const override;
-    bool reaches(MemoryKind kind, std::string* why) const override { return reached_by_cpu(kind, why); }
+    // A peer that lists memory of a card copies it there by itself.
+    bool reaches(MemoryKind kind, std::string* why) const override {
+        return kind == MemoryKind::kDevice || reached_by_cpu(kind, why);
+    }
     bool runs_on_caller() const override { return false; }  // it waits for answers
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;

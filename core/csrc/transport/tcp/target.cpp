@@ -33,7 +33,7 @@ void Target::strike_off(const Name& name, const Connection* connection) {
     if (current == nullptr || current.get() == connection) named_.erase(it);
 }
 
-void Target::fence(const Name& name) {
+std::shared_ptr<Connection> Target::fence(const Name& name) {
     std::shared_ptr<Connection> connection;
     {
         MutexLock lock(mutex_);
@@ -42,6 +42,7 @@ void Target::fence(const Name& name) {
     }
     context_.counters.fenced_total.fetch_add(1);
     if (connection != nullptr) connection->fence();
+    return connection;
 }
 
 }  // namespace moonpool::transport::tcp

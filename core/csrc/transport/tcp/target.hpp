@@ -40,7 +40,8 @@ class Target {
     };
     bool enlist(const Name& name, const std::shared_ptr<Connection>& connection);
     void strike_off(const Name& name, const Connection* connection);
-    void fence(const Name& name);
+    // -> the connection, null: it is gone.
+    std::shared_ptr<Connection> fence(const Name& name);
     void closed() { context_.counters.connections.fetch_sub(1); }
 
    private:
