@@ -41,7 +41,7 @@ FACADE = "moonpool"
 BASE = ("base",)
 WIRE = ("wire", *BASE)
 DEVICE = ("device", *BASE)
-TRANSPORT = ("memory", *WIRE)
+TRANSPORT = ("memory", *DEVICE, *WIRE)
 CPP = {
     "core/base": (),
     "core/device": ("device/kernels", *BASE),

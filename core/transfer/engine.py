@@ -140,14 +140,19 @@ class TransferEngine(EngineFacts):
 
     # ---- memory
 
-    def register(self, memory: Any, location: str = "cpu:0") -> Region:
+    def register(self, memory: Any, location: str = "") -> Region:
         """Makes memory usable as ``local`` here and reachable for peers.
 
-        memory:   a writable bytes-like object, a contiguous CPU tensor or array (numpy, torch, DLPack), or
-                  (address, length). It is held, not copied.
-        location: a label of at most 64 bytes, shown to peers; no transport reads it.
+        memory:   a writable bytes-like object, a contiguous tensor or array (numpy, torch, CuPy, DLPack) in
+                  memory of the host or of a CUDA card, or (address, length). It is held, not copied.
+        location: a label of at most 64 bytes, shown to peers; no transport reads it. "": "cpu:0", or "cuda:"
+                  and the card's ordinal in this process.
 
-        Raises InvalidArgument for other objects and for a range that overlaps a registered one.
+        Memory of a card: what the engine's streams have queued is not waited for. Call it, and ``write`` from
+        it, when the work that writes there has ended (``torch.cuda.current_stream().synchronize()``).
+
+        Raises InvalidArgument for other objects, for a range that overlaps a registered one, and for an
+        address that is no memory of this process; Unavailable where the card cannot be used.
         """
         return self._regions.register(memory, location)
 

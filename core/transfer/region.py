@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moonpool.core.errors import Closed, InvalidArgument
 from moonpool.core.store.buffers import BufferRange, memory_of
+from moonpool.core.transfer.device_memory import device_memory_of
 from moonpool.core.transfer.types import offset_in
 
 if TYPE_CHECKING:
@@ -84,13 +85,23 @@ class RegionTable:
 
     def register(self, memory: Any, location: str) -> Region:
         """See TransferEngine.register."""
-        found = memory_of(memory)
+        on_card = device_memory_of(memory)
+        found = on_card or memory_of(memory)
         if not found.writable:
             raise InvalidArgument(
                 f"a {type(memory).__name__} is read-only, and peers may write to what is registered; give a "
                 f"bytearray or a writable array",
                 operation="register",
             )
+        if not location or on_card:
+            kind, card = self._native.describe(found.address, found.length)
+            if on_card and kind != "device":  # of another vendor's card, for example
+                raise InvalidArgument(
+                    f"a {type(memory).__name__} says that it is on a CUDA card, and the CUDA driver of this "
+                    f"process does not know its address",
+                    operation="register",
+                )
+            location = location or (f"cuda:{card}" if kind == "device" else "cpu:0")
         self._native.register(found.address, found.length, location)
         return self._keep(found, location)
 

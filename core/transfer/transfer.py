@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.core.errors import Error, InvalidArgument, Timeout, TransferError
 from moonpool.core.store.buffers import memory_of
+from moonpool.core.transfer.device_memory import device_memory_of
 from moonpool.core.transfer.region import Region
 from moonpool.core.transfer.types import Batch, Local, Slice, SliceState, TransferState
 
@@ -102,7 +103,7 @@ def local_address(local: Local, length: int) -> int:
     if isinstance(local, Region):
         address, room = local.address, local.length
     else:
-        address, room, *_ = memory_of(local)
+        address, room, *_ = device_memory_of(local) or memory_of(local)
     if length > room:
         raise InvalidArgument(f"{length} bytes do not fit into {room} bytes of local memory")
     return address
@@ -113,7 +114,11 @@ def one_slice(segment: Segment, op: str, local: Local, remote: int, length: int 
     if length is None:
         if isinstance(local, int):
             raise InvalidArgument("give a length with an address")
-        length = local.length if isinstance(local, Region) else memory_of(local).length
+        length = (
+            local.length
+            if isinstance(local, Region)
+            else (device_memory_of(local) or memory_of(local)).length
+        )
     return Columns(segment.handle, op, [local_address(local, length)], [remote], [length])
 
 

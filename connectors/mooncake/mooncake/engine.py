@@ -30,7 +30,7 @@ from moonpool.core.transfer.types import Batch, TransferState
 
 from ._codes import code_of, coded, logger
 from ._hosts import address_of, session_of
-from ._memory import check_memory, number, same_length
+from ._memory import number, same_length
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
 
@@ -192,12 +192,11 @@ class TransferEngine:
     def _register(self, address: int, length: int, location: str) -> int:
         engine = self._open()
         address, length = number(address), number(length)
-        check_memory(address, length, writable=True)
         if any(
             start < address + length and address < start + one.length for start, one in self._all_regions()
         ):
             return OVERLAPPED
-        region = engine.register((address, length), "cpu:0" if location == "*" else location)
+        region = engine.register((address, length), "" if location == "*" else location)
         with self._lock:
             self._regions[address] = region
         return 0

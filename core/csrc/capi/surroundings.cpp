@@ -3,14 +3,11 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <sstream>
 
 #include "base/fd.hpp"
 
@@ -19,7 +16,6 @@ namespace moonpool::capi {
 namespace {
 
 constexpr size_t kTokenBytesMax = 4096;
-constexpr uint64_t kAddressEnd = uint64_t{1} << 47;
 
 std::string variable(const char* name) {
     const char* value = std::getenv(name);
@@ -65,31 +61,6 @@ bool is_private(const std::string& folder) {
            (info.st_mode & 077) == 0;
 }
 
-bool ends_are_readable(uint64_t address, uint64_t length) {
-    std::array<char, 2> taken;
-    iovec here{taken.data(), taken.size()};
-    std::array<iovec, 2> there{iovec{reinterpret_cast<void*>(address), 1},
-                               iovec{reinterpret_cast<void*>(address + length - 1), 1}};
-    ssize_t got = ::process_vm_readv(::getpid(), &here, 1, there.data(), there.size(), 0);
-    return got == 2 || (got < 0 && (errno == EPERM || errno == ENOSYS));  // a sandbox forbids the call
-}
-
-// Whether the mappings of this process cover all of the range and may be written.
-bool is_writable(uint64_t address, uint64_t length) {
-    uint64_t end = address + length;
-    std::ifstream mappings("/proc/self/maps");
-    for (std::string line; std::getline(mappings, line);) {
-        unsigned long long first = 0, last = 0;
-        std::array<char, 5> rights{};
-        if (std::sscanf(line.c_str(), "%llx-%llx %4s", &first, &last, rights.data()) != 3) return false;
-        if (last <= address) continue;
-        if (first > address || rights[0] != 'r' || rights[1] != 'w') return false;
-        if (last >= end) return true;
-        address = last;
-    }
-    return false;
-}
-
 }  // namespace
 
 Result<Token> cluster_token() {
@@ -118,15 +89,6 @@ bool is_loopback(const std::string& host) {
     in_addr number{};
     if (::inet_pton(AF_INET, host.c_str(), &number) == 1) return (ntohl(number.s_addr) >> 24) == 127;
     return host == "localhost" || host == "::1";
-}
-
-Status check_memory(uint64_t address, uint64_t length) {
-    bool inside = address != 0 && length != 0 && address < kAddressEnd && length <= kAddressEnd - address;
-    if (inside && ends_are_readable(address, length) && is_writable(address, length)) return success();
-    std::ostringstream text;
-    text << length << " bytes at 0x" << std::hex << address
-         << " are no memory of this process that its CPU may write; memory of a GPU is not supported yet";
-    return Error{Code::kInvalidArgument, text.str()};
 }
 
 }  // namespace moonpool::capi

@@ -1,8 +1,6 @@
-// What a program that links the C library does not tell it: the cluster token, and whether an address is
-// memory.
+// What a program that links the C library does not tell it: the cluster token, and which hosts are this one.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 #include "base/result.hpp"
@@ -20,9 +18,5 @@ Result<Token> cluster_token();
 
 // Whether only this host reaches it: a number of the loopback network, or "localhost".
 bool is_loopback(const std::string& host);
-
-// Fails unless the CPU may read and write all of the range. The kernel is asked, since a caller's wrong
-// pointer, or one to a GPU, must not crash the process.
-Status check_memory(uint64_t address, uint64_t length);
 
 }  // namespace moonpool::capi

@@ -406,12 +406,11 @@ MOONPOOL_EXPORT int registerLocalMemory(transfer_engine_t engine, void* address,
         if (engine == nullptr) return kInvalid;
         Handle& handle = *handle_of(engine);
         uint64_t start = reinterpret_cast<uint64_t>(address);
-        if (Status checked = check_memory(start, length); !checked) {
-            return handle.say(kInvalid, "registerLocalMemory", checked.error().text);
+        if (Result<MemoryRef> memory = handle.engine().describe(start, length); !memory) {
+            return handle.say(kInvalid, "registerLocalMemory", memory.error().text);
         }
         std::string place = given(location);
-        Status done =
-            handle.engine().register_region(start, length, place.empty() || place == "*" ? "cpu:0" : place);
+        Status done = handle.engine().register_region(start, length, place == "*" ? "" : place);
         return done ? 0 : handle.say(kOverlapped, "registerLocalMemory", done.error().text);
     });
 }

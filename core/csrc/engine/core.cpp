@@ -16,7 +16,6 @@
 #include <thread>
 
 #include "base/utf8.hpp"
-#include "memory/address.hpp"
 #include "transport/frames.hpp"
 
 namespace moonpool {
@@ -249,37 +248,23 @@ bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
     return all;
 }
 
-// No caller's word is taken for it: what is registered is touched later, by peers, where a fault would end
-// the process.
-Result<transport::RegionMemory> Engine::Core::find_memory(uint64_t address, uint64_t length) {
-    transport::RegionMemory memory;
-    // The table's to refuse.
-    if (address == 0 || length == 0 || address + length < address) return memory;
-    auto refused = [&](const std::string& why) {
-        return Error{Code::kInvalidArgument, "the range " +
-                                                 transport::range_text(Slice{0, address, length, {}}) +
-                                                 " is not registered: " + why};
-    };
-    Result<MemoryRef> found = describe_memory(address, length);
-    if (!found) {
-        return refused(found.error().text +
-                       "; register memory that the CPU may read and write, or memory of a "
-                       "CUDA card");
-    }
-    memory.pinned = found->kind == MemoryKind::kPinned;
-    if (found->kind != MemoryKind::kDevice) return memory;
+Result<transport::RegionMemory> Engine::Core::memory_of(const MemoryRef& memory) {
+    transport::RegionMemory region;
+    region.pinned = memory.kind == MemoryKind::kPinned;
+    if (memory.kind != MemoryKind::kDevice) return region;
     MutexLock lock(cards_mutex);
-    std::shared_ptr<device::CardCopier>& card = cards[found->device];
+    std::shared_ptr<device::CardCopier>& card = cards[memory.device];
     if (card == nullptr) {
-        Result<std::shared_ptr<device::CardCopier>> opened = device::CardCopier::open(found->device);
+        Result<std::shared_ptr<device::CardCopier>> opened = device::CardCopier::open(memory.device);
         if (!opened) {
-            return refused("CUDA card " + std::to_string(found->device) + ": " + opened.error().text);
+            return Error{opened.error().code, "memory of CUDA card " + std::to_string(memory.device) +
+                                                  " is not registered: " + opened.error().text};
         }
         card = std::move(*opened);
     }
-    memory.kind = MemoryKind::kDevice;
-    memory.card = card;
-    return memory;
+    region.kind = MemoryKind::kDevice;
+    region.card = card;
+    return region;
 }
 
 Status Engine::Core::add_region(uint64_t address, uint64_t length, const std::string& location,

@@ -119,8 +119,8 @@ struct Engine::Core {
 
     // ---- regions
 
-    // What the memory at an address of this process is, asked of the kernel and of the CUDA driver.
-    Result<transport::RegionMemory> find_memory(uint64_t address, uint64_t length);
+    // What a region of that memory needs.
+    Result<transport::RegionMemory> memory_of(const MemoryRef& memory);
     Status add_region(uint64_t address, uint64_t length, const std::string& location,
                       transport::RegionMemory memory);
     // Waits until nothing touches the memory. After kTimeout it may be asked for again, to wait further.

@@ -16,6 +16,7 @@
 #include <chrono>
 
 #include "engine/core.hpp"
+#include "memory/address.hpp"
 #include "transport/frames.hpp"
 
 namespace moonpool {
@@ -84,12 +85,30 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     return *memory;
 }
 
+// No caller's word is taken for it: what is registered is touched later, by peers, where a fault would end the
+// process.
+Result<MemoryRef> Engine::describe(uint64_t address, uint64_t length) const {
+    Slice range{0, address, length, {}};
+    if (address == 0 || length == 0 || address + length < address) {
+        return Error{Code::kInvalidArgument,
+                     "a region needs an address and a length: " + transport::range_text(range) + " is none"};
+    }
+    Result<MemoryRef> found = describe_memory(address, length);
+    if (found) return found;
+    return Error{Code::kInvalidArgument,
+                 "the range " + transport::range_text(range) + " is not registered: " + found.error().text +
+                     "; register memory that the CPU may read and write, or memory of a CUDA card"};
+}
+
 Status Engine::register_region(uint64_t address, uint64_t length, const std::string& location) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    Result<transport::RegionMemory> memory = core_->find_memory(address, length);
+    Result<MemoryRef> found = describe(address, length);
+    if (!found) return found.error();
+    Result<transport::RegionMemory> memory = core_->memory_of(*found);
     if (!memory) return memory.error();
-    return core_->add_region(address, length, location, std::move(*memory));
+    std::string label = found->kind == MemoryKind::kDevice ? "cuda:" + std::to_string(found->device) : "cpu:0";
+    return core_->add_region(address, length, location.empty() ? label : location, std::move(*memory));
 }
 
 Status Engine::deregister_region(uint64_t address) {

@@ -111,6 +111,10 @@ class Engine {
 
     // Memory that peers on this host map: registered from birth.
     Result<std::shared_ptr<transport::Memory>> allocate(uint64_t bytes, const std::string& location);
+    // What the memory at an address of this process is: kHost, kPinned, or kDevice with its card. An error in
+    // one sentence: no transfer may touch it.
+    Result<MemoryRef> describe(uint64_t address, uint64_t length) const;
+    // location: empty: "cpu:0", or "cuda:" and the card's ordinal here.
     Status register_region(uint64_t address, uint64_t length, const std::string& location);
     // When it returns success, no transfer of any peer touches the memory any more.
     Status deregister_region(uint64_t address);

@@ -99,19 +99,24 @@ class Backend final : public NixlEngine {
     bool supports_remote() const override { return true; }
     bool supports_local() const override { return true; }
     bool supports_messages() const override { return true; }
-    std::vector<NixlMemory> memories() const override { return {kNixlDram}; }
+    std::vector<NixlMemory> memories() const override { return {kNixlDram, kNixlVram}; }
 
     NixlStatus register_memory(const NixlNamedRange& range, const NixlMemory& memory,
                                NixlMetadata*& out) override {
         return guarded("registerMem", [&] {
-            if (memory != kNixlDram) return kNixlNotSupported;
-            // An address that the CPU cannot reach is refused now, with a reason, and not by a fault when
-            // a peer wants it.
-            if (Status checked = capi::check_memory(range.address, range.length); !checked) {
-                return say(kNixlInvalid, "registerMem", checked.error());
+            if (memory != kNixlDram && memory != kNixlVram) return kNixlNotSupported;
+            // An address that no transfer may touch is refused now, with a reason, and not by a fault when a
+            // peer wants it.
+            Result<MemoryRef> found = engine_->describe(range.address, range.length);
+            if (!found) return say(kNixlInvalid, "registerMem", found.error());
+            if ((found->kind == MemoryKind::kDevice) != (memory == kNixlVram)) {
+                return say(kNixlInvalid, "registerMem",
+                           Error{Code::kInvalidArgument,
+                                 memory == kNixlVram ? "VRAM_SEG with an address of the host's memory"
+                                                     : "DRAM_SEG with an address of a CUDA card's memory"});
             }
             auto region = std::make_unique<Region>(range.address);
-            Status done = engine_->register_region(range.address, range.length, "cpu:0");
+            Status done = engine_->register_region(range.address, range.length, "");
             if (!done) return say(kNixlInvalid, "registerMem", done.error());
             out = region.release();
             return kNixlSuccess;
@@ -197,7 +202,7 @@ class Backend final : public NixlEngine {
     NixlStatus load_remote(const NixlNamedRange&, const NixlMemory& memory, const std::string&,
                            NixlMetadata*& out) override {
         return guarded("loadRemoteMD", [&] {
-            if (memory != kNixlDram) return kNixlNotSupported;
+            if (memory != kNixlDram && memory != kNixlVram) return kNixlNotSupported;
             out = new Region(0);
             return kNixlSuccess;
         });
@@ -348,7 +353,9 @@ NixlPlugin plugin{
     [] {
         return NixlParams{{kListen, kLoopback}};
     },
-    [] { return std::vector<NixlMemory>{kNixlDram}; },
+    [] {
+        return std::vector<NixlMemory>{kNixlDram, kNixlVram};
+    },
 };
 
 }  // namespace

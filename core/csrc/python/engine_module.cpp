@@ -303,6 +303,11 @@ class PyEngine {
         object->size = static_cast<Py_ssize_t>(bytes);
         return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
     }
+    // -> the kind of the memory, and the ordinal of its card, -1: of none.
+    std::pair<std::string, int> describe(uint64_t address, uint64_t length) {
+        MemoryRef found = unwrap(without_gil([&] { return engine_->describe(address, length); }), "register");
+        return {kind_name(found.kind), found.device};
+    }
     void register_region(uint64_t address, uint64_t length, const std::string& location) {
         unwrap(without_gil([&] { return engine_->register_region(address, length, location); }), "register");
     }
@@ -444,8 +449,9 @@ void bind_engine(py::module_& m) {
         .def_property_readonly("eventfd", [](PyEngine& e) { return e.engine().event_fd(); })
         .def("transports", &PyEngine::transports)
         .def("allocate", &PyEngine::allocate, py::arg("nbytes"), py::arg("location") = "cpu:0")
+        .def("describe", &PyEngine::describe, py::arg("address"), py::arg("length"))
         .def("register", &PyEngine::register_region, py::arg("address"), py::arg("length"),
-             py::arg("location") = "cpu:0")
+             py::arg("location") = "")
         .def("deregister", &PyEngine::deregister, py::arg("address"))
         .def("open", &PyEngine::open, py::arg("address"))
         .def("close_segment", &PyEngine::close_segment, py::arg("segment"))

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "../device/bed.hpp"
 #include "base/fd.hpp"
 #include "nixl/abi.hpp"
 #include "nixl/host.hpp"
@@ -123,6 +124,47 @@ TEST_CASE("nixl: bytes and messages of several threads") {
     CHECK(write(one, "one", one, 2) == kNixlSuccess);
     CHECK(one.engine->disconnect("one") == kNixlSuccess);
     CHECK(write(one, "one", one, 2) == kNixlSuccess);  // and is met anew
+}
+
+TEST_CASE("nixl: memory of a card is VRAM_SEG, and its driver says what is") {
+    moonpool::testing::Bed bed;
+    {
+        constexpr size_t kBytes = 1 << 16;
+        Agent one("one"), other("other");
+        CHECK(one.engine->memories() == std::vector<NixlMemory>{kNixlDram, kNixlVram});
+        auto card = device::must(device::DeviceMemory::allocate(bed.device, kBytes));
+        NixlNamedRange range{{static_cast<uintptr_t>(card.address()), kBytes, 0}, ""};
+        NixlMetadata *here = nullptr, *there = nullptr;
+        CHECK(other.engine->register_memory(range, kNixlDram, here) == kNixlInvalid);
+        NixlNamedRange host{{one.start(), one.memory.size(), 0}, ""};
+        NixlMetadata* none = nullptr;
+        CHECK(other.engine->register_memory(host, kNixlVram, none) == kNixlInvalid);
+        REQUIRE(other.engine->register_memory(range, kNixlVram, here) == kNixlSuccess);
+        REQUIRE(one.engine->load_remote(range, kNixlVram, "other", there) == kNixlSuccess);
+        REQUIRE(one.engine->load_connection("other", other.address) == kNixlSuccess);
+        for (size_t at = 0; at < kBytes; ++at) one.memory[at] = static_cast<unsigned char>(at % 251 + 1);
+        NixlRanges local = one.ranges(one.here, 4), remote = local;
+        remote.memory = kNixlVram;
+        for (size_t i = 0; i < remote.items.size(); ++i) {
+            remote.items[i].address = card.address() + i * remote.items[i].length;
+            remote.items[i].metadata = there;
+        }
+        NixlRequest* request = nullptr;
+        NixlOptions options;
+        REQUIRE(one.engine->prepare(kNixlWrite, local, remote, "other", request, &options) == kNixlSuccess);
+        NixlStatus status = one.engine->post(kNixlWrite, local, remote, "other", request, &options);
+        while (status == kNixlInProgress) {
+            status = one.engine->check(request);
+            std::this_thread::yield();
+        }
+        CHECK(status == kNixlSuccess);
+        CHECK(one.engine->release(request) == kNixlSuccess);
+        CHECK(std::memcmp(moonpool::testing::soft_device().soft_at(card.address(), kBytes), one.memory.data(),
+                          kBytes) == 0);
+        CHECK(one.engine->unload(there) == kNixlSuccess);
+        CHECK(other.engine->deregister_memory(here) == kNixlSuccess);
+    }
+    bed.end();
 }
 
 TEST_CASE("nixl: another process at the same address is met, whether or not its metadata came") {
