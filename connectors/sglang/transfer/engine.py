@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 import moonpool
-from moonpool.connectors.sglang.transfer.memory import NotOfTheHost, Registrations
+from moonpool.connectors.sglang.transfer.memory import NotRegistered, Registrations
 from moonpool.connectors.sglang.transfer.settings import LISTEN, Settings
 from moonpool.core.errors import Closed, ConfigError, Error, TransferError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
@@ -79,12 +79,12 @@ class MoonpoolTransferEngine:
             raise RuntimeError(f"moonpool cannot deregister memory: {error}") from error
 
     def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
-        """All or none. Raises RuntimeError for memory of a GPU: SGLang does not look at this code, and no
-        request could ever be served."""
+        """All or none. Raises RuntimeError for memory that the engine cannot move: SGLang does not look at this
+        code, and no request could ever be served."""
         try:
             kept = [(ptr, length) for ptr, length in zip(ptrs, lengths, strict=True) if length]
             self._memory.add_all([ptr for ptr, _ in kept], [length for _, length in kept])
-        except NotOfTheHost as error:
+        except NotRegistered as error:
             raise RuntimeError(f"moonpool cannot register memory: {error}") from error
         except _FAULTS as error:
             return self._failed("register", f"{len(ptrs)} ranges", error)

@@ -6,7 +6,7 @@ A server with MOONPOOL_SGLANG_PD=1 either does that or ends, with one sentence:
 - before SGLang starts anything: the class is not where it was, has other methods, or methods with other
   parameters than those of the versions that this was written for;
 - when the arguments are read, and when a scheduler starts: they ask for another transfer backend, for memory
-  of a GPU, or for processes in which SGLang loads no plugins;
+  of a device that is no CUDA card, or for processes in which SGLang loads no plugins;
 - when a scheduler starts: some module still has SGLang's class;
 - whenever SGLang's own class is made after all.
 
@@ -202,10 +202,14 @@ def unfit(args: Any, environment: Any) -> str:
                 f"{settings.PD}=1, but {flag} is {value}, which moonpool has no part in: make it mooncake, "
                 f"or unset {settings.PD}"
             )
-    if flags and (device := _device(args)) != "cpu":
+    if flags and (device := _device(args)) not in ("cpu", "cuda"):
         return (
             f"{settings.PD}=1, but what this server hands over lies in memory of {device}, and moonpool's "
-            f"engine moves memory of the host only: unset {settings.PD}"
+            f"engine moves memory of the host and of CUDA cards: unset {settings.PD}"
+        )
+    if flags and device == "cuda":
+        _log.warning(
+            "moonpool: %s=1 on a CUDA card: tested on a software device, and on no card yet", settings.PD
         )
     if not flags:
         _log.warning(

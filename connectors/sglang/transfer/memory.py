@@ -7,8 +7,6 @@ own.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Sequence
@@ -16,16 +14,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import moonpool
-from moonpool.core.errors import InvalidArgument
+from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.transfer.region import Region
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.write.restype = ctypes.c_ssize_t
-_libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
-
-
-class NotOfTheHost(InvalidArgument):
-    """Memory that the CPU cannot read, as a GPU's."""
+class NotRegistered(InvalidArgument):
+    """Memory that the engine cannot move: it is none, or of a device that it does not reach."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,13 +48,12 @@ class Registrations:
         self._by_address: dict[int, list[_Piece]] = {}  # what each registration of that address uses
 
     def add(self, address: int, length: int) -> None:
-        """Raises NotOfTheHost, InvalidArgument for a range that overlaps a registered one in part, and what
-        the engine raises."""
-        check_host_memory(address, length)
+        """Raises NotRegistered, InvalidArgument for a range that overlaps a registered one in part, and what
+        else the engine raises."""
         with self._lock:
             piece = self._holder(address, address + length)
             if piece is None:
-                piece = _Piece(self._engine.register((address, length)), 0)
+                piece = _Piece(self._register(address, length), 0)
                 insort(self._pieces, piece, key=_start)
             piece.users += 1
             self._by_address.setdefault(address, []).append(piece)
@@ -99,6 +91,12 @@ class Registrations:
         """How many ranges the engine knows."""
         return len(self._pieces)
 
+    def _register(self, address: int, length: int) -> Region:
+        try:
+            return self._engine.register((address, length))
+        except (InvalidArgument, Unavailable) as error:
+            raise NotRegistered(str(error), operation="register", cause=error) from error
+
     def _holder(self, start: int, end: int) -> _Piece | None:
         """What is registered around that range."""
         place = bisect_right(self._pieces, start, key=_start)
@@ -112,20 +110,3 @@ class Registrations:
                     operation="register",
                 )
         return None
-
-
-def check_host_memory(address: int, length: int) -> None:
-    """Raises NotOfTheHost unless the CPU can read both ends of the range. The kernel is asked to: it says
-    EFAULT where touching the memory would end the process."""
-    reader, writer = os.pipe()
-    try:
-        for byte in (address, address + length - 1):
-            if _libc.write(writer, byte, 1) != 1:
-                raise NotOfTheHost(
-                    f"{length} bytes at {address:#x} are no memory that the CPU can read (a GPU's, perhaps), "
-                    f"and moonpool's engine moves memory of the host only",
-                    operation="register",
-                )
-    finally:
-        os.close(reader)
-        os.close(writer)

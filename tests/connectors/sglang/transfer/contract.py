@@ -89,8 +89,8 @@ def test_the_command_line() -> None:
     flags = ["--model-path", sys.argv[2], "--device", "cpu", "--disaggregation-mode", "prefill"]
     with ends("--disaggregation-transfer-backend is nixl"):
         prepare_server_args([*flags, "--disaggregation-transfer-backend", "nixl"])
-    with ends("memory of cuda"):
-        prepare_server_args([*flags[:2], "--device", "cuda", *flags[4:]])
+    with ends("memory of npu"):
+        prepare_server_args([*flags[:2], "--device", "npu", *flags[4:]])
     prepare_server_args([*flags, "--disaggregation-transfer-backend", "mooncake_tcp"])
 
 

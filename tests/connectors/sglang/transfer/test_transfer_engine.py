@@ -19,14 +19,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moonpool.connectors.sglang.transfer import engine as engine_module
 from moonpool.connectors.sglang.transfer.engine import MoonpoolTransferEngine
-from moonpool.connectors.sglang.transfer.memory import NotOfTheHost, Registrations
+from moonpool.connectors.sglang.transfer.memory import NotRegistered, Registrations
 from moonpool.connectors.sglang.transfer.settings import LISTEN, TRANSPORTS, Settings
 from moonpool.core.errors import ConfigError, InvalidArgument
 from tests.core.store_bed import until
+from tests.soft_card import COMPILER, compile_library, soft_card
 
 ROOT = Path(__file__).parents[4]
 BYTES = 1 << 20
@@ -329,11 +331,11 @@ def test_memory_that_the_cpu_cannot_read_stops_the_start(
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
     reserved = libc.mmap(None, 8192, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)  # as a GPU's is
-    with pytest.raises(RuntimeError, match="memory of the host only"):
+    with pytest.raises(RuntimeError, match="mapped without access"):
         engine.batch_register([memory.address, reserved], [BYTES, 8192])
-    with pytest.raises(RuntimeError, match="memory of the host only"):
+    with pytest.raises(RuntimeError, match="mapped without access"):
         engine.register(reserved, 8192)
-    with pytest.raises(NotOfTheHost):
+    with pytest.raises(NotRegistered):
         Registrations(engine.engine).add(reserved + 4096, 16)
     engine.register(memory.address, BYTES)  # all or none: it was taken back
     libc.munmap(ctypes.c_void_p(reserved), 8192)
@@ -397,3 +399,27 @@ def test_sentences_are_kept_few(engine: MoonpoolTransferEngine, caplog: pytest.L
     for number in range(engine_module.SAID_MAX + 10):
         engine.batch_deregister([number + 1])
     assert len(engine._said) <= engine_module.SAID_MAX
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_memory_of_a_card_is_handed_over(tmp_path: Path) -> None:
+    with soft_card(compile_library(tmp_path)) as card:
+        mine, theirs = card.array((100_000,)), card.array((100_000,))
+        mine.view[:] = np.arange(100_000)
+        prefill, decode = MoonpoolTransferEngine("127.0.0.1"), MoonpoolTransferEngine("127.0.0.1")
+        assert prefill.batch_register([mine.address], [mine.view.nbytes]) == 0
+        assert decode.batch_register([theirs.address], [theirs.view.nbytes]) == 0
+        pages = [4096 * page for page in range(90)]
+        random.Random(7).shuffle(pages)
+        code = prefill.batch_transfer_sync(
+            decode.session_id,
+            [mine.address + page for page in pages],
+            [theirs.address + page for page in pages],
+            [4096] * len(pages),
+        )
+        assert code == 0
+        moved = 4096 * len(pages) // 4
+        assert np.array_equal(theirs.view[:moved], mine.view[:moved])
+        assert not theirs.view[moved:].any()
+        for engine in (prefill, decode):
+            engine.close()
