@@ -121,7 +121,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             ),
         )
 
-    def _open_handover_worker(self, memory: KvMemory) -> HandoverWorker | None:
+    def _open_handover_worker(self, memory: KvMemory, device: DeviceMemory | None) -> HandoverWorker | None:
         """Opens this worker to other engines; logs one sentence when that fails."""
         settings = self._settings
         try:
@@ -132,6 +132,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 tenant=settings.tenant,
                 silence_s=settings.lease_s,
                 log=self._log,
+                device=device,
             )
         except Error as error:
             self._log.warning("moonpool: this engine takes part in no hand-over: %s", error)
@@ -246,9 +247,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         worker, step = self._worker, self._step()
         if worker is None:
             return
-        if step.loads:
-            self._guard(None, worker.begin_loads)
         handover = step.handover
+        if step.loads or (handover is not None and handover.pulls):
+            self._guard(None, worker.begin_loads)
         if handover is None:
             return
         self._guard(None, worker.begin_handover, handover, otherwise=worker.revoke_leases)

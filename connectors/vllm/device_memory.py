@@ -63,6 +63,11 @@ class DeviceMemory:
             raise self._before
         return self._before
 
+    @property
+    def before_pulls(self) -> _native.Mark | Error:
+        """The same for hand-overs, which tell their request the error."""
+        return self._before
+
     def mark(self) -> _native.Mark:
         """The point behind all that the engine has queued so far. Raises Error when the device is lost."""
         return self.kv.mark(self._current_stream(self._ordinal))

@@ -39,7 +39,7 @@ from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
 
 OpenNode = Callable[[bytes], NodeConnection[Pool]]
-OpenHandoverWorker = Callable[[KvMemory], "HandoverWorker | None"]
+OpenHandoverWorker = Callable[[KvMemory, DeviceMemory | None], "HandoverWorker | None"]
 OpenDevice = Callable[[BlockLayout, Rows], DeviceMemory]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
@@ -101,7 +101,7 @@ class WorkerHalf:
         fingerprint: Fingerprint,
         open_node: OpenNode,
         log: logging.Logger,
-        open_handover_worker: OpenHandoverWorker = lambda memory: None,
+        open_handover_worker: OpenHandoverWorker = lambda memory, device: None,
         open_device: OpenDevice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -162,25 +162,21 @@ class WorkerHalf:
         self._memory = memory
         tp_rank, pp_rank = self._ranks()
         rank = pp_rank * self._engine_config.tp_size + tp_rank
-        if memory.device is None:
-            self._handover_worker = self._open_handover_worker(
-                KvMemory(
-                    engine_id=self._engine_config.engine_id,
-                    fingerprint=fingerprint,
-                    spans=layouts.spans(caches),
-                    columns=memory.columns,
-                    rows=memory.rows,
-                    rank=rank,
-                    tp_rank=tp_rank,
-                    pp_rank=pp_rank,
-                )
-            )
-        else:
-            self._log.info(
-                "moonpool: this worker pools the memory of %s; it takes part in no hand-over, as those "
-                "move host memory only in this release",
-                memory.device.kv.device_name,
-            )
+        if memory.device is not None:
+            self._log.info("moonpool: this worker pools the memory of %s", memory.device.kv.device_name)
+        self._handover_worker = self._open_handover_worker(
+            KvMemory(
+                engine_id=self._engine_config.engine_id,
+                fingerprint=fingerprint,
+                spans=layouts.spans(caches),
+                columns=memory.columns,
+                rows=memory.rows,
+                rank=rank,
+                tp_rank=tp_rank,
+                pp_rank=pp_rank,
+            ),
+            memory.device,
+        )
         self._handshake = Handshake(
             fingerprint,
             memory.columns,
@@ -218,7 +214,7 @@ class WorkerHalf:
         )
 
     def begin_loads(self) -> None:
-        """The step has loads, and nothing of it is queued on the device yet."""
+        """The step has loads or pulls, and nothing of it is queued on the device yet."""
         if self._memory is not None and self._memory.device is not None:
             self._memory.device.step_begins()
 

@@ -168,6 +168,8 @@ class Mark:
     """
     A point in a stream of an engine: loads and saves wait for it on the card.
     """
+    def wait(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
+        ...
 class DeviceKv:
     """
     A paged KV cache in the memory of a card; the PartTable has device addresses.

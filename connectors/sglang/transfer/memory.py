@@ -17,6 +17,7 @@ import moonpool
 from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.transfer.region import Region
 
+
 class NotRegistered(InvalidArgument):
     """Memory that the engine cannot move: it is none, or of a device that it does not reach."""
 

@@ -16,7 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
+from moonpool import _native
 from moonpool.connectors.objects import Refused
+from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.pd import bootstrap, wire
 from moonpool.connectors.vllm.pd.consumer_worker import (
     PIECE_BLOCKS,
@@ -31,7 +33,8 @@ from moonpool.connectors.vllm.pd.lease_table import SCRATCH, LeaseTable
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection, PeerConnections
 from moonpool.connectors.vllm.pd.producer_worker import Outbox, ProducerWorker
-from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Refuse
+from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
+from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Hold, Refuse
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Heartbeat, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.connectors.vllm.repeats import Repeats, times
@@ -49,6 +52,7 @@ LAST_PIECE_S = 0.002
 PIECE_BYTES = 8 << 20  # heartbeats wait for one piece at most: 0.7 s at 100 Mbit/s
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
+USE_TIMEOUT_S = 30.0  # for earlier work of the device on blocks that are read into
 
 
 class LeaseOver(Refused):
@@ -88,10 +92,14 @@ class HandoverWorker:
         tenant: str,
         silence_s: float,
         log: logging.Logger,
+        device: DeviceMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError for an address that cannot be listened on."""
+        """device: on which the KV memory lies, None: on the host. Raises ConfigError for an address that
+        cannot be listened on, Unavailable when the engine cannot move memory of the device."""
         self._memory = memory
+        self._device = device
+        self._before: dict[str, _native.Mark | Error] = {}  # of each pull: before it nothing is written
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
@@ -123,6 +131,7 @@ class HandoverWorker:
         self._consumer = ConsumerWorker(reply=self.address, silence_s=silence_s, piece_blocks=piece_blocks)
         self._connections = PeerConnections(self._engine, self._connection_ended, clock=clock)
         self._heartbeat_s = min(HEARTBEAT_S, silence_s / 4)
+        self._forwards = None if device is None else QueuedForwards(self.revoke, log)
         self._next_heartbeat_s = 0.0
         self._closing = False
         self.dropped_messages = 0
@@ -137,6 +146,8 @@ class HandoverWorker:
             connections = self._connections.all()
         for connection in connections:
             connection.stop()
+        if self._forwards is not None:
+            self._forwards.close(CLOSE_TIMEOUT_S)
         self._engine.close()
         for thread in connections:
             thread.join(CLOSE_TIMEOUT_S)
@@ -162,10 +173,17 @@ class HandoverWorker:
         room = INLINE_IDLE_BYTES if step.is_idle else INLINE_BYTES
         for pull in step.pulls:
             nbytes = pull.blocks * self._block_bytes
+            if self._device is not None:
+                self._before[pull.request_id] = self._device.before_pulls
             with self._lock:
                 incoming = self._consumer.pull(pull, self._clock())
                 connection = None if incoming is None else self._connections.find(incoming.key)
-                reads_here = connection is not None and nbytes <= room and connection.is_memory
+                reads_here = (
+                    connection is not None
+                    and nbytes <= room
+                    and connection.is_memory
+                    and self._device is None  # whose copies this thread would wait for
+                )
                 if incoming is not None and not (reads_here and nbytes <= INLINE_BYTES):
                     self._read_on(incoming)
             if connection is not None and reads_here:
@@ -188,10 +206,17 @@ class HandoverWorker:
             self._tell()
 
     def computed(self, step: HandoverStep) -> None:
-        """The forward of the step has ended."""
-        if step.grown:
-            with self._lock:
-                self._send(self._producer.grown(step.grown))
+        """The forward of the step has ended; on a device, it is queued."""
+        if not step.grown:
+            return
+        if self._device is None or self._forwards is None:
+            self._grown(step.grown)
+        else:
+            self._forwards.then(self._device.mark(), lambda: self._grown(step.grown))
+
+    def _grown(self, grown: tuple[Grown, ...]) -> None:
+        with self._lock:
+            self._send(self._producer.grown(grown))
 
     @property
     def has_news(self) -> bool:
@@ -201,7 +226,10 @@ class HandoverWorker:
     def take_ended(self) -> list[Ended]:
         """Pulls that ended since the last call."""
         with self._lock:
-            return self._consumer.take_ended()
+            ended = self._consumer.take_ended()
+        for one in ended:
+            self._before.pop(one.pull.request_id, None)
+        return ended
 
     def take_lost(self) -> set[str]:
         """Requests for which nothing will come, though nothing was pulled yet."""
@@ -325,6 +353,7 @@ class HandoverWorker:
         tables = self._tables_with(connection, description)
         if len(piece.there) != len(piece.here) or piece.slot >= description.slot_count:
             raise Refused("the prefill engine's blocks are not of our KV cache groups")
+        self._await_use(piece.request_id)
         columns = (cast(Column, column) for column in ranges_of(tables, piece.here, piece.there))
         nbytes = self._engine.transfer(Batch("read", connection.segment, *columns))
         word = self._lease_table.scratch_address(scratch)
@@ -332,6 +361,19 @@ class HandoverWorker:
         if self._lease_table.scratch(scratch) != piece.lease:
             raise LeaseOver("the prefill engine gave the blocks away before they were read")
         return nbytes
+
+    def _await_use(self, request_id: str) -> None:
+        """Waits until the device has ended what was queued on the blocks of a pull before its step. Raises
+        Error when it does not."""
+        mark = self._before.get(request_id)
+        if mark is None:
+            return
+        if isinstance(mark, Error):
+            raise mark
+        give_up_s = time.monotonic() + USE_TIMEOUT_S
+        while not mark.wait(0.1):
+            if self._closing or time.monotonic() > give_up_s:
+                raise Refused("the device did not end its work on the blocks in time")
 
     def _tables_with(self, connection: PeerConnection, description: Description) -> tuple[Table, ...]:
         known = self._tables.get(connection.number)

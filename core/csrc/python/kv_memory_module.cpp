@@ -35,6 +35,14 @@ Mark mark(DeviceKv& kv, uint64_t stream) {
     return unwrap(std::move(mark), "mark a stream");
 }
 
+bool wait_for_mark(const device::Event& mark, double timeout_s) {
+    Result<bool> over = [&] {
+        py::gil_scoped_release nogil;
+        return mark.wait(milliseconds(timeout_s));
+    }();
+    return unwrap(std::move(over), "wait for a mark");
+}
+
 void close_device_kv(DeviceKv& kv, double timeout_s) {
     Status closed = [&] {
         py::gil_scoped_release nogil;
@@ -60,7 +68,8 @@ void bind_kv_memory(py::module_& m) {
         .def("object_bytes", &PartTable::object_bytes, py::arg("column"));
 
     py::class_<device::Event, std::shared_ptr<device::Event>>(
-        m, "Mark", "A point in a stream of an engine: loads and saves wait for it on the card.");
+        m, "Mark", "A point in a stream of an engine: loads and saves wait for it on the card.")
+        .def("wait", &wait_for_mark, py::arg("timeout_s"));
     py::class_<DeviceKv, std::shared_ptr<DeviceKv>>(
         m, "DeviceKv", "A paged KV cache in the memory of a card; the PartTable has device addresses.")
         .def(py::init(&open_device_kv), py::arg("device"), py::arg("parts"), py::arg("blocks"),

@@ -23,11 +23,11 @@ from moonpool.connectors.vllm.messages import Load, Save, Step
 from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.store.keys import BLOCK_NAME_BYTES
+from tests.connectors.vllm.card_bed import CardTensor
 from tests.connectors.vllm.fakes import (
     FINGERPRINT,
     LOG,
     FakePool,
-    FakeStorage,
     FakeTensor,
     engine_config,
     node_at,
@@ -63,29 +63,6 @@ def server(tmp_path: Path) -> Iterator[_native.Server]:
         yield server
 
 
-class CardStorage(FakeStorage):
-    def __init__(self, array: CardArray) -> None:
-        super().__init__(array.view)
-        self._address = array.address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-class CardTensor(FakeTensor):
-    """One layer of a KV cache on a card."""
-
-    def __init__(self, array: CardArray, layer: int) -> None:
-        super().__init__(array.view[layer], device="cuda")
-        self._array = array
-
-    def data_ptr(self) -> int:
-        return self._array.address + super().data_ptr() - int(self._array.view.ctypes.data)
-
-    def untyped_storage(self) -> FakeStorage:
-        return CardStorage(self._array)
-
-
 def card_half(
     card: SoftCard, kv: CardArray, open_node: Callable[[bytes], NodeConnection[Pool]]
 ) -> WorkerHalf:
@@ -101,7 +78,6 @@ def card_half(
             copy_threads=2,
             log=LOG,
         ),
-        open_handover_worker=lambda memory: pytest.fail("a card's memory was offered to other engines"),
         log=LOG,
     )
     half.register({name: CardTensor(kv, number) for number, name in enumerate(GROUP)})

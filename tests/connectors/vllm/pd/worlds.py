@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.layout import all_rows, object_ranges, read_layout, spans
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Meeting, Offer
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Open, Pull
+from tests.connectors.vllm.card_bed import CardTensor
 from tests.connectors.vllm.fakes import FINGERPRINT, LOG, FakeTensor
+from tests.soft_card import SoftCard
 
 BLOCKS, HEADS, TOKENS, CONTENT = 40, 2, 4, 8
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -39,6 +42,7 @@ class World:
     kv: npt.NDArray[np.float32]
     handover_worker: HandoverWorker
     engine_id: str
+    device: DeviceMemory | None = None
 
     def offer(self, blocks: list[int], *, lease: int = 77, slot: int = 5, tokens: int = 0) -> Offer:
         """What a two-step answer says of these blocks; opens the lease."""
@@ -98,19 +102,39 @@ def world(
     listen: str = "127.0.0.1:0",
     rank: int = 0,
     heads: int = HEADS,
+    card: SoftCard | None = None,
 ) -> Iterator[World]:
-    """rank: tensor-parallel; heads: that this worker holds, of HEADS."""
+    """rank: tensor-parallel; heads: that this worker holds, of HEADS; card: on which the memory lies, in the
+    order of heads_first."""
     memory, kv = make(np.random.default_rng(seed))
-    caches = {layer: FakeTensor(kv[number, :, :heads], memory) for number, layer in enumerate(LAYERS)}
+    if card is None:
+        caches = {layer: FakeTensor(kv[number, :, :heads], memory) for number, layer in enumerate(LAYERS)}
+    else:
+        array = card.array(memory.shape)
+        array.view[:] = memory
+        kv = array.view
+        caches = {layer: CardTensor(array, number) for number, layer in enumerate(LAYERS)}
     layout = read_layout(caches, (LAYERS,), TOKENS)
     columns = object_ranges(layout, kv_heads=HEADS, first_head=0)
+    rows = all_rows(layout, columns, first_head=0)
+    device = None
+    if card is not None:
+        device = DeviceMemory(
+            layout,
+            rows,
+            current_stream=lambda ordinal: card.stream,
+            ring_bytes=8 << 20,
+            copy_threads=1,
+            log=LOG,
+        )
+        device.step_begins()
     handover_worker = HandoverWorker(
         KvMemory(
             engine_id=name,
             fingerprint=fingerprint,
             spans=spans(caches),
             columns=columns,
-            rows=all_rows(layout, columns, first_head=0),
+            rows=rows,
             rank=rank,
             tp_rank=rank,
             pp_rank=0,
@@ -120,8 +144,11 @@ def world(
         tenant="default",
         silence_s=silence_s,
         log=LOG,
+        device=device,
     )
     try:
-        yield World(kv, handover_worker, name)
+        yield World(kv, handover_worker, name, device)
     finally:
         handover_worker.close()
+        if device is not None:
+            device.close()

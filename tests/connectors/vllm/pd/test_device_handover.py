@@ -1,0 +1,124 @@
+"""Hand-overs between KV caches on cards: nothing is told of a forward that is only queued, and nothing is
+written to blocks that earlier work of the card still uses. The card is the software device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
+from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Open
+from moonpool.core.errors import Unavailable
+from tests.connectors.vllm.fakes import LOG
+from tests.connectors.vllm.pd.worlds import BLOCKS, PROMPT, World, eventually, heads_first, world
+from tests.soft_card import COMPILER, CardArray, SoftCard, compile_library, soft_card
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_library(tmp_path_factory.mktemp("soft"))
+
+
+@pytest.fixture(params=("late", "early", "shuffled"))
+def card(request: pytest.FixtureRequest, library: Path) -> Iterator[SoftCard]:
+    with soft_card(library, request.param, 11) as card:
+        yield card
+
+
+def pair(stack: ExitStack, card: SoftCard, *, transports: list[str] | None = None) -> tuple[World, World]:
+    prefill = stack.enter_context(world("P", seed=1, card=card))
+    decode = stack.enter_context(world("D", seed=2, card=card, transports=transports))
+    return prefill, decode
+
+
+@pytest.mark.parametrize("transports", [None, ["tcp"]])
+def test_blocks_are_handed_from_card_to_card(card: SoftCard, transports: list[str] | None) -> None:
+    rng = np.random.default_rng(3)
+    with ExitStack() as stack:
+        prefill, decode = pair(stack, card, transports=transports)
+        there, here = rng.permutation(BLOCKS)[:20].tolist(), rng.permutation(BLOCKS)[:18].tolist()
+        untouched = sorted(set(range(BLOCKS)) - set(here))
+        before = decode.kv[:, untouched].copy()
+        decode.take(prefill.offer(there), here, first=2)
+        ended = decode.ended()
+        assert (ended.good, ended.error) == (18, "")
+        np.testing.assert_array_equal(decode.kv[:, here], prefill.kv[:, there[2:]])
+        np.testing.assert_array_equal(decode.kv[:, untouched], before)
+        prefill.wait_handed(77)
+
+
+@pytest.mark.parametrize("sides", ["to the host", "from the host"])
+def test_one_side_may_lie_on_the_host(card: SoftCard, sides: str) -> None:
+    with ExitStack() as stack:
+        prefill = stack.enter_context(world("P", seed=1, card=card if sides == "to the host" else None))
+        decode = stack.enter_context(world("D", seed=2, card=card if sides == "from the host" else None))
+        decode.take(prefill.offer([1, 2, 3]), [7, 5, 6])
+        ended = decode.ended()
+        assert (ended.good, ended.error) == (3, "")
+        np.testing.assert_array_equal(decode.kv[:, [7, 5, 6]], prefill.kv[:, [1, 2, 3]])
+
+
+def forward(card: SoftCard, side: World, values: npt.NDArray[np.float32]) -> None:
+    """Queues a step of the engine that writes all of its KV cache."""
+    address = side.handover_worker._memory.spans[0][0]
+    card.forward(CardArray(address, side.kv), card.pinned(values))
+
+
+def test_a_forward_that_is_only_queued_is_not_told(library: Path) -> None:
+    """Under the late policy a forward runs when it is waited for."""
+    with soft_card(library, "late") as card, ExitStack() as stack:
+        prefill, _ = pair(stack, card)
+        values, _ = heads_first(np.random.default_rng(9))
+        told: list[bool] = []
+        tell = prefill.handover_worker._grown
+
+        def seen(grown: tuple[Grown, ...]) -> None:
+            told.append(bool(np.array_equal(prefill.kv, values)))
+            tell(grown)
+
+        prefill.handover_worker._grown = seen  # type: ignore[method-assign]
+        prefill.handover_worker.begin(HandoverStep(opens=(Open(77, 5, "t", PROMPT),)))
+        forward(card, prefill, values)
+        prefill.handover_worker.computed(HandoverStep(grown=(Grown(77, 0, ((1, 2, 3),), True),)))
+        eventually(lambda: bool(told))
+        assert told == [True]  # the forward had ended
+
+
+def test_blocks_are_not_written_before_earlier_work_of_the_card(library: Path) -> None:
+    """Under the late policy earlier work that was not waited for would overwrite what was handed over."""
+    with soft_card(library, "late") as card, ExitStack() as stack:
+        prefill, decode = pair(stack, card)
+        forward(card, decode, np.full(decode.kv.shape, 7, np.float32))
+        assert decode.device is not None
+        decode.device.step_begins()
+        decode.take(prefill.offer([1, 2, 3]), [4, 5, 6])
+        ended = decode.ended()
+        assert (ended.good, ended.error) == (3, "")
+        card.settle()
+        np.testing.assert_array_equal(decode.kv[:, [4, 5, 6]], prefill.kv[:, [1, 2, 3]])
+        assert (decode.kv[:, [1, 2, 3]] == 7).all()
+
+
+class LostMark:
+    """A point in the stream of a card that is lost."""
+
+    def wait(self, timeout_s: float) -> bool:
+        raise Unavailable("the CUDA device is lost", operation="wait for a mark")
+
+
+def test_a_card_that_is_lost_ends_all_leases_once() -> None:
+    lost = threading.Semaphore(0)
+    forwards = QueuedForwards(lost.release, LOG)
+    for _ in range(3):
+        forwards.then(LostMark(), pytest.fail)  # type: ignore[arg-type]
+    assert lost.acquire(timeout=20)
+    forwards.close(20)
+    assert not lost.acquire(blocking=False)
