@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ from tests.connectors.vllm.conftest import (
     tokens_of,
     wait_joined,
 )
+from tests.connectors.vllm.pd.test_engines import ASK
 from tests.connectors.vllm.processes import HERE, Engine, Node
+from tests.ports import held_ports
 from tests.soft_card import COMPILER, compile_library
 
 pytestmark = [
@@ -27,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
 ]
 
-ON_CARD = {**KV_CONFIG, "kv_connector_extra_config": {"gpu": True, "gpu_ring": "8MiB", "gpu_copy_threads": 2}}
+EXTRA = {"gpu": True, "gpu_ring": "8MiB", "gpu_copy_threads": 2, "lease_s": 20.0}
 
 
 class DeviceEngine(Engine):
@@ -38,8 +41,9 @@ class Pair:
     """plain: without the pool; late: a card on which nothing runs before it is waited for; shuffled: one that
     runs things in any order, with a KV cache that is too small for its load."""
 
-    def __init__(self, plain: Engine, late: Engine, shuffled: Engine, node: Node) -> None:
+    def __init__(self, plain: Engine, late: Engine, shuffled: Engine, node: Node, bootstrap: str) -> None:
         self.plain, self.late, self.shuffled, self.node = plain, late, shuffled, node
+        self.bootstrap = bootstrap  # of late
 
     def expected(self, prompts: list[list[int]], max_tokens: int = 8) -> list[list[int]]:
         """What the plain engine answers."""
@@ -58,19 +62,28 @@ def pair(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
             stack.callback(started.close)
             return started
 
-        on_card = {"kv_transfer_config": ON_CARD, "soft_library": library}
+        (port,) = stack.enter_context(held_ports(1))
+
+        def on_card(**more: object) -> dict[str, Any]:
+            extra = {**EXTRA, **more}
+            return {
+                "kv_transfer_config": {**KV_CONFIG, "kv_connector_extra_config": extra},
+                "soft_library": library,
+            }
+
         pair = Pair(
             engine(Engine, "plain"),
-            engine(DeviceEngine, "late", **on_card, soft_policy="late"),
+            engine(DeviceEngine, "late", **on_card(bootstrap_port=port), soft_policy="late"),
             engine(
                 DeviceEngine,
                 "shuffled",
-                **on_card,
+                **on_card(),
                 soft_policy="shuffled",
                 max_model_len=2048,
                 kv_cache_memory_bytes=80 * BLOCK_TOKENS * BYTES_PER_TOKEN,
             ),
             Node(runtime),
+            f"http://127.0.0.1:{port}",
         )
         pair.node.start()
         stack.callback(pair.node.stop)
@@ -104,6 +117,43 @@ def test_tokens_through_the_pool_are_those_of_a_plain_engine(pair: Pair, from_la
     assert all(output["pool"]["load_errors"] == 0 for output in answer["outputs"])
     left = reader.call("drain")
     assert set(left.values()) == {0}
+
+
+@pytest.mark.parametrize("form", ["two-step", "concurrent"])
+def test_kv_is_handed_over_from_card_to_card(pair: Pair, form: str) -> None:
+    lengths = [33, 64, 257, 700]
+    prompts = [make_prompt(7500 + 100 * len(form) + number, length) for number, length in enumerate(lengths)]
+    expected = pair.expected(prompts)
+    if form == "two-step":
+        answer = pair.late.call("generate", prompts=prompts, max_tokens=1, params=[ASK] * len(prompts))
+        params = [output["params"] for output in answer["outputs"]]
+        pair.late.send("drain", timeout_s=60)  # it goes on stepping
+        answer = pair.shuffled.call("generate", prompts=prompts, params=params)
+    else:
+        first = [make_prompt(7499, 40)]  # its offer names the engine; it is taken, too
+        (known,) = pair.late.call("generate", prompts=first, max_tokens=1, params=[ASK])["outputs"]
+        pair.late.send("drain", timeout_s=60)
+        pair.shuffled.call("generate", prompts=first, params=[known["params"]])
+        pair.late.receive()
+        names = [f"card-{number}" for number in range(len(prompts))]
+        meetings = [
+            {
+                "do_remote_prefill": True,
+                "remote_engine_id": known["params"]["remote_engine_id"],
+                "remote_bootstrap_addr": pair.bootstrap,
+                "transfer_id": name,
+            }
+            for name in names
+        ]
+        pair.shuffled.send("generate", prompts=prompts, params=meetings)
+        asked = [{"do_remote_decode": True, "transfer_id": name} for name in names]
+        pair.late.call("generate", prompts=prompts, max_tokens=1, params=asked)
+        pair.late.send("drain", timeout_s=60)
+        answer = pair.shuffled.receive()
+    assert tokens_of(answer) == expected
+    assert [output["pool"]["handed_over_tokens"] for output in answer["outputs"]] == [n - 1 for n in lengths]
+    assert set(pair.late.receive().values()) == {0}
+    assert set(pair.shuffled.call("drain").values()) == {0}
 
 
 def test_preemptions_and_aborts_leave_nothing(pair: Pair) -> None:
