@@ -104,6 +104,10 @@ class Pin:
     """
     A right to read some objects; released by release() or when dropped.
     """
+    def hand_over(self) -> tuple:
+        """
+        Of a longest_prefix: (holders, descriptors) for submit_load of this process, while the pin is kept; empty when it was released.
+        """
     def release(self) -> None:
         ...
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from moonpool import STORED, Presence, Store
+from moonpool import STORED, Presence, Store, _native
 from moonpool.core.errors import CorruptObject, Error, Timeout, Unavailable
 from moonpool.core.store.store import NO_ANSWER
 from moonpool.core.store.types import PutStatus
@@ -64,6 +66,43 @@ def timed(name: str, call: Callable[[], Any], limit_s: float, error: type[Error]
 
 
 # ---- the node dies
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_process_pinned_is_loaded_after_its_node_died(nodes: Any, path: Path, again: bool) -> None:
+    """As an engine does that has promised it. again: another node serves there, with other objects."""
+    node = nodes()
+    client = _native.Client(str(path), TOKEN)
+    client.connect()
+    client.put([b"k"], [b"first life"])
+    pin = client.longest_prefix([b"k"])[1]
+    node.kill()
+    if again:
+        nodes()
+        until(lambda: client.connected or _reconnects(client))
+        client.put([b"k"], [b"other life"])
+    assert load(client, pin) == (b"\1", b"first life")
+    holders = pin.hand_over()
+    pin.release()
+    assert pin.hand_over() == (b"", b"")
+    assert load(client, pin, holders) == (b"\0", bytes(10))
+    client.close()
+
+
+def load(client: _native.Client, pin: _native.Pin, handed: tuple[bytes, bytes] | None = None) -> Any:
+    """(the answer's flags, the memory of ten bytes that it was loaded into)."""
+    memory = np.zeros(10, np.uint8)
+    table = _native.PartTable([[(memory.ctypes.data, 0, 10)]])
+    worker = _native.Worker(client, threads=0)
+    worker.submit_load(*(handed or pin.hand_over()), table, np.zeros(1, np.uint32), np.zeros(1, np.uint16))
+    ((_, answer),) = worker.poll()
+    return answer.ok, memory.tobytes()
+
+
+def _reconnects(client: _native.Client) -> bool:
+    with contextlib.suppress(Error):
+        client.stat()
+    return client.connected
 
 
 def test_a_killed_node_is_missed_at_once_and_found_again(nodes: Any, path: Path) -> None:

@@ -97,6 +97,11 @@ py::list PyPin::objects() const {
     return rows;
 }
 
+py::tuple PyPin::hand_over() const {
+    Handover handover = held.pins.empty() ? Handover{} : Client::hand_over(held, asked_first);
+    return py::make_tuple(py::bytes(handover.holders), to_bytes(handover.descriptors));
+}
+
 py::tuple prefix_answer(Prefix prefix, const Names& names, uint32_t width) {
     py::list holders;
     for (size_t block = 0; block < prefix.blocks; ++block) {
@@ -116,6 +121,7 @@ py::tuple prefix_answer(Prefix prefix, const Names& names, uint32_t width) {
     if (prefix.pins.empty()) return py::make_tuple(blocks, py::none(), holders, why);
     auto pin = std::make_shared<PyPin>();
     for (size_t i = 0; i < prefix.descriptors.size(); ++i) pin->names.emplace_back(names.views()[i]);
+    pin->asked_first = prefix.incarnation;
     pin->held = std::move(prefix);
     return py::make_tuple(blocks, pin, holders, why);
 }

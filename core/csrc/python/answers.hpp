@@ -17,9 +17,11 @@ namespace moonpool::python {
 struct PyPin {
     Pinned held;
     std::vector<std::string> names;  // one for each descriptor; generation 0: was not found, is not pinned
+    Incarnation asked_first{};       // the node that was, of a prefix
 
     void release() { held.pins.clear(); }  // views that were made under it go on holding it
     py::list objects() const;
+    py::tuple hand_over() const;
 };
 
 // Makes the type of the views; once, at import.

@@ -250,7 +250,10 @@ void bind_client(py::module_& m) {
                                })
         .def_property_readonly("objects", &PyPin::objects,
                                "(size, whether it lies on another host, whence reading takes a network) of "
-                               "each name; -1: a miss");
+                               "each name; -1: a miss")
+        .def("hand_over", &PyPin::hand_over,
+             "Of a longest_prefix: (holders, descriptors) for submit_load of this process, while the pin is "
+             "kept; empty when it was released.");
 
     py::class_<PyClient>(m, "Client", "One process's access to one node, in one space.")
         .def(py::init<std::string, const py::bytes&, std::string, std::string, const py::bytes&, double,

@@ -93,8 +93,11 @@ class Client {
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat() { return own_.stat(); }
 
-    static Handover hand_over(const Prefix& prefix);
-    // Copies what another process of this host pinned and handed over.
+    static Handover hand_over(const Prefix& prefix) { return hand_over(prefix, prefix.incarnation); }
+    // own: the incarnation of the node that was asked first.
+    static Handover hand_over(const Pinned& pinned, const Incarnation& own);
+    // Copies what this process, or another one of this host, pinned and handed over. What this process holds
+    // pinned in memory that is mapped here is copied also when its node does not live any more.
     LoadReport load(std::string_view holders, std::span<const Descriptor> descriptors, const PartTable& table,
                     std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
 

@@ -17,15 +17,15 @@ constexpr size_t kHoldersMax = 1u << 16;
 
 // holders: the own node's incarnation, then each other holder's incarnation and route. A descriptor's holder
 // stands above its offset: 0 is the own node.
-Handover Client::hand_over(const Prefix& prefix) {
+Handover Client::hand_over(const Pinned& pinned, const Incarnation& own) {
     Handover out;
-    out.holders.assign(reinterpret_cast<const char*>(prefix.incarnation.data()), prefix.incarnation.size());
-    out.descriptors = prefix.descriptors;
+    out.holders.assign(reinterpret_cast<const char*>(own.data()), own.size());
+    out.descriptors = pinned.descriptors;
     std::vector<Session*> others;
     for (size_t i = 0; i < out.descriptors.size(); ++i) {
-        if (!prefix.has(i)) continue;
-        Session* session = prefix.pin_of(i)->session().get();
-        if (session->incarnation() == prefix.incarnation) continue;
+        if (!pinned.has(i)) continue;
+        Session* session = pinned.pin_of(i)->session().get();
+        if (session->incarnation() == own) continue;
         size_t place = static_cast<size_t>(std::ranges::find(others, session) - others.begin());
         if (place == others.size()) {
             others.push_back(session);

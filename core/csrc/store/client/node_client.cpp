@@ -7,7 +7,8 @@
 // What holds between two calls: session_ is null or the newest session; one that is dead is replaced by
 // the next call, at most once per back-off step, so that a call to a node which is gone costs no dialling
 // most of the time. A pin belongs to the session that took it: what was pinned is read over that session,
-// also after another one has been opened, and is a miss once that one is dead.
+// also after another one has been opened. Once that one is dead, what lies in memory that is mapped here is
+// read as before; anything else is a miss.
 //
 // In a child of fork() no lock is taken: the thread that holds it may exist in the parent only.
 #include "store/client/node_client.hpp"
@@ -115,8 +116,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     if (closed_) return Error{Code::kClosed, "this store is closed"};  // while this call waited
     // Looked at before each call: a node that was restarted between two calls is dialled at once, and the
     // caller notices nothing.
-    if (session_ != nullptr && session_->check_alive()) return session_;
-    session_.reset();
+    forget_dead_session();
+    if (session_ != nullptr) return session_;
     auto now = std::chrono::steady_clock::now();
     if (now < retry_at_) return last_error_;
     if (WaitBudget::within(1) <= 0)
@@ -134,6 +135,31 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     backoff_ = std::chrono::milliseconds{0};
     session_ = *opened;
     return session_;
+}
+
+void NodeClient::forget_dead_session() {
+    if (session_ == nullptr || session_->check_alive()) return;
+    std::erase_if(lost_, [](const std::weak_ptr<Session>& session) { return session.expired(); });
+    lost_.push_back(session_);
+    session_.reset();
+}
+
+Result<std::shared_ptr<Session>> NodeClient::session_of(const Incarnation& incarnation) {
+    if (Status status = check_open(); !status) return status.error();
+    {
+        SessionLock lock(*this);
+        forget_dead_session();
+        for (const std::weak_ptr<Session>& session : lost_) {
+            std::shared_ptr<Session> held = session.lock();
+            if (held != nullptr && held->incarnation() == incarnation) return held;
+        }
+    }
+    Result<std::shared_ptr<Session>> opened = session();
+    // Slots and offsets are those of one life of a node. In another one they name other objects.
+    if (opened && (*opened)->incarnation() != incarnation) {
+        return Error{Code::kUnavailable, "the node was restarted since these objects were pinned"};
+    }
+    return opened;
 }
 
 Status NodeClient::check_names(const Session& session, std::span<const std::string_view> names) const {
@@ -325,17 +351,12 @@ void NodeClient::load(const Incarnation& incarnation, std::span<const Descriptor
                       std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify,
                       LoadReport& report) {
     if (which.empty()) return;
-    Result<std::shared_ptr<Session>> opened = session();
+    Result<std::shared_ptr<Session>> opened = session_of(incarnation);
     if (!opened) {
         report.error = opened.error().text;
         return;
     }
     Session& s = **opened;
-    // Slots and offsets are those of one life of a node. In another one they name other objects.
-    if (s.incarnation() != incarnation) {
-        report.error = "the node was restarted since these objects were pinned";
-        return;
-    }
     std::vector<MemoryRef> parts;
     std::vector<size_t> ends;  // of each object's parts
     std::vector<PinnedRead> reads;

@@ -151,7 +151,8 @@ class NodeClient {
 
     // Copies pinned objects, described by the process that pinned them, into strided memory: those of
     // `which`, or all. Each is checked after the copy, by the node's index or by its checksum, so a pin that
-    // was lost meanwhile is a failed load and never wrong bytes.
+    // was lost meanwhile is a failed load and never wrong bytes. A session that is lost serves as long as a
+    // pin of this process holds it: the arena stays mapped as it was.
     void load(const Incarnation& incarnation, std::span<const Descriptor> descriptors,
               std::span<const uint32_t> which, const PartTable& table, std::span<const uint32_t> indices,
               std::span<const uint16_t> columns, bool verify, LoadReport& report);
@@ -188,12 +189,17 @@ class NodeClient {
     Status check_names(const Session& session, std::span<const std::string_view> names) const;
     Status check_item(const Session& session, const PutItem& item) const;
     Result<std::vector<int64_t>> pin_and_get(std::span<const GetItem> items, bool verify, bool tolerant);
+    // The session under which objects of that life of the node were pinned.
+    Result<std::shared_ptr<Session>> session_of(const Incarnation& incarnation);
+    void forget_dead_session() REQUIRES(mutex_);
 
     ClientOptions options_;
     KeyHasher hash_;
     ForkGuard fork_;
     Mutex mutex_;
     std::shared_ptr<Session> session_ GUARDED_BY(mutex_);
+    std::vector<std::weak_ptr<Session>> lost_
+        GUARDED_BY(mutex_);  // those that pins still hold, and dead ones
     std::chrono::steady_clock::time_point retry_at_ GUARDED_BY(mutex_){};
     std::chrono::milliseconds backoff_ GUARDED_BY(mutex_){0};
     Error last_error_ GUARDED_BY(mutex_);
