@@ -91,6 +91,16 @@ def new_pages(data: Any) -> list[list[int]]:
     return [list(ids) for ids in grouped] if grouped else [list(data.new_block_ids)]
 
 
+def stream_address(stream: Any) -> int:
+    """A torch.cuda.Stream as the CUDA driver names it (cudaStream_t as a number)."""
+    return int(stream.cuda_stream)
+
+
+def sleeps(args: Any) -> bool:
+    """Whether the engine may take the memory of its KV cache away while it lives."""
+    return any(getattr(args, name, None) for name in ("enable_sleep", "sleep_config"))
+
+
 def rank() -> int:
     """The rank of this process in its engine."""
     try:

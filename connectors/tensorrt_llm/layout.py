@@ -17,18 +17,14 @@ Nothing here touches the memory or imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool.connectors.objects import TP_SIZE_MAX, heads_per_object
+from moonpool.connectors.objects import TP_SIZE_MAX, Refused, Row, append_row, heads_per_object
 from moonpool.core.store.keys import Json, Ranges, digest_of
 
 KNOWN_BACKEND = "TRTLLM"
-
-
-class Refused(Exception):
-    """This engine cannot use the pool; the message is one sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +43,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A byte range that repeats once a page: [base + stride * page, + size).
-
-    memory: the engine's object for the range, which the movers copy from and to.
-    """
+    """A byte range that repeats once a page: [base + stride * page, + size)."""
 
     base: int
     size: int
     stride: int
     pages: int
     buffers: tuple[Buffer, ...]
-    memory: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +59,7 @@ class Memory:
     groups: the regions of each layer group.
     described: whether the engine described all of the memory, and did not only show a tensor.
     item: bytes of a number; 0 where that is not known.
+    ordinal: of the device among those that this process sees; 0 for the host.
     """
 
     tokens: int
@@ -75,6 +68,7 @@ class Memory:
     device: str
     described: bool
     item: int = 0
+    ordinal: int = 0
 
     @property
     def bytes_per_block(self) -> int:
@@ -146,12 +140,14 @@ def read_tensor(tensor: Any, tokens: int) -> Memory:
             for layer in range(layers)
             for plane, role in enumerate(roles)
         )
-    region = Region(tensor.data_ptr(), block * item, strides[0] * item, shape[0], buffers, tensor)
-    return Memory(tokens, ((region,),), _text(tensor.dtype), _text(tensor.device.type), False, item)
+    region = Region(tensor.data_ptr(), block * item, strides[0] * item, shape[0], buffers)
+    device, ordinal = _device(tensor)
+    return Memory(tokens, ((region,),), _text(tensor.dtype), device, False, item, ordinal)
 
 
 def read_layout(layout: Any) -> Memory:
     """The KV cache as a KvCacheLayout: one or several layer groups."""
+    device, ordinal = _device(layout.groups[0].regions[0].as_tensor())
     return Memory(
         int(layout.tokens_per_block),
         tuple(
@@ -159,9 +155,14 @@ def read_layout(layout: Any) -> Memory:
             for group in layout.groups
         ),
         "bytes",
-        _text(layout.groups[0].regions[0].as_tensor().device.type),
+        device,
         described=True,
+        ordinal=ordinal,
     )
+
+
+def _device(tensor: Any) -> tuple[str, int]:
+    return _text(tensor.device.type), int(getattr(tensor.device, "index", None) or 0)
 
 
 def _region(region: Any) -> Region:
@@ -176,9 +177,7 @@ def _region(region: Any) -> Region:
         if known
         else ()
     )
-    return Region(
-        int(region.base), int(region.size), int(region.stride), int(region.num_slots), buffers, region
-    )
+    return Region(int(region.base), int(region.size), int(region.stride), int(region.num_slots), buffers)
 
 
 def model_of(config: Mapping[str, Any], *, tp_rank: int, tp_size: int, backend: str) -> Model:
@@ -314,9 +313,22 @@ def _raw(memory: Memory, model: Model) -> Shape:
     )
 
 
-def missing(pages: Sequence[Sequence[int]], block: int) -> set[int]:
-    """The layer groups in which a block has no page."""
-    return {group for group, ids in enumerate(pages) if block >= len(ids) or ids[block] < 0}
+def rows_of(memory: Memory, shape: Shape) -> list[list[Row]]:
+    """Where the bytes of each column lie in page 0, in the object's order."""
+    regions, at = [], 0
+    for group in memory.groups:
+        for region in group:
+            regions.append((at, region))
+            at += region.size
+    columns: list[list[Row]] = []
+    for column in shape.columns:
+        columns.append([])
+        for offset, size in column.rows:
+            for start, region in regions:
+                first, last = max(offset, start), min(offset + size, start + region.size)
+                if first < last:
+                    append_row(columns[-1], (region.base + first - start, region.stride, last - first))
+    return columns
 
 
 def _text(value: object) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.tensorrt_llm.identity import longest, quantisation
-from moonpool.connectors.tensorrt_llm.layout import Memory, Refused
+from moonpool.connectors.tensorrt_llm.layout import Memory
 
 _MEDIA = re.compile(r"image|video|audio|vision|visual|speech|media|multimodal|(^|_)(mm|img)(_|$)")
 _TOKEN = re.compile(r"_token(_id|_index|_idx)?s?$|_(pad|patch)_id$")

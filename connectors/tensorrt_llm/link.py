@@ -16,23 +16,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moonpool import _native
 from moonpool.connectors.node_connection import NodeConnection
-from moonpool.connectors.objects import object_names, suffixes_of
+from moonpool.connectors.objects import Refused, object_names, suffixes_of
 from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.fetch import Fetch, Offer
 from moonpool.connectors.tensorrt_llm.identity import identity, model_folder, read_config
-from moonpool.connectors.tensorrt_llm.layout import Memory, Refused, Shape, model_of, shape_of
+from moonpool.connectors.tensorrt_llm.kv_memory import KvMemory, open_kv_memory
+from moonpool.connectors.tensorrt_llm.layout import Memory, Shape, model_of, shape_of
 from moonpool.connectors.tensorrt_llm.limits import Foreign, check
 from moonpool.connectors.tensorrt_llm.pool import PoolClient, open_pool
+from moonpool.connectors.tensorrt_llm.saves import Saves
 from moonpool.connectors.tensorrt_llm.settings import Settings
-from moonpool.connectors.tensorrt_llm.staging import Mover, mover_for
 from moonpool.connectors.tensorrt_llm.tokens import Known
 from moonpool.connectors.weights import wait_for
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, fingerprint
-
-LOADING_SHARE = 4  # a quarter of the staging slots is for loads
-SLOTS_MIN = 2
 
 _links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -43,17 +40,16 @@ class Engine:
     """This rank's memory, once it is registered, and the pool for it."""
 
     shape: Shape
-    mover: Mover
-    loading: range  # slots
-    saving: range
-    table: _native.PartTable
+    memory: KvMemory
+    saves: Saves
     pool: NodeConnection[PoolClient]
     fetch: Fetch
     mark: bytes  # the fingerprint
     foreign: Foreign
 
     def close(self) -> None:
-        """Waits for fetches and saves under way, then disconnects."""
+        """Waits for copies under way, then disconnects."""
+        self.memory.close()  # first: a native thread of the pool waits for a card's copies
         self.fetch.close()
         self.pool.close()
 
@@ -117,21 +113,24 @@ class Link:
         shape = shape_of(
             memory, model_of(config, tp_rank=compat.rank() % size, tp_size=size, backend=backend)
         )
+        foreign = Foreign.of(config)
         # TensorRT-LLM's ranks join together and here only, so the start waits.
         mark = wait_for(
             lambda: fingerprint(identity(args, folder, config, memory, shape)),
             functools.partial(self.log.info, "%s"),
         )
-        slots = max(SLOTS_MIN, settings.staging // memory.bytes_per_block)
-        mover = mover_for(memory, slots)
-        loading = max(1, slots // LOADING_SHARE)
+        kv_memory = open_kv_memory(args, memory, shape, settings, self.log)
         socket = str(settings.socket())
-        pool = open_pool(
-            lambda: PoolClient.dial(settings, mark),
-            address=socket,
-            log=self.log,
-            required=settings.require_pool,
-        )
+        try:
+            pool = open_pool(
+                lambda: PoolClient.dial(settings, mark),
+                address=socket,
+                log=self.log,
+                required=settings.require_pool,
+            )
+        except BaseException:
+            kv_memory.close()
+            raise
         self.log.info(
             "blocks of %d bytes in %d objects (%s), fingerprint %s, tenant %s, namespace %s, pool %s",
             memory.bytes_per_block,
@@ -142,13 +141,7 @@ class Link:
             settings.namespace,
             socket,
         )
-        address, stride = mover.staging.ctypes.data, mover.staging.shape[1]
-        table = _native.PartTable(
-            [[(address + at, stride, size) for at, size in column.rows] for column in shape.columns]
-        )
-        foreign = Foreign.of(config)
-        fetch = Fetch(settings.fetch, settings.staging)
-        return Engine(shape, mover, range(loading), range(loading, slots), table, pool, fetch, mark, foreign)
+        return Engine(shape, kv_memory, Saves(), pool, Fetch(settings.fetch), mark, foreign)
 
 
 def names(digests: bytes, ranges: tuple[Ranges, ...]) -> bytes:

@@ -28,6 +28,7 @@ class Save:
     previous: digest of the block before them, or b"".
     """
 
+    request_id: int
     previous: bytes
     digests: bytes
     pages: Pages
@@ -35,7 +36,11 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the workers do in one step."""
+    """What the workers do in one step.
+
+    written: pages that the step's requests got and write to, by layer group; None: any page.
+    """
 
     loads: tuple[Load, ...] = field(default=())
     saves: tuple[Save, ...] = field(default=())
+    written: Pages | None = field(default=())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from moonpool import _native
 from moonpool.connectors.blocking_worker import BlockingWorker
 from moonpool.connectors.node_connection import Messages, NodeConnection
@@ -19,44 +22,62 @@ _SILENT = "the pool at %s does not answer (%s); prompts are computed until it do
 _ANSWERS = "the pool at %s answers"
 _MESSAGES = Messages(absent=_SILENT, silent=_SILENT, joined=_ANSWERS, answers=_ANSWERS)
 
-Views = list[memoryview]
-
 
 class Held:
-    """Objects that are pinned in place: while this exists, no node evicts them.
+    """Objects that are pinned in place: while this exists, no node evicts them, and those of this host can be
+    loaded whatever happens to the node.
 
+    names: of the objects.
     sizes: bytes of each object.
     far: for each object, whether it is on another host.
     """
 
     def __init__(self, client: _native.Client, pin: _native.Pin, objects: int) -> None:
         self._client, self._pin = client, pin
-        self._names = pin.names[:objects]
+        self.names = pin.names[:objects]
         rows = pin.objects[:objects]
         self.sizes: list[int] = [size for size, _ in rows]
         self.far: list[bool] = [far for _, far in rows]
+        holders, descriptors = pin.hand_over()
+        self._holders: bytes = holders
+        self._descriptors = np.frombuffer(descriptors, np.uint8).reshape(len(pin.names), -1)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
-    def views(self, which: Sequence[int]) -> list[memoryview | None]:
-        """The objects ``which``; None for those that are gone. Each view stays readable and unchanged
-        whatever happens to the node. Objects of this host are not copied, those of other hosts are read now.
-        Raises Error when their node does not answer."""
-        return list(self._client.pinned_views(self._pin, [self._names[at] for at in which]))
+    def copy(self, which: Sequence[int], parents: Sequence[bytes | None]) -> None:
+        """Stores copies of the objects ``which`` at the own node; those that are gone are left out. Raises
+        Error when a node does not answer.
+
+        parents: of each of them the name of the object before it.
+        """
+        names = [self.names[at] for at in which]
+        views: list[memoryview | None] = self._client.pinned_views(self._pin, names)
+        there = [at for at, view in enumerate(views) if view is not None]
+        self._client.put(
+            [names[at] for at in there],
+            [[views[at]] for at in there],
+            parents=[parents[at] for at in there],
+        )
+
+    def descriptors(self, which: npt.NDArray[np.intp]) -> tuple[bytes, bytes]:
+        """(holders, descriptors) of the objects ``which``, as submit_load takes them."""
+        return self._holders, self._descriptors[which].tobytes()
 
 
 class PoolClient:
-    """One client of a node, and a worker for saves.
+    """One client of a node, and native threads' work.
 
     client: whose calls raise Error when the pool does not answer.
-    saves: runs saves; each waits at most TIMEOUT_S after its last progress.
+    loads: runs loads on the calling thread, one after the other.
+    saves: runs saves on a thread of its own; each waits at most TIMEOUT_S after its last progress.
     """
 
     def __init__(self, client: _native.Client) -> None:
         """client: a connected client, which this owns from now on."""
         self.client = client
-        self.saves = BlockingWorker(client)
+        self.loads = BlockingWorker(client)
+        self.saves = _native.Worker(client, threads=1)
 
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> PoolClient:
@@ -84,7 +105,8 @@ class PoolClient:
         self.hold([bytes(BLOCK_NAME_BYTES)], 1)
 
     def close(self) -> None:
-        """Waits for the save under way, then disconnects."""
+        """Waits for the load and the save under way, then disconnects."""
+        self.loads.close()
         self.saves.close()
         self.client.close()
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.fetch import Offer
 from moonpool.connectors.tensorrt_llm.link import Engine, Link, name_list
 from moonpool.connectors.tensorrt_llm.messages import Load, Plan, Save
-from moonpool.connectors.tensorrt_llm.pool import PoolClient
+from moonpool.connectors.tensorrt_llm.pool import Held, PoolClient
 from moonpool.connectors.tensorrt_llm.tokens import Chain
 from moonpool.core.errors import Error
 
@@ -79,23 +82,32 @@ class MoonpoolScheduler(compat.Scheduler):
         loads, self._loads = tuple(self._loads.values()), {}
         self._loading.update(load.request_id for load in loads)
         saves: list[Save] = []
+        written: list[list[int]] = []
         try:
             for data in scheduler_output.new_requests:
-                self._follow(data, saves, new=True)
+                self._follow(data, saves, written, new=True)
             for data in scheduler_output.cached_requests:
-                self._follow(data, saves, new=False)
+                self._follow(data, saves, written, new=False)
         except Exception as error:  # the engine must survive its connector
             self._survived("save", error)
-        return Plan(loads, tuple(saves))
+            return Plan(loads, tuple(saves), None)
+        return Plan(loads, tuple(saves), tuple(map(tuple, written)))
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
         """Whether the pages must be kept, until ``get_finished`` of all ranks has named the request: true for
-        one that was cancelled while it was parked, since a rank may be writing into them. A save needs no
-        page any more, see staging.py."""
+        one that was cancelled while it was parked, since a rank may be writing into them, and for one whose
+        saves a rank may not have read yet."""
         request_id = int(request.request_id)
-        loading = request_id in self._loading or request_id in self._loads
+        kept = request_id in self._loading or request_id in self._loads or self._may_be_read(request_id)
         self._forget(request_id)
-        return loading
+        return kept
+
+    def _may_be_read(self, request_id: int) -> bool:
+        """Whether a rank may still read the request's pages for a save; of other ranks it is not known."""
+        engine, chain = self._link.engine, self._chains.get(request_id)
+        if engine is None or chain is None or not chain.saves:
+            return False
+        return int(self._link.args.tensor_parallel_size) > 1 or request_id in engine.saves.requests()
 
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: Sequence[Sequence[int]]
@@ -117,7 +129,7 @@ class MoonpoolScheduler(compat.Scheduler):
             count["unanswered"] += first < usable
             return None
         try:
-            offer = self._look_up(engine, connection, digests[first:usable], first)
+            offer = self._look_up(engine, connection, digests[:usable], first)
             known.seen_at(connection.client.incarnation)
             if offer is not None:
                 known.add(digests[first : first + offer.blocks])
@@ -131,23 +143,38 @@ class MoonpoolScheduler(compat.Scheduler):
         return offer
 
     def _look_up(
-        self, engine: Engine, connection: PoolClient, wanted: list[bytes], first: int
+        self, engine: Engine, connection: PoolClient, digests: list[bytes], first: int
     ) -> Offer | None:
+        """What the pool has of the blocks of these digests, from block ``first`` on."""
+        count, ranges = self._link.count, engine.shape.ranges
+        width = len(ranges)
+        wanted = name_list(b"".join(digests[first:]), ranges)
         if not wanted:
             return None
-        count, ranges = self._link.count, engine.shape.ranges
         count["lookups"] += 1
-        held = connection.hold(name_list(b"".join(wanted), ranges), len(ranges))
-        count["lookup_blocks"] += len(wanted)
+        held = connection.hold(wanted, width)
+        count["lookup_blocks"] += len(wanted) // width
         if held is None:
             return None
-        blocks = self._right(engine, held.sizes) // len(ranges)
-        own = [ranges.index(column.ranges) for column in engine.shape.columns]
-        offer = engine.fetch.offer(held, first, blocks, len(ranges), own)
-        promised = offer.blocks if offer else 0
-        count["hit_blocks"] += promised
-        count["too_far_blocks"] += blocks - promised
-        return offer
+        found = self._right(engine, held.sizes) // width
+        own = np.array([ranges.index(column.ranges) for column in engine.shape.columns], np.intp)
+        objects = (np.arange(found)[:, None] * width + own).ravel()  # of this rank
+        near = _near(held, objects, len(own))
+        offer = Offer(first, near, held, objects[: near * len(own)])
+        if near < found:
+            far = [int(at) for at in objects if held.far[at]]
+            before = name_list(digests[first - 1], ranges) if first else [None] * width
+            parents = [*before, *wanted]  # of object i: the one of the block before it
+            if engine.fetch.bring(held, far, [parents[at] for at in far]):
+                # Of this rank's objects alone: the own node has them, whatever the master knows by now.
+                brought = connection.hold([wanted[at] for at in objects], len(own))
+                if brought is not None:
+                    objects = np.arange(self._right(engine, brought.sizes) // len(own) * len(own))
+                    near = _near(brought, objects, len(own))
+                    offer = Offer(first, near, brought, objects[: near * len(own)], others=held)
+        count["hit_blocks"] += near
+        count["too_far_blocks"] += found - near
+        return offer if near else None
 
     def _hear_of(self, engine: Engine, connection: PoolClient, digests: list[bytes]) -> None:
         """Whether the pool still has these blocks."""
@@ -168,10 +195,17 @@ class MoonpoolScheduler(compat.Scheduler):
                 return at
         return len(found)
 
-    def _follow(self, data: Any, saves: list[Save], *, new: bool) -> None:
-        """A request is part of the step: what the step makes full is saved."""
+    def _follow(self, data: Any, saves: list[Save], written: list[list[int]], *, new: bool) -> None:
+        """A request is part of the step: what the step makes full is saved.
+
+        saves, written: get what the request adds to a Plan's.
+        """
         request_id = int(data.request_id)
         self._loading.discard(request_id)  # it runs, so it was loaded
+        pages = compat.new_pages(data)
+        written += [[] for _ in range(len(pages) - len(written))]
+        for group, ids in zip(written, pages, strict=False):
+            group += ids[int(data.computed_position) // self._block_tokens :] if new else ids
         chain = self._chains.get(request_id)
         if chain is None:
             return
@@ -180,14 +214,15 @@ class MoonpoolScheduler(compat.Scheduler):
             chain.pages = []
         elif self._link.settings.save_decode:
             chain.extend(data.new_tokens)
-        chain.add_pages(compat.new_pages(data))
+        chain.add_pages(pages)
         engine = self._link.engine
         full = min(
             (data.computed_position + data.num_scheduled_tokens) // self._block_tokens, len(chain.digests)
         )
         if engine is None or full <= chain.saved:
             return
-        saves.append(Save(chain.previous(chain.saved), *chain.blocks(chain.saved, full)))
+        saves.append(Save(request_id, chain.previous(chain.saved), *chain.blocks(chain.saved, full)))
+        chain.saves = True
         self._link.known.add(chain.digests[chain.saved : full])
         chain.saved = full
 
@@ -203,3 +238,9 @@ class MoonpoolScheduler(compat.Scheduler):
     def _survived(self, what: str, error: Exception) -> None:
         self._link.count["survived_errors"] += 1
         self._link.log.error("an unexpected error in a %s (%r); the engine goes on without", what, error)
+
+
+def _near(held: Held, objects: npt.NDArray[np.intp], width: int) -> int:
+    """How many blocks, from the first on, lie on this host, ``width`` of ``objects`` to a block."""
+    far = np.flatnonzero(np.array(held.far, bool)[objects])
+    return int(far[0]) // width if len(far) else len(objects) // width

@@ -13,8 +13,11 @@ from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError
 
 VARIABLE = "MOONPOOL_TENSORRT_LLM"
-STAGING_BYTES = 512 << 20
 FETCH_BYTES = 64 << 20
+RING_BYTES = 64 << 20
+RING_BYTES_MIN, RING_BYTES_MAX = 8 << 20, 2 << 30
+COPY_THREADS = 4
+COPY_THREADS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,20 @@ class Settings(PoolOptions):
     tenant, namespace: whose blocks; docs/keys.md has both.
     require_pool: whether the engine refuses to start without a node, or when it cannot use the pool.
     save_decode: whether blocks of answers are saved, beside those of prompts.
-    staging: bytes of host memory, on every rank, between the engine's memory and the pool's.
-    fetch: bytes that one lookup may read from other hosts before it promises them; 0: none.
+    fetch: bytes that one lookup may bring from other hosts to the own node before it promises them; 0: none.
+    gpu: whether a KV cache on a CUDA device is pooled.
+    gpu_ring: bytes of pinned host memory, between a card and the pool, of each rank; less where they are
+        refused.
+    gpu_copy_threads: threads of each rank that copy from the pool into that memory.
     """
 
     place: ClassVar[str] = VARIABLE
 
     save_decode: bool = False
-    staging: int = STAGING_BYTES
     fetch: int = FETCH_BYTES
+    gpu: bool = False
+    gpu_ring: int = RING_BYTES
+    gpu_copy_threads: int = COPY_THREADS
 
     @classmethod
     def read(cls, environment: Mapping[str, str], server_url: str | None = None) -> Settings:
@@ -56,8 +64,10 @@ class Settings(PoolOptions):
             namespace=text(VARIABLE, "namespace", given.get("namespace", "default")),
             require_pool=_flag(given, "require_pool"),
             save_decode=_flag(given, "save_decode"),
-            staging=_size(given, "staging", STAGING_BYTES, at_least=1),
             fetch=_size(given, "fetch", FETCH_BYTES, at_least=0),
+            gpu=_flag(given, "gpu"),
+            gpu_ring=_size(given, "gpu_ring", RING_BYTES, at_least=RING_BYTES_MIN, at_most=RING_BYTES_MAX),
+            gpu_copy_threads=_threads(given, "gpu_copy_threads"),
         )
 
 
@@ -68,13 +78,24 @@ def _flag(given: Mapping[str, Any], key: str) -> bool:
     raise wrong(VARIABLE, key, f"must be true or false, not {value!r}")
 
 
-def _size(given: Mapping[str, Any], key: str, default: int, *, at_least: int) -> int:
+def _size(
+    given: Mapping[str, Any], key: str, default: int, *, at_least: int, at_most: int | None = None
+) -> int:
     value = given.get(key, default)
     if isinstance(value, str):
         value = parse_size(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    if fits and (at_most is None or value <= at_most):
+        return int(value)
+    within = "" if at_most is None else f" from {at_least >> 20}MiB to {at_most >> 20}MiB"
+    raise wrong(VARIABLE, key, f"must be a size such as '64MiB'{within}, not {value!r}")
+
+
+def _threads(given: Mapping[str, Any], key: str) -> int:
+    value = given.get(key, COPY_THREADS)
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= COPY_THREADS_MAX:
         return value
-    raise wrong(VARIABLE, key, f"must be a size such as '512MiB', not {value!r}")
+    raise wrong(VARIABLE, key, f"must be a number of threads from 1 to {COPY_THREADS_MAX}, not {value!r}")
 
 
 def _wrong(key: str, sentence: str) -> ConfigError:

@@ -20,13 +20,15 @@ KNOWN_S = 60.0
 
 @dataclass(slots=True)
 class Chain:
-    """saved: blocks that were saved, or are known to be in the pool. pages: by layer group, of all blocks.
-    offer: what was promised, held until it is loaded on every rank."""
+    """saved: blocks that were saved, or are known to be in the pool. saves: whether any were saved from the
+    pages of this request. pages: by layer group, of all blocks. offer: what was promised, held until it is
+    loaded on every rank."""
 
     seed: bytes
     block_tokens: int
     digests: list[bytes] = field(default_factory=list)
     saved: int = 0
+    saves: bool = False
     pages: list[list[int]] = field(default_factory=list)
     offer: Any = None
     tail: list[int] = field(default_factory=list)  # tokens of the block that is not full

@@ -1,24 +1,26 @@
-"""``MoonpoolWorker``: the half on every rank. It carries out the scheduler's plans on two threads of its own,
-one for loads and one for saves; the executor's thread only hands them over and queues copies on its stream.
+"""``MoonpoolWorker``: the half on every rank. It carries out the scheduler's plans on two threads, one for
+loads and a native one for saves; the executor's thread only hands them over. Nothing is queued on its stream.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from moonpool import _native
 from moonpool.connectors.tensorrt_llm import compat
-from moonpool.connectors.tensorrt_llm.fetch import Kept, Offer
-from moonpool.connectors.tensorrt_llm.layout import missing, read_layout, read_tensor
+from moonpool.connectors.tensorrt_llm.fetch import Offer
+from moonpool.connectors.tensorrt_llm.kv_memory import page_keys
+from moonpool.connectors.tensorrt_llm.layout import read_layout, read_tensor
 from moonpool.connectors.tensorrt_llm.link import Engine, Link, name_list, names
 from moonpool.connectors.tensorrt_llm.messages import Load, Plan, Save
-from moonpool.connectors.tensorrt_llm.pool import Views
-from moonpool.connectors.tensorrt_llm.staging import Move, Slots
+from moonpool.connectors.tensorrt_llm.pool import Held
+from moonpool.connectors.tensorrt_llm.saves import Saving
 from moonpool.connectors.tensorrt_llm.tokens import split
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
@@ -34,37 +36,36 @@ class MoonpoolWorker(compat.Worker):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._link = Link.of(llm_args)
-        self._threads = ThreadPoolExecutor(1, "moonpool-load"), ThreadPoolExecutor(1, "moonpool-save")
+        self._thread = ThreadPoolExecutor(1, "moonpool-load")
         self._closing = threading.Event()
         self._lock = threading.Lock()  # what follows, all of it request ids
         self._running: set[int] = set()  # loads that write into pages, or will
         self._started: set[int] = set()  # that the engine waits for
         self._loaded: set[int] = set()
-        self._cancelled: set[int] = set()  # cancelled: the engine waits to reuse their pages
+        self._finished: set[int] = set()  # the engine waits to reuse their pages
         self._failed: dict[int, Exception] = {}
-        self._slots: tuple[Slots, Slots] | None = None  # for loads, for saves
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """The memory as one tensor [block, layer, 2, numbers]; connects."""
         tokens = int(self._llm_args.kv_cache_config.tokens_per_block)
-        self._join(lambda: read_tensor(kv_cache_tensor, tokens))
+        self._link.join(lambda: read_tensor(kv_cache_tensor, tokens))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """The memory as layer groups; connects."""
-        self._join(lambda: read_layout(layout))
-
-    def _join(self, read: Callable[[], Any]) -> None:
-        self._link.join(read)
-        if self._link.engine is not None:
-            self._slots = Slots(self._link.engine.loading), Slots(self._link.engine.saving)
+        self._link.join(lambda: read_layout(layout))
 
     def start_load_kv(self, stream: Any) -> None:
-        """Copies the blocks of the step from the pool to the pages before the forward pass.
+        """Begins the loads of the step, which wait for what ``stream`` was given before. Waits itself where
+        the step writes to a page that a save still reads.
 
         stream: of the forward pass.
         """
         plan, engine = self._plan(), self._link.engine
         self._metadata = Plan((), plan.saves)  # the engine may come again with the same one
+        if engine is not None:
+            written = None if plan.written is None else page_keys(plan.written)
+            if (written is None or written) and engine.saves.wait_for(written, self._closing):
+                self._link.count["waits_for_saves"] += 1
         for load in plan.loads:
             offer = self._link.offers.pop(load.request_id, None)
             if not load.digests:
@@ -75,11 +76,11 @@ class MoonpoolWorker(compat.Worker):
                 with self._lock:
                     self._running.add(load.request_id)
                 try:
-                    mark = engine.mover.mark(stream)
-                except Exception as error:  # an error of CUDA; get_finished raises it
+                    mark = engine.memory.mark(stream)
+                except Exception as error:  # of the card; get_finished raises it
                     self._ended(load.request_id, error)
                 else:
-                    self._threads[0].submit(self._load, engine, load, offer, mark)
+                    self._thread.submit(self._load, engine, load, offer, mark)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: a request runs when all of its layers are there."""
@@ -88,36 +89,46 @@ class MoonpoolWorker(compat.Worker):
         """Nothing: a block is saved with all of its layers, when the step has ended."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Queues copies of the blocks that the step fills on ``stream``, behind the step's own work."""
+        """Begins the saves of the blocks that the step fills, which wait for what ``stream`` was given so
+        far. Waits for nothing itself."""
         plan, engine = self._plan(), self._link.engine
         self._metadata = Plan()
-        if engine is None or not engine.shape.saves:
+        if engine is None or not engine.shape.saves or not plan.saves:
             return
-        for save in plan.saves:
-            try:
-                self._start_save(engine, save, stream)
-            except Exception as error:  # the engine must survive its connector
+        saves = list(plan.saves)
+        try:
+            mark = engine.memory.mark(stream)
+            while saves:
+                self._start_save(engine, saves[0], mark)
+                del saves[0]
+        except Exception as error:  # the engine must survive its connector
+            for save in saves:
+                self._unsaved(save.digests)
+            if isinstance(error, Error):
+                self._refused(len(saves), str(error))
+            else:
                 self._survived(error)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """(cancelled requests whose pages nothing here writes into any more, requests that are loaded). When
-        promised blocks could not be loaded, the engine ends: TensorRT-LLM cannot be told of it and must not
-        serve missing blocks. One rank raises an exception; several ranks wait for each other right behind
+        """(finished requests whose pages nothing here reads or writes any more, requests that are loaded).
+        When promised blocks could not be loaded, the engine ends: TensorRT-LLM cannot be told of it and must
+        not serve missing blocks. One rank raises an exception; several ranks wait for each other right behind
         this call, so all of them are ended."""
+        read = self._take_saved()
         with self._lock:
             self._started.update(started_loading_req_ids)
-            self._cancelled.update(finished_gen_req_ids)
-            for request_id in self._cancelled & self._failed.keys():  # the engine has dropped it
+            self._finished.update(finished_gen_req_ids)
+            for request_id in self._finished & self._failed.keys():  # the engine has dropped it
                 del self._failed[request_id]
                 self._loaded.add(request_id)
             failure = next(iter(self._failed.values()), None)
             loaded = self._started & self._loaded
             self._started -= loaded
             self._loaded -= loaded
-            free = self._cancelled - self._running
-            self._cancelled -= free
+            free = self._finished - self._running - read
+            self._finished -= free
         if failure is not None:
             if int(self._llm_args.tensor_parallel_size) > 1:
                 self._link.log.error("promised blocks are not there, so all ranks end (%s)", failure)
@@ -128,15 +139,17 @@ class MoonpoolWorker(compat.Worker):
     def close(self) -> None:
         """For tests: an engine ends with its process."""
         self._closing.set()
-        for threads in self._threads:
-            threads.shutdown()
+        if self._link.engine is not None:
+            self._link.engine.memory.close()  # first: a load waits for its copies
+        self._thread.shutdown()
         if self._link.engine is not None:
             self._link.engine.close()
 
     def flush(self) -> None:
-        """For tests: waits for all jobs."""
-        for threads in self._threads:
-            threads.submit(lambda: None).result()
+        """For tests: waits for all loads and saves."""
+        self._thread.submit(lambda: None).result()
+        while self._link.engine is not None and not self._link.engine.saves.idle:
+            self._take_saved()
 
     def _plan(self) -> Plan:
         plan = self.get_connector_meta()
@@ -144,7 +157,7 @@ class MoonpoolWorker(compat.Worker):
 
     # Loads
 
-    def _load(self, engine: Engine, load: Load, offer: Offer | None, mark: Any) -> None:
+    def _load(self, engine: Engine, load: Load, offer: Offer | None, mark: _native.Mark | None) -> None:
         try:
             self._link.count["loaded_blocks"] += self._move_in(engine, load, offer, mark)
             self._ended(load.request_id)
@@ -160,127 +173,114 @@ class MoonpoolWorker(compat.Worker):
             else:
                 self._failed[request_id] = error
 
-    def _move_in(self, engine: Engine, load: Load, offer: Offer | None, mark: Any) -> int:
-        """Raises Error when not all of the blocks are there."""
+    def _move_in(self, engine: Engine, load: Load, offer: Offer | None, mark: _native.Mark | None) -> int:
+        """Loads what the scheduler of this process promised, or else what the pool has under the same names:
+        the scheduler of another process keeps it there. Returns how many blocks. Raises Error when not all of
+        them are there, even after LOAD_DEADLINE_S of asking: they are pinned, and giving up ends the engine.
+        """
         blocks = len(load.digests) // DIGEST_BYTES
-        columns = engine.shape.columns
-        promised = self._promised(engine, load, offer)
-        assert self._slots is not None
-        done = 0
-        while done < blocks:
-            slots = self._slots[0].take(blocks - done, wait=True)
+        engine.saves.wait_for(page_keys(load.pages), self._closing)
+        source = None if offer is None else (offer.held, offer.objects(blocks))
+        deadline_s = time.monotonic() + LOAD_DEADLINE_S
+        while True:
+            engine.memory.check()
             try:
-                moves: list[Move] = []
-                width = len(columns)
-                found = iter(promised(done * width, (done + len(slots)) * width))
-                for slot in slots:
-                    block, place = done + len(moves), engine.mover.staging[slot]
-                    for column in columns:
-                        source, at = np.frombuffer(next(found), np.uint8), 0
-                        for offset, size in column.rows:
-                            place[offset : offset + size] = source[at : at + size]
-                            at += size
-                    moves.append((slot, tuple(ids[block] for ids in load.pages)))
-                engine.mover.load(moves, mark)
-                done += len(moves)
-            finally:
-                self._slots[0].give(slots)
-        return blocks
+                self._copy_in(engine, load, *(source or self._ask(engine, load)), mark)
+                return blocks
+            except Error as failure:
+                error = failure
+            source = None
+            with self._lock:
+                cancelled = load.request_id in self._finished
+            if cancelled or time.monotonic() > deadline_s or self._closing.wait(ASK_AGAIN_S):
+                raise error
 
-    def _promised(self, engine: Engine, load: Load, offer: Offer | None) -> Callable[[int, int], Views]:
-        """The source of this rank's promised objects [first, last): the scheduler's offer where it is in this
-        process, else the pool, where the scheduler keeps them."""
-        if offer is not None:
-            return lambda first, last: offer.views[first:last]
+    def _copy_in(
+        self,
+        engine: Engine,
+        load: Load,
+        held: Held,
+        objects: npt.NDArray[np.intp],
+        mark: _native.Mark | None,
+    ) -> None:
+        """Raises Error when one of the objects is not there.
+
+        objects: the places, in ``held``, of this rank's objects of the blocks, block by block.
+        """
+        rows, pages, columns = engine.memory.places(load.pages, len(load.digests) // DIGEST_BYTES)
+        holders, descriptors = held.descriptors(objects[rows])
+        answer = engine.pool.reach().loads.run(
+            lambda worker: worker.submit_load(
+                holders, descriptors, engine.memory.kv, pages, columns, after=mark
+            )
+        )
+        if answer.ok.count(1) != len(rows):
+            raise Unavailable(answer.error or "promised blocks are gone", operation="load")
+
+    def _ask(self, engine: Engine, load: Load) -> tuple[Held, npt.NDArray[np.intp]]:
+        """The pool's objects of this rank, pinned. Raises Error when not all of them are there."""
         columns = tuple(column.ranges for column in engine.shape.columns)
         wanted = name_list(load.digests, columns)
-        kept = Kept(lambda: engine.pool.reach().hold(wanted, len(columns)), len(wanted))
-
-        def patient(first: int, last: int) -> Views:
-            deadline_s = time.monotonic() + LOAD_DEADLINE_S
-            while True:  # also after an error: the objects are pinned, and giving up ends the engine
-                try:
-                    return kept.views(first, last)
-                except Error as failure:
-                    error = failure
-                with self._lock:
-                    cancelled = load.request_id in self._cancelled
-                if cancelled or time.monotonic() > deadline_s or self._closing.wait(ASK_AGAIN_S):
-                    raise error
-
-        return patient
+        held = engine.pool.reach().hold(wanted, len(columns))
+        if held is None or len(held) < len(wanted):
+            raise Unavailable("the pool does not have promised blocks", operation="load")
+        return held, np.arange(len(wanted))
 
     # Saves
 
-    def _start_save(self, engine: Engine, save: Save, stream: Any) -> None:
-        assert self._slots is not None
-        blocks = len(save.digests) // DIGEST_BYTES
-        slots = self._slots[1].take(blocks, wait=False) if engine.pool.client is not None else []
-        if len(slots) < blocks:
-            self._unsaved(save.digests[len(slots) * DIGEST_BYTES :])
-        if not slots:
+    def _start_save(self, engine: Engine, save: Save, mark: _native.Mark | None) -> None:
+        client = engine.pool.client
+        digests = len(save.digests) // DIGEST_BYTES
+        blocks = 0 if client is None else min(digests, engine.memory.held_max - engine.saves.blocks)
+        if blocks < digests:
+            self._unsaved(save.digests[blocks * DIGEST_BYTES :])
+        if client is None or not blocks:
             return
-        try:
-            moves = [
-                (slot, tuple(ids[block] if block < len(ids) else compat.NO_PAGE for ids in save.pages))
-                for block, slot in enumerate(slots)
-            ]
-            copied = engine.mover.save(moves, stream)
-        except BaseException:
-            self._slots[1].give(slots)
-            raise
-        self._threads[1].submit(self._save, engine, save, slots, copied)
-
-    def _save(self, engine: Engine, save: Save, slots: Sequence[int], copied: Callable[[], None]) -> None:
-        assert self._slots is not None
-        try:
-            copied()
-            self._move_out(engine, save, slots)
-        except Exception as error:  # the engine must survive its connector
-            self._unsaved(save.digests)
-            if isinstance(error, Error):
-                engine.pool.failed(error)
-            else:
-                self._survived(error)
-        finally:
-            self._slots[1].give(slots)
-
-    def _move_out(self, engine: Engine, save: Save, slots: Sequence[int]) -> None:
-        connection = engine.pool.client
-        if connection is None:
-            raise Unavailable("the pool does not answer", operation="save")
+        save = Save(
+            save.request_id,
+            save.previous,
+            save.digests[: blocks * DIGEST_BYTES],
+            tuple(ids[:blocks] for ids in save.pages),
+        )
         columns = tuple(column.ranges for column in engine.shape.columns)
         width = len(columns)
-        digests = save.digests[: len(slots) * DIGEST_BYTES]
-        before = (save.previous or bytes(DIGEST_BYTES)) + digests[:-DIGEST_BYTES]
+        rows, pages, places = engine.memory.places(save.pages, blocks)
+        if not len(rows):
+            return
+        before = (save.previous or bytes(DIGEST_BYTES)) + save.digests[:-DIGEST_BYTES]
         parents = names(before, columns)
         if not save.previous:  # zero bytes: none
             parents = bytes(width * BLOCK_NAME_BYTES) + parents[width * BLOCK_NAME_BYTES :]
-        there = [
-            (block, column)
-            for block in range(len(slots))
-            for column, ranges in enumerate(columns)
-            if ranges.group not in missing(save.pages, block)
-        ]
-        if not there:
-            return
-        rows = np.array([block * width + column for block, column in there])
-        named = np.frombuffer(names(digests, columns), np.uint8).reshape(-1, BLOCK_NAME_BYTES)[rows].tobytes()
-        above = np.frombuffer(parents, np.uint8).reshape(-1, BLOCK_NAME_BYTES)[rows].tobytes()
-        places = np.array([slots[block] for block, _ in there], np.uint32)
-        which = np.array([column for _, column in there], np.uint16)
-        answer = connection.saves.run(
-            lambda w: w.submit_save(named, BLOCK_NAME_BYTES, above, engine.table, places, which)
+        engine.saves.start(
+            Saving(save, client, page_keys(save.pages), blocks),
+            lambda worker: worker.submit_save(
+                _chosen(names(save.digests, columns), rows),
+                BLOCK_NAME_BYTES,
+                _chosen(parents, rows),
+                engine.memory.kv,
+                pages,
+                places,
+                after=mark,
+            ),
         )
-        count = self._link.count
-        count["saved_objects"] += answer.stored
-        count["existing_objects"] += answer.existed
-        count["saved_bytes"] += answer.bytes_stored
-        if answer.refused and not connection.client.connected:
-            raise Unavailable(answer.error, operation="save")
-        if answer.refused:
-            self._link.known.forget(split(digests))
-            self._refused(answer.refused, answer.error)
+
+    def _take_saved(self) -> set[int]:
+        """Takes in the ends of saves. Returns the requests whose pages are still read."""
+        engine = self._link.engine
+        if engine is None:
+            return set()
+        for saving, answer in engine.saves.poll():
+            count = self._link.count
+            count["saved_objects"] += answer.stored
+            count["existing_objects"] += answer.existed
+            count["saved_bytes"] += answer.bytes_stored
+            if answer.refused and not saving.client.client.connected:
+                self._unsaved(saving.save.digests)
+                engine.pool.failed(answer.error)
+            elif answer.refused:
+                self._link.known.forget(split(saving.save.digests))
+                self._refused(answer.refused, answer.error)
+        return engine.saves.requests()
 
     def _unsaved(self, digests: bytes) -> None:
         self._link.count["unsaved_blocks"] += len(digests) // DIGEST_BYTES
@@ -295,3 +295,8 @@ class MoonpoolWorker(compat.Worker):
     def _survived(self, error: Exception) -> None:
         self._link.count["survived_errors"] += 1
         self._link.log.error("an unexpected error in a save (%r); the engine goes on without", error)
+
+
+def _chosen(joined: bytes, rows: npt.NDArray[np.intp]) -> bytes:
+    """The names at ``rows``."""
+    return np.frombuffer(joined, np.uint8).reshape(-1, BLOCK_NAME_BYTES)[rows].tobytes()

@@ -87,11 +87,12 @@ def make(node: Node, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         options: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         args: dict[str, Any] | None = None,
+        kind: type[Engine] = Engine,
         **engine: Any,
     ) -> Engine:
-        monkeypatch.setenv(VARIABLE, json.dumps({"node": str(node.socket), "staging": MIB} | (options or {})))
+        monkeypatch.setenv(VARIABLE, json.dumps({"node": str(node.socket)} | (options or {})))
         path = stub_engine.write_model(folder / f"model{len(made)}", **(model or {}))
-        made.append(Engine(connector, stub_engine.llm_args(path, **(args or {})), **engine))
+        made.append(kind(connector, stub_engine.llm_args(path, **(args or {})), **engine))
         return made[-1]
 
     yield make

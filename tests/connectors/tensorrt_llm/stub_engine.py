@@ -86,13 +86,13 @@ RANK = [0]
 
 
 class Tensor:
-    """What a connector uses of the pool tensor [block, layer, (K, V), numbers], over host memory."""
+    """What a connector uses of the pool tensor [block, layer, (K, V), numbers], over memory of the host, or
+    of a card that ``array`` mirrors. address: of the memory."""
 
-    def __init__(self, array: np.ndarray[Any, Any], dtype: str) -> None:
-        self.array = array
+    def __init__(self, array: np.ndarray[Any, Any], dtype: str, device: Any, address: int) -> None:
+        self.array, self.device, self.address = array, device, address
         self.shape = array.shape
         self.dtype = f"torch.{dtype}"
-        self.device = SimpleNamespace(type="cpu")
 
     def element_size(self) -> int:
         return self.array.itemsize
@@ -101,7 +101,7 @@ class Tensor:
         return tuple(size // self.array.itemsize for size in self.array.strides)
 
     def data_ptr(self) -> int:
-        return int(self.array.ctypes.data)
+        return self.address
 
 
 @dataclass
@@ -110,10 +110,8 @@ class Region:
 
     array: np.ndarray[Any, Any]
     buffers: tuple[Any, ...]
-
-    @property
-    def base(self) -> int:
-        return int(self.array.ctypes.data)
+    device: Any
+    base: int
 
     @property
     def size(self) -> int:
@@ -128,7 +126,7 @@ class Region:
         return int(self.array.shape[0])
 
     def as_tensor(self) -> Tensor:
-        return Tensor(self.array, "uint8")
+        return Tensor(self.array, "uint8", self.device, self.base)
 
 
 @dataclass
@@ -142,6 +140,7 @@ class Request:
     sampling_config: Any = field(default_factory=lambda: SimpleNamespace(beam_width=1))
     pages: list[list[int]] = field(default_factory=list)
     computed: int = 0
+    matched: int = 0  # tokens that came from the pool
     told: int = 0  # tokens and pages that a SchedulerOutput has had
     told_pages: int = 0
     prompt: int = 0
@@ -226,6 +225,9 @@ class Engine:
     """One engine of ``tp_size`` ranks in one process. groups: 1 for one pool tensor, more for layer groups of
     several regions, the last of them with a window of ``window`` blocks."""
 
+    device: Any = SimpleNamespace(type="cpu")
+    stream: Any = None  # of its forward passes
+
     def __init__(
         self,
         connector: Any,
@@ -258,27 +260,30 @@ class Engine:
             if rank == 0:
                 self.scheduler = connector.MoonpoolScheduler(arguments)
             worker = connector.MoonpoolWorker(arguments)
-            memory = [
-                np.zeros((blocks, layers, 2, self.local * self.tokens * head_dim), np.uint16)
-                for _ in range(groups)
-            ]
+            memory: list[np.ndarray[Any, Any]] = []
+            numbers = self.local * self.tokens * head_dim
             if groups == 1:
-                worker.register_kv_caches(Tensor(memory[0], dtype))
+                array, address = self.allocate((blocks, layers, 2, numbers))
+                memory.append(array)
+                worker.register_kv_caches(Tensor(array, dtype, self.device, address))
             else:
-                worker.register_kv_cache_layout(self._layout(memory))
+                worker.register_kv_cache_layout(self._layout(blocks, layers * numbers))
             self.ranks.append((worker, memory))
 
-    def _layout(self, memory: list[np.ndarray[Any, Any]]) -> Any:
-        def region(array: np.ndarray[Any, Any], plane: int) -> Region:
-            flat = array.reshape(array.shape[0], self.layers, 2, -1)[:, :, plane].copy()
-            return Region(
-                flat.reshape(flat.shape[0], -1).view(np.uint8),
-                (SimpleNamespace(layer_id=0, role=("key", "value")[plane], expansion=1),),
-            )
+    def allocate(self, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], int]:
+        """Zeros of 16 bits, and their address."""
+        array = np.zeros(shape, np.uint16)
+        return array, int(array.ctypes.data)
+
+    def _layout(self, blocks: int, numbers: int) -> Any:
+        def region(plane: int) -> Region:
+            array, address = self.allocate((blocks, numbers))
+            buffer = SimpleNamespace(layer_id=0, role=("key", "value")[plane], expansion=1)
+            return Region(array.view(np.uint8), (buffer,), self.device, address)
 
         # Keys and values of a group lie in regions of their own.
         self.regions = getattr(self, "regions", [])
-        mine = [[region(array, plane) for plane in (0, 1)] for array in memory]
+        mine = [[region(plane) for plane in (0, 1)] for _ in range(self.groups)]
         self.regions.append(mine)
         return SimpleNamespace(
             tokens_per_block=self.tokens,
@@ -369,7 +374,7 @@ class Engine:
             self.scheduler.update_state_after_alloc(request, list(request.pages[0]))
         else:
             self.scheduler.update_state_after_alloc_by_layer_group(request, [list(p) for p in request.pages])
-        self.matched = matched
+        self.matched = request.matched = matched
         self.parked = {request.request_id} if later else set()
         request.computed = on_device + matched
         return request
@@ -401,19 +406,19 @@ class Engine:
         meta = pickle.dumps(self.scheduler.build_connector_meta(output))
         for worker, _ in self.ranks:
             worker.bind_connector_meta(pickle.loads(meta))
-            worker.start_load_kv(None)
+            worker.start_load_kv(self.stream)
         if batch:
             for worker, _ in self.ranks:
                 for layer in range(self.layers):
-                    worker.wait_for_layer_load(layer, None)
+                    worker.wait_for_layer_load(layer, self.stream)
             for request in batch:
                 end = min(request.computed + self.chunk, len(request.tokens))
                 self.compute(request, request.computed, end)
                 request.computed = end
             for worker, _ in self.ranks:
                 for layer in range(self.layers):
-                    worker.save_kv_layer(layer, None)
-                worker.wait_for_save(None)
+                    worker.save_kv_layer(layer, self.stream)
+                worker.wait_for_save(self.stream)
         return self.poll([request.request_id for request in parked])
 
     def poll(self, started: list[int]) -> list[int]:

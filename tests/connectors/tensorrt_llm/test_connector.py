@@ -221,16 +221,75 @@ def test_a_prompt_that_comes_again_is_not_copied_again(make: Make, node: Node) -
     assert counts(engine)["existing_objects"] == 0
 
 
-def test_long_prompts_go_through_little_staging(make: Make, node: Node) -> None:
+def test_a_step_saves_no_more_than_may_be_kept(make: Make, node: Node) -> None:
+    """A quarter of the engine's pages, else requests that have ended could keep all of them."""
     node.start()
-    block = 3 * 2 * 8 * 4 * 4 * 2
-    first, second = make(), make({"staging": 8 * block})  # 2 slots for loads, 6 for saves
-    check(first, list(range(60)), 0)
-    check(second, list(range(60)), 56)
-    check(second, [*range(60, 120)], 0)  # 15 blocks, 6 slots
-    assert counts(second)["unsaved_blocks"] == 9
-    check(first, [*range(60, 120)], 24)
-    check(second, [*range(60, 120)], 14 * 4)  # first has saved what second could not
+    first, second = make(blocks=24), make()
+    check(first, list(range(60)), 0)  # 15 blocks, 6 may be kept
+    assert counts(first)["unsaved_blocks"] == 9
+    check(second, list(range(60)), 24)
+    first.poll([])
+    check(first, list(range(60)), 24 + 9 * 4 - 4)  # second has saved what first could not
+
+
+def test_pages_are_kept_until_their_save_has_read_them(make: Make, node: Node) -> None:
+    node.start()
+    first, second = make(), make()
+    saving = Gate(first)
+    request = first.start(PROMPT)
+    first.step([request])
+    free = len(first.free[0])
+    first.finish(request)
+    first.poll([])
+    assert len(first.free[0]) == free
+    other = first.start([9] * 23)
+    first.step([other])
+    assert counts(first)["waits_for_saves"] == 0  # it got other pages
+    saving.open()
+    until(lambda: first.poll([]) or len(first.free[0]) == free)
+    assert not first.kept
+    first.finish(other)
+    first.flush()
+    check(second, PROMPT, 20)
+
+
+def test_a_request_whose_saves_were_read_keeps_no_page(make: Make, node: Node) -> None:
+    node.start()
+    engine = make()
+    request = engine.start(PROMPT)
+    engine.step([request])
+    engine.flush()
+    assert engine.scheduler.request_finished(request, []) is False
+
+
+def test_a_step_waits_for_a_save_of_a_page_that_it_writes_to(make: Make, node: Node) -> None:
+    """The engine may free a page without asking, for example one that a window has passed."""
+    node.start()
+    first, second = make(), make()
+    saving = Gate(first)
+    request = first.start(PROMPT)
+    first.step([request])
+    first.free[0] += request.pages[0]  # not asked for
+    other = first.start([9] * 23)
+    assert set(other.pages[0]) == set(request.pages[0])
+    threading.Timer(0.05, saving.open).start()
+    first.step([other])
+    assert counts(first)["waits_for_saves"] == 1
+    assert first.answer(other) == first.expected([9] * 23)
+    first.flush()
+    check(second, PROMPT, 20)
+
+
+class Gate:
+    """What becomes of the saves of an engine's first rank is not heard until it is open."""
+
+    def __init__(self, engine: Engine) -> None:
+        saves = engine.scheduler._link.engine.saves
+        self._saves, self._poll = saves, saves._poll
+        saves._poll = lambda: None
+
+    def open(self) -> None:
+        self._saves._poll = self._poll
 
 
 # Faults
@@ -302,42 +361,50 @@ def test_node_killed_after_the_promise(make: Make, node: Node, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_node_killed_in_mid_load(
+def test_node_killed_as_a_load_begins(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, tp_size: int
 ) -> None:
-    """Between two pieces of one load: what is promised is pinned, and every rank has it in its hands."""
+    """What is promised is pinned, and every rank has it mapped: it is loaded without a node."""
     node.start()
     ranks = {"tp_size": tp_size}
-    block = 3 * 2 * 8 * 4 * 4 * 2 // tp_size
-    first, second = make(args=ranks), make({"staging": 8 * block}, args=ranks)  # 2 slots for loads
+    first, second = make(args=ranks), make(args=ranks)
     tokens = list(range(60))
     check(first, tokens, 0)
-    pieces: list[int] = []
     all_began = threading.Barrier(tp_size, node.kill)
-    for rank_worker, _ in second.ranks:
-        mover = rank_worker._link.engine.mover
-        monkeypatch.setattr(mover, "load", _waiting_once(mover.load, all_began, pieces))
+    descriptors = pools.Held.descriptors
+
+    def wait(held: pools.Held, which: Any) -> Any:
+        all_began.wait(30)
+        return descriptors(held, which)
+
+    monkeypatch.setattr(pools.Held, "descriptors", wait)
     request = second.start(tokens)
     assert second.matched == 56
     loaded = second.step([], [request]) or until(lambda: second.poll([]))
     assert loaded == [request.request_id]
     assert node.process is None
-    assert pieces == [2] * 7 * tp_size
     second.step([request])
     assert second.answer(request) == second.expected(tokens)
 
 
-def _waiting_once(load: Any, barrier: threading.Barrier, pieces: list[int]) -> Any:
-    """Waits at the barrier when the first piece is in."""
-    waited = []
-
-    def then(moves: Any, mark: Any) -> None:
-        load(moves, mark)
-        pieces.append(len(moves))
-        if not waited:
-            waited.append(barrier.wait(30))
-
-    return then
+def test_another_node_in_the_place_of_the_one_that_promised(
+    make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_connection, "RETRY_MAX_S", 0.02)
+    monkeypatch.setattr(node_connection, "RETRY_FIRST_S", 0.02)
+    node.start()
+    first, second = make(), make()
+    check(first, PROMPT, 0)
+    request = second.start(PROMPT)
+    node.kill()
+    node.start()
+    until(lambda: _asks(second))  # it has a session with the new one
+    check(first, [8] * 23, 0)
+    loaded = second.step([], [request]) or until(lambda: second.poll([]))
+    assert loaded == [request.request_id]
+    second.step([request])
+    assert second.answer(request) == second.expected(PROMPT)
+    second.finish(request)
 
 
 def _asks(engine: Engine) -> bool:
@@ -456,7 +523,7 @@ def test_a_stream_that_cannot_be_marked(make: Make, node: Node, monkeypatch: pyt
     def mark(stream: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(second.scheduler._link.engine.mover, "mark", mark)
+    monkeypatch.setattr(second.scheduler._link.engine.memory, "mark", mark)
     with pytest.raises(RuntimeError, match="CUDA error"):
         second.step([], [request])
 
@@ -637,7 +704,7 @@ def test_cancelled_while_it_is_loaded(make: Make, node: Node, tp_size: int) -> N
     first, second = make(args={"tp_size": tp_size}), make(args={"tp_size": tp_size})
     check(first, PROMPT, 0)
     gate = threading.Event()
-    second.ranks[-1][0]._threads[0].submit(gate.wait, 10)
+    second.ranks[-1][0]._thread.submit(gate.wait, 10)
     request = second.start(PROMPT)
     loaded = second.step([], [request])
     free = len(second.free[0])
@@ -679,7 +746,7 @@ def test_a_load_that_fails_after_its_request_was_cancelled(
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
     check(first, PROMPT, 0)
     gate = threading.Event()
-    second.ranks[1][0]._threads[0].submit(gate.wait, 10)
+    second.ranks[1][0]._thread.submit(gate.wait, 10)
     request = second.start(PROMPT)
     second.step([], [request])
     second.finish(request)
@@ -752,18 +819,16 @@ def test_engines_that_cannot_use_the_pool_say_why(
         make({"require_pool": True}, args={"more": args})
 
 
-def test_no_memory_for_staging(
+def test_a_cache_that_cannot_be_copied(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch says so with a RuntimeError."""
+    def refuse(*of: Any) -> Any:
+        raise Unavailable("no pinned memory", operation="open")
 
-    def mover_for(memory: Any, slots: int) -> Any:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr("moonpool.connectors.tensorrt_llm.link.mover_for", mover_for)
+    monkeypatch.setattr("moonpool.connectors.tensorrt_llm.link.open_kv_memory", refuse)
     node.start()
     check(make(), PROMPT, 0)
-    assert "out of memory" in caplog.text
+    assert "no pinned memory" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
+from moonpool import _native
+from moonpool.connectors.objects import Refused
+from moonpool.connectors.tensorrt_llm import compat
+from moonpool.connectors.tensorrt_llm.kv_memory import KvMemory, page_keys
 from moonpool.connectors.tensorrt_llm.layout import (
     Memory,
-    Refused,
+    Region,
     Shape,
-    missing,
     model_of,
     read_layout,
     read_tensor,
+    rows_of,
     shape_of,
 )
 from moonpool.core.store.keys import Ranges
@@ -196,6 +200,33 @@ def test_other_layouts_are_stored_as_they_lie(given: Any) -> None:
 
 
 def test_pages_that_are_missing() -> None:
-    assert missing([[1, 2], [3, -1]], 1) == {1}
-    assert missing([[1, 2], [3]], 1) == {1}
-    assert missing([[1, 2], [3, 4]], 1) == set()
+    """Their objects are neither saved nor loaded: one object a block in each of two groups here."""
+    raw = shape_of_two_groups()
+    memory = KvMemory(_native.PartTable(rows_of(*raw)), raw[1], blocks=10, log=compat.Log())
+    rows, pages, columns = memory.places(((1, 2), (3, -1)), 2)
+    assert (rows.tolist(), pages.tolist(), columns.tolist()) == ([0, 1, 2], [1, 3, 2], [0, 1, 0])
+    rows, pages, columns = memory.places(((1, 2), (3,)), 2)
+    assert (rows.tolist(), pages.tolist(), columns.tolist()) == ([0, 1, 2], [1, 3, 2], [0, 1, 0])
+    assert page_keys(((1, 2), (3, -1))) == {1, 2, (1 << 32) | 3}
+
+
+def shape_of_two_groups() -> tuple[Memory, Shape]:
+    """Of two regions each, which lie apart."""
+    groups = tuple(
+        (Region(base, 16, 32, 10, ()), Region(base + 16, 8, 64, 10, ())) for base in (4096, 1 << 20)
+    )
+    memory = Memory(4, groups, "bytes", "cpu", described=True)
+    return memory, shape(LLAMA, memory)
+
+
+def test_rows_lie_in_the_regions() -> None:
+    memory, raw = shape_of_two_groups()
+    assert rows_of(memory, raw) == [
+        [(4096, 32, 16), (4112, 64, 8)],
+        [(1 << 20, 32, 16), ((1 << 20) + 16, 64, 8)],
+    ]
+    heads = read_tensor(Tensor(10, 2, 2, 2 * 4 * 8), 4)
+    run = 4 * 8 * 2
+    assert rows_of(heads, shape(LLAMA, heads))[1] == [
+        (4096 + place * run, 8 * run, run) for place in (1, 3, 5, 7)
+    ]

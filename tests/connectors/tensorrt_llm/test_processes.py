@@ -22,7 +22,7 @@ PROMPTS = [list(range(40, 59)), [3] * 16]
 def run(layout: str, model: Path, node: Node) -> list[tuple[int, str, str]]:
     environment = {
         **os.environ,
-        VARIABLE: json.dumps({"node": str(node.socket), "staging": "1MiB"}),
+        VARIABLE: json.dumps({"node": str(node.socket)}),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
     command = [sys.executable, "-m", "tests.connectors.tensorrt_llm.engine_process", layout, str(model)]

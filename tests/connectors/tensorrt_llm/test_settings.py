@@ -19,8 +19,10 @@ from tests.connectors.tensorrt_llm.stub_engine import llm_args, write_model
 
 def test_options() -> None:
     assert Settings.read({}) == Settings()
-    given = Settings.read({VARIABLE: '{"node": "/run/a.sock", "staging": "64MiB", "save_decode": true}'})
-    assert (given.node, given.staging, given.save_decode) == ("/run/a.sock", 64 << 20, True)
+    given = Settings.read({VARIABLE: '{"node": "/run/a.sock", "fetch": "8MiB", "save_decode": true}'})
+    assert (given.node, given.fetch, given.save_decode) == ("/run/a.sock", 8 << 20, True)
+    card = Settings.read({VARIABLE: '{"gpu": true, "gpu_ring": "128MiB", "gpu_copy_threads": 2}'})
+    assert (card.gpu, card.gpu_ring, card.gpu_copy_threads) == (True, 128 << 20, 2)
     assert Settings.read({VARIABLE: '{"fetch": 0}'}).fetch == 0
     assert Settings.read({}, "moonpool:///run/b.sock").node == "/run/b.sock"
     assert Settings.read({VARIABLE: '{"node": "a"}'}, "moonpool://b").node == "a"
@@ -36,10 +38,12 @@ def test_options() -> None:
         ('{"token": "a"}', "MOONPOOL_CLUSTER_TOKEN_FILE"),
         ('{"node": ""}', "non-empty"),
         ('{"require_pool": 1}', "true or false"),
-        ('{"staging": -1}', "staging"),
-        ('{"staging": true}', "staging"),
-        ('{"staging": "0"}', "staging"),
         ('{"fetch": -1}', "fetch"),
+        ('{"fetch": true}', "fetch"),
+        ('{"staging": "1GiB"}', "unknown key 'staging'"),
+        ('{"gpu": 1}', "true or false"),
+        ('{"gpu_ring": "1MiB"}', "from 8MiB to 2048MiB"),
+        ('{"gpu_copy_threads": 0}', "from 1 to 64"),
     ],
 )
 def test_options_that_are_wrong(text: str, sentence: str) -> None:
