@@ -98,6 +98,14 @@ class SoftCard:
             "cuMemcpyAsync", ctypes.c_uint64(target.address), source, size, ctypes.c_void_p(self.stream)
         )
 
+    def offload(self, target: npt.NDArray[np.float32], source: CardArray) -> None:
+        """The engine's own copy to the host: queues that ``source`` is written to ``target``, in pinned
+        memory."""
+        size, address = ctypes.c_size_t(target.nbytes), ctypes.c_uint64(target.ctypes.data)
+        self._call(
+            "cuMemcpyAsync", address, ctypes.c_uint64(source.address), size, ctypes.c_void_p(self.stream)
+        )
+
     def settle(self) -> None:
         """All that is queued runs."""
         self._lib.soft_settle()

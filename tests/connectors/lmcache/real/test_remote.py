@@ -11,6 +11,7 @@ import torch
 from lmcache.v1.exceptions import IrrecoverableException
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat
 
+from moonpool.connectors.lmcache import remote_connector
 from moonpool.connectors.lmcache.remote_connector import ZERO_COPY_SHARE
 from tests.connectors.lmcache.real.beds import (
     BY_COPY,
@@ -189,6 +190,20 @@ def test_nothing_is_lent_to_who_keeps_it_or_writes(options: dict[str, Any], node
     node.start()
     assert make().connector._may_lend
     assert not make(**options).connector._may_lend
+
+
+def test_nothing_is_lent_to_kernels_of_a_gpu(node: Node, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read LMCache's memory by themselves, and the arena is not registered with a driver."""
+    monkeypatch.setattr(remote_connector, "torch_device_type", "cuda")
+    node.start()
+    backend = make()
+    backend.put(range(3))
+    chunks = backend.run(backend.connector.batched_get(backend.keys(*range(3))))
+    assert node.pinned() == 0
+    for number, chunk in enumerate(chunks):
+        wanted = expected(number, chunk.tensor.shape, torch.bfloat16)
+        assert torch.equal(chunk.tensor.view(torch.int16), wanted.view(torch.int16))
+        chunk.ref_count_down()
 
 
 def test_lent_chunks_outlive_the_connector(node: Node, make: Make) -> None:
