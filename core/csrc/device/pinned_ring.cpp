@@ -70,14 +70,18 @@ PinnedRing::PinnedRing(std::shared_ptr<const Device> device, PinnedMemory memory
       memory_(std::move(memory)),
       slot_bytes_(slot_bytes),
       slots_(static_cast<uint32_t>(events.size())),
-      events_(std::move(events)) {
+      events_(std::move(events)),
+      shares_(slots_, nullptr) {
     for (uint32_t i = slots_; i > 0; --i) free_.push_back(i - 1);
 }
 
 PinnedRing::~PinnedRing() { (void)close(kCloseTimeoutMs); }
 
-Result<RingSlot> PinnedRing::take(int timeout_ms) {
+Result<RingSlot> PinnedRing::take(int timeout_ms, RingShare* share) {
     auto until = deadline_in(timeout_ms);
+    auto available = [&]() REQUIRES(mutex_) {
+        return !free_.empty() && (share == nullptr || share->taken_ < share->slots_max_);
+    };
     MutexLock lock(mutex_);
     for (;;) {
         if (closed_) return Error{Code::kClosed, "the pinned ring was closed"};
@@ -86,22 +90,25 @@ Result<RingSlot> PinnedRing::take(int timeout_ms) {
         if (int code = device_->lost(); code != 0) {
             return Error{Code::kUnavailable, "the CUDA device is lost: " + device_->driver().describe(code)};
         }
-        if (!free_.empty()) break;
+        if (available()) break;
         if (std::chrono::steady_clock::now() >= until) {
             return Error{Code::kTimeout,
                          "no slot of the pinned ring came back in " + std::to_string(timeout_ms) + " ms"};
         }
-        came_back_.wait_for(lock, kAskAgain, [&]() REQUIRES(mutex_) { return !free_.empty() || closed_; });
+        came_back_.wait_for(lock, kAskAgain, [&]() REQUIRES(mutex_) { return available() || closed_; });
     }
     uint32_t number = free_.back();
     free_.pop_back();
     ++taken_;
+    shares_[number] = share;
+    if (share != nullptr) ++share->taken_;
     return RingSlot(this, number);
 }
 
 void PinnedRing::put_back(uint32_t number, CuStream* stream) {
     MutexLock lock(mutex_);
     --taken_;
+    if (RingShare* share = std::exchange(shares_[number], nullptr); share != nullptr) --share->taken_;
     if (stream == nullptr) {
         free_.push_back(number);
     } else if (events_[number].record(stream)) {
@@ -109,7 +116,7 @@ void PinnedRing::put_back(uint32_t number, CuStream* stream) {
     } else {
         ++lost_;
     }
-    came_back_.notify_one();
+    came_back_.notify_all();  // which of the waiting threads may have it depends on their shares
 }
 
 // Slots of one stream come back in order, those of several streams in any.

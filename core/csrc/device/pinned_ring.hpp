@@ -39,6 +39,18 @@ struct RingOptions {
 
 class PinnedRing;
 
+// What some users of a ring may hold of it together, so that the others find slots. Outlives their slots.
+class RingShare {
+   public:
+    explicit RingShare(uint32_t slots_max) : slots_max_(slots_max) {}
+    RingShare(const RingShare&) = delete;
+
+   private:
+    friend class PinnedRing;
+    const uint32_t slots_max_;
+    uint32_t taken_ = 0;  // under the ring's lock
+};
+
 // A slot that is taken. Released by its destructor.
 class RingSlot {
    public:
@@ -80,7 +92,8 @@ class PinnedRing {
     PinnedRing(const PinnedRing&) = delete;
 
     // Waits for a slot. kTimeout: none came back; kUnavailable: the device is lost; kClosed.
-    Result<RingSlot> take(int timeout_ms) EXCLUDES(mutex_);
+    // share: the slot counts there until it is released.
+    Result<RingSlot> take(int timeout_ms, RingShare* share = nullptr) EXCLUDES(mutex_);
 
     // Waits until no slot is taken or in flight, and frees the memory. kTimeout: it stays in the process for
     // ever, with a sentence. A second call does nothing.
@@ -108,7 +121,8 @@ class PinnedRing {
 
     mutable Mutex mutex_;
     CondVar came_back_;
-    std::vector<Event> events_ GUARDED_BY(mutex_);  // of each slot
+    std::vector<Event> events_ GUARDED_BY(mutex_);       // of each slot
+    std::vector<RingShare*> shares_ GUARDED_BY(mutex_);  // of each slot that is taken, null: of none
     std::vector<uint32_t> free_ GUARDED_BY(mutex_);
     std::deque<uint32_t> in_flight_ GUARDED_BY(mutex_);
     uint32_t taken_ GUARDED_BY(mutex_) = 0;

@@ -40,6 +40,8 @@ class Staging {
     // Waits until the last uses are over, and frees the memory. kTimeout: a card that hangs keeps it. A
     // second call does nothing.
     Status close(int timeout_ms);
+    // It stays allocated for ever: for work of which it is not known whether it ends.
+    void leak() { memory_.leak(); }
 
     uint64_t half_bytes() const { return memory_.bytes() / kHalves; }
     uint64_t address(size_t half) const { return memory_.address() + half * half_bytes(); }

@@ -57,6 +57,25 @@ TEST_CASE("device: a ring's slots are apart, and come back when they are release
     bed.end();
 }
 
+TEST_CASE("device: users of a ring with a share of it leave the rest to others") {
+    Bed bed;
+    {
+        std::unique_ptr<PinnedRing> ring = must(PinnedRing::open(bed.device, small(4)));
+        device::RingShare share(2);
+        std::vector<RingSlot> slots;
+        slots.push_back(must(ring->take(0, &share)));
+        slots.push_back(must(ring->take(0, &share)));
+        CHECK(ring->take(0, &share).error().code == Code::kTimeout);
+        slots.push_back(must(ring->take(0)));
+        slots.front().release();
+        slots.push_back(must(ring->take(0, &share)));
+        CHECK(ring->take(0, &share).error().code == Code::kTimeout);
+        CHECK(ring->counts().free == 1);
+        check_integrity(*ring);
+    }
+    bed.end();
+}
+
 TEST_CASE("device: a slot that a stream uses comes back with its event, not before") {
     each_policy([](Bed& bed) {
         Random random(2320);

@@ -15,7 +15,7 @@ constexpr int kAskAgainMs = 50;  // a lane that waits for its card looks this of
 
 Result<std::unique_ptr<CopyLanes>> CopyLanes::open(std::shared_ptr<const device::Device> device,
                                                    device::PinnedRing& ring, const Options& options) {
-    std::unique_ptr<CopyLanes> lanes(new CopyLanes(device, ring));
+    std::unique_ptr<CopyLanes> lanes(new CopyLanes(device, ring, options));
     const device::StagingOptions halves{.half_bytes = ring.slot_bytes(), .half_bytes_min = ring.slot_bytes()};
     for (uint32_t i = 0; i < options.lanes; ++i) {
         auto stream = device::Stream::create(device, device::Stream::Priority::kLowest);
@@ -39,21 +39,29 @@ CopyLanes::~CopyLanes() {
 void CopyLanes::submit(Chunk chunk) {
     {
         MutexLock lock(mutex_);
-        if (!deadline_) {
+        if (!deadline_ && broken_.empty()) {
             queue_.push_back(std::move(chunk));
             changed_.notify_all();  // a lane that waits for its card sleeps here, too
             return;
         }
     }
-    drop({std::move(chunk)});
+    fail(std::move(chunk), why_not());
 }
 
-void CopyLanes::drop(std::deque<Chunk> chunks) {
-    for (Chunk& chunk : chunks) {
-        ChunkInFlight in{.chunk = std::move(chunk)};
-        in.chunk.job->end(in, Error{Code::kClosed, "the copies between host and card are closed"});
-        in.chunk.job->chunk_over();
-    }
+std::string CopyLanes::broken() const {
+    MutexLock lock(mutex_);
+    return broken_;
+}
+
+Error CopyLanes::why_not() const {
+    std::string why = broken();
+    if (!why.empty()) return {Code::kUnavailable, why};
+    return {Code::kClosed, "the copies between host and card are closed"};
+}
+
+void CopyLanes::fail(Chunk chunk, const Error& error) {
+    CopyJob& job = chunk.job();
+    job.end(ChunkInFlight{.chunk = std::move(chunk)}, error);
 }
 
 void CopyLanes::begin_close(std::chrono::steady_clock::time_point deadline) {
@@ -64,12 +72,12 @@ void CopyLanes::begin_close(std::chrono::steady_clock::time_point deadline) {
         dropped.swap(queue_);
         changed_.notify_all();
     }
-    drop(std::move(dropped));
+    for (Chunk& chunk : dropped) fail(std::move(chunk), why_not());
 }
 
 bool CopyLanes::join() {
     for (auto& lane : lanes_) lane->thread.join();
-    return !stuck_;
+    return broken().empty();
 }
 
 void CopyLanes::run(Lane& lane) {
@@ -79,11 +87,7 @@ void CopyLanes::run(Lane& lane) {
         std::optional<Chunk> chunk = next(!busy);
         if (!chunk && !busy) return;
         if (lane.in_flight[half]) end(lane, half);
-        if (chunk && stuck_) {  // there is no staging memory to begin it on
-            drop({std::move(*chunk)});
-        } else if (chunk) {
-            begin(lane, half, std::move(*chunk));
-        }
+        if (chunk) begin(lane, half, std::move(*chunk));
         half = (half + 1) % kDepth;
     }
 }
@@ -93,33 +97,33 @@ std::optional<Chunk> CopyLanes::next(bool may_wait) {
     MutexLock lock(mutex_);
     if (may_wait) changed_.wait(lock, [&]() REQUIRES(mutex_) { return deadline_ || !queue_.empty(); });
     if (queue_.empty()) return std::nullopt;
-    Chunk chunk = std::move(queue_.front());
+    std::optional<Chunk> chunk(std::move(queue_.front()));
     queue_.pop_front();
     return chunk;
 }
 
 void CopyLanes::begin(Lane& lane, size_t half, Chunk chunk) {
-    lane.in_flight[half] = ChunkInFlight{std::move(chunk), {}, lane.staging.address(half), &lane.stream};
-    ChunkInFlight& in = *lane.in_flight[half];
-    Result<device::RingSlot> slot = ring_.take(0);
+    Result<device::RingSlot> slot = ring_.take(0, share_);
     // A lane that waits for a slot holds none: else lanes would wait for one another.
     for (size_t other = 0; !slot && other < kDepth; ++other) {
-        if (other != half && lane.in_flight[other]) end(lane, other);
+        if (lane.in_flight[other]) end(lane, other);
     }
     if (!slot) slot = wait_for_slot();
-    if (!slot) {
-        lane.begun[half] = slot.error();
-        return;
-    }
-    in.slot = std::move(*slot);
-    lane.begun[half] = in.chunk.job->begin(in);
+    if (!slot) return fail(std::move(chunk), slot.error());
+    // Meanwhile the lane may have lost its staging memory.
+    if (!broken().empty()) return fail(std::move(chunk), why_not());
+    ChunkInFlight& in = lane.in_flight[half].emplace(ChunkInFlight{.chunk = std::move(chunk),
+                                                                   .slot = std::move(*slot),
+                                                                   .staged = lane.staging.address(half),
+                                                                   .stream = &lane.stream});
+    lane.begun[half] = in.chunk.job().begin(in);
     // After an error, too: what was queued before it uses the slot and the half.
     lane.recorded[half] = lane.staging.end(half, lane.stream).ok();
 }
 
 Result<device::RingSlot> CopyLanes::wait_for_slot() {
     for (int waited_ms = 0;; waited_ms += kAskAgainMs) {
-        Result<device::RingSlot> slot = ring_.take(kAskAgainMs);
+        Result<device::RingSlot> slot = ring_.take(kAskAgainMs, share_);
         if (slot || slot.error().code != Code::kTimeout) return slot;
         if (waited_ms >= kSlotTimeoutMs || must_give_up(0)) {
             return Error{Code::kTimeout,
@@ -129,39 +133,60 @@ Result<device::RingSlot> CopyLanes::wait_for_slot() {
 }
 
 void CopyLanes::end(Lane& lane, size_t half) {
-    ChunkInFlight& in = *lane.in_flight[half];
-    Status waited = in.slot ? wait(lane, half) : success();
+    Status waited = wait(lane, half);
+    ChunkInFlight in = std::move(*lane.in_flight[half]);
+    lane.in_flight[half].reset();
     if (waited) {
         in.slot.waited_for();
     } else if (waited.error().code == Code::kTimeout) {
-        stuck_ = true;
-        (void)lane.staging.close(0);  // keeps the memory: the card may still write there
+        become_broken(lane, waited.error().text);
     }
-    std::shared_ptr<CopyJob> job = in.chunk.job;
-    job->end(in, lane.begun[half].ok() ? waited : lane.begun[half]);
-    lane.in_flight[half].reset();
-    job->chunk_over();
+    CopyJob& job = in.chunk.job();
+    job.end(std::move(in), lane.begun[half].ok() ? waited : lane.begun[half]);
 }
 
-// Without a deadline of its own: an engine whose card hangs waits as well, and a request that was told failed
-// while its copies may still run would get blocks that are written to. For the same reason an event that
-// could not be recorded, or asked, is recorded or asked again; only a card that is lost runs nothing more.
+void CopyLanes::become_broken(Lane& lane, const std::string& why) {
+    lane.staging.leak();  // the card may still write there
+    std::deque<Chunk> dropped;
+    {
+        MutexLock lock(mutex_);
+        if (broken_.empty()) broken_ = why;
+        dropped.swap(queue_);
+    }
+    for (Chunk& chunk : dropped) fail(std::move(chunk), why_not());
+}
+
+// A card that hangs has no deadline here: an engine whose card hangs waits as well, and a request that was
+// told failed while its copies may still run would get blocks that are written to. A driver that answers with
+// errors, of which none says that the card is lost, has one: it would keep the request for ever though the
+// copies are over. What it refuses once or twice is asked again.
 Status CopyLanes::wait(Lane& lane, size_t half) {
+    using std::chrono::steady_clock;
+    auto refused_until = steady_clock::now() + std::chrono::milliseconds(refused_ms_);
     for (;;) {
-        if (!lane.recorded[half]) lane.recorded[half] = lane.staging.end(half, lane.stream).ok();
-        bool asked = false;
-        if (lane.recorded[half]) {
-            Result<bool> over = lane.staging.last_use(half).wait(kAskAgainMs);
-            if (over && *over) return success();
-            asked = over.ok();
-        }
+        Result<bool> over = ask(lane, half);
+        if (over && *over) return success();
         if (int code = device_->lost(); code != 0) {
             return Error{Code::kUnavailable, device_->driver().describe(code)};
         }
-        if (must_give_up(asked ? 0 : kAskAgainMs)) {
+        if (over) {
+            refused_until = steady_clock::now() + std::chrono::milliseconds(refused_ms_);
+        } else if (steady_clock::now() >= refused_until) {
+            return Error{Code::kTimeout,
+                         "the CUDA driver does not say whether copies are over: " + over.error().text};
+        }
+        if (must_give_up(over ? 0 : kAskAgainMs)) {
             return Error{Code::kTimeout, "the card did not end its copies before this engine closed"};
         }
     }
+}
+
+Result<bool> CopyLanes::ask(Lane& lane, size_t half) {
+    if (!lane.recorded[half]) {
+        if (Status again = lane.staging.end(half, lane.stream); !again) return again.error();
+        lane.recorded[half] = true;
+    }
+    return lane.staging.last_use(half).wait(kAskAgainMs);
 }
 
 bool CopyLanes::must_give_up(int pause_ms) {
@@ -171,21 +196,6 @@ bool CopyLanes::must_give_up(int pause_ms) {
     MutexLock lock(mutex_);
     if (pause_ms == 0) return too_late();
     return changed_.wait_for(lock, std::chrono::milliseconds(pause_ms), too_late);
-}
-
-void CopyJob::expect(size_t chunks) {
-    MutexLock lock(left_mutex_);
-    left_ = chunks;
-}
-
-void CopyJob::wait_for_all() {
-    MutexLock lock(left_mutex_);
-    none_left_.wait(lock, [&]() REQUIRES(left_mutex_) { return left_ == 0; });
-}
-
-void CopyJob::chunk_over() {
-    MutexLock lock(left_mutex_);
-    if (--left_ == 0) none_left_.notify_all();
 }
 
 }  // namespace moonpool

@@ -8,17 +8,21 @@
 // the other. Chunks begin in the order in which they were submitted; each is ended exactly once, whatever
 // fails: after an error, after begin_close(), and on a card that hangs.
 //
+// Where it cannot be known whether copies are over, because the card hangs at the deadline of begin_close()
+// or its driver answers every question with an error, the lanes break: memory that the card may still use
+// stays allocated, and each later chunk ends with that error.
+//
 // Threads: submit() and begin_close() on any thread, join() on one; begin() and end() of a chunk on one
 // lane's thread.
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/mutex.hpp"
@@ -27,55 +31,21 @@
 #include "device/pinned_ring.hpp"
 #include "device/staging.hpp"
 #include "device/stream.hpp"
+#include "store/device/copy_job.hpp"
 
 namespace moonpool {
-
-class CopyJob;
-
-// Objects [begin, end) of a job: what fits one slot of the ring and one half of the staging memory.
-struct Chunk {
-    std::shared_ptr<CopyJob> job;
-    uint32_t begin = 0, end = 0;
-};
-
-// What a chunk has while it is under way.
-struct ChunkInFlight {
-    Chunk chunk;
-    device::RingSlot slot{};
-    uint64_t staged = 0;               // address of its half of the staging memory
-    device::Stream* stream = nullptr;  // of its lane
-};
-
-class CopyJob {
-   public:
-    virtual ~CopyJob() = default;
-    // chunks: how many will be submitted. Before the first is.
-    void expect(size_t chunks) EXCLUDES(left_mutex_);
-    // Until each of them has ended, and given its slot back.
-    void wait_for_all() EXCLUDES(left_mutex_);
-
-    // Fills in.slot or queues what fills it, and queues the copies on in.stream. After an error the chunk has
-    // failed; what was queued is waited for all the same.
-    virtual Status begin(ChunkInFlight& in) = 0;
-    // The chunk is over: nothing reads or writes its memory any more, but after kTimeout, when the card did
-    // not end its copies before the lanes were closed.
-    virtual void end(ChunkInFlight& in, const Status& status) = 0;
-
-   private:
-    friend class CopyLanes;
-    void chunk_over() EXCLUDES(left_mutex_);
-
-    Mutex left_mutex_;
-    CondVar none_left_;
-    size_t left_ GUARDED_BY(left_mutex_) = 0;
-};
 
 class CopyLanes {
    public:
     static constexpr int kCloseMs = 3'000;  // what a destructor waits for a card
+    // How long a driver may refuse to tell whether copies are over. Those of a chunk take milliseconds, so
+    // afterwards they are over unless the card hangs, too.
+    static constexpr int kRefusedMs = 5'000;
     struct Options {
         uint32_t lanes = 1;
-        const char* thread_name = "";  // at most 15 characters
+        const char* thread_name = "";        // at most 15 characters
+        device::RingShare* share = nullptr;  // what the chunks may hold of the ring; null: all of it
+        int refused_ms = kRefusedMs;
     };
     static Result<std::unique_ptr<CopyLanes>> open(std::shared_ptr<const device::Device> device,
                                                    device::PinnedRing& ring, const Options& options);
@@ -83,8 +53,11 @@ class CopyLanes {
     CopyLanes(const CopyLanes&) = delete;
 
     size_t lanes() const { return lanes_.size(); }
-    // After begin_close() the chunk ends with kClosed, on the calling thread.
+    // After begin_close(), or once the lanes are broken, the chunk ends with that error on the calling
+    // thread.
     void submit(Chunk chunk) EXCLUDES(mutex_);
+    // Why no chunk will be copied any more; empty: they will.
+    std::string broken() const EXCLUDES(mutex_);
     // Chunks that have not begun end with kClosed; those under way that are not over at the deadline will end
     // with kTimeout. Waits for nothing.
     void begin_close(std::chrono::steady_clock::time_point deadline) EXCLUDES(mutex_);
@@ -102,26 +75,33 @@ class CopyLanes {
         ServiceThread thread{};
     };
 
-    CopyLanes(std::shared_ptr<const device::Device> device, device::PinnedRing& ring)
-        : device_(std::move(device)), ring_(ring) {}
+    CopyLanes(std::shared_ptr<const device::Device> device, device::PinnedRing& ring, const Options& options)
+        : device_(std::move(device)), ring_(ring), share_(options.share), refused_ms_(options.refused_ms) {}
     void run(Lane& lane);
     std::optional<Chunk> next(bool may_wait) EXCLUDES(mutex_);
     void begin(Lane& lane, size_t half, Chunk chunk);
     void end(Lane& lane, size_t half);
     Result<device::RingSlot> wait_for_slot() EXCLUDES(mutex_);
     Status wait(Lane& lane, size_t half) EXCLUDES(mutex_);
+    // -> over. Records the event behind the chunk if it was not yet.
+    static Result<bool> ask(Lane& lane, size_t half);
     // pause_ms: how long it waits for that, 0: not at all.
     bool must_give_up(int pause_ms) EXCLUDES(mutex_);
-    static void drop(std::deque<Chunk> chunks);
+    void become_broken(Lane& lane, const std::string& why) EXCLUDES(mutex_);
+    Error why_not() const EXCLUDES(mutex_);
+    // Ends a chunk that has not begun.
+    static void fail(Chunk chunk, const Error& error);
 
     const std::shared_ptr<const device::Device> device_;
     device::PinnedRing& ring_;
-    Mutex mutex_;
+    device::RingShare* const share_;
+    const int refused_ms_;
+    mutable Mutex mutex_;
     CondVar changed_;
     std::deque<Chunk> queue_ GUARDED_BY(mutex_);
     std::optional<std::chrono::steady_clock::time_point> deadline_
         GUARDED_BY(mutex_);  // set by begin_close()
-    std::atomic<bool> stuck_{false};
+    std::string broken_ GUARDED_BY(mutex_);
     std::vector<std::unique_ptr<Lane>> lanes_;
 };
 

@@ -75,9 +75,19 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
     kv->ring_ = std::move(*ring);
     kv->ring_table_ = std::make_unique<PartTable>(std::move(columns));
     if (Status uploaded = kv->upload(table); !uploaded) return uploaded.error();
-    auto loads = CopyLanes::open(*device, *kv->ring_, {options.load_lanes, "moonpool-load"});
+    kv->save_share_ = std::make_unique<device::RingShare>(kv->ring_->slots() / 2);
+    auto puts = PutQueue::open();
+    if (!puts) return puts.error();
+    kv->puts_ = std::move(*puts);
+    auto loads = CopyLanes::open(
+        *device, *kv->ring_,
+        {.lanes = options.load_lanes, .thread_name = "moonpool-load", .refused_ms = options.refused_ms});
     if (!loads) return loads.error();
-    auto saves = CopyLanes::open(*device, *kv->ring_, {kSaveLanes, "moonpool-save"});
+    auto saves = CopyLanes::open(*device, *kv->ring_,
+                                 {.lanes = kSaveLanes,
+                                  .thread_name = "moonpool-save",
+                                  .share = kv->save_share_.get(),
+                                  .refused_ms = options.refused_ms});
     if (!saves) return saves.error();
     kv->loads_ = std::move(*loads);
     kv->saves_ = std::move(*saves);
@@ -89,6 +99,7 @@ DeviceKv::~DeviceKv() {
     if (device_->in_child()) {
         (void)loads_.release();
         (void)saves_.release();
+        (void)puts_.release();
         (void)ring_.release();
         return;
     }
@@ -104,6 +115,7 @@ Status DeviceKv::close(int timeout_ms) {
     }
     bool loads = loads_ == nullptr || loads_->join();
     bool saves = saves_ == nullptr || saves_->join();
+    if (puts_ != nullptr) puts_->close(deadline);
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - steady_clock::now());
     Status ring = ring_ == nullptr ? success() : ring_->close(std::max(static_cast<int>(left.count()), 0));
     if (loads && saves) return ring;
@@ -113,8 +125,11 @@ Status DeviceKv::close(int timeout_ms) {
 }
 
 std::string DeviceKv::lost() const {
-    int code = device_->lost();
-    return code == 0 ? "" : "the card is lost to this process: " + device_->driver().describe(code);
+    if (int code = device_->lost(); code != 0) {
+        return "the card is lost to this process: " + device_->driver().describe(code);
+    }
+    std::string broken = loads_->broken();
+    return broken.empty() ? saves_->broken() : broken;
 }
 
 Result<Mark> DeviceKv::mark(uint64_t stream) {
@@ -137,7 +152,6 @@ LoadReport DeviceKv::load(Client& client, const DeviceLoad& load) {
     for (uint16_t column : load.columns) total += object_bytes(column);
     uint64_t share = std::max(total / (2 * loads_->lanes()), kChunkMin);
     std::vector<Chunk> chunks = cut(job, load.columns, std::min(share, ring_->slot_bytes()));
-    job->expect(chunks.size());
     for (Chunk& chunk : chunks) loads_->submit(std::move(chunk));
     return job->wait();
 }
@@ -148,14 +162,14 @@ Result<PutReport> DeviceKv::save(Client& client, const DeviceSave& save,
         staged();
         return checked.error();
     }
-    auto job = std::make_shared<SaveJob>(*this, client, save, staged);
+    auto job = std::make_shared<SaveJob>(*this, *puts_, client, save, staged);
     std::vector<Chunk> chunks = cut(job, save.columns, ring_->slot_bytes());
-    job->expect_chunks(chunks.size());
+    job->expect(chunks.size());
     for (Chunk& chunk : chunks) saves_->submit(std::move(chunk));
     return job->wait();
 }
 
-DeviceKv::Packing DeviceKv::pack(std::span<const uint16_t> columns) const {
+Packing DeviceKv::pack(std::span<const uint16_t> columns) const {
     Packing packing;
     packing.offsets.reserve(columns.size());
     packing.bytes = list_bytes(columns.size());
@@ -174,13 +188,13 @@ std::vector<Chunk> DeviceKv::cut(const std::shared_ptr<CopyJob>& job, std::span<
     for (uint32_t i = 0; i < n; ++i) {
         uint64_t more = align(object_bytes(columns[i]), kStagedAlign);
         if (i > begin && list_bytes(i + 1 - begin) + objects + more > bytes) {
-            chunks.push_back({job, begin, i});
+            chunks.emplace_back(job, begin, i);
             begin = i;
             objects = 0;
         }
         objects += more;
     }
-    if (begin < n) chunks.push_back({job, begin, n});
+    if (begin < n) chunks.emplace_back(job, begin, n);
     return chunks;
 }
 

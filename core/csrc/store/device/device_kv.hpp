@@ -10,7 +10,8 @@
 //
 // Order. A save reads blocks after `after`, an event behind the forward that computed them. A load writes
 // blocks after `after`, an event behind what was queued on them before; it is over when its last copy has
-// ended. Saves are put in the order of their calls, parents before children.
+// ended. Saves are put in the order of their calls, parents before children, by a thread of their own
+// (PutQueue): a save is staged when its last chunk is in the ring, whatever has been put by then.
 //
 // What the caller must not do: give a block away before the save says that it is staged, or the load is over.
 //
@@ -31,7 +32,9 @@
 #include "device/objects_kernel.hpp"
 #include "device/pinned_ring.hpp"
 #include "store/client/client.hpp"
+#include "store/device/copy_job.hpp"
 #include "store/device/copy_lanes.hpp"
+#include "store/device/put_queue.hpp"
 
 namespace moonpool {
 
@@ -43,6 +46,7 @@ struct DeviceKvOptions {
     uint64_t slot_bytes = 4u << 20;   // at least; one object fits
     uint32_t load_lanes = 4;
     uint32_t kernel_blocks = 8;  // of 256 threads: what the kernel takes of the card
+    int refused_ms = CopyLanes::kRefusedMs;
 };
 
 struct DeviceLoad {
@@ -88,12 +92,7 @@ class DeviceKv {
 
     // For this folder
 
-    // Where objects lie in a slot and in a half of the staging memory: first the list that the kernel reads,
-    // then the objects.
-    struct Packing {
-        std::vector<uint32_t> offsets;
-        uint64_t bytes = 0;
-    };
+    // In a slot and in a half of the staging memory: first the list that the kernel reads, then the objects.
     Packing pack(std::span<const uint16_t> columns) const;
     Status run_kernel(device::Stream& stream, uint64_t staged, uint32_t objects, device::Move move) const;
     // The ring's memory: an object's index is its offset there.
@@ -122,6 +121,8 @@ class DeviceKv {
     uint64_t begins_ = 0;
     std::unique_ptr<PartTable> ring_table_;
     std::unique_ptr<device::PinnedRing> ring_;
+    std::unique_ptr<device::RingShare> save_share_;
+    std::unique_ptr<PutQueue> puts_;
     std::unique_ptr<CopyLanes> loads_, saves_;  // saves_: one lane, which keeps their order
 };
 

@@ -8,9 +8,9 @@
 namespace moonpool {
 
 Status LoadJob::begin(ChunkInFlight& in) {
-    size_t begin = in.chunk.begin, n = in.chunk.end - begin;
+    size_t begin = in.chunk.begin(), n = in.chunk.size();
     std::span columns = load_.columns.subspan(begin, n);
-    DeviceKv::Packing packing = kv_.pack(columns);
+    const Packing& packing = in.packing = kv_.pack(columns);
     std::vector<uint32_t> places(packing.offsets);
     for (uint32_t& place : places) place += static_cast<uint32_t>(kv_.ring_offset(in.slot));
     LoadReport read = client_.load(load_.holders, load_.descriptors.subspan(begin, n), kv_.ring_table(),
@@ -36,15 +36,14 @@ Status LoadJob::begin(ChunkInFlight& in) {
     return kv_.run_kernel(*in.stream, in.staged, count, device::Move::kToKv);
 }
 
-void LoadJob::end(ChunkInFlight& in, const Status& status) {
-    if (!status) {
-        MutexLock lock(mutex_);
-        for (size_t i = in.chunk.begin; i < in.chunk.end; ++i) {
-            if (report_.ok[i] != 0) report_.bytes -= load_.descriptors[i].size;
-            report_.ok[i] = 0;
-        }
-        report_.error = status.error().text;
+void LoadJob::end(ChunkInFlight in, const Status& status) {
+    if (status) return;
+    MutexLock lock(mutex_);
+    for (size_t i = in.chunk.begin(); i < in.chunk.begin() + in.chunk.size(); ++i) {
+        if (report_.ok[i] != 0) report_.bytes -= load_.descriptors[i].size;
+        report_.ok[i] = 0;
     }
+    report_.error = status.error().text;
 }
 
 LoadReport LoadJob::wait() {

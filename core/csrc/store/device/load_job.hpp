@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "base/mutex.hpp"
-#include "store/device/copy_lanes.hpp"
+#include "store/device/copy_job.hpp"
 #include "store/device/device_kv.hpp"
 
 namespace moonpool {
@@ -21,7 +21,7 @@ class LoadJob final : public CopyJob {
     LoadReport wait();
 
     Status begin(ChunkInFlight& in) override;
-    void end(ChunkInFlight& in, const Status& status) override;
+    void end(ChunkInFlight in, const Status& status) override;
 
    private:
     const DeviceKv& kv_;

@@ -6,15 +6,14 @@
 
 namespace moonpool {
 
-void SaveJob::expect_chunks(size_t chunks) {
+void SaveJob::expect(size_t chunks) {
     unstaged_ = chunks;
-    expect(chunks);
     if (chunks == 0) staged_();
 }
 
 Status SaveJob::begin(ChunkInFlight& in) {
-    size_t begin = in.chunk.begin, n = in.chunk.end - begin;
-    DeviceKv::Packing packing = kv_.pack(save_.columns.subspan(begin, n));
+    size_t begin = in.chunk.begin(), n = in.chunk.size();
+    const Packing& packing = in.packing = kv_.pack(save_.columns.subspan(begin, n));
     auto* list = reinterpret_cast<device::KvObject*>(in.slot.bytes().data());
     for (size_t i = 0; i < n; ++i) {
         list[i] = {packing.offsets[i], save_.blocks[begin + i], save_.columns[begin + i]};
@@ -31,26 +30,25 @@ Status SaveJob::begin(ChunkInFlight& in) {
     return in.stream->copy({in.slot.address() + payload, in.staged + payload, packing.bytes - payload});
 }
 
-void SaveJob::end(ChunkInFlight& in, const Status& status) {
+void SaveJob::end(ChunkInFlight in, const Status& status) {
     if (--unstaged_ == 0) staged_();
-    if (status) {
-        put(in);
-    } else {
-        MutexLock lock(mutex_);
-        report_.refusal = status.error().text;
-    }
+    if (!status) return refuse(status.error().text);
+    puts_.push(shared_from_this(), std::move(in));
+}
+
+void SaveJob::refuse(const std::string& why) {
+    MutexLock lock(mutex_);
+    report_.refusal = why;
 }
 
 void SaveJob::put(const ChunkInFlight& in) {
-    size_t begin = in.chunk.begin, n = in.chunk.end - begin;
-    std::span columns = save_.columns.subspan(begin, n);
-    DeviceKv::Packing packing = kv_.pack(columns);
+    size_t begin = in.chunk.begin(), n = in.chunk.size();
     std::vector<MemoryRef> sources(n);
     std::vector<PutItem> items;
     items.reserve(n);
     for (size_t i = 0; i < n; ++i) {
-        sources[i] =
-            MemoryRef::host(in.slot.bytes().data() + packing.offsets[i], kv_.object_bytes(columns[i]));
+        sources[i] = MemoryRef::host(in.slot.bytes().data() + in.packing.offsets[i],
+                                     kv_.object_bytes(save_.columns[begin + i]));
         std::string_view name = save_.names[begin + i];
         std::string_view parent = save_.parents.empty() ? std::string_view() : save_.parents[begin + i];
         items.push_back({name, parent, std::span(&sources[i], 1), name.substr(0, save_.group_bytes)});

@@ -1,35 +1,42 @@
 // SaveJob: one save of objects from a card's KV cache. Blocks may be given away once every chunk is staged,
-// in a slot of the ring; what becomes of it in the pool is no matter of the KV cache any more.
+// in a slot of the ring; the puts, which come later on another thread, read the slots alone.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <string>
 
 #include "base/mutex.hpp"
-#include "store/device/copy_lanes.hpp"
+#include "store/device/copy_job.hpp"
 #include "store/device/device_kv.hpp"
+#include "store/device/put_queue.hpp"
 
 namespace moonpool {
 
-class SaveJob final : public CopyJob {
+class SaveJob final : public CopyJob, public std::enable_shared_from_this<SaveJob> {
    public:
     // What `save` and `staged` are of stays until wait() has returned.
-    SaveJob(const DeviceKv& kv, Client& client, const DeviceSave& save, const std::function<void()>& staged)
-        : kv_(kv), client_(client), save_(save), staged_(staged) {
+    SaveJob(const DeviceKv& kv, PutQueue& puts, Client& client, const DeviceSave& save,
+            const std::function<void()>& staged)
+        : kv_(kv), puts_(puts), client_(client), save_(save), staged_(staged) {
         report_.outcomes.assign(save.names.size(), PutOutcome::kRefused);
     }
     // Before the first chunk is submitted.
-    void expect_chunks(size_t chunks);
+    void expect(size_t chunks);
     Result<PutReport> wait();
 
     Status begin(ChunkInFlight& in) override;
-    void end(ChunkInFlight& in, const Status& status) override;
+    void end(ChunkInFlight in, const Status& status) override;
+
+    // Of PutQueue: a chunk that was handed to it.
+    void put(const ChunkInFlight& in);
+    void refuse(const std::string& why);
 
    private:
-    void put(const ChunkInFlight& in);
-
     const DeviceKv& kv_;
+    PutQueue& puts_;
     Client& client_;
     const DeviceSave& save_;
     const std::function<void()>& staged_;

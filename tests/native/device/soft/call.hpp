@@ -26,6 +26,10 @@ class Call {
     explicit Call(const char* name, unsigned needs = kNothing) : lock_(state().mutex) {
         State& s = state();
         ++s.calls[name];
+        if (auto refused = s.refusals.find(name); refused != s.refusals.end() && refused->second != 0) {
+            code = refused->second;
+            return;
+        }
         if (auto failure = s.failures.find(name);
             failure != s.failures.end() && --failure->second.left == 0) {
             code = failure->second.code;

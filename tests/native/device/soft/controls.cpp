@@ -97,6 +97,10 @@ void soft_limit(uint64_t card_bytes, uint64_t pinned_bytes) {
     state().pinned_limit = pinned_bytes;
 }
 void soft_fail(const char* name, int nth, int code) { state().failures[name] = {nth, code}; }
+void soft_refuse(const char* name, int code) {
+    std::lock_guard lock(state().mutex);
+    state().refusals[name] = code;
+}
 void soft_hang(int nth) { state().hang_in = nth; }
 void soft_unhang() {
     std::lock_guard lock(state().mutex);

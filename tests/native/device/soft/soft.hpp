@@ -32,6 +32,8 @@ enum class Policy : int {
     X(void, soft_limit, (uint64_t card_bytes, uint64_t pinned_bytes))                                       \
     /* The nth call of `name` from now on, 1: the next one, answers `code` and has no effect. */            \
     X(void, soft_fail, (const char* name, int nth, int code))                                               \
+    /* Every call of `name` from now on answers `code` and has no effect; 0: no call does. */               \
+    X(void, soft_refuse, (const char* name, int code))                                                      \
     /* The nth operation that is queued from now on never ends, nor what is behind it, until soft_unhang(). \
      */                                                                                                     \
     X(void, soft_hang, (int nth))                                                                           \

@@ -29,6 +29,7 @@ void State::reset(Policy chosen, uint64_t seed) {
     broken = 0;
     hang_in = die_in = 0;
     failures.clear();
+    refusals.clear();
     calls.clear();
     violations = 0;
     first_violation.clear();

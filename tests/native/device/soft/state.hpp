@@ -80,6 +80,7 @@ class State {
         int left, code;
     };
     std::map<std::string, Failure> failures;
+    std::map<std::string, int> refusals;  // codes
     std::map<std::string, int> calls;
     int violations = 0;
     std::string first_violation;
