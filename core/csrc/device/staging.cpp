@@ -18,6 +18,7 @@ Result<Staging> Staging::open(std::shared_ptr<const Device> device, const Stagin
     Result<Event> first = Event::create(device), second = Event::create(device);
     if (!first) return first.error();
     if (!second) return second.error();
+    if (options.half_bytes == 0) return Staging(DeviceMemory(), std::move(*first), std::move(*second));
     for (uint64_t bytes = options.half_bytes;; bytes /= 2) {
         Result<DeviceMemory> memory = DeviceMemory::allocate(device, kHalves * bytes);
         if (memory) return Staging(std::move(*memory), std::move(*first), std::move(*second));

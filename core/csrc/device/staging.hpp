@@ -22,6 +22,7 @@
 namespace moonpool::device {
 
 struct StagingOptions {
+    // 0: no memory, but the events of the uses.
     uint64_t half_bytes = 32u << 20;
     // A card that has given its memory to the KV cache has little left: half as much, half of that, down to
     // this.

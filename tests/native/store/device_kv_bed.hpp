@@ -92,6 +92,10 @@ struct Cache {
 // Slots of one or two objects, so that a job has many chunks.
 inline constexpr DeviceKvOptions kSmall{.ring_bytes = 64 << 10, .slot_bytes = 4 << 10, .load_lanes = 2};
 
+// Without the kernel, whatever the rows are: 24 of 512 bytes in 3 objects, a batch of copies.
+inline constexpr DeviceKvOptions kDirect{
+    .ring_bytes = 64 << 10, .slot_bytes = 12 << 10, .load_lanes = 2, .direct_row_bytes = 1};
+
 // Two slots, for more lanes than that.
 inline constexpr DeviceKvOptions kTight{.ring_bytes = 1, .slot_bytes = 4 << 10, .load_lanes = 3};
 

@@ -9,57 +9,133 @@
 #include <future>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "device_kv_bed.hpp"
+#include "store/device/direct_mover.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
+
+namespace {
+
+// Saves all of a cache that an engine has just written, and loads it into other blocks of another cache,
+// which an earlier owner has just written.
+void round_trip(Bed& bed, const Node& node, const DeviceKvOptions& options, const KvShape& shape) {
+    Random random(77);
+    Client client(node.options());
+    REQUIRE(client.connect());
+    Cache from(bed, shape), to(bed, shape);
+    std::shared_ptr<DeviceKv> source = from.open(options), target = to.open(options);
+    Objects saved(shape, 'A'), loaded(shape, 'A', 2);
+    from.write(random);
+    auto report = must(save(*source, client, saved, must(source->mark(from.stream()))));
+    for (PutOutcome outcome : report.outcomes) CHECK(outcome == PutOutcome::kStored);
+    CHECK(report.stored_bytes == shape.bytes());
+    std::vector<unsigned char> truth = from.host.bytes();
+
+    to.write(random);
+    LoadReport got = load(*target, client, loaded, shape.heads, must(target->mark(to.stream())));
+    CHECK(all_ok(got));
+    CHECK(got.error == "");
+    CHECK(got.bytes == shape.bytes());
+    std::vector<unsigned char> there = to.read();
+    for (size_t i = 0; i < saved.blocks.size(); ++i) {
+        CHECK(object_at(shape, truth, saved.blocks[i], saved.columns[i]) ==
+              object_at(shape, there, loaded.blocks[i], loaded.columns[i]));
+    }
+    REQUIRE(client.remove(saved.views()));
+    REQUIRE(source->close(5000));
+    REQUIRE(target->close(5000));
+}
+
+}  // namespace
 
 TEST_CASE("device kv: what an engine computes is saved, and loaded into other blocks") {
     Node node;
     for (bool tokens_first : {true, false}) {
         for (unsigned content : {512u, 24u, 656u}) {
-            char tag = static_cast<char>('A' + content % 7 + (tokens_first ? 10 : 0));
             KvShape shape = kShape;
             shape.tokens_first = tokens_first;
             shape.content = content;
             CAPTURE(tokens_first);
             CAPTURE(content);
-            int run = 0;
-            each_policy([&](Bed& bed) {
-                Random random(77);
-                Client client(node.options());
-                REQUIRE(client.connect());
-                Cache from(bed, shape), to(bed, shape);
-                std::shared_ptr<DeviceKv> source = from.open(kSmall), target = to.open(kSmall);
-                Objects saved(shape, tag), loaded(shape, tag, 2);
-                saved.names.replace(3, 1, 1, static_cast<char>('0' + run));
-                for (size_t at = 3; at < saved.names.size(); at += kNameBytes)
-                    saved.names[at] = static_cast<char>('0' + run);
-                loaded.names = saved.names;
-                ++run;
-                from.write(random);
-                auto report = must(save(*source, client, saved, must(source->mark(from.stream()))));
-                for (PutOutcome outcome : report.outcomes) CHECK(outcome == PutOutcome::kStored);
-                CHECK(report.stored_bytes == shape.bytes());
-                std::vector<unsigned char> truth = from.host.bytes();
+            each_policy([&](Bed& bed) { round_trip(bed, node, kSmall, shape); });
+        }
+    }
+}
 
-                to.write(random);  // an earlier owner of the blocks
-                LoadReport got = load(*target, client, loaded, shape.heads, must(target->mark(to.stream())));
-                CHECK(all_ok(got));
-                CHECK(got.error == "");
-                CHECK(got.bytes == shape.bytes());
-                std::vector<unsigned char> there = to.read();
-                for (size_t i = 0; i < saved.blocks.size(); ++i) {
-                    CHECK(object_at(shape, truth, saved.blocks[i], saved.columns[i]) ==
-                          object_at(shape, there, loaded.blocks[i], loaded.columns[i]));
+TEST_CASE("device kv: without the kernel each row is copied by itself, with and without batches") {
+    Node node;
+    for (bool tokens_first : {true, false}) {
+        for (bool batches : {true, false}) {
+            if (!batches && is_real()) continue;
+            KvShape shape = kShape;
+            shape.tokens_first = tokens_first;
+            CAPTURE(tokens_first);
+            CAPTURE(batches);
+            each_policy([&](Bed& bed) {
+                if (!batches) {
+                    soft_device().soft_hide("cuMemcpyBatchAsync");
+                    device::Driver::use_library_for_tests(soft_library());  // looked up anew
+                    bed.device = must(device::Device::open(0));
                 }
-                REQUIRE(source->close(5000));
-                REQUIRE(target->close(5000));
+                round_trip(bed, node, kDirect, shape);
+                if (is_real()) return;
+                CHECK(soft_device().soft_calls("cuLaunchKernel") == 0);
+                CHECK((soft_device().soft_calls("cuMemcpyBatchAsync") > 0) == batches);
             });
         }
     }
+}
+
+TEST_CASE("device kv: long rows take no kernel and no memory of the card") {
+    Node node;
+    // 32 KiB of each layer, and both layers of a block and head one after the other.
+    constexpr KvShape kLong{
+        .tokens_first = false, .layers = 2, .heads = 2, .tokens = 64, .blocks = 3, .content = 512};
+    each_policy([&](Bed& bed) {
+        Random random(85);
+        Client client(node.options());
+        REQUIRE(client.connect());
+        Cache cache(bed, kLong);
+        std::vector<std::vector<StridedRow>> columns(kLong.heads);
+        const uint64_t row = kLong.object_bytes() / kLong.layers;
+        for (unsigned head = 0; head < kLong.heads; ++head) {
+            for (unsigned layer = 0; layer < kLong.layers; ++layer) {
+                uint64_t at = head * kLong.object_bytes() + layer * row;
+                columns[head].push_back(
+                    {cache.memory.address() + at, kLong.heads * kLong.object_bytes(), row});
+            }
+        }
+        int allocations = is_real() ? 0 : soft_device().soft_calls("cuMemAlloc");
+        DeviceKvOptions options{.ring_bytes = 1 << 20, .slot_bytes = 128 << 10};
+        std::shared_ptr<DeviceKv> kv = must(DeviceKv::open(0, PartTable(columns), kLong.blocks, options));
+        Objects objects(kLong, 'L');
+        cache.write(random);
+        must(save(*kv, client, objects, must(kv->mark(cache.stream()))));
+        std::vector<unsigned char> truth = cache.host.bytes();
+        cache.write(random);
+        CHECK(all_ok(load(*kv, client, objects, kLong.heads, must(kv->mark(cache.stream())))));
+        CHECK(cache.read() == truth);
+        REQUIRE(client.remove(objects.views()));
+        if (is_real()) return;
+        CHECK(soft_device().soft_calls("cuMemAlloc") == allocations);
+        CHECK(soft_device().soft_calls("cuModuleLoadDataEx") == 0);
+    });
+}
+
+TEST_CASE("device kv: rows are long enough when all of them are, and adjoining ones count as one") {
+    constexpr uint64_t kRow = 64 << 10, kHalf = kRow / 2, kStride = 16 * kRow;
+    auto fits = [](std::vector<std::vector<StridedRow>> columns) {
+        return DirectMover::fits(PartTable(std::move(columns)), kRow);
+    };
+    CHECK(fits({{{0, kStride, kRow}, {2 * kRow, kStride, kRow}}, {{4 * kRow, kStride, kRow + 1}}}));
+    CHECK_FALSE(fits({{{0, kStride, kRow}}, {{2 * kRow, kStride, kRow}, {4 * kRow, kStride, kRow - 1}}}));
+    CHECK(fits({{{0, kStride, kHalf}, {kHalf, kStride, kHalf}}}));
+    CHECK_FALSE(fits({{{0, kStride, kHalf}, {kHalf, 2 * kStride, kHalf}}}));  // in block 0 alone
+    CHECK_FALSE(fits({{{0, kStride, kHalf}, {kHalf + 1, kStride, kHalf}}}));
 }
 
 TEST_CASE(
@@ -67,16 +143,20 @@ TEST_CASE(
     "queued") {
     Node node;
     if (is_real()) return;
-    for (bool in_save : {true, false}) {
+    for (int run = 0; run < 8; ++run) {
+        bool in_save = (run & 1) != 0, direct = (run & 2) != 0, early = (run & 4) != 0;
         CAPTURE(in_save);
-        Bed bed(Policy::kLate);
+        CAPTURE(direct);
+        CAPTURE(early);
+        Bed bed(early ? Policy::kEarly : Policy::kLate);
         {
             Random random(78);
             Client client(node.options());
             REQUIRE(client.connect());
             Cache from(bed), to(bed);
-            std::shared_ptr<DeviceKv> source = from.open(kSmall), target = to.open(kSmall);
-            Objects objects(kShape, in_save ? 's' : 'l');
+            const DeviceKvOptions& options = direct ? kDirect : kSmall;
+            std::shared_ptr<DeviceKv> source = from.open(options), target = to.open(options);
+            Objects objects(kShape, static_cast<char>('a' + run));
             from.write(random);
             Mark computed = must(source->mark(from.stream()));
             must(save(*source, client, objects, in_save ? nullptr : computed));
@@ -179,7 +259,15 @@ TEST_CASE("device kv: loads and saves of many threads, through a ring with slots
 TEST_CASE("device kv: a card that dies fails what is under way once, and all that comes later at once") {
     Node node;
     if (is_real()) return;
-    for (int nth : {1, 2, 5, 9, 14}) {
+    for (auto [direct, nth] : {std::pair{false, 1},
+                               {false, 2},
+                               {false, 5},
+                               {false, 9},
+                               {false, 14},
+                               {true, 1},
+                               {true, 2},
+                               {true, 5}}) {
+        CAPTURE(direct);
         CAPTURE(nth);
         Bed bed(Policy::kLate);
         {
@@ -187,7 +275,7 @@ TEST_CASE("device kv: a card that dies fails what is under way once, and all tha
             Client client(node.options());
             REQUIRE(client.connect());
             Cache cache(bed);
-            std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+            std::shared_ptr<DeviceKv> kv = cache.open(direct ? kDirect : kSmall);
             Objects objects(kShape, 'd');
             cache.write(random);
             Mark computed = must(kv->mark(cache.stream()));
@@ -213,7 +301,7 @@ TEST_CASE("device kv: a card that dies fails what is under way once, and all tha
 TEST_CASE("device kv: a card that hangs keeps a load until close(), which has an end") {
     Node node;
     if (is_real()) return;
-    for (const DeviceKvOptions& options : {kSmall, kTight}) {
+    for (const DeviceKvOptions& options : {kSmall, kTight, kDirect}) {
         Bed bed(Policy::kLate);
         {
             Random random(82);
@@ -225,11 +313,15 @@ TEST_CASE("device kv: a card that hangs keeps a load until close(), which has an
             cache.write(random);
             Mark computed = must(kv->mark(cache.stream()));
             must(save(*kv, client, objects, computed));
-            int copies = soft_device().soft_calls("cuMemcpyAsync");
+            auto calls = [] {
+                return soft_device().soft_calls("cuMemcpyAsync") +
+                       soft_device().soft_calls("cuMemcpyBatchAsync");
+            };
+            int copies = calls();
             soft_device().soft_hang(1);
             std::future<LoadReport> loading = std::async(
                 std::launch::async, [&] { return load(*kv, client, objects, kShape.heads, nullptr); });
-            while (soft_device().soft_calls("cuMemcpyAsync") == copies) std::this_thread::yield();
+            while (calls() == copies) std::this_thread::yield();
             CHECK(loading.wait_for(std::chrono::milliseconds(100)) == std::future_status::timeout);
             Status closed = kv->close(50);
             CHECK_FALSE(closed.ok());
@@ -319,8 +411,13 @@ TEST_CASE(
     "device kv: a call of the driver that fails ends loads and saves with its error, and leaks nothing") {
     Node node;
     if (is_real()) return;
-    for (std::string name : {"cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"}) {
+    const std::pair<const DeviceKvOptions*, const char*> calls[] = {
+        {&kSmall, "cuMemcpyAsync"},     {&kSmall, "cuLaunchKernel"},      {&kSmall, "cuEventRecord"},
+        {&kSmall, "cuStreamWaitEvent"}, {&kDirect, "cuMemcpyBatchAsync"}, {&kDirect, "cuEventRecord"}};
+    for (auto [options, call] : calls) {
+        std::string name = call;
         for (int nth : {1, 2, 3}) {
+            CAPTURE(options->direct_row_bytes);
             CAPTURE(name);
             CAPTURE(nth);
             Bed bed(Policy::kLate);
@@ -329,7 +426,7 @@ TEST_CASE(
                 Client client(node.options());
                 REQUIRE(client.connect());
                 Cache cache(bed);
-                std::shared_ptr<DeviceKv> kv = cache.open(kSmall);
+                std::shared_ptr<DeviceKv> kv = cache.open(*options);
                 Objects objects(kShape, 'f');
                 cache.write(random);
                 Mark computed = must(kv->mark(cache.stream()));

@@ -16,7 +16,8 @@ constexpr int kAskAgainMs = 50;  // a lane that waits for its card looks this of
 Result<std::unique_ptr<CopyLanes>> CopyLanes::open(std::shared_ptr<const device::Device> device,
                                                    device::PinnedRing& ring, const Options& options) {
     std::unique_ptr<CopyLanes> lanes(new CopyLanes(device, ring, options));
-    const device::StagingOptions halves{.half_bytes = ring.slot_bytes(), .half_bytes_min = ring.slot_bytes()};
+    uint64_t half = options.staging ? ring.slot_bytes() : 0;
+    const device::StagingOptions halves{.half_bytes = half, .half_bytes_min = half};
     for (uint32_t i = 0; i < options.lanes; ++i) {
         auto stream = device::Stream::create(device, device::Stream::Priority::kLowest);
         if (!stream) return stream.error();

@@ -1,6 +1,6 @@
 // CopyLanes: threads that carry chunks of copy jobs between host memory and a card. A lane is a thread with a
-// stream and two halves of staging memory of its own, so lanes share nothing but the queue of chunks and the
-// ring of pinned slots:
+// stream and, where the jobs want it, two halves of staging memory of its own, so lanes share nothing but the
+// queue of chunks and the ring of pinned slots:
 //
 //     take a chunk --> begin(): fill a slot, queue its copies --> end(): its event is over
 //
@@ -44,6 +44,7 @@ class CopyLanes {
     struct Options {
         uint32_t lanes = 1;
         const char* thread_name = "";        // at most 15 characters
+        bool staging = true;                 // each lane has device memory for two slots
         device::RingShare* share = nullptr;  // what the chunks may hold of the ring; null: all of it
         int refused_ms = kRefusedMs;
     };

@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
-#include <cstring>
 #include <utility>
 
 #include "device/address.hpp"
+#include "store/device/direct_mover.hpp"
+#include "store/device/kernel_mover.hpp"
 #include "store/device/load_job.hpp"
 #include "store/device/save_job.hpp"
 
@@ -14,15 +15,11 @@ namespace moonpool {
 
 namespace {
 
-constexpr int kUploadTimeoutMs = 10'000;
 constexpr uint64_t kStagedAlign = 16;       // the kernel moves words of 16 bytes where all is aligned to them
-constexpr uint64_t kPayloadAlign = 256;     // of the first object behind the list
 constexpr uint64_t kChunkMin = 512u << 10;  // below it a copy engine does not reach the link's speed
 constexpr uint32_t kSaveLanes = 1;
 
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
-
-uint64_t list_bytes(size_t objects) { return align(objects * sizeof(device::KvObject), kPayloadAlign); }
 
 Status check_memory(const PartTable& table, uint32_t blocks, int ordinal) {
     for (size_t c = 0; c < table.columns(); ++c) {
@@ -54,13 +51,13 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
     auto device = device::Device::open(ordinal);
     if (!device) return device.error();
     if (Status checked = check_memory(table, blocks, ordinal); !checked) return checked.error();
-    auto kernel = device::ObjectsKernel::load(*device);
-    if (!kernel) return kernel.error();
 
+    bool direct = DirectMover::fits(table, options.direct_row_bytes);
     uint64_t largest = 0;
     std::vector<std::vector<StridedRow>> columns;  // of the ring's table: an object lies whole, at its index
     for (size_t c = 0; c < table.columns(); ++c) largest = std::max(largest, table.object_bytes(c));
-    uint64_t slot = std::bit_ceil(std::max(options.slot_bytes, list_bytes(1) + align(largest, kStagedAlign)));
+    uint64_t slot = std::bit_ceil(std::max(
+        options.slot_bytes, (direct ? 0 : KernelMover::list_bytes(1)) + align(largest, kStagedAlign)));
     auto slots = static_cast<uint32_t>(std::max<uint64_t>(options.ring_bytes / slot, 2));
     if (slots * slot > UINT32_MAX) {
         return Error{Code::kTooLarge, "the pinned ring may have at most 4 GiB"};
@@ -71,23 +68,30 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
         columns.push_back({{(*ring)->address(), 1, table.object_bytes(c)}});
     }
 
-    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, std::move(*kernel), blocks, options.kernel_blocks));
+    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, blocks));
     kv->ring_ = std::move(*ring);
     kv->ring_table_ = std::make_unique<PartTable>(std::move(columns));
-    if (Status uploaded = kv->upload(table); !uploaded) return uploaded.error();
+    if (direct) {
+        kv->mover_ = std::make_unique<DirectMover>(table);
+    } else {
+        auto mover = KernelMover::open(*device, *kv->ring_, table, options.kernel_blocks);
+        if (!mover) return mover.error();
+        kv->mover_ = std::move(*mover);
+    }
     kv->save_share_ = std::make_unique<device::RingShare>(kv->ring_->slots() / 2);
     auto puts = PutQueue::open();
     if (!puts) return puts.error();
     kv->puts_ = std::move(*puts);
-    auto loads = CopyLanes::open(
-        *device, *kv->ring_,
-        {.lanes = options.load_lanes, .thread_name = "moonpool-load", .refused_ms = options.refused_ms});
+    CopyLanes::Options lanes{.lanes = options.load_lanes,
+                             .thread_name = "moonpool-load",
+                             .staging = kv->mover_->needs_staging(),
+                             .refused_ms = options.refused_ms};
+    auto loads = CopyLanes::open(*device, *kv->ring_, lanes);
     if (!loads) return loads.error();
-    auto saves = CopyLanes::open(*device, *kv->ring_,
-                                 {.lanes = kSaveLanes,
-                                  .thread_name = "moonpool-save",
-                                  .share = kv->save_share_.get(),
-                                  .refused_ms = options.refused_ms});
+    lanes.lanes = kSaveLanes;
+    lanes.thread_name = "moonpool-save";
+    lanes.share = kv->save_share_.get();
+    auto saves = CopyLanes::open(*device, *kv->ring_, lanes);
     if (!saves) return saves.error();
     kv->loads_ = std::move(*loads);
     kv->saves_ = std::move(*saves);
@@ -119,7 +123,7 @@ Status DeviceKv::close(int timeout_ms) {
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - steady_clock::now());
     Status ring = ring_ == nullptr ? success() : ring_->close(std::max(static_cast<int>(left.count()), 0));
     if (loads && saves) return ring;
-    rows_.leak();  // a kernel may still read it
+    mover_->leak();
     return Error{Code::kTimeout, "the card did not end its copies in " + std::to_string(timeout_ms) +
                                      " ms; the memory that they use stays allocated until this process ends"};
 }
@@ -172,7 +176,7 @@ Result<PutReport> DeviceKv::save(Client& client, const DeviceSave& save,
 Packing DeviceKv::pack(std::span<const uint16_t> columns) const {
     Packing packing;
     packing.offsets.reserve(columns.size());
-    packing.bytes = list_bytes(columns.size());
+    packing.bytes = mover_->head_bytes(columns.size());
     for (uint16_t column : columns) {
         packing.offsets.push_back(static_cast<uint32_t>(packing.bytes));
         packing.bytes += align(object_bytes(column), kStagedAlign);
@@ -187,7 +191,7 @@ std::vector<Chunk> DeviceKv::cut(const std::shared_ptr<CopyJob>& job, std::span<
     uint32_t begin = 0, n = static_cast<uint32_t>(columns.size());
     for (uint32_t i = 0; i < n; ++i) {
         uint64_t more = align(object_bytes(columns[i]), kStagedAlign);
-        if (i > begin && list_bytes(i + 1 - begin) + objects + more > bytes) {
+        if (i > begin && mover_->head_bytes(i + 1 - begin) + objects + more > bytes) {
             chunks.emplace_back(job, begin, i);
             begin = i;
             objects = 0;
@@ -198,62 +202,8 @@ std::vector<Chunk> DeviceKv::cut(const std::shared_ptr<CopyJob>& job, std::span<
     return chunks;
 }
 
-Status DeviceKv::run_kernel(device::Stream& stream, uint64_t staged, uint32_t objects,
-                            device::Move move) const {
-    return kernel_.launch(stream,
-                          {.rows = rows_.address(),
-                           .begins = begins_,
-                           .objects = staged,  // the list is the first thing there
-                           .count = objects,
-                           .staging = staged,
-                           .move = move},
-                          kernel_blocks_);
-}
-
 uint64_t DeviceKv::ring_offset(const device::RingSlot& slot) const {
     return slot.address() - ring_->address();
-}
-
-// By the first slot of the ring, in pieces that fit it.
-Status DeviceKv::upload(const PartTable& table) {
-    std::vector<device::KvRow> rows;
-    std::vector<uint32_t> begins{0};
-    for (size_t c = 0; c < table.columns(); ++c) {
-        uint32_t offset = 0;
-        for (const StridedRow& row : table.rows(c)) {
-            auto length = static_cast<uint32_t>(row.length);
-            rows.push_back({row.address, row.stride, length, offset});
-            offset += length;
-        }
-        begins.push_back(static_cast<uint32_t>(rows.size()));
-    }
-    uint64_t rows_bytes = rows.size() * sizeof(device::KvRow);
-    std::string image(rows_bytes + begins.size() * sizeof(uint32_t), '\0');
-    std::memcpy(image.data(), rows.data(), rows_bytes);
-    std::memcpy(image.data() + rows_bytes, begins.data(), image.size() - rows_bytes);
-
-    auto memory = device::DeviceMemory::allocate(device_, image.size());
-    if (!memory) return memory.error();
-    rows_ = std::move(*memory);
-    begins_ = rows_.address() + rows_bytes;
-    auto stream = device::Stream::create(device_, device::Stream::Priority::kDefault);
-    if (!stream) return stream.error();
-    auto event = device::Event::create(device_);
-    if (!event) return event.error();
-    for (size_t at = 0; at < image.size(); at += ring_->slot_bytes()) {
-        auto slot = ring_->take(kUploadTimeoutMs);
-        if (!slot) return slot.error();
-        size_t n = std::min<size_t>(image.size() - at, ring_->slot_bytes());
-        std::memcpy(slot->bytes().data(), image.data() + at, n);
-        slot->used_on(*stream);
-        if (Status s = stream->copy({rows_.address() + at, slot->address(), n}); !s) return s;
-    }
-    if (Status s = event->record(stream->handle()); !s) return s;
-    Result<bool> over = event->wait(kUploadTimeoutMs);
-    if (!over) return over.error();
-    if (*over) return success();
-    rows_.leak();
-    return Error{Code::kTimeout, "the card did not end a copy of some kilobytes in 10 s"};
 }
 
 Status DeviceKv::check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const {

@@ -1,6 +1,7 @@
 // DeviceKv: the paged KV cache of an engine in the memory of one card, as a source and target of the store's
-// objects. Bytes never go from the pool to the KV cache piece by piece: an object is whole on the link, and a
-// kernel spreads its rows on the card.
+// objects. Short rows never cross the link one by one: an object is whole there, and a kernel spreads its
+// rows on the card. Rows that are long enough go without kernel and staging memory
+// (store/device/kv_mover.hpp).
 //
 //     load   pool --Client::load--> slot of the pinned ring --copy--> staging memory --kernel--> KV cache
 //     save   KV cache --kernel--> staging memory --copy--> slot of the pinned ring --Client::put--> pool
@@ -27,13 +28,12 @@
 
 #include "base/result.hpp"
 #include "device/device.hpp"
-#include "device/device_memory.hpp"
 #include "device/event.hpp"
-#include "device/objects_kernel.hpp"
 #include "device/pinned_ring.hpp"
 #include "store/client/client.hpp"
 #include "store/device/copy_job.hpp"
 #include "store/device/copy_lanes.hpp"
+#include "store/device/kv_mover.hpp"
 #include "store/device/put_queue.hpp"
 
 namespace moonpool {
@@ -46,6 +46,9 @@ struct DeviceKvOptions {
     uint64_t slot_bytes = 4u << 20;   // at least; one object fits
     uint32_t load_lanes = 4;
     uint32_t kernel_blocks = 8;  // of 256 threads: what the kernel takes of the card
+    // Where no row is shorter, rows cross the link by themselves. Below it a copy engine does not reach the
+    // link's speed.
+    uint64_t direct_row_bytes = 64u << 10;
     int refused_ms = CopyLanes::kRefusedMs;
 };
 
@@ -92,35 +95,27 @@ class DeviceKv {
 
     // For this folder
 
-    // In a slot and in a half of the staging memory: first the list that the kernel reads, then the objects.
     Packing pack(std::span<const uint16_t> columns) const;
-    Status run_kernel(device::Stream& stream, uint64_t staged, uint32_t objects, device::Move move) const;
+    const KvMover& mover() const { return *mover_; }
     // The ring's memory: an object's index is its offset there.
     const PartTable& ring_table() const { return *ring_table_; }
     uint64_t ring_offset(const device::RingSlot& slot) const;
     uint64_t object_bytes(size_t column) const { return ring_table_->object_bytes(column); }
 
    private:
-    DeviceKv(std::shared_ptr<const device::Device> device, device::ObjectsKernel kernel, uint32_t blocks,
-             uint32_t kernel_blocks)
-        : device_(std::move(device)),
-          kernel_(std::move(kernel)),
-          blocks_(blocks),
-          kernel_blocks_(kernel_blocks) {}
+    DeviceKv(std::shared_ptr<const device::Device> device, uint32_t blocks)
+        : device_(std::move(device)), blocks_(blocks) {}
 
-    Status upload(const PartTable& table);
     Status check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const;
     // Chunks of a job over these objects, each at most `bytes` long.
     std::vector<Chunk> cut(const std::shared_ptr<CopyJob>& job, std::span<const uint16_t> columns,
                            uint64_t bytes) const;
 
     std::shared_ptr<const device::Device> device_;
-    device::ObjectsKernel kernel_;
-    const uint32_t blocks_, kernel_blocks_;
-    device::DeviceMemory rows_;  // KvRow[], then begins
-    uint64_t begins_ = 0;
+    const uint32_t blocks_;
     std::unique_ptr<PartTable> ring_table_;
     std::unique_ptr<device::PinnedRing> ring_;
+    std::unique_ptr<KvMover> mover_;
     std::unique_ptr<device::RingShare> save_share_;
     std::unique_ptr<PutQueue> puts_;
     std::unique_ptr<CopyLanes> loads_, saves_;  // saves_: one lane, which keeps their order

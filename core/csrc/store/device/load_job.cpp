@@ -16,10 +16,9 @@ Status LoadJob::begin(ChunkInFlight& in) {
     LoadReport read = client_.load(load_.holders, load_.descriptors.subspan(begin, n), kv_.ring_table(),
                                    places, columns, load_.verify);
 
-    auto* list = reinterpret_cast<device::KvObject*>(in.slot.bytes().data());
-    uint32_t count = 0;
+    std::vector<KvPlace> there;
     for (size_t i = 0; i < n; ++i) {
-        if (read.ok[i] != 0) list[count++] = {packing.offsets[i], load_.blocks[begin + i], columns[i]};
+        if (read.ok[i] != 0) there.push_back({packing.offsets[i], load_.blocks[begin + i], columns[i]});
     }
     {
         MutexLock lock(mutex_);
@@ -27,13 +26,9 @@ Status LoadJob::begin(ChunkInFlight& in) {
         report_.bytes += read.bytes;
         if (!read.error.empty()) report_.error = std::move(read.error);
     }
-    if (count == 0) return success();
+    if (there.empty()) return success();
     in.slot.used_on(*in.stream);
-    if (Status s = in.stream->copy({in.staged, in.slot.address(), packing.bytes}); !s) return s;
-    if (load_.after != nullptr) {
-        if (Status s = in.stream->wait_for(*load_.after); !s) return s;
-    }
-    return kv_.run_kernel(*in.stream, in.staged, count, device::Move::kToKv);
+    return kv_.mover().to_kv(in, there, load_.after.get());
 }
 
 void LoadJob::end(ChunkInFlight in, const Status& status) {

@@ -1,6 +1,6 @@
 // LoadJob: one load of objects into a card's KV cache. A chunk is read from the pool into its slot and
-// checked there, then copied to the card; what the pool no longer has is left out of the kernel's list, so
-// its block keeps what it had.
+// checked there, then copied to the card; what the pool no longer has is not moved to the KV cache, so its
+// block keeps what it had.
 #pragma once
 
 #include <cstdint>

@@ -14,20 +14,12 @@ void SaveJob::expect(size_t chunks) {
 Status SaveJob::begin(ChunkInFlight& in) {
     size_t begin = in.chunk.begin(), n = in.chunk.size();
     const Packing& packing = in.packing = kv_.pack(save_.columns.subspan(begin, n));
-    auto* list = reinterpret_cast<device::KvObject*>(in.slot.bytes().data());
+    std::vector<KvPlace> objects(n);
     for (size_t i = 0; i < n; ++i) {
-        list[i] = {packing.offsets[i], save_.blocks[begin + i], save_.columns[begin + i]};
+        objects[i] = {packing.offsets[i], save_.blocks[begin + i], save_.columns[begin + i]};
     }
     in.slot.used_on(*in.stream);
-    uint64_t payload = packing.offsets.front();
-    if (Status s = in.stream->copy({in.staged, in.slot.address(), payload}); !s) return s;
-    if (save_.after != nullptr) {
-        if (Status s = in.stream->wait_for(*save_.after); !s) return s;
-    }
-    if (Status s = kv_.run_kernel(*in.stream, in.staged, static_cast<uint32_t>(n), device::Move::kToStaging);
-        !s)
-        return s;
-    return in.stream->copy({in.slot.address() + payload, in.staged + payload, packing.bytes - payload});
+    return kv_.mover().to_slot(in, objects, save_.after.get());
 }
 
 void SaveJob::end(ChunkInFlight in, const Status& status) {

@@ -1,0 +1,47 @@
+// KvMover: how the objects of a chunk get from a slot of the pinned ring into a paged KV cache, and back.
+// Two ways:
+//
+//     KernelMover   objects cross the link whole; a kernel spreads their rows on the card
+//     DirectMover   each row crosses the link by itself, where rows are long enough for that
+//
+// Any thread, one stream a call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/result.hpp"
+#include "device/event.hpp"
+#include "store/device/copy_job.hpp"
+
+namespace moonpool {
+
+// An object of a chunk: its offset in the slot, its place in the KV cache.
+struct KvPlace {
+    uint32_t offset = 0;
+    uint32_t block = 0;
+    uint16_t column = 0;
+};
+
+class KvMover {
+   public:
+    virtual ~KvMover() = default;
+
+    // What it keeps of a slot for itself, before the first object of that many.
+    virtual uint64_t head_bytes(size_t objects) const = 0;
+    // A lane has staging memory for a slot in each half.
+    virtual bool needs_staging() const = 0;
+
+    // Queue the copies of these objects on in.stream; the KV cache is not touched before `after` is over
+    // (null: at once). Offsets are those of in.packing.
+    virtual Status to_kv(const ChunkInFlight& in, std::span<const KvPlace> objects,
+                         const device::Event* after) const = 0;
+    virtual Status to_slot(const ChunkInFlight& in, std::span<const KvPlace> objects,
+                           const device::Event* after) const = 0;
+
+    // Memory that a card which does not end its work may still read stays allocated.
+    virtual void leak() = 0;
+};
+
+}  // namespace moonpool
