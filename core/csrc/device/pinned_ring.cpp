@@ -124,7 +124,8 @@ void PinnedRing::collect() {
     for (size_t i = 0; i < in_flight_.size();) {
         uint32_t number = in_flight_[i];
         Result<bool> over = events_[number].over();
-        if (over && !*over) {
+        // A question that failed says nothing and is asked again, unless the device is lost.
+        if (over ? !*over : device_->lost() == 0) {
             ++i;
             continue;
         }
