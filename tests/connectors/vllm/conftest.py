@@ -24,6 +24,15 @@ KV_CONFIG = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"lease_s": 6.0},
 }
+# A prompt that another engine takes over, in the two-step form.
+ASK = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 TINY_MODEL = Path(__file__).parents[3] / "examples" / "demo" / "tiny_model.py"
 JOIN_TIMEOUT_S = 20.0
 BLOCK_TOKENS = 32

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.connectors.vllm.conftest import (
+    ASK,
     BLOCK_TOKENS,
     BYTES_PER_TOKEN,
     KV_CONFIG,
@@ -19,7 +20,6 @@ from tests.connectors.vllm.conftest import (
     tokens_of,
     wait_joined,
 )
-from tests.connectors.vllm.pd.test_engines import ASK
 from tests.connectors.vllm.processes import HERE, Engine, Node
 from tests.ports import held_ports
 from tests.soft_card import COMPILER, compile_library

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.connectors.vllm.conftest import (
+    ASK,
     BLOCK_TOKENS,
     BYTES_PER_TOKEN,
     KV_CONFIG,
@@ -31,14 +32,6 @@ from tests.ports import held_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-ASK = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 LENGTHS = [1, 2, 31, 32, 33, 34, 64, 65, 255, 256, 257, 1000]
 LEASE_S = 6.0  # an offer waits for decode's first heartbeat while others are computed, and a second more
 SCHEDULES = int(os.environ.get("PD_SCHEDULES", "12"))
