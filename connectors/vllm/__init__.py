@@ -6,6 +6,10 @@ manual.
     scheduler    the half in the scheduler's process: lookups, pins, what to load and save when
     step_progress
                  which requests a step computes, how far, and in which blocks
+    load_decision
+                 which loads are worth their time, by measured rates
+    step_times   how long the steps take that compute prompts
+    tiers        where the bytes of a load come from
     free_block_wait
                  how long an engine without room waits for blocks before it preempts a request
     worker       the half beside the KV memory: layout, loads and saves on native threads

@@ -390,6 +390,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         sched = self._sched
         if sched is None:
             return NOTHING
+        self._guard(None, sched.step_begins, scheduler_output)
         step: Step | None = self._guard(
             None, sched.build_step, scheduler_output, otherwise=sched.give_up_step
         )
@@ -402,6 +403,12 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         if connector_output.kv_connector_worker_meta is None and not connector_output.finished_recving:
             return
         self._guard(None, self._sched.step_ended, connector_output)
+
+    def take_events(self) -> tuple[()]:
+        """No KV cache events. vLLM asks when it has the output of a step, which ends the step's time."""
+        if self._sched is not None:
+            self._guard(None, self._sched.step_computed)
+        return ()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """(False: the blocks may be freed, kv_transfer_params of the answer or None)."""

@@ -100,11 +100,15 @@ class SchedulerOutput(Protocol):
     """One step.
 
     num_scheduled_tokens: tokens of each request.
+    total_num_scheduled_tokens: their sum.
+    scheduled_spec_decode_tokens: those of them that were speculated, of requests with any.
     """
 
     scheduled_new_reqs: list[NewRequest]
     scheduled_cached_reqs: CachedRequests
     num_scheduled_tokens: Mapping[str, int]
+    total_num_scheduled_tokens: int
+    scheduled_spec_decode_tokens: Mapping[str, list[int]]
 
 
 class ConnectorOutput(Protocol):

@@ -85,12 +85,32 @@ def _nothing() -> Step:
     return NOTHING
 
 
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """What one rank's load took.
+
+    seconds: of the native thread, without what it waited for.
+    memory_bytes, network_bytes: that came from memory of this host, and from another host.
+    failed_bytes: that did not come.
+    from_network: whether any of them were another host's.
+    notice_s: seconds from its end until the worker saw it; None: other loads were under way.
+    """
+
+    seconds: float
+    memory_bytes: int = 0
+    network_bytes: int = 0
+    failed_bytes: int = 0
+    from_network: bool = False
+    notice_s: float | None = None
+
+
 @dataclass(slots=True)
 class Report(compat.WorkerMetadata):
     """What the workers tell the scheduler's half after a step; reports of ranks add up.
 
     loaded: request -> leading blocks of its load, or of its hand-over, that are good (the minimum over all
         ranks).
+    load_times: request -> what its load took on the slowest rank.
     saved: job -> number of ranks that are done with it.
     handshakes: of ranks that were pending until now.
     heartbeats: leases whose decode engine sent one.
@@ -104,6 +124,7 @@ class Report(compat.WorkerMetadata):
     heartbeats: set[int] = field(default_factory=set)
     handed: dict[int, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    load_times: dict[str, LoadTime] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
@@ -115,6 +136,9 @@ class Report(compat.WorkerMetadata):
         if isinstance(other, Report):
             for request_id, blocks in other.loaded.items():
                 self.loaded[request_id] = min(blocks, self.loaded.get(request_id, blocks))
+            for request_id, took in other.load_times.items():
+                known = self.load_times.get(request_id, took)
+                self.load_times[request_id] = max(known, took, key=lambda load: load.seconds)
             for job_id, ranks in other.saved.items():
                 self.saved[job_id] = self.saved.get(job_id, 0) + ranks
             for lease_id, ranks in other.handed.items():

@@ -26,6 +26,13 @@ COUNTERS: Mapping[str, str] = {
     "loads": "Loads that ended, well or badly.",
     "loaded_tokens": "Tokens whose blocks were loaded from the pool without an error.",
     "loaded_bytes": "Bytes that were loaded from the pool, over all ranks.",
+    "memory_loaded_bytes": "Bytes of loads that memory of this host served alone, over all ranks.",
+    "memory_load_seconds": "Seconds that native threads took for them, over all ranks.",
+    "network_loaded_bytes": "Bytes of loads that needed another host, over all ranks.",
+    "network_load_seconds": "Seconds that native threads took for them, over all ranks.",
+    "timed_prefill_tokens": "Prompt tokens of the steps that were timed.",
+    "timed_prefill_seconds": "Seconds that these steps took.",
+    "declined_tokens": "Tokens found in the pool and computed: their load was predicted to take longer.",
     "load_errors": "Blocks that were pinned but not loaded; the engine recomputes them.",
     "saves": "Save jobs that ended, over all ranks.",
     "saved_bytes": "Bytes that were stored in the pool.",
@@ -49,7 +56,7 @@ HISTOGRAMS: Mapping[str, str] = {
     "save_seconds": "From the start of a save until its end is seen.",
 }
 
-Data: TypeAlias = "dict[str, int | list[float]]"
+Data: TypeAlias = "dict[str, float | list[float]]"
 
 
 class Tally:
@@ -64,10 +71,10 @@ class Tally:
         """Whether anything was counted."""
         return bool(self._data)
 
-    def add(self, counter: str, amount: int = 1) -> None:
+    def add(self, counter: str, amount: float = 1) -> None:
         """Adds to one of COUNTERS."""
         if amount:
-            self._data[counter] = cast(int, self._data.get(counter, 0)) + amount
+            self._data[counter] = cast(float, self._data.get(counter, 0)) + amount
 
     def observe(self, histogram: str, seconds: float) -> None:
         """Adds one value to one of HISTOGRAMS."""
@@ -107,7 +114,7 @@ class Stats(compat.ConnectorStats):
                 mean_ms = 1000 * sum(value) / len(value)
                 reduced[f"{name.removesuffix('_seconds')}_mean_ms"] = round(mean_ms, 3)
             else:
-                reduced[name] = value
+                reduced[name] = round(value, 6)
         return reduced
 
 

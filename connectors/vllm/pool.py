@@ -115,6 +115,7 @@ class Failed:
     error: str
     objects: int = 0
     bytes_loaded: int = 0
+    seconds: float = 0.0
     stored: int = 0
     existed: int = 0
     bytes_stored: int = 0

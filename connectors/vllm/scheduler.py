@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
 from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
+from moonpool.connectors.vllm.load_decision import LoadDecision, Shares
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
@@ -30,6 +31,8 @@ from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
 from moonpool.connectors.vllm.requests.chain import Digests
 from moonpool.connectors.vllm.saves import Saves
 from moonpool.connectors.vllm.settings import Settings
+from moonpool.connectors.vllm.step_times import StepTimes
+from moonpool.connectors.vllm.tiers import from_network
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.store.keys import Ranges, chain_seed
 
@@ -76,6 +79,10 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
         self._free_block_wait = FreeBlockWait(clock)
+        self._step_times = StepTimes(clock)
+        self._decision: LoadDecision | None = None
+        if settings.compute_if_faster:
+            self._decision = LoadDecision(engine_config.block_tokens, clock)
         self.tally = Tally()
         self.lookups = Lookups(
             self.pool, block_tokens=engine_config.block_tokens, tally=self.tally, log=log, clock=clock
@@ -120,6 +127,8 @@ class SchedulerHalf:
         )
         self._suffixes = b"".join(map(Ranges.suffix, columns))
         fingerprint = handshakes[0].fingerprint
+        if self._decision is not None:
+            self._decision.block_bytes = max(hand.bytes_per_block for hand in handshakes)
         self._log.info(
             "moonpool: blocks of %d tokens, %d bytes in %d objects, fingerprint %s",
             self._engine_config.block_tokens,
@@ -262,6 +271,8 @@ class SchedulerHalf:
         if handed:
             return handed, True
         tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._engine_config.block_tokens)
+        if tokens and self._decision is not None and state.load_until is None:
+            tokens = self._decide(self._decision, state, local_tokens, tokens)
         return tokens, tokens > 0
 
     def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> None:
@@ -280,6 +291,20 @@ class SchedulerHalf:
             self.tally.add("local_tokens", state.local_tokens)
         if self.pool() is not None:
             self.saves.track(state, request, handed_over=self.handover.takes(request))
+
+    def step_begins(self, output: SchedulerOutput) -> None:
+        """A step was planned; its end is to be timed."""
+        if self._decision is not None:
+            self._step_times.begins(output)
+
+    def step_computed(self) -> None:
+        """The oldest step that was planned has been computed, and its tokens are known."""
+        if self._decision is None:
+            return
+        tokens, seconds = self._step_times.ends()
+        if tokens and self._decision.step_took(tokens, seconds):
+            self.tally.add("timed_prefill_tokens", tokens)
+            self.tally.add("timed_prefill_seconds", seconds)
 
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
@@ -304,6 +329,9 @@ class SchedulerHalf:
             for job_id, ranks in report.saved.items():
                 if self.saves.ended(job_id, ranks):
                     self._free_block_wait.renew()
+            if self._decision is not None:
+                for took in report.load_times.values():
+                    self._decision.load_took(took)
             for request_id, good in report.loaded.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:
@@ -314,6 +342,8 @@ class SchedulerHalf:
             state = self._loading.pop(request_id, None)
             if state is not None:
                 self._load_ended(state)
+                if not self._loading and self._decision is not None:
+                    self._decision.loads_ended()
             else:
                 self.handover.ended(request_id)
         if isinstance(report, Report) and report.handshakes:
@@ -396,10 +426,32 @@ class SchedulerHalf:
         if state.phase is not Phase.LOADING:
             self.lookups.release(state.give_up_pin())
 
+    def _decide(
+        self, decision: LoadDecision, state: RequestState, local_tokens: int, loadable_tokens: int
+    ) -> int:
+        """How many of the tokens that can be loaded are; decided once for each hit."""
+        block_tokens = self._engine_config.block_tokens
+        first, blocks = local_tokens // block_tokens, loadable_tokens // block_tokens
+        worth = decision.blocks_worth_loading(self._network_shares(state, first, blocks))
+        state.load_until = first + worth
+        self.tally.add("declined_tokens", (blocks - worth) * block_tokens)
+        return worth * block_tokens
+
+    def _network_shares(self, state: RequestState, first: int, blocks: int) -> Shares:
+        """Of each of the blocks behind ``first`` the share that comes from another host."""
+        assert state.hit is not None
+        unit = DESCRIPTOR_BYTES * state.chain.width
+        descriptors = state.hit.descriptors[first * unit : (first + blocks) * unit]
+        remote = from_network(state.hit.holders, descriptors)
+        shares: Shares = remote.reshape(blocks, state.chain.width).mean(axis=1)
+        return shares
+
     def _plan_load(self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
         """The blocks behind those that the engine has itself, as many as it made room for."""
         first = state.offered_after // self._engine_config.block_tokens
         blocks = external_tokens // self._engine_config.block_tokens
+        if self._decision is not None:
+            self._decision.load_begins(self._network_shares(state, first, blocks))
         hit = state.admitted_to_load(first, blocks)
         self._loading[state.request_id] = state
         unit = DESCRIPTOR_BYTES * state.chain.width

@@ -33,6 +33,7 @@ class Settings(PoolOptions):
     handover_transports: "all", or some of loopback, shm, tcp with commas between.
     lease_s: seconds that a finished prefill is kept for a decode engine that sends no heartbeat.
     bootstrap_port: port of the page for the concurrent form; 0: none; None: see ``bootstrap``.
+    compute_if_faster: whether stored blocks are computed where measured rates say that a load takes longer.
     gpu: whether a KV cache on a CUDA device is pooled.
     gpu_ring: bytes of pinned host memory, between a card and the pool, of each worker; less where they are
         refused.
@@ -47,6 +48,7 @@ class Settings(PoolOptions):
     handover_transports: str = "all"
     lease_s: float = 10.0
     bootstrap_port: int | None = None
+    compute_if_faster: bool = True
     gpu: bool = False
     gpu_ring: Bytes = 64 << 20
     gpu_copy_threads: Threads = 4

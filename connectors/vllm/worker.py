@@ -26,7 +26,7 @@ from moonpool.connectors.vllm import layout as layouts
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.layout import BlockLayout, Tensor
-from moonpool.connectors.vllm.messages import Handshake, Load, Report, Save, Step
+from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
@@ -34,6 +34,7 @@ from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.pool import Columns, Failed, Indices, KvTable, Pool, Rows, Ticket
 from moonpool.connectors.vllm.repeats import Repeats, times
+from moonpool.connectors.vllm.tiers import from_network, object_sizes
 from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
@@ -81,12 +82,16 @@ class Running:
 
     objects: number of objects.
     started_s: when it began, in seconds of the clock.
+    descriptors: of a load's objects.
+    alone: of a load whether no other was under way when it began.
     staged: of a save whether its blocks are not read any more, and that was reported.
     """
 
     job: Load | Save
     objects: int
     started_s: float
+    descriptors: bytes = b""
+    alone: bool = False
     staged: bool = False
 
 
@@ -312,6 +317,7 @@ class WorkerHalf:
             seconds = now_s - running.started_s
             if isinstance(running.job, Load):
                 self._end_load(running.job, answer, seconds)
+                self._time_load(running.job, running, answer, seconds)
             else:
                 self._end_save(running.job, answer, seconds, staged=running.staged)
 
@@ -389,15 +395,17 @@ class WorkerHalf:
             return
         choice = self._choice(load.first_names, load.width)
         indices, columns = self._places(load.block_ids)
+        descriptors = _choose(load.descriptors, load.blocks * load.width, load.width, choice)
         ticket = pool.submit_load(
             load.holders,
-            _choose(load.descriptors, load.blocks * load.width, load.width, choice),
+            descriptors,
             self._memory.table,
             indices,
             columns,
             None if self._memory.device is None else self._memory.device.before_step,
         )
-        self._running[ticket] = Running(load, len(indices), self._clock())
+        alone = not any(isinstance(running.job, Load) for running in self._running.values())
+        self._running[ticket] = Running(load, len(indices), self._clock(), descriptors, alone)
 
     def _start_save(self, save: Save, after: _native.Mark | None) -> None:
         pool = self._pool()
@@ -441,6 +449,29 @@ class WorkerHalf:
         groups = np.array([ranges.group for ranges in columns], np.intp)
         indices = np.ascontiguousarray(by_group[groups].T).reshape(-1)
         return indices, np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
+
+    def _time_load(self, load: Load, running: Running, answer: _native.LoadAnswer, seconds: float) -> None:
+        """Reports what the load took, by the tier that its bytes came from.
+
+        seconds: from its start until now.
+        """
+        if answer.seconds <= 0 or len(answer.ok) != running.objects:
+            return
+        good = np.frombuffer(answer.ok, np.uint8) != 0
+        remote = from_network(load.holders, running.descriptors)
+        sizes = object_sizes(running.descriptors)
+        took = LoadTime(
+            answer.seconds,
+            memory_bytes=int(sizes[good & ~remote].sum()),
+            network_bytes=int(sizes[good & remote].sum()),
+            failed_bytes=int(sizes[~good].sum()),
+            from_network=bool(remote.any()),
+            notice_s=max(seconds - answer.seconds, 0.0) if running.alone else None,
+        )
+        self._report.load_times[load.request_id] = took
+        tier = "network" if took.from_network else "memory"
+        self.tally.add(f"{tier}_loaded_bytes", took.memory_bytes + took.network_bytes)
+        self.tally.add(f"{tier}_load_seconds", took.seconds)
 
     def _end_load(self, load: Load, answer: _native.LoadAnswer | Failed, seconds: float) -> None:
         good = _good_blocks(answer.ok, load.blocks)

@@ -219,6 +219,9 @@ class LoadAnswer:
     @property
     def ok(self) -> bytes:
         ...
+    @property
+    def seconds(self) -> float:
+        ...
 class FetchAnswer:
     @property
     def blocks(self) -> int:

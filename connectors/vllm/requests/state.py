@@ -51,6 +51,7 @@ class RequestState:
     adapter: the files that its LoRA adapter has for these names.
     saved: the first block that still has to be saved.
     block_ids: one list per KV cache group, once the request is scheduled.
+    load_until: the block before which a load of the hit ends; None: not decided yet.
     offered_after: local tokens when the engine last asked what can be loaded.
     saves_answer: whether blocks of the answer are saved, too.
     local_tokens, pool_tokens, load_errors: of its first admission, for the answer and the metrics.
@@ -69,6 +70,7 @@ class RequestState:
     load_first: int = 0
     load_blocks: int = 0
     load_good: int = 0
+    load_until: int | None = None
     offered_after: int = 0
     preemptions: int = 0
     local_tokens: int = 0
@@ -84,6 +86,7 @@ class RequestState:
     def answered(self, hit: Hit) -> None:
         """The query was answered with at least one block."""
         self.hit = hit
+        self.load_until = None
         self.saved = hit.blocks
         self.phase = Phase.HIT
 
@@ -96,7 +99,8 @@ class RequestState:
         """Tokens that the pool has beyond the local ones; at least one token stays to be computed."""
         if self.hit is None or self.phase is not Phase.HIT:
             return 0
-        usable = min(self.hit.blocks, (request_tokens - 1) // block_tokens) * block_tokens
+        until = self.hit.blocks if self.load_until is None else self.load_until
+        usable = min(until, (request_tokens - 1) // block_tokens) * block_tokens
         return max(usable - local_tokens, 0)
 
     def admitted_to_load(self, first: int, blocks: int) -> Hit:

@@ -19,6 +19,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -51,9 +52,11 @@ struct PrefixAnswer {
     std::string error, why;
 };
 
+// seconds: from when its thread took the load until its last copy was over; without what it waited for.
 struct LoadAnswer {
     py::bytes ok;
     uint64_t bytes_loaded = 0;
+    double seconds = 0;
     std::string error;
 };
 
@@ -176,7 +179,13 @@ class PyWorker {
             bool verify;
             Mark after;
             LoadReport report;
+            double seconds = 0;
             void run(Client& client) override {
+                auto began = std::chrono::steady_clock::now();
+                load(client);
+                seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+            }
+            void load(Client& client) {
                 if (auto* kv = std::get_if<std::shared_ptr<DeviceKv>>(&parts)) {
                     report = (*kv)->load(client, {holders, descriptors, indices, columns, verify, after});
                 } else {
@@ -185,7 +194,7 @@ class PyWorker {
                 }
             }
             py::object answer() override {
-                return py::cast(LoadAnswer{to_bytes(report.ok), report.bytes, report.error});
+                return py::cast(LoadAnswer{to_bytes(report.ok), report.bytes, seconds, report.error});
             }
         };
         auto op = std::make_shared<Op>();
@@ -520,6 +529,7 @@ void bind_worker(py::module_& m) {
     py::class_<LoadAnswer>(m, "LoadAnswer")
         .def_readonly("ok", &LoadAnswer::ok)
         .def_readonly("bytes_loaded", &LoadAnswer::bytes_loaded)
+        .def_readonly("seconds", &LoadAnswer::seconds)
         .def_readonly("error", &LoadAnswer::error);
     py::class_<FetchAnswer>(m, "FetchAnswer")
         .def_readonly("blocks", &FetchAnswer::blocks)

@@ -42,6 +42,7 @@ class Loaded:
     ok: bytes = b""
     bytes_loaded: int = 0
     error: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,11 @@ class FakeStep:
     scheduled_new_reqs: list[New] = field(default_factory=list)
     scheduled_cached_reqs: Cached = field(default_factory=Cached)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
 
 
 @dataclass

@@ -30,7 +30,13 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
 ]
 
-EXTRA = {"gpu": True, "gpu_ring": "8MiB", "gpu_copy_threads": 2, "lease_s": 20.0}
+EXTRA = {
+    "gpu": True,
+    "gpu_ring": "8MiB",
+    "gpu_copy_threads": 2,
+    "lease_s": 20.0,
+    "compute_if_faster": False,
+}
 
 
 class DeviceEngine(Engine):

@@ -174,6 +174,22 @@ def test_other_weights_find_nothing(line: Line) -> None:
     assert tokens_of(again) == tokens_of(answer)
 
 
+def test_steps_and_loads_are_timed(line: Line) -> None:
+    before, loaded = counters(line.other), 0
+    for number in range(3):
+        prompt = make_prompt(550 + number, 300)
+        line.other.call("generate", prompts=[prompt])
+        line.other.call("drain")
+        assert line.other.call("reset_prefix_cache")
+        (tokens,) = pool_tokens(line.other.call("generate", prompts=[prompt]))
+        loaded += tokens
+    after = counters(line.other)
+    assert grown(before, after, "timed_prefill_tokens_total") >= 3 * 250
+    assert grown(before, after, "timed_prefill_seconds_total") > 0
+    assert grown(before, after, "memory_loaded_bytes_total") == loaded * BYTES_PER_TOKEN
+    assert (grown(before, after, "memory_load_seconds_total") > 0) == (loaded > 0)
+
+
 def test_a_flipped_byte_changes_the_answer(line: Line) -> None:
     """The bytes of the pool are truly used: nothing else could notice one that was changed behind its
     back."""

@@ -51,11 +51,15 @@ def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConnectorProm, "_histogram_cls", staticmethod(histogram), raising=False)
     prom = ConnectorProm(None, {}, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     prom.observe({"loaded_tokens": 64, "load_seconds": [0.001, 0.01], "of_a_later_version": 1}, 1)
-    prom.observe({"loaded_tokens": 32}, 1)
+    prom.observe({"loaded_tokens": 32, "memory_loaded_bytes": 1 << 20, "memory_load_seconds": 0.25}, 1)
+    prom.observe({"memory_load_seconds": 0.5, "network_loaded_bytes": 7}, 1)
 
     labels = {"model_name": "m", "engine": "1"}
     assert registry.get_sample_value("moonpool_connector_loaded_tokens_total", labels) == 96
     assert registry.get_sample_value("moonpool_connector_load_seconds_count", labels) == 2
+    assert registry.get_sample_value("moonpool_connector_memory_load_seconds_total", labels) == 0.75
+    assert registry.get_sample_value("moonpool_connector_memory_loaded_bytes_total", labels) == 1 << 20
+    assert registry.get_sample_value("moonpool_connector_network_loaded_bytes_total", labels) == 7
     assert registry.get_sample_value("moonpool_connector_loaded_tokens_total", labels | {"engine": "0"}) == 0
 
 

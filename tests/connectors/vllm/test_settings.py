@@ -26,6 +26,8 @@ def test_values() -> None:
         {"node": "n1", "require_pool": True, "tenant": "t", "namespace": "n", "save_decode": "true"}
     )
     assert settings == Settings("n1", True, "t", "n", True)
+    assert Settings.parse({}).compute_if_faster
+    assert not Settings.parse({"compute_if_faster": False}).compute_if_faster
     settings = Settings.parse({"gpu": True, "gpu_ring": "128MiB", "gpu_copy_threads": 8})
     assert (settings.gpu, settings.gpu_ring, settings.gpu_copy_threads) == (True, 128 << 20, 8)
 
@@ -42,6 +44,7 @@ def test_values() -> None:
         ({"tenant": ""}, ["tenant must be a non-empty text"]),
         ({"namespace": None}, ["namespace must be a non-empty text"]),
         ({"lease_s": 0}, ["lease_s must be seconds above 0 and up to 3600, not 0"]),
+        ({"compute_if_faster": 2}, ["compute_if_faster must be true or false"]),
         ({"gpu": "cuda"}, ["gpu must be true or false"]),
         ({"gpu_ring": "1MiB"}, ["gpu_ring must be a size from 8MiB to 2GiB, such as 64MiB, not '1MiB'"]),
         ({"gpu_ring": "lots"}, ["gpu_ring must be a size", "not 'lots'"]),

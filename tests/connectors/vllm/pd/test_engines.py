@@ -53,7 +53,7 @@ class Apart:
 
 
 def config(**extra: object) -> dict[str, Any]:
-    return {**KV_CONFIG, "kv_connector_extra_config": extra}
+    return {**KV_CONFIG, "kv_connector_extra_config": {"compute_if_faster": False, **extra}}
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def line(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
         names = ("prefill", "decode", *FORMS)
         ports = dict(zip(names, stack.enter_context(held_ports(len(names))), strict=True))
         ports["bootstrap"] = stack.enter_context(held_run(RANKS))
-        extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 6.0}
+        extra = {"bootstrap_port": ports["bootstrap"], "lease_s": 6.0, "compute_if_faster": False}
         running = {}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             config = {"kv_connector": "Mooncake", "kv_role": role, "kv_connector_extra_config": extra}

@@ -1,0 +1,42 @@
+"""How long an engine's steps take that compute prompt tokens. vLLM may plan the next step before the last one
+has ended; steps still end in their order, so a step takes from its plan, or from the end of the one before
+it, to its own end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from moonpool.connectors.vllm.engine_types import SchedulerOutput
+
+STEPS_MAX = 64  # planned and not ended; more of them means that vLLM does not report ends
+
+
+class StepTimes:
+    """The steps under way; all methods run on the scheduler's thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """clock: seconds, monotonic."""
+        self._clock = clock
+        self._planned: deque[tuple[int, float]] = deque(maxlen=STEPS_MAX)  # (prompt tokens, when planned)
+        self._ended_s = 0.0
+
+    def begins(self, output: SchedulerOutput) -> None:
+        """A step was planned."""
+        self._planned.append((_prompt_tokens(output), self._clock()))
+
+    def ends(self) -> tuple[int, float]:
+        """The oldest step has ended. Returns (prompt tokens that it computed, its seconds)."""
+        if not self._planned:
+            return 0, 0.0
+        now_s = self._clock()
+        tokens, planned_s = self._planned.popleft()
+        seconds = now_s - max(planned_s, self._ended_s)
+        self._ended_s = now_s
+        return tokens, seconds
+
+
+def _prompt_tokens(output: SchedulerOutput) -> int:
+    """Tokens beyond one of each request and its speculated ones: those of prompts."""
+    speculated = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    return output.total_num_scheduled_tokens - len(output.num_scheduled_tokens) - speculated

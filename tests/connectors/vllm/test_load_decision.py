@@ -1,0 +1,308 @@
+"""Which loads are made: the decision by itself, on a clock that stands, and in both halves of a connector."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moonpool.connectors.vllm.load_decision import (
+    LOADS_MAX,
+    LOADS_MIN,
+    PROBE_EVERY,
+    PROBE_S,
+    STEP_TOKENS_MIN,
+    STEPS_MIN,
+    LoadDecision,
+    Rate,
+)
+from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, Report, Step
+from moonpool.connectors.vllm.scheduler import SchedulerHalf
+from moonpool.connectors.vllm.settings import Settings
+from moonpool.connectors.vllm.step_times import StepTimes
+from moonpool.connectors.vllm.tiers import from_network, object_sizes
+from moonpool.core.store.keys import BLOCK_NAME_BYTES
+from tests.connectors.vllm.fakes import (
+    BLOCK_TOKENS,
+    COLUMNS,
+    FINGERPRINT,
+    LIFE,
+    Clock,
+    FakeBlocks,
+    FakeOutput,
+    FakePool,
+    FakeRequest,
+    FakeStep,
+    scheduler_half,
+)
+from tests.connectors.vllm.worker_bed import (
+    lookup,
+    memory,
+    real_node,
+    save,
+    serving,
+    wait_for,
+    worker_half,
+)
+
+TOKENS = 100  # of a block
+BLOCK_BYTES = 1000
+HERE, THERE = 0.0, 1.0
+
+
+def shares(here: int, there: int = 0) -> npt.NDArray[np.float64]:
+    return np.array([HERE] * here + [THERE] * there)
+
+
+def decision(
+    *, prefill: float = 1000.0, here: float | None = None, there: float | None = None, notice: float = 0.0
+) -> tuple[LoadDecision, Clock]:
+    """With rates in blocks per second; None: not measured."""
+    clock = Clock()
+    made = LoadDecision(TOKENS, clock)
+    made.block_bytes = BLOCK_BYTES
+    for _ in range(STEPS_MIN):
+        assert made.step_took(TOKENS, 1 / prefill)
+    for _ in range(LOADS_MIN):
+        if here is not None:
+            made.load_took(LoadTime(10 / here, memory_bytes=10 * BLOCK_BYTES, notice_s=notice))
+        if there is not None:
+            made.load_took(LoadTime(10 / there, network_bytes=10 * BLOCK_BYTES, from_network=True))
+    return made, clock
+
+
+def test_a_rate_is_the_median_by_amount() -> None:
+    rate = Rate(3, 5)
+    rate.add(100, 1)
+    rate.add(10, 10)
+    assert rate.per_second is None
+    rate.add(10, 10)
+    assert rate.per_second == 100  # most of the amount went that fast
+    for _ in range(5):
+        rate.add(10, 1)
+    assert rate.per_second == 10
+    rate.add(0, 1)
+    rate.add(1, 0)
+    assert rate.per_second == 10
+
+
+def test_without_measurements_everything_is_loaded() -> None:
+    nothing = LoadDecision(TOKENS, Clock())
+    assert nothing.blocks_worth_loading(shares(3, 2)) == 5
+    assert nothing.blocks_worth_loading(shares(0)) == 0
+    unknown, _ = decision()
+    assert unknown.blocks_worth_loading(shares(3, 2)) == 5
+    few, _ = decision()
+    for _ in range(LOADS_MIN - 1):
+        few.load_took(LoadTime(100.0, memory_bytes=BLOCK_BYTES))
+    assert few.blocks_worth_loading(shares(3)) == 3
+
+
+@pytest.mark.parametrize(("rate", "loaded"), [(10_000.0, 10), (900.0, 10), (700.0, 0), (10.0, 0)])
+def test_a_slow_tier_is_computed_and_the_margin_is_the_loads(rate: float, loaded: int) -> None:
+    made, _ = decision(here=rate)
+    assert made.blocks_worth_loading(shares(10)) == loaded
+    made, _ = decision(there=rate)
+    assert made.blocks_worth_loading(shares(0, 10)) == loaded
+
+
+def test_a_prefix_is_cut_where_the_slow_tier_begins() -> None:
+    made, _ = decision(here=10_000, there=10)
+    assert made.blocks_worth_loading(shares(5, 5)) == 5
+    gap = np.array([HERE] * 2 + [THERE] + [HERE] * 200)  # worth one slow block
+    assert made.blocks_worth_loading(gap) == len(gap)
+
+
+def test_a_short_prefix_is_not_worth_a_late_notice() -> None:
+    made, _ = decision(here=10_000, notice=0.010)
+    assert made.blocks_worth_loading(shares(5)) == 0  # 6.25 ms
+    assert made.blocks_worth_loading(shares(20)) == 20
+
+
+def test_loads_under_way_are_waited_for() -> None:
+    made, clock = decision(here=2000)
+    assert made.blocks_worth_loading(shares(10)) == 10
+    for _ in range(10):
+        made.load_begins(shares(10))  # 5 ms each
+    assert made.blocks_worth_loading(shares(10)) == 0
+    clock.now_s += 0.045
+    assert made.blocks_worth_loading(shares(10)) == 10
+    clock.now_s -= 0.045
+    made.loads_ended()
+    assert made.blocks_worth_loading(shares(10)) == 10
+
+
+def test_one_of_many_declined_loads_measures_the_tier_again() -> None:
+    made, clock = decision(here=10)
+    probes = 0
+    for _ in range(3 * PROBE_EVERY):
+        probes += made.blocks_worth_loading(shares(10)) > 0
+        clock.now_s += PROBE_S / PROBE_EVERY
+    assert probes == 3
+    for _ in range(3 * PROBE_EVERY):  # time stands
+        probes += made.blocks_worth_loading(shares(10)) > 0
+    assert probes <= 4
+    for _ in range(LOADS_MAX // 2 + 1):
+        made.load_took(LoadTime(0.001, memory_bytes=10 * BLOCK_BYTES))
+    assert made.blocks_worth_loading(shares(10)) == 10
+
+
+def test_failures_count_when_they_took_long() -> None:
+    made, _ = decision(here=10_000)
+    for _ in range(LOADS_MAX):
+        made.load_took(LoadTime(0.00001, failed_bytes=10 * BLOCK_BYTES))
+    assert made.blocks_worth_loading(shares(10)) == 10
+    for _ in range(LOADS_MAX):
+        made.load_took(LoadTime(2.0, failed_bytes=10 * BLOCK_BYTES))
+    assert made.blocks_worth_loading(shares(10)) == 0
+
+
+def test_the_time_of_a_mixed_load_is_the_networks_beyond_what_memory_explains() -> None:
+    made, _ = decision(here=1000)
+    for _ in range(LOADS_MIN):
+        made.load_took(LoadTime(0.11, 10 * BLOCK_BYTES, 10 * BLOCK_BYTES, from_network=True))
+    assert made.blocks_worth_loading(shares(0, 10)) == 0  # 100 blocks a second
+    assert made.blocks_worth_loading(shares(10)) == 10
+
+
+def test_steps_of_few_tokens_are_no_measurement() -> None:
+    made = LoadDecision(TOKENS, Clock())
+    assert not made.step_took(STEP_TOKENS_MIN - 1, 1.0)
+    assert not made.step_took(STEP_TOKENS_MIN, 0.0)
+    assert made.step_took(STEP_TOKENS_MIN, 1.0)
+
+
+def test_a_step_begins_when_the_one_before_has_ended() -> None:
+    clock = Clock()
+    times = StepTimes(clock)
+    assert times.ends() == (0, 0.0)
+    prompt = FakeStep(
+        num_scheduled_tokens={"a": 101, "b": 1, "c": 4}, scheduled_spec_decode_tokens={"c": [7] * 3}
+    )
+    times.begins(prompt)
+    clock.now_s += 1
+    times.begins(FakeStep(num_scheduled_tokens={"a": 1}))  # planned ahead
+    clock.now_s += 2
+    assert times.ends() == (100, 3.0)
+    clock.now_s += 0.5
+    assert times.ends() == (0, 0.5)
+    clock.now_s += 100  # idle
+    times.begins(prompt)
+    clock.now_s += 1
+    assert times.ends() == (100, 1.0)
+
+
+def holders(*routes: str) -> bytes:
+    """The own node, and others."""
+    return LIFE + b"".join(LIFE + struct.pack("<H", len(route)) + route.encode() for route in routes)
+
+
+def described(*places: int, size: int = 64) -> bytes:
+    return b"".join(struct.pack("<QQQII", place << 48 | 4096, size, 1, 0, 0) for place in places)
+
+
+def test_tiers() -> None:
+    whole = holders("unix:/run/other.sock", "tcp:10.0.0.7:7720")
+    assert from_network(whole, described(0, 1, 2, 9)).tolist() == [False, False, True, True]
+    assert from_network(LIFE, described(0, 0)).tolist() == [False, False]
+    assert from_network(b"", b"").tolist() == []
+    assert from_network(whole[:-3], described(0, 1)).tolist() == [False, False]
+    assert object_sizes(described(0, 1, size=7)).tolist() == [7, 7]
+
+
+def test_reports_of_ranks_keep_the_slowest() -> None:
+    fast, slow = LoadTime(1.0, memory_bytes=5), LoadTime(2.0, memory_bytes=4)
+    whole = Report(load_times={"r": fast}).aggregate(Report(load_times={"r": slow, "s": fast}))
+    assert whole.load_times == {"r": slow, "s": fast}
+
+
+def ask(half: SchedulerHalf, pool: FakePool, name: str, blocks: int = 4) -> tuple[int | None, FakeRequest]:
+    """A request that finds so many blocks: the tokens that are to be loaded."""
+    one = FakeRequest(name, list(range(BLOCK_TOKENS * (blocks + 1))))
+    half.arrived(one)
+    pool.answer_prefix(blocks)
+    tokens, _ = half.matched_tokens(one, 0)
+    assert half.matched_tokens(one, 0)[0] == tokens  # asked again, it decides the same
+    return tokens, one
+
+
+def measured(half: SchedulerHalf, clock: Clock, load: LoadTime) -> None:
+    """As vLLM calls for LOADS_MIN loads and the steps of prompts; prefill is 1000 tokens a second."""
+    for number in range(STEPS_MIN):
+        half.step_begins(FakeStep(num_scheduled_tokens={"x": 101}))
+        clock.now_s += 0.1
+        half.step_computed()
+        half.step_ended(FakeOutput(kv_connector_worker_meta=Report(load_times={f"x{number}": load})))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_declined_load_is_computed_and_its_pin_released(on: bool) -> None:
+    pool, clock = FakePool(), Clock()
+    half, _ = scheduler_half(pool, clock=clock, settings=Settings(compute_if_faster=on), meet=False)
+    half.meet_workers([Handshake(FINGERPRINT, COLUMNS, bytes_per_block=BLOCK_BYTES)])
+    assert ask(half, pool, "first")[0] == 4 * BLOCK_TOKENS
+    measured(half, clock, LoadTime(1.0, memory_bytes=BLOCK_BYTES))  # a block takes a second, or 4 ms
+
+    tokens, one = ask(half, pool, "second")
+
+    if not on:
+        assert tokens == 4 * BLOCK_TOKENS
+        return
+    assert tokens == 0
+    half.admitted(one, FakeBlocks((list(range(5)),)), 0)
+    assert pool.released == [7]
+    stats = half.tally.take()
+    assert stats is not None
+    assert stats.data["declined_tokens"] == 4 * BLOCK_TOKENS
+    assert stats.data["timed_prefill_tokens"] == 100 * STEPS_MIN
+    assert stats.data["timed_prefill_seconds"] == pytest.approx(0.1 * STEPS_MIN)
+    answer = half.finished(one)
+    assert answer is not None
+    assert answer["moonpool"]["pool_tokens"] == 0
+
+
+def test_real_loads_are_measured_and_a_faster_engine_computes(tmp_path: Path) -> None:
+    """A real node and its native threads measure; prefill is so fast that no load can keep up."""
+    source, target = memory(), memory()
+    with serving(tmp_path):
+        writer, reader = (worker_half(kv, real_node(tmp_path)) for kv in (source, target))
+        job = save(writer, 1, 2, 3)
+        writer.start_saves(Step((), (job,)))
+        wait_for(writer)
+        keeper, found = lookup(tmp_path, job.names, job.width)
+        pool, clock = FakePool(), Clock()
+        half, _ = scheduler_half(pool, clock=clock, meet=False)
+        half.meet_workers([reader.handshake()])
+        for number in range(LOADS_MIN):
+            assert ask(half, pool, f"before{number}")[0] == 4 * BLOCK_TOKENS
+            load = Load(
+                f"l{number}",
+                job.width,
+                job.names[: job.width * BLOCK_NAME_BYTES],
+                found.holders,
+                found.descriptors,
+                ((1, 2, 3),),
+            )
+            reader.start_loads(Step((load,)))
+            report = wait_for(reader)
+            assert report.loaded == {load.request_id: 3}
+            took = report.load_times[load.request_id]
+            assert took.seconds > 0
+            assert took.memory_bytes == 3 * reader.handshake().bytes_per_block
+            assert (took.network_bytes, took.failed_bytes, took.from_network) == (0, 0, False)
+            assert took.notice_s is not None
+            half.step_begins(FakeStep(num_scheduled_tokens={"x": 100_001}))
+            clock.now_s += 1e-6
+            half.step_computed()
+            half.step_ended(FakeOutput(kv_connector_worker_meta=report))
+        assert ask(half, pool, "after")[0] == 0
+        stats = reader.tally.take()
+        assert stats is not None
+        assert stats.data["memory_loaded_bytes"] == LOADS_MIN * 3 * reader.handshake().bytes_per_block
+        assert float(stats.data["memory_load_seconds"]) > 0  # type: ignore[arg-type]
+        keeper.close()
+        writer.close()
+        reader.close()
