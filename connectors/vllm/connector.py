@@ -115,7 +115,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             log=self._log,
             open_handover_worker=self._open_handover_worker
             if self._settings.handover
-            else lambda memory: None,
+            else lambda memory, device: None,
             open_device=functools.partial(
                 self._open_device, sleeps=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
             ),

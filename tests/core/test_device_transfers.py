@@ -143,4 +143,3 @@ def test_what_is_no_one_range_of_a_card_is_refused(card: SoftCard) -> None:
         region.close()
         region = engine.register(DlpackArray(array, skip=10))
         assert (region.address, region.length) == (array.address + 40, 990 * 4)
-

@@ -85,8 +85,8 @@ Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, cons
     return *memory;
 }
 
-// No caller's word is taken for it: what is registered is touched later, by peers, where a fault would end the
-// process.
+// No caller's word is taken for it: what is registered is touched later, by peers, where a fault would end
+// the process.
 Result<MemoryRef> Engine::describe(uint64_t address, uint64_t length) const {
     Slice range{0, address, length, {}};
     if (address == 0 || length == 0 || address + length < address) {
@@ -107,7 +107,8 @@ Status Engine::register_region(uint64_t address, uint64_t length, const std::str
     if (!found) return found.error();
     Result<transport::RegionMemory> memory = core_->memory_of(*found);
     if (!memory) return memory.error();
-    std::string label = found->kind == MemoryKind::kDevice ? "cuda:" + std::to_string(found->device) : "cpu:0";
+    std::string label =
+        found->kind == MemoryKind::kDevice ? "cuda:" + std::to_string(found->device) : "cpu:0";
     return core_->add_region(address, length, location.empty() ? label : location, std::move(*memory));
 }
 
