@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <optional>
 #include <span>
@@ -274,19 +275,29 @@ class PyWorker {
             std::vector<uint16_t> columns;
             Mark after;
             PyWorker* owner;
+            std::vector<std::string_view> keys, above;
             Result<PutReport> result = PutReport{};
-            void run(Client& client) override {
-                std::vector<std::string_view> keys = split(names, name_size),
-                                              above = split(parents, name_size);
+            // From a card: the copies of the next save begin before the puts of this one are over.
+            void start(Client& client, Worker::Running running) override {
+                auto* kv = std::get_if<std::shared_ptr<DeviceKv>>(&parts);
+                if (kv == nullptr) return run(client);
+                name_objects();
+                (*kv)->start_save(
+                    client, {keys, above, group_bytes, indices, columns, after},
+                    {.staged = [this] { owner->add_staged(this); },
+                     .ended = [this, running](Result<PutReport> report) { result = std::move(report); }});
+            }
+            void name_objects() {
+                keys = split(names, name_size);
+                above = split(parents, name_size);
                 // All zero bytes: the first block of a chain, which has no parent.
                 for (std::string_view& parent : above) {
                     if (parent.find_first_not_of('\0') == std::string_view::npos) parent = {};
                 }
-                if (auto* kv = std::get_if<std::shared_ptr<DeviceKv>>(&parts)) {
-                    result = (*kv)->save(client, {keys, above, group_bytes, indices, columns, after},
-                                         [this] { owner->add_staged(this); });
-                    return;
-                }
+            }
+            void run(Client& client) override {
+                if (std::holds_alternative<std::shared_ptr<DeviceKv>>(parts)) return run_to_end(client);
+                name_objects();
                 const PartTable& table = *std::get<std::shared_ptr<PartTable>>(parts);
                 std::vector<std::vector<MemoryRef>> sources(keys.size());
                 std::vector<PutItem> items;
@@ -436,8 +447,16 @@ class PyWorker {
     struct Pending {
         virtual ~Pending() = default;          // with the GIL: it lets go of Python buffers
         virtual void run(Client& client) = 0;  // on a worker thread, without it
-        virtual py::object answer() = 0;       // with it
-        uint64_t ticket = 0;                   // with it, from the end of submit on
+        // The same; what goes on elsewhere keeps `running` there.
+        virtual void start(Client& client, Worker::Running) { run(client); }
+        void run_to_end(Client& client) {
+            auto over = std::make_shared<std::promise<void>>();
+            std::future<void> ended = over->get_future();
+            start(client, Worker::Running(this, [over](const void*) { over->set_value(); }));
+            ended.wait();
+        }
+        virtual py::object answer() = 0;  // with it
+        uint64_t ticket = 0;              // with it, from the end of submit on
     };
 
     // On any thread, without the GIL.
@@ -477,7 +496,8 @@ class PyWorker {
             return last_inline_;
         }
         // The pointer is valid until poll() or close() takes the operation out, which is after it has run.
-        Result<uint64_t> ticket = worker_.submit([raw, client = client_] { raw->run(*client); });
+        Result<uint64_t> ticket = worker_.submit(
+            [raw, client = client_](Worker::Running running) { raw->start(*client, std::move(running)); });
         uint64_t id = unwrap(std::move(ticket), "submit", peer_);
         raw->ticket = id;  // poll() reads it, with the GIL
         pending_.emplace(id, std::move(op));

@@ -32,6 +32,7 @@ from tests.connectors.vllm.fakes import (
     engine_config,
     node_at,
 )
+from tests.connectors.vllm.processes import Node
 from tests.connectors.vllm.worker_bed import GROUP, lookup, memory, real_node, save, serving, wait_for
 from tests.soft_card import COMPILER, POLICIES, CardArray, SoftCard, compile_library, soft_card
 
@@ -64,7 +65,10 @@ def server(tmp_path: Path) -> Iterator[_native.Server]:
 
 
 def card_half(
-    card: SoftCard, kv: CardArray, open_node: Callable[[bytes], NodeConnection[Pool]]
+    card: SoftCard,
+    kv: CardArray,
+    open_node: Callable[[bytes], NodeConnection[Pool]],
+    ring_bytes: int = 8 << 20,
 ) -> WorkerHalf:
     half = WorkerHalf(
         engine_config(),
@@ -74,7 +78,7 @@ def card_half(
         open_device=functools.partial(
             DeviceMemory,
             current_stream=lambda device: card.stream,
-            ring_bytes=8 << 20,
+            ring_bytes=ring_bytes,
             copy_threads=2,
             log=LOG,
         ),
@@ -128,6 +132,33 @@ def stored(server: _native.Server, half: WorkerHalf) -> int:
     assert half.is_idle
     assert half.take_report() is None
     return int(server.metrics()["objects"])
+
+
+def test_blocks_of_saves_are_free_while_the_node_does_not_answer(
+    tmp_path: Path, card: SoftCard, rng: random.Random
+) -> None:
+    values = np.random.default_rng(rng.randrange(1 << 32)).random(memory().shape, np.float32)
+    source = card.array(values.shape)
+    node = Node(tmp_path / "runtime").start()
+    token = (node.runtime / "token").read_bytes().strip()
+    # Of 4 slots saves may hold 2, one for each.
+    half = card_half(card, source, real_node(node.runtime, token, DEADLINE_S), ring_bytes=16 << 20)
+    card.forward(source, card.pinned(values))
+    node.pause()
+    half.start_saves(Step((), (save(half, 1), save(half, 2, 3, job_id=2))))
+    saved: dict[int, int] = {}
+    while len(saved) < 2:
+        saved |= wait_for(half).saved
+    assert saved == {1: 1, 2: 1}
+    assert not half.is_idle  # neither is in the pool
+    card.forward(source, card.pinned(np.zeros_like(values)))
+    node.resume()
+    while not half.is_idle:
+        half.poll()
+        threading.Event().wait(0.001)
+    assert node.metrics()["objects"] == 6
+    half.close()
+    node.stop()
 
 
 def test_a_load_without_a_point_in_the_engines_stream_fails(

@@ -78,9 +78,13 @@ def serving(tmp_path: Path) -> Iterator[_native.Server]:
         server.stop()
 
 
-def real_node(tmp_path: Path) -> Callable[[bytes], NodeConnection[Pool]]:
+def real_node(
+    tmp_path: Path, token: bytes = b"token", timeout_s: float = 2.0
+) -> Callable[[bytes], NodeConnection[Pool]]:
     def dial() -> Pool:
-        client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
+        client = _native.Client(
+            str(tmp_path / "node.sock"), token, fingerprint=FINGERPRINT, timeout_s=timeout_s
+        )
         client.connect()
         return Pool(client)
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <utility>
@@ -136,12 +137,22 @@ inline std::vector<unsigned char> object_at(const KvShape& shape, const std::vec
     return object;
 }
 
+inline Result<PutReport> save_now(DeviceKv& kv, Client& client, DeviceSave save,
+                                  std::function<void()> staged) {
+    auto over = std::make_shared<std::promise<Result<PutReport>>>();
+    std::future<Result<PutReport>> report = over->get_future();
+    kv.start_save(client, std::move(save),
+                  {.staged = std::move(staged),
+                   .ended = [over](Result<PutReport> result) { over->set_value(std::move(result)); }});
+    return report.get();
+}
+
 inline Result<PutReport> save(DeviceKv& kv, Client& client, const Objects& objects, Mark after,
                               int* staged = nullptr) {
     std::vector<std::string_view> names = objects.views();
     std::atomic<int> calls{0};
-    auto report =
-        kv.save(client, {names, {}, 0, objects.blocks, objects.columns, std::move(after)}, [&] { ++calls; });
+    auto report = save_now(kv, client, {names, {}, 0, objects.blocks, objects.columns, std::move(after)},
+                           [&] { ++calls; });
     CHECK(calls == 1);
     if (staged != nullptr) *staged = calls;
     return report;

@@ -230,8 +230,8 @@ TEST_CASE("device kv: loads and saves of many threads, through a ring with slots
         parallel([&](int i) {
             Objects objects(kShape, static_cast<char>('0' + i));
             std::vector<std::string_view> names = objects.views();
-            auto report = source->save(client, {names, {}, 0, objects.blocks, objects.columns, computed},
-                                       [&] { ++staged; });
+            auto report = save_now(*source, client, {names, {}, 0, objects.blocks, objects.columns, computed},
+                                   [&] { ++staged; });
             if (report) stored += static_cast<int>(report->outcomes.size());
         });
         CHECK(stored == kThreads * static_cast<int>(kShape.objects()));
@@ -399,7 +399,7 @@ TEST_CASE("device kv: what cannot be opened is refused in a sentence") {
         uint16_t column = 0;
         int staged = 0;
         auto saved =
-            kv->save(client, {{&name, 1}, {}, 0, {&block, 1}, {&column, 1}, nullptr}, [&] { ++staged; });
+            save_now(*kv, client, {{&name, 1}, {}, 0, {&block, 1}, {&column, 1}, nullptr}, [&] { ++staged; });
         CHECK(staged == 1);
         REQUIRE_FALSE(saved.ok());
         CHECK(saved.error().code == Code::kInvalidArgument);

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <future>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,11 +44,11 @@ struct SilentNode {
     }
 };
 
-// A save of the first `count` objects of a cache, on a thread of its own.
+// A save of the first `count` objects of a cache.
 struct Saving {
     Objects objects;
-    std::promise<void> staged_promise;
-    std::future<void> staged = staged_promise.get_future();
+    std::vector<std::string_view> names;
+    std::future<void> staged;
     std::future<Result<PutReport>> report;
 
     Saving(DeviceKv& kv, Client& client, const KvShape& shape, size_t count, Mark after)
@@ -55,11 +56,14 @@ struct Saving {
         objects.names.resize(count * kNameBytes);
         objects.blocks.resize(count);
         objects.columns.resize(count);
-        report = std::async(std::launch::async, [this, &kv, &client, after] {
-            std::vector<std::string_view> names = objects.views();
-            return kv.save(client, {names, {}, 0, objects.blocks, objects.columns, after},
-                           [&] { staged_promise.set_value(); });
-        });
+        names = objects.views();
+        auto all_staged = std::make_shared<std::promise<void>>();
+        auto over = std::make_shared<std::promise<Result<PutReport>>>();
+        staged = all_staged->get_future();
+        report = over->get_future();
+        kv.start_save(client, {names, {}, 0, objects.blocks, objects.columns, std::move(after)},
+                      {.staged = [all_staged] { all_staged->set_value(); },
+                       .ended = [over](Result<PutReport> result) { over->set_value(std::move(result)); }});
     }
     bool is_staged(std::chrono::milliseconds within) {
         return staged.wait_for(within) == std::future_status::ready;
@@ -88,8 +92,10 @@ TEST_CASE("device kv: the blocks of a save are free before the pool has answered
         auto silent = std::make_unique<SilentNode>();
         Client unanswered(silent->options());
         // Chunks of one object; saves may hold 4 of the 8 slots, one of them by the put that waits.
-        Saving small(*kv, unanswered, kShape, 4, computed);
+        Saving small(*kv, unanswered, kShape, 3, computed);
+        Saving next(*kv, unanswered, kShape, 1, computed);
         CHECK(small.is_staged(20s));
+        CHECK(next.is_staged(20s));
         CHECK_FALSE(small.is_over());
         Saving large(*kv, unanswered, kShape, 8, computed);
         CHECK(all_ok(load(*kv, client, objects, kShape.heads, computed)));
@@ -98,7 +104,7 @@ TEST_CASE("device kv: the blocks of a save are free before the pool has answered
         CHECK(cache.read() == truth);
         silent.reset();
         CHECK(large.is_staged(20s));
-        for (Saving* saving : {&small, &large}) {
+        for (Saving* saving : {&small, &next, &large}) {
             auto report = must(saving->report.get());
             CHECK(report.refusal != "");
             for (PutOutcome outcome : report.outcomes) CHECK(outcome == PutOutcome::kRefused);

@@ -166,7 +166,7 @@ class Requests {
         for (size_t i = 1; i < names.size(); ++i) above.push_back(names[i - 1]);
         std::atomic<int>& calls = staged_.emplace_back(0);
         Result<PutReport> report =
-            run_.kv.save(run_.client, {views(names), above, 0, blocks_, columns_, *mark}, [&] {
+            save_now(run_.kv, run_.client, {views(names), above, 0, blocks_, columns_, *mark}, [&] {
                 ++calls;
                 (void)write();  // the blocks have another owner
             });

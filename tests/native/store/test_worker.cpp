@@ -44,6 +44,27 @@ TEST_CASE("worker: one thread keeps the order") {
     for (int i = 0; i < 100; ++i) REQUIRE(order[static_cast<size_t>(i)] == i);
 }
 
+TEST_CASE("worker: an operation that goes on elsewhere ends there, and close() waits for it") {
+    Worker worker(1, 100);
+    std::promise<Worker::Running> handed;
+    uint64_t first = *worker.submit([&](Worker::Running running) { handed.set_value(std::move(running)); });
+    Worker::Running elsewhere = handed.get_future().get();
+    uint64_t second = *worker.submit([] {});
+    REQUIRE(readable(worker.event_fd(), 10000));
+    CHECK(worker.poll() == std::vector<uint64_t>{second});
+    elsewhere = nullptr;
+    REQUIRE(readable(worker.event_fd(), 10000));
+    CHECK(worker.poll() == std::vector<uint64_t>{first});
+
+    std::promise<Worker::Running> again;
+    REQUIRE(worker.submit([&](Worker::Running running) { again.set_value(std::move(running)); }));
+    elsewhere = again.get_future().get();
+    std::future<void> closed = std::async(std::launch::async, [&] { worker.close(); });
+    CHECK(closed.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
+    elsewhere = nullptr;
+    closed.get();
+}
+
 TEST_CASE("worker: a full queue refuses, close() drops what waits and ends what runs") {
     std::promise<void> gate;
     std::shared_future<void> opened = gate.get_future().share();

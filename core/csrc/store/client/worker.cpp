@@ -16,7 +16,7 @@ Worker::Worker(uint32_t threads, uint32_t queue_max)
 
 Worker::~Worker() { close(); }
 
-Result<uint64_t> Worker::submit(std::function<void()> operation) {
+Result<uint64_t> Worker::submit(std::function<void(Running)> operation) {
     if (fork_.in_child()) return Error{Code::kForked, "this worker belongs to the parent process"};
     MutexLock lock(state_->mutex);
     if (state_->closing) return Error{Code::kClosed, "this worker is closed"};
@@ -49,14 +49,24 @@ void Worker::run() {
         if (state.closing) return;
         auto [ticket, operation] = std::move(state.queue.front());
         state.queue.pop_front();
+        ++state.running;
         lock.unlock();
-        operation();
+        Running running(this, [this, ticket = ticket](const void*) { finish(ticket); });
+        operation(running);
         operation = nullptr;
+        running = nullptr;
         lock.lock();
-        state.done.push_back(ticket);
-        uint64_t one = 1;
-        (void)!::write(event_.get(), &one, sizeof(one));
     }
+}
+
+// On whatever thread lets go of the operation last.
+void Worker::finish(uint64_t ticket) {
+    MutexLock lock(state_->mutex);
+    state_->done.push_back(ticket);
+    uint64_t one = 1;
+    (void)!::write(event_.get(), &one, sizeof(one));
+    --state_->running;
+    state_->none_running.notify_all();
 }
 
 // In a child of fork(), where no lock can be relied on: the threads exist in the parent only, here there is
@@ -80,6 +90,8 @@ void Worker::close() {
         if (thread->joinable()) thread->join();
     }
     threads_.clear();
+    MutexLock lock(state_->mutex);
+    state_->none_running.wait(lock, [&]() REQUIRES(state_->mutex) { return state_->running == 0; });
 }
 
 }  // namespace moonpool

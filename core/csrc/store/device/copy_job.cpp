@@ -12,8 +12,12 @@ Chunk::Chunk(std::shared_ptr<CopyJob> job, uint32_t begin, uint32_t end)
 
 Chunk::~Chunk() {
     if (job_ == nullptr) return;
-    MutexLock lock(job_->mutex_);
-    if (--job_->chunks_ == 0) job_->none_left_.notify_all();
+    {
+        MutexLock lock(job_->mutex_);
+        if (--job_->chunks_ != 0) return;
+        job_->none_left_.notify_all();
+    }
+    job_->over();
 }
 
 void CopyJob::wait_for_all() {

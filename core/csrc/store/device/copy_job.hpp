@@ -66,6 +66,10 @@ class CopyJob {
     // is not known. The chunk is the job's from here on.
     virtual void end(ChunkInFlight in, const Status& status) = 0;
 
+   protected:
+    // The last chunk is over. On the thread that let go of it.
+    virtual void over() {}
+
    private:
     friend class Chunk;
     Mutex mutex_;

@@ -160,17 +160,17 @@ LoadReport DeviceKv::load(Client& client, const DeviceLoad& load) {
     return job->wait();
 }
 
-Result<PutReport> DeviceKv::save(Client& client, const DeviceSave& save,
-                                 const std::function<void()>& staged) {
+void DeviceKv::start_save(Client& client, DeviceSave save, SaveCalls calls) {
     if (Status checked = check(save.blocks, save.columns); !checked) {
-        staged();
-        return checked.error();
+        calls.staged();
+        calls.ended(checked.error());
+        return;
     }
-    auto job = std::make_shared<SaveJob>(*this, *puts_, client, save, staged);
-    std::vector<Chunk> chunks = cut(job, save.columns, ring_->slot_bytes());
+    std::span<const uint16_t> columns = save.columns;
+    auto job = std::make_shared<SaveJob>(*this, *puts_, client, std::move(save), std::move(calls));
+    std::vector<Chunk> chunks = cut(job, columns, ring_->slot_bytes());
     job->expect(chunks.size());
     for (Chunk& chunk : chunks) saves_->submit(std::move(chunk));
-    return job->wait();
 }
 
 Packing DeviceKv::pack(std::span<const uint16_t> columns) const {

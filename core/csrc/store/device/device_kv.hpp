@@ -16,7 +16,7 @@
 //
 // What the caller must not do: give a block away before the save says that it is staged, or the load is over.
 //
-// Threads: any; load() and save() block. Lanes: store/device/copy_lanes.hpp.
+// Threads: any; load() waits for its end. Lanes: store/device/copy_lanes.hpp.
 #pragma once
 
 #include <cstdint>
@@ -69,6 +69,12 @@ struct DeviceSave {
     Mark after;
 };
 
+// What a save calls, each once, also after errors. Neither waits for anything.
+struct SaveCalls {
+    std::function<void()> staged;                  // no block is read any more
+    std::function<void(Result<PutReport>)> ended;  // after that
+};
+
 class DeviceKv {
    public:
     // table: where each column lies in block 0, device addresses. blocks: in the KV cache. An error when an
@@ -82,8 +88,9 @@ class DeviceKv {
     Result<Mark> mark(uint64_t stream);
 
     LoadReport load(Client& client, const DeviceLoad& load);
-    // staged: called once, on a lane's thread, when no block is read any more, also after errors.
-    Result<PutReport> save(Client& client, const DeviceSave& save, const std::function<void()>& staged);
+    // Returns at once. The calls come on threads of this object, or on this one; what `save` points to stays
+    // until `ended`.
+    void start_save(Client& client, DeviceSave save, SaveCalls calls);
 
     // Loads and saves that have not begun fail; waits for the others. kTimeout: the card does not end its
     // copies, and the pinned memory stays with the process.

@@ -8,7 +8,9 @@ namespace moonpool {
 
 void SaveJob::expect(size_t chunks) {
     unstaged_ = chunks;
-    if (chunks == 0) staged_();
+    if (chunks != 0) return;
+    calls_.staged();
+    over();
 }
 
 Status SaveJob::begin(ChunkInFlight& in) {
@@ -23,7 +25,7 @@ Status SaveJob::begin(ChunkInFlight& in) {
 }
 
 void SaveJob::end(ChunkInFlight in, const Status& status) {
-    if (--unstaged_ == 0) staged_();
+    if (--unstaged_ == 0) calls_.staged();
     if (!status) return refuse(status.error().text);
     puts_.push(shared_from_this(), std::move(in));
 }
@@ -56,10 +58,15 @@ void SaveJob::put(const ChunkInFlight& in) {
     if (!stored->refusal.empty()) report_.refusal = std::move(stored->refusal);
 }
 
-Result<PutReport> SaveJob::wait() {
-    wait_for_all();
-    MutexLock lock(mutex_);
-    return std::move(report_);
+void SaveJob::over() {
+    // Once; what the caller holds by it is let go of here, before this job is.
+    auto ended = std::exchange(calls_.ended, nullptr);
+    PutReport report;
+    {
+        MutexLock lock(mutex_);
+        report = std::move(report_);
+    }
+    ended(std::move(report));
 }
 
 }  // namespace moonpool

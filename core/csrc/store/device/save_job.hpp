@@ -17,15 +17,13 @@ namespace moonpool {
 
 class SaveJob final : public CopyJob, public std::enable_shared_from_this<SaveJob> {
    public:
-    // What `save` and `staged` are of stays until wait() has returned.
-    SaveJob(const DeviceKv& kv, PutQueue& puts, Client& client, const DeviceSave& save,
-            const std::function<void()>& staged)
-        : kv_(kv), puts_(puts), client_(client), save_(save), staged_(staged) {
+    // What `save` points to stays until `ended` is called.
+    SaveJob(const DeviceKv& kv, PutQueue& puts, Client& client, DeviceSave save, SaveCalls calls)
+        : kv_(kv), puts_(puts), client_(client), save_(std::move(save)), calls_(std::move(calls)) {
         report_.outcomes.assign(save.names.size(), PutOutcome::kRefused);
     }
     // Before the first chunk is submitted.
     void expect(size_t chunks);
-    Result<PutReport> wait();
 
     Status begin(ChunkInFlight& in) override;
     void end(ChunkInFlight in, const Status& status) override;
@@ -34,12 +32,15 @@ class SaveJob final : public CopyJob, public std::enable_shared_from_this<SaveJo
     void put(const ChunkInFlight& in);
     void refuse(const std::string& why);
 
+   protected:
+    void over() override;
+
    private:
     const DeviceKv& kv_;
     PutQueue& puts_;
     Client& client_;
-    const DeviceSave& save_;
-    const std::function<void()>& staged_;
+    const DeviceSave save_;
+    SaveCalls calls_;
     std::atomic<size_t> unstaged_{0};  // chunks
     Mutex mutex_;
     PutReport report_ GUARDED_BY(mutex_);
