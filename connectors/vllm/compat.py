@@ -54,6 +54,11 @@ def current_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+def follows_sleep() -> bool:
+    """Whether vLLM tells the connector when it takes the KV cache's memory away and brings it back (0.33)."""
+    return hasattr(ConnectorBase, "unregister_kv_caches") and hasattr(ConnectorBase, "restore_kv_caches")
+
+
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
     """What get_transfer_results returns; only asked for by vLLM 0.30 and newer, get_finished before."""
     return TransferResults(set(), finished, failed)

@@ -107,23 +107,29 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 return ask()
             return wait_for(ask, functools.partial(self._log.info, "moonpool: %s"))
 
+        sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
         return WorkerHalf(
             engine_config,
             ranks=compat.parallel_ranks,
             fingerprint=fingerprint,
             open_node=functools.partial(self._open_node, required=False, quiet=True),
             log=self._log,
-            open_handover_worker=self._open_handover_worker
+            open_handover_worker=functools.partial(self._open_handover_worker, sleeps=sleeps)
             if self._settings.handover
             else lambda memory, device: None,
-            open_device=functools.partial(
-                self._open_device, sleeps=bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
-            ),
+            open_device=functools.partial(self._open_device, sleeps=sleeps),
         )
 
-    def _open_handover_worker(self, memory: KvMemory, device: DeviceMemory | None) -> HandoverWorker | None:
+    def _open_handover_worker(
+        self, memory: KvMemory, device: DeviceMemory | None, *, sleeps: bool
+    ) -> HandoverWorker | None:
         """Opens this worker to other engines; logs one sentence when that fails."""
         settings = self._settings
+        if device is not None and sleeps:  # peers know the addresses that a sleep takes away
+            self._log.warning(
+                "moonpool: with sleep mode an engine on a CUDA device takes part in no hand-over"
+            )
+            return None
         try:
             return HandoverWorker(
                 memory,
@@ -146,9 +152,10 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 "the KV cache lies on a CUDA device; moonpool pools it where kv_connector_extra_config has "
                 '"gpu": true (no card has run this yet)'
             )
-        if sleeps:
+        if sleeps and not compat.follows_sleep():
             raise Refused(
-                "the KV cache lies on a CUDA device, and with sleep mode vLLM may unmap it under a copy"
+                "the KV cache lies on a CUDA device, and with sleep mode this vLLM may unmap it under a "
+                "copy; 0.33 and newer say when"
             )
         return DeviceMemory(
             layout,
@@ -232,6 +239,16 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """The KV memory of this worker, a tensor for each layer."""
         if self._worker is not None:
             self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM 0.33 and newer: the engine goes to sleep, and the KV memory of a device with it."""
+        if self._worker is not None:
+            self._guard(None, self._worker.sleep)
+
+    def restore_kv_caches(self, kv_caches: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """vLLM 0.33 and newer: the engine woke up. kv_caches: None: those that were registered."""
+        if self._worker is not None:
+            self._guard(None, self._worker.wake_up, kv_caches)
 
     def get_handshake_metadata(self) -> Handshake | None:
         """What this worker tells the scheduler's half; None in the scheduler."""

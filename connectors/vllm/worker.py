@@ -47,6 +47,7 @@ Choice = npt.NDArray[np.intp]
 GONE = "there is no pool now"
 FAILED = "the connector failed"
 VOID = "the prefix cache was reset meanwhile"
+SLEPT = "the engine went to sleep meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Running:
     started_s: when it began, in seconds of the clock.
     descriptors: of a load's objects.
     alone: of a load whether no other was under way when it began.
+    void: of a load whether the memory that it wrote to was taken away.
     staged: of a save whether its blocks are not read any more, and that was reported.
     """
 
@@ -92,6 +94,7 @@ class Running:
     started_s: float
     descriptors: bytes = b""
     alone: bool = False
+    void: bool = False
     staged: bool = False
 
 
@@ -131,6 +134,8 @@ class WorkerHalf:
         self._node: NodeConnection[Pool] | None = None
         self._memory: Memory | None = None
         self._late: Late | None = None
+        self._caches: Mapping[str, Tensor] = {}  # on a device: what is registered again after a sleep
+        self._asleep = False
         self._handshake = Handshake(refusal=engine_config.refusal or "vLLM registered no KV caches")
         self._choices: dict[bytes, Choice | None] = {}
         self._running: dict[Ticket, Running] = {}
@@ -167,6 +172,7 @@ class WorkerHalf:
         self._memory = memory
         tp_rank, pp_rank = self._ranks()
         rank = pp_rank * self._engine_config.tp_size + tp_rank
+        self._caches = {} if memory.device is None else caches
         if memory.device is not None:
             self._log.info("moonpool: this worker pools the memory of %s", memory.device.kv.device_name)
         self._handover_worker = self._open_handover_worker(
@@ -192,6 +198,38 @@ class WorkerHalf:
             pp_rank=pp_rank,
         )
         self._node = self._open_node(fingerprint)
+
+    def sleep(self) -> None:
+        """The engine is about to take the memory of a device's KV cache away. Returns when no copy touches it
+        any more, or after the limit of its close. Loads under way have failed: what they wrote is lost."""
+        memory = self._late.memory if self._late is not None else self._memory
+        if self._asleep or memory is None or memory.device is None:
+            return
+        self._asleep = True
+        self._memory = None
+        for running in self._running.values():
+            running.void = isinstance(running.job, Load)
+        memory.device.close()
+
+    def wake_up(self, caches: Mapping[str, Tensor] | None = None) -> None:
+        """The memory is there again. Until then, and when it cannot be used, loads fail and nothing is saved.
+
+        caches: the KV memory; None: the tensors of before, which may have moved.
+        """
+        if not self._asleep:
+            return
+        late = self._late
+        caches = caches or (late.caches if late is not None else self._caches)
+        try:
+            memory, layout = self._read_memory(caches)
+        except (Refused, Error) as error:
+            self._log.warning("moonpool: after its sleep this worker neither loads nor saves: %s", error)
+            return
+        self._asleep = False
+        if late is not None:
+            self._late = replace(late, caches=caches, memory=memory, layout=layout)
+        else:
+            self._memory, self._caches = memory, caches
 
     def handshake(self) -> Handshake:
         """What the scheduler's half must know about this worker."""
@@ -316,6 +354,8 @@ class WorkerHalf:
                 continue
             seconds = now_s - running.started_s
             if isinstance(running.job, Load):
+                if running.void:
+                    answer = Failed(SLEPT, objects=running.objects)
                 self._end_load(running.job, answer, seconds)
                 self._time_load(running.job, running, answer, seconds)
             else:
@@ -345,7 +385,7 @@ class WorkerHalf:
 
     def take_report(self) -> Report | None:
         """What the scheduler's half must know about the ends of loads and saves, or None."""
-        if self._late is not None and self._late.reading.over.is_set():
+        if self._late is not None and self._late.reading.over.is_set() and not self._asleep:
             self._join_late(self._late)
         if not self._report:
             return None
@@ -450,7 +490,9 @@ class WorkerHalf:
         indices = np.ascontiguousarray(by_group[groups].T).reshape(-1)
         return indices, np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
 
-    def _time_load(self, load: Load, running: Running, answer: _native.LoadAnswer, seconds: float) -> None:
+    def _time_load(
+        self, load: Load, running: Running, answer: _native.LoadAnswer | Failed, seconds: float
+    ) -> None:
         """Reports what the load took, by the tier that its bytes came from.
 
         seconds: from its start until now.

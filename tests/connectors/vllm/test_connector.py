@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
 from moonpool.connectors.vllm.connector import Mooncake
 from moonpool.connectors.vllm.engine_config import layer_number, read_engine_config
@@ -576,6 +577,57 @@ def test_messages_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(step)) == step
     assert pickle.loads(pickle.dumps(Handshake(FINGERPRINT, COLUMNS))) == Handshake(FINGERPRINT, COLUMNS)
     assert dataclasses.is_dataclass(step)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_sleep_mode_with_a_card_needs_a_vllm_that_tells_of_it(
+    monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    asleep = config(gpu=True)
+    asleep.model_config.enable_sleep_mode = True
+    monkeypatch.setattr(compat, "parallel_ranks", lambda: (0, 0))
+    for name in ("unregister_kv_caches", "restore_kv_caches") if follows else ():
+        monkeypatch.setattr(compat.ConnectorBase, name, lambda self: None, raising=False)
+    opened = []
+
+    def open_device(*args: Any, **kwargs: Any) -> Any:
+        opened.append(args)
+        raise Refused("no card here")
+
+    monkeypatch.setattr("moonpool.connectors.vllm.connector.DeviceMemory", open_device)
+    connector = Mooncake(asleep, WORKER, kv_cache())
+    shape = (8, 2, 4, 16)
+    names = ("layers.0", "layers.1")
+    connector.register_kv_caches(
+        {name: FakeTensor(np.zeros(shape, np.float32), device="cuda") for name in names}
+    )
+    hand = connector.get_handshake_metadata()
+    assert hand is not None
+    assert hand.refusal == "no card here" if follows else "0.33 and newer say when" in hand.refusal
+    assert bool(opened) == follows
+
+
+def test_the_worker_is_told_of_sleep_and_no_fault_of_it_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector, calls = Mooncake(config(), WORKER, kv_cache()), []
+    monkeypatch.setattr(connector._worker, "sleep", lambda: calls.append("sleep"))
+    monkeypatch.setattr(connector._worker, "wake_up", lambda caches: calls.append(caches))
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    connector.restore_kv_caches({"layers.0": 1})
+    assert calls == ["sleep", None, {"layers.0": 1}]
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected")
+
+    for name in ("sleep", "wake_up"):
+        monkeypatch.setattr(connector._worker, name, fail)
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["survived_errors"] == 2
 
 
 def test_a_configuration_that_is_not_understood_is_refused(

@@ -215,6 +215,97 @@ def test_a_card_that_hangs_does_not_keep_an_engine_from_closing(
         half.close()
 
 
+def told(half: WorkerHalf) -> dict[str, int]:
+    """Polls until nothing is under way: the loads that were reported, each once."""
+    loaded: dict[str, int] = {}
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        half.poll()
+        report = half.take_report()
+        if report is not None:
+            assert not loaded.keys() & report.loaded.keys()
+            loaded |= report.loaded
+        half.take_finished()
+        half.take_failed_blocks()
+        if half.is_idle:
+            return loaded
+        threading.Event().wait(0.001)
+    raise AssertionError("loads or saves did not end")
+
+
+def tensors(kv: CardArray) -> dict[str, CardTensor]:
+    return {name: CardTensor(kv, number) for number, name in enumerate(GROUP)}
+
+
+def test_an_engine_sleeps_and_wakes_up_at_other_addresses(
+    server: _native.Server, tmp_path: Path, card: SoftCard, rng: random.Random
+) -> None:
+    values = np.random.default_rng(rng.randrange(1 << 32)).random(memory().shape, np.float32)
+    before, after = card.array(values.shape), card.array(values.shape)
+    half = card_half(card, before, real_node(tmp_path))
+    card.forward(before, card.pinned(values))
+    job = save(half, 1, 2, 3)
+    half.start_saves(Step((), (job,)))
+    assert wait_for(half).saved == {1: 1}
+    stored(server, half)
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    half.begin_loads()
+    loads = tuple(
+        dataclasses.replace(load_of(found, job, 5, 0, 4), request_id=f"r{number}") for number in range(5)
+    )
+    half.start_loads(Step(loads))
+    half.start_saves(Step((), (dataclasses.replace(save(half, 4, job_id=2)),)))
+
+    half.sleep()
+    half.sleep()
+
+    card.settle()
+    before.view[:] = 9.0  # another owner's from now on
+    late = dataclasses.replace(loads[0], request_id="asleep")
+    half.begin_loads()
+    half.start_loads(Step((late,)))
+    half.start_saves(Step((), (save(half, 5, job_id=3),)))
+    assert told(half) == {load.request_id: 0 for load in (*loads, late)}
+
+    half.wake_up(tensors(after))
+    half.begin_loads()
+    half.start_loads(Step((dataclasses.replace(loads[0], request_id="awake"),)))
+    assert told(half) == {"awake": 3}
+    card.settle()
+    for wrote, read in ((1, 5), (2, 0), (3, 4)):
+        np.testing.assert_array_equal(after.view[:, read], values[:, wrote])
+    np.testing.assert_array_equal(before.view, 9.0)
+    half.start_saves(Step((), (save(half, 5, job_id=4),)))
+    assert wait_for(half).saved == {4: 1}
+    told(half)
+    keeper.close()
+    half.close()
+
+
+def test_memory_that_cannot_be_used_after_a_sleep_is_not_touched(
+    server: _native.Server, tmp_path: Path, late_card: SoftCard
+) -> None:
+    half = card_half(late_card, late_card.array(memory().shape), real_node(tmp_path))
+    half.wake_up()  # it does not sleep
+    job = save(half, 1)
+    half.start_saves(Step((), (job,)))
+    told(half)
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    half.sleep()
+    kv = memory()
+    half.wake_up({name: FakeTensor(kv[number], kv, device="cuda") for number, name in enumerate(GROUP)})
+    half.begin_loads()
+    half.start_loads(Step((load_of(found, job, 2),)))
+    half.start_saves(Step((), (dataclasses.replace(job, job_id=2),)))
+    assert told(half) == {"r": 0}
+    half.wake_up()  # where it was
+    half.begin_loads()
+    half.start_loads(Step((load_of(found, job, 2),)))
+    assert told(half) == {"r": 1}
+    keeper.close()
+    half.close()
+
+
 def refusal_of_host_memory() -> str:
     """What a worker says of memory of the host that is called a card's."""
     kv: npt.NDArray[np.float32] = memory()
