@@ -79,6 +79,7 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
     // Lets go of what copies kept that nobody waits for and that have ended. Never waits.
     void collect();
 
+    const std::shared_ptr<const Device>& device() const { return device_; }
     const DeviceFacts& facts() const { return device_->facts(); }
 
    private:

@@ -79,6 +79,24 @@ Result<std::shared_ptr<Device>> Device::open(int ordinal) {
     return device;
 }
 
+Result<int> Device::find(const DeviceUuid& uuid) {
+    Result<const Driver*> driver = Driver::get();
+    if (!driver) return driver.error();
+    int count = 0;
+    if (int code = (*driver)->cuDeviceGetCount(&count); code != cu::kSuccess) {
+        return Error{Code::kUnavailable, "cuDeviceGetCount: " + (*driver)->describe(code)};
+    }
+    for (int ordinal = 0; ordinal < count; ++ordinal) {
+        int handle = 0;
+        CuUuid own{};
+        if ((*driver)->cuDeviceGet(&handle, ordinal) != cu::kSuccess) continue;
+        if ((*driver)->cuDeviceGetUuid(&own, handle) != cu::kSuccess) continue;
+        if (std::equal(uuid.begin(), uuid.end(), own.bytes)) return ordinal;
+    }
+    return Error{Code::kUnavailable, "this process does not see that CUDA device (it sees " +
+                                         std::to_string(count) + ")"};
+}
+
 Device::~Device() {
     if (context_ != nullptr && !in_child()) driver_.cuDevicePrimaryCtxRelease(handle_);
 }

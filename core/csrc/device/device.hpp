@@ -38,9 +38,13 @@ struct DeviceFacts {
     bool registers_read_only = false;  // memory that is mapped read-only can be pinned
 };
 
+using DeviceUuid = std::array<unsigned char, 16>;  // of a card, or of a part of one (MIG); in every process
+
 class Device {
    public:
     static Result<std::shared_ptr<Device>> open(int ordinal);
+    // The ordinal by which this process sees the card; an error: it does not. Needs no context.
+    static Result<int> find(const DeviceUuid& uuid);
     ~Device();
     Device(const Device&) = delete;
 

@@ -50,7 +50,7 @@ int cuDeviceGetName(char* name, int bytes, int) {
 
 int cuDeviceGetUuid_v2(CuUuid* uuid, int device) {
     Call call("cuDeviceGetUuid");
-    std::memset(uuid->bytes, 0x50 + device, sizeof(uuid->bytes));
+    std::memset(uuid->bytes, 0x50 + state().first_card + device, sizeof(uuid->bytes));
     return call.code;
 }
 

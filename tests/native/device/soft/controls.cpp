@@ -54,6 +54,9 @@ const Function kFunctions[] = {
     {"cuModuleGetFunction", 2000, "cuModuleGetFunction"},
     {"cuLaunchKernel", 4000, "cuLaunchKernel"},
     {"cuMemcpyBatchAsync", 12080, "cuMemcpyBatchAsync"},
+    {"cuIpcGetMemHandle", 4010, "cuIpcGetMemHandle"},
+    {"cuIpcOpenMemHandle", 11000, "cuIpcOpenMemHandle_v2"},
+    {"cuIpcCloseMemHandle", 4010, "cuIpcCloseMemHandle"},
 };
 
 // This library. Opened once: TSan reads all mappings of the process whenever a library is opened.
@@ -89,6 +92,8 @@ void soft_reset(int policy, uint64_t seed) {
     state().reset(static_cast<Policy>(policy), seed);
 }
 void soft_set_cards(int cards) { state().cards = cards; }
+void soft_set_first_card(int card) { state().first_card = card; }
+void soft_owner_ended(int code) { state().owner_ended = code; }
 void soft_set_version(int version) { state().version = version; }
 void soft_set_capability(int capability) { state().capability = capability; }
 void soft_hide(const char* name) { state().hidden_names.insert(name); }
@@ -144,7 +149,8 @@ uint64_t soft_adopt(void* data, size_t bytes) {
     std::lock_guard lock(state().mutex);
     void* alias = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     auto address = reinterpret_cast<uint64_t>(alias);
-    state().card_memory[address] = {bytes, static_cast<char*>(data), 0, true};
+    state().card_memory[address] = {
+        .bytes = bytes, .hidden = static_cast<char*>(data), .card = 0, .adopted = true};
     return address;
 }
 char* soft_at(uint64_t address, uint64_t bytes) {

@@ -1,5 +1,6 @@
 // The driver: what an address is, memory of a card, pinned and managed memory.
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -80,16 +81,26 @@ int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     if (bytes == 0) return cu::kInvalidValue;
     if (bytes > s.card_limit || s.card_bytes() > s.card_limit - bytes) return cu::kOutOfMemory;
     int fd = ::memfd_create("soft-device", MFD_CLOEXEC);
+    uint64_t mapped = CardMemory::mapped(bytes);
     void *hidden = MAP_FAILED, *alias = MAP_FAILED;
-    if (fd >= 0 && ::ftruncate(fd, static_cast<off_t>(bytes)) == 0) {
-        hidden = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fd >= 0 && ::ftruncate(fd, static_cast<off_t>(mapped)) == 0) {
+        hidden = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         alias = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     }
-    if (fd >= 0) ::close(fd);
-    if (hidden == MAP_FAILED || alias == MAP_FAILED) return cu::kOutOfMemory;
+    if (hidden == MAP_FAILED || alias == MAP_FAILED) {
+        if (fd >= 0) ::close(fd);
+        return cu::kOutOfMemory;
+    }
     std::memset(hidden, 0xDB, bytes);
     *address = reinterpret_cast<uint64_t>(alias);
-    s.card_memory[*address] = {bytes, static_cast<char*>(hidden), Call::current()->card};
+    CardMemory& memory = s.card_memory[*address];
+    memory = {.bytes = bytes,
+              .hidden = static_cast<char*>(hidden),
+              .card = Call::current()->card,
+              .fd = fd,
+              .opened = nullptr};
+    // Not of the policy's random numbers: two processes may have the same seed.
+    if (::getrandom(&memory.page().secret, sizeof(uint64_t), 0) != sizeof(uint64_t)) return cu::kOutOfMemory;
     return 0;
 }
 
@@ -104,12 +115,12 @@ int cuMemFree_v2(uint64_t address) {
         return state().broken;
     }
     auto found = state().card_memory.find(address);
-    if (found == state().card_memory.end()) {
+    if (found == state().card_memory.end() || found->second.opened != nullptr) {
         state().violation("cuMemFree of no allocation");
         return cu::kInvalidValue;
     }
-    if (!found->second.adopted) ::munmap(found->second.hidden, found->second.bytes);
-    ::munmap(reinterpret_cast<void*>(address), found->second.bytes);
+    if (!found->second.adopted) found->second.page().freed = 1;
+    found->second.unmap(address);
     state().last_card = nullptr;
     state().card_memory.erase(found);
     return state().broken;

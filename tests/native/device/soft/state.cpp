@@ -1,6 +1,8 @@
 #include "state.hpp"
 
+#include <poll.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -17,11 +19,24 @@ ThreadState& this_thread() {
     return kept;
 }
 
+bool Opened::owner_ended() const {
+    pollfd asked{process, POLLIN, 0};
+    return ::poll(&asked, 1, 0) == 1;
+}
+
+void CardMemory::unmap(uint64_t address) const {
+    if (!adopted) ::munmap(hidden, mapped(bytes));
+    ::munmap(reinterpret_cast<void*>(address), bytes);
+    if (fd >= 0) ::close(fd);
+    if (opened != nullptr) ::close(opened->process);
+}
+
 void State::reset(Policy chosen, uint64_t seed) {
     settle();
     policy = chosen;
     random.seed(seed);
     cards = 1;
+    first_card = owner_ended = 0;
     version = 12080;
     capability = 90;
     hidden_names.clear();
@@ -33,10 +48,7 @@ void State::reset(Policy chosen, uint64_t seed) {
     calls.clear();
     violations = 0;
     first_violation.clear();
-    for (auto& [address, memory] : card_memory) {
-        if (!memory.adopted) ::munmap(memory.hidden, memory.bytes);
-        ::munmap(reinterpret_cast<void*>(address), memory.bytes);
-    }
+    for (auto& [address, memory] : card_memory) memory.unmap(address);
     for (Module* module : modules) delete module;
     for (Context& context : contexts) context.retained = 0;
     last_card = nullptr;
@@ -80,7 +92,7 @@ const HostMemory* State::find_host(uint64_t address, uint64_t* base) const {
 
 uint64_t State::card_bytes() const {
     uint64_t sum = 0;
-    for (auto& [address, memory] : card_memory) sum += memory.bytes;
+    for (auto& [address, memory] : card_memory) sum += memory.opened != nullptr ? 0 : memory.bytes;
     return sum;
 }
 
@@ -94,8 +106,10 @@ char* State::reach(uint64_t address, uint64_t bytes, bool write, int card) {
     uint64_t base = 0;
     std::string why = "memory that is neither a card's nor pinned";
     if (const CardMemory* memory = find_card(address, &base)) {
-        if (memory->card != card) {
+        if (card >= 0 && memory->card != card) {
             why = "memory of another card";
+        } else if (memory->opened != nullptr && memory->page().freed != 0) {
+            why = "memory that its owner, another process, has freed";
         } else if (address - base + bytes > memory->bytes) {
             why = "bytes behind the end of an allocation";
         } else {

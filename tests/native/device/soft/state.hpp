@@ -1,6 +1,7 @@
 // What the software device knows, and the one lock over all of it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -50,6 +51,20 @@ struct Module {
     std::string text;
 };
 
+// What processes that share an allocation know of it: a page behind its bytes, in the same memfd.
+struct SharedPage {
+    uint64_t secret = 0;
+    std::atomic<uint64_t> freed{0};  // by its owner
+};
+
+// Memory of another process, opened by its handle.
+struct Opened {
+    int process = -1;  // its owner, as a pidfd
+    int count = 0;     // how often it was opened, less how often closed
+    uint64_t secret = 0;
+    bool owner_ended() const;
+};
+
 // Device memory is one memfd in two mappings: the address that callers get has no access, so that a CPU that
 // touches it faults and a system call answers EFAULT, as with a card's; the device uses the other one.
 struct CardMemory {
@@ -57,6 +72,12 @@ struct CardMemory {
     char* hidden = nullptr;
     int card = 0;
     bool adopted = false;  // `hidden` is the memory of a test, which frees it
+    int fd = -1;           // of the memfd, -1: of opened and adopted memory
+    std::shared_ptr<Opened> opened = nullptr;
+
+    static uint64_t mapped(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096 + 4096; }
+    SharedPage& page() const { return *reinterpret_cast<SharedPage*>(hidden + mapped(bytes) - 4096); }
+    void unmap(uint64_t address) const;
 };
 struct HostMemory {
     uint64_t bytes = 0;
@@ -70,11 +91,12 @@ class State {
 
     Policy policy = Policy::kLate;
     std::mt19937_64 random;
-    int cards = 1, version = 12080, capability = 90;
+    int cards = 1, first_card = 0, version = 12080, capability = 90;
     std::set<std::string> hidden_names;
     uint64_t card_limit = UINT64_MAX, pinned_limit = UINT64_MAX;
     bool initialised = false;
     int broken = 0;
+    int owner_ended = 0;  // what copies of memory answer whose owner has ended, 0: they work
     int hang_in = 0, die_in = 0, die_code = 0;
     struct Failure {
         int left, code;
@@ -98,7 +120,7 @@ class State {
     void reset(Policy policy, uint64_t seed);
     void violation(const std::string& what);
 
-    // Memory as the device `card` sees it; null, and a violation, where it may not.
+    // Memory as the device `card` sees it, -1: a copy of any; null, and a violation, where it may not.
     char* reach(uint64_t address, uint64_t bytes, bool write, int card);
     const CardMemory* find_card(uint64_t address, uint64_t* base) const;
     const HostMemory* find_host(uint64_t address, uint64_t* base) const;

@@ -1,5 +1,6 @@
 // The driver: copies, modules and kernels.
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -11,17 +12,35 @@ using namespace moonpool::device;
 
 namespace {
 
-// The copy of one range. early: its source was read when it was queued.
-std::function<void()> copy_step(uint64_t to, uint64_t from, size_t bytes, int card, bool early) {
+// What copies of these addresses come to because a process has ended whose memory one of them is, 0: nothing.
+int ended_owner(std::initializer_list<uint64_t> addresses) {
+    State& s = state();
+    for (uint64_t address : addresses) {
+        uint64_t base = 0;
+        const CardMemory* memory = s.owner_ended == 0 ? nullptr : s.find_card(address, &base);
+        if (memory != nullptr && memory->opened != nullptr && memory->opened->owner_ended()) {
+            return s.owner_ended;
+        }
+    }
+    return 0;
+}
+
+// The copy of one range, between any cards. early: its source was read when it was queued.
+std::function<void()> copy_step(uint64_t to, uint64_t from, size_t bytes, bool early) {
     std::shared_ptr<std::vector<char>> kept;
     if (early) {
-        const char* source = state().reach(from, bytes, false, card);
+        const char* source = state().reach(from, bytes, false, -1);
         if (source == nullptr) return [] {};
         kept = std::make_shared<std::vector<char>>(source, source + bytes);
     }
     return [=] {
-        char* target = state().reach(to, bytes, true, card);
-        const char* source = kept ? kept->data() : state().reach(from, bytes, false, card);
+        // One that is under way then ends the card for this process.
+        if (int code = ended_owner({to, from}); code != 0) {
+            state().broken = code;
+            return;
+        }
+        char* target = state().reach(to, bytes, true, -1);
+        const char* source = kept ? kept->data() : state().reach(from, bytes, false, -1);
         if (target != nullptr && source != nullptr) std::memcpy(target, source, bytes);
     };
 }
@@ -34,8 +53,9 @@ int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
     Call call("cuMemcpyAsync", kContext);
     if (call.code != 0) return call.code;
     if (!known(stream, "cuMemcpyAsync")) return kInvalidHandle;
+    if (int code = ended_owner({to, from}); code != 0) return code;
     Operation copy;
-    copy.steps.push_back(copy_step(to, from, bytes, stream->card, false));
+    copy.steps.push_back(copy_step(to, from, bytes, false));
     state().queue(stream, std::move(copy));
     return state().broken;
 }
@@ -51,10 +71,11 @@ int cuMemcpyBatchAsync(uint64_t* to, uint64_t* from, size_t* bytes, size_t count
     Operation copies;
     for (size_t i = 0; i < count; ++i) {
         if (bytes[i] == 0) return cu::kInvalidValue;
+        if (int code = ended_owner({to[i], from[i]}); code != 0) return code;
         bool any = attributes[0].source_order == 3;
         bool early =
             any && (s.policy == Policy::kEarly || (s.policy == Policy::kShuffled && s.below(2) == 0));
-        copies.steps.push_back(copy_step(to[i], from[i], bytes[i], stream->card, early));
+        copies.steps.push_back(copy_step(to[i], from[i], bytes[i], early));
     }
     s.queue(stream, std::move(copies));
     return s.broken;
