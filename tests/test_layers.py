@@ -52,9 +52,12 @@ CPP = {
     "core/directory": WIRE,
     "core/transport": TRANSPORT,
     "core/transport/loopback": ("transport", *TRANSPORT),
-    "core/transport/shm": ("transport", *TRANSPORT),
+    "core/transport/host": ("transport", *TRANSPORT),
+    "core/transport/shm": ("transport/host", "transport", *TRANSPORT),
+    "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
+        "transport/cuda_ipc",
         "transport/loopback",
         "transport/shm",
         "transport/tcp",

@@ -65,6 +65,7 @@ class Child : public Line {
     Child(const Child&) = delete;
 
     pid_t pid() const { return pid_; }
+    int fd() const { return fd_; }
     void kill() {
         ::kill(pid_, SIGKILL);
         reap();

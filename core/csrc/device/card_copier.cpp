@@ -118,8 +118,8 @@ void CardCopier::abandon(std::unique_ptr<Lane> lane) {
     collect();
 }
 
-void CardCopier::collect() {
-    if (device_->in_child()) return;
+bool CardCopier::collect() {
+    if (device_->in_child()) return false;
     std::vector<std::unique_ptr<Lane>> ended;  // ends outside of the lock: what it kept may end this object
     MutexLock lock(mutex_);
     for (size_t i = 0; i < abandoned_.size();) {
@@ -131,6 +131,7 @@ void CardCopier::collect() {
         ended.push_back(std::move(abandoned_[i]));
         abandoned_.erase(abandoned_.begin() + static_cast<std::ptrdiff_t>(i));
     }
+    return !abandoned_.empty();
 }
 
 }  // namespace moonpool::device

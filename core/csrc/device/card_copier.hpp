@@ -76,8 +76,9 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
     uint64_t ring_address() const { return ring_->address(); }
     uint64_t ring_bytes() const { return ring_->slot_bytes() * ring_->slots(); }
 
-    // Lets go of what copies kept that nobody waits for and that have ended. Never waits.
-    void collect();
+    // Lets go of what copies kept that nobody waits for and that have ended; -> whether others have not. Never
+    // waits.
+    bool collect();
 
     const std::shared_ptr<const Device>& device() const { return device_; }
     const DeviceFacts& facts() const { return device_->facts(); }

@@ -109,6 +109,7 @@ Status Engine::Core::start_transports() {
         .counters = counters,
         .deliver = [this](const std::string& peer,
                           std::span<const std::byte> message) { return deliver(peer, message); },
+        .card = [this](int ordinal) { return card(ordinal); },
         .loops = std::move(all),
         .waiters = waiters,
         .closing = closing,
@@ -248,22 +249,26 @@ bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
     return all;
 }
 
+Result<std::shared_ptr<device::CardCopier>> Engine::Core::card(int ordinal) {
+    MutexLock lock(cards_mutex);
+    std::shared_ptr<device::CardCopier>& card = cards[ordinal];
+    if (card != nullptr) return card;
+    Result<std::shared_ptr<device::CardCopier>> opened = device::CardCopier::open(ordinal);
+    if (opened) card = *opened;
+    return opened;
+}
+
 Result<transport::RegionMemory> Engine::Core::memory_of(const MemoryRef& memory) {
     transport::RegionMemory region;
     region.pinned = memory.kind == MemoryKind::kPinned;
     if (memory.kind != MemoryKind::kDevice) return region;
-    MutexLock lock(cards_mutex);
-    std::shared_ptr<device::CardCopier>& card = cards[memory.device];
-    if (card == nullptr) {
-        Result<std::shared_ptr<device::CardCopier>> opened = device::CardCopier::open(memory.device);
-        if (!opened) {
-            return Error{opened.error().code, "memory of CUDA card " + std::to_string(memory.device) +
-                                                  " is not registered: " + opened.error().text};
-        }
-        card = std::move(*opened);
+    Result<std::shared_ptr<device::CardCopier>> opened = card(memory.device);
+    if (!opened) {
+        return Error{opened.error().code, "memory of CUDA card " + std::to_string(memory.device) +
+                                              " is not registered: " + opened.error().text};
     }
     region.kind = MemoryKind::kDevice;
-    region.card = card;
+    region.card = std::move(*opened);
     return region;
 }
 

@@ -42,7 +42,7 @@ void CardBatch::add(const Piece& piece) {
     if (staged(piece)) staged_bytes_ += piece.bytes;
 }
 
-Status CardBatch::run(Tally& tally) {
+Status CardBatch::run(Tally& tally, const std::function<Status()>& sound) {
     if (pieces_.empty()) return success();
     if (staged_bytes_ != 0) {
         Result<device::RingSlot> slot = wait_for_slot(*copier_, job_);
@@ -70,6 +70,7 @@ Status CardBatch::run(Tally& tally) {
     Result<device::CardCopier::Running> running = copier_->start(copies, kept_);
     if (!running) return running.error();
     if (Status ended = wait_for_copies(*running, job_); !ended) return ended;
+    if (Status status = sound ? sound() : success(); !status) return status;
     for (size_t i = 0; i < pieces_.size(); ++i) {
         const Piece& piece = pieces_[i];
         if (!piece.to.reached) {

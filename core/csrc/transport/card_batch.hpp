@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -52,8 +53,9 @@ class CardBatch {
     void add(const Piece& piece);
     bool empty() const { return pieces_.empty(); }
 
-    // Moves what was added, and begins anew. After an error its slices wait for another path.
-    Status run(Tally& tally);
+    // Moves what was added, and begins anew. sound: asked when the copies have ended; with its error nothing
+    // of them counts as done. After an error the slices wait for another path.
+    Status run(Tally& tally, const std::function<Status()>& sound = nullptr);
 
    private:
     struct Kept {

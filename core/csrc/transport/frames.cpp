@@ -12,6 +12,17 @@ void copy_bytes(std::array<uint8_t, N>& out, std::string_view bytes) {
     if (bytes.size() == N) std::memcpy(out.data(), bytes.data(), N);
 }
 
+void encode(Writer& w, const HostOffer& offer) {
+    w.text16(offer.socket);
+    w.bytes(offer.cookie.data(), offer.cookie.size());
+}
+HostOffer decode_offer(Reader& r) {
+    HostOffer offer;
+    offer.socket = r.text16();
+    copy_bytes(offer.cookie, r.bytes(offer.cookie.size()));
+    return offer;
+}
+
 }  // namespace
 
 std::vector<std::byte> encode_welcome(const PeerInfo& info) {
@@ -23,8 +34,8 @@ std::vector<std::byte> encode_welcome(const PeerInfo& info) {
     w.text16(info.name);
     w.text16(info.host_id);
     w.text16(info.boot_id);
-    w.text16(info.shm_socket);
-    w.bytes(info.shm_cookie.data(), info.shm_cookie.size());
+    encode(w, info.shm);
+    encode(w, info.cuda_ipc);
     return out;
 }
 
@@ -37,8 +48,8 @@ std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body) {
     info.name = r.text16();
     info.host_id = r.text16();
     info.boot_id = r.text16();
-    info.shm_socket = r.text16();
-    copy_bytes(info.shm_cookie, r.bytes(info.shm_cookie.size()));
+    info.shm = decode_offer(r);
+    if (!r.done()) info.cuda_ipc = decode_offer(r);  // engines of the version before end here
     // A later version may append fields.
     if (!r.ok() || version == 0 || info.name.size() > kNameBytesMax) return std::nullopt;
     return info;

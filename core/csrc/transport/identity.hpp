@@ -17,6 +17,12 @@ struct Identity {
     std::string boot_id;  // empty: the kernel does not tell it
 };
 
+// What a transport of one host says in the handshake: where initiators prove themselves.
+struct HostOffer {
+    std::string socket;  // abstract Unix socket, empty: none
+    std::array<uint8_t, 32> cookie{};
+};
+
 // What a peer's engine says of itself in the handshake. What its transports need of it they fill in by
 // Transport::offer().
 struct PeerInfo {
@@ -26,8 +32,8 @@ struct PeerInfo {
     SegmentId segment{};
     std::string host_id;
     std::string boot_id;
-    std::string shm_socket;  // abstract Unix socket, empty: none
-    std::array<uint8_t, 32> shm_cookie{};
+    HostOffer shm;
+    HostOffer cuda_ipc;
 };
 
 // "" where the kernel does not tell: then no two processes are on one host.

@@ -45,6 +45,8 @@ struct Context {
     std::shared_ptr<RegionTable> regions;
     Counters& counters;  // of the engine, over all transports
     std::function<Status(const std::string& peer, std::span<const std::byte> message)> deliver;
+    // What copies to and from the card of that ordinal; an error: why there is none.
+    std::function<Result<std::shared_ptr<device::CardCopier>>(int ordinal)> card;
     std::vector<EventLoop*> loops;     // at least one: they serve peers and carry posted jobs
     Workers& waiters;                  // threads that may wait for the network
     const std::atomic<bool>& closing;  // the engine's

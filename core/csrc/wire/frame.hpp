@@ -63,6 +63,7 @@ enum class Kind : uint8_t {
     kEngineFence = 52,     // what came by that other connection is not to be written any more
     kShmOpen = 53,         // over the Unix socket: proves the host, answers with the gate's descriptor
     kShmMap = 54,          // over the Unix socket: the descriptor of one region's memory
+    kCudaRegions = 55,     // over the Unix socket: the handles of memory of cards
 };
 inline constexpr uint16_t kFlagAnswer = 1;
 inline constexpr uint16_t kFlagOneWay = 2;

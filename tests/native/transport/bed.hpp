@@ -42,10 +42,31 @@ inline std::vector<std::string> transports_here() {
     return names;
 }
 
+// Over CUDA IPC the memory of the engine "there" is a card's, whatever kind a test asks for.
+inline Bed*& cards_there() {
+    static Bed* bed = nullptr;
+    return bed;
+}
+
 inline void each_transport(const std::function<void(const std::string&)>& body) {
     for (const std::string& transport : transports_here()) {
         CAPTURE(transport);
+        if (transport != "cuda_ipc") {
+            body(transport);
+            continue;
+        }
+        Bed bed(Policy::kShuffled, 78);
+        cards_there() = &bed;
         body(transport);
+        cards_there() = nullptr;
+        bed.end();
+    }
+}
+// Of tests about memory of the host.
+inline void each_host_transport(const std::function<void(const std::string&)>& body) {
+    for (const std::string& transport : transports_here()) {
+        CAPTURE(transport);
+        if (transport != "cuda_ipc") body(transport);
     }
 }
 
@@ -60,6 +81,7 @@ inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {
 class Memory {
    public:
     Memory(Engine& engine, size_t size, MemoryKind kind) : engine_(engine), size_(size) {
+        if (cards_there() != nullptr && engine.name() == "there") kind = MemoryKind::kDevice;
         if (kind == MemoryKind::kHostArena) {
             arena_ = *engine.allocate(size, "cpu:0");
             data_ = arena_->data();
@@ -131,6 +153,8 @@ inline void each_kinds(const std::string& transport,
          {Sides{kHostArena, kHostArena}, Sides{kHost, kHost}, Sides{kDevice, kDevice, Policy::kShuffled},
           Sides{kDevice, kHost}, Sides{kHostArena, kDevice, Policy::kEarly}}) {
         if (transport == "shm" && sides.theirs == kDevice) continue;  // another path's
+        if (transport == "cuda_ipc" && sides.theirs != kDevice) continue;
+        if (cards_there() != nullptr) cards_there()->device.reset();  // each has a software device of its own
         CAPTURE(kind_name(sides.mine));
         CAPTURE(kind_name(sides.theirs));
         if (sides.mine != kDevice && sides.theirs != kDevice) {

@@ -280,7 +280,7 @@ void seeded(uint64_t frame, size_t batches, uint64_t salt) {
     for (MemoryKind kind : {MemoryKind::kHost, MemoryKind::kHostArena}) {
         std::vector<std::string> verdicts;
         size_t large = 0;
-        each_transport([&](const std::string& transport) {
+        each_host_transport([&](const std::string& transport) {
             Random random(salt + static_cast<uint64_t>(kind));  // the same batches for each
             Ground ground(transport, frame, kind);
             for (size_t i = 0; i < batches / 2; ++i) {
@@ -312,7 +312,7 @@ TEST_CASE("batches: the same with frames as long as they are") {
 }
 
 TEST_CASE("batches: a refused slice larger than the window does not move those behind it") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         for (Direction direction : {Direction::kRead, Direction::kWrite}) {
             constexpr uint64_t kUnit = 32 << 10;
             EngineOptions options = engine_options("here", transport);
@@ -354,7 +354,7 @@ TEST_CASE("batches: a refused slice larger than the window does not move those b
 }
 
 TEST_CASE("batches: reads that share a destination are done, whichever of them is refused") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         Pair pair(transport);
         Memory mine(*pair.here, kMiB, MemoryKind::kHost), theirs(*pair.there, kMiB, MemoryKind::kHostArena);
         std::memset(theirs.data(), 0x77, kMiB);
@@ -373,7 +373,7 @@ TEST_CASE("batches: reads that share a destination are done, whichever of them i
 }
 
 TEST_CASE("batches: a slice over two registrations that touch is refused, wherever frames end") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         Pair pair(transport);
         constexpr uint64_t kFrame = transport::tcp::kFrameBytes;
         Pages there(4 * kFrame);
@@ -397,7 +397,7 @@ TEST_CASE("batches: a slice over two registrations that touch is refused, wherev
 }
 
 TEST_CASE("batches: a region that is closed on the way takes its own slices with it, no others") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         Random random(720);
         constexpr uint64_t kFrame = 4096, kDies = 400 * kFrame, kStays = 40 * kFrame;
         EngineOptions options = engine_options("here", transport);

@@ -177,7 +177,7 @@ TEST_CASE("transport: a local range must be registered") {
 }
 
 TEST_CASE("transport: memory that the CPU may not touch is refused, and no peer can end the process by it") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         Pair pair(transport);
         Memory mine(*pair.here, 2 * kMiB, MemoryKind::kHostArena);
         constexpr size_t kPage = 4096;
@@ -221,7 +221,7 @@ TEST_CASE("transport: memory that the CPU may not touch is refused, and no peer 
 }
 
 TEST_CASE("transport: pages that their owner took away without a word cost the slices that need them") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         if (transport == "loopback") return;  // in one process a copy touches them
         Pair pair(transport);
         constexpr size_t kSize = 4 * kMiB;
@@ -279,7 +279,7 @@ TEST_CASE("transport: regions registered later are found, deregistered ones are 
 }
 
 TEST_CASE("transport: memory is free once deregister has returned, whoever is at work on it") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         for (bool local : {false, true}) {
             CAPTURE(local);
             Pair pair(transport);
@@ -453,7 +453,7 @@ TEST_CASE("transport: many threads at once, each with its own ranges") {
 }
 
 TEST_CASE("transport: a peer that closes in the middle ends the transfer, not the caller") {
-    each_transport([](const std::string& transport) {
+    each_host_transport([](const std::string& transport) {
         Pair pair(transport);
         constexpr size_t kSize = 8 * kMiB;
         Memory mine(*pair.here, kSize, MemoryKind::kHostArena);

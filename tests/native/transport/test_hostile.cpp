@@ -237,13 +237,13 @@ TEST_CASE("hostile: random bytes on the Unix socket, and a cookie that was guess
         Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
         sockaddr_un address{};
         address.sun_family = AF_UNIX;
-        std::memcpy(address.sun_path + 1, info.shm_socket.data(), info.shm_socket.size());
-        auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + info.shm_socket.size());
+        std::memcpy(address.sun_path + 1, info.shm.socket.data(), info.shm.socket.size());
+        auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + info.shm.socket.size());
         REQUIRE(::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
         std::vector<std::byte> bytes, body;
         body.reserve(1024);
         Writer w(body);
-        if (round != 0) w.bytes(info.shm_cookie.data(), info.shm_cookie.size());
+        if (round != 0) w.bytes(info.shm.cookie.data(), info.shm.cookie.size());
         if (round == 0) body.resize(32);
         w.text16(info.host_id);
         w.text16(info.boot_id);

@@ -1,5 +1,6 @@
 #include "transport/registry/registry.hpp"
 
+#include "transport/cuda_ipc/transport.hpp"
 #include "transport/loopback/transport.hpp"
 #include "transport/shm/transport.hpp"
 #include "transport/tcp/transport.hpp"
@@ -21,6 +22,7 @@ std::unique_ptr<Transport> make(const Context& context) {
 constexpr Factory kTransports[] = {
     {"loopback", everywhere, make<loopback::Transport>},
     {"shm", shm::Transport::viable, make<shm::Transport>},
+    {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>},
     {"tcp", everywhere, make<tcp::Transport>},
 };
 

@@ -1,20 +1,18 @@
 // The initiator's half of shared memory: proves that the peer is on this host, learns its regions, and
 // moves slices by copies and process_vm calls.
 //
-// Threads: run() on the caller's thread or one of the engine's copying threads, several at a time; the
-// watch on an I/O thread. Nothing waits for the peer, but for open() and a refresh of the view.
+// Threads: run() on the caller's thread or one of the engine's copying threads, several at a time. Nothing waits for the peer, but for open() and a refresh of the view.
 //
-// Between two calls: gate_, pid_, path_ and regions_question_ are set by open() and never change. view_ is
+// Between two calls: client_, path_ and regions_question_ are set by open() and never change. view_ is
 // the peer's list of regions of one generation, never changed once it is there: a thread takes a reference
 // and keeps it for its job. No thread is inside the gate or a local region except in the middle of
-// Carrier::run(), and there for kAccessBytesMax at a time. Once alive_ is false the peer has ended, and no
+// Carrier::run(), and there for kAccessBytesMax at a time. Once alive() is false the peer has ended, and no
 // memory of it is touched.
 //
-// Locks: mutex_ (the socket) before view_mutex_ (which view is the newest; held for a copy of a pointer).
+// Locks: mutex_ (the refresh) before view_mutex_ (which view is the newest; held for a copy of a pointer).
 #include "transport/shm/link.hpp"
 
 #include <fcntl.h>
-#include <sys/epoll.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 
@@ -24,8 +22,6 @@
 #include <optional>
 
 #include "base/copy.hpp"
-#include "transport/shm/unix_frame.hpp"
-#include "wire/dial.hpp"
 
 namespace moonpool::transport::shm {
 
@@ -40,31 +36,6 @@ Error lost() { return Error{Code::kUnavailable, "the peer's process is gone"}; }
 
 }  // namespace
 
-socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
-    address = {};
-    address.sun_family = AF_UNIX;
-    size_t size = std::min(name.size(), sizeof(address.sun_path) - 1);
-    std::memcpy(address.sun_path + 1, name.data(), size);
-    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
-}
-
-// Tells the link when the peer's end of the socket has closed. The kernel closes it after the last of the
-// peer's threads has left its last system call, so nothing of the peer runs any more.
-class Link::Watch final : public EventHandler {
-   public:
-    Watch(std::shared_ptr<std::atomic<bool>> alive, Fd fd) : alive_(std::move(alive)), fd_(std::move(fd)) {}
-    int fd() const { return fd_.get(); }
-    bool on_events(uint32_t) override {
-        alive_->store(false);
-        return false;
-    }
-
-   private:
-    std::shared_ptr<std::atomic<bool>> alive_;
-    Fd fd_;
-    ClosedInChildren closed_in_children_{fd_};
-};
-
 const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
     auto it = std::ranges::upper_bound(places, address, {}, [](const Place& p) { return p.row.address; });
     if (it == places.begin()) return nullptr;
@@ -73,82 +44,38 @@ const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
 }
 
 Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
-    if (peer.shm_socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
-    // Claims only, which save the attempt. The proof is the descriptor that comes through the socket.
-    if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {
-        return Error{Code::kUnavailable, "the peer is on another host (" +
-                                             (peer.boot_id != self.boot_id ? std::string("another boot id")
-                                                                           : "host_id " + peer.host_id) +
-                                             ")"};
-    }
-    MutexLock lock(mutex_);
-    fd_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!fd_.valid()) return os_error("socket");
-    set_socket_timeouts(fd_.get(), timeout_ms);
-    sockaddr_un address;
-    socklen_t size = abstract_address(peer.shm_socket, address);
-    if (::connect(fd_.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
-        return Error{Code::kUnavailable, std::string("the peer's socket is not in this network namespace (") +
-                                             std::strerror(errno) + ")"};
-    }
-    std::vector<std::byte> question, answer;
-    question.reserve(1024);
-    begin_frame(question, Kind::kShmOpen, 0, next_request_);
-    Writer w(question);
-    w.bytes(peer.shm_cookie.data(), peer.shm_cookie.size());
-    w.text16(self.host_id);
-    w.text16(self.boot_id);
-    Fd passed;
-    if (Status status = ask(question, answer, &passed); !status) return status;
-    Reader r(answer);
-    auto nonce = r.number<uint64_t>();
-    auto page_address = r.number<uint64_t>();
-    if (!r.ok() || !passed.valid()) return Error{Code::kProtocol, "the peer passed no gate"};
-    Result<std::unique_ptr<Gate>> gate = Gate::open(passed.get());
-    if (!gate) return gate.error();
-    gate_ = std::move(*gate);
-    // The page that was passed here is the one that the peer writes to, also where a proxy stands between
-    // the two.
-    if (gate_->page().nonce != nonce) {
-        return Error{Code::kUnavailable, "the memory the peer passed is not the memory the peer sees"};
-    }
-    probe_process_vm(nonce, page_address);
-    path_ = "shm (process " + std::to_string(pid_) + ")";
+    if (peer.shm.socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
+    if (Status status = client_.open(peer.shm, peer, self, timeout_ms); !status) return status;
+    probe_process_vm();
+    path_ = "shm (process " + std::to_string(client_.process()) + ")";
     regions_question_ = regions_question(peer);
-    auto watch = std::make_shared<Watch>(alive_, Fd(::fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)));
-    loop_.post([&loop = loop_, watch] { loop.add(watch->fd(), EPOLLRDHUP, watch); });
     return success();
 }
 
 // Reads the gate's page out of the peer: the right process, and the kernel lets us.
-void Link::probe_process_vm(uint64_t nonce, uint64_t page_address) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid == 0) {
+void Link::probe_process_vm() {
+    if (client_.process() == 0) {
         no_process_vm_ = "the peer's process is in another pid namespace";
         return;
     }
-    pid_ = peer.pid;
     uint64_t seen = 0;
     iovec here{&seen, sizeof(seen)};
-    iovec there{reinterpret_cast<void*>(page_address), sizeof(seen)};
+    iovec there{reinterpret_cast<void*>(client_.page_address()), sizeof(seen)};
     // A pid that was reused, or that of another namespace, reads other bytes than the nonce or none at
     // all.
-    ssize_t n = ::process_vm_readv(pid_, &here, 1, &there, 1, 0);
+    ssize_t n = ::process_vm_readv(client_.process(), &here, 1, &there, 1, 0);
     if (n != sizeof(seen)) {
         no_process_vm_ =
             std::string("the kernel forbids process_vm_readv of the peer (") + std::strerror(errno) + ")";
-    } else if (seen != nonce) {
+    } else if (seen != client_.nonce()) {
         no_process_vm_ = "the peer's process has another number here";
     }
     process_vm_ = no_process_vm_.empty();
 }
 
-Link::~Link() { ::shutdown(fd_.get(), SHUT_RDWR); }  // ends the watch, and the peer's session
-
 bool Link::reaches(MemoryKind kind, std::string* why) const {
     std::string text;
-    if (!alive_->load() || gate_->page().closed.load() != 0) {
+    if (!client_.alive()) {
         text = lost().text;
     } else if (kind == MemoryKind::kHost && !process_vm_) {
         text = no_process_vm_.empty() ? kForbidden : no_process_vm_;
@@ -159,27 +86,11 @@ bool Link::reaches(MemoryKind kind, std::string* why) const {
     return text.empty();
 }
 
-Status Link::ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed) {
-    finish_frame(question, 0);
-    uint64_t id = next_request_++;
-    if (Status status = send_frame(fd_.get(), question); !status) return status;
-    FrameHeader header;
-    if (Status status = receive_frame(fd_.get(), header, answer, kControlBytesMax, passed); !status) {
-        return status;
-    }
-    Reader body(answer);
-    if (header.kind == Kind::kError) return read_error(body);
-    if (header.request_id != id) return Error{Code::kProtocol, "an answer does not fit its question"};
-    return success();
-}
-
 Result<std::shared_ptr<Mapping>> Link::map(const RegionRow& row) {
     std::vector<std::byte> question, answer;
-    question.reserve(1024);
-    begin_frame(question, Kind::kShmMap, 0, next_request_);
     Writer(question).number(row.id);
     Fd passed;
-    if (Status status = ask(question, answer, &passed); !status) return status.error();
+    if (Status status = client_.ask(Kind::kShmMap, question, answer, &passed); !status) return status.error();
     struct stat info {};
     int seals = passed.valid() ? ::fcntl(passed.get(), F_GET_SEALS) : -1;
     // Memory that could shrink under a reader would kill it.
@@ -208,11 +119,10 @@ Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
         MutexLock inner(view_mutex_);
         if (view_ != old) return view_;  // another thread has just asked
     }
-    std::vector<std::byte> question, answer;
-    question.reserve(1024);
-    begin_frame(question, Kind::kEngineRegions, 0, next_request_);
-    Writer(question).bytes(regions_question_.data(), regions_question_.size());
-    if (Status status = ask(question, answer, nullptr); !status) return status.error();
+    std::vector<std::byte> answer;
+    if (Status status = client_.ask(Kind::kEngineRegions, regions_question_, answer, nullptr); !status) {
+        return status.error();
+    }
     Reader r(answer);
     auto next = std::make_shared<View>();
     next->generation = r.number<uint64_t>();
@@ -255,7 +165,7 @@ class Link::Carrier {
         }
         if (Status status = flush(); !status) return status;
         leave();
-        if (!link_.alive_->load()) return lost();
+        if (!link_.client_.alive()) return lost();
         if (job_.waiting == 0) return success();
         std::string why;
         // Slices are left that this path cannot carry; the sentence says why.
@@ -343,10 +253,9 @@ class Link::Carrier {
         if (Status status = flush(); !status) return status;
         leave();
         for (int round = 0; round < kRefreshesMax; ++round) {
-            if (!link_.alive_->load()) return lost();
-            if (link_.gate_->page().closed.load() != 0) return lost();
+            if (!link_.client_.alive()) return lost();
             // The gate refuses a view that is older than the peer's last deregistration.
-            pass_.emplace(*link_.gate_, view_->generation);
+            pass_.emplace(*link_.client_.gate(), view_->generation);
             if (pass_->open()) return success();
             pass_.reset();
             if (Status status = refresh(); !status) return status;
@@ -374,8 +283,8 @@ class Link::Carrier {
         size_t at = 0;
         while (at < local_.size()) {
             auto count = static_cast<unsigned long>(local_.size() - at);
-            ssize_t n = write_ ? ::process_vm_writev(link_.pid_, &local_[at], count, &remote_[at], count, 0)
-                               : ::process_vm_readv(link_.pid_, &local_[at], count, &remote_[at], count, 0);
+            ssize_t n = write_ ? ::process_vm_writev(link_.client_.process(), &local_[at], count, &remote_[at], count, 0)
+                               : ::process_vm_readv(link_.client_.process(), &local_[at], count, &remote_[at], count, 0);
             if (n > 0) {
                 auto left = static_cast<size_t>(n);
                 while (at < local_.size() && left >= local_[at].iov_len) {
@@ -434,7 +343,7 @@ class Link::Carrier {
     Tally tally_;
     std::shared_ptr<const View> view_;
     const Place* place_ = nullptr;
-    std::optional<Pass> pass_;
+    std::optional<host::Pass> pass_;
     Visit here_;
     uint64_t held_ = 0;
     bool refreshed_ = false;

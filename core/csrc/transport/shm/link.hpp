@@ -1,13 +1,7 @@
 // A peer on this host: its kHostArena memory is mapped here and copied by the calling thread; its kHost
 // memory is moved by process_vm_readv and process_vm_writev, many ranges in one call, where the kernel
 // permits that.
-//
-// That both are on one host is proved, never guessed: the same boot id, the same host_id, a descriptor passed
-// through a socket of this network namespace, and the nonce in the page behind it.
 #pragma once
-
-#include <sys/socket.h>
-#include <sys/un.h>
 
 #include <memory>
 #include <vector>
@@ -17,19 +11,15 @@
 #include "transport/counters.hpp"
 #include "transport/frames.hpp"
 #include "transport/link.hpp"
-#include "transport/shm/gate.hpp"
+#include "transport/host/client.hpp"
 
 namespace moonpool::transport::shm {
 
-// The sockaddr of a name in the abstract namespace; its length.
-socklen_t abstract_address(const std::string& name, sockaddr_un& address);
-
 class Link final : public transport::Link {
    public:
-    Link(EventLoop& loop, TransportCounters& counters) : loop_(loop), counters_(counters) {}
-    ~Link() override;
+    Link(EventLoop& loop, TransportCounters& counters) : counters_(counters), client_(loop) {}
 
-    // Once, before all else: proves that the peer is on this host, and opens its gate.
+    // Once, before all else.
     Status open(const PeerInfo& peer, const Identity& self, int timeout_ms);
 
     std::string path() const override { return path_; }
@@ -48,28 +38,20 @@ class Link final : public transport::Link {
         std::vector<Place> places;  // sorted by address
         const Place* find(uint64_t address, uint64_t bytes) const;
     };
-    class Watch;
     class Carrier;
 
-    void probe_process_vm(uint64_t nonce, uint64_t page_address) REQUIRES(mutex_);
+    void probe_process_vm();
     Result<std::shared_ptr<const View>> view(bool fresh);
     Result<std::shared_ptr<Mapping>> map(const RegionRow& row) REQUIRES(mutex_);
-    Status ask(std::vector<std::byte>& question, std::vector<std::byte>& answer, Fd* passed) REQUIRES(mutex_);
 
-    EventLoop& loop_;
     TransportCounters& counters_;
     std::string path_;
     std::vector<std::byte> regions_question_;
-    std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);
-    std::unique_ptr<Gate> gate_;
-    pid_t pid_ = 0;
+    host::Client client_;
     std::string no_process_vm_;  // why kHost memory is out of reach, empty: it is not
     std::atomic<bool> process_vm_{false};
 
-    Mutex mutex_;  // the socket, and the refresh of the view; before view_mutex_
-    Fd fd_ GUARDED_BY(mutex_);
-    ClosedInChildren closed_in_children_{fd_};
-    uint64_t next_request_ GUARDED_BY(mutex_) = 1;
+    Mutex mutex_;  // the refresh of the view; before view_mutex_
     Mutex view_mutex_;
     std::shared_ptr<const View> view_ GUARDED_BY(view_mutex_);
 };

@@ -12,8 +12,7 @@ std::string Transport::viable(const Context& context) {
 }
 
 void Transport::offer(PeerInfo& self) const {
-    self.shm_socket = target_.socket();
-    self.shm_cookie = target_.cookie();
+    self.shm = {.socket = target_.socket(), .cookie = target_.cookie()};
 }
 
 Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer,

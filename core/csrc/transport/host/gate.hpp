@@ -17,7 +17,7 @@
 
 #include "memory/mapping.hpp"
 
-namespace moonpool::transport::shm {
+namespace moonpool::transport::host {
 
 inline constexpr size_t kGateSlots = 64;  // threads of the initiator that are inside at one time
 
@@ -49,6 +49,7 @@ class Gate {
     void revoke(uint64_t generation) { page().generation.store(generation); }
     void close() { page().closed.store(1); }
     bool drained(uint64_t generation) const;
+    bool occupied() const;  // by any generation
 
    private:
     Fd fd_;
@@ -72,4 +73,4 @@ class Pass {
     std::atomic<uint64_t>* slot_ = nullptr;
 };
 
-}  // namespace moonpool::transport::shm
+}  // namespace moonpool::transport::host

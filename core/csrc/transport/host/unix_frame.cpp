@@ -1,11 +1,11 @@
-#include "transport/shm/unix_frame.hpp"
+#include "transport/host/unix_frame.hpp"
 
 #include <sys/socket.h>
 
 #include <cerrno>
 #include <cstring>
 
-namespace moonpool::transport::shm {
+namespace moonpool::transport::host {
 
 Status send_frame(int fd, const std::vector<std::byte>& frame, int passed) {
     size_t sent = 0;
@@ -78,4 +78,4 @@ Status receive_frame(int fd, FrameHeader& header, std::vector<std::byte>& body, 
     return receive(fd, body.data(), body.size(), passed);
 }
 
-}  // namespace moonpool::transport::shm
+}  // namespace moonpool::transport::host

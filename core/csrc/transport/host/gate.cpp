@@ -1,15 +1,16 @@
-#include "transport/shm/gate.hpp"
+#include "transport/host/gate.hpp"
 
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "wire/auth.hpp"
 
-namespace moonpool::transport::shm {
+namespace moonpool::transport::host {
 
 Result<std::unique_ptr<Gate>> Gate::create(uint64_t generation) {
     auto gate = std::make_unique<Gate>();
@@ -50,6 +51,10 @@ bool Gate::drained(uint64_t generation) const {
     return true;
 }
 
+bool Gate::occupied() const {
+    return std::ranges::any_of(page().slots, [](const auto& slot) { return slot.inside.load() != 0; });
+}
+
 Pass::Pass(Gate& gate, uint64_t generation) {
     GatePage& page = gate.page();
     static thread_local size_t favourite = 0;  // uncontended but for the first time
@@ -65,4 +70,4 @@ Pass::Pass(Gate& gate, uint64_t generation) {
     if (page.generation.load() != generation || page.closed.load() != 0) leave();
 }
 
-}  // namespace moonpool::transport::shm
+}  // namespace moonpool::transport::host

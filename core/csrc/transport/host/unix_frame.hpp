@@ -8,7 +8,7 @@
 #include "base/result.hpp"
 #include "wire/frame.hpp"
 
-namespace moonpool::transport::shm {
+namespace moonpool::transport::host {
 
 // Sends a whole frame, `passed` riding on its first byte (-1: none).
 Status send_frame(int fd, const std::vector<std::byte>& frame, int passed = -1);
@@ -17,4 +17,4 @@ Status send_frame(int fd, const std::vector<std::byte>& frame, int passed = -1);
 Status receive_frame(int fd, FrameHeader& header, std::vector<std::byte>& body, uint32_t bytes_max,
                      Fd* passed);
 
-}  // namespace moonpool::transport::shm
+}  // namespace moonpool::transport::host

@@ -1,0 +1,285 @@
+// The serving half of shared memory: hands gates and answers to initiators of this host, and takes the gates
+// back.
+//
+// Threads: Listener and Session on the I/O thread of `loop_`; revoke(), drained() and close() on any. The
+// bytes of transfers pass none of them: an initiator moves them by itself.
+//
+// Between two calls: gates_ has the gate of every session that has opened. A session takes its own out when its
+// socket closes, so a process that died is inside of nothing. Where a device works for the initiator
+// (`outlives_socket`), a gate whose slots are in use stays until they are free or the process has ended: the
+// kernel ends a process only when the devices that it had opened have let go of it. generation_ only
+// grows, and every gate has it. A region is out of the table before revoke() is called: a list that is
+// made afterwards, with the new generation, does not name it.
+//
+// Locks: mutex_ alone. The answer to an open is sent with it held: the socket's buffer takes it at once.
+#include "transport/host/server.hpp"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/hmac.hpp"
+#include "transport/frames.hpp"
+#include "transport/host/unix_frame.hpp"
+#include "wire/auth.hpp"
+#include "wire/frame_reader.hpp"
+
+namespace moonpool::transport::host {
+
+namespace {
+
+constexpr uint32_t kFrameBytesMax = 4096;  // of a question
+constexpr size_t kBacklogBytesMax = 4u << 20;
+
+std::string hex(std::span<const uint8_t> bytes) {
+    static const char digits[] = "0123456789abcdef";
+    std::string text;
+    for (uint8_t byte : bytes) {
+        text.push_back(digits[byte >> 4]);
+        text.push_back(digits[byte & 15]);
+    }
+    return text;
+}
+
+bool has_ended(const Fd& process) {
+    pollfd asked{process.get(), POLLIN, 0};
+    return ::poll(&asked, 1, 0) == 1;
+}
+
+// Abstract sockets have no file permissions: any user of the network namespace may connect.
+bool same_user(int fd) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+    return peer.uid == ::geteuid() || peer.uid == 0;
+}
+
+// A pidfd; none where there is no such process in this namespace.
+Fd process_behind(int fd) {
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid == 0) return Fd();
+    return Fd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
+}
+
+}  // namespace
+
+socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
+    address = {};
+    address.sun_family = AF_UNIX;
+    size_t size = std::min(name.size(), sizeof(address.sun_path) - 1);
+    std::memcpy(address.sun_path + 1, name.data(), size);
+    return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
+}
+
+// One initiator's socket. It lives on the I/O thread; its gate goes when it ends.
+class Server::Session final : public EventHandler {
+   public:
+    Session(Server& server, Fd fd) : server_(server), fd_(std::move(fd)) {}
+    ~Session() override {
+        // Its gate goes with it, and with the gate the slots that the process may have left occupied.
+        if (id_ == 0) return;
+        MutexLock lock(server_.mutex_);
+        auto own = server_.gates_.find(id_);
+        own->second.left = true;
+        if (!own->second.process.valid() || !own->second.gate->occupied()) server_.gates_.erase(own);
+    }
+    int fd() const { return fd_.get(); }
+
+    bool on_events(uint32_t) override {
+        for (;;) {
+            std::span<std::byte> room = in_.room(4096);
+            ssize_t n = ::recv(fd_.get(), room.data(), room.size(), MSG_DONTWAIT);
+            if (n == 0) return false;
+            if (n < 0) {
+                if (errno == EINTR) continue;
+                return errno == EAGAIN;
+            }
+            in_.received(static_cast<size_t>(n));
+            if (!serve()) return false;
+        }
+    }
+
+   private:
+    bool serve() {
+        while (std::optional<FrameHeader> header = in_.header()) {
+            bool fits = !unfit(*header, kFrameBytesMax, "engine", "");
+            std::optional<Reader> body = fits ? in_.body(*header) : std::nullopt;
+            if (fits && !body) return true;
+            if (!fits || !answer(*header, *body)) {
+                server_.context_.counters.protocol_errors_total.fetch_add(1);
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool answer(const FrameHeader& header, Reader body) {
+        // Until the cookie was shown nothing else is answered.
+        if (header.kind == Kind::kShmOpen && id_ == 0) return open(header, body);
+        if (id_ == 0) return false;
+        std::vector<std::byte> answered;
+        Writer w(answered);
+        Result<Passed> passed = server_.answer_(header.kind, body, w);
+        if (!passed) {
+            // A question that breaks the format ends the session.
+            if (passed.error().code == Code::kProtocol) return false;
+            return refuse(header, passed.error().code, passed.error().text);
+        }
+        begin(header).bytes(answered.data(), answered.size());
+        return finish(passed->fd);
+    }
+
+    bool open(const FrameHeader& header, Reader body) {
+        std::string_view cookie = body.bytes(32);
+        std::string_view host_id = body.text16();
+        std::string_view boot_id = body.text16();
+        if (!body.done()) return false;
+        const Identity& self = server_.context_.identity;
+        auto bytes = std::span(reinterpret_cast<const uint8_t*>(cookie.data()), cookie.size());
+        if (!equal_constant_time(server_.cookie_, bytes)) {
+            return refuse(header, Code::kAuth, "the cookie of the handshake is wrong");
+        }
+        if (self.boot_id.empty() || boot_id != self.boot_id || host_id != self.host_id) {
+            return refuse(header, Code::kUnavailable, "the two processes are on different hosts");
+        }
+        MutexLock lock(server_.mutex_);
+        Entry entry;
+        if (server_.outlives_socket_) {
+            entry.process = process_behind(fd_.get());
+            if (!entry.process.valid()) {
+                return refuse(header, Code::kUnavailable,
+                              "the kernel does not name the peer's process here, as of another pid namespace");
+            }
+        }
+        if (server_.gates_.size() >= kSessionsMax) {
+            return refuse(header, Code::kTooLarge,
+                          "the engine already serves " + std::to_string(kSessionsMax) +
+                              " processes of this host, the limit");
+        }
+        Result<std::unique_ptr<Gate>> gate = Gate::create(server_.generation_);
+        if (!gate) return refuse(header, gate.error().code, gate.error().text);
+        std::shared_ptr<Gate> shared = std::move(*gate);
+        id_ = server_.next_session_++;
+        entry.gate = shared;
+        server_.gates_[id_] = std::move(entry);
+        Writer w = begin(header);
+        w.number(shared->page().nonce);
+        // Where the initiator looks into this process by process_vm_readv, to learn whether it may, and
+        // whether this is the process that it means.
+        w.number(reinterpret_cast<uint64_t>(&shared->page()));
+        return finish(shared->fd());
+    }
+
+    bool refuse(const FrameHeader& header, Code code, const std::string& text) {
+        FrameHeader error = header;
+        error.kind = Kind::kError;
+        Writer w = begin(error);
+        w.number(static_cast<uint16_t>(code));
+        w.text16(text);
+        return finish(-1);
+    }
+
+    Writer begin(const FrameHeader& header) {
+        out_.clear();
+        begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
+        return Writer(out_);
+    }
+    // An initiator asks one question at a time and reads the answer at once; the socket's buffer takes it, or
+    // the initiator is not one of ours.
+    bool finish(int passed) {
+        finish_frame(out_, 0);
+        return out_.size() <= kBacklogBytesMax && send_frame(fd_.get(), out_, passed).ok();
+    }
+
+    Server& server_;
+    Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
+    uint64_t id_ = 0;
+    FrameReader in_;
+    std::vector<std::byte> out_;
+};
+
+class Server::Listener final : public EventHandler {
+   public:
+    Listener(Server& server, Fd fd) : server_(server), fd_(std::move(fd)) {}
+    int fd() const { return fd_.get(); }
+
+    bool on_events(uint32_t) override {
+        for (int round = 0; round < 64; ++round) {
+            Fd fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+            if (!fd.valid()) return true;
+            if (!same_user(fd.get())) continue;
+            // Answers are sent blocking, so a reader that does not read is cut off soon.
+            timeval tv{0, 200000};
+            ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+            int number = fd.get();
+            server_.loop_.add(number, EPOLLIN, std::make_shared<Session>(server_, std::move(fd)));
+        }
+        return true;
+    }
+
+   private:
+    Server& server_;
+    Fd fd_;
+    ClosedInChildren closed_in_children_{fd_};
+};
+
+Server::Server(const Context& context, const std::string& name, bool outlives_socket, Answer answer)
+    : context_(context),
+      loop_(*context.loops.front()),
+      outlives_socket_(outlives_socket),
+      answer_(std::move(answer)),
+      socket_(name + hex(context.identity.segment)),
+      cookie_(random_nonce()) {}
+
+Server::~Server() { close(); }
+
+Status Server::start() {
+    Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (!fd.valid()) return os_error("socket");
+    sockaddr_un address{};
+    socklen_t size = abstract_address(socket_, address);
+    if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 || ::listen(fd.get(), 128) != 0) {
+        return os_error("listening on an abstract Unix socket");
+    }
+    auto listener = std::make_shared<Listener>(*this, std::move(fd));
+    loop_.post([this, listener] { loop_.add(listener->fd(), EPOLLIN, listener); });
+    return success();
+}
+
+uint64_t Server::revoke() {
+    MutexLock lock(mutex_);
+    ++generation_;
+    // With the lock, so that a gate made at this moment starts with the new generation.
+    for (auto& [id, entry] : gates_) entry.gate->revoke(generation_);
+    return generation_;
+}
+
+uint64_t Server::generation() {
+    MutexLock lock(mutex_);
+    return generation_;
+}
+
+bool Server::drained(uint64_t generation) {
+    MutexLock lock(mutex_);
+    std::erase_if(gates_, [](const auto& row) {
+        const Entry& entry = row.second;
+        return entry.left && (!entry.gate->occupied() || has_ended(entry.process));
+    });
+    return std::ranges::all_of(gates_, [&](const auto& row) { return row.second.gate->drained(generation); });
+}
+
+void Server::close() {
+    MutexLock lock(mutex_);
+    for (auto& [id, entry] : gates_) entry.gate->close();
+}
+
+}  // namespace moonpool::transport::host
