@@ -51,6 +51,7 @@ class DeviceMemory:
 
     def step_begins(self) -> None:
         """Nothing of the step is queued yet: loads of the step wait for what was queued so far."""
+        self._before = Unavailable("the point before the step is not known", operation="load")
         try:
             self._before = self.mark()
         except Error as error:

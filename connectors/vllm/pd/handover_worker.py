@@ -159,6 +159,8 @@ class HandoverWorker:
         """Carries out the part of the step that must precede any use of memory: leases, holds, refusals."""
         with self._lock:
             self._send(self._producer.begin(step.opens, step.ends))
+            if self._forwards is not None and self._forwards.is_lost:
+                self._send(self._producer.revoke())  # decode computes what it would wait for
             for hold in step.holds:
                 self._hold(hold)
             for request_id in step.drops:

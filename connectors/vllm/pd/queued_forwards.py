@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 from moonpool import _native
-from moonpool.core.errors import Error
 
 LOOK_S = 0.1  # how often the thread looks whether to end
 
@@ -20,11 +19,12 @@ class QueuedForwards:
     """
 
     def __init__(self, on_lost: Callable[[], object], log: logging.Logger) -> None:
-        """on_lost: called once when the card is lost; no function is called any more then."""
+        """on_lost: called once when the card is lost or a function raises; none is called any more then."""
         self._on_lost = on_lost
         self._log = log
         self._queue: queue.SimpleQueue[tuple[_native.Mark, Callable[[], object]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self.is_lost = False  # nothing is told any more
         self._thread = threading.Thread(target=self._run, name="moonpool-forwards", daemon=True)
         self._thread.start()
 
@@ -47,10 +47,8 @@ class QueuedForwards:
                         return
                 if self._closing.is_set():
                     return
-                try:
-                    call()
-                except Error as error:
-                    self._log.warning("moonpool: a hand-over was not told of a step: %s", error)
-        except Error as error:  # the card is lost
+                call()
+        except Exception as error:  # the card is lost, or of a step nothing can be told
             self._log.warning("moonpool: this engine hands nothing over any more: %s", error)
+            self.is_lost = True
             self._on_lost()

@@ -1,6 +1,7 @@
 #include "device/card_copier.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -12,7 +13,47 @@ namespace {
 constexpr auto kFirstPause = std::chrono::microseconds(5);
 constexpr auto kLongestPause = std::chrono::microseconds(100);
 
+// Those with copies that were given up. A child of fork() has a list of its own: the lock may be held for ever.
+struct Abandoning {
+    Mutex mutex;
+    uint64_t generation = fork_generation();
+    std::vector<std::weak_ptr<CardCopier>> copiers GUARDED_BY(mutex);
+};
+std::atomic<Abandoning*> abandoning_now{nullptr};
+
+Abandoning& abandoning() {
+    for (;;) {
+        Abandoning* known = abandoning_now.load();
+        if (known != nullptr && known->generation == fork_generation()) return *known;
+        auto* fresh = new Abandoning;
+        if (abandoning_now.compare_exchange_strong(known, fresh)) return *fresh;
+        delete fresh;
+    }
+}
+
 }  // namespace
+
+void CardCopier::collect_all() {
+    std::vector<std::shared_ptr<CardCopier>> copiers;
+    {
+        Abandoning& all = abandoning();
+        MutexLock lock(all.mutex);
+        std::erase_if(all.copiers, [](const auto& copier) { return copier.expired(); });
+        for (const auto& copier : all.copiers) copiers.push_back(copier.lock());
+    }
+    for (const auto& copier : copiers) {
+        if (copier != nullptr) (void)copier->collect();
+    }
+}
+
+Status CardCopier::wait_for_abandoned(Stream& stream) {
+    MutexLock lock(mutex_);
+    for (const auto& lane : abandoned_) {
+        if (!lane->recorded) continue;
+        if (Status waits = stream.wait_for(lane->ended); !waits) return waits;
+    }
+    return success();
+}
 
 Result<std::shared_ptr<CardCopier>> CardCopier::open(int ordinal, const RingOptions& ring) {
     Result<std::shared_ptr<Device>> device = Device::open(ordinal);
@@ -51,7 +92,8 @@ Result<CardCopier::Running> CardCopier::start(std::span<const Copy> copies, std:
     Result<std::unique_ptr<Lane>> lane = take_lane();
     if (!lane) return lane.error();
     (*lane)->kept = std::move(kept);
-    Status queued = (*lane)->stream.copy(copies, SourceOrder::kStream);
+    Status queued = wait_for_abandoned((*lane)->stream);
+    if (queued) queued = (*lane)->stream.copy(copies, SourceOrder::kStream);
     (*lane)->recorded = (*lane)->ended.record((*lane)->stream.handle()).ok();
     Running running(shared_from_this(), std::move(*lane));
     if (!queued) return queued.error();  // those that were queued run on, without a caller
@@ -115,7 +157,13 @@ void CardCopier::abandon(std::unique_ptr<Lane> lane) {
         MutexLock lock(mutex_);
         abandoned_.push_back(std::move(lane));
     }
-    collect();
+    {
+        Abandoning& all = abandoning();
+        MutexLock lock(all.mutex);
+        auto same = [this](const auto& known) { return known.lock().get() == this; };
+        if (std::ranges::none_of(all.copiers, same)) all.copiers.push_back(weak_from_this());
+    }
+    (void)collect();
 }
 
 bool CardCopier::collect() {

@@ -13,6 +13,7 @@
 // thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -66,12 +67,17 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
         std::unique_ptr<Lane> lane_;  // null: they have ended
     };
 
-    // Queues copies between memory of the card, of other cards and pinned memory. kept: stays until the last
+    // Queues copies behind those that nobody waits for any more, between memory of the card, of other cards and pinned memory. kept: stays until the last
     // has ended, also after an error.
     Result<Running> start(std::span<const Copy> copies, std::shared_ptr<void> kept);
 
     // A slot of the ring, which any card reaches. kTimeout: none came back; kUnavailable: the card is lost.
-    Result<RingSlot> take(int timeout_ms) { return ring_->take(timeout_ms); }
+    // own: for a transfer of this engine, which may hold it while it waits for a peer. Those have half of the
+    // ring, so that what peers ask for never waits for another peer.
+    Result<RingSlot> take(int timeout_ms, bool own = false) {
+        return ring_->take(timeout_ms, own ? &own_share_ : nullptr);
+    }
+    bool has_free_slot() const { return ring_->counts().free != 0; }
     uint64_t slot_bytes() const { return ring_->slot_bytes(); }
     uint64_t ring_address() const { return ring_->address(); }
     uint64_t ring_bytes() const { return ring_->slot_bytes() * ring_->slots(); }
@@ -79,21 +85,26 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
     // Lets go of what copies kept that nobody waits for and that have ended; -> whether others have not. Never
     // waits.
     bool collect();
+    // The same for every copier of this process: what one keeps may be another's, or no card's.
+    static void collect_all();
 
     const std::shared_ptr<const Device>& device() const { return device_; }
     const DeviceFacts& facts() const { return device_->facts(); }
 
    private:
     CardCopier(std::shared_ptr<const Device> device, std::unique_ptr<PinnedRing> ring)
-        : device_(std::move(device)), ring_(std::move(ring)) {}
+        : device_(std::move(device)), ring_(std::move(ring)), own_share_(std::max(ring_->slots() / 2, 1u)) {}
 
     Result<std::unique_ptr<Lane>> take_lane();
+    // What was given up may still run, and what comes after it must not be overwritten by it.
+    Status wait_for_abandoned(Stream& stream) EXCLUDES(mutex_);
     // -> whether its copies have ended; an error: the card is lost.
     Result<bool> ask(Lane& lane) const;
     void abandon(std::unique_ptr<Lane> lane);
 
     const std::shared_ptr<const Device> device_;
     std::unique_ptr<PinnedRing> ring_;
+    RingShare own_share_;
     Mutex mutex_;
     std::vector<std::unique_ptr<Lane>> idle_ GUARDED_BY(mutex_);
     std::vector<std::unique_ptr<Lane>> abandoned_ GUARDED_BY(mutex_);

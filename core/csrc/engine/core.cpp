@@ -112,6 +112,7 @@ Status Engine::Core::start_transports() {
         .card = [this](int ordinal) { return card(ordinal); },
         .loops = std::move(all),
         .waiters = waiters,
+        .card_waiters = card_waiters,
         .closing = closing,
         .options = {.token = options.token,
                     .interface = options.interface,
@@ -233,7 +234,8 @@ bool Engine::Core::settle(std::chrono::steady_clock::time_point end) {
     quiet = calls.load() == 0 && quiet;
     quiet = end_tickets(end) && quiet;  // of calls that were inside
     quiet = workers.stop(end) && quiet;
-    return waiters.stop(end) && quiet;
+    quiet = waiters.stop(end) && quiet;
+    return card_waiters.stop(end) && quiet;
 }
 
 // A ticket that runs at `end` is over for its callers. Its job is not: it keeps the regions that it holds.

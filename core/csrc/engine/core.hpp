@@ -66,7 +66,8 @@ struct Engine::Core {
         : options(std::move(o)),
           inbox(kEngineInboxMessagesMax, kEngineInboxBytesMax),
           workers(engine::kWorkersMax),
-          waiters(engine::kWorkersMax) {}
+          waiters(engine::kWorkersMax),
+          card_waiters(engine::kWorkersMax) {}
 
     EngineOptions options;
     ForkGuard fork;
@@ -96,6 +97,7 @@ struct Engine::Core {
     std::vector<std::unique_ptr<EventLoop>> loops;
     transport::Workers workers;  // copy
     transport::Workers waiters;  // wait for the network: dialling, dead peers, messages; no copy waits behind
+    transport::Workers card_waiters;  // what peers ask of cards: it waits for nothing of a peer
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
     std::unique_ptr<Listener> listener;
 

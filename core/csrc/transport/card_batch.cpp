@@ -16,13 +16,21 @@ constexpr uint64_t kBatchBytesMax = 64u << 20;  // so that a job that is stopped
 }  // namespace
 
 Status wait_for_copies(device::CardCopier::Running& copies, const Job& job) {
+    // A job that was cancelled, too: its caller may use the memory again when it has ended.
     return ask_until(
-        job.timeout_ms, "the card did not end its copies", [&] { return job.stopped(); },
+        job.timeout_ms, "the card did not end its copies", [&] { return job.closing->load(); },
         [&](int ms) { return copies.wait(ms); });
 }
 
 Result<device::RingSlot> wait_for_slot(device::CardCopier& copier, const Job& job) {
-    return take_slot(copier, job.timeout_ms, [&] { return job.stopped(); });
+    return take_slot(copier, job.timeout_ms, true, [&] { return job.stopped(); });
+}
+
+Status give_up(Job& job, std::span<const size_t> slices, Status why) {
+    for (size_t i : slices) {
+        if (job.is_waiting(i)) job.fail(i, why.error().code, why.error().text);
+    }
+    return why;
 }
 
 void CardBatch::begin() {
@@ -69,7 +77,11 @@ Status CardBatch::run(Tally& tally, const std::function<Status()>& sound) {
     }
     Result<device::CardCopier::Running> running = copier_->start(copies, kept_);
     if (!running) return running.error();
-    if (Status ended = wait_for_copies(*running, job_); !ended) return ended;
+    if (Status ended = wait_for_copies(*running, job_); !ended) {
+        std::vector<size_t> slices;
+        for (const Piece& piece : pieces_) slices.push_back(piece.slice);
+        return give_up(job_, slices, std::move(ended));
+    }
     if (Status status = sound ? sound() : success(); !status) return status;
     for (size_t i = 0; i < pieces_.size(); ++i) {
         const Piece& piece = pieces_[i];

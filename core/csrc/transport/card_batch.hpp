@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "device/card_copier.hpp"
@@ -24,6 +25,8 @@ namespace moonpool::transport {
 // The copies of a job that this thread waits for; an error when the job is stopped, the card is lost, or
 // nothing has moved for the job's timeout. The copies may go on then, and keep what they touch.
 Status wait_for_copies(device::CardCopier::Running& copies, const Job& job);
+// Fails slices whose copies may go on: no other path may move them, which could end before those do.
+Status give_up(Job& job, std::span<const size_t> slices, Status why);
 // A slot of the ring, waiting for it as long.
 Result<device::RingSlot> wait_for_slot(device::CardCopier& copier, const Job& job);
 

@@ -26,13 +26,13 @@ Status ask_until(int timeout_ms, const char* what, Stopped stopped, Ask ask) {
     }
 }
 
-// A slot of pinned memory, waiting for one to come back.
+// A slot of pinned memory, waiting for one to come back. own: see CardCopier::take.
 template <class Stopped>
-Result<device::RingSlot> take_slot(device::CardCopier& copier, int timeout_ms, Stopped stopped) {
+Result<device::RingSlot> take_slot(device::CardCopier& copier, int timeout_ms, bool own, Stopped stopped) {
     device::RingSlot taken;
     Status got =
         ask_until(timeout_ms, "no slot of pinned memory came back", stopped, [&](int ms) -> Result<bool> {
-            Result<device::RingSlot> slot = copier.take(ms);
+            Result<device::RingSlot> slot = copier.take(ms, own);
             if (!slot && slot.error().code == Code::kTimeout) return false;
             if (!slot) return slot.error();
             taken = std::move(*slot);

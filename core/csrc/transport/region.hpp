@@ -63,7 +63,7 @@ struct Region : RegionMemory {
     bool closing() const { return closing_.load(); }
     bool on_card() const { return card != nullptr; }
     bool drained() const {
-        if (card != nullptr) card->collect();
+        if (operations_.load() != 0) device::CardCopier::collect_all();
         return visits_.load() == 0 && operations_.load() == 0;
     }
 

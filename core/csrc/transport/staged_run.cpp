@@ -78,11 +78,15 @@ class StagedRun {
         while (status && job_.waiting != 0) {
             std::optional<Staged> next = cut();
             if (!next && !before) break;
-            if (next) status = begin(*next);
+            // A run that waits for a slot has none: else several would wait for one another's.
+            bool at_once = next && take_slot_now(*next);
+            if (next && at_once) status = begin(*next);
             if (before) {
                 Status ended = end(*before);
                 if (status) status = std::move(ended);
+                before.reset();
             }
+            if (next && !at_once && status) status = wait_and_begin(*next);
             before = std::move(next);
         }
         if (before) {  // after an error, too: it is under way
@@ -143,11 +147,24 @@ class StagedRun {
         return cut();
     }
 
-    Status begin(Staged& chunk) {
+    bool take_slot_now(Staged& chunk) {
+        Result<device::RingSlot> slot = chunk.copier->take(0, true);
+        if (!slot) return false;
+        use(chunk, std::move(*slot));
+        return true;
+    }
+    void use(Staged& chunk, device::RingSlot slot) {
+        chunk.memory = std::make_shared<ChunkMemory>(job_.regions);
+        chunk.memory->slot = std::move(slot);
+    }
+    Status wait_and_begin(Staged& chunk) {
         Result<device::RingSlot> slot = wait_for_slot(*chunk.copier, job_);
         if (!slot) return slot.error();
-        chunk.memory = std::make_shared<ChunkMemory>(job_.regions);
-        chunk.memory->slot = std::move(*slot);
+        use(chunk, std::move(*slot));
+        return begin(chunk);
+    }
+
+    Status begin(Staged& chunk) {
         chunk.arrived.assign(chunk.parts.size(), true);
         if (chunk.direction == Direction::kRead) {
             if (Status status = carry(chunk); !status) return status;
@@ -160,9 +177,9 @@ class StagedRun {
             Region& local = *job_.locals[part.slice];
             if (!chunk.arrived[k] || !job_.is_waiting(part.slice)) continue;
             if (!local.contains(slice.local, slice.length)) {
-                job_.fail(part.slice, Code::kProtocol, kOutsideText);
+                fail(part.slice, Error{Code::kProtocol, kOutsideText});
             } else if (!chunk.memory->locals.hold(local)) {
-                job_.fail(part.slice, Code::kInvalidArgument, "the local region was deregistered");
+                fail(part.slice, Error{Code::kInvalidArgument, "the local region was deregistered"});
             } else if (chunk.direction == Direction::kRead) {
                 copies.push_back({slice.local + part.at, place, part.bytes});
             } else {
@@ -178,7 +195,11 @@ class StagedRun {
 
     Status end(Staged& chunk) {
         if (!chunk.copies) return success();  // it did not begin, or all of it has failed
-        if (Status ended = wait_for_copies(*chunk.copies, job_); !ended) return ended;
+        if (Status ended = wait_for_copies(*chunk.copies, job_); !ended) {
+            // No other path may move them, which could end before these copies do.
+            for (const Part& part : chunk.parts) fail(part.slice, ended.error());
+            return ended;
+        }
         if (chunk.direction == Direction::kWrite) return carry(chunk);
         for (size_t k = 0; k < chunk.parts.size(); ++k) {
             if (chunk.arrived[k]) arrive(chunk.parts[k]);
@@ -218,9 +239,13 @@ class StagedRun {
     void take(const PartialJob& job, size_t n, const Part& part) {
         if (job.state(n) == SliceState::kDone) return arrive(part);
         if (job.state(n) != SliceState::kFailed || !job_.is_waiting(part.slice)) return;
-        job_.bytes_done.fetch_sub(moved_[part.slice], std::memory_order_relaxed);
-        moved_[part.slice] = 0;
-        job_.fail(part.slice, job.refusal().code, job.refusal().text);
+        fail(part.slice, job.refusal());
+    }
+    void fail(size_t slice, const Error& why) {
+        if (!job_.is_waiting(slice)) return;
+        job_.bytes_done.fetch_sub(moved_[slice], std::memory_order_relaxed);
+        moved_[slice] = 0;
+        job_.fail(slice, why.code, why.text);
     }
     void arrive(const Part& part) {
         job_.progress_ns.store(now_ns(), std::memory_order_relaxed);

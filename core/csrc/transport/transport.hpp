@@ -49,6 +49,7 @@ struct Context {
     std::function<Result<std::shared_ptr<device::CardCopier>>(int ordinal)> card;
     std::vector<EventLoop*> loops;     // at least one: they serve peers and carry posted jobs
     Workers& waiters;                  // threads that may wait for the network
+    Workers& card_waiters;             // threads that wait for cards, and for nothing of a peer
     const std::atomic<bool>& closing;  // the engine's
     ConnectOptions options;
 };

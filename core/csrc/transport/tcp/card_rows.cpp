@@ -43,7 +43,7 @@ Result<bool> CardRows::need_slot() {
 
 Status CardRows::wait_for_slot(const CardPatience& patience) {
     Result<device::RingSlot> slot =
-        take_slot(*rows_.front().place->card, patience.timeout_ms, [&] { return patience.closing.load(); });
+        take_slot(*rows_.front().place->card, patience.timeout_ms, false, [&] { return patience.closing.load(); });
     if (!slot) return slot.error();
     writes_ = std::make_shared<Held>(regions_);
     writes_->slot = std::move(*slot);
@@ -71,7 +71,7 @@ CardRows::Refused CardRows::move(const std::atomic<bool>& fenced, const CardPati
     }
     if (read_bytes_ == 0) return refused;
     Status room = check_room(read_bytes_);
-    Result<device::RingSlot> slot = room ? take_slot(*rows_.front().place->card, patience.timeout_ms,
+    Result<device::RingSlot> slot = room ? take_slot(*rows_.front().place->card, patience.timeout_ms, false,
                                                      [&] { return patience.closing.load(); })
                                          : room.error();
     if (!slot) {
@@ -115,6 +115,7 @@ void CardRows::move(bool write, const std::shared_ptr<Held>& held, const CardPat
                                      : device::Copy{slot, row.row.address, row.row.length});
         card->rows.push_back(row.number);
     }
+    bool all_ended = true;
     std::vector<Result<device::CardCopier::Running>> running;
     for (OfCard& card : cards) running.push_back(card.copier->start(card.copies, held));
     for (size_t i = 0; i < cards.size(); ++i) {
@@ -125,11 +126,12 @@ void CardRows::move(bool write, const std::shared_ptr<Held>& held, const CardPat
                                   : running[i].error();
         if (ended) continue;
         Error why{ended.error().code, "was not copied: " + ended.error().text};
+        all_ended = false;
         for (size_t row : cards[i].rows) refused.emplace_back(row, why);
     }
     running.clear();
     // What has ended; copies of a card that hangs keep `held` and with it the regions.
-    if (refused.empty()) held->places.end();
+    if (all_ended) held->places.end();
 }
 
 }  // namespace moonpool::transport::tcp

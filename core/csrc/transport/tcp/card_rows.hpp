@@ -43,6 +43,7 @@ class CardRows {
     std::byte* staged(size_t row) const;
     // What move() read stays there as long as this is kept.
     std::shared_ptr<void> answer_slot() const { return reads_; }
+    std::shared_ptr<device::CardCopier> card() const { return rows_.front().place->card; }
 
     // The card still writes what came over this connection until this is gone; see Connection::fence().
     void writes_begin(std::shared_ptr<std::atomic<int>> copying);

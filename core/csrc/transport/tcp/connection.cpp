@@ -81,6 +81,7 @@ bool Connection::on_events(uint32_t events) {
 }
 
 bool Connection::move_on(uint32_t events) {
+    if ((events & (EPOLLERR | EPOLLHUP)) != 0) return false;  // told also while nothing is watched
     if ((events & EPOLLOUT) != 0 && !flush()) return false;
     if (fenced_) return false;
     for (int round = 0; round < kRoundsMax && !backlogged(); ++round) {
@@ -453,7 +454,7 @@ void Connection::finish_transfer() {
 }
 
 void Connection::start_card_work() {
-    target_.context().waiters.post(false, [self = shared_from_this(), work = card_work_.front()] {
+    target_.context().card_waiters.post(false, [self = shared_from_this(), work = card_work_.front()] {
         const Context& context = self->target_.context();
         CardRows::Refused refused =
             work->frame.cards->move(self->fenced_, {context.options.timeout_ms, context.closing});
@@ -495,7 +496,10 @@ void Connection::write_answer(Incoming& in, Answer& answer) {
         }
         answer.bytes += in.rows[i].length;
     }
-    if (in.cards != nullptr) answer.slot = in.cards->answer_slot();
+    if (in.cards != nullptr) {
+        answer.slot = in.cards->answer_slot();
+        answer.card = in.cards->card();
+    }
     if (in.refused != 0) {
         target_.context().counters.slices_refused_total.fetch_add(in.refused);
         w.number(static_cast<uint16_t>(in.refusal.code));
@@ -567,14 +571,15 @@ bool Connection::on_fence(const FrameHeader& header, Reader body) {
     auto n = body.number<uint32_t>();
     if (n > kFencesMax) return false;
     std::vector<uint32_t> channels;
-    std::vector<std::shared_ptr<Connection>> busy;  // cards still write what came over them
+    std::vector<CopiesUnderWay> busy;  // cards still write what came over them
     for (uint32_t i = 0; i < n; ++i) channels.push_back(body.number<uint32_t>());
     if (!body.done()) return false;
     for (uint32_t channel : channels) {
         // An initiator fences its own connections only: the segment is this connection's, not the frame's.
         if (channel == name_.channel) return false;  // it would wait for itself
-        std::shared_ptr<Connection> fenced = target_.fence({name_.segment, channel});
-        if (fenced != nullptr && !fenced->drained()) busy.push_back(std::move(fenced));
+        if (CopiesUnderWay copying = target_.fence({name_.segment, channel})) {
+            if (copying->load() != 0) busy.push_back(std::move(copying));
+        }
     }
     if (busy.empty()) {
         answer(header, {});
@@ -598,18 +603,15 @@ bool Connection::on_fence(const FrameHeader& header, Reader body) {
 }
 
 // On a thread that may wait.
-Status Connection::wait_until_drained(const std::vector<std::shared_ptr<Connection>>& fenced) const {
+Status Connection::wait_until_drained(const std::vector<CopiesUnderWay>& fenced) const {
     const Context& context = target_.context();
     return ask_until(
         context.options.timeout_ms, "a card did not end what another connection writes",
         [&] { return context.closing.load(); },
         [&](int ms) -> Result<bool> {
             // Copies that no thread waits for any more end when they are asked for.
-            std::shared_ptr<const Regions> regions = context.regions->all();
-            for (const auto& region : *regions) {
-                if (region->on_card()) region->card->collect();
-            }
-            bool all = std::ranges::all_of(fenced, [](const auto& each) { return each->drained(); });
+            device::CardCopier::collect_all();
+            bool all = std::ranges::all_of(fenced, [](const auto& each) { return each->load() == 0; });
             if (!all) std::this_thread::sleep_for(std::chrono::milliseconds(std::min(ms, 1)));
             return all;
         });
@@ -640,6 +642,26 @@ bool Connection::protocol_error(const std::string& text) {
     return true;
 }
 
+// A peer that reads slowly must not keep pinned memory that others wait for.
+void Connection::free_slot(Answer& answer) {
+    if (answer.slot == nullptr || answer.card == nullptr || answer.card->has_free_slot()) return;
+    uint64_t bytes = 0;
+    for (size_t i = answer.row; i < answer.rows.size(); ++i) {
+        if (answer.rows[i].place == nullptr) bytes += answer.rows[i].length;
+    }
+    auto heap = std::make_shared<std::vector<std::byte>>(bytes);
+    std::byte* to = heap->data();
+    for (size_t i = answer.row; i < answer.rows.size(); ++i) {
+        ReadRow& row = answer.rows[i];
+        if (row.place != nullptr) continue;
+        std::memcpy(to, reinterpret_cast<const std::byte*>(row.address), row.length);
+        row.address = reinterpret_cast<uint64_t>(to);
+        to += row.length;
+    }
+    answer.slot = std::move(heap);
+    answer.card.reset();
+}
+
 // Sends what it can. False: the connection is over.
 bool Connection::flush() {
     while (!out_.empty() && out_.front().ready) {
@@ -668,7 +690,9 @@ bool Connection::flush() {
         visit.end();
         if (n < 0) {
             if (errno == EINTR) continue;
-            return errno == EAGAIN;
+            if (errno != EAGAIN) return false;
+            free_slot(answer);
+            return true;
         }
         progress_ms_ = ended_ ? progress_ms_ : now_ms();
         auto left = static_cast<uint64_t>(n);
@@ -692,6 +716,7 @@ bool Connection::flush() {
             answer.rows.clear();
             answer.regions.reset();
             answer.slot.reset();
+            answer.card.reset();
             answer.head_sent = answer.row = 0;
             answer.at = answer.bytes = 0;
             spare_.push_back(std::move(answer));

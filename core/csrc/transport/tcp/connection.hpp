@@ -33,9 +33,9 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     int fd() const { return fd_.get(); }
 
     // From any thread: when it returns, nothing that came over this connection is written any more, but by
-    // cards, and nothing that came is handed to one. drained(): they have ended, too.
+    // cards, and nothing that came is handed to one. copying(): whether they have ended, too.
     void fence();
-    bool drained() const { return copying_->load() == 0; }
+    const CopiesUnderWay& copying() const { return copying_; }
 
    private:
     struct Incoming {  // a TRANSFER whose payload has not come in full
@@ -60,7 +60,8 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
         std::vector<std::byte> head;
         std::vector<ReadRow> rows;
         std::shared_ptr<const Regions> regions;
-        std::shared_ptr<void> slot;  // of pinned memory
+        std::shared_ptr<void> slot;                // of pinned memory, or what took its bytes over
+        std::shared_ptr<device::CardCopier> card;  // whose slot it is
         size_t head_sent = 0;
         size_t row = 0;
         uint64_t at = 0;
@@ -97,7 +98,8 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     bool serve(const FrameHeader& header, Reader body);
     bool on_hello(const FrameHeader& header, Reader body);
     bool on_fence(const FrameHeader& header, Reader body);
-    Status wait_until_drained(const std::vector<std::shared_ptr<Connection>>& fenced) const;
+    static void free_slot(Answer& answer);
+    Status wait_until_drained(const std::vector<CopiesUnderWay>& fenced) const;
     void answer(const FrameHeader& header, const std::vector<std::byte>& body);
     void answer_error(uint64_t request_id, Code code, const std::string& text);
     bool protocol_error(const std::string& text);
@@ -138,7 +140,7 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     std::atomic<bool> writing_{false};
     std::atomic<bool> fenced_{false};
     // Frames that cards write to a region; it outlives the connection where a card hangs.
-    std::shared_ptr<std::atomic<int>> copying_ = std::make_shared<std::atomic<int>>(0);
+    const CopiesUnderWay copying_ = std::make_shared<std::atomic<int>>(0);
 };
 
 }  // namespace moonpool::transport::tcp

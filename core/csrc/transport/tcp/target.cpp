@@ -27,22 +27,27 @@ bool Target::enlist(const Name& name, const std::shared_ptr<Connection>& connect
 
 void Target::strike_off(const Name& name, const Connection* connection) {
     MutexLock lock(mutex_);
+    std::erase_if(ended_, [](const auto& over) { return over.second->load() == 0; });
+    if (connection->copying()->load() != 0) ended_[name] = connection->copying();
     auto it = named_.find(name);
     if (it == named_.end()) return;
     std::shared_ptr<Connection> current = it->second.lock();
     if (current == nullptr || current.get() == connection) named_.erase(it);
 }
 
-std::shared_ptr<Connection> Target::fence(const Name& name) {
+CopiesUnderWay Target::fence(const Name& name) {
     std::shared_ptr<Connection> connection;
+    CopiesUnderWay copying;
     {
         MutexLock lock(mutex_);
         auto it = named_.find(name);
         if (it != named_.end()) connection = it->second.lock();
+        if (auto over = ended_.find(name); over != ended_.end()) copying = over->second;
     }
     context_.counters.fenced_total.fetch_add(1);
-    if (connection != nullptr) connection->fence();
-    return connection;
+    if (connection == nullptr) return copying;
+    connection->fence();
+    return connection->copying();
 }
 
 }  // namespace moonpool::transport::tcp

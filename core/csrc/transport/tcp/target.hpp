@@ -21,6 +21,9 @@ inline constexpr size_t kConnectionsMax = 4096;
 
 class Connection;
 
+// Frames that cards write to a region. It outlives its connection where a card hangs.
+using CopiesUnderWay = std::shared_ptr<std::atomic<int>>;
+
 class Target {
    public:
     explicit Target(const Context& context) : context_(context) {}
@@ -40,8 +43,8 @@ class Target {
     };
     bool enlist(const Name& name, const std::shared_ptr<Connection>& connection);
     void strike_off(const Name& name, const Connection* connection);
-    // -> the connection, null: it is gone.
-    std::shared_ptr<Connection> fence(const Name& name);
+    // -> what cards still write of what came over that connection, also when it is gone; null: nothing.
+    CopiesUnderWay fence(const Name& name);
     void closed() { context_.counters.connections.fetch_sub(1); }
 
    private:
@@ -50,6 +53,7 @@ class Target {
     std::atomic<size_t> next_{0};
     Mutex mutex_;
     std::map<Name, std::weak_ptr<Connection>> named_ GUARDED_BY(mutex_);
+    std::map<Name, CopiesUnderWay> ended_ GUARDED_BY(mutex_);  // connections of which cards still write
 };
 
 }  // namespace moonpool::transport::tcp
