@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import random
 import threading
 import time
@@ -231,6 +232,87 @@ def told(half: WorkerHalf) -> dict[str, int]:
             return loaded
         threading.Event().wait(0.001)
     raise AssertionError("loads or saves did not end")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_error_for_ever_amid_a_hundred_loads_is_told_once_for_each(
+    server: _native.Server, tmp_path: Path, library: Path, rng: random.Random, policy: str
+) -> None:
+    with soft_card(library, policy, rng.randrange(1 << 32)) as card:
+        values = np.random.default_rng(rng.randrange(1 << 32)).random(memory().shape, np.float32)
+        source, target = card.array(values.shape), card.array(values.shape)
+        writer, half = (card_half(card, kv, real_node(tmp_path)) for kv in (source, target))
+        card.forward(source, card.pinned(values))
+        job = save(writer, 1)
+        writer.start_saves(Step((), (job,)))
+        told(writer)
+        keeper, found = lookup(tmp_path, job.names, job.width)
+        half.begin_loads()
+        loads = [dataclasses.replace(load_of(found, job, 2), request_id=f"r{n}") for n in range(100)]
+        half.start_loads(Step(tuple(loads[:50])))
+        first = told(half)
+        assert first == {load.request_id: 1 for load in loads[:50]}
+        card.die(rng.randrange(1, 20), 700)
+        half.start_loads(Step(tuple(loads[50:])))
+        last = told(half)
+        assert last.keys() == {load.request_id for load in loads[50:]}
+        assert 0 in last.values()
+        assert half.take_finished() == (set(), set())
+        keeper.close()
+        half.close()
+        writer.close()
+
+
+def test_an_engine_closes_with_copies_under_way(
+    server: _native.Server, tmp_path: Path, card: SoftCard, rng: random.Random
+) -> None:
+    source, target = card.array(memory().shape), card.array(memory().shape)
+    writer, half = (card_half(card, kv, real_node(tmp_path)) for kv in (source, target))
+    job = save(writer, 1, 2, 3)
+    writer.start_saves(Step((), (job,)))
+    told(writer)
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    half.begin_loads()
+    loads = (dataclasses.replace(load_of(found, job, 5, 0, 4), request_id=f"r{n}") for n in range(20))
+    half.start_loads(Step(tuple(loads)))
+    half.start_saves(Step((), tuple(save(half, 1, job_id=n) for n in range(5))))
+    half.close()
+    target.view[:] = 9.0  # another owner's from now on
+    card.settle()
+    np.testing.assert_array_equal(target.view, 9.0)
+    keeper.close()
+    writer.close()
+
+
+def test_a_child_of_fork_leaves_copies_under_way_to_its_parent(
+    server: _native.Server, tmp_path: Path, card: SoftCard, rng: random.Random
+) -> None:
+    values = np.random.default_rng(rng.randrange(1 << 32)).random(memory().shape, np.float32)
+    source, target = card.array(values.shape), card.array(values.shape)
+    writer, half = (card_half(card, kv, real_node(tmp_path)) for kv in (source, target))
+    card.forward(source, card.pinned(values))
+    job = save(writer, 1, 2, 3)
+    writer.start_saves(Step((), (job,)))
+    told(writer)
+    keeper, found = lookup(tmp_path, job.names, job.width)
+    half.begin_loads()
+    loads = [dataclasses.replace(load_of(found, job, 5, 0, 4), request_id=f"r{n}") for n in range(20)]
+    half.start_loads(Step(tuple(loads)))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            half.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert told(half) == {load.request_id: 3 for load in loads}
+    card.settle()
+    np.testing.assert_array_equal(target.view[:, 5], values[:, 1])
+    keeper.close()
+    half.close()
+    writer.close()
 
 
 def tensors(kv: CardArray) -> dict[str, CardTensor]:
