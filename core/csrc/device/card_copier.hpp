@@ -82,8 +82,8 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
     uint64_t ring_address() const { return ring_->address(); }
     uint64_t ring_bytes() const { return ring_->slot_bytes() * ring_->slots(); }
 
-    // Lets go of what copies kept that nobody waits for and that have ended; -> whether others have not. Never
-    // waits.
+    // Lets go of what copies kept that nobody waits for and that have ended; -> whether others have not.
+    // Never waits.
     bool collect();
     // The same for every copier of this process: what one keeps may be another's, or no card's.
     static void collect_all();

@@ -93,8 +93,8 @@ Result<int> Device::find(const DeviceUuid& uuid) {
         if ((*driver)->cuDeviceGetUuid(&own, handle) != cu::kSuccess) continue;
         if (std::equal(uuid.begin(), uuid.end(), own.bytes)) return ordinal;
     }
-    return Error{Code::kUnavailable, "this process does not see that CUDA device (it sees " +
-                                         std::to_string(count) + ")"};
+    return Error{Code::kUnavailable,
+                 "this process does not see that CUDA device (it sees " + std::to_string(count) + ")"};
 }
 
 Device::~Device() {

@@ -22,11 +22,13 @@ Result<IpcExport> export_memory(const Device& device, uint64_t address) {
     IpcExport made{.handle = {}, .base = found->base, .bytes = found->bytes};
     OnDevice here(device);
     if (!here) return here.error();
-    Status got = device.check(device.driver().cuIpcGetMemHandle(&made.handle, made.base), "cuIpcGetMemHandle");
+    Status got =
+        device.check(device.driver().cuIpcGetMemHandle(&made.handle, made.base), "cuIpcGetMemHandle");
     if (got) return made;
-    return Error{got.error().code, "the CUDA driver does not share this memory with other processes, as it "
-                                   "does not share memory of expandable segments or of other processes (" +
-                                       got.error().text + ")"};
+    return Error{got.error().code,
+                 "the CUDA driver does not share this memory with other processes, as it "
+                 "does not share memory of expandable segments or of other processes (" +
+                     got.error().text + ")"};
 }
 
 Result<IpcMemory> IpcMemory::open(std::shared_ptr<const Device> device, const CuIpcMemory& handle) {
@@ -35,9 +37,8 @@ Result<IpcMemory> IpcMemory::open(std::shared_ptr<const Device> device, const Cu
     if (!here) return here.error();
     uint64_t address = 0;
     // The flag also lets the other cards of this process reach it, where the machine can.
-    Status opened =
-        device->check(device->driver().cuIpcOpenMemHandle(&address, handle, cu::kIpcLazyPeerAccess),
-                      "cuIpcOpenMemHandle");
+    Status opened = device->check(
+        device->driver().cuIpcOpenMemHandle(&address, handle, cu::kIpcLazyPeerAccess), "cuIpcOpenMemHandle");
     if (!opened) {
         return Error{opened.error().code,
                      "the CUDA driver does not open the peer's memory: " + opened.error().text};

@@ -77,10 +77,10 @@ TEST_CASE("cuda ipc owner" * doctest::skip()) {
         auto card = std::make_unique<device::DeviceMemory>(
             device::must(device::DeviceMemory::allocate(bed.device, 2 * kTheirs)));
         auto* bytes = reinterpret_cast<std::byte*>(soft_device().soft_at(card->address(), 2 * kTheirs));
+        std::memset(bytes, 0x5A, 2 * kTheirs);
         for (uint64_t at : {uint64_t{0}, uint64_t{kTheirs}}) {
             REQUIRE(engine->register_region(card->address() + at, kTheirs, "cuda:0").ok());
         }
-        std::memset(bytes, 0x5A, 2 * kTheirs);
         parent.say(engine->addresses().front());
         parent.say(std::to_string(card->address()));
         parent.say(std::to_string(card->address() + kTheirs));
@@ -127,7 +127,8 @@ TEST_CASE("cuda ipc writer" * doctest::skip()) {
     (void)parent.hear();
 }
 
-TEST_CASE("cuda ipc: reads and writes are right byte for byte, under every policy and for every local memory") {
+TEST_CASE(
+    "cuda ipc: reads and writes are right byte for byte, under every policy and for every local memory") {
     Owner owner;
     each_policy([&](Bed&) {
         for (MemoryKind kind : {MemoryKind::kDevice, MemoryKind::kHost, MemoryKind::kHostArena}) {

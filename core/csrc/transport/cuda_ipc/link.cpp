@@ -271,7 +271,8 @@ class Link::Carrier {
         uint64_t remote = remote_->address + (slice.remote - row_->exported.base);
         // Of a peer in this process; the driver copies no range onto itself.
         if (local.on_card() && slice.local < remote + slice.length && remote < slice.local + slice.length) {
-            job_.fail(i, Code::kInvalidArgument, "a range of a card's memory overlaps the one it is copied to");
+            job_.fail(i, Code::kInvalidArgument,
+                      "a range of a card's memory overlaps the one it is copied to");
             return success();
         }
         if (!batch_) {
@@ -357,9 +358,9 @@ class Link::Carrier {
     std::shared_ptr<Inside> inside_;
     std::optional<CardBatch> batch_;
     std::vector<size_t> under_way_;  // slices in the batch
-    const Row* row_ = nullptr;   // of view_, with its allocation
+    const Row* row_ = nullptr;       // of view_, with its allocation
     std::shared_ptr<Opened> remote_;
-    const Opened* kept_ = nullptr;    // by the batch
+    const Opened* kept_ = nullptr;  // by the batch
     bool refreshed_ = false;
     std::optional<Error> unreached_;  // of a slice that waits for another path
 };

@@ -4,8 +4,8 @@
 // Threads: Listener and Session on the I/O thread of `loop_`; revoke(), drained() and close() on any. The
 // bytes of transfers pass none of them: an initiator moves them by itself.
 //
-// Between two calls: gates_ has the gate of every session that has opened. A session takes its own out when its
-// socket closes, so a process that died is inside of nothing. Where a device works for the initiator
+// Between two calls: gates_ has the gate of every session that has opened. A session takes its own out when
+// its socket closes, so a process that died is inside of nothing. Where a device works for the initiator
 // (`outlives_socket`), a gate whose slots are in use stays until they are free or the process has ended: the
 // kernel ends a process only when the devices that it had opened have let go of it. generation_ only
 // grows, and every gate has it. A region is out of the table before revoke() is called: a list that is
@@ -155,8 +155,9 @@ class Server::Session final : public EventHandler {
         if (server_.outlives_socket_) {
             entry.process = process_behind(fd_.get());
             if (!entry.process.valid()) {
-                return refuse(header, Code::kUnavailable,
-                              "the kernel does not name the peer's process here, as of another pid namespace");
+                return refuse(
+                    header, Code::kUnavailable,
+                    "the kernel does not name the peer's process here, as of another pid namespace");
             }
         }
         if (server_.gates_.size() >= kSessionsMax) {

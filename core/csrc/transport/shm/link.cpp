@@ -1,7 +1,8 @@
 // The initiator's half of shared memory: proves that the peer is on this host, learns its regions, and
 // moves slices by copies and process_vm calls.
 //
-// Threads: run() on the caller's thread or one of the engine's copying threads, several at a time. Nothing waits for the peer, but for open() and a refresh of the view.
+// Threads: run() on the caller's thread or one of the engine's copying threads, several at a time. Nothing
+// waits for the peer, but for open() and a refresh of the view.
 //
 // Between two calls: client_, path_ and regions_question_ are set by open() and never change. view_ is
 // the peer's list of regions of one generation, never changed once it is there: a thread takes a reference
@@ -283,8 +284,10 @@ class Link::Carrier {
         size_t at = 0;
         while (at < local_.size()) {
             auto count = static_cast<unsigned long>(local_.size() - at);
-            ssize_t n = write_ ? ::process_vm_writev(link_.client_.process(), &local_[at], count, &remote_[at], count, 0)
-                               : ::process_vm_readv(link_.client_.process(), &local_[at], count, &remote_[at], count, 0);
+            ssize_t n =
+                write_
+                    ? ::process_vm_writev(link_.client_.process(), &local_[at], count, &remote_[at], count, 0)
+                    : ::process_vm_readv(link_.client_.process(), &local_[at], count, &remote_[at], count, 0);
             if (n > 0) {
                 auto left = static_cast<size_t>(n);
                 while (at < local_.size() && left >= local_[at].iov_len) {

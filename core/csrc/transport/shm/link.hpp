@@ -10,8 +10,8 @@
 #include "base/mutex.hpp"
 #include "transport/counters.hpp"
 #include "transport/frames.hpp"
-#include "transport/link.hpp"
 #include "transport/host/client.hpp"
+#include "transport/link.hpp"
 
 namespace moonpool::transport::shm {
 

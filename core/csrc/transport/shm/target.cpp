@@ -17,7 +17,7 @@ Result<host::Passed> Target::answer(const RegionTable& table, Kind kind, Reader 
 }
 
 Result<host::Passed> Target::list_regions(const RegionTable& table, uint64_t generation, Reader question,
-                                 Writer& answered) {
+                                          Writer& answered) {
     std::optional<uint16_t> version = decode_regions_question(question);
     if (!version) return Error{Code::kProtocol, "an unreadable question"};
     answered.number(generation);

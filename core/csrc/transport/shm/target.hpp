@@ -12,7 +12,7 @@ class Target : public host::Server {
 
    private:
     static Result<host::Passed> list_regions(const RegionTable& table, uint64_t generation, Reader question,
-                                    Writer& answer);
+                                             Writer& answer);
     static Result<host::Passed> map_region(const RegionTable& table, Reader question, Writer& answer);
 
     Result<host::Passed> answer(const RegionTable& table, Kind kind, Reader question, Writer& answer);

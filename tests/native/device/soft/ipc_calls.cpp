@@ -43,7 +43,8 @@ int map_opened(const Handle& handle, int card, uint64_t* address) {
         alias = ::mmap(nullptr, handle.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     }
     if (fd >= 0) ::close(fd);
-    CardMemory memory{.bytes = handle.bytes, .hidden = static_cast<char*>(hidden), .card = card, .opened = {}};
+    CardMemory memory{
+        .bytes = handle.bytes, .hidden = static_cast<char*>(hidden), .card = card, .opened = {}};
     bool sound = hidden != MAP_FAILED && alias != MAP_FAILED && memory.page().secret == handle.secret &&
                  memory.page().freed == 0;
     if (!sound) {

@@ -24,7 +24,7 @@ enum class Policy : int {
     /* As after the start of a process, with one card. Counts of calls begin anew. */                       \
     X(void, soft_reset, (int policy, uint64_t seed))                                                        \
     X(void, soft_set_cards, (int cards))                                                                    \
-    /* The card of the machine that this process sees as its first one, as CUDA_VISIBLE_DEVICES says. */     \
+    /* The card of the machine that this process sees as its first one, as CUDA_VISIBLE_DEVICES says. */    \
     X(void, soft_set_first_card, (int card))                                                                \
     /* What a copy of another process's memory answers once that one has ended; 0: its bytes stay. */       \
     X(void, soft_owner_ended, (int code))                                                                   \
