@@ -77,7 +77,8 @@ def _contiguous(shape: Any, strides: Any) -> bool:
 def _require(item: Any, contiguous: bool) -> None:
     if not contiguous:
         raise InvalidArgument(
-            f"a {type(item).__name__} that is not contiguous is no one range of memory; call .contiguous() first"
+            f"a {type(item).__name__} that is not contiguous is no one range of memory; "
+            f"call .contiguous() first"
         )
 
 

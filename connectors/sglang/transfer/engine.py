@@ -79,8 +79,8 @@ class MoonpoolTransferEngine:
             raise RuntimeError(f"moonpool cannot deregister memory: {error}") from error
 
     def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
-        """All or none. Raises RuntimeError for memory that the engine cannot move: SGLang does not look at this
-        code, and no request could ever be served."""
+        """All or none. Raises RuntimeError for memory that the engine cannot move: SGLang does not look at
+        this code, and no request could ever be served."""
         try:
             kept = [(ptr, length) for ptr, length in zip(ptrs, lengths, strict=True) if length]
             self._memory.add_all([ptr for ptr, _ in kept], [length for _, length in kept])

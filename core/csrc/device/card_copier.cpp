@@ -13,7 +13,8 @@ namespace {
 constexpr auto kFirstPause = std::chrono::microseconds(5);
 constexpr auto kLongestPause = std::chrono::microseconds(100);
 
-// Those with copies that were given up. A child of fork() has a list of its own: the lock may be held for ever.
+// Those with copies that were given up. A child of fork() has a list of its own: the lock may be held for
+// ever.
 struct Abandoning {
     Mutex mutex;
     uint64_t generation = fork_generation();

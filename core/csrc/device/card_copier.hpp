@@ -67,8 +67,8 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
         std::unique_ptr<Lane> lane_;  // null: they have ended
     };
 
-    // Queues copies behind those that nobody waits for any more, between memory of the card, of other cards and pinned memory. kept: stays until the last
-    // has ended, also after an error.
+    // Queues copies behind those that nobody waits for any more, between memory of the card, of other cards
+    // and pinned memory. kept: stays until the last has ended, also after an error.
     Result<Running> start(std::span<const Copy> copies, std::shared_ptr<void> kept);
 
     // A slot of the ring, which any card reaches. kTimeout: none came back; kUnavailable: the card is lost.

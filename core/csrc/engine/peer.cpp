@@ -48,10 +48,11 @@ bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) 
 
 Outcome Peer::run(Job& job) {
     Outcome outcome;
-    for (size_t i = 0; i < routes_.size(); ++i) {
+    const std::vector<Route>& routes = routes_of(job);
+    for (size_t i = 0; i < routes.size(); ++i) {
         size_t before = job.waiting;
         if (i != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-        Link& link = *routes_[i].link;
+        Link& link = *routes[i].link;
         Status status = carry(link, job);
         if (account(job, link, std::move(status), outcome)) break;
     }
@@ -66,11 +67,12 @@ void Peer::post_to(size_t route, std::shared_ptr<Job> job, transport::Workers& w
                    Finished finished) {
     size_t before = job->waiting;
     if (route != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-    const std::shared_ptr<Link>& link = routes_[route].link;
-    auto next = [self = shared_from_this(), route, &workers, outcome = std::move(outcome),
+    const std::vector<Route>& routes = routes_of(*job);
+    const std::shared_ptr<Link>& link = routes[route].link;
+    auto next = [self = shared_from_this(), &routes, route, &workers, outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
-        bool over = self->account(*ended, *self->routes_[route].link, std::move(status), outcome);
-        if (over || route + 1 == self->routes_.size()) return finished(std::move(outcome));
+        bool over = self->account(*ended, *routes[route].link, std::move(status), outcome);
+        if (over || route + 1 == routes.size()) return finished(std::move(outcome));
         self->post_to(route + 1, std::move(ended), workers, std::move(outcome), std::move(finished));
     };
     // Copied into the callback's type once, so that it can be offered twice.

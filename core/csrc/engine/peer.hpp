@@ -2,6 +2,7 @@
 // link leaves waiting goes to the next, within the same transfer.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,7 +35,11 @@ class Peer : public std::enable_shared_from_this<Peer> {
         : info_(std::move(contact.info)),
           control_(std::move(contact.control)),
           routes_(std::move(routes)),
-          counters_(counters) {}
+          card_routes_(routes_),
+          counters_(counters) {
+        // Those that reach a local card themselves before those to which its bytes have to be copied first.
+        std::ranges::stable_partition(card_routes_, [](const Route& r) { return r.link->copies_by_card(); });
+    }
 
     const transport::PeerInfo& info() const { return info_; }
     transport::Control& control() { return *control_; }
@@ -58,6 +63,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
     TransferFailure explain(const transport::Job& job, const Outcome& outcome) const;
 
    private:
+    const std::vector<Route>& routes_of(const transport::Job& job) const {
+        return job.on_card ? card_routes_ : routes_;
+    }
     void post_to(size_t route, std::shared_ptr<transport::Job> job, transport::Workers& workers,
                  Outcome outcome, Finished finished);
     // True: nothing is left for other links.
@@ -65,7 +73,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
 
     transport::PeerInfo info_;
     std::shared_ptr<transport::Control> control_;
-    std::vector<Route> routes_;
+    const std::vector<Route> routes_;
+    std::vector<Route> card_routes_;  // the same, for jobs with local memory of cards
     transport::Counters& counters_;
 };
 

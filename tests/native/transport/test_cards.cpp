@@ -247,3 +247,71 @@ TEST_CASE("cards: with two slots of pinned memory many transfers of both directi
     }
     bed.end();
 }
+
+TEST_CASE(
+    "cards: a transfer that was cancelled ends when its copies have, and a later one is not overwritten") {
+    for (bool local : {false, true}) {
+        CAPTURE(local);
+        Bed bed;
+        {
+            Pair pair("loopback");
+            MemoryKind host = MemoryKind::kHost, card = MemoryKind::kDevice;
+            Memory mine(*pair.here, kCardMiB, local ? card : host);
+            Memory theirs(*pair.there, kCardMiB, local ? host : card);
+            Random random(2313);
+            mine.fill(random);
+            std::vector<std::byte> sent = mine.bytes();
+            soft_device().soft_hang(1);
+            std::vector<Slice> slices = {{mine.address(), theirs.address(), kCardMiB, Direction::kWrite}};
+            uint64_t ticket = *pair.here->submit(pair.request(slices));
+            while (soft_device().soft_calls("cuEventQuery") < 3) std::this_thread::yield();
+            REQUIRE(pair.here->cancel(ticket).ok());
+            CHECK_FALSE(*pair.here->wait(ticket, 200));  // its caller may use the memory again when it ends
+            soft_device().soft_unhang();
+            REQUIRE(*pair.here->wait(ticket, 20000));
+            soft_device().soft_settle();
+            CHECK(theirs.bytes() == sent);
+            REQUIRE(pair.here->release(ticket).ok());
+        }
+        bed.end();
+    }
+}
+
+TEST_CASE("cards: with two slots, engines that write to each other's cards wait for no slot of one another") {
+    Random random(2314);
+    Bed bed(Policy::kShuffled, random.next());
+    {
+        EngineOptions one = engine_options("one", "tcp"), other = engine_options("other", "tcp");
+        std::shared_ptr<Engine> engines[2] = {make_engine(one), make_engine(other)};
+        uint32_t segments[2] = {*engines[0]->open(engines[1]->addresses().front()),
+                                *engines[1]->open(engines[0]->addresses().front())};
+        constexpr size_t kPart = 20 * kCardMiB;  // three slots
+        std::vector<std::unique_ptr<Memory>> memories;
+        for (size_t i = 0; i < 2; ++i) {
+            soft_device().soft_limit(UINT64_MAX, (17u << 20) + i * (16u << 20));
+            memories.push_back(std::make_unique<Memory>(*engines[i], 4 * kPart, MemoryKind::kDevice));
+            memories[i]->fill(random);
+        }
+        std::vector<std::byte> before[2] = {memories[0]->bytes(), memories[1]->bytes()};
+        std::vector<std::thread> threads;
+        for (size_t t = 0; t < 4; ++t) {
+            threads.emplace_back([&, t] {
+                size_t me = t % 2;
+                uint64_t from = memories[me]->address() + (t / 2) * kPart;
+                uint64_t to = memories[1 - me]->address() + (2 + t / 2) * kPart;
+                TransferRequest request;
+                std::vector<Slice> slices = {{from, to, kPart, Direction::kWrite}};
+                request.segments = {&segments[me], 1};
+                request.slices = slices;
+                Result<uint64_t> moved = engines[me]->transfer(request);
+                CHECK_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+            });
+        }
+        for (std::thread& thread : threads) thread.join();
+        for (size_t me : {0, 1}) {
+            std::vector<std::byte> now = memories[1 - me]->bytes();
+            CHECK(std::memcmp(now.data() + 2 * kPart, before[me].data(), 2 * kPart) == 0);
+        }
+    }
+    bed.end();
+}

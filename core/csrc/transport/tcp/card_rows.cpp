@@ -42,8 +42,8 @@ Result<bool> CardRows::need_slot() {
 }
 
 Status CardRows::wait_for_slot(const CardPatience& patience) {
-    Result<device::RingSlot> slot =
-        take_slot(*rows_.front().place->card, patience.timeout_ms, false, [&] { return patience.closing.load(); });
+    Result<device::RingSlot> slot = take_slot(*rows_.front().place->card, patience.timeout_ms, false,
+                                              [&] { return patience.closing.load(); });
     if (!slot) return slot.error();
     writes_ = std::make_shared<Held>(regions_);
     writes_->slot = std::move(*slot);
