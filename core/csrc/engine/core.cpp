@@ -122,8 +122,10 @@ Status Engine::Core::start_transports() {
     for (const transport::Factory& row : options.registry) {
         // A transport that is not allowed is made all the same: it may be the one by which engines find
         // each other.
-        Entry entry{row.name, row.make(context), allows(row.name), row.viable(context), ""};
-        if (!entry.allowed) {
+        Entry entry{row.name, row.make(context), allows(row), row.viable(context), ""};
+        if (!entry.allowed && !options.transports) {
+            entry.unavailable = "it is used only where it is named among the transports";
+        } else if (!entry.allowed) {
             entry.unavailable = "it is not among the transports that this engine was given";
         } else if (!entry.not_viable.empty()) {
             entry.unavailable = entry.not_viable;

@@ -114,9 +114,9 @@ struct Engine::Core {
     Status close();
     bool settle(std::chrono::steady_clock::time_point end);
     bool end_tickets(std::chrono::steady_clock::time_point end);
-    bool allows(std::string_view transport) const {
-        return !options.transports ||
-               std::ranges::find(*options.transports, transport) != options.transports->end();
+    bool allows(const transport::Factory& row) const {
+        if (!options.transports) return !row.by_name_only;
+        return std::ranges::find(*options.transports, row.name) != options.transports->end();
     }
 
     // ---- regions

@@ -47,7 +47,8 @@ struct EngineOptions {
     std::string tenant = "default";
     uint32_t io_threads = 2;
     uint32_t connections_per_peer = 2;
-    std::optional<std::vector<std::string>> transports;  // allowed ones; none given: all
+    // Allowed ones; none given: all but those of the registry that have to be named.
+    std::optional<std::vector<std::string>> transports;
     std::string interface;                               // for connections to peers
     std::string host_id;                                 // engines with different ones never share memory
     int timeout_ms = 5000;

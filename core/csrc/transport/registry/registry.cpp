@@ -22,7 +22,8 @@ std::unique_ptr<Transport> make(const Context& context) {
 constexpr Factory kTransports[] = {
     {"loopback", everywhere, make<loopback::Transport>},
     {"shm", shm::Transport::viable, make<shm::Transport>},
-    {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>},
+    // What becomes of a copy whose owner dies only a card can tell, and none has run it yet.
+    {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>, true},
     {"tcp", everywhere, make<tcp::Transport>},
 };
 
