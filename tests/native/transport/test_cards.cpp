@@ -315,3 +315,38 @@ TEST_CASE("cards: with two slots, engines that write to each other's cards wait 
     }
     bed.end();
 }
+
+TEST_CASE("cards: what comes after a copy that was given up is not overwritten by it") {
+    for (const char* path : kPaths) {
+        CAPTURE(path);
+        Bed bed;
+        {
+            // A target is patient for less time than its initiator, which is told.
+            Pair pair(patient("here", path, std::strcmp(path, "tcp") == 0 ? 20000 : 1500),
+                      patient("there", "", 1500));
+            Memory mine(*pair.here, 2 * kCardMiB, MemoryKind::kHost);
+            Memory theirs(*pair.there, kCardMiB, MemoryKind::kDevice);
+            std::memset(mine.data(), 1, kCardMiB);
+            std::memset(mine.data() + kCardMiB, 2, kCardMiB);
+            soft_device().soft_hang(1);
+            Result<uint64_t> first =
+                pair.transfer({{mine.address(), theirs.address(), kCardMiB, Direction::kWrite}});
+            REQUIRE_FALSE(first.ok());
+            CHECK_MESSAGE(first.error().code == Code::kTimeout, first.error().text);
+            std::vector<Slice> slices = {
+                {mine.address() + kCardMiB, theirs.address(), kCardMiB, Direction::kWrite}};
+            int queued = soft_device().soft_calls("cuMemcpyAsync");
+            uint64_t ticket = *pair.here->submit(pair.request(slices));
+            while (soft_device().soft_calls("cuMemcpyAsync") == queued) std::this_thread::yield();
+            soft_device().soft_unhang();
+            REQUIRE(*pair.here->wait(ticket, 20000));
+            TicketStatus status = *pair.here->status(ticket);
+            REQUIRE_MESSAGE(status.state == TicketState::kDone, status.failure.error.text);
+            soft_device().soft_settle();
+            CHECK(theirs.data()[0] == std::byte{2});
+            CHECK(theirs.data()[kCardMiB - 1] == std::byte{2});
+            REQUIRE(pair.here->release(ticket).ok());
+        }
+        bed.end();
+    }
+}
