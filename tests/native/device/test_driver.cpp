@@ -71,6 +71,8 @@ TEST_CASE("device: a driver that is missing, no driver, too old or incomplete sa
 TEST_CASE("device: functions are looked up by version, or by symbol where the driver has no lookup") {
     soft_device().soft_reset(0, 1);
     CHECK(device::must(Driver::load(without({}))).has_batch_copies());
+    CHECK(device::must(Driver::load(without({}))).has_ipc());
+    soft_device().soft_hide("cuIpcGetMemHandle");
     CHECK_FALSE(device::must(Driver::load(without({}))).has_ipc());
     soft_device().soft_set_version(12040);  // batches came with 12.8
     Driver old = device::must(Driver::load(without({})));
