@@ -94,6 +94,7 @@ async def test_a_dead_stream_is_seen_on_every_page(caplog: pytest.LogCaptureFixt
     async with bed(1, events=(DEAD,), **TOKENS) as b:
         subscriber = b.proxy._subscriber
         assert subscriber is not None
+        await until(lambda: bool(subscriber._links))  # its thread makes them
         (link,) = subscriber._links
         assert link.lost_since_s is not None
         link.lost_since_s -= SILENT_S
