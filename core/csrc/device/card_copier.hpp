@@ -67,7 +67,7 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
         std::unique_ptr<Lane> lane_;  // null: they have ended
     };
 
-    // Queues copies behind those that nobody waits for any more, between memory of the card, of other cards
+    // Queues copies behind those that were given up, between memory of the card, of other cards
     // and pinned memory. kept: stays until the last has ended, also after an error.
     Result<Running> start(std::span<const Copy> copies, std::shared_ptr<void> kept);
 
@@ -82,7 +82,7 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
     uint64_t ring_address() const { return ring_->address(); }
     uint64_t ring_bytes() const { return ring_->slot_bytes() * ring_->slots(); }
 
-    // Lets go of what copies kept that nobody waits for and that have ended; -> whether others have not.
+    // Lets go of what copies kept that were given up and have ended; -> whether others have not.
     // Never waits.
     bool collect();
     // The same for every copier of this process: what one keeps may be another's, or no card's.

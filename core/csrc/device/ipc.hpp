@@ -5,7 +5,7 @@
 //     user     IpcMemory memory = *IpcMemory::open(device, exported.handle);    the whole allocation
 //
 // A handle covers the allocation that has the address. The process that made it cannot open it. The driver
-// does not say what becomes of memory whose owner frees it or ends: the two agree on when nobody uses it, by
+// does not say what becomes of memory whose owner frees it or ends: the two agree on when neither uses it, by
 // means of their own (transport/cuda_ipc).
 //
 // Any thread. Opening and closing may wait for the card, so no I/O thread does either.

@@ -81,8 +81,8 @@ inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {
     return *engine;
 }
 
-// Registered memory with a margin that nobody may touch. Of a card it needs a Bed, whose software device lets
-// the test look at it.
+// Registered memory with a margin that no transfer may touch. Of a card it needs a Bed, whose software device
+// lets the test look at it.
 class Memory {
    public:
     Memory(Engine& engine, size_t size, MemoryKind kind) : engine_(engine), size_(size) {

@@ -322,8 +322,8 @@ TEST_CASE("cards: what comes after a copy that was given up is not overwritten b
         Bed bed;
         {
             // A target is patient for less time than its initiator, which is told.
-            Pair pair(patient("here", path, std::strcmp(path, "tcp") == 0 ? 20000 : 1500),
-                      patient("there", "", 1500));
+            Pair pair(patient("here", path, std::strcmp(path, "tcp") == 0 ? 20000 : 4000),
+                      patient("there", "", 4000));
             Memory mine(*pair.here, 2 * kCardMiB, MemoryKind::kHost);
             Memory theirs(*pair.there, kCardMiB, MemoryKind::kDevice);
             std::memset(mine.data(), 1, kCardMiB);
