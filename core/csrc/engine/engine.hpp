@@ -49,8 +49,8 @@ struct EngineOptions {
     uint32_t connections_per_peer = 2;
     // Allowed ones; none given: all but those of the registry that have to be named.
     std::optional<std::vector<std::string>> transports;
-    std::string interface;                               // for connections to peers
-    std::string host_id;                                 // engines with different ones never share memory
+    std::string interface;  // for connections to peers
+    std::string host_id;    // engines with different ones never share memory
     int timeout_ms = 5000;
     uint64_t frame_bytes = 0;  // of TCP; 0: its own choice. Tests make frames small, to have many borders
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
