@@ -150,12 +150,15 @@ class InflightTracker:
         """All requests that were sent and have not ended, by name."""
         return self._sent
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, observation: Observation, now_s: float | None = None) -> None:
         """Takes in one record of the data plane. A record of a request that is not in flight, or no longer,
-        is ignored."""
+        is ignored. now_s: when it came, where records may come late; None: before each decision the driver
+        fetches all records there are, so that a decision knows what happened until then."""
         sent = self._sent.get(observation.request)
         if sent is None:
             return
+        if now_s is not None:
+            _reported(observation, sent, now_s)
         if observation.stage == _PREFILLED:
             self._prefilled(observation, sent, observation.prefill_done_s)
         elif observation.stage == _BEGUN:
@@ -324,6 +327,16 @@ class InflightTracker:
         computes, decode = sent.choice.computes.load, sent.choice.decode.load
         computes.prefill_ended(request, now_s, done=False)
         decode.decode_ended(request, 0, now_s)
+
+
+def _reported(observation: Observation, sent: InFlight, now_s: float) -> None:
+    """The worker whose work is reported is known to be so late with it."""
+    if observation.stage == _PREFILLED:
+        sent.choice.computes.load.reported(now_s - observation.prefill_done_s)
+    elif observation.stage == _BEGUN:
+        sent.choice.decode.load.reported(now_s - observation.first_byte_s)
+    else:
+        sent.choice.decode.load.reported(now_s - observation.last_byte_s)
 
 
 def _answer_s(observation: Observation, sent: InFlight, tokens: int) -> float:

@@ -843,6 +843,10 @@ class WorkerLoad:
         """
         done: it was computed; else the request is gone and nothing can be learnt from it.
         """
+    def reported(self, age_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        A report came so many seconds after its event.
+        """
     def wait_s(self, now_s: typing.SupportsFloat | typing.SupportsIndex) -> float:
         """
         Seconds until a prefill that came now would begin.
@@ -855,6 +859,11 @@ class WorkerLoad:
     @property
     def decodes(self) -> int:
         ...
+    @property
+    def lag_s(self) -> float:
+        """
+        By how many seconds reports of this engine are late: a mean of the last ones.
+        """
     @property
     def prefill_rest_tokens(self) -> int:
         """

@@ -4,31 +4,35 @@
 
 namespace moonpool {
 
+constexpr double kLagShare = 0.1;   // of the mean lag, that the last report makes
+constexpr double kLagMostS = 60.0;  // an older report says nothing of the usual lag
+
 double WorkerLoad::wait_s(double now_s) {
     while (first_ != nullptr) {
         const Prefill& head = first_->second;
-        double had_s = now_s - head_since_s_;
-        if (!head.silent || had_s < head.predicted_s) {
-            if (had_s < 0) {
-                had_s = 0;
-            } else if (had_s > head.predicted_s) {
-                had_s = head.predicted_s;
-            }
-            double wait_s = prefill_sum_s_ - had_s;
-            return wait_s > 0 ? wait_s : 0;
+        double ends_s = head_began_s() + head.predicted_s;
+        if (!head.silent || now_s < ends_s) {
+            double late_s = std::max(now_s - lag_s() - ends_s, 0.0);
+            return std::clamp(free_s_ - now_s + late_s, 0.0, prefill_sum_s_);
         }
-        head_since_s_ += head.predicted_s;
+        head_since_s_ = ends_s;
         drop(*first_);
     }
     return 0;
 }
 
+void WorkerLoad::reported(double age_s) {
+    // Below 0: its time is wrong. Such errors must not add up to a lag.
+    if (std::abs(age_s) < kLagMostS) lag_s_ += kLagShare * (age_s - lag_s_);
+}
+
 void WorkerLoad::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
                                double now_s, bool silent) {
-    auto [at, is_new] = prefills_.try_emplace(request, Prefill{tokens, own, pool, predicted_s, silent});
+    auto [at, is_new] =
+        prefills_.try_emplace(request, Prefill{tokens, own, pool, predicted_s, now_s, silent});
     if (!is_new) return;
     if (first_ == nullptr) {
-        head_since_s_ = now_s;
+        head_since_s_ = free_s_ = now_s;
         prefill_sum_s_ = 0;  // sums of floats drift
         first_ = &*at;
     } else {
@@ -36,8 +40,10 @@ void WorkerLoad::prefill_began(int64_t request, int64_t tokens, int64_t own, int
         last_->second.behind = &*at;
     }
     last_ = &*at;
+    last_sent_s_ = std::max(last_sent_s_, now_s);
     in_both_ += decodes_.count(request);
     prefill_sum_s_ += predicted_s;
+    free_s_ = std::max(free_s_, now_s) + predicted_s;
     prefill_tokens_ += tokens;
     prefill_rest_ += tokens - own - pool;
 }
@@ -46,11 +52,11 @@ std::optional<Prefilled> WorkerLoad::prefill_ended(int64_t request, double now_s
     auto at = prefills_.find(request);
     if (at == prefills_.end()) return std::nullopt;
     const Prefill& prefill = at->second;
-    double seconds = now_s - head_since_s_;
-    Prefilled ended{prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s};
     bool was_head = first_ == &*at;
-    drop(*at);
+    double seconds = now_s - head_began_s();
+    Prefilled ended{prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s};
     if (was_head || done) head_since_s_ = now_s;
+    drop(*at);
     // Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
     if (!done || !was_head || !(seconds >= 0)) return std::nullopt;
     return ended;
@@ -100,6 +106,17 @@ void WorkerLoad::drop(Queue::value_type& dropped) {
     int64_t request = dropped.first;
     in_both_ -= decodes_.count(request);
     prefills_.erase(request);
+    follow();
+}
+
+// The line as predicted from the end of the last prefill that is known to have ended.
+void WorkerLoad::follow() {
+    free_s_ = head_since_s_ + prefill_sum_s_;
+    if (last_sent_s_ <= head_since_s_) return;  // without lag: each begins where the one before it ends
+    free_s_ = head_since_s_;
+    for (const Queue::value_type* at = first_; at != nullptr; at = at->second.behind) {
+        free_s_ = std::max(free_s_, at->second.sent_s) + at->second.predicted_s;
+    }
 }
 
 void WorkerLoad::integrate(double now_s) {

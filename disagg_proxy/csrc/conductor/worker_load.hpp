@@ -1,14 +1,18 @@
 // WorkerLoad: what one engine has to do, as far as the proxy sent it there: prefills in line, requests that
 // decode.
 //
-// An engine is taken to prefill in the order of arrival. Its line is counted in seconds, not in requests: the
-// sum of the predicted prefills, less what the first of them has already had. The ends of prefills correct
-// it, so that a prediction that was wrong does not add up.
+// An engine is taken to prefill in the order of arrival. Its line is counted in seconds, not in requests:
+// each prefill begins when the one before it has ended and it was sent, and lasts as predicted. The ends of
+// prefills correct it, so that a prediction that was wrong does not add up.
+//
+// Reports may come late by a known time, `lag_s`. What was not reported by then is still under way, however
+// long it takes; since then the line went on as predicted.
 //
 // Pure: times (seconds, of one clock) are arguments. No lock: the owner keeps other threads away. Each call
 // about a request that is not known changes nothing, so that reports may come late, twice or never.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -44,7 +48,11 @@ class WorkerLoad {
     int64_t context_tokens() const { return context_; }
     // Seconds until a prefill that came now would begin.
     double wait_s(double now_s);
+    // By how much reports of this engine are late: a mean of the last ones.
+    double lag_s() const { return std::max(lag_s_, 0.0); }
 
+    // A report came so many seconds after its event.
+    void reported(double age_s);
     // What happens. silent: its end will not be heard of, so it is taken to last as long as predicted.
     void prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
                        double now_s, bool silent);
@@ -65,7 +73,7 @@ class WorkerLoad {
     using Queue = std::unordered_map<int64_t, Prefill>;
     struct Prefill {
         int64_t tokens = 0, own = 0, pool = 0;
-        double predicted_s = 0;
+        double predicted_s = 0, sent_s = 0;
         bool silent = false;
         Queue::value_type *before = nullptr, *behind = nullptr;
     };
@@ -75,13 +83,19 @@ class WorkerLoad {
     };
 
     void drop(Queue::value_type& prefill);
+    void follow();
+    // When the first of the line was begun.
+    double head_began_s() const { return std::max(head_since_s_, first_->second.sent_s); }
     void integrate(double now_s);
 
     Queue prefills_;
     Queue::value_type *first_ = nullptr, *last_ = nullptr;
     double prefill_sum_s_ = 0;
     int64_t prefill_tokens_ = 0, prefill_rest_ = 0;
-    double head_since_s_ = 0;
+    double head_since_s_ = 0;         // the end of the prefill before the first of the line
+    double last_sent_s_ = -INFINITY;  // of all prefills
+    double free_s_ = 0;               // when the line will be empty
+    double lag_s_ = 0;
     std::unordered_map<int64_t, Decode> decodes_;
     size_t in_both_ = 0;
     int64_t context_ = 0;

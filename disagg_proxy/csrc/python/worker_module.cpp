@@ -130,6 +130,11 @@ void bind_workers(py::module_& m) {
                                "Tokens in the KV cache of the requests that decode now, as far as known.")
         .def("wait_s", &WorkerLoad::wait_s, py::arg("now_s"),
              "Seconds until a prefill that came now would begin.")
+        .def_property_readonly(
+            "lag_s", &WorkerLoad::lag_s,
+            "By how many seconds reports of this engine are late: a mean of the last ones.")
+        .def("reported", &WorkerLoad::reported, py::arg("age_s"),
+             "A report came so many seconds after its event.")
         .def("prefill_began", &WorkerLoad::prefill_began, py::arg("request"), py::arg("tokens"),
              py::arg("own"), py::arg("pool"), py::arg("predicted_s"), py::arg("now_s"), py::kw_only(),
              py::arg("silent") = false,

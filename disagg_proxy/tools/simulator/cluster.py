@@ -32,7 +32,7 @@ from moonpool.disagg_proxy.tools.simulator.machine import MACHINES, Machine
 from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
 
-TELL_AFTER_S = 0.004  # from one proxy to the others: the wait for more changes, and the way
+TELL_AFTER_S = 0.004  # from one proxy to the others, usually: the wait for more changes, and the way
 
 _bad = partial(ConfigError, operation="simulate")
 _DECODE = Role.DECODE  # an enum's members are slow to look up
@@ -49,6 +49,7 @@ class ClusterSettings:
     layerwise:    KV is handed over while it is computed; else after the whole prompt.
     eviction:     a name of CACHES: what an instance's prefix cache does when it is full.
     exchanging:   several proxies report to each other their requests in flight, and their blocks.
+    tell_after_s: from one proxy's change to the others' knowledge of it.
     """
 
     prefill: int = 0
@@ -61,6 +62,7 @@ class ClusterSettings:
     layerwise: bool = True
     eviction: str = "lru"
     exchanging: bool = True
+    tell_after_s: float = TELL_AFTER_S
 
     def __post_init__(self) -> None:
         if min(self.prefill, self.decode, self.whole) < 0 or not self.prefill + self.whole:
@@ -198,7 +200,8 @@ class Cluster:
         return self._proxies[job.proxy]
 
     def _tell(self, number: int, change: Change) -> None:
-        self.events.at(self.events.now_s + TELL_AFTER_S, partial(self._hear, number, change))
+        at_s = self.events.now_s + self.settings.tell_after_s
+        self.events.at(at_s, partial(self._hear, number, change))
 
     def _hear(self, number: int, change: Change) -> None:
         for other, proxy in enumerate(self._proxies):
@@ -222,9 +225,8 @@ class Cluster:
         place, blocks = job.prefill_place, job.blocks
         self._proxy(job).expected.arrived(place, blocks)
         if self._exchanging:  # placed prompts were reported before
-            self.events.at(
-                self.events.now_s + TELL_AFTER_S, partial(self._is_there, job.proxy, place, blocks)
-            )
+            at_s = self.events.now_s + self.settings.tell_after_s
+            self.events.at(at_s, partial(self._is_there, job.proxy, place, blocks))
 
     def _is_there(self, number: int, place: int, blocks: Sequence[int]) -> None:
         for other, proxy in enumerate(self._proxies):
@@ -248,7 +250,7 @@ class Cluster:
             if place in self._leaving:
                 self._close_if_idle(place)
 
-    # Instances that join, leave or die
+    # Instances that join, leave, die or slow down
 
     def _apply_event(self, event: ClusterEvent) -> None:
         if event.act is Act.JOIN:
@@ -257,6 +259,9 @@ class Cluster:
                 self._kill(known)
             (place,) = {proxy.join(event.name) for proxy in self._proxies}
             self._open(place)
+            return
+        if event.act is Act.SLOW:
+            self.engines[self._proxies[0].fleet.place(event.name)].slow(event.times)
             return
         (place,) = {proxy.fleet.leave(event.name).place for proxy in self._proxies}
         if event.act is Act.KILL:

@@ -47,11 +47,12 @@ class Left(NamedTuple):
 
 
 class Decoding:
-    """Not thread safe. Times in seconds. A ``now_s`` before that of an earlier call, or within a stall, makes
-    no tokens. A join costs a heap's push, an end the stretches within that request's life."""
+    """machine: may be replaced after ``advance``. Not thread safe. Times in seconds. A ``now_s`` before that
+    of an earlier call, or within a stall, makes no tokens. A join costs a heap's push, an end the stretches
+    within that request's life."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+        self.machine = machine
         self._steps = 0.0
         self._at_s = 0.0
         self._context = 0.0
@@ -85,7 +86,7 @@ class Decoding:
         if not self._order:
             return math.inf
         left = max(self._order[0].end_step - self._steps, 0.0)
-        slope = self._machine.step_token_s * len(self._order)
+        slope = self.machine.step_token_s * len(self._order)
         return self._at_s + self._gap_s() * left + slope * left * left / 2
 
     def pop(self, now_s: float) -> Left:
@@ -110,7 +111,7 @@ class Decoding:
         self._at_s = now_s
         if not self._order:
             return
-        gap_s, slope = self._gap_s(), self._machine.step_token_s * len(self._order)
+        gap_s, slope = self._gap_s(), self.machine.step_token_s * len(self._order)
         # The root of T(x) = passed_s that keeps its digits when slope is nearly 0.
         steps = 2 * passed_s / (gap_s + math.sqrt(gap_s * gap_s + 2 * slope * passed_s))
         self._steps += steps
@@ -134,7 +135,7 @@ class Decoding:
         return end_s
 
     def _gap_s(self) -> float:
-        return self._machine.step_of_s(len(self._order), self._context)
+        return self.machine.step_of_s(len(self._order), self._context)
 
     def _gap_of(self, joined: _Joined) -> float:
         parts: list[tuple[float, float]] = []  # (gap, how many)

@@ -51,9 +51,14 @@ class _Engine:
     def __init__(self, place: int, surroundings: Surroundings) -> None:
         self.place = place
         self._machine, self._events, self._caches, self._outcomes = surroundings
+        self._usual = self._machine
         self._line: deque[Job] = deque()
         self.dead = False
         self.busy_s = 0.0
+
+    def slow(self, times: float) -> None:
+        """What it begins from now on takes so many times as long as on its machine."""
+        self._machine = self._usual.faster(1 / times)
 
     def _begin_prompt(self, job: Job) -> None:
         """Only blocks that are still here are reused: some may have been evicted since they were fetched."""
@@ -147,6 +152,14 @@ class WholeEngine(_Engine):
         self._room = self._machine.room_tokens
         self._version = 0
         self._job: Job | None = None  # whose prompt is being computed
+
+    def slow(self, times: float) -> None:
+        """Steps of those that decode, too, from the next event on."""
+        super().slow(times)
+        self._decoding.advance(self._events.now_s)
+        self._decoding.machine = self._machine
+        if self._job is None:
+            self._go_on()  # the next end comes at another time
 
     def gap_s(self, now_s: float) -> float:
         """Seconds between two tokens of the requests that decode now; 0 without any."""

@@ -16,6 +16,7 @@ from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.tools.simulator.faults import ClusterEvent
 from moonpool.disagg_proxy.tools.simulator.loads import Loads
+from moonpool.disagg_proxy.tools.simulator.reports import PROMPT, ReportSettings
 from moonpool.disagg_proxy.tools.simulator.results import Results
 from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import Arrival, Trace, read_trace
@@ -32,7 +33,8 @@ _bad = partial(ConfigError, operation="simulate")
 class Plan:
     """policy: a name of POLICIES or a class of the user's own. copies, speed, seed: see ``Trace.arrivals``.
     requests: so many at most; 0: all. queue: so many may wait in a proxy, up to queue_deadline_s.
-    faults: to instances, in mid simulation. proxies: so many, which take turns."""
+    faults: to instances, in mid simulation. proxies: so many, which take turns. reports: how they hear of
+    what engines do."""
 
     trace: Path
     cluster: ClusterSettings
@@ -47,6 +49,7 @@ class Plan:
     queue_deadline_s: float = 30.0
     faults: tuple[ClusterEvent, ...] = ()
     proxies: int = 1
+    reports: ReportSettings = PROMPT
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
@@ -83,8 +86,10 @@ def simulate(plan: Plan, trace: Trace | None = None, tell: Callable[[int], None]
             None if plan.admission is None else Admission(plan.objective, plan.admission),
             plan.queue,
             plan.queue_deadline_s,
+            plan.reports,
+            plan.seed * plan.proxies + number,
         )
-        for _ in range(plan.proxies)
+        for number in range(plan.proxies)
     ]
     cluster = Cluster(plan.cluster, proxies, results.add, plan.faults)
     arrivals = trace.arrivals(speed=plan.speed, seed=plan.seed, copies=plan.copies)

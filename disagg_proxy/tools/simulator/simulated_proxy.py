@@ -2,9 +2,9 @@
 
     arrival -> scheduler.submit: refused, waits, or -> what the caches hold -> policy.choose -> sent
 
-What the engines do with it comes back by ``observe``, as a data plane would have recorded it. Several proxies
-have workers, loads and models of their own, and report their requests in flight, with their blocks, to each
-other.
+What the engines do with it comes back by ``observe``, as a data plane would have recorded it, or late and
+with errors (``reports.py``). Several proxies have workers, loads and models of their own, and report their
+requests in flight, with their blocks, to each other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal, ttft_s
@@ -37,12 +38,13 @@ from moonpool.disagg_proxy.tools.simulator.events import Events
 from moonpool.disagg_proxy.tools.simulator.expected import Expected
 from moonpool.disagg_proxy.tools.simulator.fleet import Fleet
 from moonpool.disagg_proxy.tools.simulator.job import Job
+from moonpool.disagg_proxy.tools.simulator.reports import PROMPT, Reporter, ReportSettings
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS
 
 NO_INSTANCE = "no_instance"
 KEY_BYTES = 16  # of a block, between proxies
 
-_BEGUN, _ENDED = Stage.BEGUN, Stage.ENDED  # an enum's members are slow to look up
+_ENDED = Stage.ENDED  # an enum's members are slow to look up
 
 
 class Engines(Protocol):
@@ -64,7 +66,8 @@ class _Pending(PendingRequest):
 
 
 class SimulatedProxy:
-    """queue: the most requests that wait before they are sent, up to queue_deadline_s."""
+    """queue: the most requests that wait before they are sent, up to queue_deadline_s. reports: how it hears
+    of what engines do; seed: of the errors in them."""
 
     def __init__(
         self,
@@ -72,7 +75,10 @@ class SimulatedProxy:
         admission: Admission | None = None,
         queue: int = 0,
         queue_deadline_s: float = 30.0,
+        reports: ReportSettings = PROMPT,
+        seed: int = 0,
     ) -> None:
+        self._reporter = Reporter(reports, seed)
         self._objective = NO_OBJECTIVE if admission is None else admission.objective
         limits = QueueLimits(queue, queue_deadline_s)
         self.scheduler: Scheduler[_Pending] = Scheduler(policy, self, admission, limits)
@@ -134,37 +140,52 @@ class SimulatedProxy:
     def observe(
         self, job: Job, stage: Stage, *, handed: HandoverForm, outcome: Outcome = Outcome.ANSWERED
     ) -> None:
-        """As the data plane of a proxy would have recorded it."""
-        now_s = self._events.now_s
+        """As the data plane of a proxy would have recorded it. What the proxy does itself, or sees by itself
+        (a failure, a refusal after the prefill), it knows at once."""
+        observation = self._observation(job, stage, handed=handed, outcome=outcome)
+        reports, now_s = self._reporter.settings, self._events.now_s
+        at_s = reports.delivery_s(now_s)
+        if stage is _ENDED:
+            self._reporter.forget(job)
+        if at_s <= now_s or outcome is not Outcome.ANSWERED or (job.done_s == math.inf and stage is _ENDED):
+            self.scheduler.observe(observation)
+        else:
+            self._events.at(at_s, partial(self._hear, job, observation))
+
+    def _hear(self, job: Job, observation: Observation) -> None:
+        if observation.attempts == 1 + job.attempt:  # else it is of an attempt that is over
+            self.scheduler.observe(observation, self._events.now_s)
+
+    def _observation(self, job: Job, stage: Stage, *, handed: HandoverForm, outcome: Outcome) -> Observation:
         apart = job.prefill_place != job.decode_place
         reused = job.own + job.fetched
-        self.scheduler.observe(
-            Observation(  # in order, because that many names cost four times as much
-                job.name,
-                1,  # tracked
-                job.prefill_place if apart else -1,
-                job.decode_place,
-                job.arrival.at_s,
-                job.arrival.at_s if apart else 0.0,  # sent_prefill_s
-                job.computed_s if apart else 0.0,  # prefill_done_s
-                job.computed_s if apart else job.arrival.at_s,  # sent_decode_s
-                now_s if stage is _BEGUN else job.first_s,
-                now_s if stage is _ENDED else 0.0,  # last_byte_s
-                job.arrival.tokens,
-                reused,  # cached_tokens
-                job.arrival.answer_tokens,
-                reused,  # prefill_cached_tokens
-                200,  # status
-                outcome,
-                1 + job.attempt,
-                handed,
-                1,  # stream
-                stage,
-                0,  # sampled
-                b"",
-                b"",
-                b"",
-            )
+        told = self._reporter.times(job)
+        ended_s = told.done_s if told.done_s < math.inf else self._events.now_s
+        return Observation(  # in order, because that many names cost four times as much
+            job.name,
+            1,  # tracked
+            job.prefill_place if apart else -1,
+            job.decode_place,
+            job.arrival.at_s,
+            job.arrival.at_s if apart else 0.0,  # sent_prefill_s
+            told.computed_s if apart else 0.0,  # prefill_done_s
+            told.computed_s if apart else job.arrival.at_s,  # sent_decode_s
+            told.first_s,
+            ended_s if stage is _ENDED else 0.0,  # last_byte_s
+            job.arrival.tokens,
+            reused,  # cached_tokens
+            job.arrival.answer_tokens,
+            reused,  # prefill_cached_tokens
+            200,  # status
+            outcome,
+            1 + job.attempt,
+            handed,
+            1,  # stream
+            stage,
+            0,  # sampled
+            b"",
+            b"",
+            b"",
         )
 
     def check_integrity(self) -> None:

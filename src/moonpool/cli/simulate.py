@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
             "moonpool simulate trace.jsonl --sweep-pd 16 --ttft-slo 10 --gap-slo 0.1",
             "moonpool simulate trace.jsonl --copies 84 --prefill 500 --decode 500 --plot load.html",
             "moonpool simulate trace.jsonl --event '600s kill prefill-3' --event '900s join prefill-3'",
+            "moonpool simulate trace.jsonl --whole 8 --prefill 0 --decode 0 --lag 0.5 --noise 0.15",
             "moonpool simulate cache trace.jsonl     hit rate over capacity (see simulate cache --help)",
         ),
     )(simulate)
@@ -79,6 +80,11 @@ def simulate(
     policy: of.Policy = "conductor,min_ttft/local,load_balancing/local,round_robin/local",
     proxies: of.Proxies = 1,
     apart: of.Apart = False,
+    exchange_lag: of.ExchangeLag = 0.004,
+    lag: of.Lag = 0.0,
+    report_period: of.ReportPeriod = 0.0,
+    noise: of.Noise = 0.0,
+    skew: of.Skew = 1.0,
     ttft_slo: of.TtftSlo = 30.0,
     gap_slo: of.GapSlo = 0.0,
     admission: of.Admission = "none",
@@ -102,6 +108,7 @@ def simulate(
     from moonpool.disagg_proxy.tools.simulator.cluster import ClusterSettings
     from moonpool.disagg_proxy.tools.simulator.faults import parse, read_faults
     from moonpool.disagg_proxy.tools.simulator.machine import find_machine
+    from moonpool.disagg_proxy.tools.simulator.reports import ReportSettings
     from moonpool.disagg_proxy.tools.simulator.results import Slo
     from moonpool.disagg_proxy.tools.simulator.runs import Plan
 
@@ -126,7 +133,9 @@ def simulate(
         layerwise=not serial,
         eviction=eviction,
         exchanging=not apart,
+        tell_after_s=exchange_lag,
     )
+    reports = ReportSettings(lag, report_period, noise, skew)
     faults = (*map(parse, event or ()), *(read_faults(events) if events is not None else ()))
     slo = Slo.of(ttft_slo, gap_slo)
     plans = [
@@ -144,6 +153,7 @@ def simulate(
             queue_deadline,
             faults,
             proxies,
+            reports,
         )
         for times in speeds
         for name, local in _policies(policy)

@@ -42,7 +42,7 @@ Width = Annotated[int, _instances(min=1, help="Nodes of a prefill instance, in a
 Serial = Annotated[bool, _instances("--serial", help="Hand KV over after the whole prompt.")]
 Event = Annotated[
     list[str] | None,
-    _instances(metavar="'600s kill prefill-3'", help="Join, leave or kill; may be repeated."),
+    _instances(metavar="'600s kill prefill-3'", help="Join, leave, kill or slow; may be repeated."),
 ]
 Events = Annotated[Path | None, _instances(metavar="FILE", help="Such events, one a line.")]
 
@@ -50,6 +50,15 @@ Events = Annotated[Path | None, _instances(metavar="FILE", help="Such events, on
 Policy = Annotated[str, _proxy(metavar="NAME,...", help="As in proxy.policy. NAME/local: without the pool.")]
 Proxies = Annotated[int, _proxy(min=1, max=64, help="So many, which exchange what they have in flight.")]
 Apart = Annotated[bool, _proxy("--apart", help="The proxies exchange nothing.")]
+ExchangeLag = Annotated[float, _proxy(min=0.0, help="Seconds from one proxy to the others.")]
+Lag = Annotated[float, _proxy(min=0.0, help="Seconds, by which proxies hear late of what engines did.")]
+ReportPeriod = Annotated[float, _proxy(min=0.0, help="They hear of it every so many seconds; 0: each time.")]
+Noise = Annotated[
+    float, _proxy(min=0.0, max=2.0, help="Standard deviation of the error of each time that they hear.")
+]
+Skew = Annotated[
+    float, _proxy(min=1.0, max=100.0, help="Times of an engine are off by its own factor, up to so much.")
+]
 
 # Objective and admission
 TtftSlo = Annotated[float, _objective(min=0.0, help="Seconds to the first token; 0: any.")]

@@ -13,6 +13,7 @@ class _Prefill:
     own: int
     pool: int
     predicted_s: float
+    sent_s: float
     silent: bool
 
 
@@ -54,6 +55,7 @@ class WorkerLoad:
         self._prefill_sum_s = 0.0
         self._prefill_tokens = self._prefill_rest = 0
         self._head_since_s = 0.0
+        self._mean_age_s = 0.0
         self._decodes: dict[int, _Decode] = {}
         self._in_both = 0
         self._context = 0
@@ -94,19 +96,24 @@ class WorkerLoad:
         """Seconds until a prefill that came now would begin."""
         while self._prefills:
             request, head = next(iter(self._prefills.items()))
-            had_s = now_s - self._head_since_s
-            if not head.silent or had_s < head.predicted_s:
-                if had_s < 0.0:
-                    had_s = 0.0
-                elif had_s > head.predicted_s:
-                    had_s = head.predicted_s
-                wait_s = self._prefill_sum_s - had_s
-                return wait_s if wait_s > 0.0 else 0.0
-            self._head_since_s += head.predicted_s
+            head_ends_s = max(self._head_since_s, head.sent_s) + head.predicted_s
+            if not head.silent or now_s < head_ends_s:
+                free_s = self._head_since_s
+                for prefill in self._prefills.values():
+                    free_s = max(free_s, prefill.sent_s) + prefill.predicted_s
+                # Not reported though it could have been: it still goes on, and all behind it begin later.
+                late_s = max(now_s - max(self._mean_age_s, 0.0) - head_ends_s, 0.0)
+                return min(max(free_s + late_s - now_s, 0.0), self._prefill_sum_s)
+            self._head_since_s = head_ends_s
             self._drop(request)
         return 0.0
 
     # What happens
+
+    def reported(self, age_s: float) -> None:
+        """A report came so many seconds after its event."""
+        if abs(age_s) < 60.0:
+            self._mean_age_s += 0.1 * (age_s - self._mean_age_s)
 
     def prefill_began(
         self,
@@ -125,7 +132,7 @@ class WorkerLoad:
         if not self._prefills:
             self._head_since_s = now_s
             self._prefill_sum_s = 0.0  # sums of floats drift
-        self._prefills[request] = _Prefill(tokens, own, pool, predicted_s, silent)
+        self._prefills[request] = _Prefill(tokens, own, pool, predicted_s, now_s, silent)
         self._in_both += request in self._decodes
         self._prefill_sum_s += predicted_s
         self._prefill_tokens += tokens
@@ -136,9 +143,10 @@ class WorkerLoad:
         prefill = self._prefills.get(request)
         if prefill is None:
             return None
-        was_head = next(iter(self._prefills)) == request
+        head_name, head = next(iter(self._prefills.items()))
+        was_head = head_name == request
+        seconds = now_s - max(self._head_since_s, head.sent_s)
         self._drop(request)
-        seconds = now_s - self._head_since_s
         # Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
         clean = done and was_head and seconds >= 0
         if was_head or done:

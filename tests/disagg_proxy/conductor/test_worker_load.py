@@ -37,6 +37,34 @@ def test_the_time_of_a_prefill_begins_when_the_one_before_ended() -> None:
     assert (done.tokens, done.own, done.seconds) == (200, 50, pytest.approx(1.0))
 
 
+def test_a_line_goes_on_as_predicted_since_the_time_that_reports_are_late() -> None:
+    load = WorkerLoad()
+    for _ in range(200):
+        load.reported(2.0)
+    assert load.lag_s == pytest.approx(2.0)
+    for number in range(4):
+        load.prefill_began(number, 100, 0, 0, 1.0, now_s=0.0)
+    assert load.wait_s(1.5) == pytest.approx(2.5)  # the end of the first cannot be known yet
+    assert load.wait_s(3.0) == pytest.approx(1.0)
+    assert load.wait_s(4.0) == pytest.approx(1.0)  # that of the first should be known: it takes longer
+    assert load.wait_s(99.0) == pytest.approx(1.0)  # its end may have come since: the rest, less two seconds
+
+
+def test_a_prefill_that_was_sent_to_an_idle_engine_begins_then_however_late_reports_are() -> None:
+    load = WorkerLoad()
+    load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    load.prefill_began(2, 100, 0, 0, 1.0, now_s=0.2)
+    load.prefill_began(3, 100, 0, 0, 1.0, now_s=5.0)
+    load.prefill_ended(1, 1.0)
+    for _ in range(200):
+        load.reported(4.0)
+    assert load.wait_s(5.0) == pytest.approx(1.0)  # of the third alone: the second should be over
+    second, third = load.prefill_ended(2, 2.0), load.prefill_ended(3, 6.5)
+    assert second is not None
+    assert third is not None
+    assert (second.seconds, third.seconds) == (pytest.approx(1.0), pytest.approx(1.5))
+
+
 def test_one_that_overtakes_or_leaves_teaches_nothing() -> None:
     load = WorkerLoad()
     load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
@@ -88,6 +116,10 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
         for _ in range(300):
             now_s += rng.choice((0.0, rng.random(), -0.01))
             request = rng.randrange(-6, 6)
+            if rng.random() < 0.1:
+                age_s = rng.uniform(-0.5, 2.0)
+                load.reported(age_s)
+                plain.reported(age_s)
             match rng.randrange(40):
                 case 0:
                     load.forget_all()
@@ -101,8 +133,8 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
                 case each if each < 20:
                     done = rng.random() < 0.8
                     names = ("tokens", "own", "pool", "seconds", "predicted_s")
-                    assert values(load.prefill_ended(request, now_s, done=done), names) == values(
-                        plain.prefill_ended(request, now_s, done=done), names
+                    assert values(load.prefill_ended(request, now_s, done=done), names) == pytest.approx(
+                        values(plain.prefill_ended(request, now_s, done=done), names)
                     )
                 case each if each < 30:
                     context = rng.randrange(1_000)
@@ -115,7 +147,9 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
                         plain.decode_ended(request, tokens, now_s), names
                     )
             if rng.random() < 0.8:
-                assert load.wait_s(now_s) == plain.wait_s(now_s) >= 0
+                wait_s = plain.wait_s(now_s)
+                assert wait_s >= 0
+                assert load.wait_s(now_s) == pytest.approx(wait_s, abs=1e-9)  # sums in another order
             assert values(load, READ) == values(plain, READ)
             load.check_integrity()
             plain.check_integrity()

@@ -6,8 +6,8 @@
 namespace moonpool {
 namespace {
 
-// What they say is compared with plain Python in tests/disagg_proxy/conductor/test_books.py; here the line's
-// links are looked at, with the sanitizers on.
+// What they say is compared with plain Python in tests/disagg_proxy/conductor/test_worker_load.py; here the
+// line's links are looked at, with the sanitizers on.
 TEST_CASE("load: random stories keep them straight") {
     testing::Random random(51);
     for (int story = 0; story < 50; ++story) {

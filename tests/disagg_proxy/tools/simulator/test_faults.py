@@ -1,4 +1,4 @@
-"""Instances that join, leave and die in mid simulation."""
+"""Instances that join, leave, die and change their speed in mid simulation."""
 
 import json
 import math
@@ -146,16 +146,43 @@ def test_every_request_is_over_however_instances_come_and_go(policy: str, rng: r
         assert job.arrival.at_s <= job.begun_s <= job.computed_s <= job.first_s <= job.done_s < math.inf
 
 
+def test_an_instance_that_slows_down_takes_longer_for_what_it_begins() -> None:
+    settings = ClusterSettings(whole=1, machine=PLAIN)
+    arrivals = [Arrival(at_s, 1000, 11, (int(at_s), 100 + int(at_s))) for at_s in (0.0, 10.0, 20.0)]
+    usual, slow, again = run(settings, arrivals, "5 slow whole-0 4", "15 slow whole-0 1")
+    assert usual.ttft_s == again.ttft_s == pytest.approx(1.0)
+    assert slow.ttft_s == pytest.approx(4.0)
+    assert slow.done_s - slow.first_s == pytest.approx(4 * (usual.done_s - usual.first_s))
+
+
+def test_an_answer_goes_on_slower_from_the_moment_on_at_which_its_instance_slows_down() -> None:
+    settings = ClusterSettings(whole=1, machine=PLAIN)
+    (job,) = run(settings, [Arrival(0.0, 1000, 101, (1, 2))], "1.5 slow whole-0 2")
+    assert job.done_s == pytest.approx(1.0 + 0.5 + 2 * 0.5)
+
+
 def test_times_have_units() -> None:
     assert parse("600s kill prefill-3") == ClusterEvent(600.0, Act.KILL, "prefill-3")
     assert parse(" 1.5m join decode ") == ClusterEvent(90.0, Act.JOIN, "decode")
     assert parse("2h leave whole-0").at_s == 7200.0
+    assert parse("5 slow whole-1 2.5") == ClusterEvent(5.0, Act.SLOW, "whole-1", 2.5)
+    assert parse(str(parse("5 slow whole-1 2.5"))) == parse("5 slow whole-1 2.5")
     assert parse(str(parse("7 join prefill-0"))) == parse("7 join prefill-0")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "kill prefill-3", "10 kill prefill", "10 leave decode", "-5 kill prefill-0", "10 hug prefill-0"],
+    [
+        "",
+        "kill prefill-3",
+        "10 kill prefill",
+        "10 leave decode",
+        "-5 kill prefill-0",
+        "10 hug prefill-0",
+        "10 slow prefill-0",
+        "10 slow prefill-0 0",
+        "10 kill prefill-0 4",
+    ],
 )
 def test_what_is_no_event_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no event; it looks like"):
