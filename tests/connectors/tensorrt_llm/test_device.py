@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 GPU = {"gpu": True, "gpu_ring": "8MiB", "gpu_copy_threads": 2}
 OTHER = [9] * 23
+AT_ONCE = "at once"  # then the save may have read its pages before another request asks for them
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=POLICIES)
-def card(request: pytest.FixtureRequest, library: Path, rng: random.Random) -> Iterator[SoftCard]:
-    with soft_card(library, request.param, rng.randrange(1 << 32)) as card:
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def card(policy: str, library: Path, rng: random.Random) -> Iterator[SoftCard]:
+    with soft_card(library, policy, rng.randrange(1 << 32)) as card:
         CardEngine.card = card
         yield card
 
@@ -138,7 +144,7 @@ def test_a_page_is_another_requests_when_its_save_has_read_it(
 
 
 def test_a_step_waits_for_a_save_of_a_page_that_it_writes_to(
-    card: SoftCard, make_on_card: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+    card: SoftCard, policy: str, make_on_card: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine may free a page without asking, for example one that a window has passed."""
     node.start()
@@ -155,11 +161,11 @@ def test_a_step_waits_for_a_save_of_a_page_that_it_writes_to(
     assert first.answer(other) == first.expected([7] * 23)
     first.flush()
     check(second, PROMPT, 20)
-    assert waits == [True]
+    assert waits == [True] or (policy == AT_ONCE and waits == [False])
 
 
 def test_a_load_waits_for_a_save_of_its_pages(
-    card: SoftCard, make_on_card: Make, node: Node, monkeypatch: pytest.MonkeyPatch
+    card: SoftCard, policy: str, make_on_card: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.start()
     first, second = make_on_card(), make_on_card()
@@ -180,7 +186,7 @@ def test_a_load_waits_for_a_save_of_its_pages(
     assert first.answer(loading) == first.expected(PROMPT)
     first.flush()
     check(second, [7] * 23, 20)
-    assert waits[0] is True
+    assert waits[0] or policy == AT_ONCE
 
 
 def test_node_killed_after_the_promise(late_card: SoftCard, make_on_card: Make, node: Node) -> None:

@@ -63,9 +63,13 @@ class CardTensor:
 def adopt(library: str, policy: str) -> None:
     """From now on each KV cache that vLLM registers with the connector is on the card."""
     from moonpool import _native
-    from moonpool.connectors.vllm import compat
+    from moonpool.connectors.vllm import compat, lookups
     from moonpool.connectors.vllm.connector import Mooncake
     from tests.soft_card import SoftCard, choose
+
+    lookups.ANSWER_TIMEOUT_S = (
+        30.0  # on a busy machine an answer may take longer than the second of a real engine
+    )
 
     choose(Path(library), policy)
     _native.use_driver_for_tests(library)
