@@ -114,6 +114,10 @@ class SoftCard:
         """The nth operation from now on never ends."""
         self._lib.soft_hang(nth)
 
+    def unhang(self) -> None:
+        """What hung may end."""
+        self._lib.soft_unhang()
+
     def die(self, nth: int, code: int) -> None:
         """The card dies with ``code`` in place of its nth operation from now on."""
         self._lib.soft_die(nth, code)

@@ -65,6 +65,11 @@ class EngineFacts:
         """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
         return self._native.metrics()
 
+    def has_abandoned_copies(self) -> bool:
+        """Whether a card may still make copies of a transfer that failed, as when it hangs. Until it does
+        not, the memory of the card that such a transfer was to write must not be used again. Never waits."""
+        return self._native.has_abandoned_copies()
+
 
 class TransferEngine(EngineFacts):
     """One process's end of the transfers: its port, threads and registered memory.

@@ -52,7 +52,7 @@ LAST_PIECE_S = 0.002
 PIECE_BYTES = 8 << 20  # heartbeats wait for one piece at most: 0.7 s at 100 Mbit/s
 OWN_SCRATCH = SCRATCH - 1
 CLOSE_TIMEOUT_S = 10.0
-USE_TIMEOUT_S = 30.0  # for earlier work of the device on blocks that are read into
+DEVICE_LOOK_S = 0.1  # how often a thread that waits for the device looks whether to end
 
 
 class LeaseOver(Refused):
@@ -330,6 +330,8 @@ class HandoverWorker:
                 error = str(failure)
                 raise
             finally:  # in any case: until then its blocks count as being written to
+                if error:
+                    self._await_abandoned_copies()
                 with self._lock:
                     self._consumer.read(piece, nbytes, error, self._clock(), is_lease_over=is_lease_over)
                     self._piece_ended.notify_all()
@@ -366,16 +368,22 @@ class HandoverWorker:
 
     def _await_use(self, request_id: str) -> None:
         """Waits until the device has ended what was queued on the blocks of a pull before its step. Raises
-        Error when it does not."""
+        Error when it cannot."""
         mark = self._before.get(request_id)
         if mark is None:
             return
         if isinstance(mark, Error):
             raise mark
-        give_up_s = time.monotonic() + USE_TIMEOUT_S
-        while not mark.wait(0.1):
-            if self._closing or time.monotonic() > give_up_s:
-                raise Refused("the device did not end its work on the blocks in time")
+        while not mark.wait(DEVICE_LOOK_S):
+            if self._closing:
+                raise Refused("this engine is closed")
+
+    def _await_abandoned_copies(self) -> None:
+        """After a read that failed: waits until the device writes none of its blocks any more. A device that
+        hangs keeps its requests waiting, as it does the engine; close ends that."""
+        with suppress(Closed):
+            while self._engine.has_abandoned_copies():
+                time.sleep(DEVICE_LOOK_S)
 
     def _tables_with(self, connection: PeerConnection, description: Description) -> tuple[Table, ...]:
         known = self._tables.get(connection.number)

@@ -262,6 +262,17 @@ Result<std::shared_ptr<device::CardCopier>> Engine::Core::card(int ordinal) {
     return opened;
 }
 
+bool Engine::Core::has_abandoned_copies() {
+    std::vector<std::shared_ptr<device::CardCopier>> all;  // asked without the lock
+    {
+        MutexLock lock(cards_mutex);
+        for (const auto& [ordinal, card] : cards) {
+            if (card != nullptr) all.push_back(card);
+        }
+    }
+    return std::ranges::any_of(all, [](const auto& card) { return card->collect(); });
+}
+
 Result<transport::RegionMemory> Engine::Core::memory_of(const MemoryRef& memory) {
     transport::RegionMemory region;
     region.pinned = memory.kind == MemoryKind::kPinned;

@@ -123,6 +123,7 @@ struct Engine::Core {
 
     // What a region of that memory needs.
     Result<std::shared_ptr<device::CardCopier>> card(int ordinal) EXCLUDES(cards_mutex);
+    bool has_abandoned_copies() EXCLUDES(cards_mutex);
     Result<transport::RegionMemory> memory_of(const MemoryRef& memory);
     Status add_region(uint64_t address, uint64_t length, const std::string& location,
                       transport::RegionMemory memory);

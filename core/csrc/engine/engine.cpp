@@ -318,6 +318,12 @@ Status Engine::release(uint64_t id) {
     return success();
 }
 
+Result<bool> Engine::has_abandoned_copies() {
+    Core::Call call(*core_);
+    if (!call.ok()) return call.error();
+    return core_->has_abandoned_copies();
+}
+
 Result<std::vector<uint64_t>> Engine::poll() {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();

@@ -137,6 +137,9 @@ class Engine {
     Status release(uint64_t ticket);       // forgets it, having cancelled it when it still runs
     Result<std::vector<uint64_t>> poll();  // tickets that ended since the last call
     int event_fd() const;                  // readable when poll() or notifications() has something
+    // Whether a card may still make copies of a transfer that has ended badly: until it does not, the memory
+    // that such a transfer was to write must not be used again. Never waits.
+    Result<bool> has_abandoned_copies();
 
     Status notify(uint32_t segment, std::string_view message);
     Result<std::vector<std::pair<std::string, std::string>>> notifications();  // (peer's name, message)

@@ -362,6 +362,9 @@ class PyEngine {
     void release(uint64_t ticket) {
         unwrap(without_gil([&] { return engine_->release(ticket); }), "release");
     }
+    bool has_abandoned_copies() {
+        return unwrap(without_gil([&] { return engine_->has_abandoned_copies(); }), "has_abandoned_copies");
+    }
     std::vector<uint64_t> poll() { return unwrap(engine_->poll(), "poll"); }
 
     void notify(uint32_t segment, const py::bytes& message) {
@@ -460,6 +463,7 @@ void bind_engine(py::module_& m) {
         .def("status", &PyEngine::status, py::arg("ticket"))
         .def("cancel", &PyEngine::cancel, py::arg("ticket"))
         .def("release", &PyEngine::release, py::arg("ticket"))
+        .def("has_abandoned_copies", &PyEngine::has_abandoned_copies)
         .def("poll", &PyEngine::poll)
         .def("notify", &PyEngine::notify, py::arg("segment"), py::arg("message"))
         .def("notifications", &PyEngine::notifications)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.connectors.vllm.processes import Engine, Node
+from tests.soft_card import compile_library
 
 KV_CONFIG = {
     "kv_connector": "Mooncake",
@@ -46,6 +47,12 @@ def make_prompt(seed: int, tokens: int) -> list[int]:
     """A prompt that no other seed begins with."""
     source = random.Random(seed)
     return [source.randrange(256) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The software device, which takes some seconds to compile."""
+    return compile_library(tmp_path_factory.mktemp("soft"))
 
 
 @dataclass

@@ -35,16 +35,11 @@ from tests.connectors.vllm.fakes import (
 )
 from tests.connectors.vllm.processes import Node
 from tests.connectors.vllm.worker_bed import GROUP, lookup, memory, real_node, save, serving, wait_for
-from tests.soft_card import COMPILER, POLICIES, CardArray, SoftCard, compile_library, soft_card
+from tests.soft_card import COMPILER, POLICIES, CardArray, SoftCard, soft_card
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 DEADLINE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_library(tmp_path_factory.mktemp("soft"))
 
 
 @pytest.fixture(params=POLICIES)

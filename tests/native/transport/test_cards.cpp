@@ -14,6 +14,12 @@ namespace {
 
 constexpr size_t kCardMiB = 1u << 20;
 const char* const kPaths[] = {"loopback", "tcp"};
+const char* const kAllPaths[] = {"loopback", "tcp", "cuda_ipc"};
+
+// What lies opposite of memory of a card, on a path that is tried.
+MemoryKind opposite(const std::string& path) {
+    return path == "cuda_ipc" ? MemoryKind::kDevice : MemoryKind::kHost;  // which reaches cards only
+}
 
 EngineOptions patient(const std::string& name, const std::string& transport, int timeout_ms) {
     EngineOptions options = engine_options(name, transport);
@@ -86,16 +92,16 @@ TEST_CASE(
 }
 
 TEST_CASE("cards: a card that hangs costs its transfers their time, and keeps its memory registered") {
-    for (const char* path : kPaths) {
+    for (const char* path : kAllPaths) {
         for (bool local : {false, true}) {
             CAPTURE(path);
             CAPTURE(local);
             Bed bed;
             {
                 Pair pair(patient("here", path, 300), patient("there", "", 300));
-                MemoryKind host = MemoryKind::kHost, card = MemoryKind::kDevice;
-                Memory mine(*pair.here, kCardMiB, local ? card : host);
-                Memory theirs(*pair.there, kCardMiB, local ? host : card);
+                MemoryKind other = opposite(path), card = MemoryKind::kDevice;
+                Memory mine(*pair.here, kCardMiB, local ? card : MemoryKind::kHost);
+                Memory theirs(*pair.there, kCardMiB, local ? other : card);
                 Engine& owner = local ? *pair.here : *pair.there;
                 Memory& on_card = local ? mine : theirs;
                 soft_device().soft_hang(1);
@@ -109,8 +115,11 @@ TEST_CASE("cards: a card that hangs costs its transfers their time, and keeps it
                 Status gone = owner.deregister_region(on_card.address());
                 REQUIRE_FALSE(gone.ok());
                 CHECK(gone.error().code == Code::kTimeout);
+                Engine& copies = std::strcmp(path, "cuda_ipc") == 0 ? *pair.here : owner;
+                CHECK(*copies.has_abandoned_copies());
                 soft_device().soft_unhang();
                 soft_device().soft_settle();
+                while (*copies.has_abandoned_copies()) std::this_thread::yield();
                 REQUIRE(owner.deregister_region(on_card.address()).ok());
                 REQUIRE(pair.here->release(ticket).ok());
             }
@@ -164,14 +173,14 @@ TEST_CASE("cards: a card that dies fails each of its transfers once, and memory 
 
 TEST_CASE("cards: memory is free once deregister has returned, with copies of cards under way") {
     Random random(2311);
-    for (const char* path : kPaths) {
+    for (const char* path : kAllPaths) {
         for (bool local : {false, true}) {
             CAPTURE(path);
             CAPTURE(local);
             Bed bed(Policy::kShuffled, random.next());
             {
                 Pair pair(path);
-                Memory stays(local ? *pair.there : *pair.here, 4 * kCardMiB, MemoryKind::kHost);
+                Memory stays(local ? *pair.there : *pair.here, 4 * kCardMiB, opposite(path));
                 Engine& owner = local ? *pair.here : *pair.there;
                 for (int round = 0; round < 3; ++round) {
                     device::DeviceMemory card =

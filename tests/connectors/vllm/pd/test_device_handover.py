@@ -3,6 +3,7 @@ written to blocks that earlier work of the card still uses. The card is the soft
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,19 +13,24 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from moonpool.connectors.vllm.pd import handover_worker
 from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
 from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Open
 from moonpool.core.errors import Unavailable
+from moonpool.core.transfer.engine import TransferEngine
 from tests.connectors.vllm.fakes import LOG
-from tests.connectors.vllm.pd.worlds import BLOCKS, PROMPT, World, eventually, heads_first, world
-from tests.soft_card import COMPILER, CardArray, SoftCard, compile_library, soft_card
+from tests.connectors.vllm.pd.worlds import (
+    BLOCKS,
+    DEADLINE_S,
+    PROMPT,
+    World,
+    eventually,
+    heads_first,
+    world,
+)
+from tests.soft_card import COMPILER, CardArray, SoftCard, soft_card
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_library(tmp_path_factory.mktemp("soft"))
 
 
 @pytest.fixture(params=("late", "early", "shuffled"))
@@ -105,6 +111,62 @@ def test_blocks_are_not_written_before_earlier_work_of_the_card(library: Path) -
         card.settle()
         np.testing.assert_array_equal(decode.kv[:, [4, 5, 6]], prefill.kv[:, [1, 2, 3]])
         assert (decode.kv[:, [1, 2, 3]] == 7).all()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers soon give up on a card that hangs."""
+    soon = functools.partial(TransferEngine, timeout_s=0.2)
+    monkeypatch.setattr(handover_worker, "TransferEngine", soon)
+
+
+def wait_until_the_pull_failed(decode: World) -> None:
+    """Its transfer has given up, and the thread that read waits for the card."""
+    eventually(lambda: decode.handover_worker.counters["transfers_failed_total"] > 0)
+    asked = threading.Semaphore(0)
+    engine = decode.handover_worker._engine
+    ask = engine.has_abandoned_copies
+
+    def seen() -> bool:
+        asked.release()
+        return ask()
+
+    engine.has_abandoned_copies = seen  # type: ignore[method-assign]
+    for _ in range(2):
+        assert asked.acquire(timeout=DEADLINE_S)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("transports", [None, ["tcp"]])
+def test_blocks_are_not_given_back_before_a_card_that_hangs_has_ended_its_copies(
+    library: Path, transports: list[str] | None
+) -> None:
+    with soft_card(library, "late") as card, ExitStack() as stack:
+        prefill = stack.enter_context(world("P", seed=1))
+        decode = stack.enter_context(world("D", seed=2, card=card, transports=transports))
+        card.hang(1)
+        decode.take(prefill.offer([1, 2, 3]), [4, 5, 6])
+        wait_until_the_pull_failed(decode)
+        assert not decode.handover_worker.has_news
+        card.unhang()
+        ended = decode.ended()
+        assert ended.good == 0
+        assert "did not end its copies" in ended.error
+        decode.kv[:] = 9  # another request's from now on
+        card.settle()
+        assert (decode.kv == 9).all()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_card_that_hangs_does_not_keep_an_engine_from_closing(library: Path) -> None:
+    with soft_card(library, "late") as card, ExitStack() as stack:
+        prefill = stack.enter_context(world("P", seed=1))
+        decode = stack.enter_context(world("D", seed=2, card=card))
+        card.hang(1)
+        decode.take(prefill.offer([1, 2, 3]), [4, 5, 6])
+        wait_until_the_pull_failed(decode)
+        decode.handover_worker.close()
+        assert not any(thread.name == "moonpool-handover" for thread in threading.enumerate())
 
 
 class LostMark:
