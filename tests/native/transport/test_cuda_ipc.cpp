@@ -1,10 +1,17 @@
 // CUDA IPC between two processes, each with a software device of its own: what every transport passes is in
 // test_conformance.cpp.
+#include <sys/socket.h>
+
 #include <algorithm>
+#include <optional>
 #include <thread>
 
 #include "../process.hpp"
 #include "bed.hpp"
+#include "transport/frames.hpp"
+#include "transport/host/server.hpp"
+#include "transport/host/unix_frame.hpp"
+#include "wire/dial.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
@@ -249,8 +256,11 @@ TEST_CASE("cuda ipc: an owner that was killed fails transfers, and this process 
 }
 
 TEST_CASE("cuda ipc: the owner's memory stays while a copy of another process may reach it") {
-    for (bool given_up : {false, true}) {
-        CAPTURE(given_up);
+    // Of the transfer that copies: it waits, it has given up, or its segment was closed, too.
+    enum class Caller { kWaits, kGaveUp, kClosed };
+    for (Caller caller : {Caller::kWaits, Caller::kGaveUp, Caller::kClosed}) {
+        const bool given_up = caller != Caller::kWaits;
+        CAPTURE(static_cast<int>(caller));
         Bed bed;
         {
             Owner owner;
@@ -266,14 +276,22 @@ TEST_CASE("cuda ipc: the owner's memory stays while a copy of another process ma
                 REQUIRE(*here.engine->wait(ticket, 10000));
                 CHECK(here.engine->status(ticket)->failure.error.code == Code::kTimeout);
             }
+            if (caller == Caller::kClosed) {
+                REQUIRE(here.engine->release(ticket).ok());
+                REQUIRE(here.engine->close_segment(here.segment).ok());
+            }
             owner.say("free");
             CHECK_FALSE(readable(owner.fd(), 200));
+            // The new list of regions does not have the memory; the copy has it open.
+            if (caller == Caller::kGaveUp) REQUIRE_FALSE(here.transfer(slices).ok());
+            CHECK(soft_device().soft_calls("cuIpcCloseMemHandle") == 0);
             soft_device().soft_unhang();
             CHECK(owner.hear() == "freed");
             if (!given_up) {
                 REQUIRE(*here.engine->wait(ticket, 10000));
                 CHECK(here.engine->status(ticket)->state == TicketState::kDone);
             }
+            if (caller == Caller::kClosed) here.segment = *here.engine->open(owner.address);
             REQUIRE_FALSE(here.transfer(slices).ok());
             // Other memory, perhaps at the same address.
             uint64_t address = std::stoull(owner.ask("again"));
@@ -300,6 +318,64 @@ TEST_CASE("cuda ipc: an initiator that was killed amid a copy is inside of nothi
         CHECK(status.error().code == Code::kTimeout);
         writer.kill();
         REQUIRE(engine->deregister_region(mine.address()).ok());
+    }
+    bed.end();
+}
+
+// The names of sockets are no secret: /proc/net/unix lists them.
+TEST_CASE("cuda ipc: the socket of one tenant's engine tells another tenant nothing") {
+    Bed bed;
+    {
+        EngineOptions of_another = ipc_options("other", "");
+        of_another.tenant = "other";
+        std::shared_ptr<Engine> there = make_engine(ipc_options("there", "")),
+                                other = make_engine(of_another);
+        Memory theirs(*there, 4096, MemoryKind::kDevice);
+        auto offer_of = [](Engine& engine, const std::string& tenant) {
+            DialOptions dialing;
+            dialing.address = engine.addresses().front();
+            dialing.token = "secret";
+            dialing.tenant = tenant;
+            dialing.service = kServiceEngine;
+            Result<Dialed> dialed = dial(dialing);
+            REQUIRE(dialed.ok());
+            return *transport::decode_welcome(dialed->welcome);
+        };
+        transport::PeerInfo info = offer_of(*there, "default");
+        transport::HostOffer own = offer_of(*other, "other").cuda_ipc;
+        // -> the answers to a cookie and to a question for the memory, null: the socket was closed.
+        auto ask = [&](const std::array<uint8_t, 32>* cookie) {
+            Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+            set_socket_timeouts(fd.get(), 10000);
+            sockaddr_un address;
+            socklen_t size = transport::host::abstract_address(info.cuda_ipc.socket, address);
+            REQUIRE(::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+            std::vector<std::optional<Kind>> kinds;
+            auto say = [&](Kind kind, const std::vector<std::byte>& body) {
+                std::vector<std::byte> frame, answer;
+                begin_frame(frame, kind, 0, 1);
+                frame.insert(frame.end(), body.begin(), body.end());
+                finish_frame(frame, 0);
+                FrameHeader header;
+                bool answered = transport::host::send_frame(fd.get(), frame).ok() &&
+                                transport::host::receive_frame(fd.get(), header, answer, 65536, nullptr).ok();
+                kinds.push_back(answered ? std::optional(header.kind) : std::nullopt);
+            };
+            if (cookie != nullptr) {
+                std::vector<std::byte> body;
+                Writer w(body);
+                w.bytes(cookie->data(), cookie->size());
+                w.text16(info.host_id);
+                w.text16(info.boot_id);
+                say(Kind::kShmOpen, body);
+            }
+            say(Kind::kCudaRegions, {});
+            return kinds;
+        };
+        using Kinds = std::vector<std::optional<Kind>>;
+        CHECK(ask(&info.cuda_ipc.cookie) == Kinds{Kind::kShmOpen, Kind::kCudaRegions});
+        CHECK(ask(&own.cookie) == Kinds{Kind::kError, std::nullopt});
+        CHECK(ask(nullptr) == Kinds{std::nullopt});
     }
     bed.end();
 }
