@@ -106,6 +106,10 @@ class SoftCard:
             "cuMemcpyAsync", address, ctypes.c_uint64(source.address), size, ctypes.c_void_p(self.stream)
         )
 
+    def calls(self, *names: str) -> int:
+        """Of these functions of the driver."""
+        return sum(int(self._lib.soft_calls(name.encode())) for name in names)
+
     def settle(self) -> None:
         """All that is queued runs."""
         self._lib.soft_settle()

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,12 @@ import numpy.typing as npt
 import pytest
 
 from moonpool import _native
-from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm import device_memory
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.messages import Load, Save, Step
-from moonpool.connectors.vllm.pool import Pool
 from moonpool.connectors.vllm.worker import WorkerHalf
 from moonpool.core.store.keys import BLOCK_NAME_BYTES
-from tests.connectors.vllm.card_bed import CardTensor
+from tests.connectors.vllm.card_bed import CardTensor, card_half
 from tests.connectors.vllm.fakes import (
     FINGERPRINT,
     LOG,
@@ -58,31 +56,6 @@ def late_card(library: Path) -> Iterator[SoftCard]:
 def server(tmp_path: Path) -> Iterator[_native.Server]:
     with serving(tmp_path) as server:
         yield server
-
-
-def card_half(
-    card: SoftCard,
-    kv: CardArray,
-    open_node: Callable[[bytes], NodeConnection[Pool]],
-    ring_bytes: int = 8 << 20,
-) -> WorkerHalf:
-    half = WorkerHalf(
-        engine_config(),
-        ranks=lambda: (0, 0),
-        fingerprint=lambda layout, tensor: FINGERPRINT,
-        open_node=open_node,
-        open_device=functools.partial(
-            DeviceMemory,
-            current_stream=lambda device: card.stream,
-            ring_bytes=ring_bytes,
-            copy_threads=2,
-            log=LOG,
-        ),
-        log=LOG,
-    )
-    half.register({name: CardTensor(kv, number) for number, name in enumerate(GROUP)})
-    assert half.handshake().refusal == ""
-    return half
 
 
 def load_of(found: _native.PrefixAnswer, job: Save, *blocks: int) -> Load:

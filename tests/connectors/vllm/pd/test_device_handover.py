@@ -4,8 +4,13 @@ written to blocks that earlier work of the card still uses. The card is the soft
 from __future__ import annotations
 
 import functools
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,11 +19,13 @@ import numpy.typing as npt
 import pytest
 
 from moonpool.connectors.vllm.pd import handover_worker
+from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
 from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
-from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Open
+from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Open, Pull
 from moonpool.core.errors import Unavailable
 from moonpool.core.transfer.engine import TransferEngine
 from tests.connectors.vllm.fakes import LOG
+from tests.connectors.vllm.pd import card_world_process
 from tests.connectors.vllm.pd.worlds import (
     BLOCKS,
     DEADLINE_S,
@@ -28,7 +35,7 @@ from tests.connectors.vllm.pd.worlds import (
     heads_first,
     world,
 )
-from tests.soft_card import COMPILER, CardArray, SoftCard, soft_card
+from tests.soft_card import COMPILER, ROOT, CardArray, SoftCard, soft_card
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -116,7 +123,7 @@ def test_blocks_are_not_written_before_earlier_work_of_the_card(library: Path) -
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers soon give up on a card that hangs."""
-    soon = functools.partial(TransferEngine, timeout_s=0.2)
+    soon = functools.partial(TransferEngine, timeout_s=1.0)
     monkeypatch.setattr(handover_worker, "TransferEngine", soon)
 
 
@@ -184,3 +191,75 @@ def test_a_card_that_is_lost_ends_all_leases_once() -> None:
     assert lost.acquire(timeout=20)
     forwards.close(20)
     assert not lost.acquire(blocking=False)
+
+
+class Prefill:
+    """card_world_process.py, which offers three blocks."""
+
+    def __init__(self, library: Path) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                card_world_process.__name__,
+                str(library),
+                "1",
+                "2",
+                "3",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert self._process.stdout is not None
+        said = json.loads(self._process.stdout.readline())
+        named = {name: bytes.fromhex(said[name]) for name in ("fingerprint", "prompt")}
+        blocks = tuple(tuple(ids) for ids in said["blocks"])
+        self.offer = Offer(**said | named | {"ranks": tuple(said["ranks"]), "blocks": blocks})
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)  # it stops a little later
+
+
+@pytest.mark.usefixtures("impatient", "runtime_dir")
+@pytest.mark.parametrize("transports", [["tcp"], ["cuda_ipc", "tcp"]])
+@pytest.mark.parametrize("act", [Prefill.kill, Prefill.stop])
+@pytest.mark.parametrize("during", [False, True])
+def test_decode_lives_and_computes_when_prefill_is_killed_or_hangs(
+    library: Path, transports: list[str], act: Callable[[Prefill], None], during: bool
+) -> None:
+    with soft_card(library, "late") as card, ExitStack() as stack:
+        decode = stack.enter_context(world("D", seed=2, card=card, transports=transports))
+        prefill, other = Prefill(library), Prefill(library)
+        stack.callback(other.kill)
+        stack.callback(prefill.kill)
+        decode.hold(prefill.offer, 3)
+        if not during:
+            act(prefill)
+        pull = HandoverStep(pulls=(Pull("r", 0, ((4, 5, 6),)),))
+        copies = card.calls("cuMemcpyAsync", "cuMemcpyBatchAsync")
+        if during:
+            card.hang(1)
+        decode.handover_worker.pull(pull)
+        if during:
+            eventually(lambda: card.calls("cuMemcpyAsync", "cuMemcpyBatchAsync") > copies)
+            act(prefill)
+            card.unhang()
+        ended = decode.ended()
+        assert ended.good == 0
+        assert ended.error
+        values, _ = heads_first(np.random.default_rng(9))
+        forward(card, decode, values)
+        card.settle()
+        np.testing.assert_array_equal(decode.kv, values)
+        decode.take(other.offer, [7, 8, 9], name="s")
+        ended = decode.ended()
+        assert (ended.good, ended.error) == (3, "")
+        truth, _ = heads_first(np.random.default_rng(card_world_process.SEED))
+        np.testing.assert_array_equal(decode.kv[:, [7, 8, 9]], truth[:, [1, 2, 3]])
+        assert decode.handover_worker.counters[f"{transports[0]}_read_bytes_total"] >= ended.bytes
