@@ -7,13 +7,15 @@ using namespace moonpool;
 
 namespace {
 
-uint64_t told(Pool& pool, const Incarnation& incarnation) {
+IndexReader index_of(Pool& pool, const Incarnation& incarnation) {
     Result<Fd> fd = pool.table().index().read_only_fd();
     REQUIRE(fd);
     Result<IndexReader> index = IndexReader::open(fd->get(), pool.table().index().bytes(), incarnation);
     REQUIRE(index);
-    return index->free_bytes();
+    return std::move(*index);
 }
+
+uint64_t told(Pool& pool, const Incarnation& incarnation) { return index_of(pool, incarnation).free_bytes(); }
 
 }  // namespace
 
@@ -37,6 +39,23 @@ TEST_CASE("a pool whose memory is still being reserved is not full") {
     pool.publish_free_bytes();
     CHECK(told(pool, incarnation) == pool.free_bytes());
     CHECK(pool.check_integrity());
+}
+
+TEST_CASE("a pool tells how much of its memory will stay in the pages that it lies in") {
+    const Incarnation incarnation{};
+    Result<std::unique_ptr<Pool>> made = Pool::create(PoolOptions{"default", 128u << 20, 0, 0}, incarnation);
+    REQUIRE(made);
+    Pool& pool = **made;
+    IndexReader index = index_of(pool, incarnation);
+    REQUIRE(pool.commit_memory(40u << 20));
+    CHECK(index.settled_bytes() == 0);
+    // In huge pages so far; where the kernel makes none, all of it at once.
+    while (uint64_t more = pool.collapse_memory()) {
+        CHECK(more > 0);
+        CHECK(index.settled_bytes() == pool.huge_bytes());
+    }
+    CHECK(index.settled_bytes() == pool.committed_bytes());
+    CHECK(pool.committed_bytes() == 40u << 20);
 }
 
 TEST_CASE("a pool evicts nothing while some of its memory was never used") {

@@ -153,6 +153,7 @@ class ObjectTable {
     uint32_t slots_used() const { return used_; }  // every slot in use is below it
     const IndexWriter& index() const { return index_; }
     void publish_free_bytes(uint64_t to_come) { index_.set_free_bytes(allocator_.free_bytes() + to_come); }
+    void publish_settled_bytes(uint64_t bytes) { index_.set_settled_bytes(bytes); }  // on any thread
     const TableCounters& counters() const { return counters_; }
 
     bool scrubbed(uint32_t slot) const { return objects_[slot].scrubbed; }

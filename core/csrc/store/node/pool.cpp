@@ -152,8 +152,12 @@ uint64_t Pool::collapse_memory() {
     constexpr uint64_t kStep = 16u << 20;
     uint64_t done = huge_bytes_;
     uint64_t bytes = std::min(kStep, committed_ - done) / kHugePageBytes * kHugePageBytes;
-    if (bytes == 0 || !arena_.collapse(done, bytes)) return 0;
+    if (bytes == 0 || !arena_.collapse(done, bytes)) {
+        table_->publish_settled_bytes(committed_);
+        return 0;
+    }
     huge_bytes_ += bytes;
+    table_->publish_settled_bytes(huge_bytes_);
     return bytes;
 }
 

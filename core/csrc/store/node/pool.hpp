@@ -96,7 +96,8 @@ class Pool {
     void memory_is_short() { memory_short_ = true; }  // no more will come
     bool reserving() const { return !memory_short_ && capacity() < arena_bytes(); }
     // Makes huge pages of the next piece of committed memory (any thread); 0: all is done, or the kernel does
-    // not.
+    // not. The shared index says how far it is: clients pin what stays as it is only. After a 0 that is all
+    // that is committed.
     uint64_t collapse_memory();
     uint64_t huge_bytes() const { return huge_bytes_; }
 

@@ -51,7 +51,9 @@ struct IndexHeader {
     uint32_t slots;
     uint32_t buckets;
     Incarnation incarnation;
-    uint64_t free_bytes;  // of the arena, a fraction of a second ago; read and written as a whole
+    // Of the arena, each read and written as a whole. A node of the release before leaves 0 in the second one.
+    uint64_t free_bytes;     // a fraction of a second ago
+    uint64_t settled_bytes;  // from its front on: in pages that the node will not gather into others any more
 };
 inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
 
@@ -79,6 +81,11 @@ class IndexReader {
     uint64_t free_bytes() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         return __atomic_load_n(&header->free_bytes, __ATOMIC_RELAXED);
+    }
+    // How much of the arena may be pinned: a page that is pinned cannot be gathered into a huge page.
+    uint64_t settled_bytes() const {
+        auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
+        return __atomic_load_n(&header->settled_bytes, __ATOMIC_RELAXED);
     }
     std::optional<IndexHit> find(uint32_t space, const Hash128& hash, std::string_view name) const;
     // The entry of that slot while it holds that generation.
@@ -112,6 +119,11 @@ class IndexWriter {
     void set_free_bytes(uint64_t bytes) {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
         __atomic_store_n(&header->free_bytes, bytes, __ATOMIC_RELAXED);
+    }
+    // On any thread.
+    void set_settled_bytes(uint64_t bytes) {
+        auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+        __atomic_store_n(&header->settled_bytes, bytes, __ATOMIC_RELAXED);
     }
     uint32_t first(const Hash128& hash) const;  // slot or kNoSlot
     uint32_t next(uint32_t slot) const;
