@@ -46,6 +46,9 @@ class Mapping {
     // meanwhile.
     bool collapse(uint64_t offset, uint64_t bytes);
 
+    // It stays mapped for ever: for memory that a card may still read.
+    void leak() { data_ = nullptr; }
+
    private:
     std::byte* data_ = nullptr;
     uint64_t size_ = 0;

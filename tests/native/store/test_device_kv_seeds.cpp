@@ -1,8 +1,8 @@
 // Loads, saves, aborts and deaths mixed by seed, on the software device: no wrong byte in the KV cache or in
 // the pool, each end told once, nothing leaked.
 //
-// A run has one KV cache and some threads, each with blocks of its own, as an engine gives blocks to
-// requests:
+// A run has one KV cache, in most of the runs pins on the node's arena, and some threads, each with blocks of
+// its own, as an engine gives blocks to requests:
 //
 //     save   the forward writes blocks (queued) --> save --> staged: another owner writes them (queued)
 //     load   an earlier owner writes blocks (queued) --> load --> what is told to be there is compared at
@@ -220,8 +220,7 @@ class Requests {
         bool whole = bytes == objects * run_.shape.object_bytes();
         if (whole != report.error.empty()) run_.is_wrong("a load's error does not fit its objects");
         // Another request may have removed an object of the same save.
-        if (run_.undisturbed && !whole &&
-            report.error != "a pinned object was removed before it was loaded") {
+        if (run_.undisturbed && !whole && report.error.find("a pinned object was removed ") != 0) {
             run_.is_wrong("a load failed without a cause: " + report.error);
         }
         ++(whole ? run_.loads_ok : run_.loads_failed);
@@ -265,6 +264,9 @@ void run_once(std::optional<Node>& node, uint64_t salt, Sum& sum) {
                                     Policy::kShuffled};
     DeviceKvOptions options = *std::array{&kSmall, &kDirect, &kTight}[random.below(3)];
     options.load_lanes = static_cast<uint32_t>(random.between(1, 3));
+    options.arena = {.part_bytes = 4 * kMiB, .object_bytes_min = 0};
+    // What the node has settled by then, up to that; the ring alone in every third run.
+    const uint64_t pins = random.below(3) * random.between(1, 64) * kMiB;
     KvShape shape{.tokens_first = random.one_in(2), .blocks = kThreads * kBlocksEach};
     shape.content = std::array{24u, 128u, 512u}[random.below(3)];
     std::string fates[] = {"none",         "the card dies", "the card hangs",
@@ -280,6 +282,7 @@ void run_once(std::optional<Node>& node, uint64_t salt, Sum& sum) {
         REQUIRE(client.connect());
         Cache cache(bed, shape);
         std::shared_ptr<DeviceKv> kv = cache.open(options);
+        (void)kv->pin_arena(client, pins);
         Run run{.bed = bed,
                 .shape = shape,
                 .kv = *kv,

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/result.hpp"
+#include "memory/mapping.hpp"
 #include "store/client/items.hpp"
 #include "store/shared/descriptor.hpp"
 #include "store/shared/shared_index.hpp"
@@ -79,6 +80,10 @@ class BlockPath {
     virtual const std::byte* in_place(const Descriptor& descriptor) const {
         (void)descriptor;
         return nullptr;
+    }
+    // The node's arena once more, read-only; not mapped: it is not on this host.
+    virtual Result<Mapping> map_arena() const {
+        return Error{Code::kUnavailable, "the memory of " + route() + " is not of this host"};
     }
     // Of objects that read() leaves as kAskPin: how many to pin before they are read.
     virtual size_t pins_at_once() const { return SIZE_MAX; }

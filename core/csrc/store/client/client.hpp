@@ -13,6 +13,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "directory/directory_client.hpp"
 #include "store/client/location_cache.hpp"
 #include "store/client/node_client.hpp"
+#include "store/client/own_arena.hpp"
 #include "store/client/peers.hpp"
 #include "store/client/recent_copies.hpp"
 #include "store/shared/stripes.hpp"
@@ -100,6 +102,12 @@ class Client {
     // pinned in memory that is mapped here is copied also when its node does not live any more.
     LoadReport load(std::string_view holders, std::span<const Descriptor> descriptors, const PartTable& table,
                     std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
+    // The own node's, as it is now: for a card that reads what was handed over where it lies. An error: there
+    // is no node, or none of this host.
+    Result<std::unique_ptr<OwnArena>> own_arena();
+    // A descriptor of a hand-over as that life of the own node has it; none: another node has the object.
+    static std::optional<Descriptor> of_own(std::string_view holders, Descriptor handed,
+                                            const Incarnation& own);
 
    private:
     // When no node had room for more, the next put need not ask again at once.

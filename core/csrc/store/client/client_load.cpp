@@ -42,6 +42,19 @@ Handover Client::hand_over(const Pinned& pinned, const Incarnation& own) {
     return out;
 }
 
+std::optional<Descriptor> Client::of_own(std::string_view holders, Descriptor handed,
+                                         const Incarnation& own) {
+    bool its_own = holders.size() >= own.size() && std::memcmp(holders.data(), own.data(), own.size()) == 0;
+    if (!its_own || handed.offset >> kOffsetBits != 0) return std::nullopt;
+    return handed;
+}
+
+Result<std::unique_ptr<OwnArena>> Client::own_arena() {
+    Result<std::shared_ptr<Session>> session = own_.session();
+    if (!session) return session.error();
+    return OwnArena::open(std::move(*session));
+}
+
 LoadReport Client::load(std::string_view holders, std::span<const Descriptor> descriptors,
                         const PartTable& table, std::span<const uint32_t> indices,
                         std::span<const uint16_t> columns, bool verify) {

@@ -135,15 +135,16 @@ Result<device::RingSlot> CopyLanes::wait_for_slot() {
 
 void CopyLanes::end(Lane& lane, size_t half) {
     Status waited = wait(lane, half);
+    const bool unknown = !waited && waited.error().code == Code::kTimeout;
     ChunkInFlight in = std::move(*lane.in_flight[half]);
     lane.in_flight[half].reset();
     if (waited) {
         in.slot.waited_for();
-    } else if (waited.error().code == Code::kTimeout) {
+    } else if (unknown) {
         become_broken(lane, waited.error().text);
     }
     CopyJob& job = in.chunk.job();
-    job.end(std::move(in), lane.begun[half].ok() ? waited : lane.begun[half]);
+    job.end(std::move(in), unknown || lane.begun[half].ok() ? waited : lane.begun[half]);
 }
 
 void CopyLanes::become_broken(Lane& lane, const std::string& why) {

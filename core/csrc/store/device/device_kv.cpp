@@ -68,7 +68,7 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
         columns.push_back({{(*ring)->address(), 1, table.object_bytes(c)}});
     }
 
-    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, blocks));
+    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, blocks, options));
     kv->ring_ = std::move(*ring);
     kv->ring_table_ = std::make_unique<PartTable>(std::move(columns));
     if (direct) {
@@ -120,6 +120,7 @@ Status DeviceKv::close(int timeout_ms) {
     bool loads = loads_ == nullptr || loads_->join();
     bool saves = saves_ == nullptr || saves_->join();
     if (puts_ != nullptr) puts_->close(deadline);
+    set_arena(nullptr);  // a load that could not be ended has leaked it
     auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - steady_clock::now());
     Status ring = ring_ == nullptr ? success() : ring_->close(std::max(static_cast<int>(left.count()), 0));
     if (loads && saves) return ring;
@@ -143,6 +144,34 @@ Result<Mark> DeviceKv::mark(uint64_t stream) {
     return std::make_shared<device::Event>(std::move(*event));
 }
 
+ArenaPins DeviceKv::pin_arena(Client& client, uint64_t bytes) {
+    std::shared_ptr<PinnedArena> pinned = arena();
+    if (pinned == nullptr) {
+        auto opened = PinnedArena::open(device_, client, options_.arena);
+        if (!opened) return {.why = opened.error().text};
+        pinned = std::move(*opened);
+        set_arena(pinned);
+    }
+    return pinned->grow(bytes);
+}
+
+std::shared_ptr<PinnedArena> DeviceKv::arena() {
+    std::shared_ptr<PinnedArena> pinned;
+    {
+        MutexLock lock(arena_mutex_);
+        pinned = arena_;
+    }
+    if (pinned == nullptr || pinned->alive()) return pinned;
+    set_arena(nullptr);  // the memory of a node that has ended is not kept from its successor
+    return nullptr;
+}
+
+// The pins of the one before end outside of the lock, with its last owner.
+void DeviceKv::set_arena(std::shared_ptr<PinnedArena> arena) {
+    MutexLock lock(arena_mutex_);
+    arena_.swap(arena);
+}
+
 LoadReport DeviceKv::load(Client& client, const DeviceLoad& load) {
     LoadReport report;
     report.ok.assign(load.descriptors.size(), 0);
@@ -150,7 +179,8 @@ LoadReport DeviceKv::load(Client& client, const DeviceLoad& load) {
         report.error = checked.error().text;
         return report;
     }
-    auto job = std::make_shared<LoadJob>(*this, client, load);
+    // Bytes that are to be compared with their checksum pass a CPU.
+    auto job = std::make_shared<LoadJob>(*this, client, load, load.verify ? nullptr : arena());
     // Small enough that each lane gets some of it.
     uint64_t total = 0;
     for (uint16_t column : load.columns) total += object_bytes(column);

@@ -7,7 +7,8 @@
 //     save   KV cache --kernel--> staging memory --copy--> slot of the pinned ring --Client::put--> pool
 //
 // So the store sees host memory only: what holds for a load or a put (spill, copies on other hosts, SSD,
-// checksums, validity after the copy) holds here as it is.
+// checksums, validity after the copy) holds here as it is. Loads of what lies in pinned parts of the own
+// node's arena leave the slot out (pin_arena(), store/device/pinned_arena.hpp).
 //
 // Order. A save reads blocks after `after`, an event behind the forward that computed them. A load writes
 // blocks after `after`, an event behind what was queued on them before; it is over when its last copy has
@@ -26,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "device/device.hpp"
 #include "device/event.hpp"
@@ -34,6 +36,7 @@
 #include "store/device/copy_job.hpp"
 #include "store/device/copy_lanes.hpp"
 #include "store/device/kv_mover.hpp"
+#include "store/device/pinned_arena.hpp"
 #include "store/device/put_queue.hpp"
 
 namespace moonpool {
@@ -49,6 +52,9 @@ struct DeviceKvOptions {
     // Where no row is shorter, rows cross the link by themselves. Below it a copy engine does not reach the
     // link's speed.
     uint64_t direct_row_bytes = 64u << 10;
+    // Each object that is read in the arena is a copy of its own, so short ones take the ring, many to a
+    // copy.
+    PinnedArena::Options arena{.object_bytes_min = 32u << 10};
     int refused_ms = CopyLanes::kRefusedMs;
 };
 
@@ -92,6 +98,11 @@ class DeviceKv {
     // until `ended`.
     void start_save(Client& client, DeviceSave save, SaveCalls calls);
 
+    // Pins the arena of the client's own node from its front on, until `bytes` are pinned: what lies there is
+    // loaded without a copy by the CPU from now on, as long as that node lives, unless its checksum is asked
+    // for. To be called before the engine serves, and again for more; one thread.
+    ArenaPins pin_arena(Client& client, uint64_t bytes) EXCLUDES(arena_mutex_);
+
     // Loads and saves that have not begun fail; waits for the others. kTimeout: the card does not end its
     // copies, and the pinned memory stays with the process.
     Status close(int timeout_ms);
@@ -110,22 +121,28 @@ class DeviceKv {
     uint64_t object_bytes(size_t column) const { return ring_table_->object_bytes(column); }
 
    private:
-    DeviceKv(std::shared_ptr<const device::Device> device, uint32_t blocks)
-        : device_(std::move(device)), blocks_(blocks) {}
+    DeviceKv(std::shared_ptr<const device::Device> device, uint32_t blocks, const DeviceKvOptions& options)
+        : device_(std::move(device)), blocks_(blocks), options_(options) {}
 
     Status check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const;
     // Chunks of a job over these objects, each at most `bytes` long.
     std::vector<Chunk> cut(const std::shared_ptr<CopyJob>& job, std::span<const uint16_t> columns,
                            uint64_t bytes) const;
+    // Null: nothing is pinned, or its node has ended.
+    std::shared_ptr<PinnedArena> arena() EXCLUDES(arena_mutex_);
+    void set_arena(std::shared_ptr<PinnedArena> arena) EXCLUDES(arena_mutex_);
 
     std::shared_ptr<const device::Device> device_;
     const uint32_t blocks_;
+    const DeviceKvOptions options_;
     std::unique_ptr<PartTable> ring_table_;
     std::unique_ptr<device::PinnedRing> ring_;
     std::unique_ptr<KvMover> mover_;
     std::unique_ptr<device::RingShare> save_share_;
     std::unique_ptr<PutQueue> puts_;
     std::unique_ptr<CopyLanes> loads_, saves_;  // saves_: one lane, which keeps their order
+    Mutex arena_mutex_;
+    std::shared_ptr<PinnedArena> arena_ GUARDED_BY(arena_mutex_);
 };
 
 }  // namespace moonpool

@@ -48,19 +48,19 @@ Status DirectMover::copy(const ChunkInFlight& in, std::span<const KvPlace> objec
                          const device::Event* after, Way way) const {
     std::vector<device::Copy> copies;
     for (const KvPlace& object : objects) {
-        uint64_t in_slot = in.slot.address() + object.offset;
+        uint64_t on_host = object.host;
         for (const StridedRow& row : columns_[object.column]) {
             uint64_t in_kv = row.address + object.block * row.stride;
-            copies.push_back(way == Way::kToKv ? device::Copy{in_kv, in_slot, row.length}
-                                               : device::Copy{in_slot, in_kv, row.length});
-            in_slot += row.length;
+            copies.push_back(way == Way::kToKv ? device::Copy{in_kv, on_host, row.length}
+                                               : device::Copy{on_host, in_kv, row.length});
+            on_host += row.length;
         }
     }
     if (after != nullptr) {
         if (Status s = in.stream->wait_for(*after); !s) return s;
     }
-    // A slot has been filled by now and stays as it is until its copies are over. A block has its bytes only
-    // when the stream gets there.
+    // A slot has been filled by now and stays as it is until its copies are over; whether an object of the
+    // arena did is asked after them. A block has its bytes only when the stream gets there.
     return in.stream->copy(copies,
                            way == Way::kToKv ? device::SourceOrder::kAny : device::SourceOrder::kStream);
 }

@@ -1,7 +1,7 @@
-// DirectMover: each row of an object crosses the link by itself, in batches of copies between a slot and the
-// KV cache. For tables whose rows are long: a copy engine reaches the link's speed with pieces of 64 KiB, and
-// neither staging memory nor a kernel is needed (layouts that keep all layers of a block together, MLA with
-// large blocks).
+// DirectMover: each row of an object crosses the link by itself, in batches of copies between the host and
+// the KV cache. For tables whose rows are long: a copy engine reaches the link's speed with pieces of 64 KiB,
+// and neither staging memory nor a kernel is needed (layouts that keep all layers of a block together, MLA
+// with large blocks).
 #pragma once
 
 #include <cstdint>

@@ -41,9 +41,29 @@ Result<std::unique_ptr<KernelMover>> KernelMover::open(std::shared_ptr<const dev
 Status KernelMover::to_kv(const ChunkInFlight& in, std::span<const KvPlace> objects,
                           const device::Event* after) const {
     write_list(in, objects);
-    if (Status s = in.stream->copy({in.staged, in.slot.address(), in.packing.bytes}); !s) return s;
+    if (Status s = in.stream->copy(to_staging(in, objects), device::SourceOrder::kAny); !s) return s;
     if (Status s = wait_for(*in.stream, after); !s) return s;
     return launch(in, objects.size(), device::Move::kToKv);
+}
+
+// What the slot has is one copy, up to an object that lies in the arena. Those are copied one by one: two
+// that are neighbours there may lie in two pinned parts.
+std::vector<device::Copy> KernelMover::to_staging(const ChunkInFlight& in,
+                                                  std::span<const KvPlace> objects) const {
+    const uint64_t slot = in.slot.address();
+    std::vector<device::Copy> copies{{in.staged, slot, list_bytes(objects.size())}};
+    bool in_slot = true;
+    for (const KvPlace& object : objects) {
+        const uint64_t to = in.staged + object.offset, bytes = object_bytes_[object.column];
+        const bool here = object.host == slot + object.offset;
+        if (here && in_slot) {
+            copies.back().bytes = to + bytes - copies.back().to;
+        } else {
+            copies.push_back({to, object.host, bytes});
+        }
+        in_slot = here;
+    }
+    return copies;
 }
 
 Status KernelMover::to_slot(const ChunkInFlight& in, std::span<const KvPlace> objects,
@@ -79,6 +99,7 @@ Status KernelMover::upload(device::PinnedRing& ring, const PartTable& table) {
             offset += length;
         }
         begins.push_back(static_cast<uint32_t>(rows.size()));
+        object_bytes_.push_back(offset);
     }
     uint64_t rows_bytes = rows.size() * sizeof(device::KvRow);
     std::string image(rows_bytes + begins.size() * sizeof(uint32_t), '\0');

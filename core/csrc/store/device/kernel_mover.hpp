@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "device/device.hpp"
 #include "device/device_memory.hpp"
@@ -36,6 +38,7 @@ class KernelMover final : public KvMover {
                 uint32_t kernel_blocks)
         : device_(std::move(device)), kernel_(std::move(kernel)), kernel_blocks_(kernel_blocks) {}
     Status upload(device::PinnedRing& ring, const PartTable& table);
+    std::vector<device::Copy> to_staging(const ChunkInFlight& in, std::span<const KvPlace> objects) const;
     Status launch(const ChunkInFlight& in, size_t objects, device::Move move) const;
 
     std::shared_ptr<const device::Device> device_;
@@ -43,6 +46,7 @@ class KernelMover final : public KvMover {
     const uint32_t kernel_blocks_;
     device::DeviceMemory rows_;  // KvRow[], then begins
     uint64_t begins_ = 0;
+    std::vector<uint64_t> object_bytes_;  // of each column
 };
 
 }  // namespace moonpool

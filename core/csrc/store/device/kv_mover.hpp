@@ -1,5 +1,5 @@
-// KvMover: how the objects of a chunk get from a slot of the pinned ring into a paged KV cache, and back.
-// Two ways:
+// KvMover: how the objects of a chunk get from pinned memory of the host into a paged KV cache, and from
+// there into a slot of the pinned ring. Two ways:
 //
 //     KernelMover   objects cross the link whole; a kernel spreads their rows on the card
 //     DirectMover   each row crosses the link by itself, where rows are long enough for that
@@ -17,11 +17,13 @@
 
 namespace moonpool {
 
-// An object of a chunk: its offset in the slot, its place in the KV cache.
+// An object of a chunk: its offset in the slot and in the staging memory, its place in the KV cache, and
+// where its bytes lie on the host: in the slot, or in the arena (store/device/pinned_arena.hpp).
 struct KvPlace {
     uint32_t offset = 0;
     uint32_t block = 0;
     uint16_t column = 0;
+    uint64_t host = 0;  // an address
 };
 
 class KvMover {

@@ -18,7 +18,8 @@ Status SaveJob::begin(ChunkInFlight& in) {
     const Packing& packing = in.packing = kv_.pack(save_.columns.subspan(begin, n));
     std::vector<KvPlace> objects(n);
     for (size_t i = 0; i < n; ++i) {
-        objects[i] = {packing.offsets[i], save_.blocks[begin + i], save_.columns[begin + i]};
+        objects[i] = {packing.offsets[i], save_.blocks[begin + i], save_.columns[begin + i],
+                      in.slot.address() + packing.offsets[i]};
     }
     in.slot.used_on(*in.stream);
     return kv_.mover().to_slot(in, objects, save_.after.get());

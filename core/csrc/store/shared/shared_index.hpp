@@ -51,7 +51,8 @@ struct IndexHeader {
     uint32_t slots;
     uint32_t buckets;
     Incarnation incarnation;
-    // Of the arena, each read and written as a whole. A node of the release before leaves 0 in the second one.
+    // Of the arena, each read and written as a whole. A node of the release before leaves 0 in the second
+    // one.
     uint64_t free_bytes;     // a fraction of a second ago
     uint64_t settled_bytes;  // from its front on: in pages that the node will not gather into others any more
 };

@@ -21,6 +21,7 @@ Result<std::unique_ptr<BlockPath>> ArenaPath::open(Session& session, const Clien
     if (!arena) return arena.error();
     // Mapped writable first, for the right to make single slabs writable again; read-only from here on.
     if (Status status = arena->protect(0, memory.arena_bytes, false); !status) return status.error();
+    path->arena_fd_ = std::move(memory.arena);
     path->arena_ = std::move(*arena);
     Result<IndexReader> index =
         IndexReader::open(memory.index.get(), memory.index_bytes, session.incarnation());

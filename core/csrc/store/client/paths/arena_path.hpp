@@ -32,6 +32,7 @@ class ArenaPath final : public BlockPath {
     Status read(std::span<PinnedRead> reads, PinHolder holder, bool verify) override;
     const IndexReader* index() const override { return &index_; }
     const std::byte* in_place(const Descriptor& d) const override { return arena_.data() + d.offset; }
+    Result<Mapping> map_arena() const override { return Mapping::map(arena_fd_.get(), arena_.size(), false); }
     void retire() override;
 
    private:
@@ -75,6 +76,7 @@ class ArenaPath final : public BlockPath {
 
     Session& session_;
     KeyHasher hash_;
+    Fd arena_fd_;
     Mapping arena_;
     IndexReader index_;
 
