@@ -7,6 +7,7 @@ step; a load, for one behind what was queued on its pages before. Nothing is que
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from moonpool import _native
 from moonpool.connectors.objects import Refused
+from moonpool.connectors.pinned_arena import pin_arena
 from moonpool.connectors.tensorrt_llm import compat
 from moonpool.connectors.tensorrt_llm.layout import Memory, Shape, rows_of
 from moonpool.connectors.tensorrt_llm.messages import Pages
@@ -37,13 +39,28 @@ class KvMemory:
     """
 
     def __init__(
-        self, kv: _native.PartTable | _native.DeviceKv, shape: Shape, *, blocks: int, log: compat.Log
+        self,
+        kv: _native.PartTable | _native.DeviceKv,
+        shape: Shape,
+        *,
+        blocks: int,
+        pin_bytes: int = 0,
+        log: compat.Log,
     ) -> None:
-        """blocks: how many blocks the smallest layer group has pages for."""
+        """blocks: how many blocks the smallest layer group has pages for.
+        pin_bytes: of the node's memory, for ``pin``."""
         self.kv = kv
         self.held_max = max(1, blocks // _HELD_SHARE)  # blocks
         self._groups = np.array([column.ranges.group for column in shape.columns], np.intp)
+        self._pin_bytes = pin_bytes
         self._log = log
+
+    def pin(self, client: _native.Client | None) -> None:
+        """Pins what a device shall read by itself of the memory of the client's node. Before the engine
+        serves: CUDA calls wait meanwhile, about 0.1 s for each GB."""
+        if isinstance(self.kv, _native.DeviceKv):
+            info, warning = (functools.partial(say, "%s") for say in (self._log.info, self._log.warning))
+            pin_arena(self.kv, client, self._pin_bytes, info=info, warning=warning)
 
     def mark(self, stream: Any) -> _native.Mark | None:
         """The point behind all that the engine has queued on ``stream`` so far; None on the host, where
@@ -108,4 +125,4 @@ def open_kv_memory(args: Any, memory: Memory, shape: Shape, settings: Settings, 
     (blocks,) = counts
     kv = _native.DeviceKv(memory.ordinal, table, blocks, settings.gpu_ring, settings.gpu_copy_threads)
     log.info("this rank pools the memory of %s", kv.device_name)
-    return KvMemory(kv, shape, blocks=blocks, log=log)
+    return KvMemory(kv, shape, blocks=blocks, pin_bytes=settings.gpu_pin, log=log)

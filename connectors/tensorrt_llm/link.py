@@ -141,6 +141,7 @@ class Link:
             settings.namespace,
             socket,
         )
+        kv_memory.pin(None if pool.client is None else pool.client.client)
         return Engine(shape, kv_memory, Saves(), pool, Fetch(settings.fetch), mark, foreign)
 
 

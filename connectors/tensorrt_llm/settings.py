@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from moonpool.connectors.options import PoolOptions, optional_text, refuse_unknown, text, wrong
+from moonpool.connectors.pinned_arena import pin_bytes
 from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError
 
@@ -33,6 +34,7 @@ class Settings(PoolOptions):
     gpu_ring: bytes of pinned host memory, between a card and the pool, of each rank; less where they are
         refused.
     gpu_copy_threads: threads of each rank that copy from the pool into that memory.
+    gpu_pin: bytes of the node's memory that the card of each rank reads by itself.
     """
 
     place: ClassVar[str] = VARIABLE
@@ -42,6 +44,7 @@ class Settings(PoolOptions):
     gpu: bool = False
     gpu_ring: int = RING_BYTES
     gpu_copy_threads: int = COPY_THREADS
+    gpu_pin: int = 0
 
     @classmethod
     def read(cls, environment: Mapping[str, str], server_url: str | None = None) -> Settings:
@@ -68,6 +71,7 @@ class Settings(PoolOptions):
             gpu=_flag(given, "gpu"),
             gpu_ring=_size(given, "gpu_ring", RING_BYTES, at_least=RING_BYTES_MIN, at_most=RING_BYTES_MAX),
             gpu_copy_threads=_threads(given, "gpu_copy_threads"),
+            gpu_pin=pin_bytes(VARIABLE, "gpu_pin", given.get("gpu_pin", 0)),
         )
 
 

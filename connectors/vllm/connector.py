@@ -163,6 +163,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             current_stream=compat.current_stream,
             ring_bytes=settings.gpu_ring,
             copy_threads=settings.gpu_copy_threads,
+            pin_bytes=settings.gpu_pin,
             log=self._log,
         )
 

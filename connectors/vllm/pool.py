@@ -43,6 +43,11 @@ class Pool:
         """Connects. Raises Unavailable without a node, AuthError when the token does not fit."""
         return cls(settings.dial(fingerprint, TIMEOUT_S))
 
+    @property
+    def client(self) -> _native.Client:
+        """For calls that may wait."""
+        return self._client
+
     def submit_prefix(self, names: bytes, name_size: int, width: int) -> Ticket:
         """Asks for the longest prefix of blocks that are all there; the answer is a PrefixAnswer.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from moonpool.connectors.options import PoolOptions, flag, optional_text, refuse_unknown, text
+from moonpool.connectors.pinned_arena import pin_bytes
 from moonpool.core.config.units import parse_size
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import parse_address
@@ -21,6 +22,7 @@ RING_BYTES_MIN, RING_BYTES_MAX = 8 << 20, 2 << 30
 COPY_THREADS_MAX = 64
 Bytes = int
 Threads = int
+PinBytes = int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Settings(PoolOptions):
     gpu_ring: bytes of pinned host memory, between a card and the pool, of each worker; less where they are
         refused.
     gpu_copy_threads: threads of each worker that copy from the pool into that memory.
+    gpu_pin: bytes of the node's memory that the card of each worker reads by itself.
     """
 
     place: ClassVar[str] = PLACE
@@ -52,6 +55,7 @@ class Settings(PoolOptions):
     gpu: bool = False
     gpu_ring: Bytes = 64 << 20
     gpu_copy_threads: Threads = 4
+    gpu_pin: PinBytes = 0
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> Settings:
@@ -140,4 +144,5 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "int | None": _optional_port,
     "Bytes": _ring_bytes,
     "Threads": _threads,
+    "PinBytes": functools.partial(pin_bytes, PLACE),
 }

@@ -160,6 +160,15 @@ class WorkerHalf:
             self._join(caches, *self._read_memory(caches))
         except (Refused, Error) as error:
             self._handshake = Handshake(refusal=str(error))
+        else:
+            self._pin()
+
+    def _pin(self) -> None:
+        """Lets a device read memory of the node by itself, before the engine serves. A worker that has no
+        pool by now pins nothing later."""
+        memory = self._late.memory if self._late is not None else self._memory
+        if memory is not None and memory.device is not None:
+            memory.device.pin(self._pool())
 
     def _join(self, caches: Mapping[str, Tensor], memory: Memory, layout: BlockLayout) -> None:
         """Joins the pool. Raises Refused or Error when the engine's KV cannot be identified."""
@@ -230,6 +239,7 @@ class WorkerHalf:
             self._late = replace(late, caches=caches, memory=memory, layout=layout)
         else:
             self._memory, self._caches = memory, caches
+        self._pin()
 
     def handshake(self) -> Handshake:
         """What the scheduler's half must know about this worker."""

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device/driver.hpp"
+#include "python/client_module.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
 #include "store/device/device_kv.hpp"
@@ -43,6 +44,11 @@ bool wait_for_mark(const device::Event& mark, double timeout_s) {
     return unwrap(std::move(over), "wait for a mark");
 }
 
+ArenaPins pin_arena(DeviceKv& kv, const PyClient& client, uint64_t bytes) {
+    py::gil_scoped_release nogil;
+    return kv.pin_arena(*client.client(), bytes);
+}
+
 void close_device_kv(DeviceKv& kv, double timeout_s) {
     Status closed = [&] {
         py::gil_scoped_release nogil;
@@ -70,11 +76,16 @@ void bind_kv_memory(py::module_& m) {
     py::class_<device::Event, std::shared_ptr<device::Event>>(
         m, "Mark", "A point in a stream of an engine: loads and saves wait for it on the card.")
         .def("wait", &wait_for_mark, py::arg("timeout_s"));
+    py::class_<ArenaPins>(m, "ArenaPins", "How much of a node's arena is pinned, and why it is no more.")
+        .def_readonly("pinned_bytes", &ArenaPins::pinned_bytes)
+        .def_readonly("arena_bytes", &ArenaPins::arena_bytes)
+        .def_readonly("why", &ArenaPins::why);
     py::class_<DeviceKv, std::shared_ptr<DeviceKv>>(
         m, "DeviceKv", "A paged KV cache in the memory of a card; the PartTable has device addresses.")
         .def(py::init(&open_device_kv), py::arg("device"), py::arg("parts"), py::arg("blocks"),
              py::arg("ring_bytes"), py::arg("copy_threads"))
         .def("mark", &mark, py::arg("stream"))
+        .def("pin_arena", &pin_arena, py::arg("client"), py::arg("bytes"))
         .def("close", &close_device_kv, py::arg("timeout_s"))
         .def_property_readonly("lost", &DeviceKv::lost)
         .def_property_readonly("device_name", [](const DeviceKv& kv) { return kv.facts().name; });

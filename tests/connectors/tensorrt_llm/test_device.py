@@ -4,6 +4,7 @@ the place of a CUDA driver. What the engine computes is queued on a stream, and 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import signal
@@ -75,6 +76,20 @@ def test_what_one_card_computed_is_loaded_on_another(
     check(host, PROMPT, 20)
     check(host, [7] * 23, 0)
     check(second, [7] * 23, 20)
+
+
+def test_a_card_reads_the_nodes_memory_by_itself(
+    late_card: SoftCard, make_on_card: Make, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which objects are long enough for that, the native tests choose."""
+    caplog.set_level(logging.INFO)
+    make_on_card({"gpu_pin": "all"})
+    assert "no memory of a node is pinned (gpu_pin)" in caplog.text
+    node.start()
+    engine = make_on_card({"gpu_pin": "all"})
+    assert "are pinned for the card" in caplog.text
+    check(engine, PROMPT, 0)
+    check(make_on_card({"gpu_pin": "1MiB"}), PROMPT, 20)
 
 
 def test_layer_groups_of_several_regions(card: SoftCard, make_on_card: Make, node: Node) -> None:

@@ -22,7 +22,8 @@ def test_options() -> None:
     given = Settings.read({VARIABLE: '{"node": "/run/a.sock", "fetch": "8MiB", "save_decode": true}'})
     assert (given.node, given.fetch, given.save_decode) == ("/run/a.sock", 8 << 20, True)
     card = Settings.read({VARIABLE: '{"gpu": true, "gpu_ring": "128MiB", "gpu_copy_threads": 2}'})
-    assert (card.gpu, card.gpu_ring, card.gpu_copy_threads) == (True, 128 << 20, 2)
+    assert (card.gpu, card.gpu_ring, card.gpu_copy_threads, card.gpu_pin) == (True, 128 << 20, 2, 0)
+    assert Settings.read({VARIABLE: '{"gpu_pin": "2GiB"}'}).gpu_pin == 2 << 30
     assert Settings.read({VARIABLE: '{"fetch": 0}'}).fetch == 0
     assert Settings.read({}, "moonpool:///run/b.sock").node == "/run/b.sock"
     assert Settings.read({VARIABLE: '{"node": "a"}'}, "moonpool://b").node == "a"
@@ -44,6 +45,7 @@ def test_options() -> None:
         ('{"gpu": 1}', "true or false"),
         ('{"gpu_ring": "1MiB"}', "from 8MiB to 2048MiB"),
         ('{"gpu_copy_threads": 0}', "from 1 to 64"),
+        ('{"gpu_pin": "most"}', 'gpu_pin must be 0, a size such as 16GiB, or "all"'),
     ],
 )
 def test_options_that_are_wrong(text: str, sentence: str) -> None:

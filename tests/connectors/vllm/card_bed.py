@@ -43,6 +43,7 @@ def card_half(
     kv: CardArray,
     open_node: Callable[[bytes], NodeConnection[Pool]],
     ring_bytes: int = 8 << 20,
+    pin_bytes: int = 0,
     **options: Any,
 ) -> WorkerHalf:
     """options: more of WorkerHalf's."""
@@ -56,6 +57,7 @@ def card_half(
             current_stream=lambda device: card.stream,
             ring_bytes=ring_bytes,
             copy_threads=2,
+            pin_bytes=pin_bytes,
             log=LOG,
         ),
         log=LOG,

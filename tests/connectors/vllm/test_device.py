@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import random
 import threading
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from moonpool import _native
+from moonpool.connectors.pinned_arena import ALL
 from moonpool.connectors.vllm import device_memory
 from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.messages import Load, Save, Step
@@ -90,6 +92,55 @@ def test_what_one_card_computed_is_loaded_on_another(
     keeper.close()
     writer.close()
     reader.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_card_reads_the_nodes_memory_by_itself(
+    tmp_path: Path, card: SoftCard, rng: random.Random, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    shape = (*memory().shape[:-1], 1024)  # objects of 32 KiB
+    values = np.random.default_rng(rng.randrange(1 << 32)).random(shape, np.float32)
+    source, target = card.array(shape), card.array(shape)
+    with serving(tmp_path):
+        settle(card, tmp_path)
+        caplog.set_level(logging.INFO, LOG.name)
+        writer = card_half(card, source, real_node(tmp_path))
+        assert caplog.text.count("pinned") == 0
+        card.limit_pinned(32 << 20 if refused else 1 << 40)
+        reader = card_half(card, target, real_node(tmp_path), pin_bytes=ALL)
+        card.forward(source, card.pinned(values))
+        job = save(writer, 1, 2, 3)
+        writer.start_saves(Step((), (job,)))
+        told(writer)
+        keeper, found = lookup(tmp_path, job.names, job.width)
+        batches = card.calls("cuMemcpyBatchAsync")
+        reader.begin_loads()
+        reader.start_loads(Step((load_of(found, job, 5, 0, 4),)))
+        assert told(reader) == {"r": 3}
+        card.settle()
+        for wrote, read in ((1, 5), (2, 0), (3, 4)):
+            np.testing.assert_array_equal(target.view[:, read], values[:, wrote])
+        assert (card.calls("cuMemcpyBatchAsync") > batches) == (not refused)
+        if refused:
+            assert "0 B of the node's 64.0 MiB are pinned for the card; loads of the rest go" in caplog.text
+            assert "cuMemHostRegister: " in caplog.text
+        else:
+            assert "64.0 MiB of the node's 64.0 MiB are pinned for the card" in caplog.text
+        keeper.close()
+        writer.close()
+        reader.close()
+
+
+def settle(card: SoftCard, tmp_path: Path) -> None:
+    """Waits until the node has gathered its memory into huge pages, or knows that it cannot."""
+    array = card.array((1, 64))
+    kv = _native.DeviceKv(0, _native.PartTable([[(array.address, 256, 256)]]), 1, 8 << 20, 1)
+    client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
+    client.connect()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while "settled" in kv.pin_arena(client, ALL).why and time.monotonic() < deadline_s:
+        threading.Event().wait(0.001)
+    kv.close(1.0)
 
 
 def stored(server: _native.Server, half: WorkerHalf) -> int:

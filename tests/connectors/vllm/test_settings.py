@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.connectors.pinned_arena import ALL
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.errors import ConfigError
 
@@ -30,6 +31,12 @@ def test_values() -> None:
     assert not Settings.parse({"compute_if_faster": False}).compute_if_faster
     settings = Settings.parse({"gpu": True, "gpu_ring": "128MiB", "gpu_copy_threads": 8})
     assert (settings.gpu, settings.gpu_ring, settings.gpu_copy_threads) == (True, 128 << 20, 8)
+    assert [Settings.parse({"gpu_pin": value}).gpu_pin for value in ("0", 0, "16GiB", "all")] == [
+        0,
+        0,
+        16 << 30,
+        ALL,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,9 @@ def test_values() -> None:
         ({"gpu_ring": "lots"}, ["gpu_ring must be a size", "not 'lots'"]),
         ({"gpu_copy_threads": 0}, ["gpu_copy_threads must be a number of threads from 1 to 64, not 0"]),
         ({"gpu_copy_threads": True}, ["gpu_copy_threads must be a number of threads"]),
+        ({"gpu_pin": "some"}, ["gpu_pin must be 0, a size such as 16GiB, or \"all\", not 'some'"]),
+        ({"gpu_pin": True}, ["gpu_pin must be", "not True"]),
+        ({"gpu_pin": -1}, ["gpu_pin must be", "not -1"]),
     ],
 )
 def test_refusals(extra: dict[str, object], words: list[str]) -> None:
