@@ -75,6 +75,10 @@ class SoftCard:
         view[:] = 0
         return CardArray(address.value, view)
 
+    def free(self, array: CardArray) -> None:
+        """Its address is no memory from now on."""
+        self._call("cuMemFree_v2", ctypes.c_uint64(array.address))
+
     def adopt(self, address: int, size: int) -> int:
         """Memory of the host becomes the card's, too: the address that it has there."""
         self._lib.soft_adopt.restype = ctypes.c_uint64

@@ -1,24 +1,18 @@
-"""Memory that callers hand in, in the forms that the C++ core takes: buffers and (address, length) pairs."""
+"""Memory that callers hand in, in the forms that the C++ core takes: buffers and (address, length) pairs. Of
+memory of cards those are the addresses; the core asks the CUDA driver what they are."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from moonpool.core.errors import InvalidArgument
+from moonpool.core.store.device_memory import device_memory_of
+from moonpool.core.store.types import BufferRange
 
 _NATIVE = (bytes, bytearray, memoryview, tuple)
 _NATIVE_SET = frozenset(_NATIVE)
-
-
-class BufferRange(NamedTuple):
-    """A range of this process's memory. ``held`` keeps it there: no thread may free, move or resize it."""
-
-    address: int
-    length: int
-    writable: bool
-    held: object
 
 
 def memory_of(item: Any) -> BufferRange:
@@ -78,6 +72,8 @@ def _as_part(item: Any) -> Any:
         return _as_bytes(memoryview(item))
     except (TypeError, ValueError):
         pass
+    if (on_card := device_memory_of(item)) is not None:
+        return _card_range(item, on_card)
     if hasattr(item, "__dlpack__"):
         import numpy as np
 
@@ -89,8 +85,8 @@ def _as_part(item: Any) -> Any:
                 f"a {type(item).__name__} is not contiguous CPU memory", cause=error
             ) from error
     raise InvalidArgument(
-        f"a {type(item).__name__} is no buffer; give bytes, a contiguous array or tensor in CPU memory, an "
-        f"(address, length) pair, or a list of those"
+        f"a {type(item).__name__} is no buffer; give bytes, a contiguous array or tensor on the CPU or a "
+        f"CUDA card, an (address, length) pair, or a list of those"
     )
 
 
@@ -99,8 +95,22 @@ def _as_bytes(view: memoryview) -> memoryview | bytearray:
 
 
 def _tensor_range(tensor: Any) -> tuple[int, int]:
+    if (on_card := device_memory_of(tensor)) is not None:
+        return _card_range(tensor, on_card)
     if tensor.device.type != "cpu":
         raise InvalidArgument(f"a tensor on {tensor.device} is not CPU memory; copy it to the CPU first")
     if not tensor.is_contiguous():
         raise InvalidArgument("a tensor must be contiguous; call .contiguous() first")
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _card_range(item: Any, memory: BufferRange) -> tuple[int, int]:
+    """Its address and length, when the CUDA driver knows them: the core touches what it does not know."""
+    from moonpool import _native  # not needed for other memory
+
+    if _native.card_of(memory.address, memory.length) is None:
+        raise InvalidArgument(
+            f"a {type(item).__name__} says that it lies on a GPU, and no CUDA driver of this process knows "
+            f"it; copy it to the CPU first"
+        )
+    return memory.address, memory.length

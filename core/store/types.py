@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -15,9 +15,18 @@ if TYPE_CHECKING:
 Key: TypeAlias = "bytes | str"
 Keys: TypeAlias = "list[bytes] | list[str] | list[Key] | tuple[Key, ...]"
 Part: TypeAlias = "Buffer | tuple[int, int] | Any"
-"""Bytes-like, an (address, length) pair, or anything with DLPack or the array interface in CPU memory."""
+"""Bytes-like, an (address, length), or anything with DLPack or an array interface, on the CPU or a card."""
 Object: TypeAlias = "Part | list[Part]"
 """The bytes of one object: one part, or a list of parts that are concatenated."""
+
+
+class BufferRange(NamedTuple):
+    """A range of this process's memory. ``held`` keeps it there: no thread may free, move or resize it."""
+
+    address: int
+    length: int
+    writable: bool
+    held: object
 
 
 class PutStatus(enum.Enum):

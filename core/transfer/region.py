@@ -7,8 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.errors import Closed, InvalidArgument
-from moonpool.core.store.buffers import BufferRange, memory_of
-from moonpool.core.transfer.device_memory import device_memory_of
+from moonpool.core.store.buffers import memory_of
+from moonpool.core.store.device_memory import device_memory_of
+from moonpool.core.store.types import BufferRange
 from moonpool.core.transfer.types import offset_in
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moonpool.core.errors import Error, InvalidArgument, Timeout, TransferError
 from moonpool.core.store.buffers import memory_of
-from moonpool.core.transfer.device_memory import device_memory_of
+from moonpool.core.store.device_memory import device_memory_of
 from moonpool.core.transfer.region import Region
 from moonpool.core.transfer.types import Batch, Local, Slice, SliceState, TransferState
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -601,6 +601,16 @@ class Ranges:
         """
         Whether one starts there; it is gone now.
         """
+class CardCopies:
+    """
+    Copies between memory of cards and of the host, with pinned memory of their own.
+    """
+    def __init__(self) -> None:
+        ...
+    def copy(self, targets: typing.Any, sources: typing.Any, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        Each source, a buffer or (address, length), to the target at the same place, which is as long. All targets or all sources are of the host. The bytes are there on return.
+        """
 class Ingested:
     """
     What a batch of KV events came to, in blocks.
@@ -1144,6 +1154,10 @@ def available_memory(root: str = '') -> typing.Any:
 def block_digests(token_ids: typing.Any, block_tokens: typing.SupportsInt | typing.SupportsIndex, seed: bytes = b'', previous: bytes = b'') -> bytes:
     """
     Digests of the full blocks of a u32 buffer, 32 bytes each.
+    """
+def card_of(address: typing.SupportsInt | typing.SupportsIndex, length: typing.SupportsInt | typing.SupportsIndex) -> int | None:
+    """
+    The ordinal of the CUDA card whose memory the range is; None: it is none. Opens no driver.
     """
 def check_room_for_arenas(bytes: typing.SupportsInt | typing.SupportsIndex, option: str = '', root: str = '') -> None:
     """

@@ -17,7 +17,7 @@ from moonpool.core.errors import Closed, InvalidArgument, Unavailable
 from moonpool.core.store.store import Store, as_bytes
 
 from ._codes import CODED, Code, code_of, coded
-from ._memory import Buffers, number
+from ._memory import Buffers, check_no_card, number
 from ._pins import HardPins
 
 if TYPE_CHECKING:
@@ -123,6 +123,11 @@ class Base:
 
     def _range(self, address: int, size: int, *, writable: bool = False) -> tuple[int, int]:
         return self._buffers.check(number(address), number(size), writable=writable)
+
+    def _range_on_host(self, address: int, size: int, *, writable: bool = False) -> tuple[int, int]:
+        place = self._range(address, size, writable=writable)
+        check_no_card(*place)
+        return place
 
 
 def key_of(key: Any) -> bytes:

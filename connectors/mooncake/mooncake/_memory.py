@@ -1,9 +1,9 @@
 """Memory that callers name by address: registered ranges, and checks of other ranges.
 
-The core trusts an (address, length). A caller of this API that passes an invalid address, or one of a GPU,
-must get a code and no crash. So this module asks the kernel about ranges that are not registered: the kernel
-reads a byte at both ends, and its table of mappings, which is slower, must allow writes where bytes are
-written.
+The core trusts an (address, length). A caller of this API that passes an invalid address must get a code and
+no crash. So this module asks about ranges that are not registered: the CUDA driver, where this process has
+one, whether it is memory of a card, whose bytes the core moves by themselves; else the kernel, which reads a
+byte at both ends, and whose table of mappings, which is slower, must allow writes where bytes are written.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moonpool.core.errors import InvalidArgument
 
 _libc = ctypes.CDLL(None, use_errno=True)
 ADDRESSES = 1 << 47  # addresses of a process
+COPY_TIMEOUT_S = 5.0  # of a card's copies that no call to the pool is made for
 _MAPPINGS = "/proc/self/maps"
 
 
@@ -40,9 +41,25 @@ _libc.process_vm_readv.argtypes = [
 ]
 
 
+def is_range(address: int, length: int) -> bool:
+    """Whether a process can have such memory at all."""
+    return address > 0 and 0 < length <= ADDRESSES - address
+
+
+def lies_on_card(address: int, length: int) -> bool:
+    """Whether all of it is memory of a CUDA card. Raises InvalidArgument for a range over two allocations."""
+    return is_range(address, length) and _native.card_of(address, length) is not None
+
+
+def check_no_card(address: int, length: int) -> None:
+    """Raises InvalidArgument for memory of a card, where a tensor was to be made of what was checked."""
+    if lies_on_card(address, length):
+        raise InvalidArgument(f"{length} bytes at {address:#x} are a GPU's, and tensors lie on the host here")
+
+
 def check_memory(address: int, length: int, *, writable: bool = False) -> None:
     """Raises InvalidArgument unless the CPU can read both ends of the range, or write all of it."""
-    inside = address > 0 and 0 < length <= ADDRESSES - address
+    inside = is_range(address, length)
     if not (inside and is_readable(address, length) and (not writable or is_mapped(address, length, "w"))):
         verb = "write" if writable else "read"
         raise InvalidArgument(
@@ -78,14 +95,16 @@ def is_mapped(address: int, length: int, right: str) -> bool:
 
 
 class Buffers:
-    """Registered ranges, which never overlap. Any thread: the GIL guards them."""
+    """Registered ranges, which never overlap, on cards or on the host. Any thread: the GIL guards them."""
 
     def __init__(self) -> None:
         self._ranges = _native.Ranges()
+        self._copies = _native.CardCopies()
 
     def add(self, address: int, length: int) -> None:
         """Raises InvalidArgument for what is no memory to read and to write, and for an overlap."""
-        check_memory(address, length, writable=True)
+        if not lies_on_card(address, length):
+            check_memory(address, length, writable=True)
         if not self._ranges.add(address, length):
             raise InvalidArgument(f"{length} bytes at {address:#x} overlap a registered buffer")
 
@@ -100,7 +119,7 @@ class Buffers:
 
     def check(self, address: int, length: int, *, writable: bool = False) -> tuple[int, int]:
         """The range as the core takes it. Raises InvalidArgument for what is no memory to read, or write."""
-        if not self._ranges.hold([address], [length]):
+        if not self._ranges.hold([address], [length]) and not lies_on_card(address, length):
             check_memory(address, length, writable=writable)
         return address, length
 
@@ -111,6 +130,10 @@ class Buffers:
         if self._ranges.hold([start], [1]) and not self._ranges.hold([start], [offset + length]):
             raise InvalidArgument(f"{length} bytes from {offset} leave the registered buffer of {start:#x}")
         return self.check(start + offset, length, writable=True)
+
+    def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[tuple[int, int]]) -> None:
+        """Each source to the target at the same place, which is as long and was checked. Raises Error."""
+        self._copies.copy(targets, sources, COPY_TIMEOUT_S)
 
     def check_all(
         self, addresses: Sequence[int], lengths: Sequence[int], *, writable: bool = False

@@ -176,7 +176,7 @@ class Parallel(Tensors):
         if tensor is None:
             return None
         (header, *_), held = parts_of(tensor, cuts)
-        room = memory_at(*self._range(buffer_ptr, size, writable=True))
+        room = memory_at(*self._range_on_host(buffer_ptr, size, writable=True))
         data = memoryview(bytes_of_tensor(held))
         if len(header) + data.nbytes > room.nbytes:
             raise InvalidArgument(f"{data.nbytes} bytes and a header do not fit into {room.nbytes}")
@@ -341,7 +341,7 @@ class Parallel(Tensors):
         replace: bool,
     ) -> int:
         def act() -> int:
-            place = memory_at(*self._range(pointer, size))
+            place = memory_at(*self._range_on_host(pointer, size))
             tensor, cuts = tensor_over(place), header_of(place).cuts
             layout = None if parallelism is None else Layout.of(parallelism)
             if partition is not None or layout is None or layout.tp is None:

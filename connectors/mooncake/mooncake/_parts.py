@@ -6,7 +6,6 @@ before the session ends.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,8 +131,11 @@ class Parts(Objects):
     def _copy_out(self, held: Any, targets: list[tuple[int, int]], offsets: Sequence[int]) -> int:
         """The bytes from each offset into each (address, length), which was checked."""
         rows = ranges_inside(targets, offsets, held.size())
-        for address, size, offset in rows:
-            ctypes.memmove(address, held.ptr() + offset, size)
+        start = held.ptr()
+        self._buffers.copy(
+            [(address, size) for address, size, _ in rows],
+            [(start + offset, size) for _, size, offset in rows],
+        )
         return sum(size for _, size, _ in rows)
 
     def get_into_ranges(
@@ -214,8 +216,11 @@ class Parts(Objects):
             self._open()
             staged, _ = self._written(key)
             rows = ranges_inside(self._buffers.check_all(pointers, sizes), offsets, staged.nbytes)
-            for address, size, offset in rows:
-                ctypes.memmove(staged.ctypes.data + offset, address, size)
+            start = staged.ctypes.data
+            self._buffers.copy(
+                [(start + offset, size) for _, size, offset in rows],
+                [(address, size) for address, size, _ in rows],
+            )
             return sum(size for _, size, _ in rows)
 
         return self._each(

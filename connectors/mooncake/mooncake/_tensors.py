@@ -12,6 +12,7 @@ from moonpool.core.errors import InvalidArgument
 
 from ._base import key_of, names_of
 from ._codes import Code, code_of, coded, say
+from ._memory import check_no_card
 from ._objects import Objects
 from ._tensor_header import (
     HEADER_BYTES,
@@ -148,7 +149,7 @@ class Tensors(Objects):
         replace: bool,
     ) -> list[int]:
         def one(key: str, pointer: int, size: int) -> int:
-            address, room = self._range(pointer, size)
+            address, room = self._range_on_host(pointer, size)
             used = (
                 HEADER_BYTES + header_of(memory_at(address, room)).data_bytes
             )  # of a buffer that may be larger
@@ -197,6 +198,8 @@ class Tensors(Objects):
                 return [None]
             raise InvalidArgument("a key that no object can have")  # the others are read by themselves
         targets = self._buffers.check_all(buffer_ptrs, sizes, writable=True)
+        for place in targets:
+            check_no_card(*place)
         found = self._ask(lambda store: store.get(names, targets)) if names else []
         return [
             None if n is None else self._tensor("get_tensor_into", memory_at(pointer, n), tensor_over)
@@ -294,7 +297,7 @@ class Tensors(Objects):
         """As put_tensor_with_tp_from, for many keys. One code per key."""
 
         def one(key: str, pointer: int, size: int) -> int:
-            tensor = tensor_over(memory_at(*self._range(pointer, size)))
+            tensor = tensor_over(memory_at(*self._range_on_host(pointer, size)))
             return self._put_shards("put_tensor_with_tp_from", [key], [tensor], tp_size, split_dim)[0]
 
         return self._each("put_tensor_with_tp_from", one, base_keys, buffer_ptrs, sizes)

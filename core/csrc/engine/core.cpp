@@ -109,7 +109,7 @@ Status Engine::Core::start_transports() {
         .counters = counters,
         .deliver = [this](const std::string& peer,
                           std::span<const std::byte> message) { return deliver(peer, message); },
-        .card = [this](int ordinal) { return card(ordinal); },
+        .card = [this](int ordinal) { return cards.at(ordinal); },
         .loops = std::move(all),
         .waiters = waiters,
         .card_waiters = card_waiters,
@@ -217,8 +217,7 @@ Status Engine::Core::close() {
                         "they use must not be freed before this process ends"};
     } else {
         for (const auto& loop : loops) loop->stop();
-        MutexLock inner(cards_mutex);
-        cards.clear();  // their pinned memory
+        cards.clear();
     }
     closed = std::move(drained);
     return *closed;
@@ -253,31 +252,11 @@ bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
     return all;
 }
 
-Result<std::shared_ptr<device::CardCopier>> Engine::Core::card(int ordinal) {
-    MutexLock lock(cards_mutex);
-    std::shared_ptr<device::CardCopier>& card = cards[ordinal];
-    if (card != nullptr) return card;
-    Result<std::shared_ptr<device::CardCopier>> opened = device::CardCopier::open(ordinal);
-    if (opened) card = *opened;
-    return opened;
-}
-
-bool Engine::Core::has_abandoned_copies() {
-    std::vector<std::shared_ptr<device::CardCopier>> all;  // asked without the lock
-    {
-        MutexLock lock(cards_mutex);
-        for (const auto& [ordinal, card] : cards) {
-            if (card != nullptr) all.push_back(card);
-        }
-    }
-    return std::ranges::any_of(all, [](const auto& card) { return card->collect(); });
-}
-
 Result<transport::RegionMemory> Engine::Core::memory_of(const MemoryRef& memory) {
     transport::RegionMemory region;
     region.pinned = memory.kind == MemoryKind::kPinned;
     if (memory.kind != MemoryKind::kDevice) return region;
-    Result<std::shared_ptr<device::CardCopier>> opened = card(memory.device);
+    Result<std::shared_ptr<device::CardCopier>> opened = cards.at(memory.device);
     if (!opened) {
         return Error{opened.error().code, "memory of CUDA card " + std::to_string(memory.device) +
                                               " is not registered: " + opened.error().text};

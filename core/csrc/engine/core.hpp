@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +14,7 @@
 
 #include "base/event_loop.hpp"
 #include "base/mutex.hpp"
+#include "device/card_copiers.hpp"
 #include "engine/engine.hpp"
 #include "engine/inbox.hpp"
 #include "engine/peer.hpp"
@@ -86,9 +86,7 @@ struct Engine::Core {
     Mutex undrained_mutex;
     // Out of the table, but something still touches them.
     std::vector<std::shared_ptr<Region>> undrained GUARDED_BY(undrained_mutex);
-    Mutex cards_mutex;
-    // Of each card of which memory was registered, by its ordinal.
-    std::map<int, std::shared_ptr<device::CardCopier>> cards GUARDED_BY(cards_mutex);
+    device::CardCopiers cards;  // of which memory was registered
     engine::Inbox inbox;
     engine::Tickets tickets;
 
@@ -122,8 +120,6 @@ struct Engine::Core {
     // ---- regions
 
     // What a region of that memory needs.
-    Result<std::shared_ptr<device::CardCopier>> card(int ordinal) EXCLUDES(cards_mutex);
-    bool has_abandoned_copies() EXCLUDES(cards_mutex);
     Result<transport::RegionMemory> memory_of(const MemoryRef& memory);
     Status add_region(uint64_t address, uint64_t length, const std::string& location,
                       transport::RegionMemory memory);

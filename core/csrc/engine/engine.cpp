@@ -321,7 +321,7 @@ Status Engine::release(uint64_t id) {
 Result<bool> Engine::has_abandoned_copies() {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    return core_->has_abandoned_copies();
+    return core_->cards.has_abandoned();
 }
 
 Result<std::vector<uint64_t>> Engine::poll() {

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "memory/address.hpp"
 #include "python/raise.hpp"
 #include "store/client/client.hpp"
 
@@ -112,7 +113,9 @@ class Buffers {
             raise(Error{Code::kInvalidArgument, "an address and a length must be numbers from 0 to 2**64"},
                   "buffer");
         }
-        parts_.push_back({.address = start, .bytes = size});
+        Result<MemoryRef> part = kinds_.describe(start, size);
+        if (!part) raise(part.error(), "buffer");
+        parts_.push_back(*part);
     }
 
     void add(PyObject* item) {
@@ -134,6 +137,7 @@ class Buffers {
 
     bool writable_;
     Views views_;
+    MemoryKinds kinds_;
     std::vector<MemoryRef> parts_;
     std::vector<std::pair<size_t, size_t>> ranges_;
 };

@@ -72,6 +72,7 @@ void bind_core(py::module_& m) {
     bind_engine(m);
     bind_ssd(m);
     bind_ranges(m);
+    bind_card_memory(m);
 
     m.def("block_digests", &digests, py::arg("token_ids"), py::arg("block_tokens"),
           py::arg("seed") = py::bytes(), py::arg("previous") = py::bytes(),

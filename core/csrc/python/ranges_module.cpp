@@ -1,14 +1,15 @@
 // Ranges of addresses that callers have vouched for, and whether lists of (address, length) lie in them:
 // asked for each call of thousands of numbers, where a step of Python a number would cost more than the call.
-// The GIL is the lock.
+// Memory of a card may be freed, and its address is then one that the CPU must not touch: the driver is asked
+// about such a range in each call that meets it. The GIL is the lock.
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <iterator>
 #include <map>
-#include <tuple>
 
+#include "device/address.hpp"
 #include "python/module.hpp"
 
 namespace moonpool::python {
@@ -21,27 +22,21 @@ class Ranges {
     bool add(uint64_t address, uint64_t length) {
         uint64_t end = address + length;
         if (end <= address) return false;
-        auto after = ends_.lower_bound(address);
-        if (after != ends_.end() && after->first < end) return false;
-        if (after != ends_.begin() && std::prev(after)->second > address) return false;
-        ends_.emplace(address, end);
+        auto after = ranges_.lower_bound(address);
+        if (after != ranges_.end() && after->first < end) return false;
+        if (after != ranges_.begin() && std::prev(after)->second.end > address) return false;
+        ranges_.emplace(address, Range{end, lies_on_card(address, length)});
         return true;
     }
 
-    bool remove(uint64_t address) {
-        last_start_ = last_end_ = 0;
-        return ends_.erase(address) == 1;
-    }
-
-    void clear() {
-        last_start_ = last_end_ = 0;
-        ends_.clear();
-    }
+    bool remove(uint64_t address) { return ranges_.erase(address) == 1; }
+    void clear() { ranges_.clear(); }
 
     // The pairs of the two lists when each lies in one range. None for what is no list of numbers, for lists
     // of different lengths and for empty ones. Another thread may change the lists, so what was looked at is
     // given back, and callers use nothing else.
     py::object hold(const py::object& addresses, const py::object& lengths) {
+        begin_call();
         if (!same_lists(addresses.ptr(), lengths.ptr())) return py::none();
         py::list these = copy(addresses.ptr());
         py::list those = copy(lengths.ptr());
@@ -53,6 +48,7 @@ class Ranges {
 
     // The same for each pair of lists in the two lists; a pair of lists, copies, for each.
     py::object hold_lists(const py::object& addresses, const py::object& lengths) {
+        begin_call();
         if (!same_lists(addresses.ptr(), lengths.ptr())) return py::none();
         py::list all = copy(addresses.ptr());
         py::list all_lengths = copy(lengths.ptr());
@@ -94,13 +90,35 @@ class Ranges {
         return true;
     }
 
+    struct Range {
+        uint64_t end;
+        bool on_card;
+        uint64_t asked_in_call = 0;  // whether it still is
+    };
+
+    static bool lies_on_card(uint64_t address, uint64_t length) {
+        Result<device::Address> found = device::classify(address, length);
+        return found && found->kind == device::AddressKind::kDevice;
+    }
+
+    void begin_call() {
+        ++call_;
+        last_start_ = last_end_ = 0;
+    }
+
     // The range that was met last comes first: neighbours in a list mostly lie in one.
     bool hold_one(uint64_t address, uint64_t length) {
         if (address < last_start_ || address >= last_end_) {
-            auto after = ends_.upper_bound(address);
-            if (after == ends_.begin()) return false;
-            std::tie(last_start_, last_end_) = *std::prev(after);
-            if (address >= last_end_) return false;
+            auto after = ranges_.upper_bound(address);
+            if (after == ranges_.begin()) return false;
+            auto& [start, range] = *std::prev(after);
+            if (address >= range.end) return false;
+            if (range.on_card && range.asked_in_call != call_) {
+                if (!lies_on_card(start, range.end - start)) return false;
+                range.asked_in_call = call_;
+            }
+            last_start_ = start;
+            last_end_ = range.end;
         }
         return length > 0 && length <= last_end_ - address;
     }
@@ -115,8 +133,9 @@ class Ranges {
         return true;
     }
 
-    std::map<uint64_t, uint64_t> ends_;  // of each range, by its start; they never overlap
-    uint64_t last_start_ = 0, last_end_ = 0;
+    std::map<uint64_t, Range> ranges_;  // by their start; they never overlap
+    uint64_t call_ = 0;
+    uint64_t last_start_ = 0, last_end_ = 0;  // of this call
 };
 
 }  // namespace

@@ -28,6 +28,7 @@ void Client::close() {
     }
     if (pool != nullptr) pool->directory->close();
     peers_.close();
+    cards_.clear();
 }
 
 // Known once the own node was reached; it stays known when that node is gone.

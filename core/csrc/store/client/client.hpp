@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/mutex.hpp"
+#include "device/card_copiers.hpp"
 #include "directory/directory_client.hpp"
 #include "store/client/location_cache.hpp"
 #include "store/client/node_client.hpp"
@@ -72,6 +73,8 @@ class Client {
     void close();
     Status check_open() const { return own_.check_open(); }
 
+    // Parts may lie on cards, here and in get() and get_pinned(): their bytes go through pinned memory of the
+    // host. What was queued on the card before is not waited for.
     Result<PutReport> put(std::span<const PutItem> items, const PutOptions& options);
     Result<std::vector<int64_t>> get(std::span<const GetItem> items, bool verify);
     // Of what was pinned before: places[i] is where item i stands in it, or kNotPinned.
@@ -153,6 +156,13 @@ class Client {
     static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
                                  std::span<const NodeId> tried, uint64_t salt);
 
+    // client_cards.cpp: objects of which parts lie on cards.
+    Result<PutReport> put_from_cards(std::span<const PutItem> items, const PutOptions& options);
+    // read: of some of the items, from the first of them on, with parts in memory of the host.
+    using ReadSome =
+        std::function<Result<std::vector<int64_t>>(size_t first, std::span<const GetItem> items)>;
+    Result<std::vector<int64_t>> get_to_cards(std::span<const GetItem> items, const ReadSome& read);
+
     void describe_elsewhere(Pool& pool, std::span<const std::string_view> names,
                             std::span<const size_t> which, std::vector<ObjectState>& states,
                             std::vector<std::string>& doubt);
@@ -216,6 +226,7 @@ class Client {
     LocationCache locations_;
     RecentCopies recent_;
     ClientOptions options_;
+    device::CardCopiers cards_;
     Mutex mutex_;
     std::shared_ptr<Pool> pool_ GUARDED_BY(mutex_);
     Incarnation asked_ GUARDED_BY(mutex_){};  // the life of the own node whose master is known

@@ -13,12 +13,16 @@
 #include <new>
 #include <numeric>
 
+#include "store/client/card_stage.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
 namespace moonpool {
 
 Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool verify) {
+    if (any_on_cards(items)) {
+        return get_to_cards(items, [&](size_t, auto some) { return get(some, verify); });
+    }
     WaitBudget budget(wait_budget_ms());
     Result<std::vector<int64_t>> sizes = get_whole(items, verify);
     for (size_t i = 0; sizes && i < items.size(); ++i) {
@@ -35,6 +39,11 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
 
 Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<const size_t> places,
                                                 std::span<const GetItem> items, bool verify) {
+    if (any_on_cards(items)) {
+        return get_to_cards(items, [&](size_t first, auto some) {
+            return get_pinned(pinned, places.subspan(first, some.size()), some, verify);
+        });
+    }
     WaitBudget budget(wait_budget_ms());
     Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, places, items, verify);
     if (sizes) {

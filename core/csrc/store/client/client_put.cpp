@@ -15,6 +15,7 @@
 #include <numeric>
 
 #include "memory/copier.hpp"
+#include "store/client/card_stage.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 
@@ -29,6 +30,7 @@ bool Client::own_is_full(uint64_t bytes) {
 }
 
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
+    if (any_on_cards(items)) return put_from_cards(items, options);
     WaitBudget budget(options.timeout_ms > 0 ? WaitBudget::of_a_call(options.timeout_ms) : wait_budget_ms());
     std::vector<PutItem> whole;
     std::vector<size_t> place, striped;

@@ -174,10 +174,23 @@ Status NodeClient::check_names(const Session& session, std::span<const std::stri
     return success();
 }
 
-Status NodeClient::check_item(const Session& session, const PutItem& item) const {
+Status NodeClient::check_names(const Session& session, const PutItem& item) const {
     std::string_view names[3] = {item.name, item.parent.empty() ? item.name : item.parent,
                                  item.group.empty() ? item.name : item.group};
-    if (Status status = check_names(session, names); !status) return status;
+    return check_names(session, names);
+}
+
+Status NodeClient::check_names(std::span<const PutItem> items) {
+    Result<std::shared_ptr<Session>> opened = session();
+    if (!opened) return opened.error();
+    for (const PutItem& item : items) {
+        if (Status status = check_names(**opened, item); !status) return status;
+    }
+    return success();
+}
+
+Status NodeClient::check_item(const Session& session, const PutItem& item) const {
+    if (Status status = check_names(session, item); !status) return status;
     if (Status status = check_memory(session.path(), item.parts); !status) return status;
     if (item.parts.size() <= session.parts_max()) return success();
     return Error{Code::kInvalidArgument, "an object of " + std::to_string(item.parts.size()) +

@@ -118,6 +118,8 @@ class NodeClient {
     Status check_open() const;  // kClosed, or kForked in a child of fork()
 
     Result<PutReport> put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms = 0);
+    // Whether put() would refuse the call for an item's names.
+    Status check_names(std::span<const PutItem> items);
 
     // Copies into the caller's parts: the object's size, or kMiss. Too small a destination is an error and
     // writes nothing for that object; bytes after a shorter object stay as they are.
@@ -187,6 +189,7 @@ class NodeClient {
         Mutex& mutex_;
     };
     Status check_names(const Session& session, std::span<const std::string_view> names) const;
+    Status check_names(const Session& session, const PutItem& item) const;
     Status check_item(const Session& session, const PutItem& item) const;
     Result<std::vector<int64_t>> pin_and_get(std::span<const GetItem> items, bool verify, bool tolerant);
     // The session under which objects of that life of the node were pinned.

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from moonpool.core.errors import InvalidArgument
-from moonpool.core.store.buffers import BufferRange
+from moonpool.core.store.types import BufferRange
 
 _CUDA = 2  # kDLCUDA of DLPack's DLDeviceType
 
