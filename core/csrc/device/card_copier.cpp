@@ -1,10 +1,11 @@
 #include "device/card_copier.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <thread>
 #include <utility>
+
+#include "base/fork_fresh.hpp"
 
 namespace moonpool::device {
 
@@ -13,31 +14,19 @@ namespace {
 constexpr auto kFirstPause = std::chrono::microseconds(5);
 constexpr auto kLongestPause = std::chrono::microseconds(100);
 
-// Those with copies that were given up. A child of fork() has a list of its own: the lock may be held for
-// ever.
+// Those with copies that were given up.
 struct Abandoning {
     Mutex mutex;
-    uint64_t generation = fork_generation();
     std::vector<std::weak_ptr<CardCopier>> copiers GUARDED_BY(mutex);
 };
-std::atomic<Abandoning*> abandoning_now{nullptr};
-
-Abandoning& abandoning() {
-    for (;;) {
-        Abandoning* known = abandoning_now.load();
-        if (known != nullptr && known->generation == fork_generation()) return *known;
-        auto* fresh = new Abandoning;
-        if (abandoning_now.compare_exchange_strong(known, fresh)) return *fresh;
-        delete fresh;
-    }
-}
+ForkFresh<Abandoning> abandoning;
 
 }  // namespace
 
 void CardCopier::collect_all() {
     std::vector<std::shared_ptr<CardCopier>> copiers;
     {
-        Abandoning& all = abandoning();
+        Abandoning& all = abandoning.get();
         MutexLock lock(all.mutex);
         std::erase_if(all.copiers, [](const auto& copier) { return copier.expired(); });
         for (const auto& copier : all.copiers) copiers.push_back(copier.lock());
@@ -159,7 +148,7 @@ void CardCopier::abandon(std::unique_ptr<Lane> lane) {
         abandoned_.push_back(std::move(lane));
     }
     {
-        Abandoning& all = abandoning();
+        Abandoning& all = abandoning.get();
         MutexLock lock(all.mutex);
         auto same = [this](const auto& known) { return known.lock().get() == this; };
         if (std::ranges::none_of(all.copiers, same)) all.copiers.push_back(weak_from_this());
