@@ -70,11 +70,11 @@ Result<std::unique_ptr<CardCopier::Lane>> CardCopier::take_lane() {
             return lane;
         }
     }
-    Result<Stream> stream = Stream::create(device_, Stream::Priority::kDefault);
+    Result<Stream> stream = Stream::create(device_, Stream::Priority::kLowest);
     if (!stream) return stream.error();
     Result<Event> ended = Event::create(device_);
     if (!ended) return ended.error();
-    return std::unique_ptr<Lane>(new Lane{std::move(*stream), std::move(*ended), false, nullptr});
+    return std::unique_ptr<Lane>(new Lane{std::move(*stream), std::move(*ended), false, nullptr, {}});
 }
 
 Result<CardCopier::Running> CardCopier::start(std::span<const Copy> copies, std::shared_ptr<void> kept) {
@@ -83,7 +83,7 @@ Result<CardCopier::Running> CardCopier::start(std::span<const Copy> copies, std:
     if (!lane) return lane.error();
     (*lane)->kept = std::move(kept);
     Status queued = wait_for_abandoned((*lane)->stream);
-    if (queued) queued = (*lane)->stream.copy(copies, SourceOrder::kStream);
+    if (queued) queued = pieces_->queue((*lane)->stream, copies, (*lane)->buffer);
     (*lane)->recorded = (*lane)->ended.record((*lane)->stream.handle()).ok();
     Running running(shared_from_this(), std::move(*lane));
     if (!queued) return queued.error();  // those that were queued run on, without a caller
@@ -121,8 +121,7 @@ Result<bool> CardCopier::Running::wait(int timeout_ms) {
             return over.error();
         }
         if (*over) {
-            lane_->kept.reset();
-            lane_->recorded = false;
+            lane_->end();
             MutexLock lock(copier_->mutex_);
             copier_->idle_.push_back(std::move(lane_));
             break;

@@ -6,8 +6,11 @@
 //     CardCopier::Running copies = *copier->start({{to, from, bytes}}, kept);
 //     if (*copies.wait(50)) ...                          over: the bytes are there
 //
+// Small pieces among them are moved by the card's kernel (piece_mover.hpp).
+//
 // A caller may give up before its copies have ended, as when the card hangs. Then the copier keeps `kept`
-// until they have, so that no memory is freed or used again that the card may still touch.
+// until they have, with what the kernel uses, so that no memory is freed or used again that the card may
+// still touch.
 //
 // Threads: any. Copies of two start() calls run in any order. A call that waits is never made by an I/O
 // thread.
@@ -21,6 +24,7 @@
 
 #include "base/mutex.hpp"
 #include "device/event.hpp"
+#include "device/piece_mover.hpp"
 #include "device/pinned_ring.hpp"
 #include "device/stream.hpp"
 
@@ -43,6 +47,13 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
         Event ended;
         bool recorded = false;
         std::shared_ptr<void> kept;
+        PieceMover::Buffer buffer;
+
+        void end() {
+            kept.reset();
+            buffer.give_back();
+            recorded = false;
+        }
     };
 
    public:
@@ -93,7 +104,10 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
 
    private:
     CardCopier(std::shared_ptr<const Device> device, std::unique_ptr<PinnedRing> ring)
-        : device_(std::move(device)), ring_(std::move(ring)), own_share_(std::max(ring_->slots() / 2, 1u)) {}
+        : device_(std::move(device)),
+          ring_(std::move(ring)),
+          own_share_(std::max(ring_->slots() / 2, 1u)),
+          pieces_(std::make_shared<PieceMover>(device_)) {}
 
     Result<std::unique_ptr<Lane>> take_lane();
     // What was given up may still run, and what comes after it must not be overwritten by it.
@@ -105,6 +119,7 @@ class CardCopier : public std::enable_shared_from_this<CardCopier> {
     const std::shared_ptr<const Device> device_;
     std::unique_ptr<PinnedRing> ring_;
     RingShare own_share_;
+    const std::shared_ptr<PieceMover> pieces_;
     Mutex mutex_;
     std::vector<std::unique_ptr<Lane>> idle_ GUARDED_BY(mutex_);
     std::vector<std::unique_ptr<Lane>> abandoned_ GUARDED_BY(mutex_);

@@ -10,7 +10,7 @@ namespace moonpool::transport {
 
 namespace {
 
-constexpr size_t kPiecesMax = 4096;
+constexpr size_t kPiecesMax = 16384;            // what one list of the card's kernel holds
 constexpr uint64_t kBatchBytesMax = 64u << 20;  // so that a job that is stopped ends soon
 
 }  // namespace

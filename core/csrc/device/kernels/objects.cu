@@ -8,6 +8,8 @@
 //                                        the same row of the next block, its length, its place in the object
 //     objects[i]                         place in the staging buffer, block, column
 //
+// Small pieces of transfers have the same form (device/piece_plan.hpp): each four are an object of their own.
+//
 // `split` warps share an object. A warp takes 4 rows at a time, and a lane 1 to 16 bytes of each: as many as the
 // 8 addresses are aligned to (rows of 584 bytes: 8). All 4 are loaded before the first is stored: a row of 512
 // bytes alone would leave the warp waiting for memory most of the time.

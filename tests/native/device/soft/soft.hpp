@@ -26,7 +26,7 @@ enum class Policy : int {
     X(void, soft_set_cards, (int cards))                                                                    \
     /* The card of the machine that this process sees as its first one, as CUDA_VISIBLE_DEVICES says. */    \
     X(void, soft_set_first_card, (int card))                                                                \
-    /* What a copy of another process's memory answers once that one has ended; 0: its bytes stay. */       \
+    /* What copies and kernels of another process's memory end with once it ended; 0: its bytes stay. */    \
     X(void, soft_owner_ended, (int code))                                                                   \
     X(void, soft_set_version, (int version))                                                                \
     X(void, soft_set_capability, (int capability))                                                          \

@@ -112,6 +112,10 @@ char* State::reach(uint64_t address, uint64_t bytes, bool write, int card) {
             why = "memory that its owner, another process, has freed";
         } else if (address - base + bytes > memory->bytes) {
             why = "bytes behind the end of an allocation";
+        } else if (card >= 0 && owner_ended != 0 && memory->opened != nullptr &&
+                   memory->opened->owner_ended()) {
+            broken = owner_ended;  // as a copy under way is
+            return nullptr;
         } else {
             return memory->hidden + (address - base);
         }
