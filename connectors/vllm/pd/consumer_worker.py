@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.pd.step_plan import Hold, Pull
 from moonpool.connectors.vllm.pd.wire import WHY_MAX, Done, Gone, Heartbeat, Known, Progress, Want
 
 PIECE_BLOCKS = 16  # at most; between two pieces a pull can be given up, and messages go out
+DEVICE_PIECE_BLOCKS = 128  # the same, where the KV lies on a device
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from moonpool.connectors.vllm.pd import handover_worker
+from moonpool.connectors.vllm.pd.consumer_worker import DEVICE_PIECE_BLOCKS
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
 from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
 from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Open, Pull
@@ -33,6 +34,7 @@ from tests.connectors.vllm.pd.worlds import (
     World,
     eventually,
     heads_first,
+    tokens_first,
     world,
 )
 from tests.soft_card import COMPILER, ROOT, CardArray, SoftCard, soft_card
@@ -66,6 +68,26 @@ def test_blocks_are_handed_from_card_to_card(card: SoftCard, transports: list[st
         np.testing.assert_array_equal(decode.kv[:, here], prefill.kv[:, there[2:]])
         np.testing.assert_array_equal(decode.kv[:, untouched], before)
         prefill.wait_handed(77)
+
+
+@pytest.mark.parametrize("transports", [None, ["cuda_ipc", "tcp"], ["tcp"]])
+def test_unlike_layouts_are_moved_by_the_kernel(card: SoftCard, transports: list[str] | None) -> None:
+    """In one list for many blocks: a launch for all of them, not a copy for each of 480 pieces."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(world("P", seed=1, card=card, make=tokens_first, transports=transports))
+        decode = stack.enter_context(world("D", seed=2, card=card, transports=transports))
+        there, here = list(range(20)), list(range(19, -1, -1))
+        launches = card.calls("cuLaunchKernel")
+        decode.take(prefill.offer(there), here)
+        ended = decode.ended()
+        assert (ended.good, ended.error) == (20, "")
+        np.testing.assert_array_equal(decode.kv[:, here], prefill.kv[:, there])
+        assert 1 <= card.calls("cuLaunchKernel") - launches <= 4
+
+
+def test_pieces_of_a_device_are_larger(card: SoftCard) -> None:
+    with world("D", seed=2, card=card) as decode:
+        assert decode.handover_worker._consumer._piece_blocks == DEVICE_PIECE_BLOCKS
 
 
 @pytest.mark.parametrize("sides", ["to the host", "from the host"])

@@ -18,7 +18,7 @@ from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Meeting, Of
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Open, Pull
 from tests.connectors.vllm.card_bed import CardTensor
 from tests.connectors.vllm.fakes import FINGERPRINT, LOG, FakeTensor
-from tests.soft_card import SoftCard
+from tests.soft_card import CardArray, SoftCard
 
 BLOCKS, HEADS, TOKENS, CONTENT = 40, 2, 4, 8
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -104,15 +104,15 @@ def world(
     heads: int = HEADS,
     card: SoftCard | None = None,
 ) -> Iterator[World]:
-    """rank: tensor-parallel; heads: that this worker holds, of HEADS; card: on which the memory lies, in the
-    order of heads_first."""
+    """rank: tensor-parallel; heads: that this worker holds, of HEADS; card: on which the memory lies."""
     memory, kv = make(np.random.default_rng(seed))
     if card is None:
         caches = {layer: FakeTensor(kv[number, :, :heads], memory) for number, layer in enumerate(LAYERS)}
     else:
         array = card.array(memory.shape)
         array.view[:] = memory
-        kv = array.view
+        kv = np.lib.stride_tricks.as_strided(array.view, kv.shape, kv.strides)
+        array = CardArray(array.address, kv)
         caches = {layer: CardTensor(array, number) for number, layer in enumerate(LAYERS)}
     layout = read_layout(caches, (LAYERS,), TOKENS)
     columns = object_ranges(layout, kv_heads=HEADS, first_head=0)
