@@ -118,6 +118,7 @@ class Memory {
     uint64_t address() const { return address_; }
     std::byte* data() { return data_; }
     size_t size() const { return size_; }
+    bool on_card() const { return card_.address() != 0; }
     void fill(Random& random) {
         size_t i = 0;
         for (; i + 8 <= size_; i += 8) {
