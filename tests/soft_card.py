@@ -130,10 +130,6 @@ class SoftCard:
         """The card dies with ``code`` in place of its nth operation from now on."""
         self._lib.soft_die(nth, code)
 
-    def calls(self, name: str) -> int:
-        """Calls of a function of the driver so far."""
-        return int(self._lib.soft_calls(name.encode()))
-
     def limit_pinned(self, size: int) -> None:
         """Bytes of pinned memory beyond which the driver refuses more."""
         self._lib.soft_limit(ctypes.c_uint64(2**64 - 1), ctypes.c_uint64(size))
