@@ -222,6 +222,9 @@ def test_what_is_no_memory_of_a_card_is_refused_for_its_own_key(
 def test_a_card_that_dies_or_hangs_costs_an_error_and_the_pool_goes_on(
     library: Path, open_store: Callable[[], Any], keys: Keys, fate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mooncake import _access
+
+    monkeypatch.setattr(_access, "TIMEOUT_S", 5.0)  # each call that needs a card that hangs takes so long
     with soft_card(library) as card:
         store = open_store()
         array, names = card.array((FLOATS,)), keys(3)
