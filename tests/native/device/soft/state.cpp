@@ -104,7 +104,7 @@ uint64_t State::pinned_bytes() const {
 
 char* State::reach(uint64_t address, uint64_t bytes, bool write, int card) {
     uint64_t base = 0;
-    std::string why = "memory that is neither a card's nor pinned";
+    const char* why = "memory that is neither a card's nor pinned";  // a string costs each access of a kernel
     if (const CardMemory* memory = find_card(address, &base)) {
         if (card >= 0 && memory->card != card) {
             why = "memory of another card";
@@ -130,8 +130,7 @@ char* State::reach(uint64_t address, uint64_t bytes, bool write, int card) {
     }
     char text[160];
     std::snprintf(text, sizeof(text), "%s of %llu bytes at %#llx: %s", write ? "write" : "read",
-                  static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address),
-                  why.c_str());
+                  static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address), why);
     violation(text);
     return nullptr;
 }
