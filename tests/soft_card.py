@@ -4,10 +4,12 @@ The CPU dies when it touches the card's addresses; tests look at its memory by `
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +26,10 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[-1])
 POLICIES = ("late", "early", "at once", "shuffled")  # in the order of soft.hpp
 
 
-def compile_library(folder: Path) -> Path:
-    """Some seconds."""
+@functools.cache
+def _compiled() -> bytes:
+    """Some seconds, once a run."""
     assert COMPILER is not None
-    library = folder / "libsoftcuda.so"
     flags = [
         "-std=c++20",
         "-O1",
@@ -39,7 +41,17 @@ def compile_library(folder: Path) -> Path:
         ROOT,
     ]
     sources = sorted(SOURCES.glob("*.cpp"))
-    subprocess.run([COMPILER, *flags, *sources, "-o", library], check=True, timeout=300)
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as folder:
+        library = Path(folder) / "libsoftcuda.so"
+        subprocess.run([COMPILER, *flags, *sources, "-o", library], check=True, timeout=300)
+        return library.read_bytes()
+
+
+def compile_library(folder: Path) -> Path:
+    """A file of its own: to the loader each is another library, so that no file's tests see the card of
+    another's."""
+    library = folder / "libsoftcuda.so"
+    library.write_bytes(_compiled())
     return library
 
 
