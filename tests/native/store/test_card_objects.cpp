@@ -20,6 +20,16 @@ namespace {
 
 constexpr uint64_t kRingSlot = device::CardCopier::kRing.slot_bytes;
 
+// A random block again and again, whose length is a prime: no two pages of these tests, nor what lies a slot
+// apart, are alike.
+void fill_with(Random& random, std::span<unsigned char> all) {
+    std::vector<unsigned char> block(65521);
+    for (unsigned char& byte : block) byte = static_cast<unsigned char>(random.next());
+    for (size_t at = 0; at < all.size(); at += block.size()) {
+        std::memcpy(&all[at], block.data(), std::min(block.size(), all.size() - at));
+    }
+}
+
 // Memory of the software device's card as tests see it.
 class OnCard {
    public:
@@ -32,13 +42,7 @@ class OnCard {
         REQUIRE(at != nullptr);
         return {reinterpret_cast<unsigned char*>(at), memory_.bytes()};
     }
-    void fill(Random& random) {
-        std::span<unsigned char> all = bytes();
-        for (size_t i = 0; i + 8 <= all.size(); i += 8) {
-            uint64_t eight = random.next();
-            std::memcpy(&all[i], &eight, 8);
-        }
-    }
+    void fill(Random& random) { fill_with(random, bytes()); }
     MemoryRef part(uint64_t at, uint64_t bytes) const {
         return {
             .address = memory_.address() + at, .bytes = bytes, .device = card_, .kind = MemoryKind::kDevice};
@@ -123,7 +127,7 @@ TEST_CASE("card objects: pieces on a card and on the host become objects, and ob
             OnCard from(bed.device, kBytes), to(bed.device, kBytes);
             std::vector<unsigned char> host_from(kBytes), host_to(kBytes);
             from.fill(random);
-            for (unsigned char& byte : host_from) byte = static_cast<unsigned char>(&byte - host_from.data());
+            fill_with(random, host_from);
             std::vector<Scattered> saved = scattered(kObjects, from, host_from);
             std::vector<Scattered> loaded = scattered(kObjects, to, host_to);
 
