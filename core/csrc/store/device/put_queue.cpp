@@ -8,15 +8,17 @@ namespace moonpool {
 
 Result<std::unique_ptr<PutQueue>> PutQueue::open() {
     std::unique_ptr<PutQueue> puts(new PutQueue());
-    if (Status started = puts->thread_.start("moonpool-put", [&all = *puts] { all.run(); }); !started) {
-        return started.error();
+    for (size_t i = 0; i < kThreads; ++i) {
+        Status started = puts->threads_[i].start("moonpool-put", [&all = *puts, i] { all.run(i); });
+        if (!started) return started.error();  // the destructor ends those that run
     }
     return puts;
 }
 
-void PutQueue::push(std::shared_ptr<SaveJob> job, ChunkInFlight in) {
+void PutQueue::push(const std::shared_ptr<SaveJob>& job, ChunkInFlight in) {
+    auto chunk = std::make_shared<const ChunkInFlight>(std::move(in));
     MutexLock lock(mutex_);
-    queue_.push_back({std::move(job), std::move(in)});
+    for (std::deque<Staged>& queue : queues_) queue.push_back({job, chunk});
     changed_.notify_all();
 }
 
@@ -26,25 +28,26 @@ void PutQueue::close(std::chrono::steady_clock::time_point deadline) {
         if (!deadline_) deadline_ = deadline;
         changed_.notify_all();
     }
-    thread_.join();
+    for (ServiceThread& thread : threads_) thread.join();
 }
 
-void PutQueue::run() {
-    while (std::optional<Staged> staged = next()) {
+void PutQueue::run(size_t thread) {
+    while (std::optional<Staged> staged = next(thread)) {
         if (too_late()) {
             staged->job->refuse("the engine closed before its save was in the pool");
         } else {
-            staged->job->put(staged->in);
+            staged->job->put(*staged->in, thread);
         }
     }
 }
 
-std::optional<PutQueue::Staged> PutQueue::next() {
+std::optional<PutQueue::Staged> PutQueue::next(size_t thread) {
     MutexLock lock(mutex_);
-    changed_.wait(lock, [&]() REQUIRES(mutex_) { return deadline_ || !queue_.empty(); });
-    if (queue_.empty()) return std::nullopt;
-    std::optional<Staged> staged(std::move(queue_.front()));
-    queue_.pop_front();
+    std::deque<Staged>& queue = queues_[thread];
+    changed_.wait(lock, [&]() REQUIRES(mutex_) { return deadline_ || !queue.empty(); });
+    if (queue.empty()) return std::nullopt;
+    std::optional<Staged> staged(std::move(queue.front()));
+    queue.pop_front();
     return staged;
 }
 

@@ -36,25 +36,28 @@ void SaveJob::refuse(const std::string& why) {
     report_.refusal = why;
 }
 
-void SaveJob::put(const ChunkInFlight& in) {
+void SaveJob::put(const ChunkInFlight& in, size_t thread) {
     size_t begin = in.chunk.begin(), n = in.chunk.size();
     std::vector<MemoryRef> sources(n);
     std::vector<PutItem> items;
-    items.reserve(n);
+    std::vector<size_t> which;
     for (size_t i = 0; i < n; ++i) {
+        if (save_.columns[begin + i] % PutQueue::kThreads != thread) continue;
         sources[i] = MemoryRef::host(in.slot.bytes().data() + in.packing.offsets[i],
                                      kv_.object_bytes(save_.columns[begin + i]));
         std::string_view name = save_.names[begin + i];
         std::string_view parent = save_.parents.empty() ? std::string_view() : save_.parents[begin + i];
         items.push_back({name, parent, std::span(&sources[i], 1), name.substr(0, save_.group_bytes)});
+        which.push_back(begin + i);
     }
+    if (items.empty()) return;
     Result<PutReport> stored = client_.put(items, PutOptions{});
     MutexLock lock(mutex_);
     if (!stored) {
         report_.refusal = stored.error().text;
         return;
     }
-    std::ranges::copy(stored->outcomes, report_.outcomes.begin() + static_cast<ptrdiff_t>(begin));
+    for (size_t k = 0; k < which.size(); ++k) report_.outcomes[which[k]] = stored->outcomes[k];
     report_.stored_bytes += stored->stored_bytes;
     if (!stored->refusal.empty()) report_.refusal = std::move(stored->refusal);
 }

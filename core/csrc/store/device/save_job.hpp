@@ -1,5 +1,5 @@
 // SaveJob: one save of objects from a card's KV cache. Blocks may be given away once every chunk is staged,
-// in a slot of the ring; the puts, which come later on another thread, read the slots alone.
+// in a slot of the ring; the puts, which come later on other threads, read the slots alone.
 #pragma once
 
 #include <atomic>
@@ -28,8 +28,8 @@ class SaveJob final : public CopyJob, public std::enable_shared_from_this<SaveJo
     Status begin(ChunkInFlight& in) override;
     void end(ChunkInFlight in, const Status& status) override;
 
-    // Of PutQueue: a chunk that was handed to it.
-    void put(const ChunkInFlight& in);
+    // Of PutQueue: of a chunk that was handed to it, the objects of the thread's columns.
+    void put(const ChunkInFlight& in, size_t thread);
     void refuse(const std::string& why);
 
    protected:
