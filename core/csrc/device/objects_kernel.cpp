@@ -54,10 +54,11 @@ ObjectsKernel::~ObjectsKernel() {
     if (OnDevice here(*device_); here) device_->driver().cuModuleUnload(module_);
 }
 
-Status ObjectsKernel::launch(Stream& stream, const ObjectsJob& job, uint32_t blocks) const {
+Status ObjectsKernel::launch(Stream& stream, const ObjectsJob& job, uint32_t blocks, uint32_t threads) const {
     if (job.count == 0) return success();
-    if (job.split == 0 || blocks == 0 || uint64_t{job.count} * job.split > INT32_MAX) {
-        return Error{Code::kInvalidArgument, "no launch of " + std::to_string(blocks) + " blocks for " +
+    if (job.split == 0 || blocks == 0 || threads == 0 || threads % 32 != 0 || threads > kThreadsMax || uint64_t{job.count} * job.split > INT32_MAX) {
+        return Error{Code::kInvalidArgument, "no launch of " + std::to_string(blocks) + " blocks of " +
+                                                 std::to_string(threads) + " threads for " +
                                                  std::to_string(job.count) + " objects in " +
                                                  std::to_string(job.split) + " parts"};
     }
@@ -67,7 +68,7 @@ Status ObjectsKernel::launch(Stream& stream, const ObjectsJob& job, uint32_t blo
     uint32_t load = job.move == Move::kToKv ? 1 : 0;
     void* arguments[] = {&copy.rows,  &copy.begins,  &copy.objects, &copy.count,
                          &copy.split, &copy.staging, &load};
-    return device_->check(device_->driver().cuLaunchKernel(function_, blocks, 1, 1, kThreads, 1, 1, 0,
+    return device_->check(device_->driver().cuLaunchKernel(function_, blocks, 1, 1, threads, 1, 1, 0,
                                                            stream.handle(), arguments, nullptr),
                           "cuLaunchKernel");
 }

@@ -39,16 +39,17 @@ struct ObjectsJob {
 
 class ObjectsKernel {
    public:
-    static constexpr uint32_t kThreads = 256;
+    static constexpr uint32_t kThreadsMax = 1024;
 
     // kUnavailable: the card is older than the PTX (compute capability 7.0), or the driver refuses it.
     static Result<ObjectsKernel> load(std::shared_ptr<const Device> device);
     ObjectsKernel(ObjectsKernel&& other) noexcept;
     ~ObjectsKernel();
 
-    // Queues the job. blocks: of kThreads; more of them move more bytes a second, and take more of the card
-    // from the engine. Addresses are not checked: a wrong one ends the context.
-    Status launch(Stream& stream, const ObjectsJob& job, uint32_t blocks) const;
+    // Queues the job. blocks: of `threads`, whole warps and at most kThreadsMax; more of either move more bytes
+    // a second, and more blocks take more multiprocessors from the engine. Addresses are not checked: a wrong
+    // one ends the context.
+    Status launch(Stream& stream, const ObjectsJob& job, uint32_t blocks, uint32_t threads) const;
 
    private:
     ObjectsKernel(std::shared_ptr<const Device> device, CuModule* module, CuFunction* function);

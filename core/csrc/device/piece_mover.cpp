@@ -10,7 +10,7 @@ namespace moonpool::device {
 
 namespace {
 
-constexpr uint32_t kWarpsOfBlock = ObjectsKernel::kThreads / 32;
+constexpr uint32_t kThreads = 256, kWarpsOfBlock = kThreads / 32;
 
 // Whether ranges are memory of one card: the driver is asked once for each allocation.
 class MemoryOfCard {
@@ -75,7 +75,7 @@ Status PieceMover::queue(Stream& stream, std::span<const Copy> copies, Buffer& u
         kernel = &*kernel_;
     }
     Status launched =
-        kernel->launch(stream, plan.list.job(memory.list_on_card.address()), blocks_for(plan.list));
+        kernel->launch(stream, plan.list.job(memory.list_on_card.address()), blocks_for(plan.list), kThreads);
     return launched ? stream.copy(plan.out, SourceOrder::kStream) : launched;
 }
 

@@ -95,7 +95,7 @@ Status Scenario::move_by_kernel(Parts& parts) {
     for (unsigned group = 0; group < kGroups; ++group) {
         size_t half = group % Staging::kHalves;
         TRY(staging.begin(half, kernels));
-        TRY(parts.kernel->launch(kernels, job(group, half, Move::kToStaging), 1));
+        TRY(parts.kernel->launch(kernels, job(group, half, Move::kToStaging), 1, 256));
         TRY(staging.end(half, kernels));
         RingSlot slot = TRY(parts.ring->take(timeout_ms_));
         std::memset(slot.bytes().data(), 0x77, kGroupBytes);
@@ -132,7 +132,7 @@ Status Scenario::move_by_kernel(Parts& parts) {
         if (!with(Mistake::kKernelBeforeCopy)) TRY(staging.begin(half, kernels));
         bool last = group + 1 == kGroups;
         if (last && with(Mistake::kEndBeforeKernel)) TRY(end.record(kernels.handle()));
-        TRY(parts.kernel->launch(kernels, job(group, half, Move::kToKv), 1));
+        TRY(parts.kernel->launch(kernels, job(group, half, Move::kToKv), 1, 256));
         TRY(staging.end(half, kernels));
         if (last && !with(Mistake::kEndBeforeKernel)) TRY(end.record(kernels.handle()));
     }

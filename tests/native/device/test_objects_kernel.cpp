@@ -47,11 +47,12 @@ void round_trip(Bed& bed, const ObjectsKernel& kernel, const KvShape& shape) {
                    .split = static_cast<uint32_t>(random.between(1, 5)),
                    .staging = staging.address() + in_staging,
                    .move = Move::kToStaging};
-    REQUIRE(kernel.launch(stream, job, static_cast<uint32_t>(random.between(1, 3))));
+    REQUIRE(kernel.launch(stream, job, static_cast<uint32_t>(random.between(1, 3)),
+                          32 * static_cast<uint32_t>(random.between(1, 32))));
     REQUIRE(stream.copy({staged.address(), staging.address(), staging.bytes()}));
     job.rows = back_rows.address();
     job.move = Move::kToKv;
-    REQUIRE(kernel.launch(stream, job, 2));
+    REQUIRE(kernel.launch(stream, job, 2, 256));
     REQUIRE(stream.copy({seen.address(), back.address(), back.bytes()}));
     finish(bed, stream);
 
@@ -145,7 +146,7 @@ TEST_CASE("device: the kernel with tables of random rows, empty ones and columns
                        .split = 2,
                        .staging = staging.address(),
                        .move = Move::kToStaging};
-        REQUIRE(kernel.launch(stream, job, 2));
+        REQUIRE(kernel.launch(stream, job, 2, 256));
         REQUIRE(stream.copy({staged.address(), staging.address(), staged.size()}));
         finish(bed, stream);
         for (const KvObject& object : objects) {
@@ -163,10 +164,11 @@ TEST_CASE("device: a launch of nothing is none, and one that cannot be is refuse
     {
         ObjectsKernel kernel = must(ObjectsKernel::load(bed.device));
         Stream stream = must(Stream::create(bed.device, Stream::Priority::kLowest));
-        CHECK(kernel.launch(stream, {.count = 0}, 1));
-        CHECK_FALSE(kernel.launch(stream, {.count = 1, .split = 0}, 1));
-        CHECK_FALSE(kernel.launch(stream, {.count = 1}, 0));
-        CHECK(kernel.launch(stream, {.count = 1u << 31, .split = 4}, 1).error().code ==
+        CHECK(kernel.launch(stream, {.count = 0}, 1, 256));
+        CHECK_FALSE(kernel.launch(stream, {.count = 1, .split = 0}, 1, 256));
+        CHECK_FALSE(kernel.launch(stream, {.count = 1}, 0, 256));
+        for (uint32_t threads : {0, 33, 1056}) CHECK_FALSE(kernel.launch(stream, {.count = 1}, 1, threads));
+        CHECK(kernel.launch(stream, {.count = 1u << 31, .split = 4}, 1, 256).error().code ==
               Code::kInvalidArgument);
     }
     bed.end();
@@ -188,7 +190,7 @@ TEST_CASE("device: a row outside of its allocation is found in the kernel") {
                                .objects = names.address(),
                                .count = 1,
                                .staging = cache.address()},
-                              1));
+                              1, 256));
         soft_device().soft_settle();
         char text[200];
         CHECK(soft_device().soft_violations(text, sizeof(text)) >= 1);

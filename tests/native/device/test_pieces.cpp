@@ -425,7 +425,7 @@ struct SlipSet {
     }
     Status queue_kernel(Slip slip, const ObjectsKernel& kernel) {
         Stream& stream = of_kernel(slip);
-        if (Status s = kernel.launch(stream, plan->list.job(own->on_card.address()), 2); !s) return s;
+        if (Status s = kernel.launch(stream, plan->list.job(own->on_card.address()), 2, 256); !s) return s;
         return slip == Slip::kEndBeforeOut ? ended.record(stream.handle()) : success();
     }
     Status queue_out(Slip slip) {

@@ -16,7 +16,7 @@
 //
 // load: 1 staging -> KV, 0 KV -> staging. No two rows of a job overlap where it writes.
 #ifdef __CUDACC_RTC__
-#define KERNEL extern "C" __global__ __launch_bounds__(256)
+#define KERNEL extern "C" __global__ __launch_bounds__(1024)
 #define DEVICE __device__ __forceinline__
 #define ROLLED _Pragma("unroll 1")
 #define ALIGNED(bytes) __align__(bytes)

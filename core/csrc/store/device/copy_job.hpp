@@ -50,7 +50,7 @@ struct ChunkInFlight {
     device::RingSlot slot{};
     Packing packing{};                 // begin() fills it in
     uint64_t staged = 0;               // address of its half of the staging memory, if there is some
-    device::Stream* stream = nullptr;  // of its lane
+    device::Stream* stream = nullptr;  // of its half of the lane
 };
 
 class CopyJob {

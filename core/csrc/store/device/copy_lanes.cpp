@@ -19,11 +19,14 @@ Result<std::unique_ptr<CopyLanes>> CopyLanes::open(std::shared_ptr<const device:
     uint64_t half = options.staging ? ring.slot_bytes() : 0;
     const device::StagingOptions halves{.half_bytes = half, .half_bytes_min = half};
     for (uint32_t i = 0; i < options.lanes; ++i) {
-        auto stream = device::Stream::create(device, device::Stream::Priority::kLowest);
-        if (!stream) return stream.error();
+        auto first = device::Stream::create(device, device::Stream::Priority::kLowest);
+        auto second = device::Stream::create(device, device::Stream::Priority::kLowest);
+        if (!first) return first.error();
+        if (!second) return second.error();
         auto staging = device::Staging::open(device, halves);
         if (!staging) return staging.error();
-        lanes->lanes_.push_back(std::unique_ptr<Lane>(new Lane{std::move(*stream), std::move(*staging)}));
+        lanes->lanes_.push_back(
+            std::unique_ptr<Lane>(new Lane{{std::move(*first), std::move(*second)}, std::move(*staging)}));
     }
     for (auto& lane : lanes->lanes_) {
         Status started = lane->thread.start(options.thread_name, [&l = *lane, &all = *lanes] { all.run(l); });
@@ -116,10 +119,10 @@ void CopyLanes::begin(Lane& lane, size_t half, Chunk chunk) {
     ChunkInFlight& in = lane.in_flight[half].emplace(ChunkInFlight{.chunk = std::move(chunk),
                                                                    .slot = std::move(*slot),
                                                                    .staged = lane.staging.address(half),
-                                                                   .stream = &lane.stream});
+                                                                   .stream = &lane.streams[half]});
     lane.begun[half] = in.chunk.job().begin(in);
     // After an error, too: what was queued before it uses the slot and the half.
-    lane.recorded[half] = lane.staging.end(half, lane.stream).ok();
+    lane.recorded[half] = lane.staging.end(half, lane.streams[half]).ok();
 }
 
 Result<device::RingSlot> CopyLanes::wait_for_slot() {
@@ -185,7 +188,7 @@ Status CopyLanes::wait(Lane& lane, size_t half) {
 
 Result<bool> CopyLanes::ask(Lane& lane, size_t half) {
     if (!lane.recorded[half]) {
-        if (Status again = lane.staging.end(half, lane.stream); !again) return again.error();
+        if (Status again = lane.staging.end(half, lane.streams[half]); !again) return again.error();
         lane.recorded[half] = true;
     }
     return lane.staging.last_use(half).wait(kAskAgainMs);

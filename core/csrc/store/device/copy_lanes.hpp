@@ -1,11 +1,11 @@
-// CopyLanes: threads that carry chunks of copy jobs between host memory and a card. A lane is a thread with a
-// stream and, where the jobs want it, two halves of staging memory of its own, so lanes share nothing but the
-// queue of chunks and the ring of pinned slots:
+// CopyLanes: threads that carry chunks of copy jobs between host memory and a card. A lane is a thread with
+// two streams and, where the jobs want it, two halves of staging memory of its own, so lanes share nothing but
+// the queue of chunks and the ring of pinned slots:
 //
 //     take a chunk --> begin(): fill a slot, queue its copies --> end(): its event is over
 //
-// A lane begins a second chunk before it ends the first, so that the card copies one while the thread fills
-// the other. Chunks begin in the order in which they were submitted; each is ended exactly once, whatever
+// A lane begins a second chunk before it ends the first, on the other stream, so that the card copies one while
+// the thread fills the other, and one crosses the link while the kernel works on the other. Chunks begin in the order in which they were submitted; each is ended exactly once, whatever
 // fails: after an error, after begin_close(), and on a card that hangs.
 //
 // Where it cannot be known whether copies are over, because the card hangs at the deadline of begin_close()
@@ -68,7 +68,7 @@ class CopyLanes {
    private:
     static constexpr size_t kDepth = device::Staging::kHalves;
     struct Lane {
-        device::Stream stream;
+        std::array<device::Stream, kDepth> streams;  // a half has its own
         device::Staging staging;
         std::array<std::optional<ChunkInFlight>, kDepth> in_flight{};
         std::array<Status, kDepth> begun{success(), success()};

@@ -12,7 +12,7 @@
 //
 // Order. A save reads blocks after `after`, an event behind the forward that computed them. A load writes
 // blocks after `after`, an event behind what was queued on them before; it is over when its last copy has
-// ended. Saves are put in the order of their calls, parents before children, by a thread of their own
+// ended. Saves are put in the order of their calls, parents before children, by threads of their own
 // (PutQueue): a save is staged when its last chunk is in the ring, whatever has been put by then.
 //
 // What the caller must not do: give a block away before the save says that it is staged, or the load is over.
@@ -48,7 +48,7 @@ struct DeviceKvOptions {
     uint64_t ring_bytes = 64u << 20;  // of pinned host memory
     uint64_t slot_bytes = 4u << 20;   // at least; one object fits
     uint32_t load_lanes = 4;
-    uint32_t kernel_blocks = 8;  // of 256 threads: what the kernel takes of the card
+    uint32_t kernel_blocks = 1;  // of 1,024 threads: how many multiprocessors a launch takes from the engine
     // Where no row is shorter, rows cross the link by themselves. Below it a copy engine does not reach the
     // link's speed.
     uint64_t direct_row_bytes = 64u << 10;

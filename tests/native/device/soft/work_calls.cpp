@@ -118,7 +118,7 @@ int cuLaunchKernel(const Twin* twin, unsigned grid_x, unsigned grid_y, unsigned 
     Call call("cuLaunchKernel", kContext);
     if (call.code != 0) return call.code;
     if (!known(stream, "cuLaunchKernel")) return kInvalidHandle;
-    if (grid_y * grid_z * block_y * block_z != 1 || block_x > 256) return cu::kInvalidValue;
+    if (grid_y * grid_z * block_y * block_z != 1 || block_x > 1024) return cu::kInvalidValue;
     auto values = std::make_shared<std::vector<std::vector<char>>>();
     for (size_t i = 0; i < twin->argument_bytes.size(); ++i) {
         const char* value = static_cast<const char*>(arguments[i]);
