@@ -1,7 +1,8 @@
 """How much of a prefix that the pool has is worth loading: a load that is predicted to take longer than
 computing the same tokens is not made.
 
-    seconds of a load of k blocks  = loads before it + notice + sum over blocks of bytes / rate of their tier
+    seconds of a load of k blocks  = loads before it + notice + sum over blocks of bytes / rate of their tier,
+                                     which is that of loads of about as many bytes
     seconds of computing them      = k * tokens of a block / prefill rate
 
 The rates are measured while the engine serves: those of loads by each rank, the prefill rate by the steps.
@@ -26,6 +27,7 @@ from moonpool.connectors.vllm.messages import LoadTime
 LOADS_MIN, LOADS_MAX = 5, 9  # measurements of a tier: with fewer it has no rate; older ones are forgotten
 STEPS_MIN, STEPS_MAX = 5, 33  # the same of the prefill rate
 STEP_TOKENS_MIN = 64  # a step of fewer prompt tokens says little: its fixed costs are most of it
+SMALLER_MAX = 1  # powers of 4: how much smaller the loads may be whose rate is taken for that of a load
 MARGIN = 1.25  # a load is declined when it is predicted to take this many times as long as computing
 PROBE_EVERY, PROBE_S = 16, 10.0  # of so many declined loads one is made, and at most one in so many seconds
 
@@ -61,6 +63,33 @@ class Rate:
         return float(rates[bisect.bisect_left(seen, seen[-1] / 2)])
 
 
+class Tier:
+    """The rate of loads from one tier. Measured by size, since a small load takes as long as its fixed costs:
+    its rate says nothing about a large one."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, Rate] = {}
+
+    def add(self, size: int, seconds: float, *, done: int | None = None) -> None:
+        """A load of ``size`` bytes took so many seconds; see Rate.add."""
+        rate = self._by_size.setdefault(_power_of_4(size), Rate(LOADS_MIN, LOADS_MAX))
+        rate.add(size, seconds, done=done)
+
+    def per_second(self, size: float) -> float | None:
+        """Bytes per second of loads about as large, else of larger ones; None: not measured."""
+        wanted = _power_of_4(int(size))
+        measured = [
+            (abs(power - wanted), rate.per_second)
+            for power, rate in self._by_size.items()
+            if power >= wanted - SMALLER_MAX and rate.per_second is not None
+        ]
+        return min(measured)[1] if measured else None
+
+
+def _power_of_4(size: int) -> int:
+    return size.bit_length() // 2
+
+
 class LoadDecision:
     """The decision of one engine; all methods run on the scheduler's thread."""
 
@@ -70,8 +99,7 @@ class LoadDecision:
         """
         self._block_tokens = block_tokens
         self._clock = clock
-        self._memory = Rate(LOADS_MIN, LOADS_MAX)  # bytes per second of one rank
-        self._network = Rate(LOADS_MIN, LOADS_MAX)
+        self._memory, self._network = Tier(), Tier()  # bytes per second of one rank
         self._prefill = Rate(STEPS_MIN, STEPS_MAX)  # tokens per second of the engine
         self._notice_s: deque[float] = deque(maxlen=LOADS_MAX)
         self._loading_until_s = 0.0
@@ -97,14 +125,16 @@ class LoadDecision:
         asked = done + load.failed_bytes
         slowest = self._network if load.from_network else self._memory
         if load.failed_bytes:
-            if slowest.per_second is not None and asked / slowest.per_second < load.seconds:
+            rate = slowest.per_second(asked)
+            if rate is not None and asked / rate < load.seconds:
                 slowest.add(asked, load.seconds, done=done)
             return
         if not load.network_bytes:
             self._memory.add(done, load.seconds)
             return
         # One load, one time: the network's share is what memory does not explain, and at least its part.
-        explained_s = load.memory_bytes / self._memory.per_second if self._memory.per_second else 0.0
+        memory = self._memory.per_second(load.memory_bytes)
+        explained_s = load.memory_bytes / memory if memory else 0.0
         seconds = max(load.seconds - explained_s, load.seconds * load.network_bytes / done)
         self._network.add(load.network_bytes, seconds)
 
@@ -135,9 +165,11 @@ class LoadDecision:
 
     def _block_s(self, network: Shares) -> Shares:
         """Predicted seconds of each block; a tier without a rate costs none."""
-        memory = self.block_bytes / self._memory.per_second if self._memory.per_second else 0.0
-        remote = self.block_bytes / self._network.per_second if self._network.per_second else 0.0
-        return memory + network * (remote - memory)
+        size, remote_size = self.block_bytes * len(network), self.block_bytes * float(network.sum())
+        memory, remote = self._memory.per_second(size - remote_size), self._network.per_second(remote_size)
+        memory_s = self.block_bytes / memory if memory else 0.0
+        remote_s = self.block_bytes / remote if remote else 0.0
+        return memory_s + network * (remote_s - memory_s)
 
     def _waiting_s(self) -> float:
         """Predicted seconds until the loads under way have ended."""

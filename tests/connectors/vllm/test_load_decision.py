@@ -101,6 +101,22 @@ def test_without_measurements_everything_is_loaded() -> None:
     assert few.blocks_worth_loading(shares(3)) == 3
 
 
+def test_small_loads_do_not_tell_what_a_large_one_takes() -> None:
+    made, _ = decision()
+    for _ in range(LOADS_MAX):
+        made.load_took(LoadTime(0.1, memory_bytes=BLOCK_BYTES))  # fixed costs: 10 blocks a second
+    assert made.blocks_worth_loading(shares(2)) == 0
+    assert made.blocks_worth_loading(shares(100)) == 100
+    for _ in range(LOADS_MIN):
+        made.load_took(LoadTime(10.0, memory_bytes=100 * BLOCK_BYTES))  # no faster for being large
+    assert made.blocks_worth_loading(shares(100)) == 0
+    assert made.blocks_worth_loading(shares(400)) == 0
+    made, _ = decision()
+    for _ in range(LOADS_MIN):
+        made.load_took(LoadTime(0.01, memory_bytes=100 * BLOCK_BYTES))
+    assert made.blocks_worth_loading(shares(2)) == 2
+
+
 @pytest.mark.parametrize(("rate", "loaded"), [(10_000.0, 10), (900.0, 10), (700.0, 0), (10.0, 0)])
 def test_a_slow_tier_is_computed_and_the_margin_is_the_loads(rate: float, loaded: int) -> None:
     made, _ = decision(here=rate)
