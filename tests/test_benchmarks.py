@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.soft_card import COMPILER, compile_library
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -155,6 +157,51 @@ def test_every_benchmark_takes_the_same_options(
     assert all(f"\n  {option}" in told for option in ("--quick", "--peers-venv DIR", "--json FILE")), told
 
 
+def test_the_benchmark_of_a_card_says_that_it_needs_one(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_engine = load("gpu_engine")
+    monkeypatch.setattr(gpu_engine, "first_card", lambda: "libcuda.so.1 was not found")
+    monkeypatch.setattr(sys, "argv", ["gpu_engine"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_engine.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "gpu_engine: it needs a CUDA device (libcuda.so.1 was not found)\n"
+
+
+def answered(cached: int, seconds: float, tokens: list[int], logprob: float) -> dict[str, Any]:
+    """What a driver of gpu_engine says of a prompt of 2,048 tokens with so many loaded."""
+    check = {"tokens": tokens, "logprobs": [logprob] * len(tokens)}
+    return {
+        "pool": {"cached": cached, "first_s": seconds},
+        "card": {"cached": 2032, "first_s": 0.010},
+        "check": check,
+    }
+
+
+def test_a_hit_on_a_card_counts_when_it_was_whole_and_its_answer_is_the_computed_one(load: Any) -> None:
+    gpu = load("gpu_engine")
+    bench = gpu.Bench(None, gpu.ON_A_CARD, None, gpu.Clock(60.0))
+    bench.figures = {name: gpu.Figures() for name in (gpu.RECOMPUTE, gpu.RING, gpu.PEER)}
+
+    def note(name: str, cached: int, seconds: float, tokens: list[int], logprob: float = -2.0) -> None:
+        bench._note(name, 2048, 0, answered(cached, seconds, tokens, logprob), counts=True)
+
+    note(gpu.RECOMPUTE, 0, 0.100, [5, 6])
+    note(gpu.RING, 2032, 0.018, [5, 6])
+    note(gpu.RING, 2016, 0.011, [5, 6])  # a block was not loaded
+    note(gpu.RING, 2032, 0.011, [5, 7])  # another answer
+    note(gpu.RING, 2032, 0.011, [5, 6], logprob=-2.5)  # the same answer by other numbers
+    note(gpu.PEER, 2032, 0.020, [5, 6])
+
+    row = gpu.rows_of_loads(bench, [gpu.RING])[0]
+    assert row.work == "load time 2k [ring, 1 hits, 3 more were wrong: 2016 of 2032 tokens were loaded]"
+    assert row.ours == pytest.approx(8.0)
+    assert row.peers == {gpu.PEER: pytest.approx(10.0), gpu.PEER_V1: "not run"}
+    assert row.met
+    assert [other.ours for other in gpu.rows_of_loads(bench, [gpu.PINNED])] == [0.0] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_an_identity_costs_is_rows(tmp_path: Path) -> None:
@@ -168,6 +215,26 @@ def test_what_an_identity_costs_is_rows(tmp_path: Path) -> None:
     assert [row["unit"] for row in rows] == ["s"] * 5
     assert all(row["ours"] > 0 for row in rows)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_copies_of_a_card_are_compared_and_are_rows(tmp_path: Path) -> None:
+    """On the software device: each kind of copy runs, and the benchmark itself compares the bytes."""
+    driver = compile_library(tmp_path)
+    words = ["--quick", "--tokens", "32", "--driver", str(driver), "--json", str(tmp_path / "rows.json")]
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_copies", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    work = [row["work"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]]
+    for kind in ("like layouts", "unlike layouts", "load, ring, tokens first", "load, pinned, heads first"):
+        assert any(kind in row for row in work), work
 
 
 @pytest.mark.slow

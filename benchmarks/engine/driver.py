@@ -61,9 +61,9 @@ class Stopwatch:
         return spent_us
 
 
-def stopwatch_s() -> float:
+def stopwatch_s(make: type[Stopwatch] = Stopwatch) -> float:
     """What a Stopwatch sees of a function that does nothing, in seconds."""
-    watch = Stopwatch()
+    watch = make()
     nothing = watch.call(lambda argument: None)
     samples_us = []
     for _ in range(2000):
@@ -245,9 +245,12 @@ class Driver:
             time.sleep(0.001)
         return outputs
 
-    def _add(self, prompt: list[int], tokens: int, params: dict[str, Any] | None = None) -> str:
+    def _add(self, prompt: list[int], tokens: int, params: dict[str, Any] | None = None, **more: Any) -> str:
+        """more: arguments of SamplingParams."""
         extra = None if params is None else {"kv_transfer_params": params}
-        sampling = self.make_sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+        sampling = self.make_sampling(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra, **more
+        )
         self.next_id += 1
         request_id = f"r{self.next_id}"
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
@@ -262,13 +265,14 @@ class Driver:
                 raise RuntimeError(f"the engine is still busy {DRAIN_TIMEOUT_S:g} s after the last request")
 
 
-def main() -> None:
+def main(make: Callable[[dict[str, Any]], Driver] = Driver) -> None:
+    """make: the driver, of CONFIG_JSON."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     descriptor, config = sys.argv[1:]
     with ExitStack() as stack:
 
         def start() -> tuple[object, Callable[[Any], object]]:
-            driver = Driver(json.loads(config))
+            driver = make(json.loads(config))
             stack.callback(driver.core.shutdown)
             return {"ready": True}, lambda request: getattr(driver, request.pop("do"))(**request)
 
