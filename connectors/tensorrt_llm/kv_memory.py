@@ -113,7 +113,7 @@ def open_kv_memory(args: Any, memory: Memory, shape: Shape, settings: Settings, 
     if not settings.gpu:
         raise Refused(
             f"the KV cache lies on a CUDA device; the pool is used where {VARIABLE} has "
-            f'"gpu": true (no card has run this yet)'
+            f'"gpu": true (no TensorRT-LLM has run with it on a card yet)'
         )
     if compat.sleeps(args):
         raise Refused("the KV cache lies on a CUDA device, and the engine may unmap it under a copy (sleep)")

@@ -149,8 +149,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         settings = self._settings
         if not settings.gpu:
             raise Refused(
-                "the KV cache lies on a CUDA device; moonpool pools it where kv_connector_extra_config has "
-                '"gpu": true (no card has run this yet)'
+                'the KV cache lies on a CUDA device, and kv_connector_extra_config has "gpu": false'
             )
         if sleeps and not compat.follows_sleep():
             raise Refused(

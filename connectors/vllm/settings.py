@@ -52,7 +52,7 @@ class Settings(PoolOptions):
     lease_s: float = 10.0
     bootstrap_port: int | None = None
     compute_if_faster: bool = True
-    gpu: bool = False
+    gpu: bool = True
     gpu_ring: Bytes = 64 << 20
     gpu_copy_threads: Threads = 4
     gpu_pin: PinBytes = 0

@@ -56,7 +56,8 @@ ObjectsKernel::~ObjectsKernel() {
 
 Status ObjectsKernel::launch(Stream& stream, const ObjectsJob& job, uint32_t blocks, uint32_t threads) const {
     if (job.count == 0) return success();
-    if (job.split == 0 || blocks == 0 || threads == 0 || threads % 32 != 0 || threads > kThreadsMax || uint64_t{job.count} * job.split > INT32_MAX) {
+    if (job.split == 0 || blocks == 0 || threads == 0 || threads % 32 != 0 || threads > kThreadsMax ||
+        uint64_t{job.count} * job.split > INT32_MAX) {
         return Error{Code::kInvalidArgument, "no launch of " + std::to_string(blocks) + " blocks of " +
                                                  std::to_string(threads) + " threads for " +
                                                  std::to_string(job.count) + " objects in " +

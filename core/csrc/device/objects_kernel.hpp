@@ -46,9 +46,9 @@ class ObjectsKernel {
     ObjectsKernel(ObjectsKernel&& other) noexcept;
     ~ObjectsKernel();
 
-    // Queues the job. blocks: of `threads`, whole warps and at most kThreadsMax; more of either move more bytes
-    // a second, and more blocks take more multiprocessors from the engine. Addresses are not checked: a wrong
-    // one ends the context.
+    // Queues the job. blocks: of `threads`, whole warps and at most kThreadsMax; more of either move more
+    // bytes a second, and more blocks take more multiprocessors from the engine. Addresses are not checked: a
+    // wrong one ends the context.
     Status launch(Stream& stream, const ObjectsJob& job, uint32_t blocks, uint32_t threads) const;
 
    private:

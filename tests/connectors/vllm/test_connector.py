@@ -579,11 +579,21 @@ def test_messages_survive_pickling() -> None:
     assert dataclasses.is_dataclass(step)
 
 
+def test_a_card_is_left_alone_where_the_option_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "parallel_ranks", lambda: (0, 0))
+    connector = Mooncake(config(gpu=False), WORKER, kv_cache())
+    caches = {f"layers.{n}": FakeTensor(np.zeros((8, 2, 4, 16), np.float32), device="cuda") for n in (0, 1)}
+    connector.register_kv_caches(caches)
+    hand = connector.get_handshake_metadata()
+    assert hand is not None
+    assert '"gpu": false' in hand.refusal
+
+
 @pytest.mark.parametrize("follows", [False, True])
 def test_sleep_mode_with_a_card_needs_a_vllm_that_tells_of_it(
     monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
-    asleep = config(gpu=True)
+    asleep = config()
     asleep.model_config.enable_sleep_mode = True
     monkeypatch.setattr(compat, "parallel_ranks", lambda: (0, 0))
     for name in ("unregister_kv_caches", "restore_kv_caches") if follows else ():

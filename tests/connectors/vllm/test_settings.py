@@ -29,8 +29,8 @@ def test_values() -> None:
     assert settings == Settings("n1", True, "t", "n", True)
     assert Settings.parse({}).compute_if_faster
     assert not Settings.parse({"compute_if_faster": False}).compute_if_faster
-    settings = Settings.parse({"gpu": True, "gpu_ring": "128MiB", "gpu_copy_threads": 8})
-    assert (settings.gpu, settings.gpu_ring, settings.gpu_copy_threads) == (True, 128 << 20, 8)
+    settings = Settings.parse({"gpu": False, "gpu_ring": "128MiB", "gpu_copy_threads": 8})
+    assert (settings.gpu, settings.gpu_ring, settings.gpu_copy_threads) == (False, 128 << 20, 8)
     assert [Settings.parse({"gpu_pin": value}).gpu_pin for value in ("0", 0, "16GiB", "all")] == [
         0,
         0,

@@ -1,12 +1,13 @@
 // CopyLanes: threads that carry chunks of copy jobs between host memory and a card. A lane is a thread with
-// two streams and, where the jobs want it, two halves of staging memory of its own, so lanes share nothing but
-// the queue of chunks and the ring of pinned slots:
+// two streams and, where the jobs want it, two halves of staging memory of its own, so lanes share nothing
+// but the queue of chunks and the ring of pinned slots:
 //
 //     take a chunk --> begin(): fill a slot, queue its copies --> end(): its event is over
 //
-// A lane begins a second chunk before it ends the first, on the other stream, so that the card copies one while
-// the thread fills the other, and one crosses the link while the kernel works on the other. Chunks begin in the order in which they were submitted; each is ended exactly once, whatever
-// fails: after an error, after begin_close(), and on a card that hangs.
+// A lane begins a second chunk before it ends the first, on the other stream, so that the card copies one
+// while the thread fills the other, and one crosses the link while the kernel works on the other. Chunks
+// begin in the order in which they were submitted; each is ended exactly once, whatever fails: after an
+// error, after begin_close(), and on a card that hangs.
 //
 // Where it cannot be known whether copies are over, because the card hangs at the deadline of begin_close()
 // or its driver answers every question with an error, the lanes break: memory that the card may still use

@@ -81,15 +81,17 @@ Status KernelMover::to_slot(const ChunkInFlight& in, std::span<const KvPlace> ob
 }
 
 Status KernelMover::launch(const ChunkInFlight& in, size_t objects, device::Move move) const {
-    return kernel_.launch(*in.stream,
-                          {.rows = rows_.address(),
-                           .begins = begins_,
-                           .objects = in.staged,  // the list is the first thing there
-                           .count = static_cast<uint32_t>(objects),
-                           .split = std::max(kSplitMin, kWarps * kernel_blocks_ / static_cast<uint32_t>(std::max<size_t>(objects, 1))),
-                           .staging = in.staged,
-                           .move = move},
-                          kernel_blocks_, kThreads);
+    return kernel_.launch(
+        *in.stream,
+        {.rows = rows_.address(),
+         .begins = begins_,
+         .objects = in.staged,  // the list is the first thing there
+         .count = static_cast<uint32_t>(objects),
+         .split = std::max(kSplitMin,
+                           kWarps * kernel_blocks_ / static_cast<uint32_t>(std::max<size_t>(objects, 1))),
+         .staging = in.staged,
+         .move = move},
+        kernel_blocks_, kThreads);
 }
 
 // By way of the ring, in pieces that fit its slots.

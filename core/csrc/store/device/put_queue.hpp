@@ -1,12 +1,12 @@
-// PutQueue: the threads that put the chunks of saves into the pool. The lane that copies goes on meanwhile, so
-// the blocks of a save are free when its last chunk is in the ring, however long the puts of earlier chunks
-// take.
+// PutQueue: the threads that put the chunks of saves into the pool. The lane that copies goes on meanwhile,
+// so the blocks of a save are free when its last chunk is in the ring, however long the puts of earlier
+// chunks take.
 //
 // A thread puts the objects of its own columns, in the order in which the copies of the chunks ended: the
 // parent of an object is of the same column, and so is put before it.
 //
-// A chunk in the queue holds its slot of the ring until the last thread has put its share; what saves may hold
-// of the ring (device::RingShare) is the bound of the queue.
+// A chunk in the queue holds its slot of the ring until the last thread has put its share; what saves may
+// hold of the ring (device::RingShare) is the bound of the queue.
 //
 // Threads: push() on any thread, close() on one.
 #pragma once
