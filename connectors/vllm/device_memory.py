@@ -56,7 +56,7 @@ class DeviceMemory:
 
     def pin(self, pool: Pool | None) -> None:
         """Pins what the card shall read by itself of the memory of the pool's node. Before the engine serves:
-        CUDA calls wait meanwhile, about 0.1 s for each GB."""
+        CUDA calls wait meanwhile, 0.02 to 0.05 s for each GiB on an H200."""
         pin_arena(
             self.kv,
             None if pool is None else pool.client,
