@@ -594,6 +594,8 @@ def measure(
         clock.say(f"{card.name}, {card.memory_bytes / GIB:.1f} GiB")
         wanted = names_that_fit(wanted, scale, card, options.own_weights, clock)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-bench-")))
+    if options.logs is not None:
+        stack.callback(keep_logs, folder, options.logs)  # when the processes have ended
     environment = {**scale.environment, **(with_library_path(card) if card else {})}
     model = write_model(folder, scale.shape, 4 * scale.longest)
     bench = Bench(
@@ -616,6 +618,12 @@ def measure(
     ]
 
 
+def keep_logs(folder: Path, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for log in folder.glob("*.log"):
+        shutil.copy(log, to)
+
+
 def main() -> None:
     parser = make_parser(__doc__, "fewer rounds and steps")
     parser.add_argument(
@@ -632,6 +640,7 @@ def main() -> None:
         default="/".join(map(slug, ENGINES)),
         help="which of them, with / between (%(default)s)",
     )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of node and engines there")
     parser.add_argument("--own-weights", action="store_true", help="each layer in memory of its own")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
