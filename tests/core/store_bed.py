@@ -23,6 +23,18 @@ PUPPET = Path(__file__).with_name("store_puppet.py")
 MIB = 1 << 20
 
 
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and waits until all threads stand still: one takes the signal, and others may go on for a
+    while where the cores are busy."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all(_state(task) == "T" for task in tasks.iterdir()))
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
     """The first true value of ``condition``, looked at again and again until the deadline."""
     deadline = time.monotonic() + timeout_s
@@ -70,8 +82,7 @@ class Puppet:
 
     def stop(self) -> None:
         """SIGSTOP, and waits until it stands still."""
-        self.process.send_signal(signal.SIGSTOP)
-        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        stop_process(self.pid)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -19,7 +19,7 @@ from moonpool.core.store.types import PutStatus
 
 from .master_bed import MasterProcess
 from .pool_bed import Pool, pool
-from .store_bed import MIB, TOKEN, until
+from .store_bed import MIB, TOKEN, stop_process, until
 
 __all__ = ["pool"]
 
@@ -456,7 +456,7 @@ def test_who_waits_longer_for_a_node_waits_longer_for_the_master(tmp_path: Path)
         stack.callback(store.close)
         assert store.exists("nothing") is Presence.MISS
         answers: list[Presence] = []
-        master.process.send_signal(signal.SIGSTOP)
+        stop_process(master.process.pid)
         asking = threading.Thread(target=lambda: answers.append(store.exists("nothing")))
         asking.start()
         asking.join(1.0)
