@@ -1,7 +1,7 @@
 // RegisteredParts: memory that another component has mapped read-only, pinned from its front on, part by
 // part, so that a card copies from it. Pinning stops every CUDA call of the process, 0.02 to 0.05 s for each
-// GiB on an H200, where other calls waited 2 ms for one of 32 MiB and 71 ms for one of 2 GiB: a part is as much
-// as one call may take.
+// GiB on an H200, where other calls waited 2 ms for one of 32 MiB and 71 ms for one of 2 GiB: a part is as
+// much as one call may take.
 //
 // A copy must lie within one part: the driver takes no range over two registrations.
 //
