@@ -1,5 +1,4 @@
-// CardCopiers: the copier of each card that its owner has met, by ordinal; opened by the first who asks for
-// it.
+// CardCopiers: the copier of each card that its owner has met, by ordinal, opened when it is first asked for.
 //
 // Threads: any. The lock is held while a copier is opened, some milliseconds: its ring is pinned then.
 #pragma once
