@@ -57,7 +57,7 @@ class KvMemory:
 
     def pin(self, client: _native.Client | None) -> None:
         """Pins what a device shall read by itself of the memory of the client's node. Before the engine
-        serves: CUDA calls wait meanwhile, about 0.1 s for each GB."""
+        serves: CUDA calls wait meanwhile; see gpu.md."""
         if isinstance(self.kv, _native.DeviceKv):
             info, warning = (functools.partial(say, "%s") for say in (self._log.info, self._log.warning))
             pin_arena(self.kv, client, self._pin_bytes, info=info, warning=warning)
