@@ -14,12 +14,11 @@ from moonpool import TransferEngine
 from moonpool.core.bench.load import cpu_seconds
 from moonpool.core.transfer.types import Batch
 
-TRANSPORTS = ["loopback", "shm", "cuda_ipc", "tcp"]
 Column = npt.NDArray[np.uint64]
 
 
 def engine(name: str, token: bytes) -> TransferEngine:
-    return TransferEngine(name, token=token, transports=TRANSPORTS, timeout_s=30.0)
+    return TransferEngine(name, token=token, timeout_s=30.0)
 
 
 class Reader:

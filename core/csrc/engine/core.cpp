@@ -123,9 +123,7 @@ Status Engine::Core::start_transports() {
         // A transport that is not allowed is made all the same: it may be the one by which engines find
         // each other.
         Entry entry{row.name, row.make(context), allows(row), row.viable(context), ""};
-        if (!entry.allowed && !options.transports) {
-            entry.unavailable = "it is used only where it is named among the transports";
-        } else if (!entry.allowed) {
+        if (!entry.allowed) {
             entry.unavailable = "it is not among the transports that this engine was given";
         } else if (!entry.not_viable.empty()) {
             entry.unavailable = entry.not_viable;

@@ -113,7 +113,7 @@ struct Engine::Core {
     bool settle(std::chrono::steady_clock::time_point end);
     bool end_tickets(std::chrono::steady_clock::time_point end);
     bool allows(const transport::Factory& row) const {
-        if (!options.transports) return !row.by_name_only;
+        if (!options.transports) return true;
         return std::ranges::find(*options.transports, row.name) != options.transports->end();
     }
 

@@ -49,9 +49,9 @@ bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) 
 Outcome Peer::run(Job& job) {
     Outcome outcome;
     const std::vector<Route>& routes = routes_of(job);
-    for (size_t i = 0; i < routes.size(); ++i) {
+    for (size_t i = next_route(routes, 0); i < routes.size(); i = next_route(routes, i + 1)) {
         size_t before = job.waiting;
-        if (i != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
+        if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
         Link& link = *routes[i].link;
         Status status = carry(link, job);
         if (account(job, link, std::move(status), outcome)) break;
@@ -59,21 +59,29 @@ Outcome Peer::run(Job& job) {
     return outcome;
 }
 
+// The last one is offered every job: its sentence says why the job fails.
+size_t Peer::next_route(const std::vector<Route>& routes, size_t from) {
+    while (from + 1 < routes.size() && routes[from].link->reaches_nothing()) ++from;
+    return from;
+}
+
 void Peer::post(std::shared_ptr<Job> job, transport::Workers& workers, Finished finished) {
-    post_to(0, std::move(job), workers, Outcome{}, std::move(finished));
+    size_t first = next_route(routes_of(*job), 0);
+    post_to(first, std::move(job), workers, Outcome{}, std::move(finished));
 }
 
 void Peer::post_to(size_t route, std::shared_ptr<Job> job, transport::Workers& workers, Outcome outcome,
                    Finished finished) {
     size_t before = job->waiting;
-    if (route != 0) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
+    if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
     const std::vector<Route>& routes = routes_of(*job);
     const std::shared_ptr<Link>& link = routes[route].link;
     auto next = [self = shared_from_this(), &routes, route, &workers, outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
         bool over = self->account(*ended, *routes[route].link, std::move(status), outcome);
-        if (over || route + 1 == routes.size()) return finished(std::move(outcome));
-        self->post_to(route + 1, std::move(ended), workers, std::move(outcome), std::move(finished));
+        size_t next = next_route(routes, route + 1);
+        if (over || next == routes.size()) return finished(std::move(outcome));
+        self->post_to(next, std::move(ended), workers, std::move(outcome), std::move(finished));
     };
     // Copied into the callback's type once, so that it can be offered twice.
     Link::Finished callback = std::move(next);

@@ -66,6 +66,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
     const std::vector<Route>& routes_of(const transport::Job& job) const {
         return job.on_card ? card_routes_ : routes_;
     }
+    // The route from `from` on that a job is offered next; routes.size(): none.
+    static size_t next_route(const std::vector<Route>& routes, size_t from);
     void post_to(size_t route, std::shared_ptr<transport::Job> job, transport::Workers& workers,
                  Outcome outcome, Finished finished);
     // True: nothing is left for other links.

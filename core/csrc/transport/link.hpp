@@ -81,6 +81,10 @@ class Link {
     // says the reason in one sentence.
     virtual bool reaches(MemoryKind kind, std::string* why) const = 0;
 
+    // Whether it is known that this path reaches nothing that the peer has registered now: then it is offered
+    // no job. Never waits.
+    virtual bool reaches_nothing() const { return false; }
+
     // Whether run() copies to and from local memory of a card by itself. To other links the engine shows a
     // slot of pinned memory in its place.
     virtual bool copies_by_card() const { return false; }

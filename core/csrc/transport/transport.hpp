@@ -115,7 +115,6 @@ struct Factory {
     std::string_view name;                          // as users and metrics name it
     std::string (*viable)(const Context& context);  // why it cannot work on this host; empty: it can
     std::unique_ptr<Transport> (*make)(const Context& context);
-    bool by_name_only = false;  // served and used only where the options name it
 };
 
 }  // namespace moonpool::transport

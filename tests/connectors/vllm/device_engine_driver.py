@@ -103,6 +103,14 @@ class Driver(engine_driver.Driver):
             time.sleep(0.001)
         return {**left, "copies": not half.is_idle}
 
+    def handed_by(self) -> dict[str, int]:
+        """Bytes of hand-overs that this engine has read, by transport."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        counters = get_kv_transfer_group()._worker._handover_worker.counters
+        suffix = "_read_bytes_total"
+        return {name.removesuffix(suffix): n for name, n in counters.items() if name.endswith(suffix) and n}
+
 
 if __name__ == "__main__":
     engine_driver.Driver = Driver  # type: ignore[misc]

@@ -45,10 +45,13 @@ class DeviceEngine(Engine):
 
 class Pair:
     """plain: without the pool; late: a card on which nothing runs before it is waited for; shuffled: one that
-    runs things in any order, with a KV cache that is too small for its load."""
+    runs things in any order, with a KV cache that is too small for its load; far: the same, which takes KV
+    over TCP as if the other engines were on another host."""
 
-    def __init__(self, plain: Engine, late: Engine, shuffled: Engine, node: Node, bootstrap: str) -> None:
-        self.plain, self.late, self.shuffled, self.node = plain, late, shuffled, node
+    def __init__(
+        self, plain: Engine, late: Engine, shuffled: Engine, far: Engine, node: Node, bootstrap: str
+    ) -> None:
+        self.plain, self.late, self.shuffled, self.far, self.node = plain, late, shuffled, far, node
         self.bootstrap = bootstrap  # of late
 
     def expected(self, prompts: list[list[int]], max_tokens: int = 8) -> list[list[int]]:
@@ -77,17 +80,21 @@ def pair(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPath
                 "soft_library": library,
             }
 
-        pair = Pair(
-            engine(Engine, "plain"),
-            engine(DeviceEngine, "late", **on_card(bootstrap_port=port), soft_policy="late"),
-            engine(
+        def shuffled(name: str, **more: object) -> Engine:
+            return engine(
                 DeviceEngine,
-                "shuffled",
-                **on_card(),
+                name,
+                **on_card(**more),
                 soft_policy="shuffled",
                 max_model_len=2048,
                 kv_cache_memory_bytes=80 * BLOCK_TOKENS * BYTES_PER_TOKEN,
-            ),
+            )
+
+        pair = Pair(
+            engine(Engine, "plain"),
+            engine(DeviceEngine, "late", **on_card(bootstrap_port=port), soft_policy="late"),
+            shuffled("shuffled"),
+            shuffled("far", handover_transports="tcp"),
             Node(runtime),
             f"http://127.0.0.1:{port}",
         )
@@ -125,21 +132,25 @@ def test_tokens_through_the_pool_are_those_of_a_plain_engine(pair: Pair, from_la
     assert set(left.values()) == {0}
 
 
-@pytest.mark.parametrize("form", ["two-step", "concurrent"])
-def test_kv_is_handed_over_from_card_to_card(pair: Pair, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "path"), [("two-step", "cuda_ipc"), ("two-step", "tcp"), ("concurrent", "cuda_ipc")]
+)
+def test_kv_is_handed_over_from_card_to_card(pair: Pair, form: str, path: str) -> None:
     lengths = [33, 64, 257, 700]
-    prompts = [make_prompt(7500 + 100 * len(form) + number, length) for number, length in enumerate(lengths)]
+    first_seed = 7500 + 100 * len(form) + 50 * (path == "tcp")
+    prompts = [make_prompt(first_seed + number, length) for number, length in enumerate(lengths)]
     expected = pair.expected(prompts)
+    decode = pair.far if path == "tcp" else pair.shuffled
     if form == "two-step":
         answer = pair.late.call("generate", prompts=prompts, max_tokens=1, params=[ASK] * len(prompts))
         params = [output["params"] for output in answer["outputs"]]
         pair.late.send("drain", timeout_s=60)  # it goes on stepping
-        answer = pair.shuffled.call("generate", prompts=prompts, params=params)
+        answer = decode.call("generate", prompts=prompts, params=params)
     else:
         first = [make_prompt(7499, 40)]  # its offer names the engine; it is taken, too
         (known,) = pair.late.call("generate", prompts=first, max_tokens=1, params=[ASK])["outputs"]
         pair.late.send("drain", timeout_s=60)
-        pair.shuffled.call("generate", prompts=first, params=[known["params"]])
+        decode.call("generate", prompts=first, params=[known["params"]])
         pair.late.receive()
         names = [f"card-{number}" for number in range(len(prompts))]
         meetings = [
@@ -151,15 +162,17 @@ def test_kv_is_handed_over_from_card_to_card(pair: Pair, form: str) -> None:
             }
             for name in names
         ]
-        pair.shuffled.send("generate", prompts=prompts, params=meetings)
+        decode.send("generate", prompts=prompts, params=meetings)
         asked = [{"do_remote_decode": True, "transfer_id": name} for name in names]
         pair.late.call("generate", prompts=prompts, max_tokens=1, params=asked)
         pair.late.send("drain", timeout_s=60)
-        answer = pair.shuffled.receive()
+        answer = decode.receive()
     assert tokens_of(answer) == expected
     assert [output["pool"]["handed_over_tokens"] for output in answer["outputs"]] == [n - 1 for n in lengths]
     assert set(pair.late.receive().values()) == {0}
-    assert set(pair.shuffled.call("drain").values()) == {0}
+    assert set(decode.call("drain").values()) == {0}
+    # A lease is a word of the host's memory, which shared memory reaches.
+    assert set(decode.call("handed_by")) == {"cuda_ipc": {"cuda_ipc", "shm"}, "tcp": {"tcp"}}[path]
 
 
 def test_preemptions_and_aborts_leave_nothing(pair: Pair) -> None:

@@ -26,12 +26,7 @@ inline EngineOptions engine_options(const std::string& name, const std::string& 
     options.listen = {"127.0.0.1:0"};
     options.token = "secret";
     options.timeout_ms = 10000;
-    if (!transport.empty()) {
-        options.transports = std::vector<std::string>{transport};
-        return options;
-    }
-    options.transports.emplace();  // also those that have to be named
-    for (const transport::Factory& row : transport::registry()) options.transports->emplace_back(row.name);
+    if (!transport.empty()) options.transports = std::vector<std::string>{transport};
     return options;
 }
 

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <fstream>
 #include <optional>
 #include <thread>
 
@@ -67,6 +68,26 @@ struct Here {
     std::shared_ptr<Engine> engine;
     uint32_t segment = 0;
 };
+
+// What the engine tells each peer of its tenant.
+transport::PeerInfo offer_of(Engine& engine, const std::string& tenant) {
+    DialOptions dialing;
+    dialing.address = engine.addresses().front();
+    dialing.token = "secret";
+    dialing.tenant = tenant;
+    dialing.service = kServiceEngine;
+    Result<Dialed> dialed = dial(dialing);
+    REQUIRE(dialed.ok());
+    return *transport::decode_welcome(dialed->welcome);
+}
+
+// Those of the abstract namespace: one listens, and each session has one.
+int sockets_named(const std::string& name) {
+    std::ifstream list("/proc/net/unix");
+    int found = 0;
+    for (std::string line; std::getline(list, line);) found += line.ends_with("@" + name);
+    return found;
+}
 
 // Until the copy that hangs is queued.
 void wait_for_copy(int before) {
@@ -180,6 +201,30 @@ TEST_CASE("cuda ipc: of all paths it is the one that is taken") {
         REQUIRE(*here.transfer({{mine.address(), owner.first, kIpcMiB, Direction::kRead}}) == kIpcMiB);
         CHECK(metric(*here.engine, "cuda_ipc_read_bytes_total") == kIpcMiB);
         CHECK(here.engine->segment(here.segment)->regions.front().transport == "cuda_ipc");
+    }
+    bed.end();
+}
+
+TEST_CASE("cuda ipc: a peer without memory of cards is not offered a job twice, and once it has some it is") {
+    Bed bed;
+    {
+        EngineOptions options = engine_options("here", "");
+        options.transports = std::vector<std::string>{"cuda_ipc", "tcp"};
+        Pair pair(options, engine_options("there", ""));
+        const std::string socket = offer_of(*pair.there, "default").cuda_ipc.socket;
+        CHECK(sockets_named(socket) == 1);  // listens: no session has begun
+        Memory mine(*pair.here, 4096, MemoryKind::kHost);
+        Memory theirs(*pair.there, 4096, MemoryKind::kHost);
+        auto read = [&](Memory& from) {
+            return pair.transfer({{mine.address(), from.address(), 4096, Direction::kRead}});
+        };
+        for (int i = 0; i < 5; ++i) REQUIRE(*read(theirs) == 4096);
+        CHECK(sockets_named(socket) == 2);
+        CHECK(metric(*pair.here, "retries_total") == 1);
+        CHECK(metric(*pair.here, "tcp_read_bytes_total") == 5 * 4096);
+        Memory card(*pair.there, 4096, MemoryKind::kDevice);
+        REQUIRE(*read(card) == 4096);
+        CHECK(metric(*pair.here, "cuda_ipc_read_bytes_total") == 4096);
     }
     bed.end();
 }
@@ -331,16 +376,6 @@ TEST_CASE("cuda ipc: the socket of one tenant's engine tells another tenant noth
         std::shared_ptr<Engine> there = make_engine(ipc_options("there", "")),
                                 other = make_engine(of_another);
         Memory theirs(*there, 4096, MemoryKind::kDevice);
-        auto offer_of = [](Engine& engine, const std::string& tenant) {
-            DialOptions dialing;
-            dialing.address = engine.addresses().front();
-            dialing.token = "secret";
-            dialing.tenant = tenant;
-            dialing.service = kServiceEngine;
-            Result<Dialed> dialed = dial(dialing);
-            REQUIRE(dialed.ok());
-            return *transport::decode_welcome(dialed->welcome);
-        };
         transport::PeerInfo info = offer_of(*there, "default");
         transport::HostOffer own = offer_of(*other, "other").cuda_ipc;
         // -> the answers to a cookie and to a question for the memory, null: the socket was closed.

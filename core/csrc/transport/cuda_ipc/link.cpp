@@ -76,21 +76,36 @@ const Row* Link::View::find(uint64_t address, uint64_t bytes) const {
     return it->contains(address, bytes) ? &*it : nullptr;
 }
 
-Link::Link(const Context& context, TransportCounters& counters)
-    : context_(context), counters_(counters), client_(*context.loops.front()) {}
+Link::Link(const Context& context, TransportCounters& counters, const PeerInfo& peer, int timeout_ms)
+    : context_(context),
+      counters_(counters),
+      peer_(peer),
+      timeout_ms_(timeout_ms),
+      client_(*context.loops.front()) {}
 
-Status Link::open(const PeerInfo& peer, int timeout_ms) {
-    if (peer.cuda_ipc.socket.empty()) return Error{Code::kUnavailable, "the peer does not offer CUDA IPC"};
-    if (Status status = client_.open(peer.cuda_ipc, peer, context_.identity, timeout_ms); !status) {
-        return status;
+// A peer that refused once is not asked again: another path goes on.
+Status Link::open() {
+    if (session_.load() == Session::kOpen) return success();
+    MutexLock lock(mutex_);
+    if (session_.load() == Session::kNone) {
+        Status status = client_.open(peer_.cuda_ipc, peer_, context_.identity, timeout_ms_);
+        if (!status) refused_ = status.error();
+        session_.store(status ? Session::kOpen : Session::kRefused);
     }
-    path_ = "cuda_ipc (process " + std::to_string(client_.process()) + ")";
-    return success();
+    return session_.load() == Session::kOpen ? success() : Status(refused_);
+}
+
+std::string Link::path() const {
+    if (session_.load() != Session::kOpen) return "cuda_ipc";
+    return "cuda_ipc (process " + std::to_string(client_.process()) + ")";
 }
 
 bool Link::reaches(MemoryKind kind, std::string* why) const {
     std::string text;
-    if (!client_.alive()) {
+    Session session = session_.load();
+    if (session == Session::kRefused) {
+        text = refused_.text;
+    } else if (session == Session::kOpen && !client_.alive()) {
         text = gone().text;
     } else if (kind != MemoryKind::kDevice) {
         text = "CUDA IPC does not reach memory of the kind \"" + kind_name(kind) + "\"";
@@ -100,6 +115,14 @@ bool Link::reaches(MemoryKind kind, std::string* why) const {
     }
     if (why != nullptr) *why = text;
     return text.empty();
+}
+
+// The peer changes the generation before memory of a card that it registers can be named to anybody.
+bool Link::reaches_nothing() const {
+    Session session = session_.load();
+    if (session != Session::kOpen) return session == Session::kRefused;
+    std::shared_ptr<const View> view = known_view();
+    return view != nullptr && !view->has_cards && view->generation == client_.gate()->page().generation;
 }
 
 std::shared_ptr<const Link::View> Link::known_view() const {
@@ -118,6 +141,8 @@ Result<std::shared_ptr<const Link::View>> Link::ask_view(const std::shared_ptr<c
     std::optional<std::vector<Row>> rows = decode_rows(r);
     if (!rows) return Error{Code::kProtocol, "the peer sent an unreadable list of its memory of cards"};
     next->rows = std::move(*rows);
+    next->has_cards =
+        std::ranges::any_of(next->rows, [](const Row& row) { return row.kind == MemoryKind::kDevice; });
     keep_listed(*next);
     MutexLock inner(view_mutex_);
     view_ = next;
@@ -198,6 +223,7 @@ class Link::Carrier {
     Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_) {}
 
     Status run() {
+        if (Status status = link_.open(); !status) return status;
         view_ = link_.known_view();
         for (size_t i = 0; i < job_.slices.size(); ++i) {
             if (!job_.is_waiting(i)) continue;

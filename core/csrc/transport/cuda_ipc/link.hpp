@@ -22,13 +22,12 @@ namespace moonpool::transport::cuda_ipc {
 
 class Link final : public transport::Link {
    public:
-    Link(const Context& context, TransportCounters& counters);
+    // peer: on this host, as it says.
+    Link(const Context& context, TransportCounters& counters, const PeerInfo& peer, int timeout_ms);
 
-    // Once, before all else.
-    Status open(const PeerInfo& peer, int timeout_ms);
-
-    std::string path() const override { return path_; }
+    std::string path() const override;
     bool reaches(MemoryKind kind, std::string* why) const override;
+    bool reaches_nothing() const override;
     bool copies_by_card() const override { return true; }
     bool runs_on_caller() const override { return false; }  // it waits for a card
     Status run(Job& job) override;
@@ -49,11 +48,17 @@ class Link final : public transport::Link {
     struct View {
         uint64_t generation = 0;
         std::vector<Row> rows;
+        bool has_cards = false;  // one row or more is memory of a card
         const Row* find(uint64_t address, uint64_t bytes) const;
     };
     class Carrier;
     class Inside;
 
+    // The session with the peer, which the first job begins: of two engines without a card neither pays.
+    enum class Session : uint8_t { kNone, kOpen, kRefused };
+
+    // Before all that asks the peer.
+    Status open() EXCLUDES(mutex_);
     std::shared_ptr<const View> known_view() const EXCLUDES(view_mutex_);
     Result<std::shared_ptr<const View>> ask_view(const std::shared_ptr<const View>& old) EXCLUDES(mutex_);
     void keep_listed(const View& view) REQUIRES(mutex_);
@@ -64,17 +69,20 @@ class Link final : public transport::Link {
 
     const Context context_;
     TransportCounters& counters_;
-    std::string path_;
+    const PeerInfo peer_;
+    const int timeout_ms_;
     // Shared with copies under way, which may end after the link.
     std::shared_ptr<std::atomic<uint32_t>> inside_ = std::make_shared<std::atomic<uint32_t>>(0);
     std::shared_ptr<std::atomic<bool>> collecting_ = std::make_shared<std::atomic<bool>>(false);
 
-    Mutex mutex_;  // the refresh of the view, and what is open; before view_mutex_
+    Mutex mutex_;  // the session's beginning, the refresh of the view, and what is open; before view_mutex_
     std::map<std::string, Allocation> allocations_ GUARDED_BY(mutex_);  // by card and handle
     mutable Mutex view_mutex_;
     std::shared_ptr<const View> view_ GUARDED_BY(view_mutex_);
     std::string unreached_ GUARDED_BY(view_mutex_);  // why the last region that was asked for is not open
 
+    std::atomic<Session> session_{Session::kNone};  // stored behind what open() has written
+    Error refused_;                                 // of the session
     host::Client client_;
 };
 

@@ -32,14 +32,19 @@ class Client::Watch final : public EventHandler {
     ClosedInChildren closed_in_children_{fd_};
 };
 
-Status Client::open(const HostOffer& offer, const PeerInfo& peer, const Identity& self, int timeout_ms) {
-    // Claims only, which save the attempt. The proof is the descriptor that comes through the socket.
-    if (self.boot_id.empty() || peer.boot_id != self.boot_id || peer.host_id != self.host_id) {
-        return Error{Code::kUnavailable, "the peer is on another host (" +
-                                             (peer.boot_id != self.boot_id ? std::string("another boot id")
-                                                                           : "host_id " + peer.host_id) +
-                                             ")"};
+Status Client::may_be_here(const PeerInfo& peer, const Identity& self) {
+    if (!self.boot_id.empty() && peer.boot_id == self.boot_id && peer.host_id == self.host_id) {
+        return success();
     }
+    return Error{Code::kUnavailable, "the peer is on another host (" +
+                                         (peer.boot_id != self.boot_id ? std::string("another boot id")
+                                                                       : "host_id " + peer.host_id) +
+                                         ")"};
+}
+
+// The proof is the descriptor that comes through the socket.
+Status Client::open(const HostOffer& offer, const PeerInfo& peer, const Identity& self, int timeout_ms) {
+    if (Status claimed = may_be_here(peer, self); !claimed) return claimed;
     fd_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!fd_.valid()) return os_error("socket");
     set_socket_timeouts(fd_.get(), timeout_ms);

@@ -22,6 +22,10 @@ class Client {
     explicit Client(EventLoop& loop) : loop_(loop) {}
     ~Client();  // the peer ends its session
 
+    // Whether what the peer says of itself allows that it is on this host: claims only, which save an
+    // attempt.
+    static Status may_be_here(const PeerInfo& peer, const Identity& self);
+
     // Once, before all else. offer: what the peer says in the handshake.
     Status open(const HostOffer& offer, const PeerInfo& peer, const Identity& self, int timeout_ms);
 

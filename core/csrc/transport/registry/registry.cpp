@@ -22,8 +22,7 @@ std::unique_ptr<Transport> make(const Context& context) {
 constexpr Factory kTransports[] = {
     {"loopback", everywhere, make<loopback::Transport>},
     {"shm", shm::Transport::viable, make<shm::Transport>},
-    // To be named: one card and one driver have run it, between two processes and with owners that died.
-    {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>, true},
+    {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>},
     {"tcp", everywhere, make<tcp::Transport>},
 };
 

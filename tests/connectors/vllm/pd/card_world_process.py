@@ -11,13 +11,13 @@ from pathlib import Path
 from tests.connectors.vllm.pd.worlds import world
 from tests.soft_card import soft_card
 
-NAME, SEED, TRANSPORTS = "P", 1, ["loopback", "shm", "cuda_ipc", "tcp"]
+NAME, SEED = "P", 1
 
 
 def main() -> None:
     with (
         soft_card(Path(sys.argv[1])) as card,
-        world(NAME, seed=SEED, card=card, transports=TRANSPORTS) as prefill,
+        world(NAME, seed=SEED, card=card) as prefill,
     ):
         offer = asdict(prefill.offer([int(block) for block in sys.argv[2:]]))
         print(json.dumps(offer | {name: offer[name].hex() for name in ("fingerprint", "prompt")}), flush=True)

@@ -1,8 +1,12 @@
 // The driver: its functions by name and version; and the controls of the tests.
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 
@@ -147,11 +151,31 @@ int soft_live(char* text, size_t bytes) {
 }
 uint64_t soft_adopt(void* data, size_t bytes) {
     std::lock_guard lock(state().mutex);
-    void* alias = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    // A memfd takes the place of its pages, with the same bytes, so that other processes can open it.
+    auto begin = reinterpret_cast<uint64_t>(data) & ~uint64_t{4095};
+    uint64_t offset = reinterpret_cast<uint64_t>(data) - begin;
+    CardMemory memory{.bytes = (offset + bytes + 4095) / 4096 * 4096,
+                      .hidden = reinterpret_cast<char*>(begin)};
+    auto mapped = static_cast<off_t>(CardMemory::mapped(memory.bytes));
+    memory.fd = ::memfd_create("soft-device", MFD_CLOEXEC);
+    bool kept = memory.fd >= 0 && ::ftruncate(memory.fd, mapped) == 0;
+    for (uint64_t at = 0; kept && at < memory.bytes;) {
+        ssize_t n = ::pwrite(memory.fd, memory.hidden + at, memory.bytes - at, static_cast<off_t>(at));
+        kept = n > 0;
+        at += static_cast<uint64_t>(std::max<ssize_t>(n, 0));
+    }
+    const int access = PROT_READ | PROT_WRITE;
+    kept = kept &&
+           ::mmap(memory.hidden, memory.bytes, access, MAP_SHARED | MAP_FIXED, memory.fd, 0) != MAP_FAILED;
+    void* page = ::mmap(nullptr, 4096, access, MAP_SHARED, memory.fd, mapped - 4096);
+    void* alias =
+        ::mmap(nullptr, memory.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!kept || page == MAP_FAILED || alias == MAP_FAILED) std::abort();
+    memory.adopted = static_cast<SharedPage*>(page);
+    if (::getrandom(&memory.page().secret, sizeof(uint64_t), 0) != sizeof(uint64_t)) std::abort();
     auto address = reinterpret_cast<uint64_t>(alias);
-    state().card_memory[address] = {
-        .bytes = bytes, .hidden = static_cast<char*>(data), .card = 0, .adopted = true};
-    return address;
+    state().card_memory[address] = std::move(memory);
+    return address + offset;
 }
 char* soft_at(uint64_t address, uint64_t bytes) {
     std::lock_guard lock(state().mutex);

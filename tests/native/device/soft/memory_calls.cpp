@@ -119,7 +119,7 @@ int cuMemFree_v2(uint64_t address) {
         state().violation("cuMemFree of no allocation");
         return cu::kInvalidValue;
     }
-    if (!found->second.adopted) found->second.page().freed = 1;
+    found->second.page().freed = 1;
     found->second.unmap(address);
     state().last_card = nullptr;
     state().card_memory.erase(found);

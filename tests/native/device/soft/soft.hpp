@@ -55,7 +55,8 @@ enum class Policy : int {
     X(int, soft_violations, (char* text, size_t bytes))                                                     \
     /* Handles, allocations and registrations that are not given back, and in words which. */               \
     X(int, soft_live, (char* text, size_t bytes))                                                           \
-    /* Memory of the host becomes card 0's, too: the address that it has there. */                          \
+    /* Memory of the host becomes card 0's, too, with all of its pages, which no other thread may touch     \
+     * meanwhile: the address that it has there. */                                                         \
     X(uint64_t, soft_adopt, (void* data, size_t bytes))                                                     \
     /* Where the CPU sees device memory; null: it is none. */                                               \
     X(char*, soft_at, (uint64_t address, uint64_t bytes))                                                   \

@@ -25,7 +25,11 @@ bool Opened::owner_ended() const {
 }
 
 void CardMemory::unmap(uint64_t address) const {
-    if (!adopted) ::munmap(hidden, mapped(bytes));
+    if (adopted != nullptr) {
+        ::munmap(adopted, 4096);
+    } else {
+        ::munmap(hidden, mapped(bytes));
+    }
     ::munmap(reinterpret_cast<void*>(address), bytes);
     if (fd >= 0) ::close(fd);
     if (opened != nullptr) ::close(opened->process);

@@ -71,12 +71,14 @@ struct CardMemory {
     uint64_t bytes = 0;
     char* hidden = nullptr;
     int card = 0;
-    bool adopted = false;  // `hidden` is the memory of a test, which frees it
-    int fd = -1;           // of the memfd, -1: of opened and adopted memory
+    SharedPage* adopted = nullptr;  // `hidden` is the memory of a test, which frees it, and its page is apart
+    int fd = -1;                    // of the memfd, -1: of opened memory
     std::shared_ptr<Opened> opened = nullptr;
 
     static uint64_t mapped(uint64_t bytes) { return (bytes + 4095) / 4096 * 4096 + 4096; }
-    SharedPage& page() const { return *reinterpret_cast<SharedPage*>(hidden + mapped(bytes) - 4096); }
+    SharedPage& page() const {
+        return adopted != nullptr ? *adopted : *reinterpret_cast<SharedPage*>(hidden + mapped(bytes) - 4096);
+    }
     void unmap(uint64_t address) const;
 };
 struct HostMemory {
