@@ -1,5 +1,8 @@
 """Queries to the pool and the pins they bring. Belongs to the scheduler's half and runs on its thread.
 
+vLLM asks what can be loaded, and asks again a step later as long as the answer is not there. A step of an
+engine without other work ends with a pause of 1 ms, so the scheduler waits for answers that come sooner.
+
 A pin is counted from the moment its answer is seen until ``release``; an answer that no request waits for
 any more is released as it comes.
 """
@@ -18,6 +21,9 @@ from moonpool.core.store.keys import BLOCK_NAME_BYTES
 
 ANSWER_TIMEOUT_S = 1.0
 FORGET_TICKET_S = 5.0
+WAIT_S = 0.001  # for answers of all the queries of a step together, once for each query
+WAIT_OBJECTS_MAX = 4096  # of a query that is waited for; a node of this host finds so many in 1 ms
+UNAWAITED_AFTER = 16  # queries that are not waited for after one whose answer did not come in time
 
 
 class Lookups:
@@ -40,6 +46,8 @@ class Lookups:
         self._clock = clock
         self.tickets: dict[Ticket, tuple[RequestState | None, float]] = {}
         self._lost = False
+        self._wait_left_s = WAIT_S
+        self._unawaited = 0  # queries from now on that are not waited for
         self.pins = 0
 
     @property
@@ -66,6 +74,8 @@ class Lookups:
     def is_settled(self, state: RequestState) -> bool:
         """Whether the query of this state is decided: answered, or without an answer for too long."""
         self.poll()
+        if state.phase is Phase.LOOKING:
+            self._await(state)
         if state.phase is not Phase.LOOKING:
             return True
         if self._clock() - state.asked_s < ANSWER_TIMEOUT_S:
@@ -73,6 +83,30 @@ class Lookups:
         self.abandon(state)
         self._unknown(state, f"no answer within {ANSWER_TIMEOUT_S:g} s")
         return True
+
+    def step_planned(self) -> None:
+        """The next queries are those of another step."""
+        self._wait_left_s = WAIT_S
+
+    def _await(self, state: RequestState) -> None:
+        """Waits for the answer, once, if it may come soon."""
+        pool = self._pool()
+        if pool is None or state.awaited or self._wait_left_s <= 0:
+            return
+        state.awaited = True
+        if state.chain.blocks * state.chain.width > WAIT_OBJECTS_MAX:
+            return
+        if self._unawaited:
+            self._unawaited -= 1
+            return
+        began_s = self._clock()
+        left_s = self._wait_left_s
+        while state.phase is Phase.LOOKING and left_s > 0 and pool.wait_for_read(left_s):
+            self.poll()
+            left_s = self._wait_left_s - (self._clock() - began_s)
+        self._wait_left_s = min(left_s, self._wait_left_s - (self._clock() - began_s))
+        if state.phase is Phase.LOOKING:
+            self._unawaited = UNAWAITED_AFTER
 
     def poll(self) -> None:
         """Takes in the answers that came."""
@@ -86,10 +120,12 @@ class Lookups:
         oldest = next(iter(self.tickets.items()), None)
         if oldest is not None and now_s - oldest[1][1] > FORGET_TICKET_S:
             self._log.error("moonpool: the native worker never answered query %s", oldest[0])
-            del self.tickets[oldest[0]]
+            state, _ = self.tickets.pop(oldest[0])
+            if state is not None and state.phase is Phase.COVERED:
+                state.missed(0)
 
     def abandon(self, state: RequestState) -> None:
-        """The scheduler waits for no answer of this state; its pin is released when it comes."""
+        """No answer counts for this state any more; its pin is released when it comes."""
         if state.ticket in self.tickets:
             self.tickets[state.ticket] = (None, state.asked_s)
 
@@ -107,7 +143,7 @@ class Lookups:
 
     def _answered(self, state: RequestState | None, answer: _native.PrefixAnswer, seconds: float) -> None:
         self.pins += bool(answer.pin_id)
-        if state is None or state.phase is not Phase.LOOKING:
+        if state is None or state.phase not in {Phase.LOOKING, Phase.COVERED}:
             self.release(answer.pin_id)
             return
         if answer.error:
@@ -120,7 +156,10 @@ class Lookups:
         self._tally.add("lookups")
         self._tally.observe("lookup_seconds", seconds)
         self._tally.add("hit_tokens", answer.blocks * self._block_tokens)
-        if answer.blocks:
+        if state.phase is Phase.COVERED:
+            self.release(answer.pin_id)
+            state.missed(answer.blocks)
+        elif answer.blocks:
             state.answered(Hit(answer.blocks, answer.pin_id, answer.holders, answer.descriptors))
         else:
             self.release(answer.pin_id)

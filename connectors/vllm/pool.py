@@ -1,7 +1,8 @@
-"""The pool as the two halves see it: operations that are handed over and polled for, and never block."""
+"""The pool as the two halves see it: operations that are handed over and polled for, and do not block."""
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class Pool:
         self._client = client
         self._reads = _native.Worker(client, threads=1, queue_max=QUEUE_MAX)
         self._writes = _native.Worker(client, threads=1, queue_max=QUEUE_MAX)
+        self._ended = select.poll()
+        self._ended.register(self._reads.eventfd, select.POLLIN)
 
     @classmethod
     def dial(cls, settings: Settings, fingerprint: bytes) -> Pool:
@@ -105,6 +108,11 @@ class Pool:
         for kind, worker in (("read", self._reads), ("write", self._writes)):
             for number, answer in worker.poll():
                 yield (kind, number), answer
+
+    def wait_for_read(self, timeout_s: float) -> bool:
+        """Waits until a query or a load has ended that ``poll`` has not returned. False: none has in that
+        time."""
+        return bool(self._ended.poll(timeout_s * 1e3))
 
     def close(self) -> None:
         """Waits for the operations under way, then disconnects."""

@@ -18,7 +18,7 @@ from moonpool.connectors.vllm.engine_types import Block, BlockPool, Request, Sch
 from moonpool.connectors.vllm.messages import Save
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.repeats import Repeats, times
-from moonpool.connectors.vllm.requests import RequestState
+from moonpool.connectors.vllm.requests import Phase, RequestState
 from moonpool.connectors.vllm.step_progress import step_progress
 
 HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be saved
@@ -123,6 +123,8 @@ class Saves:
     def _plan_request(self, request_id: str, computed: int) -> None:
         """Plans the blocks of this request that are full when the step ends with ``computed`` tokens."""
         state, request = self.tracked[request_id]
+        if state.phase is Phase.COVERED:
+            return  # its blocks are saved with a later step, without those that the pool has
         if state.saves_answer:
             state.chain.extend(request.all_token_ids)
         full = min(computed // self._engine_config.block_tokens, state.chain.blocks)

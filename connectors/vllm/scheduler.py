@@ -259,12 +259,16 @@ class SchedulerHalf:
             if request.request_id in self._adapted and not self._adapter_stays(request):
                 self.forget(request.request_id)  # the engine may have loaded another adapter meanwhile
                 return 0, False
+            self.lookups.abandon(state)
             self.lookups.release(state.restarted(request.num_preemptions))
         if state.phase is Phase.NEW:
             self._ask(state, request)
         handed = self.handover.matched(request, local_tokens)
-        if not handed and state.phase is Phase.LOOKING and not self.lookups.is_settled(state):
-            return None, False
+        if not handed and state.phase is Phase.LOOKING:
+            # An engine that has all of it waits for nothing.
+            covered = state.is_covered(local_tokens, self._engine_config.block_tokens)
+            if not covered and not self.lookups.is_settled(state):
+                return None, False
         state.offered_after = local_tokens
         if state.preemptions == 0:
             state.local_tokens = local_tokens
@@ -285,7 +289,10 @@ class SchedulerHalf:
         if external_tokens > 0:
             self._plan_load(state, blocks.get_block_ids(), external_tokens)
             return
-        self.lookups.release(state.give_up_pin())
+        if state.phase is Phase.LOOKING:
+            state.covered()
+        else:
+            self.lookups.release(state.give_up_pin())
         if state.preemptions == 0:
             self.tally.add("prompt_tokens", request.num_prompt_tokens)
             self.tally.add("local_tokens", state.local_tokens)
@@ -308,6 +315,7 @@ class SchedulerHalf:
 
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
+        self.lookups.step_planned()
         if not (self._loads or self._waiting or self._tracked or self.handover.is_busy):
             return NOTHING
         if self._waiting:
@@ -421,8 +429,7 @@ class SchedulerHalf:
 
     def _let_go(self, state: RequestState) -> None:
         """The engine has no more use for this state. A load under way keeps its pin until it has ended."""
-        if state.phase is Phase.LOOKING:
-            self.lookups.abandon(state)
+        self.lookups.abandon(state)
         if state.phase is not Phase.LOADING:
             self.lookups.release(state.give_up_pin())
 

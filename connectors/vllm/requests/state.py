@@ -5,6 +5,8 @@
                         |                                         |
                         +----nothing there, unknown, too late-----+----admitted, nothing to load---------->
                         SETTLED
+                        |
+                        +----admitted, nothing could be loaded----> COVERED ----answer, unknown----> SETTLED
 
 A preempted request starts again from NEW: its blocks may be in the pool by then and no longer in the engine.
 
@@ -29,6 +31,7 @@ class Phase(enum.Enum):
     LOOKING = "looking"
     HIT = "hit"
     LOADING = "loading"
+    COVERED = "covered"
     SETTLED = "settled"
 
 
@@ -49,7 +52,8 @@ class RequestState:
 
     chain: the names of its blocks.
     adapter: the files that its LoRA adapter has for these names.
-    saved: the first block that still has to be saved.
+    saved: the first block that still has to be saved; in COVERED not known yet.
+    awaited: whether the scheduler has waited for the answer of its query.
     block_ids: one list per KV cache group, once the request is scheduled.
     load_until: the block before which a load of the hit ends; None: not decided yet.
     offered_after: local tokens when the engine last asked what can be loaded.
@@ -63,6 +67,7 @@ class RequestState:
     phase: Phase = Phase.NEW
     ticket: Ticket | None = None
     asked_s: float = 0.0
+    awaited: bool = False
     hit: Hit | None = None
     saved: int = 0
     saves_answer: bool = False
@@ -82,6 +87,7 @@ class RequestState:
         self.phase = Phase.LOOKING
         self.ticket = ticket
         self.asked_s = now_s
+        self.awaited = False
 
     def answered(self, hit: Hit) -> None:
         """The query was answered with at least one block."""
@@ -102,6 +108,14 @@ class RequestState:
         until = self.hit.blocks if self.load_until is None else self.load_until
         usable = min(until, (request_tokens - 1) // block_tokens) * block_tokens
         return max(usable - local_tokens, 0)
+
+    def is_covered(self, local_tokens: int, block_tokens: int) -> bool:
+        """Whether the engine has all blocks that have names: none is to be loaded, nor computed and saved."""
+        return self.chain.blocks * block_tokens <= local_tokens
+
+    def covered(self) -> None:
+        """The engine did not wait for the answer of the query. It tells what needs no saving."""
+        self.phase = Phase.COVERED
 
     def admitted_to_load(self, first: int, blocks: int) -> Hit:
         """The engine made room for blocks [first, first + blocks) of the prefix."""

@@ -64,6 +64,8 @@ class FakePool:
     saves: list[tuple[int, bytes, bytes, list[int], list[int]]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     closed: bool = False
+    waits: list[float] = field(default_factory=list)
+    on_wait: Callable[[], bool] = lambda: False
     _done: list[tuple[int, Any]] = field(default_factory=list)
     _tickets: int = 0
 
@@ -102,6 +104,10 @@ class FakePool:
     def poll(self) -> Sequence[tuple[int, Any]]:
         done, self._done = self._done, []
         return done
+
+    def wait_for_read(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return self.on_wait()
 
     def close(self) -> None:
         self.closed = True
@@ -348,3 +354,26 @@ class FakeTensor:
 
     def untyped_storage(self) -> FakeStorage:
         return FakeStorage(self.memory)
+
+
+def request(tokens: int = 18, name: str = "r", **fields: object) -> FakeRequest:
+    return FakeRequest(name, list(range(tokens)), **fields)  # type: ignore[arg-type]
+
+
+def admit(half: SchedulerHalf, one: FakeRequest, local: int = 0, blocks: int = 20) -> int:
+    """Asks and admits as vLLM does. Returns the tokens to be loaded."""
+    tokens, asynchronous = half.matched_tokens(one, local)
+    assert tokens is not None
+    assert asynchronous == (tokens > 0)
+    half.admitted(one, FakeBlocks((list(range(100, 100 + blocks)),)), tokens)
+    return tokens
+
+
+def first_step(one: FakeRequest, computed: int, scheduled: int, blocks: int = 20) -> FakeStep:
+    new = New(one.request_id, (list(range(100, 100 + blocks)),), computed)
+    return FakeStep([new], num_scheduled_tokens={one.request_id: scheduled})
+
+
+def next_step(one: FakeRequest, computed: int, scheduled: int, fresh: list[int] | None = None) -> FakeStep:
+    cached = Cached([one.request_id], set(), [None if fresh is None else (fresh,)], [computed])
+    return FakeStep([], cached, {one.request_id: scheduled})

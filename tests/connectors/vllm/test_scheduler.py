@@ -26,20 +26,19 @@ from tests.connectors.vllm.fakes import (
     FakeBlocks,
     FakeOutput,
     FakePool,
-    FakeRequest,
     FakeStep,
     New,
+    admit,
     digest,
     engine_config,
+    first_step,
+    next_step,
     node_at,
+    request,
     scheduler_half,
 )
 
 WIDTH = len(COLUMNS)
-
-
-def request(tokens: int = 18, name: str = "r", **fields: object) -> FakeRequest:
-    return FakeRequest(name, list(range(tokens)), **fields)  # type: ignore[arg-type]
 
 
 def names(tokens: list[int], seed: bytes = b"") -> list[bytes]:
@@ -48,25 +47,6 @@ def names(tokens: list[int], seed: bytes = b"") -> list[bytes]:
         for digest in block_digests(tokens, BLOCK_TOKENS, seed=seed)
         for ranges in COLUMNS
     ]
-
-
-def admit(half: SchedulerHalf, one: FakeRequest, local: int = 0, blocks: int = 20) -> int:
-    """Asks and admits as vLLM does. Returns the tokens to be loaded."""
-    tokens, asynchronous = half.matched_tokens(one, local)
-    assert tokens is not None
-    assert asynchronous == (tokens > 0)
-    half.admitted(one, FakeBlocks((list(range(100, 100 + blocks)),)), tokens)
-    return tokens
-
-
-def first_step(one: FakeRequest, computed: int, scheduled: int, blocks: int = 20) -> FakeStep:
-    new = New(one.request_id, (list(range(100, 100 + blocks)),), computed)
-    return FakeStep([new], num_scheduled_tokens={one.request_id: scheduled})
-
-
-def next_step(one: FakeRequest, computed: int, scheduled: int, fresh: list[int] | None = None) -> FakeStep:
-    cached = Cached([one.request_id], set(), [None if fresh is None else (fresh,)], [computed])
-    return FakeStep([], cached, {one.request_id: scheduled})
 
 
 def finish_saves(half: SchedulerHalf, *saves: Save) -> None:
