@@ -27,7 +27,7 @@ namespace moonpool::device {
 // From here on a copy engine needs no kernel. Batches on an H200: over the link 40 GB/s at 64 KiB, 25 at
 // 32 KiB and 4 at 16 KiB; within the card, where the kernel moves 770 GB/s, 273 at 1 MiB and 67 at 256 KiB.
 inline constexpr uint64_t kSmallOverLink = 64u << 10;
-inline constexpr uint64_t kSmallWithinCard = 1u << 20;
+inline constexpr uint64_t kSmallWithinCard = 2u << 20;
 // Fewer begin sooner as copies than a list crosses the link and a kernel is launched.
 inline constexpr size_t kSmallPiecesMin = 16;
 
