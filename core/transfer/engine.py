@@ -21,6 +21,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moonpool.core.config import paths
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from moonpool import _native
 
 _LOOPBACK = "127.0.0.1:0"
+ABANDONED_LOOK_S = 0.01
 
 
 class EngineFacts:
@@ -121,6 +123,13 @@ class TransferEngine(EngineFacts):
         self._regions = RegionTable(native)
         # Looked up once: with 4 KiB over shared memory each attribute counts.
         self._transfer = native.transfer
+
+    def wait_for_abandoned_copies(self) -> None:
+        """After a transfer that failed: returns when no card makes copies of it any more. A card that hangs
+        keeps the caller waiting until this engine is closed."""
+        with suppress(Closed):
+            while self.has_abandoned_copies():
+                time.sleep(ABANDONED_LOOK_S)
 
     def close(self) -> None:
         """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""

@@ -394,6 +394,7 @@ class TransferEngine:
             return 0
         except (TransferError, Unavailable):
             self._peers.forget_if_gone(target)
+            self._open().wait_for_abandoned_copies()  # the caller may use the memory again
             raise
 
     @coded("transfer", floor=FAILED)
@@ -425,6 +426,7 @@ class TransferEngine:
             return 0
         except (TransferError, Unavailable):
             self._peers.forget_if_gone(target)
+            self._open().wait_for_abandoned_copies()  # the caller may use the memory again
             raise
 
     # ---- moving bytes, looking at them later
@@ -485,6 +487,8 @@ class TransferEngine:
         state = transfer.state
         if state is TransferState.WAITING:
             return 0
+        if state is not TransferState.DONE and self._open().has_abandoned_copies():
+            return 0  # they may still write to the memory, which the caller uses again after the end
         with self._lock:
             if self._transfers.pop(batch_id, None) is None:
                 return FAILED  # another thread was told just now
@@ -503,6 +507,8 @@ class TransferEngine:
             found = self._transfers.get(one)
             if found is not None:
                 found[0].wait()
+                if found[0].state is not TransferState.DONE:
+                    self._open().wait_for_abandoned_copies()
             failed |= self.transfer_check_status(one) != 1
         return FAILED if failed else 0
 

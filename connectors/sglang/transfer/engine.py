@@ -119,6 +119,7 @@ class MoonpoolTransferEngine:
         except _FAULTS as error:
             if isinstance(error, (TransferError, Unavailable)):
                 self._peers.forget_if_gone(session_id)
+                self.engine.wait_for_abandoned_copies()  # SGLang gives the memory to other requests
             return self._failed("transfer to", session_id, error)
         return 0
 

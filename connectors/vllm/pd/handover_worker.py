@@ -338,7 +338,7 @@ class HandoverWorker:
                 raise
             finally:  # in any case: until then its blocks count as being written to
                 if error:
-                    self._await_abandoned_copies()
+                    self._engine.wait_for_abandoned_copies()
                 with self._lock:
                     self._consumer.read(piece, nbytes, error, self._clock(), is_lease_over=is_lease_over)
                     self._piece_ended.notify_all()
@@ -384,13 +384,6 @@ class HandoverWorker:
         while not mark.wait(DEVICE_LOOK_S):
             if self._closing:
                 raise Refused("this engine is closed")
-
-    def _await_abandoned_copies(self) -> None:
-        """After a read that failed: waits until the device writes none of its blocks any more. A device that
-        hangs keeps its requests waiting, as it does the engine; close ends that."""
-        with suppress(Closed):
-            while self._engine.has_abandoned_copies():
-                time.sleep(DEVICE_LOOK_S)
 
     def _tables_with(self, connection: PeerConnection, description: Description) -> tuple[Table, ...]:
         known = self._tables.get(connection.number)

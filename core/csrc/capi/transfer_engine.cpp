@@ -274,7 +274,7 @@ int Handle::submit(batch_id_t batch, std::span<const transfer_request_t> request
 // Whether it has ended, and how: asked of the engine until it has.
 Status Handle::look(Submitted& submitted) {
     if (submitted.ended) return success();
-    Result<bool> ended = engine_->wait(*submitted.ticket, 0);
+    Result<bool> ended = engine_->is_over(*submitted.ticket);
     if (!ended) return ended.error();
     if (!*ended) return success();
     Result<TicketStatus> status = engine_->status(*submitted.ticket);

@@ -289,6 +289,16 @@ Result<bool> Engine::wait(uint64_t id, int timeout_ms) {
     return ticket->wait(std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms));
 }
 
+Result<bool> Engine::is_over(uint64_t id) {
+    Core::Call call(*core_);
+    if (!call.ok()) return call.error();
+    std::shared_ptr<Ticket> ticket = core_->tickets.find(id);
+    if (ticket == nullptr) return no_ticket(id);
+    if (!ticket->wait(std::chrono::steady_clock::now())) return false;
+    MutexLock lock(ticket->mutex);
+    return ticket->state == TicketState::kDone || !core_->cards.has_abandoned();
+}
+
 Result<TicketStatus> Engine::status(uint64_t id) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();

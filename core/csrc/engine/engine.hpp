@@ -130,6 +130,9 @@ class Engine {
 
     Result<uint64_t> submit(const TransferRequest& request);  // a ticket
     Result<bool> wait(uint64_t ticket, int timeout_ms);       // whether it has ended
+    // Whether it has ended and nothing of it touches memory any more, also if it failed: see
+    // has_abandoned_copies(). Never waits.
+    Result<bool> is_over(uint64_t ticket);
     Result<TicketStatus> status(uint64_t ticket);
     // Begins nothing new of it. Ended at the latest a second later, or when dialling a peer that hangs is
     // over.

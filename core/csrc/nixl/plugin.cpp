@@ -314,7 +314,7 @@ NixlStatus Backend::start(const NixlOperation& operation, const NixlRanges& loca
 
 NixlStatus Backend::look(Transfer& transfer) const {
     if (!transfer.ticket) return transfer.ended;
-    Result<bool> ended = engine_->wait(*transfer.ticket, 0);
+    Result<bool> ended = engine_->is_over(*transfer.ticket);
     if (!ended) {  // the engine is closed: said once, also to a caller in a loop
         transfer.ticket.reset();
         return transfer.ended = say(kNixlBackendError, "checkXfer", ended.error());

@@ -14,6 +14,7 @@
 
 #include "../device/bed.hpp"
 #include "base/fd.hpp"
+#include "engine/engine.hpp"
 #include "nixl/abi.hpp"
 #include "nixl/host.hpp"
 #include "nixl/plugin.hpp"
@@ -163,6 +164,41 @@ TEST_CASE("nixl: memory of a card is VRAM_SEG, and its driver says what is") {
                           kBytes) == 0);
         CHECK(one.engine->unload(there) == kNixlSuccess);
         CHECK(other.engine->deregister_memory(here) == kNixlSuccess);
+    }
+    bed.end();
+}
+
+TEST_CASE("nixl: a transfer that failed is in progress until the card has ended its copies") {
+    moonpool::testing::Bed bed;
+    {
+        constexpr size_t kBytes = 1 << 16;
+        Agent one("one"), other("other");
+        auto card = device::must(device::DeviceMemory::allocate(bed.device, kBytes));
+        NixlNamedRange range{{static_cast<uintptr_t>(card.address()), kBytes, 0}, ""};
+        NixlMetadata* here = nullptr;
+        REQUIRE(one.engine->register_memory(range, kNixlVram, here) == kNixlSuccess);
+        REQUIRE(one.engine->load_connection("other", other.address) == kNixlSuccess);
+        NixlRanges remote = other.ranges(other.there, 1), local = remote;
+        local.memory = kNixlVram;
+        local.items[0].address = card.address();
+        local.items[0].metadata = here;
+        NixlRequest* request = nullptr;
+        REQUIRE(one.engine->prepare(kNixlRead, local, remote, "other", request, nullptr) == kNixlSuccess);
+        moonpool::testing::soft_device().soft_hang(1);
+        NixlStatus status = one.engine->post(kNixlRead, local, remote, "other", request, nullptr);
+        // The engine gives up, and the copy hangs on.
+        auto until = std::chrono::steady_clock::now() +
+                     std::chrono::milliseconds(2 * moonpool::EngineOptions{}.timeout_ms);
+        while (status == kNixlInProgress && std::chrono::steady_clock::now() < until) {
+            status = one.engine->check(request);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        CHECK(status == kNixlInProgress);
+        moonpool::testing::soft_device().soft_unhang();
+        while (status == kNixlInProgress) status = one.engine->check(request);
+        CHECK(status == kNixlDisconnected);
+        CHECK(one.engine->release(request) == kNixlSuccess);
+        CHECK(one.engine->deregister_memory(here) == kNixlSuccess);
     }
     bed.end();
 }

@@ -117,9 +117,11 @@ TEST_CASE("cards: a card that hangs costs its transfers their time, and keeps it
                 CHECK(gone.error().code == Code::kTimeout);
                 Engine& copies = std::strcmp(path, "cuda_ipc") == 0 ? *pair.here : owner;
                 CHECK(*copies.has_abandoned_copies());
+                CHECK(*pair.here->is_over(ticket) == (&copies != pair.here.get()));
                 soft_device().soft_unhang();
                 soft_device().soft_settle();
                 while (*copies.has_abandoned_copies()) std::this_thread::yield();
+                CHECK(*pair.here->is_over(ticket));
                 REQUIRE(owner.deregister_region(on_card.address()).ok());
                 REQUIRE(pair.here->release(ticket).ok());
             }

@@ -423,3 +423,41 @@ def test_memory_of_a_card_is_handed_over(tmp_path: Path) -> None:
         assert not theirs.view[moved:].any()
         for engine in (prefill, decode):
             engine.close()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_a_transfer_that_failed_ends_when_the_card_makes_no_copies_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "TIMEOUT_S", 0.5)
+    with soft_card(compile_library(tmp_path), "late") as card:
+        mine, theirs = card.array((1000,)), np.zeros(1000, np.float32)
+        prefill, decode = MoonpoolTransferEngine("127.0.0.1"), MoonpoolTransferEngine("127.0.0.1")
+        assert prefill.batch_register([mine.address], [mine.view.nbytes]) == 0
+        assert decode.batch_register([theirs.ctypes.data], [theirs.nbytes]) == 0
+        codes: list[int] = []
+        asked = threading.Semaphore(0)
+        ask = prefill.engine.has_abandoned_copies
+
+        def seen() -> bool:
+            asked.release()
+            return ask()
+
+        monkeypatch.setattr(prefill.engine, "has_abandoned_copies", seen)
+
+        def transfer() -> None:
+            codes.append(
+                prefill.transfer_sync(decode.session_id, mine.address, theirs.ctypes.data, theirs.nbytes)
+            )
+
+        card.hang(1)
+        thread = threading.Thread(target=transfer)
+        thread.start()
+        for _ in range(3):
+            assert asked.acquire(timeout=20)
+        assert codes == []
+        card.unhang()
+        thread.join(20)
+        assert codes == [engine_module.FAILED]
+        for engine in (prefill, decode):
+            engine.close()
