@@ -31,8 +31,8 @@ def pin_bytes(place: str, key: str, value: object) -> int:
 def pin_arena(
     kv: _native.DeviceKv, client: _native.Client | None, wanted: int, *, info: Say, warning: Say
 ) -> None:
-    """Pins the memory of the client's node from its front on, until ``wanted`` bytes are pinned or no more
-    can be. Says how far it is, and why it stopped.
+    """Pins the memory of the client's node for a card's KV cache, as ``grow_pins``; all the rest is loaded
+    through the ring.
 
     client: None: the engine has no pool.
     """
@@ -41,15 +41,33 @@ def pin_arena(
     if client is None:
         warning("there is no pool yet, so no memory of a node is pinned (gpu_pin); loads go through the ring")
         return
+    grow_pins(
+        lambda target: kv.pin_arena(client, target),
+        wanted,
+        rest="loads of the rest go through the ring",
+        info=info,
+        warning=warning,
+    )
+
+
+def grow_pins(
+    grow: Callable[[int], _native.ArenaPins], wanted: int, *, rest: str, info: Say, warning: Say
+) -> int:
+    """Pins a node's memory from its front on, until ``wanted`` bytes are pinned or no more can be. Says how
+    far it is, and why it stopped. How many bytes are pinned.
+
+    grow: pins until so many bytes are pinned.
+    rest: what becomes of objects beyond them.
+    """
     target = 0
     while True:
         target = min(target + STEP_BYTES, wanted)
-        pins = kv.pin_arena(client, target)
+        pins = grow(target)
         goal = min(wanted, pins.arena_bytes)
         pinned = f"{format_size(pins.pinned_bytes)} of the node's {format_size(pins.arena_bytes)}"
         if pins.why:
-            warning(f"{pinned} are pinned for the card; loads of the rest go through the ring ({pins.why})")
-            return
+            warning(f"{pinned} are pinned for the card; {rest} ({pins.why})")
+            return pins.pinned_bytes
         info(f"{pinned} are pinned for the card")
         if pins.pinned_bytes >= goal:
-            return
+            return pins.pinned_bytes

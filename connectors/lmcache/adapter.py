@@ -106,7 +106,7 @@ class MoonpoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, options: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__(max_capacity_bytes=0)
-        settings = Settings.parse(options, "adapter_params")
+        settings = Settings.of_server(options, "adapter_params")
         # l1_memory_desc is not needed: the node's memory is mapped here, not LMCache's there.
         self._names = Names(settings.form)
         self._locks = Locks()

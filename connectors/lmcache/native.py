@@ -32,7 +32,7 @@ class MoonpoolClient(_native.BatchClient):
     """
 
     def __init__(self, **options: Any) -> None:
-        settings = Settings.parse(options, "adapter_params")
+        settings = Settings.of_server(options, "adapter_params")
         if not settings.form:
             raise ConfigError(
                 'LMCache over moonpool: adapter_params needs "form": what the bytes of the chunks are, such '

@@ -27,6 +27,7 @@ from moonpool.connectors.lmcache.chunk_format import HEADER_BYTES_MAX, ChunkForm
 from moonpool.connectors.lmcache.identity import name_of, remote_identity
 from moonpool.connectors.lmcache.layout_check import LayoutCheck, ambiguous, bytes_of
 from moonpool.connectors.lmcache.lora import tagged
+from moonpool.connectors.lmcache.pinned_chunks import PinnedChunks, refusal
 from moonpool.connectors.lmcache.pool import open_pool
 from moonpool.connectors.lmcache.settings import Settings
 from moonpool.connectors.lmcache.vllm_engine import identity_with
@@ -73,6 +74,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self._batches = _native.BatchClient(threads=settings.threads)
         self._mark = b""
         engine, role = vllm_engine.current(), getattr(metadata, "role", None)
+        self._pinned = self._pinned_chunks(context, settings.gpu_pin, engine)
 
         def mark() -> bytes:
             found = identity_with(engine, role)
@@ -96,6 +98,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             on_joined=self._joined,
             on_left=self._batches.detach,
         )
+        self._pin()
         if self._memory is not None:
             self._free_memory = self._memory.close
             self._close_hook = self._before_memory_is_freed
@@ -109,6 +112,20 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
             settings.namespace,
             settings.socket(),
         )
+
+    def _pinned_chunks(self, context: ConnectorContext, wanted: int, engine: Any) -> PinnedChunks | None:
+        if not wanted or self._memory is None:
+            return None
+        if why := refusal(context.config, context.metadata, engine, torch_device_type):
+            log.warning("moonpool: gpu_pin has no effect: %s", why)
+            return None
+        return PinnedChunks(context.metadata.local_worker_id, wanted, log)
+
+    def _pin(self) -> None:
+        """Of the node that this engine found at its start: later, its CUDA calls would wait."""
+        if self._pinned is not None and self._pinned.pin(self._pool.client):
+            arena_bytes = self._pool.ask(lambda client: client.stat()["arena_bytes"], 0)
+            self._zero_copy.bytes_max = arena_bytes // ZERO_COPY_SHARE
 
     def _joined(self, client: _native.Client) -> None:
         if self._may_lend:
@@ -256,24 +273,28 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         names = [_full_name(key) for key in keys]
         lent = min(self._zero_copy.room_for(self._layout.told.size), len(names))
         if lent:
-            views = await self._views(names[:lent])
+            views = await self._views(names[:lent], self._pinned)
             if views is None:
                 return []
             for i, view in enumerate(views):
                 if view is not None and len(view) == self._layout.told.size:
                     found[i] = self._zero_copy.lend(view, self._layout.told, self._layout.memory_format)
+        # Of the pinned part nothing means that it lies elsewhere; of the whole pool, that it is not there.
+        copied = [
+            i for i in range(len(names)) if found[i] is None and (i >= lent or self._pinned is not None)
+        ]
         memory_objs: builtins.list[MemoryObj] = []
-        for _ in names[lent:]:
+        for _ in copied:
             memory = self._allocate(self._layout.shapes, self._layout.dtypes, self._layout.memory_format)
             if memory is None:
                 break
             memory_objs.append(memory)
-        places = range(lent, lent + len(memory_objs))
+        places, without_memory = copied[: len(memory_objs)], set(copied[len(memory_objs) :])
         if memory_objs:
             buffers = [bytes_of(memory) for memory in memory_objs]
             if not await self._copy([names[i] for i in places], buffers, memory_objs, places, found):
                 return []
-        return [i for i in range(lent + len(memory_objs)) if found[i] is None]
+        return [i for i in range(len(names)) if found[i] is None and i not in without_memory]
 
     async def _get_rest(
         self,
@@ -330,10 +351,16 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
                 memory.ref_count_down()
         return answered
 
-    async def _views(self, names: builtins.list[str]) -> builtins.list[memoryview | None] | None:
-        """For each object its bytes in place, pinned while the view lives; None: the pool did not answer."""
+    async def _views(
+        self, names: builtins.list[str], pinned: PinnedChunks | None = None
+    ) -> builtins.list[memoryview | None] | None:
+        """For each object its bytes in place, pinned while the view lives; None: the pool did not answer.
+        pinned: only of what lies there."""
         return await self._loop.run_in_executor(
-            None, self._pool.ask, lambda client: builtins.list(client.get_views(names)), None
+            None,
+            self._pool.ask,
+            lambda client: pinned.views(names) if pinned else builtins.list(client.get_views(names)),
+            None,
         )
 
     def _room_for(self, form: ChunkFormat) -> MemoryObj | None:
@@ -380,6 +407,8 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
         self._idle.set()  # a thread that frees the memory now need not wait
         if self._memory is not None and self._memory.close is self._close_hook:
             self._memory.close = self._free_memory
+        if self._pinned is not None:
+            self._pinned.close()
         await self._loop.run_in_executor(None, self._pool.close)
 
     async def _ended(

@@ -8,6 +8,7 @@ from typing import ClassVar
 from urllib.parse import parse_qsl, urlsplit
 
 from moonpool.connectors.options import PoolOptions, flag, optional_text, refuse_unknown, text, wrong
+from moonpool.connectors.pinned_arena import pin_bytes
 from moonpool.core.config import paths
 
 SCHEME = "moonpool"
@@ -22,6 +23,7 @@ class Settings(PoolOptions):
     threads: number of threads that copy.
     timeout_s: longest wait without progress, in seconds.
     form: what the bytes of the chunks are, in any words, where LMCache does not tell it.
+    gpu_pin: bytes of the node's memory that a GPU reads chunks from in place; of "all" pinned_arena.ALL.
     """
 
     place: ClassVar[str] = SCHEME
@@ -29,6 +31,7 @@ class Settings(PoolOptions):
     threads: int = 4
     timeout_s: float = 2.0
     form: str = ""
+    gpu_pin: int = 0
 
     @classmethod
     def from_url(cls, url: str) -> Settings:
@@ -79,8 +82,23 @@ class Settings(PoolOptions):
             int(threads),
             timeout_s,
             optional_text(place, "form", given.get("form")) or "",
+            pin_bytes(place, "gpu_pin", given.get("gpu_pin", default.gpu_pin)),
         )
         settings.socket()
+        return settings
+
+    @classmethod
+    def of_server(cls, given: Mapping[str, object], place: str) -> Settings:
+        """The same for the plug points of LMCache's server, whose GPU copies read LMCache's own memory only.
+        Raises ConfigError."""
+        settings = cls.parse(given, place)
+        if settings.gpu_pin:
+            raise wrong(
+                place,
+                "gpu_pin",
+                "is an option of the remote connector (in-process mode): LMCache's server copies each chunk "
+                "into its own memory first; leave it out",
+            )
         return settings
 
 

@@ -1,8 +1,8 @@
 """Chunks in the arena as LMCache's memory objects: nothing is copied, and the pool pins an object until
 LMCache frees it.
 
-Only for engines whose KV cache is in host memory: GPU kernels read LMCache's memory by themselves, and the
-arena is not registered with a driver. The bytes are read-only.
+For engines whose KV cache is in host memory; for a GPU, whose kernels read LMCache's memory by themselves,
+only what lies in parts of the arena that are pinned for it (pinned_chunks). The bytes are read-only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -204,6 +204,25 @@ class DeviceKv:
         ...
     @property
     def lost(self) -> str:
+        ...
+class PinnedArena:
+    """
+    The arena of the own node's present life, mapped read-only and pinned for a card from its front on.
+    """
+    def __init__(self, device: typing.SupportsInt | typing.SupportsIndex, client: Client, part_bytes: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        part_bytes: as much as one call of the driver pins; a multiple of the page size.
+        """
+    def grow(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> ArenaPins:
+        """
+        Pins more, until so many are pinned.
+        """
+    def views(self, keys: typing.Any) -> list:
+        """
+        For each key the object's bytes where they lie, for this process and the card to read; None for what does not lie in one pinned part.
+        """
+    @property
+    def alive(self) -> bool:
         ...
 class PrefixAnswer:
     @property

@@ -1,19 +1,23 @@
 // The KV cache of an engine, as Python describes it to the native threads that copy objects to and from it:
-// moonpool._native.PartTable in memory of this process, DeviceKv in that of a card.
+// moonpool._native.PartTable in memory of this process, DeviceKv in that of a card. And PinnedArena, the
+// node's memory for engines that copy to a card by themselves.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "device/device.hpp"
 #include "device/driver.hpp"
 #include "python/client_module.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
 #include "store/device/device_kv.hpp"
+#include "store/device/pinned_arena.hpp"
 
 namespace moonpool::python {
 
@@ -48,6 +52,42 @@ ArenaPins pin_arena(DeviceKv& kv, const PyClient& client, uint64_t bytes) {
     py::gil_scoped_release nogil;
     return kv.pin_arena(*client.client(), bytes);
 }
+
+// Parts of the arena of a client's own node, and that client's objects in them.
+class PyPinnedArena {
+   public:
+    PyPinnedArena(int device, const PyClient& client, uint64_t part_bytes)
+        : client_(client.client()), peer_(client.peer()) {
+        Result<std::shared_ptr<PinnedArena>> opened = [&]() -> Result<std::shared_ptr<PinnedArena>> {
+            py::gil_scoped_release nogil;
+            auto card = device::Device::open(device);
+            if (!card) return card.error();
+            return PinnedArena::open(*card, *client_, {.part_bytes = part_bytes});
+        }();
+        arena_ = unwrap(std::move(opened), "pin the memory of a node");
+    }
+
+    ArenaPins grow(uint64_t bytes) {
+        py::gil_scoped_release nogil;
+        return arena_->grow(bytes);
+    }
+
+    bool alive() const { return arena_->alive(); }
+
+    py::list views(const py::object& keys) {
+        Names names(keys);
+        Result<std::vector<ObjectView>> views = [&] {
+            py::gil_scoped_release nogil;
+            return arena_->views(*client_, names.views());
+        }();
+        return views_answer(unwrap(std::move(views), "get", peer_));
+    }
+
+   private:
+    std::shared_ptr<Client> client_;
+    std::string peer_;
+    std::shared_ptr<PinnedArena> arena_;
+};
 
 void close_device_kv(DeviceKv& kv, double timeout_s) {
     Status closed = [&] {
@@ -89,6 +129,17 @@ void bind_kv_memory(py::module_& m) {
         .def("close", &close_device_kv, py::arg("timeout_s"))
         .def_property_readonly("lost", &DeviceKv::lost)
         .def_property_readonly("device_name", [](const DeviceKv& kv) { return kv.facts().name; });
+    py::class_<PyPinnedArena>(m, "PinnedArena",
+                              "The arena of the own node's present life, mapped read-only and pinned for a "
+                              "card from its front on.")
+        .def(py::init<int, const PyClient&, uint64_t>(), py::arg("device"), py::arg("client"),
+             py::arg("part_bytes"),
+             "part_bytes: as much as one call of the driver pins; a multiple of the page size.")
+        .def("grow", &PyPinnedArena::grow, py::arg("bytes"), "Pins more, until so many are pinned.")
+        .def("views", &PyPinnedArena::views, py::arg("keys"),
+             "For each key the object's bytes where they lie, for this process and the card to read; None "
+             "for what does not lie in one pinned part.")
+        .def_property_readonly("alive", &PyPinnedArena::alive);
     m.def("use_driver_for_tests", &device::Driver::use_library_for_tests, py::arg("path"),
           "Opens this library in place of libcuda.so.1 from now on; empty: that one again.");
 }

@@ -1,5 +1,6 @@
-"""LMCache on a GPU as the connectors' native parts see it: chunks lie in host memory that LMCache pins, and
-its own kernels copy between that and the GPU. The software device pins it and copies."""
+"""LMCache on a GPU as the connectors' native parts see it: chunks lie in host memory that LMCache pins, or in
+the part of the node's that is pinned for them, and LMCache's kernels copy between that and the GPU. The
+software device pins and copies."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ import numpy as np
 import pytest
 
 from moonpool import _native
+from moonpool.connectors.pinned_arena import ALL
 from tests.connectors.own_node import TOKEN, Node
+from tests.core.store_bed import until
 from tests.descriptors import speaks
 from tests.soft_card import COMPILER, SoftCard, compile_library, soft_card
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 CHUNKS, FLOATS = 3, 300_000  # above what one piece of a batch has
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -64,3 +68,40 @@ def test_chunks_go_from_one_gpu_to_another(
     card.forward(target, there)
     card.settle()
     np.testing.assert_array_equal(target.view, values)
+
+
+def settled(client: _native.Client, part_bytes: int) -> _native.PinnedArena:
+    """The whole arena, once the node has gathered its memory into huge pages, or knows that it cannot."""
+    arena = _native.PinnedArena(0, client, part_bytes)
+    until(lambda: "settled" not in arena.grow(ALL).why, 30)
+    return arena
+
+
+def test_a_card_reads_what_lies_in_one_pinned_part(card: SoftCard, node: Node, rng: random.Random) -> None:
+    node.start()
+    client = _native.Client(str(node.socket), TOKEN, timeout_s=10)
+    client.connect()
+    values = np.random.default_rng(rng.randrange(1 << 32)).random((8, FLOATS), np.float32)
+    names = [f"chunk {number}" for number in range(len(values))]
+    assert client.put(names, [chunk.tobytes() for chunk in values])[0] == bytes(len(names))
+    assert settled(client, MIB).views([*names, "none"]) == [None] * 9  # each is longer than a part
+    assert node.pinned() == 0
+    arena = settled(client, 4 * MIB)
+    views = arena.views([*names, "none"])
+    lent = [i for i, view in enumerate(views) if view is not None]
+    assert 0 < len(lent) < len(names)  # some lie in two parts
+    until(lambda: node.pinned() == len(lent))
+    assert client.remove(names) == b"\1" * len(names)
+    client.put([f"later {number}" for number in range(40)], [bytes(values[0].nbytes)] * 40)  # room for few
+    for i in lent:
+        target = card.array((FLOATS,))
+        card.forward(target, np.frombuffer(views[i], np.float32))
+        card.settle()
+        np.testing.assert_array_equal(target.view, values[i])
+    released = card.calls("cuMemHostUnregister")
+    del arena
+    assert card.calls("cuMemHostUnregister") == released
+    del views
+    assert card.calls("cuMemHostUnregister") == released + 16
+    until(lambda: node.pinned() == 0)
+    client.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.connectors.lmcache.settings import Settings
+from moonpool.connectors.pinned_arena import ALL
 from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 
@@ -33,6 +34,14 @@ def test_a_url_names_node_and_space() -> None:
     assert Settings.from_url("moonpool:///run/n.sock").socket() == Path("/run/n.sock")
 
 
+def test_how_much_a_gpu_reads_in_place() -> None:
+    assert Settings.from_url("moonpool://?gpu_pin=all").gpu_pin == ALL
+    assert Settings.from_url("moonpool://?gpu_pin=16GiB").gpu_pin == 16 << 30
+    with pytest.raises(ConfigError, match=r"adapter_params\.gpu_pin is an option of the remote connector"):
+        Settings.of_server({"gpu_pin": "1GiB"}, "adapter_params")
+    assert Settings.of_server({"gpu_pin": 0, "threads": 2}, "adapter_params").threads == 2
+
+
 def test_options_as_json_has_them() -> None:
     assert Settings.parse({"node": "/n.sock", "require_pool": True, "threads": 4}, "here") == Settings(
         "/n.sock", require_pool=True, threads=4
@@ -54,6 +63,7 @@ def test_options_as_json_has_them() -> None:
         ("moonpool://?threads=many", "must be a number"),
         ("moonpool://?timeout_s=0", "above 0"),
         ("moonpool://?timeout_s=nan", "above 0"),
+        ("moonpool://?gpu_pin=some", 'must be 0, a size such as 16GiB, or "all"'),
         ("moonpool://?token=secret", "a secret has no place"),
         ("moonpool://user:secret@host", "a secret has no place"),
     ],

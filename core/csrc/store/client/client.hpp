@@ -83,6 +83,8 @@ class Client {
     Result<std::vector<ObjectView>> views(const Pinned& pinned, std::span<const size_t> places,
                                           std::span<const std::string_view> names, bool verify);
     Result<Pinned> pin(std::span<const std::string_view> names);
+    // Of the own node's objects only: no other node is asked.
+    Result<Pinned> pin_own(std::span<const std::string_view> names) { return own_.pin(names); }
     // Objects to read in place; a null owner is a miss.
     Result<std::vector<ObjectView>> views(std::span<const std::string_view> names, bool verify);
     Result<std::vector<Presence>> exists(std::span<const std::string_view> names);

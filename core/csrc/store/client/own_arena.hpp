@@ -39,6 +39,7 @@ class OwnArena {
 
     // False: the node has ended, or the connection; another life of it has another arena.
     bool alive() const { return session_->check_alive(); }
+    const Incarnation& incarnation() const { return session_->incarnation(); }
     const std::byte* data() const { return mapping_.data(); }
     uint64_t size() const { return mapping_.size(); }
     // From the front on: what may be pinned, as IndexReader says.

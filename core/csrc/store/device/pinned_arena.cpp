@@ -1,6 +1,7 @@
 #include "store/device/pinned_arena.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace moonpool {
@@ -37,6 +38,51 @@ std::optional<OwnArena::Read> PinnedArena::begin(std::string_view holders, const
     std::optional<OwnArena::Read> read = arena_->begin(holders, handed);
     if (!read || !parts_.holds(read->offset, read->bytes)) return std::nullopt;
     return read;
+}
+
+ObjectView PinnedArena::view(const Pinned& pinned, size_t i) const {
+    struct Owner {
+        std::shared_ptr<const PinnedArena> arena;
+        std::shared_ptr<const Pin> pin;
+    };
+    if (!pinned.has(i)) return {};
+    const Descriptor& d = pinned.descriptors[i];
+    const std::shared_ptr<Pin>& pin = pinned.pin_of(i);
+    if (pin->session()->incarnation() != arena_->incarnation()) return {};
+    if (d.size < options_.object_bytes_min || !parts_.holds(d.offset, d.size)) return {};
+    return {std::make_shared<Owner>(Owner{shared_from_this(), pin}), arena_->data() + d.offset, d.size};
+}
+
+// Objects of one call share a pin, which ends with the last view. So those that have none are left out of a
+// second pin, and the first one ends.
+Result<std::vector<ObjectView>> PinnedArena::views(Client& client,
+                                                   std::span<const std::string_view> names) const {
+    std::vector<ObjectView> views(names.size());
+    std::vector<size_t> places(names.size());
+    std::iota(places.begin(), places.end(), 0);
+    for (bool last : {false, true}) {
+        std::vector<std::string_view> asked;
+        for (size_t place : places) asked.push_back(names[place]);
+        Result<Pinned> pinned = client.pin_own(asked);
+        if (!pinned) return pinned.error();
+        bool all_here = true;
+        for (size_t i = 0; i < places.size(); ++i) {
+            views[places[i]] = view(*pinned, i);
+            all_here &= views[places[i]].owner != nullptr || !pinned->has(i);
+        }
+        if (all_here || last) {
+            for (size_t i = 0; i < places.size(); ++i) {
+                if (views[places[i]].owner == nullptr) continue;
+                const Descriptor& d = pinned->descriptors[i];
+                pinned->pin_of(i)->session()->note_read(d.slot, d.size);  // a pin is no use
+            }
+            break;
+        }
+        std::erase_if(places, [&](size_t place) { return views[place].owner == nullptr; });
+        for (size_t place : places) views[place] = {};
+        if (places.empty()) break;
+    }
+    return views;
 }
 
 uint64_t PinnedArena::address(const OwnArena::Read& read) const {

@@ -5,6 +5,9 @@
 // pins and the mapping go when no owner is left: neither before the last copy has ended nor, of a node that
 // has ended, long after, when they would keep memory from its successor.
 //
+// Copies of another component's (LMCache's kernels) have no end that is known here. They read views(), which
+// own the PinnedArena and the objects' pin at the node: their memory goes to no other object meanwhile.
+//
 // Threads: grow() on one, the others on any.
 #pragma once
 
@@ -12,8 +15,10 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/result.hpp"
 #include "device/registered_parts.hpp"
@@ -27,7 +32,7 @@ struct ArenaPins {
     std::string why;  // there are fewer than were asked for and than the arena has; empty: there are not
 };
 
-class PinnedArena {
+class PinnedArena : public std::enable_shared_from_this<PinnedArena> {
    public:
     struct Options {
         uint64_t part_bytes = device::RegisteredParts::kPartBytes;
@@ -48,10 +53,18 @@ class PinnedArena {
     bool end(const OwnArena::Read& read) const { return arena_->end(read); }
     void flush_reads() const { arena_->flush_reads(); }
 
+    // Objects for a card, or the CPU, to read them here as long as their views' owners live. No owner: it
+    // does not lie in one pinned part of this life of the node, and is not pinned. client: of the arena's
+    // tenant.
+    Result<std::vector<ObjectView>> views(Client& client, std::span<const std::string_view> names) const;
+
     // A card may read here for ever: pins and mapping stay.
     void leak() { leaked_ = true; }
 
    private:
+    // Object i, if it is one for views().
+    ObjectView view(const Pinned& pinned, size_t i) const;
+
     PinnedArena(std::shared_ptr<const device::Device> device, std::unique_ptr<OwnArena> arena,
                 const Options& options)
         : options_(options),

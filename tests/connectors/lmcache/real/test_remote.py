@@ -193,7 +193,7 @@ def test_nothing_is_lent_to_who_keeps_it_or_writes(options: dict[str, Any], node
 
 
 def test_nothing_is_lent_to_kernels_of_a_gpu(node: Node, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read LMCache's memory by themselves, and the arena is not registered with a driver."""
+    """They read LMCache's memory by themselves, and without gpu_pin no driver knows the arena."""
     monkeypatch.setattr(remote_connector, "torch_device_type", "cuda")
     node.start()
     backend = make()
