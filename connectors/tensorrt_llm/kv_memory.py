@@ -18,7 +18,7 @@ from moonpool import _native
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.pinned_arena import pin_arena
 from moonpool.connectors.tensorrt_llm import compat
-from moonpool.connectors.tensorrt_llm.layout import Memory, Shape, rows_of
+from moonpool.connectors.tensorrt_llm.layout import Memory, Shape, pages_of, rows_of
 from moonpool.connectors.tensorrt_llm.messages import Pages
 from moonpool.connectors.tensorrt_llm.settings import VARIABLE, Settings
 from moonpool.core.errors import Error, Unavailable
@@ -105,9 +105,9 @@ def open_kv_memory(args: Any, memory: Memory, shape: Shape, settings: Settings, 
     args: TensorRT-LLM's arguments.
     """
     table = _native.PartTable(rows_of(memory, shape))
-    counts = {region.pages for regions in memory.groups for region in regions}
+    pages = pages_of(memory, shape)
     if memory.device == "cpu":
-        return KvMemory(table, shape, blocks=min(counts), log=log)
+        return KvMemory(table, shape, blocks=min(pages), log=log)
     if memory.device != "cuda":
         raise Refused(f"the KV cache lies on the device {memory.device}; the pool knows CUDA's")
     if not settings.gpu:
@@ -117,12 +117,6 @@ def open_kv_memory(args: Any, memory: Memory, shape: Shape, settings: Settings, 
         )
     if compat.sleeps(args):
         raise Refused("the KV cache lies on a CUDA device, and the engine may unmap it under a copy (sleep)")
-    if len(counts) > 1:
-        raise Refused(
-            f"the layer groups have {', '.join(map(str, sorted(counts)))} pages; on a CUDA device all of "
-            f"them must have as many"
-        )
-    (blocks,) = counts
-    kv = _native.DeviceKv(memory.ordinal, table, blocks, settings.gpu_ring, settings.gpu_copy_threads)
+    kv = _native.DeviceKv(memory.ordinal, table, pages, settings.gpu_ring, settings.gpu_copy_threads)
     log.info("this rank pools the memory of %s", kv.device_name)
-    return KvMemory(kv, shape, blocks=blocks, pin_bytes=settings.gpu_pin, log=log)
+    return KvMemory(kv, shape, blocks=min(pages), pin_bytes=settings.gpu_pin, log=log)

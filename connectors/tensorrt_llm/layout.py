@@ -25,6 +25,11 @@ from moonpool.connectors.objects import TP_SIZE_MAX, Refused, Row, append_row, h
 from moonpool.core.store.keys import Json, Ranges, digest_of
 
 KNOWN_BACKEND = "TRTLLM"
+# Behind the reason why one tensor is not enough.
+SHOWS_ALL = (
+    "; newer versions of TensorRT-LLM show a connector all pools where kv_cache_config has "
+    "use_kv_cache_manager_v2"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +225,7 @@ def shape_of(memory: Memory, model: Model) -> Shape:
     if not memory.described:
         raise Refused(
             "the KV cache that TensorRT-LLM shows is not the keys and values of the layers and heads in "
-            "config.json, so some of it may lie elsewhere"
+            f"config.json, so some of it may lie elsewhere{SHOWS_ALL}"
         )
     return _raw(memory, model)
 
@@ -329,6 +334,12 @@ def rows_of(memory: Memory, shape: Shape) -> list[list[Row]]:
                 if first < last:
                     append_row(columns[-1], (region.base + first - start, region.stride, last - first))
     return columns
+
+
+def pages_of(memory: Memory, shape: Shape) -> list[int]:
+    """For each column how many pages its layer group has, in each of its regions."""
+    pages = [min(region.pages for region in regions) for regions in memory.groups]
+    return [pages[column.ranges.group] for column in shape.columns]
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.tensorrt_llm.identity import longest, quantisation
-from moonpool.connectors.tensorrt_llm.layout import Memory
+from moonpool.connectors.tensorrt_llm.layout import SHOWS_ALL, Memory
 
 _MEDIA = re.compile(r"image|video|audio|vision|visual|speech|media|multimodal|(^|_)(mm|img)(_|$)")
 _TOKEN = re.compile(r"_token(_id|_index|_idx)?s?$|_(pad|patch)_id$")
@@ -59,23 +59,25 @@ def check(args: Any, folder: Path, config: Mapping[str, Any], memory: Memory) ->
             raise Refused(f"the pool does not know {name} above 1")
     if getattr(args, "enable_attention_dp", False):
         raise Refused("the pool does not know enable_attention_dp, where each rank has other requests")
-    if not memory.described:
-        _check_tensor(args, folder, config)
+    if not memory.described and (why := _not_in_tensor(args, folder, config)):
+        raise Refused(why + SHOWS_ALL)
 
 
-def _check_tensor(args: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """One tensor is the first pool of however many there are; the others were not shown."""
+def _not_in_tensor(args: Any, folder: Path, config: Mapping[str, Any]) -> str:
+    """What may lie elsewhere; empty: nothing. One tensor is the first pool of however many there are; the
+    others were not shown."""
     text, cache = config.get("text_config", config), args.kv_cache_config
     types = (getattr(cache, "dtype", ""), quantisation(args, folder))
     if "fp4" in str(types).lower():
-        raise Refused("4-bit KV has its scales in another pool, which this TensorRT-LLM does not show")
+        return "4-bit KV has its scales in another pool, which this TensorRT-LLM does not show"
     if any(text.get(name) for name in ("index_head_dim", "index_topk", "index_n_heads")) or getattr(
         args, "sparse_attention_config", None
     ):
-        raise Refused("sparse attention has keys in another pool, which this TensorRT-LLM does not show")
+        return "sparse attention has keys in another pool, which this TensorRT-LLM does not show"
     if getattr(cache, "host_cache_size", None):
-        raise Refused("host_cache_size moves blocks, and this TensorRT-LLM does not say where to")
+        return "host_cache_size moves blocks, and this TensorRT-LLM does not say where to"
     windows = getattr(cache, "max_attention_window", None)
     length = longest(args, text)
     if windows and (not length or min(windows) < length):
-        raise Refused("max_attention_window frees blocks, and this TensorRT-LLM does not say which")
+        return "max_attention_window frees blocks, and this TensorRT-LLM does not say which"
+    return ""

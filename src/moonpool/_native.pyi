@@ -191,8 +191,10 @@ class DeviceKv:
     """
     A paged KV cache in the memory of a card; the PartTable has device addresses.
     """
-    def __init__(self, device: typing.SupportsInt | typing.SupportsIndex, parts: PartTable, blocks: typing.SupportsInt | typing.SupportsIndex, ring_bytes: typing.SupportsInt | typing.SupportsIndex, copy_threads: typing.SupportsInt | typing.SupportsIndex) -> None:
-        ...
+    def __init__(self, device: typing.SupportsInt | typing.SupportsIndex, parts: PartTable, blocks: typing.SupportsInt | typing.SupportsIndex | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], ring_bytes: typing.SupportsInt | typing.SupportsIndex, copy_threads: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        blocks: how many there are, or how many each column has.
+        """
     def close(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     def mark(self, stream: typing.SupportsInt | typing.SupportsIndex) -> Mark:

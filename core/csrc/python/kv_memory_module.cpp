@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "device/device.hpp"
@@ -23,11 +24,18 @@ namespace moonpool::python {
 
 namespace {
 
-std::shared_ptr<DeviceKv> open_device_kv(int device, const PartTable& parts, uint32_t blocks,
+// blocks: of each column, or one number for all.
+std::shared_ptr<DeviceKv> open_device_kv(int device, const PartTable& parts,
+                                         const std::variant<uint32_t, std::vector<uint32_t>>& blocks,
                                          uint64_t ring_bytes, uint32_t copy_threads) {
     Result<std::shared_ptr<DeviceKv>> kv = [&] {
         py::gil_scoped_release nogil;
-        return DeviceKv::open(device, parts, blocks, {.ring_bytes = ring_bytes, .load_lanes = copy_threads});
+        return std::visit(
+            [&](const auto& each) {
+                return DeviceKv::open(device, parts, each,
+                                      {.ring_bytes = ring_bytes, .load_lanes = copy_threads});
+            },
+            blocks);
     }();
     return unwrap(std::move(kv), "open a card's KV cache");
 }
@@ -123,7 +131,8 @@ void bind_kv_memory(py::module_& m) {
     py::class_<DeviceKv, std::shared_ptr<DeviceKv>>(
         m, "DeviceKv", "A paged KV cache in the memory of a card; the PartTable has device addresses.")
         .def(py::init(&open_device_kv), py::arg("device"), py::arg("parts"), py::arg("blocks"),
-             py::arg("ring_bytes"), py::arg("copy_threads"))
+             py::arg("ring_bytes"), py::arg("copy_threads"),
+             "blocks: how many there are, or how many each column has.")
         .def("mark", &mark, py::arg("stream"))
         .def("pin_arena", &pin_arena, py::arg("client"), py::arg("bytes"))
         .def("close", &close_device_kv, py::arg("timeout_s"))

@@ -223,7 +223,8 @@ def write_model(
 
 class Engine:
     """One engine of ``tp_size`` ranks in one process. groups: 1 for one pool tensor, more for layer groups of
-    several regions, the last of them with a window of ``window`` blocks."""
+    several regions, the last of them with a window of ``window`` blocks. blocks: how many pages each group
+    has, or all of them."""
 
     device: Any = SimpleNamespace(type="cpu")
     stream: Any = None  # of its forward passes
@@ -236,7 +237,7 @@ class Engine:
         heads: int = 8,
         layers: int = 3,
         head_dim: int = 4,
-        blocks: int = 64,
+        blocks: int | tuple[int, ...] = 64,
         groups: int = 1,
         window: int = 10**6,
         chunk: int = 10**6,
@@ -246,7 +247,8 @@ class Engine:
         self.tokens = args.kv_cache_config.tokens_per_block
         self.heads, self.head_dim = heads, head_dim
         self.local = max(1, heads // args.tensor_parallel_size)
-        self.free = [list(range(blocks - 1, -1, -1)) for _ in range(groups)]
+        pages = (blocks,) * groups if isinstance(blocks, int) else blocks
+        self.free = [list(range(count - 1, -1, -1)) for count in pages]
         self.next_id = 1
         self.finished: list[int] = []  # for the next get_finished
         self.kept: dict[int, Request] = {}  # whose pages the connector still uses
@@ -263,11 +265,11 @@ class Engine:
             memory: list[np.ndarray[Any, Any]] = []
             numbers = self.local * self.tokens * head_dim
             if groups == 1:
-                array, address = self.allocate((blocks, layers, 2, numbers))
+                array, address = self.allocate((*pages, layers, 2, numbers))
                 memory.append(array)
                 worker.register_kv_caches(Tensor(array, dtype, self.device, address))
             else:
-                worker.register_kv_cache_layout(self._layout(blocks, layers * numbers))
+                worker.register_kv_cache_layout(self._layout(pages, layers * numbers))
             self.ranks.append((worker, memory))
 
     def allocate(self, shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], int]:
@@ -275,15 +277,15 @@ class Engine:
         array = np.zeros(shape, np.uint16)
         return array, int(array.ctypes.data)
 
-    def _layout(self, blocks: int, numbers: int) -> Any:
-        def region(plane: int) -> Region:
-            array, address = self.allocate((blocks, numbers))
+    def _layout(self, pages: tuple[int, ...], numbers: int) -> Any:
+        def region(count: int, plane: int) -> Region:
+            array, address = self.allocate((count, numbers))
             buffer = SimpleNamespace(layer_id=0, role=("key", "value")[plane], expansion=1)
             return Region(array.view(np.uint8), (buffer,), self.device, address)
 
         # Keys and values of a group lie in regions of their own.
         self.regions = getattr(self, "regions", [])
-        mine = [[region(plane) for plane in (0, 1)] for _ in range(self.groups)]
+        mine = [[region(count, plane) for plane in (0, 1)] for count in pages]
         self.regions.append(mine)
         return SimpleNamespace(
             tokens_per_block=self.tokens,

@@ -129,6 +129,18 @@ def test_layer_groups_of_several_regions(make: Make, node: Node) -> None:
     check(make(), PROMPT, 0)  # cut otherwise, so not shared
 
 
+def test_layer_groups_with_unlike_numbers_of_pages(make: Make, node: Node) -> None:
+    node.start()
+    first, second = (make(groups=2, blocks=blocks) for blocks in ((64, 24), (24, 96)))
+    for engine in (first, second):
+        for free in engine.free:
+            free.reverse()  # the last pages first
+    check(first, PROMPT, 0)
+    check(second, PROMPT, 20)
+    check(second, list(range(60)), 0)  # 15 blocks: a quarter of the pages of the smaller group may be kept
+    assert counts(second)["unsaved_blocks"] == 9
+
+
 def test_blocks_without_a_page_are_neither_saved_nor_loaded(make: Make, node: Node) -> None:
     node.start()
     first, second = make(groups=2), make(groups=2)

@@ -100,6 +100,21 @@ def test_layer_groups_of_several_regions(card: SoftCard, make_on_card: Make, nod
     check(second, PROMPT, 20)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_layer_groups_with_unlike_numbers_of_pages(
+    card: SoftCard, make_on_card: Make, make: Make, node: Node, tp_size: int
+) -> None:
+    node.start()
+    more: dict[str, Any] = {"args": {"tp_size": tp_size}, "groups": 2}
+    engines = [make_on_card(blocks=(64, 24), **more), make_on_card(blocks=(24, 96), **more)]
+    engines.append(make(blocks=(32, 48), **more))
+    for number, engine in enumerate(engines):
+        for free in engine.free:
+            free.reverse()  # the last pages first, which the other group does not have
+        check(engine, OTHER, 20 if number else 0)
+        check(engine, PROMPT, 20 if number else 0)
+
+
 def test_chunks_are_saved_while_the_next_are_computed(card: SoftCard, make_on_card: Make, node: Node) -> None:
     node.start()
     first, second = make_on_card(chunk=6), make_on_card()

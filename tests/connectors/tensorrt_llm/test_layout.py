@@ -16,6 +16,7 @@ from moonpool.connectors.tensorrt_llm.layout import (
     Region,
     Shape,
     model_of,
+    pages_of,
     read_layout,
     read_tensor,
     rows_of,
@@ -208,6 +209,17 @@ def test_pages_that_are_missing() -> None:
     rows, pages, columns = memory.places(((1, 2), (3,)), 2)
     assert (rows.tolist(), pages.tolist(), columns.tolist()) == ([0, 1, 2], [1, 3, 2], [0, 1, 0])
     assert page_keys(((1, 2), (3, -1))) == {1, 2, (1 << 32) | 3}
+
+
+def test_each_group_has_its_number_of_pages() -> None:
+    groups = tuple(
+        tuple(Region(4096 + 8 * at, 8, 64, pages, ()) for at, pages in enumerate(each))
+        for each in ((10, 10), (3, 4))
+    )
+    memory = Memory(4, groups, "bytes", "cpu", described=True)
+    assert pages_of(memory, shape(LLAMA, memory)) == [10, 3]
+    tensor = read_tensor(Tensor(10, 2, 2, 2 * 4 * 8), 4)
+    assert pages_of(tensor, shape(LLAMA, tensor)) == [10, 10]
 
 
 def shape_of_two_groups() -> tuple[Memory, Shape]:

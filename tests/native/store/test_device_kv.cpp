@@ -383,6 +383,13 @@ TEST_CASE("device kv: what cannot be opened is refused in a sentence") {
         CHECK_FALSE(DeviceKv::open(0, on_card, kShape.blocks * 10000, kSmall).ok());
         CHECK_FALSE(DeviceKv::open(7, on_card, kShape.blocks, kSmall).ok());
         CHECK_FALSE(DeviceKv::open(0, on_card, 0, kSmall).ok());
+        std::vector<uint32_t> blocks(kShape.heads, kShape.blocks);
+        blocks.back() = 0;
+        CHECK_FALSE(DeviceKv::open(0, on_card, blocks, kSmall).ok());
+        blocks.back() = kShape.blocks * 10000;
+        CHECK_FALSE(DeviceKv::open(0, on_card, blocks, kSmall).ok());
+        blocks.pop_back();
+        CHECK_FALSE(DeviceKv::open(0, on_card, blocks, kSmall).ok());
         // No pinned memory, and no memory on the card.
         soft_device().soft_limit(UINT64_MAX, 0);
         CHECK_FALSE(DeviceKv::open(0, on_card, kShape.blocks, kSmall).ok());
@@ -405,6 +412,36 @@ TEST_CASE("device kv: what cannot be opened is refused in a sentence") {
         CHECK(saved.error().code == Code::kInvalidArgument);
     }
     bed.end();
+}
+
+TEST_CASE("device kv: columns of unlike numbers of blocks") {
+    if (is_real()) return;
+    static_assert(kShape.heads > 1 && kShape.blocks > 2);
+    Node node;
+    each_policy([&](Bed& bed) {
+        Random random(87);
+        Client client(node.options());
+        REQUIRE(client.connect());
+        Cache cache(bed);
+        std::vector<uint32_t> blocks(kShape.heads, kShape.blocks);
+        blocks.back() = 2;
+        std::shared_ptr<DeviceKv> kv = must(DeviceKv::open(0, cache.table(), blocks, kSmall));
+        cache.write(random);
+        Mark computed = must(kv->mark(cache.stream()));
+        int staged = 0;
+        for (uint16_t column = 0; column < kShape.heads; ++column) {
+            for (uint32_t block = 0; block <= kShape.blocks; ++block) {
+                std::string text = "object " + std::to_string(column * 100 + block);
+                std::string_view name = text;
+                auto saved = save_now(*kv, client, {{&name, 1}, {}, 0, {&block, 1}, {&column, 1}, computed},
+                                      [&] { ++staged; });
+                CHECK(saved.ok() == (block < blocks[column]));
+                if (!saved.ok()) CHECK(saved.error().code == Code::kInvalidArgument);
+                if (saved.ok()) REQUIRE(client.remove({&name, 1}));
+            }
+        }
+        CHECK(staged == static_cast<int>(kShape.heads * (kShape.blocks + 1)));
+    });
 }
 
 TEST_CASE(

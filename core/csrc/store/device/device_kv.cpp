@@ -21,11 +21,11 @@ constexpr uint32_t kSaveLanes = 1;
 
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
-Status check_memory(const PartTable& table, uint32_t blocks, int ordinal) {
+Status check_memory(const PartTable& table, std::span<const uint32_t> blocks, int ordinal) {
     for (size_t c = 0; c < table.columns(); ++c) {
         for (const StridedRow& row : table.rows(c)) {
             uint64_t bytes = 0;
-            if (row.length > UINT32_MAX || __builtin_mul_overflow(row.stride, blocks - 1, &bytes) ||
+            if (row.length > UINT32_MAX || __builtin_mul_overflow(row.stride, blocks[c] - 1, &bytes) ||
                 __builtin_add_overflow(bytes, row.length, &bytes)) {
                 return Error{Code::kInvalidArgument, "a row of the KV cache is longer than memory can be"};
             }
@@ -43,10 +43,11 @@ Status check_memory(const PartTable& table, uint32_t blocks, int ordinal) {
 
 }  // namespace
 
-Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& table, uint32_t blocks,
+Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& table,
+                                                 std::vector<uint32_t> blocks,
                                                  const DeviceKvOptions& options) {
-    if (blocks == 0 || table.columns() == 0) {
-        return Error{Code::kInvalidArgument, "a KV cache has blocks and columns"};
+    if (table.columns() == 0 || blocks.size() != table.columns() || std::ranges::count(blocks, 0u) != 0) {
+        return Error{Code::kInvalidArgument, "a KV cache has columns, and each of them has blocks"};
     }
     auto device = device::Device::open(ordinal);
     if (!device) return device.error();
@@ -68,7 +69,7 @@ Result<std::shared_ptr<DeviceKv>> DeviceKv::open(int ordinal, const PartTable& t
         columns.push_back({{(*ring)->address(), 1, table.object_bytes(c)}});
     }
 
-    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, blocks, options));
+    std::shared_ptr<DeviceKv> kv(new DeviceKv(*device, std::move(blocks), options));
     kv->ring_ = std::move(*ring);
     kv->ring_table_ = std::make_unique<PartTable>(std::move(columns));
     if (direct) {
@@ -238,8 +239,10 @@ uint64_t DeviceKv::ring_offset(const device::RingSlot& slot) const {
 
 Status DeviceKv::check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const {
     if (std::string text = lost(); !text.empty()) return Error{Code::kUnavailable, std::move(text)};
-    bool inside = std::ranges::all_of(blocks, [&](uint32_t block) { return block < blocks_; }) &&
-                  std::ranges::all_of(columns, [&](uint16_t c) { return c < ring_table_->columns(); });
+    bool inside = blocks.size() == columns.size();  // and of each object the block is one of its column's
+    for (size_t i = 0; inside && i < blocks.size(); ++i) {
+        inside = columns[i] < blocks_.size() && blocks[i] < blocks_[columns[i]];
+    }
     if (inside) return success();
     return Error{Code::kInvalidArgument, "a block or a column is not one of this KV cache"};
 }

@@ -83,10 +83,16 @@ struct SaveCalls {
 
 class DeviceKv {
    public:
-    // table: where each column lies in block 0, device addresses. blocks: in the KV cache. An error when an
-    // address is not memory of that card, as its driver says, or the card lacks something.
-    static Result<std::shared_ptr<DeviceKv>> open(int ordinal, const PartTable& table, uint32_t blocks,
+    // table: where each column lies in block 0, device addresses. blocks: how many each column has. An error
+    // when an address is not memory of that card, as its driver says, or the card lacks something.
+    static Result<std::shared_ptr<DeviceKv>> open(int ordinal, const PartTable& table,
+                                                  std::vector<uint32_t> blocks,
                                                   const DeviceKvOptions& options);
+    // All columns have as many.
+    static Result<std::shared_ptr<DeviceKv>> open(int ordinal, const PartTable& table, uint32_t blocks,
+                                                  const DeviceKvOptions& options) {
+        return open(ordinal, table, std::vector<uint32_t>(table.columns(), blocks), options);
+    }
     ~DeviceKv();  // close(CopyLanes::kCloseMs)
     DeviceKv(const DeviceKv&) = delete;
 
@@ -121,8 +127,9 @@ class DeviceKv {
     uint64_t object_bytes(size_t column) const { return ring_table_->object_bytes(column); }
 
    private:
-    DeviceKv(std::shared_ptr<const device::Device> device, uint32_t blocks, const DeviceKvOptions& options)
-        : device_(std::move(device)), blocks_(blocks), options_(options) {}
+    DeviceKv(std::shared_ptr<const device::Device> device, std::vector<uint32_t> blocks,
+             const DeviceKvOptions& options)
+        : device_(std::move(device)), blocks_(std::move(blocks)), options_(options) {}
 
     Status check(std::span<const uint32_t> blocks, std::span<const uint16_t> columns) const;
     // Chunks of a job over these objects, each at most `bytes` long.
@@ -133,7 +140,7 @@ class DeviceKv {
     void set_arena(std::shared_ptr<PinnedArena> arena) EXCLUDES(arena_mutex_);
 
     std::shared_ptr<const device::Device> device_;
-    const uint32_t blocks_;
+    const std::vector<uint32_t> blocks_;  // of each column
     const DeviceKvOptions options_;
     std::unique_ptr<PartTable> ring_table_;
     std::unique_ptr<device::PinnedRing> ring_;
