@@ -8,6 +8,7 @@ from tests.connectors.tensorrt_llm.stub_engine import Engine
 from tests.core.store_bed import until
 
 PROMPT = list(range(100, 123))  # 23 tokens: five blocks of 4 and a tail of 3
+LARGE: dict[str, Any] = {"model": {"head_dim": 64}, "head_dim": 64}  # blocks of 24 KiB
 
 
 def check(engine: Engine, tokens: list[int], hit: int, **fields: Any) -> None:
@@ -20,3 +21,10 @@ def check(engine: Engine, tokens: list[int], hit: int, **fields: Any) -> None:
 
 def counts(engine: Engine) -> Any:
     return engine.scheduler._link.count
+
+
+def asks(engine: Engine) -> bool:
+    """Whether the node answers again: the native client tries at most every quarter of a second."""
+    before = counts(engine)["unanswered"]
+    engine.finish(engine.start([5] * 9))
+    return bool(counts(engine)["unanswered"] == before)
