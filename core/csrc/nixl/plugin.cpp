@@ -368,7 +368,8 @@ NixlPlugin* plugin_for(const Status& host) {
 
 }  // namespace moonpool::nixl
 
-extern "C" __attribute__((visibility("default"))) NixlPlugin* nixl_plugin_init() {
+// What libplugin_MOONPOOL.so calls: see entry.cpp.
+extern "C" __attribute__((visibility("default"))) NixlPlugin* moonpool_nixl_plugin() {
     NixlPlugin* plugin = nullptr;
     (void)moonpool::nixl::guarded("the backend MOONPOOL", [&] {
         plugin = moonpool::nixl::plugin_for(moonpool::nixl::check_loaded());
@@ -376,5 +377,3 @@ extern "C" __attribute__((visibility("default"))) NixlPlugin* nixl_plugin_init()
     });
     return plugin;
 }
-
-extern "C" __attribute__((visibility("default"))) void nixl_plugin_fini() {}
