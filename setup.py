@@ -37,12 +37,11 @@ from scripts.units import write_units
 SOURCES = sorted(glob("core/csrc/**/*.cpp", recursive=True))
 NATIVE = [name for name in SOURCES if not name.startswith(("core/csrc/capi/", "core/csrc/nixl/"))]
 NATIVE += [*sorted(glob("disagg_proxy/csrc/**/*.cpp", recursive=True)), "src/moonpool/native.cpp"]
-# The C library: the transfer engine without Python, made of the same objects. The NIXL plugin is in it, and a
-# library of its own only leads there.
+# The C library: the transfer engine without Python, made of the same objects. The NIXL plugin is in it;
+# libplugin_MOONPOOL.so only opens it.
 NIXL_ENTRY = glob("core/csrc/nixl/entry.cpp")
 CAPI_FOLDERS = ("base", "capi", "device", "engine", "memory", "nixl", "transport", "wire")
 CAPI = [name for name in SOURCES if name.split("/")[2] in CAPI_FOLDERS and name not in NIXL_ENTRY]
-CAPI_NAME, NIXL_NAME = "moonpool.capi.lib.libtransfer_engine", "moonpool.capi.nixl.libplugin_MOONPOOL"
 INCLUDES = ["core/csrc", "disagg_proxy/csrc", "src/moonpool/capi/include"]
 HEADERS = sorted(header for folder in INCLUDES for header in glob(f"{folder}/**/*.h*", recursive=True))
 # Each function in a section of its own, so that a library leaves out what it does not use.
@@ -126,11 +125,8 @@ class IncrementalBuild(build_ext):
             os.utime(target, (started_s, started_s))
 
         def link_one(ext: Extension) -> None:
-            objects = [str(unit.with_suffix(".o")) for unit in units[ext.name]]
-            if ext.name == NIXL_NAME:
-                objects.append(self.get_ext_fullpath(CAPI_NAME))
             self.compiler.link_shared_object(
-                objects,
+                [str(unit.with_suffix(".o")) for unit in units[ext.name]],
                 self.get_ext_fullpath(ext.name),
                 extra_postargs=ext.extra_link_args,
                 target_lang="c++",
@@ -139,20 +135,14 @@ class IncrementalBuild(build_ext):
         jobs = int(os.environ.get("MOONPOOL_BUILD_JOBS", "0")) or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(compile_one, stale))
-            *but_nixl, nixl = self.extensions
-            list(pool.map(link_one, but_nixl))
-            link_one(nixl)  # with another one
+            list(pool.map(link_one, self.extensions))
 
 
 def linking(name: str) -> list[str]:
     """A C library says its name, so that programs look for it by that and not by a path of where they were
-    built; and it needs nothing that whoever loads it must have. The NIXL plugin finds the other one beside
-    it."""
+    built; and it needs nothing that whoever loads it must have."""
     last = name.rpartition(".")[2]
-    if not last.startswith("lib"):
-        return []
-    beside = ["-Wl,-rpath,$ORIGIN/../lib"] if name == NIXL_NAME else []
-    return [f"-Wl,-soname,{last}.so", "-Wl,--no-undefined", *beside]
+    return [f"-Wl,-soname,{last}.so", "-Wl,--no-undefined"] if last.startswith("lib") else []
 
 
 def extension(name: str, sources: list[str]) -> Extension:
@@ -178,8 +168,8 @@ setup(
     },
     ext_modules=[
         extension("moonpool._native", NATIVE),
-        extension(CAPI_NAME, CAPI),
-        extension(NIXL_NAME, NIXL_ENTRY),
+        extension("moonpool.capi.lib.libtransfer_engine", CAPI),
+        extension("moonpool.capi.nixl.libplugin_MOONPOOL", NIXL_ENTRY),
     ],
     cmdclass={"build_ext": IncrementalBuild},
 )

@@ -30,6 +30,7 @@ class Request(Protocol):
     num_preemptions: int
     num_prompt_tokens: int
     num_output_tokens: int
+    max_tokens: int
     skip_reading_prefix_cache: bool
     resumable: bool
     kv_transfer_params: Mapping[str, Any] | None

@@ -121,8 +121,8 @@ class Lookups:
         if oldest is not None and now_s - oldest[1][1] > FORGET_TICKET_S:
             self._log.error("moonpool: the native worker never answered query %s", oldest[0])
             state, _ = self.tickets.pop(oldest[0])
-            if state is not None and state.phase is Phase.COVERED:
-                state.missed(0)
+            if state is not None and state.phase in {Phase.LOOKING, Phase.COVERED}:
+                self._unknown(state, f"no answer within {FORGET_TICKET_S:g} s")
 
     def abandon(self, state: RequestState) -> None:
         """No answer counts for this state any more; its pin is released when it comes."""

@@ -111,8 +111,8 @@ class Pool:
 
     def wait_for_read(self, timeout_s: float) -> bool:
         """Waits until a query or a load has ended that ``poll`` has not returned. False: none has in that
-        time."""
-        return bool(self._ended.poll(timeout_s * 1e3))
+        time. The system counts whole milliseconds: less than half of one is none."""
+        return bool(self._ended.poll(round(timeout_s * 1e3)))
 
     def close(self) -> None:
         """Waits for the operations under way, then disconnects."""

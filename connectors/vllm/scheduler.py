@@ -1,7 +1,8 @@
 """The half in the scheduler's process: asks the pool, owns the pins, decides what is loaded and saved when.
 
-Runs on the scheduler's thread only, and never waits: native threads answer queries, and each step polls for
-the answers. A step without work costs a few tests of empty dictionaries.
+Runs on the scheduler's thread only, and waits for the pool at most 1 ms a step (lookups): native threads
+answer queries, and each step polls for the answers. A step without work costs a few tests of empty
+dictionaries.
 
 vLLM keeps blocks that are being loaded until the worker reports the request. This half keeps the pin until
 then, even when the request is gone. saves.py keeps blocks that are being saved.
@@ -43,7 +44,7 @@ OpenNode = Callable[[bytes], NodeConnection[Pool]]
 
 
 class SchedulerHalf:
-    """The half in the scheduler's process; all methods run on its thread and none waits for the pool."""
+    """The half in the scheduler's process; all methods run on its thread."""
 
     def __init__(
         self,
@@ -265,8 +266,11 @@ class SchedulerHalf:
             self._ask(state, request)
         handed = self.handover.matched(request, local_tokens)
         if not handed and state.phase is Phase.LOOKING:
-            # An engine that has all of it waits for nothing.
-            covered = state.is_covered(local_tokens, self._engine_config.block_tokens)
+            # An engine that has all of it waits for nothing. A request of one step has no later one in which
+            # blocks that the pool has lost could be saved.
+            covered = request.max_tokens > 1 and state.is_covered(
+                local_tokens, self._engine_config.block_tokens
+            )
             if not covered and not self.lookups.is_settled(state):
                 return None, False
         state.offered_after = local_tokens

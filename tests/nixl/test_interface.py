@@ -27,9 +27,9 @@ print("taken" if start() else "refused")
 """
 
 
-def load(*libraries: Path, python: str = sys.executable) -> tuple[str, str]:
+def load(*libraries: Path, plugin: Path = PLUGIN, python: str = sys.executable) -> tuple[str, str]:
     done = subprocess.run(
-        [python, "-c", LOAD, str(PLUGIN), *map(str, libraries)],
+        [python, "-c", LOAD, str(plugin), *map(str, libraries)],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return done.stdout.strip(), done.stderr
@@ -61,6 +61,21 @@ def test_a_library_that_is_nixl_or_not(tmp_path: Path, change: str) -> None:
     said, why = load(library)
     assert said == ("taken" if change == "none" else "refused")
     assert why == "" if change == "none" else "made for NIXL 1.5.1" in why
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_another_library_of_the_engines_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    """As the original's is, which programs may have loaded; and a link to the plugin finds its engine."""
+    source, other = tmp_path / "empty.cpp", tmp_path / "libtransfer_engine.so"
+    source.touch()
+    assert COMPILER is not None
+    named = f"-Wl,-soname,{other.name}"
+    subprocess.run([COMPILER, "-shared", named, str(source), "-o", str(other)], check=True, timeout=60)
+    link = tmp_path / PLUGIN.name
+    link.symlink_to(PLUGIN)
+    for plugin in (PLUGIN, link):
+        _, why = load(other, plugin=plugin)
+        assert "no libnixl.so is loaded" in why  # the engine says so
 
 
 def test_no_library() -> None:

@@ -507,9 +507,9 @@ class TransferEngine:
             found = self._transfers.get(one)
             if found is not None:
                 found[0].wait()
-                if found[0].state is not TransferState.DONE:
-                    self._open().wait_for_abandoned_copies()
-            failed |= self.transfer_check_status(one) != 1
+            while (code := self.transfer_check_status(one)) == 0:
+                self._open().wait_for_abandoned_copies()
+            failed |= code != 1
         return FAILED if failed else 0
 
     @coded("submit", floor=NO_TRANSFER)

@@ -54,6 +54,7 @@ constexpr int kNotRegistered = -3;
 constexpr int kOverlapped = -7;
 constexpr int kNoPeer = -102;
 constexpr int kInvalid = -600;
+constexpr int kFreeMs = 10000;  // twice what a peer that hangs takes
 constexpr size_t kBatchesMax = 65536;
 constexpr size_t kBatchesKept = 4096;  // the last ones, however they ended
 constexpr size_t kBatchRequestsMax = 1u << 20;
@@ -203,11 +204,23 @@ int Handle::free_batch(batch_id_t batch) {
     auto freed = batches_.extract(batch);
     if (freed.empty()) return say(kInvalid, "freeBatchID", "there is no such batch");
     lock.unlock();  // what still runs takes up to a second to end, and others must not wait for it
-    for (const Submitted& one : freed.mapped().submits) {
+    bool all_over = true;
+    for (Submitted& one : freed.mapped().submits) {
         // Cancels what still runs, so that no byte moves for a batch that its owner has freed.
-        if (one.ticket && !one.ended) (void)engine_->release(*one.ticket);
+        if (!one.ticket || one.ended) continue;
+        Result<bool> over = engine_->end(*one.ticket, kFreeMs);
+        if (over && !*over) {
+            all_over = false;
+            continue;
+        }
+        (void)engine_->release(*one.ticket);
+        one.ended = true;
+        one.done.assign(one.lengths.size(), false);
     }
-    return 0;
+    if (all_over) return 0;
+    lock.lock();
+    batches_.insert(std::move(freed));
+    return say(kFailed, "freeBatchID", "a card still makes copies of the batch's transfers; free it later");
 }
 
 // Looked at before the requests are: a count that is no batch's may be no array's either.

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "engine/core.hpp"
 #include "memory/address.hpp"
@@ -297,6 +298,18 @@ Result<bool> Engine::is_over(uint64_t id) {
     if (!ticket->wait(std::chrono::steady_clock::now())) return false;
     MutexLock lock(ticket->mutex);
     return ticket->state == TicketState::kDone || !core_->cards.has_abandoned();
+}
+
+Result<bool> Engine::end(uint64_t id, int timeout_ms) {
+    if (Status asked = cancel(id); !asked) return asked.error();
+    Result<bool> ended = wait(id, timeout_ms);
+    if (!ended || !*ended) return ended;
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    for (;;) {
+        Result<bool> over = is_over(id);
+        if (!over || *over || std::chrono::steady_clock::now() >= limit) return over;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
 }
 
 Result<TicketStatus> Engine::status(uint64_t id) {

@@ -137,6 +137,9 @@ class Engine {
     // Begins nothing new of it. Ended at the latest a second later, or when dialling a peer that hangs is
     // over.
     Status cancel(uint64_t ticket);
+    // Cancels it and waits, up to the time, until it has ended, and a second more until it is over: see
+    // is_over(). False: it is not yet.
+    Result<bool> end(uint64_t ticket, int timeout_ms);
     Status release(uint64_t ticket);       // forgets it, having cancelled it when it still runs
     Result<std::vector<uint64_t>> poll();  // tickets that ended since the last call
     int event_fd() const;                  // readable when poll() or notifications() has something

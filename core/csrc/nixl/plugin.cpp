@@ -34,6 +34,7 @@ using transport::Slice;
 
 constexpr char kListen[] = "listen";
 constexpr char kLoopback[] = "127.0.0.1:0";
+constexpr int kReleaseMs = 10000;  // twice what a peer that hangs takes
 
 NixlStatus say(NixlStatus status, const std::string& what, const Error& error) {
     std::fprintf(stderr, "moonpool: %s: %s\n", what.c_str(), error.text.c_str());
@@ -173,9 +174,18 @@ class Backend final : public NixlEngine {
     }
     NixlStatus release(NixlRequest* request) const override {
         return guarded("releaseReqH", [&] {
-            std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(request));
+            auto* transfer = static_cast<Transfer*>(request);
             // Cancels one that runs and waits for its end: NIXL's caller may free the memory afterwards.
-            if (transfer->ticket) (void)engine_->release(*transfer->ticket);
+            if (transfer->ticket) {
+                Result<bool> over = engine_->end(*transfer->ticket, kReleaseMs);
+                if (over && !*over) {
+                    return say(kNixlBackendError, "releaseReqH",
+                               Error{Code::kTimeout,
+                                     "a card still makes copies of this transfer; release it later"});
+                }
+                (void)engine_->release(*transfer->ticket);
+            }
+            delete transfer;
             return kNixlSuccess;
         });
     }

@@ -75,6 +75,12 @@ class PyPinnedArena {
         arena_ = unwrap(std::move(opened), "pin the memory of a node");
     }
 
+    ~PyPinnedArena() {
+        py::gil_scoped_release nogil;  // the driver takes a while to unpin
+        arena_.reset();
+    }
+    PyPinnedArena(const PyPinnedArena&) = delete;
+
     ArenaPins grow(uint64_t bytes) {
         py::gil_scoped_release nogil;
         return arena_->grow(bytes);

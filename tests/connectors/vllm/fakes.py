@@ -159,6 +159,7 @@ class FakeRequest:
     resumable: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
+    max_tokens: int = 16
     abort_immediately: bool = False
     status: Status = Status("RUNNING")
     answer: list[int] = field(default_factory=list)

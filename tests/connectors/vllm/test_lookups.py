@@ -145,6 +145,26 @@ def test_a_request_that_is_covered_but_for_one_block_is_looked_up() -> None:
     assert half.matched_tokens(asked(half, "r"), (BLOCKS - 1) * BLOCK_TOKENS) == LOOKING
 
 
+def test_a_request_of_one_step_is_looked_up_though_it_is_covered() -> None:
+    """Blocks that the pool has lost could not be saved later."""
+    pool = FakePool()
+    half, _ = scheduler_half(pool)
+    one = request(max_tokens=1)
+    half.arrived(one)
+    assert half.matched_tokens(one, BLOCKS * BLOCK_TOKENS) == LOOKING
+
+
+def test_a_request_whose_query_is_forgotten_while_it_waits_is_saved() -> None:
+    pool, clock = FakePool(), Clock()
+    half, _ = scheduler_half(pool, clock=clock)
+    one = asked(half, "r")
+    clock.now_s += FORGET_TICKET_S + 0.1
+    half.build_step(FakeStep())
+    assert admit(half, one, local=BLOCKS * BLOCK_TOKENS) == 0
+    (save,) = half.build_step(first_step(one, computed=16, scheduled=2)).saves
+    assert save.block_ids == ((100, 101, 102, 103),)
+
+
 def test_without_an_answer_all_blocks_of_a_covered_request_are_saved() -> None:
     for error in ("the node is gone", ""):
         pool, clock = FakePool(), Clock()

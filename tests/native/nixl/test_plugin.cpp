@@ -188,12 +188,13 @@ TEST_CASE("nixl: a transfer that failed is in progress until the card has ended 
         NixlStatus status = one.engine->post(kNixlRead, local, remote, "other", request, nullptr);
         // The engine gives up, and the copy hangs on.
         auto until = std::chrono::steady_clock::now() +
-                     std::chrono::milliseconds(2 * moonpool::EngineOptions{}.timeout_ms);
+                     std::chrono::milliseconds(moonpool::EngineOptions{}.timeout_ms + 2000);
         while (status == kNixlInProgress && std::chrono::steady_clock::now() < until) {
             status = one.engine->check(request);
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
         CHECK(status == kNixlInProgress);
+        CHECK(one.engine->release(request) == kNixlBackendError);
         moonpool::testing::soft_device().soft_unhang();
         while (status == kNixlInProgress) status = one.engine->check(request);
         CHECK(status == kNixlDisconnected);

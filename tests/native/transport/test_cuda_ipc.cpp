@@ -349,6 +349,28 @@ TEST_CASE("cuda ipc: the owner's memory stays while a copy of another process ma
     }
 }
 
+TEST_CASE("cuda ipc: host memory is deregistered while a card that hangs copies other memory") {
+    Bed bed;
+    {
+        EngineOptions mine = ipc_options("here", "cuda_ipc"), theirs = ipc_options("there", "", 300);
+        Pair pair(mine, theirs);
+        Memory from(*pair.here, 4096, MemoryKind::kDevice), to(*pair.there, 4096, MemoryKind::kDevice);
+        std::vector<std::byte> host(4096);
+        const auto address = reinterpret_cast<uint64_t>(host.data());
+        REQUIRE(pair.there->register_region(address, host.size(), "cpu:0").ok());
+        std::vector<Slice> slices = {{from.address(), to.address(), 4096, Direction::kWrite}};
+        soft_device().soft_hang(1);
+        int before = soft_device().soft_calls("cuMemcpyAsync");
+        uint64_t ticket = *pair.here->submit(pair.request(slices));
+        wait_for_copy(before);
+        CHECK(pair.there->deregister_region(address).ok());
+        soft_device().soft_unhang();
+        REQUIRE(*pair.here->wait(ticket, 10000));
+        CHECK(pair.here->release(ticket).ok());
+    }
+    bed.end();
+}
+
 TEST_CASE("cuda ipc: an initiator that was killed amid a copy is inside of nothing") {
     Bed bed;
     {

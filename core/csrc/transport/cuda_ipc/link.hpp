@@ -54,10 +54,10 @@ class Link final : public transport::Link {
     class Carrier;
     class Inside;
 
-    // The session with the peer, which the first job begins: of two engines without a card neither pays.
+    // The session with the peer, which the first job begins: engines without a card begin none.
     enum class Session : uint8_t { kNone, kOpen, kRefused };
 
-    // Before all that asks the peer.
+    // Call before any question to the peer.
     Status open() EXCLUDES(mutex_);
     std::shared_ptr<const View> known_view() const EXCLUDES(view_mutex_);
     Result<std::shared_ptr<const View>> ask_view(const std::shared_ptr<const View>& old) EXCLUDES(mutex_);

@@ -86,7 +86,7 @@ void Target::share(const Region& region) {
 uint64_t Target::take_back(const Region& region) {
     {
         MutexLock lock(rows_mutex_);
-        rows_.erase(region.id);
+        if (rows_.erase(region.id) == 0) return 0;  // no peer opens this region by its handle
     }
     return revoke();
 }
