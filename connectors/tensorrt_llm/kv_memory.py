@@ -8,6 +8,8 @@ step; a load, for one behind what was queued on its pages before. Nothing is que
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +26,7 @@ from moonpool.connectors.tensorrt_llm.settings import VARIABLE, Settings
 from moonpool.core.errors import Error, Unavailable
 
 CLOSE_TIMEOUT_S = 3.0  # for the copies under way; a card that hangs keeps the memory that they use
-_HELD_SHARE = 4  # at most a quarter of the pages wait to be saved
+_HELD_SHARE = 4  # at most a quarter of a layer group's pages wait to be saved
 _GROUP_SHIFT = 32  # of a page's key: below it the page, above it the layer group
 
 Rows = npt.NDArray[np.intp]
@@ -43,15 +45,18 @@ class KvMemory:
         kv: _native.PartTable | _native.DeviceKv,
         shape: Shape,
         *,
-        blocks: int,
+        pages: Sequence[int],
         pin_bytes: int = 0,
         log: compat.Log,
     ) -> None:
-        """blocks: how many blocks the smallest layer group has pages for.
+        """pages: for each column how many its layer group has.
         pin_bytes: of the node's memory, for ``pin``."""
         self.kv = kv
-        self.held_max = max(1, blocks // _HELD_SHARE)  # blocks
-        self._groups = np.array([column.ranges.group for column in shape.columns], np.intp)
+        groups = [column.ranges.group for column in shape.columns]
+        self._groups = np.array(groups, np.intp)
+        self._held_max = {
+            group: max(1, count // _HELD_SHARE) for group, count in zip(groups, pages, strict=True)
+        }
         self._pin_bytes = pin_bytes
         self._log = log
 
@@ -74,6 +79,22 @@ class KvMemory:
         if isinstance(self.kv, _native.DeviceKv) and self.kv.lost:
             raise Unavailable(self.kv.lost, operation="copy")
 
+    def savable(self, pages: Pages, blocks: int, held: Mapping[int, int]) -> int:
+        """How many of the first ``blocks`` blocks may be saved now.
+
+        held: by layer group, the pages that wait to be saved.
+        """
+        for group, ids in enumerate(pages):
+            if group not in self._held_max:
+                continue  # its layers are another rank's
+            left = self._held_max[group] - held.get(group, 0)
+            for block, page in enumerate(ids[:blocks]):
+                left -= page >= 0
+                if left < 0:
+                    blocks = block
+                    break
+        return blocks
+
     def places(self, pages: Pages, blocks: int) -> tuple[Rows, Indices, Columns]:
         """Of the objects of ``blocks`` blocks, block by block, those that have a page: their numbers, and the
         page and the column of each."""
@@ -94,6 +115,11 @@ class KvMemory:
                     self._log.warning("%s", error)
 
 
+def pages_by_group(keys: Iterable[int]) -> Counter[int]:
+    """How many of page_keys each layer group has."""
+    return Counter(key >> _GROUP_SHIFT for key in keys)
+
+
 def page_keys(pages: Pages) -> set[int]:
     """One number for each page of these layer groups."""
     return {group << _GROUP_SHIFT | page for group, ids in enumerate(pages) for page in ids if page >= 0}
@@ -107,7 +133,7 @@ def open_kv_memory(args: Any, memory: Memory, shape: Shape, settings: Settings, 
     table = _native.PartTable(rows_of(memory, shape))
     pages = pages_of(memory, shape)
     if memory.device == "cpu":
-        return KvMemory(table, shape, blocks=min(pages), log=log)
+        return KvMemory(table, shape, pages=pages, log=log)
     if memory.device != "cuda":
         raise Refused(f"the KV cache lies on the device {memory.device}; the pool knows CUDA's")
     if not settings.gpu:
@@ -119,4 +145,4 @@ def open_kv_memory(args: Any, memory: Memory, shape: Shape, settings: Settings, 
         raise Refused("the KV cache lies on a CUDA device, and the engine may unmap it under a copy (sleep)")
     kv = _native.DeviceKv(memory.ordinal, table, pages, settings.gpu_ring, settings.gpu_copy_threads)
     log.info("this rank pools the memory of %s", kv.device_name)
-    return KvMemory(kv, shape, blocks=min(pages), pin_bytes=settings.gpu_pin, log=log)
+    return KvMemory(kv, shape, pages=pages, pin_bytes=settings.gpu_pin, log=log)

@@ -10,11 +10,13 @@ the same (TensorRT-LLM may free a page without asking, for example one that a wi
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from moonpool import _native
+from moonpool.connectors.tensorrt_llm.kv_memory import pages_by_group
 from moonpool.connectors.tensorrt_llm.messages import Save
 from moonpool.connectors.tensorrt_llm.pool import PoolClient
 
@@ -26,13 +28,11 @@ class Saving:
     """A save under way.
 
     pages: that it still reads, see kv_memory.page_keys.
-    blocks: how many they are of.
     """
 
     save: Save
     client: PoolClient
     pages: set[int]
-    blocks: int
 
 
 class Saves:
@@ -45,10 +45,10 @@ class Saves:
         self._over: list[tuple[Saving, _native.SaveAnswer]] = []
 
     @property
-    def blocks(self) -> int:
-        """Blocks whose pages are still read."""
+    def held(self) -> Counter[int]:
+        """By layer group, how many pages are still read."""
         with self._lock:
-            return sum(saving.blocks for saving in self._under_way.values() if saving.pages)
+            return sum((pages_by_group(saving.pages) for saving in self._under_way.values()), Counter())
 
     def start(self, saving: Saving, submit: Callable[[_native.Worker], int]) -> None:
         """Hands a save over. Raises Error when that cannot be.

@@ -231,7 +231,7 @@ class MoonpoolWorker(compat.Worker):
     def _start_save(self, engine: Engine, save: Save, mark: _native.Mark | None) -> None:
         client = engine.pool.client
         digests = len(save.digests) // DIGEST_BYTES
-        blocks = 0 if client is None else min(digests, engine.memory.held_max - engine.saves.blocks)
+        blocks = 0 if client is None else engine.memory.savable(save.pages, digests, engine.saves.held)
         if blocks < digests:
             self._unsaved(save.digests[blocks * DIGEST_BYTES :])
         if client is None or not blocks:
@@ -252,7 +252,7 @@ class MoonpoolWorker(compat.Worker):
         if not save.previous:  # zero bytes: none
             parents = bytes(width * BLOCK_NAME_BYTES) + parents[width * BLOCK_NAME_BYTES :]
         engine.saves.start(
-            Saving(save, client, page_keys(save.pages), blocks),
+            Saving(save, client, page_keys(save.pages)),
             lambda worker: worker.submit_save(
                 _chosen(names(save.digests, columns), rows),
                 BLOCK_NAME_BYTES,

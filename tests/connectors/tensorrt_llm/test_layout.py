@@ -10,7 +10,7 @@ import pytest
 from moonpool import _native
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.tensorrt_llm import compat
-from moonpool.connectors.tensorrt_llm.kv_memory import KvMemory, page_keys
+from moonpool.connectors.tensorrt_llm.kv_memory import KvMemory, page_keys, pages_by_group
 from moonpool.connectors.tensorrt_llm.layout import (
     Memory,
     Region,
@@ -203,12 +203,24 @@ def test_other_layouts_are_stored_as_they_lie(given: Any) -> None:
 def test_pages_that_are_missing() -> None:
     """Their objects are neither saved nor loaded: one object a block in each of two groups here."""
     raw = shape_of_two_groups()
-    memory = KvMemory(_native.PartTable(rows_of(*raw)), raw[1], blocks=10, log=compat.Log())
+    memory = KvMemory(_native.PartTable(rows_of(*raw)), raw[1], pages=[10, 10], log=compat.Log())
     rows, pages, columns = memory.places(((1, 2), (3, -1)), 2)
     assert (rows.tolist(), pages.tolist(), columns.tolist()) == ([0, 1, 2], [1, 3, 2], [0, 1, 0])
     rows, pages, columns = memory.places(((1, 2), (3,)), 2)
     assert (rows.tolist(), pages.tolist(), columns.tolist()) == ([0, 1, 2], [1, 3, 2], [0, 1, 0])
     assert page_keys(((1, 2), (3, -1))) == {1, 2, (1 << 32) | 3}
+
+
+def test_a_quarter_of_the_pages_of_each_group_wait_to_be_saved() -> None:
+    """What the window of a group has passed has no page there, and takes no room."""
+    raw = shape_of_two_groups()
+    memory = KvMemory(_native.PartTable(rows_of(*raw)), raw[1], pages=[80, 12], log=compat.Log())
+    pages = (tuple(range(16)), (-1,) * 13 + (5, 6, 7))  # 20 and 3 pages may wait
+    assert memory.savable(pages, 16, {}) == 16
+    assert memory.savable(pages, 16, {0: 10}) == 10
+    assert memory.savable(pages, 16, {1: 1}) == 15
+    assert memory.savable(pages, 16, pages_by_group(page_keys(((1, 2), (3, 4, 9))))) == 13
+    assert memory.savable(((1, 2), (3, 4)), 2, {0: 20}) == 0
 
 
 def test_each_group_has_its_number_of_pages() -> None:
