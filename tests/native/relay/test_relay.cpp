@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "base/mutex.hpp"
 #include "relay/relay.hpp"
 
 using namespace moonpool;
@@ -93,6 +94,7 @@ class MockEngine {
             for (;;) {
                 int fd = ::accept(listening_.get(), nullptr, nullptr);
                 if (fd < 0) return;
+                MutexLock lock(mutex_);
                 serving_.emplace_back([this, fd] { serve(Fd(fd)); });
             }
         });
@@ -101,7 +103,16 @@ class MockEngine {
         ending_ = true;
         ::shutdown(listening_.get(), SHUT_RDWR);
         acceptor_.join();
-        for (auto& thread : serving_) thread.join();
+        join_served();
+    }
+    // Once the relay has closed all of its connections.
+    void join_served() {
+        std::vector<std::thread> ended;
+        {
+            MutexLock lock(mutex_);
+            ended.swap(serving_);
+        }
+        for (auto& thread : ended) thread.join();
     }
     sockaddr_in address{};
 
@@ -151,7 +162,8 @@ class MockEngine {
     std::atomic<bool> ending_{false};
     std::atomic<unsigned> served_{0};
     std::thread acceptor_;
-    std::vector<std::thread> serving_;
+    Mutex mutex_;
+    std::vector<std::thread> serving_ GUARDED_BY(mutex_);
 };
 
 class RandomDecider final : public Decider {
@@ -310,7 +322,8 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
         relay.engine_address(0, there, sizeof(engine.address));  // closes idle connections to it
         relay.engine_state(0, true);
     };
-    // The sanitizer wants descriptors when it meets a class for the first time.
+    // The sanitizer wants descriptors when it meets a class for the first time, also that of a thread that
+    // ends.
     engine_is_back();
     visit(address, 1);
     size_t visitors = 1;
@@ -320,6 +333,7 @@ TEST_CASE("without descriptors for an engine a request is refused and no engine 
     }
     REQUIRE(visitors == 0);
     engine_is_back();
+    engine.join_served();
     uint32_t failures = 0;
     relay.call([&] { failures = relay.engines().at(0).breaker.failures(); });
     Fd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
