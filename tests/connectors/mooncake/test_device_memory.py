@@ -74,7 +74,7 @@ FORMS: dict[str, Callable[[TransferEngine, Rows], int]] = {
 def test_a_transfer_that_failed_ends_when_the_card_makes_no_copies_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(moonpool, "TransferEngine", functools.partial(moonpool.TransferEngine, timeout_s=0.5))
+    monkeypatch.setattr(moonpool, "TransferEngine", functools.partial(moonpool.TransferEngine, timeout_s=3.0))
     with soft_card(compile_library(tmp_path), "late") as card:
         mine, theirs = card.array((1000,)), np.zeros(1000, np.float32)
         here, there = TransferEngine(), TransferEngine()

@@ -352,7 +352,7 @@ TEST_CASE("cuda ipc: the owner's memory stays while a copy of another process ma
 TEST_CASE("cuda ipc: host memory is deregistered while a card that hangs copies other memory") {
     Bed bed;
     {
-        EngineOptions mine = ipc_options("here", "cuda_ipc"), theirs = ipc_options("there", "", 300);
+        EngineOptions mine = ipc_options("here", "cuda_ipc"), theirs = ipc_options("there", "");
         Pair pair(mine, theirs);
         Memory from(*pair.here, 4096, MemoryKind::kDevice), to(*pair.there, 4096, MemoryKind::kDevice);
         std::vector<std::byte> host(4096);
