@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool import _native
+from moonpool.core.transfer.engine import TransferEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "tests" / "native" / "device" / "soft"
@@ -61,6 +63,19 @@ class CardArray:
     def __init__(self, address: int, view: npt.NDArray[Any]) -> None:
         self.address = address
         self.view = view
+
+
+def watch_questions(engine: TransferEngine) -> threading.Semaphore:
+    """Released each time that the engine is asked for abandoned copies, which is what waits for them do."""
+    asked = threading.Semaphore(0)
+    ask = engine.has_abandoned_copies
+
+    def seen() -> bool:
+        asked.release()
+        return ask()
+
+    engine.has_abandoned_copies = seen  # type: ignore[method-assign]
+    return asked
 
 
 class SoftCard:

@@ -104,7 +104,7 @@ class Lookups:
         while state.phase is Phase.LOOKING and left_s > 0 and pool.wait_for_read(left_s):
             self.poll()
             left_s = self._wait_left_s - (self._clock() - began_s)
-        self._wait_left_s = min(left_s, self._wait_left_s - (self._clock() - began_s))
+        self._wait_left_s -= self._clock() - began_s
         if state.phase is Phase.LOOKING:
             self._unawaited = UNAWAITED_AFTER
 

@@ -14,7 +14,7 @@ import pytest
 from mooncake.engine import TransferEngine
 
 import moonpool
-from tests.soft_card import COMPILER, SoftCard, compile_library, soft_card
+from tests.soft_card import COMPILER, SoftCard, compile_library, soft_card, watch_questions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -84,15 +84,7 @@ def test_a_transfer_that_failed_ends_when_the_card_makes_no_copies_of_it(
         assert there.register_memory(theirs.ctypes.data, theirs.nbytes) == 0
         session = f"{HOST}:{there.get_rpc_port()}"
         codes: list[int] = []
-        asked = threading.Semaphore(0)
-        native = here._engine
-        ask = native.has_abandoned_copies
-
-        def seen() -> bool:
-            asked.release()
-            return ask()
-
-        monkeypatch.setattr(native, "has_abandoned_copies", seen)
+        asked = watch_questions(here._engine)
         move = FORMS[form]
         rows = (session, [mine.address], [theirs.ctypes.data], [theirs.nbytes])
         thread = threading.Thread(target=lambda: codes.append(move(here, rows)))

@@ -55,7 +55,7 @@ def test_cancelled_before_it_is_loaded(make: Make, node: Node) -> None:
 def test_a_load_that_fails_after_its_request_was_cancelled(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody wants the blocks any more, so it is no reason to end the engine."""
+    """No request wants the blocks any more, so it is no reason to end the engine."""
     node.start()
     first, second = make(args={"tp_size": 2}), make(args={"tp_size": 2})
     check(first, PROMPT, 0)

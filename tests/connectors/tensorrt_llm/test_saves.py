@@ -114,7 +114,7 @@ def test_a_node_that_came_back_empty_is_filled_again(
 def test_what_the_pool_evicted_is_saved_again(
     make: Make, node: Node, monkeypatch: pytest.MonkeyPatch, on_device: int
 ) -> None:
-    """Nobody reads from the pool what every engine has on its device, so just that is evicted."""
+    """No engine reads from the pool what every engine has on its device, so just that is evicted."""
     node.start(2 * MIB)
     first, second = make(**LARGE), make(**LARGE)
     check(first, PROMPT, 0)

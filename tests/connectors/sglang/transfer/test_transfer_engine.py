@@ -28,7 +28,7 @@ from moonpool.connectors.sglang.transfer.memory import NotRegistered, Registrati
 from moonpool.connectors.sglang.transfer.settings import LISTEN, TRANSPORTS, Settings
 from moonpool.core.errors import ConfigError, InvalidArgument
 from tests.core.store_bed import until
-from tests.soft_card import COMPILER, compile_library, soft_card
+from tests.soft_card import COMPILER, compile_library, soft_card, watch_questions
 
 ROOT = Path(__file__).parents[4]
 BYTES = 1 << 20
@@ -436,14 +436,7 @@ def test_a_transfer_that_failed_ends_when_the_card_makes_no_copies_of_it(
         assert prefill.batch_register([mine.address], [mine.view.nbytes]) == 0
         assert decode.batch_register([theirs.ctypes.data], [theirs.nbytes]) == 0
         codes: list[int] = []
-        asked = threading.Semaphore(0)
-        ask = prefill.engine.has_abandoned_copies
-
-        def seen() -> bool:
-            asked.release()
-            return ask()
-
-        monkeypatch.setattr(prefill.engine, "has_abandoned_copies", seen)
+        asked = watch_questions(prefill.engine)
 
         def transfer() -> None:
             codes.append(

@@ -37,7 +37,7 @@ from tests.connectors.vllm.pd.worlds import (
     tokens_first,
     world,
 )
-from tests.soft_card import COMPILER, ROOT, CardArray, SoftCard, soft_card
+from tests.soft_card import COMPILER, ROOT, CardArray, SoftCard, soft_card, watch_questions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -152,15 +152,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def wait_until_the_pull_failed(decode: World) -> None:
     """Its transfer has given up, and the thread that read waits for the card."""
     eventually(lambda: decode.handover_worker.counters["transfers_failed_total"] > 0)
-    asked = threading.Semaphore(0)
-    engine = decode.handover_worker._engine
-    ask = engine.has_abandoned_copies
-
-    def seen() -> bool:
-        asked.release()
-        return ask()
-
-    engine.has_abandoned_copies = seen  # type: ignore[method-assign]
+    asked = watch_questions(decode.handover_worker._engine)
     for _ in range(2):
         assert asked.acquire(timeout=DEADLINE_S)
 
