@@ -14,10 +14,8 @@
 // Locks: mutex_ alone. The answer to an open is sent with it held: the socket's buffer takes it at once.
 #include "transport/host/server.hpp"
 
-#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -26,6 +24,7 @@
 #include <cstring>
 
 #include "base/hmac.hpp"
+#include "base/peer_process.hpp"
 #include "transport/frames.hpp"
 #include "transport/host/unix_frame.hpp"
 #include "wire/auth.hpp"
@@ -48,25 +47,12 @@ std::string hex(std::span<const uint8_t> bytes) {
     return text;
 }
 
-bool has_ended(const Fd& process) {
-    pollfd asked{process.get(), POLLIN, 0};
-    return ::poll(&asked, 1, 0) == 1;
-}
-
 // Abstract sockets have no file permissions: any user of the network namespace may connect.
 bool same_user(int fd) {
     ucred peer{};
     socklen_t size = sizeof(peer);
     if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
     return peer.uid == ::geteuid() || peer.uid == 0;
-}
-
-// A pidfd; none where there is no such process in this namespace.
-Fd process_behind(int fd) {
-    ucred peer{};
-    socklen_t size = sizeof(peer);
-    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid == 0) return Fd();
-    return Fd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));
 }
 
 }  // namespace
@@ -153,7 +139,7 @@ class Server::Session final : public EventHandler {
         MutexLock lock(server_.mutex_);
         Entry entry;
         if (server_.outlives_socket_) {
-            entry.process = process_behind(fd_.get());
+            if (pid_behind(fd_.get()) != 0) entry.process = process_behind(fd_.get());
             if (!entry.process.valid()) {
                 return refuse(
                     header, Code::kUnavailable,
