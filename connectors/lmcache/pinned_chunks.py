@@ -84,7 +84,7 @@ class PinnedChunks:
         if arena is None:
             return [None] * len(names)
         if not arena.alive:  # the memory of a node that has ended is not kept from its successor
-            self._log.warning("moonpool: the node, or the connection to it, has ended (gpu_pin); %s", _REST)
+            self._log.warning("moonpool: the node has ended, or takes no connection (gpu_pin); %s", _REST)
             self.close()
             return [None] * len(names)
         return arena.views(names)

@@ -225,7 +225,9 @@ class PinnedArena:
         """
     @property
     def alive(self) -> bool:
-        ...
+        """
+        Whether the node lives on, in that life. Where the connection has ended, it is dialled.
+        """
 class PrefixAnswer:
     @property
     def blocks(self) -> int:

@@ -86,7 +86,10 @@ class PyPinnedArena {
         return arena_->grow(bytes);
     }
 
-    bool alive() const { return arena_->alive(); }
+    bool alive() const {
+        py::gil_scoped_release nogil;
+        return arena_->alive(*client_);
+    }
 
     py::list views(const py::object& keys) {
         Names names(keys);
@@ -154,7 +157,9 @@ void bind_kv_memory(py::module_& m) {
         .def("views", &PyPinnedArena::views, py::arg("keys"),
              "For each key the object's bytes where they lie, for this process and the card to read; None "
              "for what does not lie in one pinned part.")
-        .def_property_readonly("alive", &PyPinnedArena::alive);
+        .def_property_readonly("alive", &PyPinnedArena::alive,
+                               "Whether the node lives on, in that life. Where the connection has ended, it "
+                               "is dialled.");
     m.def("use_driver_for_tests", &device::Driver::use_library_for_tests, py::arg("path"),
           "Opens this library in place of libcuda.so.1 from now on; empty: that one again.");
 }

@@ -5,15 +5,20 @@ software device pins and copies."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moonpool import _native
 from moonpool.connectors.pinned_arena import ALL
+from moonpool.core.config import paths
+from moonpool.core.errors import Timeout, Unavailable
 from tests.connectors.own_node import TOKEN, Node
+from tests.connectors.vllm.processes import Node as OtherNode
 from tests.core.store_bed import until
 from tests.descriptors import speaks
 from tests.soft_card import COMPILER, SoftCard, compile_library, soft_card
@@ -105,3 +110,50 @@ def test_a_card_reads_what_lies_in_one_pinned_part(card: SoftCard, node: Node, r
     assert card.calls("cuMemHostUnregister") == released + 16
     until(lambda: node.pinned() == 0)
     client.close()
+
+
+@pytest.fixture
+def other_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherNode]:
+    """A node in a process of its own."""
+    monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(tmp_path / "runtime"))
+    node = OtherNode(tmp_path / "runtime", 64 << 20).start()
+    yield node
+    node.kill()
+
+
+def test_a_slow_answer_does_not_end_the_pins_and_the_end_of_the_node_does(
+    card: SoftCard, other_node: OtherNode
+) -> None:
+    socket = str(other_node.runtime / "node.sock")
+    patient, hasty = (_native.Client(socket, paths.client_token(socket), timeout_s=s) for s in (10, 0.2))
+    patient.put(["chunk"], [b"x" * 1000])
+    until(lambda: answered(hasty.connect))
+    arena = settled(hasty, 4 * MIB)
+    (early,) = until(lambda: answered(lambda: arena.views(["chunk"])))
+    other_node.pause()
+    with pytest.raises((Timeout, Unavailable)):
+        hasty.pin(["chunk"])
+    assert arena.alive
+    other_node.resume()
+    (late,) = until(lambda: answered(lambda: arena.views(["chunk"])))
+    # What was lent over the first connection keeps that, and so what the node pinned for the call given up.
+    until(lambda: other_node.metrics()["pins"] == 3)
+    patient.remove(["chunk"])
+    assert bytes(early) == bytes(late) == b"x" * 1000
+    del early
+    until(lambda: other_node.metrics()["pins"] == 1)
+    del late
+    until(lambda: other_node.metrics()["pins"] == 0)
+    assert card.calls("cuMemHostUnregister") == 0
+    assert arena.alive
+    other_node.kill()
+    assert not arena.alive
+    for client in (patient, hasty):
+        client.close()
+
+
+def answered(call: Callable[[], Any]) -> Any:
+    """What the call returns, or True; None when the node did not answer in time."""
+    with suppress(Timeout, Unavailable):
+        return call() or True
+    return None

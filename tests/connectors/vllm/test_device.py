@@ -35,6 +35,7 @@ from tests.connectors.vllm.fakes import (
 )
 from tests.connectors.vllm.processes import Node
 from tests.connectors.vllm.worker_bed import GROUP, lookup, memory, real_node, save, serving, wait_for
+from tests.core.store_bed import until
 from tests.soft_card import COMPILER, POLICIES, CardArray, SoftCard, soft_card
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -131,11 +132,56 @@ def test_a_card_reads_the_nodes_memory_by_itself(
         reader.close()
 
 
-def settle(card: SoftCard, tmp_path: Path) -> None:
+def test_an_answer_that_comes_too_late_ends_no_pin_and_the_end_of_the_node_ends_all(
+    tmp_path: Path, late_card: SoftCard, rng: random.Random
+) -> None:
+    card, shape = late_card, (*memory().shape[:-1], 1024)
+    values = np.random.default_rng(rng.randrange(1 << 32)).random(shape, np.float32)
+    source, target = card.array(shape), card.array(shape)
+    node = Node(tmp_path / "runtime", 64 << 20).start()
+    token = (node.runtime / "token").read_bytes().strip()
+    settle(card, node.runtime, token)
+    writer = card_half(card, source, real_node(node.runtime, token, DEADLINE_S))
+    reader = card_half(card, target, real_node(node.runtime, token, 1.0), pin_bytes=ALL)
+    card.forward(source, card.pinned(values))
+    job = save(writer, 1, 2, 3)
+    writer.start_saves(Step((), (job,)))
+    told(writer)
+    keeper, found = lookup(node.runtime, job.names, job.width, token)
+    released = card.calls("cuMemHostUnregister")
+
+    node.pause()
+    reader.start_saves(Step((), (save(reader, 4, job_id=2),)))
+    told(reader)  # the node did not answer
+    for answers in (False, True):
+        if answers:
+            node.resume()
+        batches = card.calls("cuMemcpyBatchAsync")
+        card.forward(target, card.pinned(np.zeros_like(values)))
+        reader.begin_loads()
+        reader.start_loads(Step((load_of(found, job, 5, 0, 4),)))
+        assert told(reader) == {"r": 3}
+        card.settle()
+        for wrote, read in ((1, 5), (2, 0), (3, 4)):
+            np.testing.assert_array_equal(target.view[:, read], values[:, wrote])
+        assert card.calls("cuMemcpyBatchAsync") > batches
+    assert card.calls("cuMemHostUnregister") == released
+
+    node.kill()
+    reader.begin_loads()
+    reader.start_loads(Step((load_of(found, job, 5, 0, 4),)))
+    assert told(reader) == {"r": 0}
+    until(lambda: card.calls("cuMemHostUnregister") > released)
+    keeper.close()
+    writer.close()
+    reader.close()
+
+
+def settle(card: SoftCard, tmp_path: Path, token: bytes = b"token") -> None:
     """Waits until the node has gathered its memory into huge pages, or knows that it cannot."""
     array = card.array((1, 64))
     kv = _native.DeviceKv(0, _native.PartTable([[(array.address, 256, 256)]]), 1, 8 << 20, 1)
-    client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
+    client = _native.Client(str(tmp_path / "node.sock"), token, fingerprint=FINGERPRINT)
     client.connect()
     deadline_s = time.monotonic() + DEADLINE_S
     while "settled" in kv.pin_arena(client, ALL).why and time.monotonic() < deadline_s:

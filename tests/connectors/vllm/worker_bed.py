@@ -107,8 +107,8 @@ def wait_for(half: WorkerHalf) -> Report:
     raise AssertionError("no report within 10 s")
 
 
-def lookup(tmp_path: Path, names: bytes, width: int) -> Any:
-    client = _native.Client(str(tmp_path / "node.sock"), b"token", fingerprint=FINGERPRINT)
+def lookup(tmp_path: Path, names: bytes, width: int, token: bytes = b"token") -> Any:
+    client = _native.Client(str(tmp_path / "node.sock"), token, fingerprint=FINGERPRINT)
     worker = _native.Worker(client)
     worker.submit_prefix(names, BLOCK_NAME_BYTES, width)
     assert speaks(worker.eventfd, 10)

@@ -1,13 +1,22 @@
 // Loads that a card reads straight from pinned parts of the node's arena: which bytes arrive, and what is
-// said of an object that is removed, and whose memory is written, while a copy of it is queued.
+// said of an object that is removed, and whose memory is written, while a copy of it is queued. And how long
+// the pins last: as long as that life of the node, whatever becomes of connections to it.
 #include <doctest/doctest.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <functional>
 #include <future>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -72,10 +81,50 @@ struct Saved {
         return true;
     }
     LoadReport load_all() { return load(*kv, client, objects, cache.shape.heads, nullptr); }
+    // To load by; nothing of it stays pinned.
+    Handover handed_over() {
+        return Client::hand_over(must(client.longest_prefix(names, cache.shape.heads, true)));
+    }
+    // What the node says of itself.
+    uint64_t told(std::string_view name) {
+        for (const auto& [row, value] : must(client.stat())) {
+            if (row == name) return value;
+        }
+        FAIL("the node has no such row");
+        return 0;
+    }
     std::vector<Descriptor> places() {
         return must(client.longest_prefix(names, cache.shape.heads, false)).descriptors;
     }
 };
+
+int given_back() { return soft_device().soft_calls("cuMemHostUnregister"); }
+
+// In parts of 4 MiB.
+bool all_given_back() { return given_back() == static_cast<int>(kArenaBytes / (4 * kMiB)); }
+
+void eventually(const std::function<bool()>& holds) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!holds()) {
+        REQUIRE(std::chrono::steady_clock::now() < end);
+        std::this_thread::yield();
+    }
+}
+
+// Those of this process to the node there.
+void cut_connections(const std::string& socket_path) {
+    int cut = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+        int fd = std::stoi(entry.path().filename());
+        sockaddr_un peer{};
+        socklen_t size = sizeof(peer);
+        if (::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
+        if (peer.sun_family != AF_UNIX || socket_path != peer.sun_path) continue;
+        REQUIRE(::shutdown(fd, SHUT_RDWR) == 0);
+        ++cut;
+    }
+    REQUIRE(cut > 0);
+}
 
 // Where an object lies, and the right to write there: a node that gives its memory to others.
 class ArenaWriter {
@@ -245,11 +294,100 @@ TEST_CASE("device kv: a node that is killed while a card reads its arena") {
             LoadReport later = saved.kv->load(
                 saved.client, {std::string(16, '\0'), {&gone, 1}, {&block, 1}, {&column, 1}, false, nullptr});
             CHECK(later.ok == std::vector<uint8_t>{0});
-            auto given_back = [] { return soft_device().soft_calls("cuMemHostUnregister"); };
-            while (given_back() < static_cast<int>(kArenaBytes / (4 * kMiB))) std::this_thread::yield();
+            eventually(all_given_back);
         }
         bed.end();
         std::filesystem::remove_all(folder);
+    }
+}
+
+TEST_CASE("device kv: the pins outlive an answer that came too late, and the connection does not") {
+    if (is_real()) return;
+    Child node("device kv: a node that a test kills");
+    const std::filesystem::path folder = node.hear();
+    ClientOptions options;
+    options.socket_path = folder / "node.sock";
+    options.token = "a token";
+    options.timeout_ms = 20000;
+    Bed bed(Policy::kShuffled, 4);
+    {
+        Saved saved(bed, options, straight(kSmall), 'S');
+        const auto& [holders, handed] = saved.handed_over();
+        DeviceLoad load{holders, handed, saved.objects.blocks, saved.objects.columns, false, nullptr};
+        const size_t n = handed.size();
+        // A client with little patience pins and loads; the other one asks.
+        options.timeout_ms = 200;
+        Client hasty(options);
+        eventually([&] { return hasty.connect().ok(); });
+        CHECK(pin_all(*saved.kv, hasty).why == "");
+        const uint64_t connections = saved.told("connections");
+        REQUIRE(saved.told("pins") == 0);
+        auto from_the_arena = [&] {
+            saved.cache.write(saved.random);
+            load.after = must(saved.kv->mark(saved.cache.stream()));
+            int before = batches();
+            LoadReport report = saved.kv->load(hasty, load);
+            CHECK(all_ok(report));
+            CHECK(saved.cache.read() == saved.truth);
+            CHECK(batches() > before);
+            CHECK(given_back() == 0);
+        };
+        // What was read counts as a use.
+        auto counted_from_the_arena = [&] {
+            const uint64_t served = saved.told("served_total");
+            from_the_arena();
+            eventually([&] { return saved.told("served_total") >= served + n; });
+        };
+        counted_from_the_arena();
+
+        REQUIRE(::kill(node.pid(), SIGSTOP) == 0);
+        int status = 0;
+        REQUIRE(::waitpid(node.pid(), &status, WUNTRACED) == node.pid());
+        // The node will pin them for a client that has given up.
+        Result<Prefix> asked = hasty.longest_prefix(saved.names, kShape.heads, true);
+        CHECK((!asked || asked->pins.empty()));
+        CHECK_FALSE(hasty.connected());
+        from_the_arena();  // no node answers
+        REQUIRE(::kill(node.pid(), SIGCONT) == 0);
+
+        eventually([&] { return hasty.connect().ok(); });
+        counted_from_the_arena();
+        // The old connection is over, with what was pinned over it.
+        eventually([&] { return saved.told("connections") == connections; });
+        eventually([&] { return saved.told("pins") == 0; });
+
+        node.kill();
+        CHECK_FALSE(all_ok(saved.kv->load(
+            hasty, {std::string(16, '\0'), load.descriptors, load.blocks, load.columns, false, nullptr})));
+        eventually(all_given_back);
+    }
+    bed.end();
+    std::filesystem::remove_all(folder);
+}
+
+TEST_CASE(
+    "device kv: a node in its own process keeps the pins over a cut connection, and loses them by its end") {
+    if (is_real()) return;
+    for (bool restarted : {false, true}) {
+        Bed bed(Policy::kLate);
+        {
+            std::optional<Node> node(std::in_place);
+            Saved saved(bed, node->options(), straight(kSmall), 'T');
+            CHECK(pin_all(*saved.kv, saved.client).why == "");
+            const auto& [holders, handed] = saved.handed_over();
+            DeviceLoad load{holders, handed, saved.objects.blocks, saved.objects.columns, false, nullptr};
+            cut_connections(node->options().socket_path);
+            int before = batches();
+            CHECK(all_ok(saved.kv->load(saved.client, load)));
+            CHECK(batches() > before);
+            CHECK(given_back() == 0);
+
+            node.reset();
+            if (restarted) node.emplace();
+            CHECK_FALSE(all_ok(saved.kv->load(saved.client, load)));
+            eventually(all_given_back);
+        }
+        bed.end();
     }
 }
 

@@ -52,6 +52,12 @@ struct PinnedRead {
 // Which process holds the pin. The pin of another one may end while its object is read.
 enum class PinHolder : uint8_t { kThisProcess, kAnotherProcess };
 
+// The memory of a node of this host, mapped apart from a path's own: it does not go with the session.
+struct NodeMemory {
+    Mapping arena;  // read-only as a whole
+    std::shared_ptr<const IndexReader> index;
+};
+
 struct PutHow {
     bool replace = false;
     bool ack = true;     // wait for the node's answer
@@ -81,8 +87,8 @@ class BlockPath {
         (void)descriptor;
         return nullptr;
     }
-    // The node's arena once more, read-only; not mapped: it is not on this host.
-    virtual Result<Mapping> map_arena() const {
+    // Fails where the node is not on this host.
+    virtual Result<NodeMemory> map_memory() const {
         return Error{Code::kUnavailable, "the memory of " + route() + " is not of this host"};
     }
     // Of objects that read() leaves as kAskPin: how many to pin before they are read.

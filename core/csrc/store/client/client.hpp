@@ -110,6 +110,11 @@ class Client {
     // The own node's, as it is now: for a card that reads what was handed over where it lies. An error: there
     // is no node, or none of this host.
     Result<std::unique_ptr<OwnArena>> own_arena();
+    // Whether the own node lives on as it was when the arena was opened. Connects where there is no
+    // connection, and takes a node that does not answer for alive while its process runs.
+    bool lives(const OwnArena& arena);
+    // Counts them as uses, at the node; lost where there is no connection.
+    void note_reads(const OwnArena& arena, std::span<const OwnArena::Read> reads);
     // A descriptor of a hand-over as that life of the own node has it; none: another node has the object.
     static std::optional<Descriptor> of_own(std::string_view holders, Descriptor handed,
                                             const Incarnation& own);

@@ -52,7 +52,22 @@ std::optional<Descriptor> Client::of_own(std::string_view holders, Descriptor ha
 Result<std::unique_ptr<OwnArena>> Client::own_arena() {
     Result<std::shared_ptr<Session>> session = own_.session();
     if (!session) return session.error();
-    return OwnArena::open(std::move(*session));
+    return OwnArena::open(**session);
+}
+
+// A connection says which life the node is in. Where there is none, the node may only be slow.
+bool Client::lives(const OwnArena& arena) {
+    WaitBudget budget(wait_budget_ms());
+    Result<std::shared_ptr<Session>> session = own_.session();
+    return session ? (*session)->incarnation() == arena.incarnation() : arena.process_runs();
+}
+
+void Client::note_reads(const OwnArena& arena, std::span<const OwnArena::Read> reads) {
+    std::shared_ptr<Session> session = own_.current();
+    // In another life of the node the slots are other objects'.
+    if (session == nullptr || session->incarnation() != arena.incarnation()) return;
+    for (const OwnArena::Read& read : reads) session->note_read(read.hit.slot, read.bytes);
+    session->flush_reads();
 }
 
 LoadReport Client::load(std::string_view holders, std::span<const Descriptor> descriptors,

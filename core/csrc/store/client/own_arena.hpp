@@ -7,7 +7,10 @@
 //
 // Mapped once more, apart from the session's path: that mapping becomes writable slab by slab, and goes with
 // the session; this one is read-only as a whole, and stays for ever where a card may still read it (leak()).
-// Session and mapping live as long as this, so what a node that died had committed stays readable.
+// Mapping and index live as long as this, so what a node that died had committed stays readable. It holds no
+// session: one that an answer in too long a time has ended would keep its connection, and the node what is
+// pinned and leased over that. Client has the session of the moment: it says whether the node lives on
+// (lives()), and tells it what was read (note_reads()).
 //
 // Any thread.
 #pragma once
@@ -20,11 +23,11 @@
 #include <string_view>
 #include <utility>
 
+#include "base/fd.hpp"
+#include "base/peer_process.hpp"
 #include "base/result.hpp"
-#include "memory/mapping.hpp"
+#include "store/client/block_path.hpp"
 #include "store/client/session.hpp"
-#include "store/shared/descriptor.hpp"
-#include "store/shared/shared_index.hpp"
 
 namespace moonpool {
 
@@ -35,31 +38,31 @@ class OwnArena {
         IndexHit hit{};
     };
 
-    static Result<std::unique_ptr<OwnArena>> open(std::shared_ptr<Session> session);
+    static Result<std::unique_ptr<OwnArena>> open(Session& session);
 
-    // False: the node has ended, or the connection; another life of it has another arena.
-    bool alive() const { return session_->check_alive(); }
-    const Incarnation& incarnation() const { return session_->incarnation(); }
-    const std::byte* data() const { return mapping_.data(); }
-    uint64_t size() const { return mapping_.size(); }
+    // Another life of the node has another arena.
+    const Incarnation& incarnation() const { return incarnation_; }
+    // Whether the node's process lives, in which the node may have ended; false where that is not known.
+    bool process_runs() const { return process_.valid() && !has_ended(process_); }
+    const std::byte* data() const { return memory_.arena.data(); }
+    uint64_t size() const { return memory_.arena.size(); }
     // From the front on: what may be pinned, as IndexReader says.
-    uint64_t settled_bytes() const { return std::min(session_->path().index()->settled_bytes(), size()); }
+    uint64_t settled_bytes() const { return std::min(memory_.index->settled_bytes(), size()); }
 
     // Nothing: the object lies elsewhere, or is gone. holders, handed: as Client::load.
     std::optional<Read> begin(std::string_view holders, const Descriptor& handed) const;
-    // False: what was read may be another object's bytes. True counts as a use of the object.
-    bool end(const Read& read) const;
-    // Tells the node, with the next frame, what was used.
-    void flush_reads() const { session_->flush_reads(); }
+    // False: what was read may be another object's bytes.
+    static bool end(const Read& read) { return read.hit.still_valid(); }
 
-    void leak() { mapping_.leak(); }
+    void leak() { memory_.arena.leak(); }
 
    private:
-    OwnArena(std::shared_ptr<Session> session, Mapping mapping)
-        : session_(std::move(session)), mapping_(std::move(mapping)) {}
+    OwnArena(const Incarnation& incarnation, Fd process, NodeMemory memory)
+        : incarnation_(incarnation), process_(std::move(process)), memory_(std::move(memory)) {}
 
-    const std::shared_ptr<Session> session_;
-    Mapping mapping_;
+    const Incarnation incarnation_;
+    const Fd process_;  // the node's, where it is another one and the kernel tells
+    NodeMemory memory_;
 };
 
 }  // namespace moonpool

@@ -19,6 +19,7 @@
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -26,6 +27,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/peer_process.hpp"
 #include "memory/copier.hpp"
 #include "wire/address.hpp"
 #include "wire/dial.hpp"
@@ -169,6 +171,10 @@ bool Session::check_alive() {
         if (::recv(fd_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0) alive_.store(false);
     }
     return alive();
+}
+
+Fd Session::node_process() const {
+    return pid_behind(fd_.get()) == ::getpid() ? Fd() : process_behind(fd_.get());
 }
 
 void Session::retire() {

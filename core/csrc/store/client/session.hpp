@@ -61,6 +61,9 @@ class Session {
     bool alive() const { return alive_.load(std::memory_order_acquire); }
     bool check_alive();  // looks whether the node has hung up since the last call
     BlockPath& path() const { return *path_; }
+    // A pidfd of the node's process; none: it is this process, or of another host, or the kernel gives none.
+    // Of this node for certain only if the session is found alive afterwards.
+    Fd node_process() const;
     // Gives back what this client would write next, and lets the connection end with the last view and pin.
     void retire();
     // Whether one-way frames pile up because the node takes none.

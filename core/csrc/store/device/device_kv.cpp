@@ -146,7 +146,7 @@ Result<Mark> DeviceKv::mark(uint64_t stream) {
 }
 
 ArenaPins DeviceKv::pin_arena(Client& client, uint64_t bytes) {
-    std::shared_ptr<PinnedArena> pinned = arena();
+    std::shared_ptr<PinnedArena> pinned = arena(client);
     if (pinned == nullptr) {
         auto opened = PinnedArena::open(device_, client, options_.arena);
         if (!opened) return {.why = opened.error().text};
@@ -156,13 +156,13 @@ ArenaPins DeviceKv::pin_arena(Client& client, uint64_t bytes) {
     return pinned->grow(bytes);
 }
 
-std::shared_ptr<PinnedArena> DeviceKv::arena() {
+std::shared_ptr<PinnedArena> DeviceKv::arena(Client& client) {
     std::shared_ptr<PinnedArena> pinned;
     {
         MutexLock lock(arena_mutex_);
         pinned = arena_;
     }
-    if (pinned == nullptr || pinned->alive()) return pinned;
+    if (pinned == nullptr || pinned->alive(client)) return pinned;
     set_arena(nullptr);  // the memory of a node that has ended is not kept from its successor
     return nullptr;
 }
@@ -181,7 +181,7 @@ LoadReport DeviceKv::load(Client& client, const DeviceLoad& load) {
         return report;
     }
     // Bytes that are to be compared with their checksum pass a CPU.
-    auto job = std::make_shared<LoadJob>(*this, client, load, load.verify ? nullptr : arena());
+    auto job = std::make_shared<LoadJob>(*this, client, load, load.verify ? nullptr : arena(client));
     // Small enough that each lane gets some of it.
     uint64_t total = 0;
     for (uint16_t column : load.columns) total += object_bytes(column);

@@ -136,7 +136,7 @@ class DeviceKv {
     std::vector<Chunk> cut(const std::shared_ptr<CopyJob>& job, std::span<const uint16_t> columns,
                            uint64_t bytes) const;
     // Null: nothing is pinned, or its node has ended.
-    std::shared_ptr<PinnedArena> arena() EXCLUDES(arena_mutex_);
+    std::shared_ptr<PinnedArena> arena(Client& client) EXCLUDES(arena_mutex_);
     void set_arena(std::shared_ptr<PinnedArena> arena) EXCLUDES(arena_mutex_);
 
     std::shared_ptr<const device::Device> device_;

@@ -70,7 +70,7 @@ void LoadJob::end(ChunkInFlight in, const Status& status) {
     for (size_t i = begin; i < end; ++i) {
         if (!status) {
             failed(i, status.error().text);
-        } else if (in_arena_[i] && !arena_->end(*in_arena_[i])) {
+        } else if (in_arena_[i] && !OwnArena::end(*in_arena_[i])) {
             failed(i, "a pinned object was removed while a card loaded it");
         }
     }
@@ -89,7 +89,18 @@ void LoadJob::failed(size_t object, const std::string& why) {
 
 LoadReport LoadJob::wait() {
     wait_for_all();
-    if (arena_ != nullptr) arena_->flush_reads();
+    LoadReport report = take_report();
+    if (arena_ != nullptr) {
+        std::vector<OwnArena::Read> reads;
+        for (size_t i = 0; i < in_arena_.size(); ++i) {
+            if (in_arena_[i] && report.ok[i] != 0) reads.push_back(*in_arena_[i]);
+        }
+        arena_->note_reads(client_, reads);
+    }
+    return report;
+}
+
+LoadReport LoadJob::take_report() {
     MutexLock lock(mutex_);
     return std::move(report_);
 }

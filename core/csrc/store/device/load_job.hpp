@@ -36,6 +36,7 @@ class LoadJob final : public CopyJob {
     // Reads those objects of the chunk, counted from its begin, from the pool into its slot. -> of each 1: it
     // is there.
     std::vector<uint8_t> fill_slot(const ChunkInFlight& in, std::span<const size_t> which) EXCLUDES(mutex_);
+    LoadReport take_report() EXCLUDES(mutex_);
     void has(size_t object) REQUIRES(mutex_);
     void failed(size_t object, const std::string& why) REQUIRES(mutex_);
 

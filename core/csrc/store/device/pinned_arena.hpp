@@ -45,13 +45,16 @@ class PinnedArena : public std::enable_shared_from_this<PinnedArena> {
 
     // Pins more, until `bytes` are pinned.
     ArenaPins grow(uint64_t bytes);
-    bool alive() const { return arena_->alive(); }
+    // client: as of views(). See Client::lives().
+    bool alive(Client& client) const { return client.lives(*arena_); }
 
     // The object, if a card can read it here now; the card's copies end before end().
     std::optional<OwnArena::Read> begin(std::string_view holders, const Descriptor& handed) const;
     uint64_t address(const OwnArena::Read& read) const;
-    bool end(const OwnArena::Read& read) const { return arena_->end(read); }
-    void flush_reads() const { arena_->flush_reads(); }
+    // Of those that were good at their end.
+    void note_reads(Client& client, std::span<const OwnArena::Read> reads) const {
+        client.note_reads(*arena_, reads);
+    }
 
     // Objects for a card, or the CPU, to read them here as long as their views' owners live. No owner: it
     // does not lie in one pinned part of this life of the node, and is not pinned. client: of the arena's

@@ -26,11 +26,17 @@ Result<std::unique_ptr<BlockPath>> ArenaPath::open(Session& session, const Clien
     Result<IndexReader> index =
         IndexReader::open(memory.index.get(), memory.index_bytes, session.incarnation());
     if (!index) return index.error();
-    path->index_ = std::move(*index);
+    path->index_ = std::make_shared<const IndexReader>(std::move(*index));
     return std::unique_ptr<BlockPath>(std::move(path));
 }
 
 std::string ArenaPath::route() const { return "unix:" + session_.peer(); }
+
+Result<NodeMemory> ArenaPath::map_memory() const {
+    Result<Mapping> arena = Mapping::map(arena_fd_.get(), arena_.size(), false);
+    if (!arena) return arena.error();
+    return NodeMemory{std::move(*arena), index_};
+}
 
 MemoryRef ArenaPath::bytes_of(Extent extent) const {
     MemoryRef ref = MemoryRef::host(arena_.data() + extent.offset, extent.size);
@@ -40,7 +46,7 @@ MemoryRef ArenaPath::bytes_of(Extent extent) const {
 
 Status ArenaPath::read(std::span<NamedRead> reads, bool verify) {
     for (NamedRead& read : reads) {
-        std::optional<IndexHit> hit = index_.find(session_.space(), hash_(read.name), read.name);
+        std::optional<IndexHit> hit = index_->find(session_.space(), hash_(read.name), read.name);
         read.outcome = NamedRead::kAskPin;  // it may be on the SSD, or have a name that the index leaves out
         if (!hit) continue;
         if (total(read.parts) < hit->size) {
@@ -71,7 +77,7 @@ Status ArenaPath::read(std::span<PinnedRead> reads, PinHolder holder, bool verif
         // Another process's pin may be lost by now: the entry's generation tells.
         std::optional<IndexHit> hit;
         if (holder == PinHolder::kAnotherProcess) {
-            hit = index_.at(d.slot, d.generation);
+            hit = index_->at(d.slot, d.generation);
             if (!hit) continue;
         }
         uint32_t crc = 0;
@@ -107,7 +113,7 @@ Result<PutReport> ArenaPath::put(std::span<const PutItem> items, const PutHow& h
         ahead -= room_bytes(size);
         if (!how.replace) {
             // Already there: nothing to copy. The node has the last word on what is not in the index.
-            if (std::optional<IndexHit> hit = index_.find(session_.space(), hash_(item.name), item.name)) {
+            if (std::optional<IndexHit> hit = index_->find(session_.space(), hash_(item.name), item.name)) {
                 report.outcomes[i] = PutOutcome::kExists;
                 if (hit->size == kManifestBytes) report.manifest_sized.push_back(i);
                 continue;

@@ -30,9 +30,9 @@ class ArenaPath final : public BlockPath {
     Result<PutReport> put(std::span<const PutItem> items, const PutHow& how) override;
     Status read(std::span<NamedRead> reads, bool verify) override;
     Status read(std::span<PinnedRead> reads, PinHolder holder, bool verify) override;
-    const IndexReader* index() const override { return &index_; }
+    const IndexReader* index() const override { return index_.get(); }
     const std::byte* in_place(const Descriptor& d) const override { return arena_.data() + d.offset; }
-    Result<Mapping> map_arena() const override { return Mapping::map(arena_fd_.get(), arena_.size(), false); }
+    Result<NodeMemory> map_memory() const override;
     void retire() override;
 
    private:
@@ -78,7 +78,7 @@ class ArenaPath final : public BlockPath {
     KeyHasher hash_;
     Fd arena_fd_;
     Mapping arena_;
-    IndexReader index_;
+    std::shared_ptr<const IndexReader> index_;
 
     Mutex slab_mutex_;
     std::shared_ptr<Slab> slab_ GUARDED_BY(slab_mutex_);  // for what is less than a slab
