@@ -12,12 +12,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from moonpool._native import DecodeModel, HandoverModel, PrefillModel
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.observer import Finished, InFlight, Observer
-from moonpool.disagg_proxy.conductor.worker import LEARNT, Worker
+from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
 from moonpool.disagg_proxy.tokens.prediction_watch import PredictionWatch
 
@@ -209,7 +208,6 @@ class InflightTracker:
             computes.prefill_model.observe(
                 done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
             )
-            self._tell_trained(computes, computes.prefill_model)
             sent.choice.decode.guess_from(computes)
 
     def _decodes(self, request: int, sent: InFlight, at_s: float, *, heard: bool) -> None:
@@ -238,7 +236,6 @@ class InflightTracker:
             pass  # decode did not wait for prefill's answer: the prompt is still being computed
         elif observation.handed_over and observation.prefill_done_s and observation.stream:
             choice.decode.handover_model.observe(sent.asked.tokens, first_s - observation.prefill_done_s)
-            self._tell_trained(choice.decode, choice.decode.handover_model)
         else:
             choice.computes.load.prefill_ended(observation.request, first_s, done=False)
             sent.computed = True
@@ -260,7 +257,6 @@ class InflightTracker:
         gap_s = math.nan if decoded is None else answer_s / (tokens - 1)
         if decoded is not None and answer_s > 0 and self._is_wanted(decode_model, now_s):
             decode_model.observe(decoded.batch, decoded.context_tokens, gap_s)
-            self._tell_trained(choice.decode, decode_model)
         if self.admission is not None:
             self.admission.over(
                 observation.request,
@@ -289,11 +285,6 @@ class InflightTracker:
             return False
         self._learnt_s[model] = at_s
         return True
-
-    def _tell_trained(self, worker: Worker, model: PrefillModel | HandoverModel | DecodeModel) -> None:
-        if model.regression.samples == LEARNT:
-            for each in self._observers:
-                each.on_trained(worker)
 
     def _compare(self, finished: Finished) -> None:
         """Compares the engine's own count of cached tokens with the accounting's."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
-from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
 
 
@@ -104,6 +103,3 @@ class Observer:
 
     def on_leave(self, request: int) -> None:
         """It has left the load accounting."""
-
-    def on_trained(self, worker: Worker) -> None:
-        """One of the worker's models has learnt more than its prior."""

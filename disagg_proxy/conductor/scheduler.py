@@ -13,7 +13,7 @@ to do is returned. A call costs the policy's choice, and a prediction where admi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -28,7 +28,6 @@ from moonpool.disagg_proxy.conductor.admission_controller import (
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Capacity
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
-from moonpool.disagg_proxy.conductor.observer import Observer
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
@@ -96,9 +95,6 @@ class Driver(Protocol[P_contra]):
     def objection(self, pending: P_contra, choice: Choice) -> Refusal | None:
         """Why the choice cannot be carried out, now or later; None: it can."""
 
-    def same_kind(self, worker: Worker) -> Iterable[Worker]:
-        """The other workers of its kind."""
-
 
 class Dispatched(NamedTuple, Generic[P]):
     """Send the request to the engines of ``choice``. The load accounting has it already."""
@@ -158,7 +154,6 @@ class Scheduler(Generic[P]):
         self.join, self.leave, self.forget = tracker.join, tracker.leave, tracker.forget
         self.observe, self.expire = tracker.observe, tracker.expire
         self.subscribe, self.unsubscribe = tracker.subscribe, tracker.unsubscribe
-        self.subscribe(_ModelSeeder(driver.same_kind))
         self.unfinished = False
         self._driver = driver
         self._sent_hook = hook_of(policy)
@@ -307,16 +302,6 @@ class Scheduler(Generic[P]):
             objective=pending.objective,
         )
         self.tell_policy(asked, choice, now_s)
-
-
-class _ModelSeeder(Observer):
-    """Workers that have not been observed yet start with what a worker of their kind has learnt."""
-
-    def __init__(self, same_kind: Callable[[Worker], Iterable[Worker]]) -> None:
-        self._same_kind = same_kind
-
-    def on_trained(self, worker: Worker) -> None:
-        worker.seed_models(list(self._same_kind(worker)))
 
 
 def _effect(pending: P, refusal: Refusal | None) -> Dispatched[P] | Refused[P]:

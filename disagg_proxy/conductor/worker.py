@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import islice
-from statistics import fmean
 from typing import Any
 
 from moonpool._native import DecodeModel, HandoverModel, PrefillModel, WorkerLoad, WorkerView
@@ -14,7 +12,6 @@ from moonpool.disagg_proxy.conductor.arrival_rate import ArrivalRate
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
 
-SAME_KIND_MAX = 32  # workers of one kind: so many have learnt what a thousand have
 LEARNT = 16  # samples, from which on the model is better than the prior
 # Old names of attributes that a user's own policy may read.
 _OLD_NAMES = {
@@ -56,7 +53,6 @@ class Worker(WorkerView):
     ttft_ratios:        how well its TTFT is predicted.
     arrival_rate:       of requests that are sent to it.
     transfer_backlog:   fetches that other workers make from it.
-    same_kind_computes: its prefill model's prior is what others of its kind have learnt.
     turn:               when a policy last chose it, by the policy's own count.
     """
 
@@ -71,7 +67,6 @@ class Worker(WorkerView):
         "prefill_model",
         "relay_requests",
         "role",
-        "same_kind_computes",
         "self_sufficient",
         "site",
         "transfer_backlog",
@@ -107,7 +102,6 @@ class Worker(WorkerView):
         self.prefill_model = prefill_model
         self.handover_model = HandoverModel()
         self.decode_model = decode_model
-        self.same_kind_computes = False
 
     def __getattr__(self, name: str) -> Any:
         """An attribute under its name in the release before, for a user's own policy."""
@@ -127,36 +121,23 @@ class Worker(WorkerView):
         tracked."""
         return self.load.requests if self.relay_requests is None else self.relay_requests()
 
-    def learn_from(self, same_kind: Iterable[Worker]) -> None:
-        """For a new worker: the prior of each of its models is the mean of what workers of its kind have
-        learnt, as far as they have. What it has learnt itself is kept."""
-        looked_at = list(islice(same_kind, SAME_KIND_MAX))
-        for name in _MODELS:
-            theirs = [getattr(other, name).regression for other in looked_at]
-            known = [each.coefficients for each in theirs if each.samples >= LEARNT]
-            if known:
-                getattr(self, name).regression.start([fmean(values) for values in zip(*known, strict=True)])
-                self.same_kind_computes |= name == "prefill_model"
-
-    def guess_from(self, prefill_worker: Worker) -> None:
-        """prefill_worker: computes prompts for this one. Until this worker, or one of its kind, has computed
-        prompts itself, it is assumed to be as fast as that one."""
-        theirs, mine = prefill_worker.prefill_model.regression, self.prefill_model.regression
-        if theirs.samples >= LEARNT and not mine.samples and not self.same_kind_computes:
-            mine.start(theirs.coefficients)
-
-    def seed_models(self, same_kind: Sequence[Worker]) -> None:
-        """Workers of its kind that have not been observed start with what this one has learnt: otherwise the
-        policy would always prefer it to workers that only seem slow, and never observe those."""
+    def join_kind(self, same_kind: Iterable[Worker]) -> None:
+        """same_kind: the other workers of its kind. Each of its models learns together with theirs from now
+        on. What it has learnt itself is kept."""
+        other = next(iter(same_kind), None)
         for name in _MODELS:
             mine = getattr(self, name).regression
-            if mine.samples < LEARNT:
-                continue
-            for other in same_kind:
-                theirs = getattr(other, name).regression
-                if not theirs.samples:
-                    theirs.start(mine.coefficients)
-                    other.same_kind_computes |= name == "prefill_model"
+            if other is None:
+                mine.part()
+            else:
+                mine.join(getattr(other, name).regression)
+
+    def guess_from(self, prefill_worker: Worker) -> None:
+        """prefill_worker: computes prompts for this one. Until workers of this one's kind have computed
+        prompts themselves, they are assumed to be as fast as that one."""
+        theirs, mine = prefill_worker.prefill_model.regression, self.prefill_model.regression
+        if theirs.kind.samples >= LEARNT and not mine.kind.samples:
+            mine.start(theirs.coefficients)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of the load or of a model is broken."""

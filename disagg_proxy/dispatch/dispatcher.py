@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 from moonpool._native import ProxyRequest
@@ -211,7 +211,7 @@ class Dispatcher:
         with self._lock:
             self.candidates.look_anew()
             if worker is not None:
-                worker.learn_from(self.candidates.same_kind(engine))
+                worker.join_kind(self.candidates.same_kind(engine))
 
     def forget(self, engine: Engine) -> None:
         """The engine left the rotation: what it had in work and in its cache is not counted on."""
@@ -348,11 +348,6 @@ class Dispatcher:
         prefill engines have left; None: they can."""
         pending.answer = objection(pending.request, choice)
         return None if pending.answer is None else _SAID
-
-    def same_kind(self, worker: Worker) -> Iterable[Worker]:
-        """The workers of the same role and model; none for a worker that has left."""
-        engine = self.at[worker.place]
-        return () if engine is None else self.candidates.same_kind(engine)
 
     def _policy_failed(
         self, what: str = "the policy failed; the request goes to the first engine that may have it"

@@ -84,7 +84,7 @@ class ConductorCollector(Collector):
         text = "Tokens in the KV cache of the requests that decode, as far as known"
         yield of_each("books_context_tokens", text, lambda each: each.load.context_tokens)
         text = "Prefills that the cost model has learnt from"
-        yield of_each("prefill_samples_total", text, lambda each: each.prefill_model.regression.samples)
+        yield of_each("prefill_samples_total", text, lambda each: each.prefill_model.regression.own.samples)
         text = "Prefills that took absurdly long or short: not learnt from"
         yield of_each("prefill_odd_samples_total", text, _odd_samples)
         text = "Learnt: to fetch a token from the pool, latency left out"
@@ -129,7 +129,7 @@ class ConductorCollector(Collector):
 
 
 def _odd_samples(worker: Worker) -> int:
-    regression = worker.prefill_model.regression
+    regression = worker.prefill_model.regression.own
     return regression.odd + regression.refused
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -780,6 +780,42 @@ class Regression:
         """
         How many were learnt from.
         """
+class PooledRegression:
+    """
+    A regression of one engine and one that engines of its kind share. The engine is predicted by its kind's, or by its own as far as that has been clearly better on its last samples.
+    """
+    def check_integrity(self) -> None:
+        """
+        Raises AssertionError when an invariant is broken.
+        """
+    def join(self, other: PooledRegression) -> None:
+        """
+        From now on it is of the other's kind.
+        """
+    def part(self) -> None:
+        """
+        From now on it is of a kind of its own, which begins with what its former one has learnt.
+        """
+    def start(self, coefficients: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> bool:
+        """
+        Its kind begins with these coefficients in the place of the prior's, and as little known. False: it has samples, or these are no numbers, and nothing changes.
+        """
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        ...
+    @property
+    def kind(self) -> Regression:
+        """
+        Do not keep it: it is another's when the engine joins a kind.
+        """
+    @property
+    def own(self) -> Regression:
+        ...
+    @property
+    def share(self) -> float:
+        """
+        Of its own in predictions, 0 to 1.
+        """
 class PrefillModel:
     """
     Seconds that an engine needs before a request's first token, without waiting for its turn. tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that it fetches; ahead_s: of the sender's other fetches; queued: others are computed before.
@@ -797,7 +833,7 @@ class PrefillModel:
         Seconds of a fetch of so many tokens with nothing before them and nothing to hide behind.
         """
     @property
-    def regression(self) -> Regression:
+    def regression(self) -> PooledRegression:
         ...
 class HandoverModel:
     """
@@ -812,7 +848,7 @@ class HandoverModel:
     def predict(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
         ...
     @property
-    def regression(self) -> Regression:
+    def regression(self) -> PooledRegression:
         ...
 class DecodeModel:
     """
@@ -827,7 +863,7 @@ class DecodeModel:
     def predict(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
         ...
     @property
-    def regression(self) -> Regression:
+    def regression(self) -> PooledRegression:
         ...
 class Prefilled:
     """

@@ -57,7 +57,7 @@ std::array<double, kPrefillTerms> features_of(const PrefillWork& work) {
 PrefillModel::PrefillModel() : regression_(kPrefillPrior, kPrefillSpread, kFloorS) {}
 
 PrefillCosts PrefillModel::costs() const {
-    std::span<const double> by = regression_.coefficients();
+    const PooledRegression::Coefficients by = regression_.coefficients();
     return {.base_s = by[kBase],
             .token_s = by[kToken] * kThousand,
             .square_s = by[kSquare] * kMillion,

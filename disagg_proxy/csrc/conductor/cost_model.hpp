@@ -25,7 +25,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "conductor/regression.hpp"
+#include "conductor/pooled_regression.hpp"
 
 namespace moonpool {
 
@@ -61,10 +61,10 @@ class PrefillModel {
     double transfer_s(int64_t pool) const;
     // The error of the prediction before; nothing for a sample that changes nothing (Regression::observe).
     std::optional<double> observe(const PrefillWork& work, double seconds);
-    Regression& regression() { return regression_; }
+    PooledRegression& regression() { return regression_; }
 
    private:
-    Regression regression_;  // by value: a decision reads it of every worker
+    PooledRegression regression_;  // by value: a decision reads it of every worker
 };
 
 // From the end of prefill to the decode engine's first token.
@@ -73,10 +73,10 @@ class HandoverModel {
     HandoverModel();
     double predict(int64_t tokens) const;
     std::optional<double> observe(int64_t tokens, double seconds);
-    Regression& regression() { return regression_; }
+    PooledRegression& regression() { return regression_; }
 
    private:
-    Regression regression_;
+    PooledRegression regression_;
 };
 
 // Between two tokens of a request that decodes in a batch.
@@ -86,10 +86,10 @@ class DecodeModel {
     // batch: requests that decode together, this one included; context_tokens: of all of them.
     double predict(double batch, double context_tokens) const;
     std::optional<double> observe(double batch, double context_tokens, double seconds);
-    Regression& regression() { return regression_; }
+    PooledRegression& regression() { return regression_; }
 
    private:
-    Regression regression_;
+    PooledRegression regression_;
 };
 
 }  // namespace moonpool

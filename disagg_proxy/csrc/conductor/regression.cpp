@@ -11,8 +11,6 @@ constexpr double kErrorShare = 0.1;     // a sample is expected to lie within th
 constexpr double kOutlierErrors = 3.0;  // an error counts as no more than so many expected ones
 constexpr double kAbsurd = 5.0;         // times the prediction, or as small a part of it, and times the bound
 constexpr double kChanged = 2.0;        // times the prediction, or as small a part of it, is the median
-constexpr double kMemory = 250;  // a sample that is so many samples old counts for a third (1/e) of the last
-constexpr double kFades = 1 / (1 - 1 / kMemory);
 
 bool is_number(double value) { return value >= 0 && value < INFINITY; }  // NaN is in no range
 
@@ -24,13 +22,15 @@ double dot(std::span<const double> one, std::span<const double> other) {
 
 }  // namespace
 
-Regression::Regression(std::span<const double> prior, std::span<const double> spread, double floor)
-    : size_(prior.size()), floor_(floor) {
+Regression::Regression(std::span<const double> prior, std::span<const double> spread, double floor,
+                       double memory)
+    : size_(prior.size()), floor_(floor), fades_(1 / (1 - 1 / memory)) {
     for (size_t i = 0; i < size_; ++i) {
         coefficients_[i] = prior[i];
         most_[i] = spread[i] * spread[i];
     }
     open();
+    opened_ = 0;
 }
 
 double Regression::predict(std::span<const double> features) const { return dot(coefficients(), features); }
@@ -69,7 +69,7 @@ std::optional<double> Regression::observe(std::span<const double> features, doub
     for (size_t i = 0; i < size_; ++i) {
         double gain = reach[i] / variance;
         for (size_t k = 0; k <= i; ++k) {
-            covariance_[i][k] = covariance_[k][i] = (covariance_[i][k] - gain * reach[k]) * kFades;
+            covariance_[i][k] = covariance_[k][i] = (covariance_[i][k] - gain * reach[k]) * fades_;
         }
     }
     bound();
@@ -117,6 +117,7 @@ bool Regression::is_believed(double predicted, double y) {
 
 // As little is known as the prior says.
 void Regression::open() {
+    ++opened_;
     seen_ = 0;
     covariance_ = {};
     for (size_t i = 0; i < size_; ++i) covariance_[i][i] = most_[i];

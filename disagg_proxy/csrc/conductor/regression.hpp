@@ -9,6 +9,7 @@
 // lock.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -21,11 +22,14 @@ namespace moonpool {
 class Regression {
    public:
     static constexpr size_t kCoefficientsMax = 8;
+    static constexpr double kMemory = 250;
 
     // y = sum of coefficient * feature, each coefficient at least 0. prior: the coefficients before any
     // sample; spread: how far off each may be (standard deviation), as many; floor: the smallest scale of y
-    // that matters, in y's unit.
-    Regression(std::span<const double> prior, std::span<const double> spread, double floor);
+    // that matters, in y's unit. memory: a sample that is so many samples old counts for a third (1/e) of the
+    // last.
+    Regression(std::span<const double> prior, std::span<const double> spread, double floor,
+               double memory = kMemory);
 
     std::span<const double> coefficients() const { return {coefficients_.data(), size_}; }
     double predict(std::span<const double> features) const;
@@ -37,6 +41,10 @@ class Regression {
     // others. False: there was a sample, or these are no numbers, and nothing changes.
     bool start(std::span<const double> coefficients);
 
+    // The scale of errors at this prediction: the floor for small ones.
+    double scale(double predicted) const { return std::max(predicted, floor_); }
+    // How often it forgot what it had learnt, since it was wrong by far.
+    uint64_t opened() const { return opened_; }
     uint64_t samples() const { return samples_; }
     uint64_t odd() const { return odd_; }          // were absurd
     uint64_t refused() const { return refused_; }  // were no numbers
@@ -55,10 +63,10 @@ class Regression {
     size_t size_;
     Row coefficients_{}, most_{};  // most: the variance of the prior
     std::array<Row, kCoefficientsMax> covariance_{};
-    double floor_;
+    double floor_, fades_;                  // fades: what the covariance grows by with each sample
     std::array<double, kRecent> recent_{};  // observed over predicted, in turn
     size_t seen_ = 0;                       // since it was open
-    uint64_t samples_ = 0, odd_ = 0, refused_ = 0;
+    uint64_t opened_ = 0, samples_ = 0, odd_ = 0, refused_ = 0;
 };
 
 }  // namespace moonpool

@@ -33,8 +33,7 @@ void check_size(const Regression& regression, const std::vector<double>& feature
     }
 }
 
-py::typing::Tuple<py::float_, py::ellipsis> coefficients(const Regression& self) {
-    std::span<const double> values = self.coefficients();
+py::typing::Tuple<py::float_, py::ellipsis> as_tuple(std::span<const double> values) {
     py::tuple out(values.size());
     for (size_t i = 0; i < values.size(); ++i) out[i] = py::float_(values[i]);
     return out;
@@ -53,7 +52,8 @@ void bind_cost_models(py::module_& m) {
         "least 0. prior: the coefficients before any sample; spread: how far off each may be (standard "
         "deviation); floor: the smallest scale of y that matters, in y's unit.")
         .def(py::init(&make_regression), py::arg("prior"), py::arg("spread"), py::kw_only(), py::arg("floor"))
-        .def_property_readonly("coefficients", &coefficients)
+        .def_property_readonly("coefficients",
+                               [](const Regression& self) { return as_tuple(self.coefficients()); })
         .def_property_readonly("samples", &Regression::samples, "How many were learnt from.")
         .def_property_readonly("odd", &Regression::odd, "How many were absurd.")
         .def_property_readonly("refused", &Regression::refused, "How many were no numbers.")
@@ -81,10 +81,39 @@ void bind_cost_models(py::module_& m) {
             },
             py::arg("coefficients"),
             "Begins with these coefficients in the place of the prior's, and as little known. False: there "
-            "was "
-            "a sample, or these are no numbers, and nothing changes.")
+            "was a sample, or these are no numbers, and nothing changes.")
         .def(
             "check_integrity", [](const Regression& self) { raise_if(self.check_integrity()); },
+            "Raises AssertionError when an invariant is broken.");
+
+    py::class_<PooledRegression>(
+        m, "PooledRegression",
+        "A regression of one engine and one that engines of its kind share. The engine is predicted by its "
+        "kind's, or by its own as far as that has been clearly better on its last samples.")
+        .def_property_readonly("coefficients",
+                               [](const PooledRegression& self) {
+                                   size_t size = self.own().coefficients().size();
+                                   PooledRegression::Coefficients all = self.coefficients();
+                                   return as_tuple({all.data(), size});
+                               })
+        .def_property_readonly("share", &PooledRegression::share, "Of its own in predictions, 0 to 1.")
+        .def_property_readonly("own", &PooledRegression::own, py::return_value_policy::reference_internal)
+        .def_property_readonly("kind", &PooledRegression::kind, py::return_value_policy::reference_internal,
+                               "Do not keep it: it is another's when the engine joins a kind.")
+        .def("join", &PooledRegression::join, py::arg("other"), "From now on it is of the other's kind.")
+        .def("part", &PooledRegression::part,
+             "From now on it is of a kind of its own, which begins with what its former one has learnt.")
+        .def(
+            "start",
+            [](PooledRegression& self, const std::vector<double>& coefficients) {
+                check_size(self.own(), coefficients);
+                return self.start(coefficients);
+            },
+            py::arg("coefficients"),
+            "Its kind begins with these coefficients in the place of the prior's, and as little known. "
+            "False: it has samples, or these are no numbers, and nothing changes.")
+        .def(
+            "check_integrity", [](const PooledRegression& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");
 
     py::class_<PrefillModel, std::shared_ptr<PrefillModel>>(

@@ -9,8 +9,8 @@ from moonpool.disagg_proxy.tools.simulator.faults import KINDS
 
 class Fleet:
     """counts: of each kind at the beginning: prefill, decode, whole; names are KIND-NUMBER. workers: those
-    that may be chosen now, by place. A worker that joins again has its former place, and every worker that
-    joins starts with what its same_kind have learnt.
+    that may be chosen now, by place. A worker that joins again has its former place, and workers of one
+    kind learn together.
     """
 
     def __init__(self, counts: dict[str, int], room_tokens: int) -> None:
@@ -24,8 +24,9 @@ class Fleet:
         self.workers: tuple[Worker, ...] = ()
         self._asked: tuple[Worker, ...] | None = None
         self._eligible = EligibleWorkers((), ())
-        made = [self._make(kind, self._name(kind)) for kind in KINDS for _ in range(counts[kind])]
-        self.workers = tuple(made)
+        for kind in KINDS:
+            for _ in range(counts[kind]):
+                self._add(self._make(kind, self._name(kind)))
 
     def kind(self, place: int) -> str:
         """prefill, decode or whole, of a worker that is or was there."""
@@ -38,13 +39,8 @@ class Fleet:
     def join(self, name: str) -> Worker:
         """name: of a kind, or of a worker that is gone."""
         worker = self._make(name.partition("-")[0], name if "-" in name else self._name(name))
-        worker.learn_from(self.same_kind(worker))
-        self.workers = tuple(sorted((*self.workers, worker), key=lambda each: each.place))
+        self._add(worker)
         return worker
-
-    def same_kind(self, worker: Worker) -> list[Worker]:
-        """Of the same kind, that are there."""
-        return [each for each in self.workers if each.role is worker.role and each is not worker]
 
     def leave(self, name: str) -> Worker:
         """The worker is not chosen any more."""
@@ -66,6 +62,10 @@ class Fleet:
         name = f"{kind}-{self._numbers[kind]}"
         self._numbers[kind] += 1
         return name
+
+    def _add(self, worker: Worker) -> None:
+        worker.join_kind(each for each in self.workers if each.role is worker.role)
+        self.workers = tuple(sorted((*self.workers, worker), key=lambda each: each.place))
 
     def _make(self, kind: str, name: str) -> Worker:
         place = self._names.index(name) if name in self._names else len(self._names)

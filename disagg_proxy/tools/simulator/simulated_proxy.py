@@ -227,10 +227,6 @@ class SimulatedProxy:
         job.predicted_ttft_s = now_s - job.arrival.at_s + ttft_s(pending.asked, choice, now_s)
         return None
 
-    def same_kind(self, worker: Worker) -> Iterable[Worker]:
-        """Workers of the same kind in the fleet."""
-        return self.fleet.same_kind(worker)
-
     # What happens to a request
 
     def _pending(self, job: Job) -> _Pending:

@@ -69,8 +69,8 @@ def test_a_model_that_is_fed_with_nonsense_between_stays_right() -> None:
             fed += 1
         model.observe(tokens, own, 0, true_s(tokens, own) * chance.uniform(0.95, 1.05))
         model.regression.check_integrity()
-    assert model.regression.refused == fed
-    assert model.regression.odd > 10
+    assert model.regression.own.refused == fed
+    assert model.regression.own.odd > 10
     for tokens, own in ((2_000, 0), (10_000, 0), (30_000, 15_000)):
         assert model.predict(tokens, own) == pytest.approx(true_s(tokens, own), rel=0.1)
 
@@ -82,7 +82,7 @@ def test_an_engine_that_really_became_ten_times_slower_is_believed() -> None:
             tokens = chance.randrange(500, 20_000)
             model.observe(tokens, 0, 0, factor * true_s(tokens, 0))
     assert model.predict(10_000) == pytest.approx(10 * true_s(10_000, 0), rel=0.15)
-    assert model.regression.odd <= 10
+    assert model.regression.own.odd <= 10
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -5.0, 1e9])
@@ -141,5 +141,5 @@ def test_a_prompt_of_unknown_length_teaches_nothing() -> None:
     engine = tracker.workers[0]
     tracker.on_dispatch(1, Choice(engine), Request(), streams=True, now_s=0.0)
     tracker.observe(BLANK._replace(request=1, first_byte_s=2.0, stage=Stage.BEGUN))
-    assert engine.prefill_model.regression.samples == 0
+    assert engine.prefill_model.regression.own.samples == 0
     assert engine.ttft_ratios.observed == 0

@@ -11,7 +11,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.inflight import FORGOTTEN_S, STREAMS_S, InflightTracker
 from moonpool.disagg_proxy.conductor.observer import Finished, Observer
 from moonpool.disagg_proxy.conductor.policies.conductor import Conductor
-from moonpool.disagg_proxy.conductor.worker import LEARNT, Role, Worker
+from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import HandoverForm, Observation, Outcome, Stage
 from moonpool.disagg_proxy.peers.inflight_feed import InflightFeed
 from moonpool.disagg_proxy.peers.wire import Begun, Change, Prefilled
@@ -55,8 +55,8 @@ def test_no_more_samples_are_taken_than_teach_something() -> None:
         tracker.observe(seen._replace(stage=Stage.BEGUN))
         tracker.observe(seen._replace(last_byte_s=start_s + 0.0009, completion_tokens=2))
         tracker.check_integrity()
-    assert 18 <= engine.prefill_model.regression.samples <= 22
-    assert engine.decode_model.regression.samples == pytest.approx(20, abs=2)
+    assert 18 <= engine.prefill_model.regression.own.samples <= 22
+    assert engine.decode_model.regression.own.samples == pytest.approx(20, abs=2)
 
 
 def test_prefill_and_decode_apart_teach_each_its_own() -> None:
@@ -76,30 +76,8 @@ def test_prefill_and_decode_apart_teach_each_its_own() -> None:
         tracker.check_integrity()
     assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
     assert decode.handover_model.predict(4_000) == pytest.approx(0.5, rel=0.1)
-    assert decode.prefill_model.regression.samples == 0
+    assert decode.prefill_model.regression.own.samples == 0
     assert decode.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)  # no faster than who is known
-
-
-def test_who_has_learnt_is_told_once_for_each_model() -> None:
-    tracker, prefill, decode = pair()
-    told: list[Worker] = []
-
-    class Heard(Observer):
-        def on_trained(self, worker: Worker) -> None:
-            told.append(worker)
-
-    tracker.subscribe(Heard())
-    for number in range(2 * LEARNT):
-        start_s = number * 10.0
-        tracker.on_dispatch(
-            number, Choice(decode, prefill), Request(tokens=4_000), streams=True, now_s=start_s
-        )
-        seen = BLANK._replace(request=number, prefill=0, decode=1, prefill_done_s=start_s + 2.0)
-        tracker.observe(seen._replace(stage=Stage.PREFILLED))
-        seen = seen._replace(first_byte_s=start_s + 2.5, handed_over=1)
-        tracker.observe(seen._replace(stage=Stage.BEGUN))
-        tracker.observe(seen._replace(last_byte_s=start_s + 5.0, completion_tokens=26))
-        assert told == ([] if number + 1 < LEARNT else [prefill, decode, decode])  # hand-over, then its gap
 
 
 def test_a_decode_engine_that_has_computed_nothing_is_not_thought_to_be_fast() -> None:
@@ -155,7 +133,7 @@ def test_an_answer_that_comes_whole_teaches_decode_where_its_prefill_was_heard_o
         whole(tracker, number, number * 20.0, 100, begins=begins)
     assert prefill.prefill_model.predict(4_000) == pytest.approx(2.0, rel=0.1)
     assert decode.decode_model.predict(1, 4_000) == pytest.approx(0.1, rel=0.1)
-    assert decode.handover_model.regression.samples == 0
+    assert decode.handover_model.regression.own.samples == 0
     assert admission.answers.times.learnt  # so capacity is known
     assert admission.answers.times.mean_s == pytest.approx(10.0, rel=0.1)
     assert admission.ttft_margin.factor == 1.0  # of first tokens nothing was heard
@@ -187,7 +165,7 @@ def test_a_whole_answer_that_may_be_something_else_mostly_teaches_decode_nothing
     tracker.admission = Admission(Objective(gap_s=0.2))
     for number in range(50):
         whole(tracker, number, number * 20.0, tokens, handed=handed)
-    assert decode.decode_model.regression.samples == 0
+    assert decode.decode_model.regression.own.samples == 0
     assert not tracker.admission.answers.times.learnt
 
 
@@ -214,8 +192,8 @@ def test_of_several_answers_to_one_request_no_gap_is_learnt(streams: bool) -> No
             seen._replace(first_byte_s=first_s, last_byte_s=start_s + 12.0, completion_tokens=800)
         )
         tracker.check_integrity()
-    assert prefill.prefill_model.regression.samples == 50
-    assert decode.decode_model.regression.samples == 0
+    assert prefill.prefill_model.regression.own.samples == 50
+    assert decode.decode_model.regression.own.samples == 0
     assert admission.gap_margin.factor == 1.0
     assert admission.answers.tokens == Admission(Objective()).answers.tokens
 
@@ -232,10 +210,10 @@ def test_a_first_token_that_overtakes_the_prefills_answer_leaves_the_prefill_in_
     seen = BLANK._replace(request=1, prefill=0, decode=1, first_byte_s=0.5, handed_over=form)
     tracker.observe(seen._replace(stage=Stage.BEGUN))
     assert (prefill.in_flight, decode.in_flight) == (1, 1)
-    assert decode.handover_model.regression.samples == 0
+    assert decode.handover_model.regression.own.samples == 0
     tracker.observe(seen._replace(stage=Stage.PREFILLED, prefill_done_s=2.0))
     assert (prefill.in_flight, decode.in_flight) == (0, 1)
-    assert prefill.prefill_model.regression.samples == 1
+    assert prefill.prefill_model.regression.own.samples == 1
     tracker.observe(seen._replace(prefill_done_s=2.0, last_byte_s=3.0))
     assert len(tracker) == decode.in_flight == 0
     tracker.check_integrity()
@@ -253,7 +231,7 @@ def test_an_answer_that_comes_whole_holds_the_line_as_long_as_predicted() -> Non
     for number in (1, 2):
         tracker.observe(BLANK._replace(request=number, stream=0, first_byte_s=9.0, last_byte_s=9.0))
     assert engine.in_flight == 0
-    assert engine.prefill_model.regression.samples == 0
+    assert engine.prefill_model.regression.own.samples == 0
     tracker.check_integrity()
 
 
@@ -304,7 +282,7 @@ def test_a_stream_may_take_longer_than_a_first_token() -> None:
     assert engine.load.decodes == 1
     tracker.observe(seen._replace(last_byte_s=2_000.0, completion_tokens=40_000))
     assert (len(ended), tracker.nonsense, len(tracker)) == (1, 0, 0)
-    assert engine.decode_model.regression.samples == 1
+    assert engine.decode_model.regression.own.samples == 1
     assert (ended[0].choice.decode, ended[0].asked.tokens, ended[0].sent_s) == (engine, 100, 0.0)
     tracker.check_integrity()
     for _ in range(2):

@@ -168,7 +168,7 @@ def test_nonsense_is_refused_and_counted(bad: float) -> None:
     model = HandoverModel()
     before = model.regression.coefficients
     assert model.observe(100, bad) is None
-    assert model.regression.refused == 1
+    assert model.regression.own.refused == 1
     assert model.regression.coefficients == before
     model.regression.check_integrity()
 

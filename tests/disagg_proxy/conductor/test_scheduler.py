@@ -6,7 +6,7 @@ an engine busy (HOLD_S is 1 s) until an observation says that they are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -34,6 +34,8 @@ class Bed:
 
     def __init__(self, roles: Sequence[Role] = (Role.BOTH,)) -> None:
         self.workers = tuple(Worker(place, f"engine-{place}", role) for place, role in enumerate(roles))
+        for worker in self.workers[1:]:
+            worker.join_kind(each for each in self.workers[:1] if each.role is worker.role)
         self.gone: set[int] = set()
         self.objections: dict[int, Refusal] = {}
 
@@ -51,9 +53,6 @@ class Bed:
 
     def objection(self, pending: PendingRequest, choice: Choice) -> Refusal | None:
         return self.objections.get(pending.name)
-
-    def same_kind(self, worker: Worker) -> Iterable[Worker]:
-        return [each for each in self.workers if each is not worker and each.role is worker.role]
 
 
 def made(bed: Bed, objective: Objective | None = None, waiting_max: int = 0) -> Scheduler[PendingRequest]:
@@ -207,7 +206,7 @@ def test_a_failing_policy_costs_no_request_where_the_driver_wants_to_hear_of_it(
         strict.submit(request(2), 0.0)
 
 
-def test_an_engine_that_has_learnt_teaches_its_sisters() -> None:
+def test_engines_of_one_kind_learn_together() -> None:
     bed = Bed((Role.BOTH, Role.BOTH))
     scheduler = made(bed)
     for name in range(1, 40):
@@ -218,5 +217,5 @@ def test_an_engine_that_has_learnt_teaches_its_sisters() -> None:
         computed(scheduler, name, start_s + 5.0)
     assert bed.workers[0].load.requests == 0
     taught = bed.workers[1].prefill_model
-    assert not taught.regression.samples
+    assert not taught.regression.own.samples
     assert taught.predict(LONG) > 4.0  # not the 2.4 s of the prior

@@ -1,4 +1,4 @@
-"""What a new worker takes over from those that are what it is."""
+"""What workers of one kind learn together, and what a dispatch does to a load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moonpool.disagg_proxy.conductor.worker import LEARNT, SAME_KIND_MAX, Role, Worker
+from moonpool.disagg_proxy.conductor.worker import LEARNT, Role, Worker
 
 
 def taught(place: int, token_s: float, samples: int = 200) -> Worker:
@@ -20,87 +20,112 @@ def taught(place: int, token_s: float, samples: int = 200) -> Worker:
     return worker
 
 
-def test_it_begins_with_the_mean_of_what_they_have_learnt() -> None:
-    new, same_kind = Worker(9, "new", Role.PREFILL), [taught(0, 1e-4), taught(1, 3e-4)]
-    new.learn_from(same_kind)
-    for ask in (
-        lambda each: each.prefill_model.predict(10_000, 4_000),
-        lambda each: each.handover_model.predict(5_000),
-        lambda each: each.decode_model.predict(10, 50_000),
-    ):
-        assert ask(new) == pytest.approx(sum(map(ask, same_kind)) / 2)
-    assert new.prefill_model.predict(10_000) == pytest.approx(2.1, rel=0.1)
+def seconds(worker: Worker) -> tuple[float, float, float]:
+    """Of a prefill, a hand-over, a gap."""
+    return (
+        worker.prefill_model.predict(10_000, 4_000),
+        worker.handover_model.predict(5_000),
+        worker.decode_model.predict(10, 50_000),
+    )
+
+
+def teach(worker: Worker, token_s: float, samples: int) -> None:
+    for number in range(samples):
+        tokens = 500 + 997 * number % 20_000
+        worker.prefill_model.observe(tokens, 0, 0, 0.1 + token_s * tokens)
+
+
+def test_a_worker_that_joins_is_predicted_as_its_kind_is() -> None:
+    one, new = taught(0, 1e-4), Worker(9, "new", Role.PREFILL)
+    new.join_kind([one])
+    assert seconds(new) == pytest.approx(seconds(one))
+    assert new.prefill_model.predict(10_000) == pytest.approx(1.1, rel=0.1)
+    teach(one, 1e-4, 50)
+    assert seconds(new) == seconds(one)  # they go on learning together
     new.check_integrity()
 
 
-def test_who_has_learnt_nothing_teaches_nothing_and_what_was_observed_is_kept() -> None:
-    new, prior = Worker(9, "new"), Worker(8, "prior").prefill_model.predict(10_000)
-    new.learn_from([])
-    new.learn_from([taught(0, 1e-3, samples=LEARNT - 1)])
-    assert new.prefill_model.predict(10_000) == prior
-    new.prefill_model.observe(10_000, 0, 0, 1.0)
-    seen_s = new.prefill_model.predict(10_000)
-    new.learn_from([taught(0, 1e-3)])
-    assert new.prefill_model.predict(10_000) == seen_s
-    assert new.handover_model.predict(1_000) == pytest.approx(0.1, rel=0.1)  # of that it has seen none
+def test_equal_workers_are_predicted_alike_whatever_each_of_them_has_seen(rng: random.Random) -> None:
+    workers = [Worker(place, f"w{place}") for place in range(4)]
+    for worker in workers[1:]:
+        worker.join_kind(workers[:1])
+    for number in range(2_000):
+        worker = workers[number * number % 7 % 4]  # some see more
+        tokens = rng.randrange(100, 20_000) if worker is not workers[2] else rng.randrange(100, 800)
+        took_s = (0.05 + 1e-4 * tokens + 1e-9 * tokens**2) * rng.gauss(1.0, 0.15)
+        worker.prefill_model.observe(tokens, 0, 0, max(took_s, 0.0))
+    assert {worker.prefill_model.regression.share for worker in workers} == {0.0}
+    predicted = {worker.prefill_model.predict(12_000) for worker in workers}
+    assert len(predicted) == 1
+    assert predicted.pop() == pytest.approx(0.05 + 1.2 + 0.144, rel=0.05)
 
 
-def test_a_first_guess_that_is_wrong_is_soon_replaced() -> None:
-    new = Worker(9, "new")
-    new.learn_from([taught(0, 1e-4)])
-    for number in range(30):
-        tokens = 500 + 997 * number % 20_000
-        new.prefill_model.observe(tokens, 0, 0, 0.1 + 4e-4 * tokens)
-    assert new.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
+def test_a_slower_worker_is_predicted_by_itself_and_misleads_none() -> None:
+    one, slow, other = (Worker(place, f"w{place}") for place in range(3))
+    slow.join_kind([one])
+    other.join_kind([one])
+    for _ in range(50):
+        for worker, token_s in ((one, 1e-4), (slow, 4e-4), (other, 1e-4)):
+            teach(worker, token_s, 4)
+    assert slow.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
+    assert one.prefill_model.predict(10_000) == pytest.approx(1.1, rel=0.1)
+    new = Worker(3, "new")
+    new.join_kind([slow])
+    assert new.prefill_model.predict(10_000) == pytest.approx(1.1, rel=0.1)  # as most of its kind
 
 
-def test_of_many_sisters_a_few_are_asked() -> None:
-    asked = 0
+def test_a_worker_that_slows_down_is_noticed_within_thirty_of_its_samples() -> None:
+    one, other = Worker(0, "one"), Worker(1, "other")
+    other.join_kind([one])
+    teach(one, 1e-4, 300)
+    teach(other, 1e-4, 300)
+    teach(other, 4e-4, 30)
+    assert other.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
+    assert one.prefill_model.predict(10_000) == pytest.approx(1.1, rel=0.1)
+    teach(other, 1e-4, 60)
+    assert other.prefill_model.predict(10_000) == pytest.approx(1.1, rel=0.1)
 
-    def same_kind() -> object:
-        nonlocal asked
-        while True:
-            asked += 1
-            yield Worker(asked, "one")
 
-    Worker(0, "new").learn_from(same_kind())  # type: ignore[arg-type]
-    assert asked == SAME_KIND_MAX
+def test_a_kind_of_which_all_have_changed_learns_anew() -> None:
+    one, other = Worker(0, "one"), Worker(1, "other")
+    other.join_kind([one])
+    for token_s in (1e-4, 4e-4):
+        for _ in range(40):
+            teach(one, token_s, 10)
+            teach(other, token_s, 10)
+        new = Worker(2, "new")
+        new.join_kind([one])
+        assert new.prefill_model.predict(10_000) == pytest.approx(0.1 + token_s * 10_000, rel=0.1)
 
 
-def test_what_one_has_learnt_is_the_first_guess_of_sisters_that_nobody_has_observed() -> None:
-    one, fresh, observed = taught(0, 1e-4), Worker(1, "fresh"), taught(2, 3e-4, samples=1)
-    seen_s = observed.prefill_model.predict(10_000)
-    taught(3, 5e-3, samples=LEARNT - 1).seed_models([fresh, observed])
-    one.seed_models([fresh, observed])
-    for ask in (
-        lambda each: each.prefill_model.predict(10_000, 4_000),
-        lambda each: each.handover_model.predict(5_000),
-        lambda each: each.decode_model.predict(10, 50_000),
-    ):
-        assert ask(fresh) == pytest.approx(ask(one))
-    assert observed.prefill_model.predict(10_000) == seen_s
+def test_a_worker_that_turns_out_to_be_of_another_kind_learns_with_that() -> None:
+    prefill, decode = taught(0, 1e-4), taught(1, 3e-4)
+    worker = Worker(2, "worker")
+    worker.join_kind([prefill])
+    worker.join_kind([decode])
+    assert seconds(worker) == pytest.approx(seconds(decode))
+    worker.join_kind([])  # of a kind of its own: it begins with what it was thought to be
+    assert seconds(worker) == pytest.approx(seconds(decode))
+    teach(worker, 9e-4, 200)
+    assert decode.prefill_model.predict(10_000) == pytest.approx(3.1, rel=0.1)
 
 
 def test_who_computes_for_another_is_its_first_guess_until_its_own_kind_has_computed() -> None:
-    """A decode engine that nobody has observed is no faster; what its same_kind have taken says more."""
-    prefill_worker, decode = taught(0, 1e-4), Worker(1, "d", Role.DECODE)
+    """A decode engine that has computed nothing is no faster; what its kind has taken says more."""
+    prefill_worker, decode, sister = taught(0, 1e-4), Worker(1, "d", Role.DECODE), Worker(2, "e", Role.DECODE)
+    sister.join_kind([decode])
     taken = prefill_worker.handover_model.predict(5_000)
     decode.guess_from(taught(3, 9e-4, samples=LEARNT - 1))
-    assert decode.prefill_model.predict(10_000) == Worker(2, "new").prefill_model.predict(10_000)
+    assert decode.prefill_model.predict(10_000) == Worker(4, "new").prefill_model.predict(10_000)
     decode.guess_from(prefill_worker)
-    assert decode.prefill_model.predict(10_000) == pytest.approx(prefill_worker.prefill_model.predict(10_000))
+    for each in (decode, sister):
+        assert each.prefill_model.predict(10_000) == pytest.approx(
+            prefill_worker.prefill_model.predict(10_000)
+        )
     assert decode.handover_model.predict(5_000) != pytest.approx(taken)
-    taught(2, 4e-4).seed_models([decode])
+    teach(sister, 4e-4, 60)
     decode.guess_from(prefill_worker)
     assert decode.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
-    joined = Worker(4, "joined", Role.DECODE)
-    joined.learn_from([taught(2, 4e-4)])
-    joined.guess_from(prefill_worker)
-    assert joined.prefill_model.predict(10_000) == pytest.approx(4.1, rel=0.1)
-    observed = taught(5, 2e-4, samples=1)
-    seen_s = observed.prefill_model.predict(10_000)
-    observed.guess_from(prefill_worker)
-    assert observed.prefill_model.predict(10_000) == seen_s
 
 
 def test_a_dispatch_is_accounted_for_in_one_call_as_step_by_step(rng: random.Random) -> None:

@@ -104,7 +104,7 @@ def test_decode_is_asked_while_prefill_computes() -> None:
             await asking
             await f.settle()
             model = f.proxy._dispatcher.workers[0].prefill_model
-            assert model.regression.samples == 1
+            assert model.regression.own.samples == 1
 
     play(scenario)
 

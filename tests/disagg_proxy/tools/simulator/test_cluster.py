@@ -68,7 +68,7 @@ def test_who_has_computed_nothing_is_thought_to_be_as_its_sister_turned_out() ->
     _, idle = proxy.fleet.workers
     cluster.run([Arrival(10.0 * number, 100 * (number + 1), 1, (number,)) for number in range(20)])
     assert {job.prefill_place for job in jobs} == {0}
-    assert idle.prefill_model.regression.samples == 0
+    assert idle.prefill_model.regression.own.samples == 0
     assert idle.prefill_model.predict(1_000) == pytest.approx(1.0, rel=0.2)
 
 

@@ -1,0 +1,84 @@
+#include "conductor/pooled_regression.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace moonpool {
+
+namespace {
+
+constexpr double kKindMemory = 2000;  // samples of all its engines
+constexpr int kRecent = 16;           // samples of an engine, by whose errors it is compared with its kind
+constexpr int kWeighedMin = 8;        // before them it is predicted by its kind
+constexpr double kErrorMax = 4.0;     // relative: a larger one says no more
+// The mean square of the kind's errors over that of the engine's own, from which on its own counts, and from
+// which on nothing else does: errors 1.2 and 2 times as large.
+constexpr double kBetter = 1.5, kMuchBetter = 4.0;
+constexpr double kFollows = 0.5;  // with a smaller share of its own an engine teaches its kind
+constexpr double kDiffers = 2.0;  // and with samples of less than so many times the kind's prediction
+constexpr uint64_t kFirst = 64;   // samples of a kind, until which each is welcome
+constexpr int kPassedOverMax = 100;
+
+}  // namespace
+
+PooledRegression::PooledRegression(std::span<const double> prior, std::span<const double> spread,
+                                   double floor)
+    : own_(prior, spread, floor),
+      kind_(std::make_shared<Kind>(Kind{Regression(prior, spread, floor, kKindMemory)})) {}
+
+PooledRegression::Coefficients PooledRegression::coefficients() const {
+    Coefficients found{};
+    std::span<const double> own = own_.coefficients(), kind = kind_->regression.coefficients();
+    for (size_t i = 0; i < own.size(); ++i) found[i] = kind[i] + share_ * (own[i] - kind[i]);
+    return found;
+}
+
+double PooledRegression::predict(std::span<const double> features) const {
+    double kind = kind_->regression.predict(features);
+    return share_ == 0 ? kind : kind + share_ * (own_.predict(features) - kind);
+}
+
+std::optional<double> PooledRegression::observe(std::span<const double> features, double y) {
+    double predicted = predict(features), kind = kind_->regression.predict(features);
+    uint64_t opened = own_.opened();
+    std::optional<double> own_error = own_.observe(features, y);
+    if (own_.opened() != opened) weighed_ = 0;  // its errors until now say nothing of what it learns now
+    if (own_error) weigh(*own_error, y - kind, own_.scale(kind));
+    if (follows(kind, y)) {
+        kind_->passed_over = 0;
+        kind_->regression.observe(features, y);
+    } else if (++kind_->passed_over > kPassedOverMax) {
+        kind_->regression.observe(features, y);
+    }
+    if (!own_error) return std::nullopt;
+    return y - predicted;
+}
+
+// Whether the engine is like its kind, by what it was and by this sample.
+bool PooledRegression::follows(double predicted, double y) const {
+    const Regression& kind = kind_->regression;
+    double ratio = kind.scale(y) / kind.scale(predicted);
+    bool near = ratio <= kDiffers && ratio >= 1 / kDiffers;
+    return share_ < kFollows && (near || kind.samples() < kFirst);
+}
+
+void PooledRegression::weigh(double own_error, double kind_error, double expected) {
+    auto square = [&](double error) {
+        double relative = std::min(std::abs(error) / expected, kErrorMax);
+        return relative * relative;
+    };
+    weighed_ = std::min(weighed_ + 1, kRecent);
+    own_squares_ += (square(own_error) - own_squares_) / weighed_;
+    kind_squares_ += (square(kind_error) - kind_squares_) / weighed_;
+    if (weighed_ < kWeighedMin) return;
+    double ratio = kind_squares_ / std::max(own_squares_, 1e-12);
+    share_ = std::clamp((ratio - kBetter) / (kMuchBetter - kBetter), 0.0, 1.0);
+}
+
+std::string PooledRegression::check_integrity() const {
+    if (!(share_ >= 0 && share_ <= 1)) return "the share of an engine's own regression is out of bounds";
+    std::string wrong = own_.check_integrity();
+    return wrong.empty() ? kind_->regression.check_integrity() : wrong;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,69 @@
+// PooledRegression: what one engine's work takes, learnt from its own samples and from those of its kind.
+//
+// Each engine has a regression of its own, and engines of one kind share another. The engine's prediction is
+// that of its kind, unless its own has been clearly better on its own last samples; then its own counts for
+// so much more. So equal engines, whose own regressions differ by the chance of their samples, are predicted
+// alike, and one that is slower, or slows down, is predicted by itself after a few tens of samples. (It is
+// the idea of partial pooling, as in Gelman and Hill, "Data Analysis Using Regression", ch. 12, with a weight
+// by errors as in predictions by several experts.)
+//
+// A sample teaches the kind while the engine is predicted by it: an engine that differs does not mislead the
+// others. Where all of a kind differ from what the kind has learnt, it begins to learn from them again.
+// Pure: no clock, no lock; all engines of a kind are used under one lock.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "conductor/regression.hpp"
+
+namespace moonpool {
+
+class PooledRegression {
+   public:
+    using Coefficients = std::array<double, Regression::kCoefficientsMax>;
+
+    // As of Regression. The kind is a new one, of this engine alone.
+    PooledRegression(std::span<const double> prior, std::span<const double> spread, double floor);
+
+    // By which to predict; those behind the prior's number are 0.
+    Coefficients coefficients() const;
+    double predict(std::span<const double> features) const;
+    // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
+    // that changes nothing.
+    std::optional<double> observe(std::span<const double> features, double y);
+
+    // From now on it is of the other's kind. What it has learnt itself is kept.
+    void join(const PooledRegression& other) { kind_ = other.kind_; }
+    // From now on it is of a kind of its own, which begins with what its former one has learnt.
+    void part() { kind_ = std::make_shared<Kind>(*kind_); }
+    // Of a kind without samples: it begins with these coefficients, and as little known. False: it has
+    // samples, or these are no numbers.
+    bool start(std::span<const double> coefficients) { return kind_->regression.start(coefficients); }
+
+    // How much of a prediction is the engine's own: 0 to 1.
+    double share() const { return share_; }
+    const Regression& own() const { return own_; }
+    const Regression& kind() const { return kind_->regression; }
+    // What is wrong; "" when nothing is.
+    std::string check_integrity() const;
+
+   private:
+    struct Kind {
+        Regression regression;
+        int passed_over = 0;  // samples since the last of an engine that is like it
+    };
+
+    bool follows(double predicted, double y) const;
+    void weigh(double own_error, double kind_error, double expected);
+
+    Regression own_;
+    std::shared_ptr<Kind> kind_;
+    double own_squares_ = 0, kind_squares_ = 0;  // means of squares of the last errors, relative
+    int weighed_ = 0;                            // samples in these means, up to kRecent
+    double share_ = 0;
+};
+
+}  // namespace moonpool

@@ -1,0 +1,114 @@
+// Engines of one kind that learn together: equal ones are predicted alike, and one that differs by itself.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "../random.hpp"
+#include "conductor/pooled_regression.hpp"
+
+namespace moonpool::testing {
+namespace {
+
+constexpr std::array<double, 2> kPrior{0.05, 1e-4}, kSpread{0.05, 1e-4};
+
+// Engines of one kind whose work takes 0.02 + 3e-5 n seconds, times a factor of each engine, within 10 %.
+struct Fleet {
+    explicit Fleet(size_t engines) : factor(engines, 1.0) {
+        for (size_t i = 0; i < engines; ++i) {
+            models.emplace_back(kPrior, kSpread, 0.01);
+            if (i != 0) models[i].join(models[0]);
+        }
+    }
+    static std::array<double, 2> work(double tokens) { return {1, tokens}; }
+    double seconds(size_t engine, double tokens) const { return factor[engine] * (0.02 + 3e-5 * tokens); }
+    void observe(size_t engine) {
+        double tokens = static_cast<double>(random.between(100, 8000));
+        double noise = 0.9 + 0.0002 * static_cast<double>(random.below(1001));
+        models[engine].observe(work(tokens), noise * seconds(engine, tokens));
+    }
+    void observe_all(int samples) {
+        for (int n = 0; n < samples; ++n) {
+            for (size_t i = 0; i < models.size(); ++i) observe(i);
+        }
+    }
+    // Of a prediction for 4,000 tokens, relative.
+    double error(size_t engine) const {
+        double right = seconds(engine, 4000);
+        return std::abs(models[engine].predict(work(4000)) - right) / right;
+    }
+
+    std::vector<PooledRegression> models;
+    std::vector<double> factor;
+    Random random{2401};
+};
+
+TEST_CASE("pooled regression: equal engines are predicted alike, however few samples one has") {
+    Fleet fleet(8);
+    for (int n = 0; n < 400; ++n) fleet.observe(n % 7);
+    for (const PooledRegression& model : fleet.models) {
+        CHECK(model.share() <= 0.5);  // by chance alone
+        CHECK(model.check_integrity() == "");
+    }
+    CHECK(fleet.models[7].own().samples() == 0);
+    for (size_t i = 0; i < 8; ++i) CHECK(fleet.error(i) < 0.10);
+}
+
+TEST_CASE("pooled regression: an engine slower from its start is predicted by itself, and misleads none") {
+    for (double factor : {4.0, 0.25}) {
+        CAPTURE(factor);
+        Fleet fleet(4);
+        fleet.factor[3] = factor;
+        fleet.observe_all(60);
+        CHECK(fleet.models[3].share() > 0.9);
+        for (size_t i = 0; i < 4; ++i) CHECK(fleet.error(i) < 0.25);
+    }
+}
+
+TEST_CASE("pooled regression: an engine that slows down is predicted by itself after some tens of samples") {
+    Fleet fleet(4);
+    fleet.observe_all(100);
+    fleet.factor[2] = 4;
+    for (int n = 0; n < 40; ++n) fleet.observe(2);
+    CHECK(fleet.error(2) < 0.25);
+    CHECK(fleet.error(0) < 0.10);
+    fleet.factor[2] = 1;  // and recovers
+    for (int n = 0; n < 80; ++n) fleet.observe(2);
+    CHECK(fleet.error(2) < 0.25);
+}
+
+TEST_CASE("pooled regression: where all of a kind change, the kind learns anew") {
+    Fleet fleet(4);
+    fleet.observe_all(200);
+    for (double& factor : fleet.factor) factor = 3;
+    fleet.observe_all(120);
+    for (size_t i = 0; i < 4; ++i) CHECK(fleet.error(i) < 0.25);
+    double kind = fleet.models[0].kind().predict(Fleet::work(4000));
+    CHECK(std::abs(kind / fleet.seconds(0, 4000) - 1) < 0.25);
+}
+
+TEST_CASE("pooled regression: what is no number teaches neither, and a new kind begins as the last was") {
+    Fleet fleet(2);
+    fleet.observe_all(50);
+    double before = fleet.models[0].predict(Fleet::work(1000));
+    for (double wrong : {std::nan(""), -1.0, std::numeric_limits<double>::infinity()}) {
+        CHECK_FALSE(fleet.models[0].observe(Fleet::work(1000), wrong));
+        CHECK_FALSE(fleet.models[0].observe(std::array<double, 2>{1, wrong}, 1.0));
+    }
+    CHECK(fleet.models[0].predict(Fleet::work(1000)) == before);
+    fleet.models[1].part();
+    CHECK(&fleet.models[1].kind() != &fleet.models[0].kind());
+    CHECK(fleet.models[1].kind().samples() == fleet.models[0].kind().samples());
+    uint64_t samples = fleet.models[0].kind().samples();
+    fleet.observe(1);
+    CHECK(fleet.models[0].kind().samples() == samples);
+    PooledRegression fresh(kPrior, kSpread, 0.01);
+    CHECK(fresh.start(std::array<double, 2>{0.1, 1e-3}));
+    CHECK(fresh.predict(Fleet::work(100)) == doctest::Approx(0.2));
+    CHECK_FALSE(fleet.models[0].start(std::array<double, 2>{0.1, 1e-3}));
+}
+
+}  // namespace
+}  // namespace moonpool::testing
