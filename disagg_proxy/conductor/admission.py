@@ -84,7 +84,7 @@ class _Taken:
 def ttft_s(request: Request, choice: Choice, now_s: float) -> float:
     """Predicted seconds from now to the first token, whichever policy made the choice."""
     computes = choice.computes
-    prefill_s = choice.prefill_s or computes.prefill_model.predict(
+    prefill_s = choice.prefill_s or computes.prefill_s(
         request.tokens, request.own_at(computes), request.from_pool(computes)
     )
     handover_s = choice.decode.handover_model.predict(request.tokens) if choice.prefill is not None else 0.0
@@ -296,7 +296,8 @@ class Admission:
 
     @staticmethod
     def _gap_s(request: Request, decode: Worker, there: Occupancy) -> float:
-        return decode.decode_model.predict(there.requests + 1, there.context_tokens + request.tokens)
+        context_tokens = there.context_tokens + request.tokens
+        return decode.decode_model.predict(there.requests + 1, context_tokens, decode.load.stall_s)
 
     def _lacks(self, request: Request, decode: Worker, there: Occupancy) -> float:
         """Tokens by which the request exceeds the decode worker's room; 0 where the room is not known."""

@@ -90,7 +90,7 @@ def _gaps(worker: Worker) -> tuple[float, float, float]:
     """Seconds: the gap of an empty worker, and what each request and each token adds to it."""
     gap_s = worker.decode_model.predict
     none = gap_s(0, 0)
-    return none, gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6
+    return gap_s(0, 0, worker.load.stall_s), gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6
 
 
 def _class(tokens: int) -> int:

@@ -205,8 +205,15 @@ class InflightTracker:
         if done is None or not done.tokens or observation.status not in (0, 200):
             return  # a prompt of unknown length teaches nothing
         if self._is_wanted(computes.prefill_model, at_s):
+            step_s = computes.decode_model.step_s(done.batch, done.context_tokens) if done.batch else 0.0
             computes.prefill_model.observe(
-                done.tokens, done.own, done.pool, done.seconds, sent.ahead_s, queued=sent.queued
+                done.tokens,
+                done.own,
+                done.pool,
+                done.seconds,
+                sent.ahead_s,
+                queued=sent.queued,
+                step_s=step_s,
             )
             sent.choice.decode.guess_from(computes)
 
@@ -256,7 +263,7 @@ class InflightTracker:
         answer_s = _answer_s(observation, sent, tokens) if answered else math.nan
         gap_s = math.nan if decoded is None else answer_s / (tokens - 1)
         if decoded is not None and answer_s > 0 and self._is_wanted(decode_model, now_s):
-            decode_model.observe(decoded.batch, decoded.context_tokens, gap_s)
+            decode_model.observe(decoded.batch, decoded.context_tokens, gap_s, decoded.stall_s)
         if self.admission is not None:
             self.admission.over(
                 observation.request,

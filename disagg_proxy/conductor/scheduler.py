@@ -321,5 +321,5 @@ def _least_work(asked: Request, workers: Sequence[Worker], now_s: float) -> Choi
     decode = min((*groups.self_sufficient, *groups.decode_workers), key=wait_s)
     computing = () if decode.self_sufficient else groups.prefill_workers[False]
     computes = min(computing, key=wait_s, default=decode)
-    took_s = computes.prefill_model.predict(asked.tokens, asked.own_at(computes), asked.from_pool(computes))
+    took_s = computes.prefill_s(asked.tokens, asked.own_at(computes), asked.from_pool(computes))
     return Choice(decode, computes if computing else None, took_s)

@@ -818,15 +818,15 @@ class PooledRegression:
         """
 class PrefillModel:
     """
-    Seconds that an engine needs before a request's first token, without waiting for its turn. tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that it fetches; ahead_s: of the sender's other fetches; queued: others are computed before.
+    Seconds that an engine needs before a request's first token, without waiting for its turn. tokens: of the prompt; own: leading ones in the engine's own cache; pool: those behind them that it fetches; ahead_s: of the sender's other fetches; queued: others are computed before; step_s: of a step of those that decode there meanwhile.
     """
     def __init__(self) -> None:
         ...
-    def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False) -> float | None:
+    def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False, step_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
         """
-    def predict(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex = 0, pool: typing.SupportsInt | typing.SupportsIndex = 0, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False) -> float:
+    def predict(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex = 0, pool: typing.SupportsInt | typing.SupportsIndex = 0, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False, step_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float:
         ...
     def transfer_s(self, pool: typing.SupportsInt | typing.SupportsIndex) -> float:
         """
@@ -852,16 +852,20 @@ class HandoverModel:
         ...
 class DecodeModel:
     """
-    Seconds between two tokens of a request that decodes in a batch. batch: requests that decode together, this one included; context_tokens: of all of them.
+    Seconds between two tokens of a request that decodes in a batch. batch: requests that decode together, this one included; context_tokens: of all of them; stall_s: of prefill there for each of its tokens.
     """
     def __init__(self) -> None:
         ...
-    def observe(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
+    def observe(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
         """
-    def predict(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
+    def predict(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float:
         ...
+    def step_s(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        """
+        Of a step of those that decode, averages over some time; 0 without any.
+        """
     @property
     def regression(self) -> PooledRegression:
         ...
@@ -869,6 +873,16 @@ class Prefilled:
     """
     A prefill has ended.
     """
+    @property
+    def batch(self) -> float:
+        """
+        Requests that decoded there meanwhile, an average.
+        """
+    @property
+    def context_tokens(self) -> float:
+        """
+        Of these.
+        """
     @property
     def own(self) -> int:
         ...
@@ -900,6 +914,11 @@ class Decoded:
     def gap_s(self) -> float:
         """
         Between two of its tokens.
+        """
+    @property
+    def stall_s(self) -> float:
+        """
+        Of prefill there, for each of these gaps.
         """
 class WorkerLoad:
     """
@@ -966,6 +985,11 @@ class WorkerLoad:
     @property
     def requests(self) -> int:
         ...
+    @property
+    def stall_s(self) -> float:
+        """
+        Seconds of prefill for each gap of a request that decodes here: a mean of the last ones.
+        """
 class WorkerView:
     """
     What policies compare workers by, of one worker. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; pending_handover, pending_handover_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
@@ -984,6 +1008,10 @@ class WorkerView:
     def has_room(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
         Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.
+        """
+    def prefill_s(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex = 0, pool: typing.SupportsInt | typing.SupportsIndex = 0) -> float:
+        """
+        Predicted seconds of a prefill that began now, beside those that decode there.
         """
     @property
     def pending_handover(self) -> int:

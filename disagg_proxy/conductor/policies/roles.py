@@ -132,5 +132,5 @@ def is_worth_splitting(request: Request, decode: Worker) -> bool:
         return True
     if request.gap_s == math.inf or not decode.load.decodes:
         return False
-    stall_s = decode.prefill_model.predict(request.tokens, own, request.from_pool(decode))
+    stall_s = decode.prefill_s(request.tokens, own, request.from_pool(decode))
     return decode.gap_s(request.tokens) + stall_s > request.gap_s

@@ -7,13 +7,14 @@ namespace moonpool {
 double WorkerView::gap_s(int64_t tokens) const {
     auto batch = static_cast<double>(static_cast<int64_t>(load->decodes()) + pending_handover + 1);
     auto context = static_cast<double>(load->context_tokens() + pending_handover_tokens + tokens);
-    return decode->predict(batch, context);
+    return decode->predict(batch, context, load->stall_s());
 }
 
 Dispatched WorkerView::dispatched(int64_t request, PrefillWork work, double predicted_s, double now_s,
                                   bool silent) {
     double wait_s = load->wait_s(now_s);
     work.queued = wait_s > 0;
+    if (predicted_s == 0) work.step_s = step_s();
     double prefill_s = predicted_s != 0 ? predicted_s : prefill->predict(work);
     load->prefill_began(request, work.tokens, work.own, work.pool, prefill_s, now_s, silent);
     if (silent) load->decode_began(request, work.tokens, now_s);
@@ -25,7 +26,9 @@ Candidates::Weighed Candidates::weigh(const WorkerView& view, const Prompt& prom
     auto tokens = static_cast<double>(prompt.tokens), held = static_cast<double>(own);
     auto in_pool = static_cast<double>(prompt.pool);
     double rest = tokens - held;
-    double prefill_s = by.base_s + by.compute_s(held, tokens) + by.load_token_s * held;
+    double step_s = view.step_s();
+    double prefill_s =
+        by.base_s + by.compute_s(held, tokens) + by.load_token_s * held + by.decode_steps_s(step_s, rest);
     double wait_s = view.load->wait_s(prompt.now_s);
     double pull = in_pool - held;
     bool fetches = pull > 0;
@@ -37,7 +40,7 @@ Candidates::Weighed Candidates::weigh(const WorkerView& view, const Prompt& prom
             transfer_s = by.hidden_fetch_s(pull);
             pull_s = std::max(transfer_s, pull_s);
         }
-        double saved_s = by.compute_s(held, in_pool);
+        double saved_s = by.compute_s(held, in_pool) + step_s * by.step_token * pull;
         fetches = pull_s < saved_s + prompt.spare_s || !view.obeys;
         if (fetches) {
             prefill_s += transfer_s - saved_s;

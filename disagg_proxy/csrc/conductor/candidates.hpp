@@ -36,6 +36,18 @@ struct WorkerView {
 
     // Seconds between the tokens of one more request, of so many tokens.
     double gap_s(int64_t tokens) const;
+    // Seconds of a step of those that decode there now; 0 without any.
+    double step_s() const {
+        size_t batch =
+            load->decodes();  // most engines of a fleet for prefill have none: their model is not read
+        if (batch == 0) return 0;
+        return decode->predict(static_cast<double>(batch), static_cast<double>(load->context_tokens()));
+    }
+    // Seconds of a prefill that began now, with nothing to hide a fetch behind.
+    double prefill_s(PrefillWork work) const {
+        work.step_s = step_s();
+        return prefill->predict(work);
+    }
     bool has_room(int64_t tokens) const {
         return room_tokens == 0 || load->context_tokens() + tokens <= room_tokens;
     }

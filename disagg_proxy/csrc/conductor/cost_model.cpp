@@ -7,38 +7,30 @@ namespace moonpool {
 
 namespace {
 
-constexpr double kThousand = 1e-3, kMillion = 1e-6;  // the scales of the features
+using enum PrefillModel::Term;
+constexpr double kThousand = PrefillModel::kThousand, kMillion = PrefillModel::kMillion;
 
-// The places of the coefficients, each with its prior and how far off that may be.
-enum PrefillTerm : size_t {
-    kBase,
-    kToken,
-    kSquare,
-    kLoad,
-    kFetchLatency,
-    kFetchToken,
-    kFetchHidden,
-    kFetchShare,
-    kPrefillTerms
-};
-constexpr std::array<double, kPrefillTerms> kPrefillPrior{0.02, 0.1, 0.001, 0.001, 0.005, 0.002, 0.001, 1.0};
-constexpr std::array<double, kPrefillTerms> kPrefillSpread{0.1, 0.3, 0.01, 0.02, 0.1, 0.3, 0.3, 1.0};
+// Priors, and how far off each may be.
+constexpr std::array<double, PrefillModel::kTerms> kPrefillPrior{0.02,  0.1,   0.001, 0.001, 0.005,
+                                                                 0.002, 0.001, 1.0,   0,     0};
+constexpr std::array<double, PrefillModel::kTerms> kPrefillSpread{0.1, 0.3, 0.01, 0.02, 0.1,
+                                                                  0.3, 0.3, 1.0,  0.5,  1.0};
 
 enum HandoverTerm : size_t { kHandoverBase, kHandoverToken, kHandoverTerms };
 constexpr std::array<double, kHandoverTerms> kHandoverPrior{0.01, 0.01}, kHandoverSpread{0.05, 0.05};
 
-enum DecodeTerm : size_t { kDecodeBase, kDecodeRequest, kDecodeContext, kDecodeTerms };
-constexpr std::array<double, kDecodeTerms> kDecodePrior{0.01, 0.0003, 0.00002};
-constexpr std::array<double, kDecodeTerms> kDecodeSpread{0.05, 0.002, 0.0005};
+enum DecodeTerm : size_t { kDecodeBase, kDecodeRequest, kDecodeContext, kDecodeStall, kDecodeTerms };
+constexpr std::array<double, kDecodeTerms> kDecodePrior{0.01, 0.0003, 0.00002, 1.0};
+constexpr std::array<double, kDecodeTerms> kDecodeSpread{0.05, 0.002, 0.0005, 0.5};
 
 constexpr double kFloorS = 0.005, kDecodeFloorS = 0.002;
 
-std::array<double, kPrefillTerms> features_of(const PrefillWork& work) {
+std::array<double, PrefillModel::kTerms> features_of(const PrefillWork& work) {
     auto tokens = static_cast<double>(work.tokens),
          own = static_cast<double>(std::min(work.own, work.tokens));
     auto reused = static_cast<double>(std::min(work.own + work.pool, work.tokens));
     double fetched = static_cast<double>(std::min(work.pool, work.tokens)) * kThousand;
-    std::array<double, kPrefillTerms> by{};
+    std::array<double, PrefillModel::kTerms> by{};
     by[kBase] = 1;
     by[kToken] = (tokens - reused) * kThousand;
     by[kSquare] = (tokens * tokens - reused * reused) * kMillion;
@@ -49,24 +41,14 @@ std::array<double, kPrefillTerms> features_of(const PrefillWork& work) {
         by[kFetchToken] = fetched;
         by[kFetchShare] = work.ahead_s;
     }
+    by[kStep] = work.step_s;
+    by[kStepToken] = work.step_s * by[kToken];
     return by;
 }
 
 }  // namespace
 
 PrefillModel::PrefillModel() : regression_(kPrefillPrior, kPrefillSpread, kFloorS) {}
-
-PrefillCosts PrefillModel::costs() const {
-    const PooledRegression::Coefficients by = regression_.coefficients();
-    return {.base_s = by[kBase],
-            .token_s = by[kToken] * kThousand,
-            .square_s = by[kSquare] * kMillion,
-            .load_token_s = by[kLoad] * kThousand,
-            .fetch_latency_s = by[kFetchLatency],
-            .fetch_token_s = by[kFetchToken] * kThousand,
-            .fetch_hidden_token_s = by[kFetchHidden] * kThousand,
-            .fetch_share = by[kFetchShare]};
-}
 
 double PrefillModel::predict(const PrefillWork& work) const { return regression_.predict(features_of(work)); }
 
@@ -92,12 +74,13 @@ std::optional<double> HandoverModel::observe(int64_t tokens, double seconds) {
 
 DecodeModel::DecodeModel() : regression_(kDecodePrior, kDecodeSpread, kDecodeFloorS) {}
 
-double DecodeModel::predict(double batch, double context_tokens) const {
-    return regression_.predict(std::array{1.0, batch, context_tokens * kThousand});
+double DecodeModel::predict(double batch, double context_tokens, double stall_s) const {
+    return regression_.predict(std::array{1.0, batch, context_tokens * kThousand, stall_s});
 }
 
-std::optional<double> DecodeModel::observe(double batch, double context_tokens, double seconds) {
-    return regression_.observe(std::array{1.0, batch, context_tokens * kThousand}, seconds);
+std::optional<double> DecodeModel::observe(double batch, double context_tokens, double seconds,
+                                           double stall_s) {
+    return regression_.observe(std::array{1.0, batch, context_tokens * kThousand, stall_s}, seconds);
 }
 
 }  // namespace moonpool

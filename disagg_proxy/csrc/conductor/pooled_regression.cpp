@@ -23,14 +23,13 @@ constexpr int kPassedOverMax = 100;
 
 PooledRegression::PooledRegression(std::span<const double> prior, std::span<const double> spread,
                                    double floor)
-    : own_(prior, spread, floor),
-      kind_(std::make_shared<Kind>(Kind{Regression(prior, spread, floor, kKindMemory)})) {}
+    : kind_(std::make_shared<Kind>(Kind{Regression(prior, spread, floor, kKindMemory)})),
+      own_(prior, spread, floor) {}
 
-PooledRegression::Coefficients PooledRegression::coefficients() const {
-    Coefficients found{};
+std::span<const double> PooledRegression::mix(Coefficients& mixed) const {
     std::span<const double> own = own_.coefficients(), kind = kind_->regression.coefficients();
-    for (size_t i = 0; i < own.size(); ++i) found[i] = kind[i] + share_ * (own[i] - kind[i]);
-    return found;
+    for (size_t i = 0; i < own.size(); ++i) mixed[i] = kind[i] + share_ * (own[i] - kind[i]);
+    return {mixed.data(), own.size()};
 }
 
 double PooledRegression::predict(std::span<const double> features) const {

@@ -28,8 +28,11 @@ class PooledRegression {
     // As of Regression. The kind is a new one, of this engine alone.
     PooledRegression(std::span<const double> prior, std::span<const double> spread, double floor);
 
-    // By which to predict; those behind the prior's number are 0.
-    Coefficients coefficients() const;
+    // By which to predict. mixed: where they are made of both regressions they stand there; else in the
+    // kind's.
+    std::span<const double> coefficients(Coefficients& mixed) const {
+        return share_ == 0 ? kind_->regression.coefficients() : mix(mixed);
+    }
     double predict(std::span<const double> features) const;
     // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
     // that changes nothing.
@@ -56,14 +59,16 @@ class PooledRegression {
         int passed_over = 0;  // samples since the last of an engine that is like it
     };
 
+    std::span<const double> mix(Coefficients& mixed) const;
     bool follows(double predicted, double y) const;
     void weigh(double own_error, double kind_error, double expected);
 
-    Regression own_;
+    // These two first: all that a decision among many engines reads of one that is like its kind.
     std::shared_ptr<Kind> kind_;
+    double share_ = 0;
+    Regression own_;
     double own_squares_ = 0, kind_squares_ = 0;  // means of squares of the last errors, relative
     int weighed_ = 0;                            // samples in these means, up to kRecent
-    double share_ = 0;
 };
 
 }  // namespace moonpool

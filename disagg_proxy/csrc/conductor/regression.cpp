@@ -24,7 +24,7 @@ double dot(std::span<const double> one, std::span<const double> other) {
 
 Regression::Regression(std::span<const double> prior, std::span<const double> spread, double floor,
                        double memory)
-    : size_(prior.size()), floor_(floor), fades_(1 / (1 - 1 / memory)) {
+    : size_(prior.size()), covariance_(size_), floor_(floor), fades_(1 / (1 - 1 / memory)) {
     for (size_t i = 0; i < size_; ++i) {
         coefficients_[i] = prior[i];
         most_[i] = spread[i] * spread[i];
@@ -119,7 +119,7 @@ bool Regression::is_believed(double predicted, double y) {
 void Regression::open() {
     ++opened_;
     seen_ = 0;
-    covariance_ = {};
+    std::fill(covariance_.begin(), covariance_.end(), Row{});
     for (size_t i = 0; i < size_; ++i) covariance_[i][i] = most_[i];
 }
 

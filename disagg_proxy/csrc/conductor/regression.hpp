@@ -16,12 +16,13 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace moonpool {
 
 class Regression {
    public:
-    static constexpr size_t kCoefficientsMax = 8;
+    static constexpr size_t kCoefficientsMax = 10;
     static constexpr double kMemory = 250;
 
     // y = sum of coefficient * feature, each coefficient at least 0. prior: the coefficients before any
@@ -61,8 +62,8 @@ class Regression {
     void bound();
 
     size_t size_;
-    Row coefficients_{}, most_{};  // most: the variance of the prior
-    std::array<Row, kCoefficientsMax> covariance_{};
+    Row coefficients_{}, most_{};           // most: the variance of the prior
+    std::vector<Row> covariance_;           // a row for each coefficient; apart, as decisions do not read it
     double floor_, fades_;                  // fades: what the covariance grows by with each sample
     std::array<double, kRecent> recent_{};  // observed over predicted, in turn
     size_t seen_ = 0;                       // since it was open

@@ -4,8 +4,9 @@
 
 namespace moonpool {
 
-constexpr double kLagShare = 0.1;   // of the mean lag, that the last report makes
-constexpr double kLagMostS = 60.0;  // an older report says nothing of the usual lag
+constexpr double kStallShare = 0.03;  // of the mean stall, that the last request makes
+constexpr double kLagShare = 0.1;     // of the mean lag, that the last report makes
+constexpr double kLagMostS = 60.0;    // an older report says nothing of the usual lag
 
 double WorkerLoad::wait_s(double now_s) {
     while (first_ != nullptr) {
@@ -15,7 +16,8 @@ double WorkerLoad::wait_s(double now_s) {
             double late_s = std::max(now_s - lag_s() - ends_s, 0.0);
             return std::clamp(free_s_ - now_s + late_s, 0.0, prefill_sum_s_);
         }
-        head_since_s_ = ends_s;
+        prefilled_s_ += head.predicted_s;
+        begin_head(ends_s);
         drop(*first_);
     }
     return 0;
@@ -28,11 +30,12 @@ void WorkerLoad::reported(double age_s) {
 
 void WorkerLoad::prefill_began(int64_t request, int64_t tokens, int64_t own, int64_t pool, double predicted_s,
                                double now_s, bool silent) {
-    auto [at, is_new] =
-        prefills_.try_emplace(request, Prefill{tokens, own, pool, predicted_s, now_s, silent});
+    auto [at, is_new] = prefills_.try_emplace(
+        request, Prefill{tokens, own, pool, predicted_s, now_s, integrals_at(now_s), silent});
     if (!is_new) return;
     if (first_ == nullptr) {
-        head_since_s_ = free_s_ = now_s;
+        begin_head(now_s);
+        free_s_ = now_s;
         prefill_sum_s_ = 0;  // sums of floats drift
         first_ = &*at;
     } else {
@@ -55,7 +58,14 @@ std::optional<Prefilled> WorkerLoad::prefill_ended(int64_t request, double now_s
     bool was_head = first_ == &*at;
     double seconds = now_s - head_began_s();
     Prefilled ended{prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s};
-    if (was_head || done) head_since_s_ = now_s;
+    if (was_head && seconds > 0) {
+        const Integrals from = prefill.sent_s > head_since_s_ ? prefill.sent : head_since_;
+        const Integrals until = integrals_at(now_s);
+        ended.batch = std::max(until.batch - from.batch, 0.0) / seconds;
+        ended.context_tokens = std::max(until.context - from.context, 0.0) / seconds;
+    }
+    if (was_head && done && seconds > 0) prefilled_s_ += seconds;
+    if (was_head || done) begin_head(now_s);
     drop(*at);
     // Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
     if (!done || !was_head || !(seconds >= 0)) return std::nullopt;
@@ -65,7 +75,7 @@ std::optional<Prefilled> WorkerLoad::prefill_ended(int64_t request, double now_s
 void WorkerLoad::decode_began(int64_t request, int64_t context, double now_s) {
     if (decodes_.contains(request)) return;
     integrate(now_s);
-    decodes_[request] = Decode{context, now_s, batch_integral_, context_integral_};
+    decodes_[request] = Decode{context, now_s, batch_integral_, context_integral_, prefilled_s(now_s)};
     in_both_ += prefills_.count(request);
     context_ += context;
 }
@@ -80,9 +90,13 @@ std::optional<Decoded> WorkerLoad::decode_ended(int64_t request, int64_t tokens,
     context_ -= decode.context;
     double lasted_s = now_s - decode.first_s;
     if (tokens < 2 || !(lasted_s > 0)) return std::nullopt;
+    auto gaps = static_cast<double>(tokens - 1);
+    double stalled_s = std::clamp(prefilled_s(now_s) - decode.prefilled_s, 0.0, lasted_s);
+    stalled_sum_s_ += kStallShare * (stalled_s - stalled_sum_s_);
+    gaps_sum_ += kStallShare * (gaps - gaps_sum_);
     return Decoded{(batch_integral_ - decode.batch_integral) / lasted_s,
-                   (context_integral_ - decode.context_integral) / lasted_s,
-                   lasted_s / static_cast<double>(tokens - 1)};
+                   (context_integral_ - decode.context_integral) / lasted_s, lasted_s / gaps,
+                   stalled_s / gaps};
 }
 
 void WorkerLoad::forget_all() {
@@ -126,6 +140,25 @@ void WorkerLoad::integrate(double now_s) {
     if (decodes_.empty()) return;
     batch_integral_ += passed_s * static_cast<double>(decodes_.size());
     context_integral_ += passed_s * static_cast<double>(context_);
+}
+
+// At a time before or after the last change, as if those that decode now did then: no report is put off by
+// it.
+WorkerLoad::Integrals WorkerLoad::integrals_at(double at_s) const {
+    if (decodes_.empty()) return {batch_integral_, context_integral_};
+    double passed_s = at_s - integrated_to_s_;
+    return {batch_integral_ + passed_s * static_cast<double>(decodes_.size()),
+            context_integral_ + passed_s * static_cast<double>(context_)};
+}
+
+// Seconds of prefill until then, that of the first of the line included.
+double WorkerLoad::prefilled_s(double at_s) const {
+    return first_ == nullptr ? prefilled_s_ : prefilled_s_ + std::max(at_s - head_began_s(), 0.0);
+}
+
+void WorkerLoad::begin_head(double at_s) {
+    head_since_s_ = at_s;
+    head_since_ = integrals_at(at_s);
 }
 
 std::string WorkerLoad::check_integrity() const {

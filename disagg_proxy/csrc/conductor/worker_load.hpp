@@ -21,15 +21,18 @@
 
 namespace moonpool {
 
-// A prefill has ended. seconds: how long the engine had it in work, the wait before it left out.
+// A prefill has ended. seconds: how long the engine had it in work, the wait before it left out. batch,
+// context_tokens: of the requests that decoded there meanwhile, averages.
 struct Prefilled {
     int64_t tokens = 0, own = 0, pool = 0;
     double seconds = 0, predicted_s = 0;
+    double batch = 0, context_tokens = 0;
 };
 
-// A request has ended. batch, context_tokens: averages over its time.
+// A request has ended. batch, context_tokens: averages over its time. stall_s: seconds of prefill there
+// meanwhile, for each of its gaps.
 struct Decoded {
-    double batch = 0, context_tokens = 0, gap_s = 0;
+    double batch = 0, context_tokens = 0, gap_s = 0, stall_s = 0;
 };
 
 class WorkerLoad {
@@ -48,6 +51,8 @@ class WorkerLoad {
     int64_t context_tokens() const { return context_; }
     // Seconds until a prefill that came now would begin.
     double wait_s(double now_s);
+    // Seconds of prefill for each gap of a request that decodes here: a mean of the last ones.
+    double stall_s() const { return gaps_sum_ > 0 ? stalled_sum_s_ / gaps_sum_ : 0.0; }
     // By how much reports of this engine are late: a mean of the last ones.
     double lag_s() const { return std::max(lag_s_, 0.0); }
 
@@ -71,15 +76,20 @@ class WorkerLoad {
     struct Prefill;
     // The line goes through the map's own nodes, which stay where they are.
     using Queue = std::unordered_map<int64_t, Prefill>;
+    // Of batch and of context_tokens over time.
+    struct Integrals {
+        double batch = 0, context = 0;
+    };
     struct Prefill {
         int64_t tokens = 0, own = 0, pool = 0;
         double predicted_s = 0, sent_s = 0;
+        Integrals sent;
         bool silent = false;
         Queue::value_type *before = nullptr, *behind = nullptr;
     };
     struct Decode {
         int64_t context = 0;
-        double first_s = 0, batch_integral = 0, context_integral = 0;
+        double first_s = 0, batch_integral = 0, context_integral = 0, prefilled_s = 0;
     };
 
     void drop(Queue::value_type& prefill);
@@ -87,12 +97,16 @@ class WorkerLoad {
     // When the first of the line was begun.
     double head_began_s() const { return std::max(head_since_s_, first_->second.sent_s); }
     void integrate(double now_s);
+    double prefilled_s(double at_s) const;
+    Integrals integrals_at(double at_s) const;
+    void begin_head(double at_s);
 
     Queue prefills_;
     Queue::value_type *first_ = nullptr, *last_ = nullptr;
     double prefill_sum_s_ = 0;
     int64_t prefill_tokens_ = 0, prefill_rest_ = 0;
     double head_since_s_ = 0;         // the end of the prefill before the first of the line
+    Integrals head_since_;            // then
     double last_sent_s_ = -INFINITY;  // of all prefills
     double free_s_ = 0;               // when the line will be empty
     double lag_s_ = 0;
@@ -101,6 +115,8 @@ class WorkerLoad {
     int64_t context_ = 0;
     double batch_integral_ = 0, context_integral_ = 0;
     double integrated_to_s_ = -INFINITY;
+    double prefilled_s_ = 0;                   // seconds of the prefills that have ended
+    double stalled_sum_s_ = 0, gaps_sum_ = 0;  // of the last requests, which count for more
 };
 
 }  // namespace moonpool

@@ -92,9 +92,8 @@ void bind_cost_models(py::module_& m) {
         "kind's, or by its own as far as that has been clearly better on its last samples.")
         .def_property_readonly("coefficients",
                                [](const PooledRegression& self) {
-                                   size_t size = self.own().coefficients().size();
-                                   PooledRegression::Coefficients all = self.coefficients();
-                                   return as_tuple({all.data(), size});
+                                   PooledRegression::Coefficients mixed;
+                                   return as_tuple(self.coefficients(mixed));
                                })
         .def_property_readonly("share", &PooledRegression::share, "Of its own in predictions, 0 to 1.")
         .def_property_readonly("own", &PooledRegression::own, py::return_value_policy::reference_internal)
@@ -121,27 +120,29 @@ void bind_cost_models(py::module_& m) {
         "Seconds that an engine needs before a request's first token, without waiting for its turn. tokens: "
         "of "
         "the prompt; own: leading ones in the engine's own cache; pool: those behind them that it fetches; "
-        "ahead_s: of the sender's other fetches; queued: others are computed before.")
+        "ahead_s: of the sender's other fetches; queued: others are computed before; step_s: of a step of "
+        "those "
+        "that decode there meanwhile.")
         .def(py::init<>())
         .def_property_readonly("regression", &PrefillModel::regression)
         .def(
             "predict",
             [](const PrefillModel& self, int64_t tokens, int64_t own, int64_t pool, double ahead_s,
-               bool queued) {
-                return self.predict({tokens, own, pool, ahead_s, queued});
+               bool queued, double step_s) {
+                return self.predict({tokens, own, pool, ahead_s, queued, step_s});
             },
             py::arg("tokens"), py::arg("own") = 0, py::arg("pool") = 0, py::arg("ahead_s") = 0.0,
-            py::kw_only(), py::arg("queued") = false)
+            py::kw_only(), py::arg("queued") = false, py::arg("step_s") = 0.0)
         .def("transfer_s", &PrefillModel::transfer_s, py::arg("pool"),
              "Seconds of a fetch of so many tokens with nothing before them and nothing to hide behind.")
         .def(
             "observe",
             [](PrefillModel& self, int64_t tokens, int64_t own, int64_t pool, double seconds, double ahead_s,
-               bool queued) {
-                return self.observe({tokens, own, pool, ahead_s, queued}, seconds);
+               bool queued, double step_s) {
+                return self.observe({tokens, own, pool, ahead_s, queued, step_s}, seconds);
             },
             py::arg("tokens"), py::arg("own"), py::arg("pool"), py::arg("seconds"), py::arg("ahead_s") = 0.0,
-            py::kw_only(), py::arg("queued") = false, kObserved);
+            py::kw_only(), py::arg("queued") = false, py::arg("step_s") = 0.0, kObserved);
 
     py::class_<HandoverModel, std::shared_ptr<HandoverModel>>(
         m, "HandoverModel", "Seconds from the end of prefill to the decode engine's first token.")
@@ -153,13 +154,17 @@ void bind_cost_models(py::module_& m) {
     py::class_<DecodeModel, std::shared_ptr<DecodeModel>>(
         m, "DecodeModel",
         "Seconds between two tokens of a request that decodes in a batch. batch: requests that decode "
-        "together, "
-        "this one included; context_tokens: of all of them.")
+        "together, this one included; context_tokens: of all of them; stall_s: of prefill there for each of "
+        "its "
+        "tokens.")
         .def(py::init<>())
         .def_property_readonly("regression", &DecodeModel::regression)
-        .def("predict", &DecodeModel::predict, py::arg("batch"), py::arg("context_tokens"))
+        .def("predict", &DecodeModel::predict, py::arg("batch"), py::arg("context_tokens"),
+             py::arg("stall_s") = 0.0)
+        .def("step_s", &DecodeModel::step_s, py::arg("batch"), py::arg("context_tokens"),
+             "Of a step of those that decode, averages over some time; 0 without any.")
         .def("observe", &DecodeModel::observe, py::arg("batch"), py::arg("context_tokens"),
-             py::arg("seconds"), kObserved);
+             py::arg("seconds"), py::arg("stall_s") = 0.0, kObserved);
 }
 
 }  // namespace moonpool::python

@@ -106,12 +106,15 @@ void bind_workers(py::module_& m) {
         .def_readonly("pool", &Prefilled::pool)
         .def_readonly("seconds", &Prefilled::seconds,
                       "How long the engine had it in work, the wait before it left out.")
-        .def_readonly("predicted_s", &Prefilled::predicted_s);
+        .def_readonly("predicted_s", &Prefilled::predicted_s)
+        .def_readonly("batch", &Prefilled::batch, "Requests that decoded there meanwhile, an average.")
+        .def_readonly("context_tokens", &Prefilled::context_tokens, "Of these.");
 
     py::class_<Decoded>(m, "Decoded", "A request has ended; batch and context are averages over its time.")
         .def_readonly("batch", &Decoded::batch)
         .def_readonly("context_tokens", &Decoded::context_tokens)
-        .def_readonly("gap_s", &Decoded::gap_s, "Between two of its tokens.");
+        .def_readonly("gap_s", &Decoded::gap_s, "Between two of its tokens.")
+        .def_readonly("stall_s", &Decoded::stall_s, "Of prefill there, for each of these gaps.");
 
     py::class_<WorkerLoad, std::shared_ptr<WorkerLoad>>(
         m, "WorkerLoad",
@@ -130,6 +133,9 @@ void bind_workers(py::module_& m) {
                                "Tokens in the KV cache of the requests that decode now, as far as known.")
         .def("wait_s", &WorkerLoad::wait_s, py::arg("now_s"),
              "Seconds until a prefill that came now would begin.")
+        .def_property_readonly(
+            "stall_s", &WorkerLoad::stall_s,
+            "Seconds of prefill for each gap of a request that decodes here: a mean of the last ones.")
         .def_property_readonly(
             "lag_s", &WorkerLoad::lag_s,
             "By how many seconds reports of this engine are late: a mean of the last ones.")
@@ -166,6 +172,13 @@ void bind_workers(py::module_& m) {
         .def_readwrite("turn", &WorkerView::turn)
         .def("gap_s", &WorkerView::gap_s, py::arg("tokens"),
              "Predicted seconds between the tokens of one more request with so long a prompt.")
+        .def(
+            "prefill_s",
+            [](const WorkerView& self, int64_t tokens, int64_t own, int64_t pool) {
+                return self.prefill_s({tokens, own, pool});
+            },
+            py::arg("tokens"), py::arg("own") = 0, py::arg("pool") = 0,
+            "Predicted seconds of a prefill that began now, beside those that decode there.")
         .def("has_room", &WorkerView::has_room, py::arg("tokens"),
              "Whether a request of so many tokens fits beside those that decode here; unknown counts as yes.")
         .def(

@@ -117,7 +117,7 @@ class MinTtft(Scored):
     def cost(self, request: Request, worker: Worker, now_s: float) -> float:
         """Seconds: the prefill in the worker's queue, and this request's own by the worker's model."""
         own = request.own_at(worker)
-        return worker.load.wait_s(now_s) + worker.prefill_model.predict(request.tokens, own)
+        return worker.load.wait_s(now_s) + worker.prefill_s(request.tokens, own)
 
 
 class _DecodesByRequests(Scored):

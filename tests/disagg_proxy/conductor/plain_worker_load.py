@@ -15,6 +15,7 @@ class _Prefill:
     predicted_s: float
     sent_s: float
     silent: bool
+    sent: tuple[float, float]
 
 
 @dataclass(slots=True)
@@ -23,26 +24,32 @@ class _Decode:
     first_s: float
     batch_integral: float
     context_integral: float
+    prefilled_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prefill has ended. seconds: how long the engine had it in work, the wait before it left out."""
+    """A prefill has ended. seconds: how long the engine had it in work, the wait before it left out. batch,
+    context_tokens: of those that decoded meanwhile, averages."""
 
     tokens: int
     own: int
     pool: int
     seconds: float
     predicted_s: float
+    batch: float
+    context_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A request has ended. batch, context_tokens: averages over its time."""
+    """A request has ended. batch, context_tokens: averages over its time. stall_s: of prefill there, for each
+    of its gaps."""
 
     batch: float
     context_tokens: float
     gap_s: float
+    stall_s: float
 
 
 class WorkerLoad:
@@ -55,6 +62,7 @@ class WorkerLoad:
         self._prefill_sum_s = 0.0
         self._prefill_tokens = self._prefill_rest = 0
         self._head_since_s = 0.0
+        self._head_since = (0.0, 0.0)
         self._mean_age_s = 0.0
         self._decodes: dict[int, _Decode] = {}
         self._in_both = 0
@@ -62,6 +70,8 @@ class WorkerLoad:
         self._batch_integral = 0.0
         self._context_integral = 0.0
         self._integrated_to_s = -math.inf
+        self._ended_s = 0.0  # seconds of prefills
+        self._stalled_s = self._gaps = 0.0
 
     # What policies read
 
@@ -92,6 +102,11 @@ class WorkerLoad:
         """Tokens in the KV cache of the requests that decode now, as far as known."""
         return self._context
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds of prefill for each gap of a request that decodes here."""
+        return self._stalled_s / self._gaps if self._gaps else 0.0
+
     def wait_s(self, now_s: float) -> float:
         """Seconds until a prefill that came now would begin."""
         while self._prefills:
@@ -104,7 +119,8 @@ class WorkerLoad:
                 # Not reported though it could have been: it still goes on, and all behind it begin later.
                 late_s = max(now_s - max(self._mean_age_s, 0.0) - head_ends_s, 0.0)
                 return min(max(free_s + late_s - now_s, 0.0), self._prefill_sum_s)
-            self._head_since_s = head_ends_s
+            self._ended_s += head.predicted_s
+            self._begin_head(head_ends_s)
             self._drop(request)
         return 0.0
 
@@ -130,9 +146,11 @@ class WorkerLoad:
         if request in self._prefills:
             return
         if not self._prefills:
-            self._head_since_s = now_s
+            self._begin_head(now_s)
             self._prefill_sum_s = 0.0  # sums of floats drift
-        self._prefills[request] = _Prefill(tokens, own, pool, predicted_s, now_s, silent)
+        self._prefills[request] = _Prefill(
+            tokens, own, pool, predicted_s, now_s, silent, self._integrals_at(now_s)
+        )
         self._in_both += request in self._decodes
         self._prefill_sum_s += predicted_s
         self._prefill_tokens += tokens
@@ -146,20 +164,29 @@ class WorkerLoad:
         head_name, head = next(iter(self._prefills.items()))
         was_head = head_name == request
         seconds = now_s - max(self._head_since_s, head.sent_s)
+        began = head.sent if head.sent_s > self._head_since_s else self._head_since
+        parts = [max(b - a, 0.0) for a, b in zip(began, self._integrals_at(now_s), strict=True)]
         self._drop(request)
         # Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
         clean = done and was_head and seconds >= 0
+        if clean:
+            self._ended_s += seconds
         if was_head or done:
-            self._head_since_s = now_s
+            self._begin_head(now_s)
         if not clean:
             return None
-        return Prefilled(prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s)
+        batch, context = (part / seconds if seconds else 0.0 for part in parts)
+        return Prefilled(
+            prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s, batch, context
+        )
 
     def decode_began(self, request: int, context: int, now_s: float) -> None:
         if request in self._decodes:
             return
         self._integrate(now_s)
-        self._decodes[request] = _Decode(context, now_s, self._batch_integral, self._context_integral)
+        self._decodes[request] = _Decode(
+            context, now_s, self._batch_integral, self._context_integral, self._prefilled_s(now_s)
+        )
         self._in_both += request in self._prefills
         self._context += context
 
@@ -175,11 +202,31 @@ class WorkerLoad:
         lasted_s = now_s - decode.first_s
         if tokens < 2 or lasted_s <= 0:
             return None
+        stalled_s = min(max(self._prefilled_s(now_s) - decode.prefilled_s, 0.0), lasted_s)
+        self._stalled_s += 0.03 * (stalled_s - self._stalled_s)
+        self._gaps += 0.03 * (tokens - 1 - self._gaps)
         return Decoded(
             batch=(self._batch_integral - decode.batch_integral) / lasted_s,
             context_tokens=(self._context_integral - decode.context_integral) / lasted_s,
             gap_s=lasted_s / (tokens - 1),
+            stall_s=stalled_s / (tokens - 1),
         )
+
+    def _prefilled_s(self, at_s: float) -> float:
+        head = next(iter(self._prefills.values()), None)
+        if head is None:
+            return self._ended_s
+        return self._ended_s + max(at_s - max(self._head_since_s, head.sent_s), 0.0)
+
+    def _begin_head(self, at_s: float) -> None:
+        self._head_since_s = at_s
+        self._head_since = self._integrals_at(at_s)
+
+    def _integrals_at(self, at_s: float) -> tuple[float, float]:
+        """As if those that decode now did then."""
+        passed_s = at_s - self._integrated_to_s if self._decodes else 0.0
+        batch = self._batch_integral + passed_s * len(self._decodes)
+        return batch, self._context_integral + passed_s * self._context
 
     def forget_all(self) -> None:
         """The engine is gone, and what it had to do with it."""

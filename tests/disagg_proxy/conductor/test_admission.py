@@ -36,6 +36,21 @@ def test_everybody_is_taken_who_is_in_time() -> None:
     assert late.refusal is not None
 
 
+def test_prompts_that_are_computed_between_tokens_count() -> None:
+    """A second of them for ten gaps of the last answers."""
+    worker, admission = Worker(0, "w"), Admission(Objective(gap_s=0.05))
+    assert admission.predict(Request(tokens=100), Choice(worker, None, 1.0), 0.0).refusal is None
+    for number in range(0, 40, 2):
+        worker.load.decode_began(number, 100, 10.0 * number)
+        worker.load.prefill_began(number + 1, 100, 0, 0, 1.0, 10.0 * number + 1.0)
+        worker.load.prefill_ended(number + 1, 10.0 * number + 2.0)
+        worker.load.decode_ended(number, 11, 10.0 * number + 3.0)
+    refused = admission.predict(Request(tokens=100), Choice(worker, None, 1.0), 500.0)
+    assert refused.refusal is not None
+    assert refused.refusal.reason == "gap"
+    assert refused.gap_s == pytest.approx(0.11, rel=0.05)  # 10 ms of its own
+
+
 def test_the_sentence_tells_short_times_apart() -> None:
     prefill, decode = pair()
     admission = Admission(Objective(ttft_s=1e-4))

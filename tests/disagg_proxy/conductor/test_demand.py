@@ -53,6 +53,18 @@ def test_the_longest_exceed_as_far_as_there_is_no_room(count: int) -> None:
     assert found / 1_000 == pytest.approx(63.9, rel=WITHIN - 1 + 0.05)
 
 
+def test_prompts_that_are_computed_between_tokens_take_of_what_is_allowed() -> None:
+    """As above, and 0.3 s of them for ten gaps of the last answer."""
+    demand, (worker,) = Demand(), decodes(1)
+    come(demand, 10.0, list(range(1_000, 101_000, 1_000)))
+    worker.load.decode_began(1, 100, 0.0)
+    worker.load.prefill_began(2, 100, 0, 0, 0.3, 1.0)
+    worker.load.prefill_ended(2, 1.3)
+    worker.load.decode_ended(1, 11, 3.0)
+    found = demand.longest([worker], 0.07, taught(10.0), 600.0)
+    assert found / 1_000 == pytest.approx(41.8, rel=WITHIN - 1 + 0.05)
+
+
 def test_room_bounds_them_too_where_it_is_known() -> None:
     demand = Demand()
     come(demand, 10.0, list(range(1_000, 101_000, 1_000)))

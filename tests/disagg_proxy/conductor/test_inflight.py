@@ -45,6 +45,36 @@ def test_a_stream_of_one_engine_teaches_prefill_and_gap() -> None:
     assert engine.decode_model.predict(1, 4_000) == pytest.approx(0.1, rel=0.1)
 
 
+def test_a_whole_engine_teaches_what_prompts_and_answers_cost_each_other() -> None:
+    """A step computes 1,000 tokens of a prompt in a second; it takes 0.4 s more where an answer is under way,
+    which gets a token then, and else every 0.4 s."""
+    tracker = InflightTracker([Worker(0, "e")])
+    engine = tracker.workers[0]
+
+    def send(number: int, tokens: int, now_s: float, took_s: float) -> Observation:
+        tracker.on_dispatch(number, Choice(engine), Request(tokens), streams=True, now_s=now_s)
+        seen = BLANK._replace(request=number, first_byte_s=now_s + took_s)
+        tracker.observe(seen._replace(stage=Stage.BEGUN))
+        return seen
+
+    for number in range(0, 120, 2):
+        start_s, steps = number * 100.0, 1 + number // 2 % 4
+        answer = send(number, 1_000, start_s, 1.0)
+        prompt = send(number + 1, 1_000 * steps, start_s + 2.0, 1.4 * steps)
+        tracker.observe(prompt._replace(last_byte_s=prompt.first_byte_s, completion_tokens=1))
+        if number == 118:
+            break
+        done_s = answer.first_byte_s + 10 * 0.4 + steps
+        tracker.observe(answer._replace(last_byte_s=done_s, completion_tokens=11))
+        tracker.check_integrity()
+    assert engine.decode_model.predict(1, 1_000) == pytest.approx(0.4, rel=0.1)
+    assert engine.load.stall_s == pytest.approx(3.5 / 10, rel=0.2)
+    assert engine.prefill_s(3_000) == pytest.approx(3 * 1.4, rel=0.1)
+    assert engine.prefill_s(3_000, 1_000) == pytest.approx(2 * 1.4, rel=0.15)
+    tracker.forget(0)
+    assert engine.prefill_s(3_000) == pytest.approx(3.0, rel=0.1)  # no answer is under way
+
+
 def test_no_more_samples_are_taken_than_teach_something() -> None:
     tracker = InflightTracker([Worker(0, "e")])
     engine = tracker.workers[0]

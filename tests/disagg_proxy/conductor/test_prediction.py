@@ -37,13 +37,13 @@ def worst_error(model: PrefillModel, rng: random.Random) -> float:
 
 
 def plain_prefill_s(
-    by: tuple[float, ...], tokens: int, own: int, pool: int, ahead_s: float, *, queued: bool
+    by: tuple[float, ...], tokens: int, own: int, pool: int, ahead_s: float, step_s: float, *, queued: bool
 ) -> float:
     """The formula of cost_model.hpp, with the coefficients as a regression has them."""
-    base, token, square, load, latency, fetch_token, hidden, share = by
+    base, token, square, load, latency, fetch_token, hidden, share, step, steps = by
     reused = min(own + pool, tokens)
     seconds = base + 1e-3 * token * (tokens - reused) + 1e-6 * square * (tokens**2 - reused**2)
-    seconds += 1e-3 * load * min(own, tokens)
+    seconds += 1e-3 * load * min(own, tokens) + step_s * (step + 1e-3 * steps * (tokens - reused))
     if not pool:
         return seconds
     fetched = 1e-3 * min(pool, tokens)
@@ -54,24 +54,64 @@ def test_the_formulas() -> None:
     rng = random.Random(SEED)
     print("seed", SEED)
     for _ in range(500):
-        model, by = PrefillModel(), tuple(rng.uniform(0, 1) for _ in range(8))
+        model, by = PrefillModel(), tuple(rng.uniform(0, 1) for _ in range(10))
         assert model.regression.start(by)
         tokens, own, pool = (
             rng.randrange(1, 50_000),
             rng.randrange(50_000),
             rng.choice((0, rng.randrange(50_000))),
         )
-        ahead_s, queued = rng.uniform(0, 9), rng.random() < 0.5
-        expected = plain_prefill_s(by, tokens, own, pool, ahead_s, queued=queued)
-        assert model.predict(tokens, own, pool, ahead_s, queued=queued) == pytest.approx(expected, rel=1e-9)
+        ahead_s, queued, step_s = rng.uniform(0, 9), rng.random() < 0.5, rng.choice((0.0, rng.random()))
+        expected = plain_prefill_s(by, tokens, own, pool, ahead_s, step_s, queued=queued)
+        found = model.predict(tokens, own, pool, ahead_s, queued=queued, step_s=step_s)
+        assert found == pytest.approx(expected, rel=1e-9)
         longest = by[4] + max(by[5], by[6]) * 1e-3 * pool if pool else 0.0
         assert model.transfer_s(pool) == pytest.approx(longest, rel=1e-9)
         handover, decode = HandoverModel(), DecodeModel()
         assert handover.regression.start(by[:2])
-        assert decode.regression.start(by[:3])
+        assert decode.regression.start(by[:4])
         assert handover.predict(tokens) == pytest.approx(by[0] + by[1] * 1e-3 * tokens, rel=1e-9)
         between_s = by[0] + by[1] * 7 + by[2] * 1e-3 * tokens
         assert decode.predict(7, tokens) == pytest.approx(between_s, rel=1e-9)
+        stalled_s = decode.predict(7, tokens, step_s)
+        assert stalled_s == pytest.approx(between_s + by[3] * step_s, rel=1e-9)
+        assert decode.step_s(7, tokens) == decode.predict(7, tokens)
+        assert decode.step_s(0.5, tokens) == pytest.approx(0.5 * decode.predict(1, tokens), rel=1e-9)
+        assert decode.step_s(0, 0) == 0
+
+
+@pytest.mark.parametrize("chunk", [512, 8_192, None])
+def test_a_whole_engine_is_learnt_by_its_steps(chunk: int | None) -> None:
+    """A step has a chunk of a prompt and a token of each request that decodes; without chunks decode stands
+    still for a whole prompt."""
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    prefill, decode = PrefillModel(), DecodeModel()
+
+    def step_s(batch: int, context: int) -> float:
+        return 0.01 + 2e-4 * batch + 4e-8 * context
+
+    def prefill_s(tokens: int, batch: int, context: int) -> float:
+        steps = -(-tokens // chunk) if chunk and batch else 0
+        return 0.01 + 2e-5 * tokens + steps * step_s(batch, context)
+
+    def draw() -> tuple[int, int, int]:
+        batch = rng.choice((0, rng.randrange(1, 60)))
+        return rng.randrange(100, 30_000), batch, batch * rng.randrange(100, 8_000)
+
+    for _ in range(600):
+        tokens, batch, context = draw()
+        stall_s = rng.choice((0.0, 0.05 * rng.random()))
+        decode.observe(batch + 1, context + 500, step_s(batch + 1, context + 500) + stall_s, stall_s)
+        prefill.observe(tokens, 0, 0, prefill_s(tokens, batch, context), step_s=decode.step_s(batch, context))
+    errors = []
+    for _ in range(300):
+        tokens, batch, context = draw()
+        assert decode.predict(batch + 1, context) == pytest.approx(step_s(batch + 1, context), rel=0.1)
+        true_s = prefill_s(tokens, batch, context)
+        found_s = prefill.predict(tokens, step_s=decode.step_s(batch, context))
+        errors.append(abs(found_s - true_s) / true_s)
+    assert sorted(errors)[int(len(errors) * 0.9)] < 0.1
 
 
 def test_prefill_is_learnt_from_noisy_samples() -> None:

@@ -49,7 +49,7 @@ def test_random_samples_teach_the_same_as_in_plain_python(rng: random.Random) ->
 
 
 def test_as_many_features_as_coefficients() -> None:
-    for prior, spread in (([], []), ([1.0] * 9, [1.0] * 9), ([1.0], [1.0, 2.0])):
+    for prior, spread in (([], []), ([1.0] * 11, [1.0] * 11), ([1.0], [1.0, 2.0])):
         with pytest.raises(InvalidArgument, match="coefficients"):
             Regression(prior, spread, floor=0.1)
     native = Regression([1.0, 2.0], [1.0, 1.0], floor=0.1)

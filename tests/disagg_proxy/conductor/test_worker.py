@@ -140,7 +140,10 @@ def test_a_dispatch_is_accounted_for_in_one_call_as_step_by_step(rng: random.Ran
             request, tokens, own, pool, ahead_s=ahead_s, predicted_s=predicted_s, now_s=now_s, silent=silent
         )
         wait_s = load.wait_s(now_s)
-        prefill_s = predicted_s or model.predict(tokens, own, pool, ahead_s, queued=wait_s > 0.0)
+        step_s = other.decode_model.step_s(load.decodes, load.context_tokens)
+        prefill_s = predicted_s or model.predict(
+            tokens, own, pool, ahead_s, queued=wait_s > 0.0, step_s=step_s
+        )
         load.prefill_began(request, tokens, own, pool, prefill_s, now_s, silent=silent)
         if silent:
             load.decode_began(request, tokens, now_s)

@@ -103,6 +103,45 @@ def test_batch_and_context_are_averages_over_the_time_of_a_request() -> None:
     assert load.context_tokens == 3_000
 
 
+def test_a_prefill_knows_what_decoded_meanwhile() -> None:
+    load = WorkerLoad()
+    load.decode_began(1, 1_000, now_s=0.0)
+    load.prefill_began(2, 100, 0, 0, 1.0, now_s=2.0)
+    load.prefill_began(3, 100, 0, 0, 1.0, now_s=2.0)
+    load.decode_began(4, 3_000, now_s=3.0)
+    first = load.prefill_ended(2, 6.0)
+    load.decode_ended(1, 0, now_s=7.0)
+    second = load.prefill_ended(3, 8.0)
+    load.prefill_began(5, 100, 0, 0, 1.0, now_s=10.0)  # the engine idled in between
+    load.decode_ended(4, 0, now_s=11.0)
+    third = load.prefill_ended(5, 12.0)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (first.batch, first.context_tokens) == (pytest.approx(1.75), pytest.approx(3_250))
+    assert (second.batch, second.context_tokens) == (pytest.approx(1.5), pytest.approx(3_500))
+    assert (third.batch, third.context_tokens) == (pytest.approx(0.5), pytest.approx(1_500))
+
+
+def test_a_request_knows_how_long_prompts_kept_it_waiting() -> None:
+    load = WorkerLoad()
+    load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
+    load.prefill_ended(1, 2.0)
+    load.decode_began(1, 100, now_s=2.0)  # its own prompt did not
+    assert load.stall_s == 0.0
+    load.prefill_began(2, 100, 0, 0, 1.0, now_s=3.0)
+    load.prefill_began(3, 100, 0, 0, 1.0, now_s=3.0)
+    load.prefill_ended(2, 5.0)
+    ended = load.decode_ended(1, tokens=11, now_s=6.0)  # in the middle of the third
+    assert ended is not None
+    assert (ended.gap_s, ended.stall_s) == (pytest.approx(0.4), pytest.approx(0.3))
+    assert load.stall_s == pytest.approx(0.3)  # as a later one should expect
+    load.prefill_ended(3, 7.0)
+    load.decode_began(3, 100, now_s=7.0)
+    load.decode_ended(3, tokens=101, now_s=9.0)
+    assert 0.02 < load.stall_s < 0.03  # by gaps, not by requests
+
+
 READ = ("prefills", "prefill_tokens", "prefill_rest_tokens", "decodes", "requests", "context_tokens")
 
 
@@ -132,7 +171,7 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
                     plain.prefill_began(request, *began, silent=silent)
                 case each if each < 20:
                     done = rng.random() < 0.8
-                    names = ("tokens", "own", "pool", "seconds", "predicted_s")
+                    names = ("tokens", "own", "pool", "seconds", "predicted_s", "batch", "context_tokens")
                     assert values(load.prefill_ended(request, now_s, done=done), names) == pytest.approx(
                         values(plain.prefill_ended(request, now_s, done=done), names)
                     )
@@ -142,10 +181,11 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
                     plain.decode_began(request, context, now_s)
                 case _:
                     tokens = rng.randrange(5)
-                    names = ("batch", "context_tokens", "gap_s")
-                    assert values(load.decode_ended(request, tokens, now_s), names) == values(
-                        plain.decode_ended(request, tokens, now_s), names
+                    names = ("batch", "context_tokens", "gap_s", "stall_s")
+                    assert values(load.decode_ended(request, tokens, now_s), names) == pytest.approx(
+                        values(plain.decode_ended(request, tokens, now_s), names), abs=1e-9
                     )
+                    assert load.stall_s == pytest.approx(plain.stall_s, abs=1e-9)
             if rng.random() < 0.8:
                 wait_s = plain.wait_s(now_s)
                 assert wait_s >= 0

@@ -41,9 +41,15 @@ def cheapest(
         own = owned[instance.place] if instance.place < len(owned) else 0
         if instance is last and last_own >= 0:
             own = last_own
-        a, b, c, load, latency, token, hidden, share = instance.prefill_model.regression.coefficients
+        a, b, c, load, latency, token, hidden, share, step, steps = (
+            instance.prefill_model.regression.coefficients
+        )
+        step_s = 0.0
+        if instance.load.decodes:
+            step_s = instance.decode_model.predict(instance.load.decodes, instance.load.context_tokens)
         rest = tokens - own
         prefill_s = a + b * _K * rest + c * _M * (tokens * tokens - own * own) + load * _K * own
+        prefill_s += step_s * (step + steps * _K * rest)
         transfer_s = lost_s = 0.0
         pull = in_pool - own
         fetches = pull > 0
@@ -53,7 +59,7 @@ def cheapest(
             if wait_s:
                 transfer_s = hidden * _K * pull
                 pull_s = max(transfer_s, pull_s)
-            saved_s = b * _K * pull + c * _M * (in_pool * in_pool - own * own)
+            saved_s = b * _K * pull + c * _M * (in_pool * in_pool - own * own) + step_s * steps * _K * pull
             if pull_s < saved_s + spare_s or not instance.obeys:
                 prefill_s += transfer_s - saved_s
                 lost_s = max(pull_s - saved_s, 0.0)
@@ -100,6 +106,7 @@ def _gap_s(instance: Worker, tokens: int) -> float:
     return instance.decode_model.predict(
         load.decodes + instance.pending_handover + 1,
         load.context_tokens + instance.pending_handover_tokens + tokens,
+        load.stall_s,
     )
 
 

@@ -24,6 +24,12 @@ def random_fleet(rng: random.Random, count: int) -> list[Worker]:
         instance.turn = rng.choice((-1, place, rng.randrange(5)))
         instance.pending_handover = rng.choice((0, 0, rng.randrange(4)))
         instance.pending_handover_tokens = 1_000 * instance.pending_handover
+        if rng.random() < 0.3:  # an answer is over, and a prompt was computed meanwhile
+            instance.load.decode_began(-1, 500, -3.0)
+            instance.load.prefill_began(-2, 100, 0, 0, 1.0, -2.5)
+            instance.load.prefill_ended(-2, -2.5 + rng.random())
+            instance.load.decode_ended(-1, 20, -1.0)
+            assert instance.load.stall_s > 0
         for request in range(rng.choice((0, 0, rng.randrange(5)))):
             seconds, silent = rng.choice((0.5, rng.random() * 3)), rng.random() < 0.3
             instance.load.prefill_began(request, 100, 0, 0, seconds, 0.0, silent=silent)

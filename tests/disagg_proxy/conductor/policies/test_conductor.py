@@ -200,6 +200,27 @@ def test_a_copy_costs_the_room_that_it_takes() -> None:
         assert policy.choose(request, engines, 0.0).decode.place == 0
 
 
+def test_what_decodes_there_counts_as_it_slows_prompts_down() -> None:
+    """Chunks of 512 tokens, each in a step with those that decode."""
+    engines, policy = fleet(2), Conductor()
+    engines[1].join_kind(engines[:1])
+    for number in range(200):
+        batch, tokens = number % 40, 500 + 997 * number % 20_000
+        engines[0].decode_model.observe(batch + 1, 0, 0.01 + 1e-3 * (batch + 1))
+        step_s = engines[0].decode_model.step_s(batch, 0)
+        engines[0].prefill_model.observe(tokens, 0, 0, 1e-4 * tokens + tokens / 512 * step_s, step_s=step_s)
+    for request in range(40):
+        engines[0].load.decode_began(request, 10, 0.0)
+    assert policy.choose(Request(8_192), engines, 0.0).decode is engines[1]
+    busy(engines[1], 0.7)  # less than 16 steps of 0.05 s
+    choice = policy.choose(Request(8_192), engines, 0.0)
+    assert choice.decode is engines[1]
+    busy(engines[1], 0.3, 1_001)
+    choice = policy.choose(Request(8_192), engines, 0.0)
+    assert choice.decode is engines[0]
+    assert choice.why["predicted_ttft_s"] == pytest.approx(0.82 + 0.8, rel=0.1)
+
+
 def test_a_session_stays_while_predictions_cannot_tell() -> None:
     engines, policy = fleet(3), Conductor()
     request = Request(2_000, session="s")

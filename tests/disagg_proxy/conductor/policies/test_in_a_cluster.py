@@ -63,6 +63,27 @@ def test_it_is_sooner_than_its_rivals_and_the_pool_helps() -> None:
     assert pooled_s < 0.95 * alone_s
 
 
+@pytest.mark.parametrize("chunk_tokens", [0, 512])
+def test_first_tokens_of_whole_engines_are_predicted_whether_they_compute_in_steps_or_not(
+    chunk_tokens: int,
+) -> None:
+    machine, results = replace(PAPER, step_s=0.1), Results()
+    settings = ClusterSettings(whole=4, machine=machine, pool=False, chunk_tokens=chunk_tokens)
+    cluster = Cluster(settings, [SimulatedProxy(make_policy("conductor"))], results.add)
+    chance = random.Random(SEED)
+    cluster.run(
+        each._replace(answer_tokens=chance.randrange(1, 400)) for each in conversations(800, rate=0.5)
+    )
+    found = results.summary(Slo())
+    print(
+        "seed",
+        SEED,
+        f"mean {found.ttft_mean_s:.3f} s, off by {found.error_p50_s:.3f}, {found.error_p90_s:.3f}",
+    )
+    assert found.error_p50_s < 0.02 * found.ttft_mean_s
+    assert found.error_p90_s < 0.2 * found.ttft_mean_s
+
+
 def test_a_pool_behind_slow_links_does_little_harm() -> None:
     """At 8 Gbit/s a fetched token costs three computed ones."""
     alone_s, slow_s = mean_s("conductor"), mean_s("conductor", pool=True, link_bytes_s=1e9)
