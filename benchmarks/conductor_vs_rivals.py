@@ -26,6 +26,7 @@ from benchmarks.conductor import (
     overload,
     scale,
     short_prompts,
+    whole_engines,
 )
 from benchmarks.conductor.bed import PUBLISHED, Bed
 from benchmarks.options import make_parser
@@ -34,6 +35,7 @@ from benchmarks.report import Row, print_table, write_json
 PARTS: dict[str, Callable[[Bed], list[Row]]] = {
     "first_token": first_token.rows,
     "short_prompts": short_prompts.rows,
+    "whole_engines": whole_engines.rows,
     "capacity": capacity.rows,
     "overload": overload.rows,
     "end_to_end": end_to_end.rows,

@@ -55,7 +55,7 @@ def made(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random
 
 
 def test_every_row_of_a_quick_run_has_its_figures(load: Any, made: Any) -> None:
-    for part in ("first_token", "short_prompts", "end_to_end", "overload", "hit_rate"):
+    for part in ("first_token", "short_prompts", "whole_engines", "end_to_end", "overload", "hit_rate"):
         for row in load(f"conductor.{part}").rows(made):
             json.dumps(
                 asdict(row), allow_nan=part == "overload"
