@@ -154,7 +154,7 @@ class Admission:
         if self.lookahead in (Lookahead.AHEAD, Lookahead.NOW):
             there = self._then(choice.decode, first_s, now_s)
             first_s += self._room_wait_s(request, choice.decode, there)
-            gap_s = self._gap_s(request, choice.decode, there)
+            gap_s = self._gap_s(request, choice.decode, there, choice.decode.load.stall_s(now_s))
         likely_s = waited_s + first_s * self.ttft_margin.factor
         refusal = None
         if likely_s > wanted.ttft_s:
@@ -166,7 +166,7 @@ class Admission:
             )
         elif self._exceeds(gap_s, wanted):
             refusal = self._too_slow(gap_s, wanted)
-        elif only_if_spare and self._is_wanted(request, choice.decode, there, wanted):
+        elif only_if_spare and self._is_wanted(request, choice.decode, there, wanted, now_s):
             refusal = Refusal(
                 "long",
                 self.answers.times.mean_s,
@@ -185,7 +185,7 @@ class Admission:
         idle = Occupancy(0.0, 0.0)
         return all(self._gap_s(request, each, idle) * margin > wanted.gap_s for each in answering(workers))
 
-    def after_prefill(self, name: int, request: Request, choice: Choice) -> Refusal | None:
+    def after_prefill(self, name: int, request: Request, choice: Choice, now_s: float) -> Refusal | None:
         """With ``Lookahead.AFTER``: judges the decode worker once the prompt is computed. None: the request
         goes on."""
         taken = self._taken.get(name)
@@ -194,7 +194,7 @@ class Admission:
         there = self._now(choice.decode)
         if self._lacks(request, choice.decode, there) > 0:
             return Refusal("gap", self.answers.times.mean_s, "no room is left for its answer")
-        gap_s = self._gap_s(request, choice.decode, there)
+        gap_s = self._gap_s(request, choice.decode, there, choice.decode.load.stall_s(now_s))
         taken.prediction = taken.prediction._replace(gap_s=gap_s)
         return self._too_slow(gap_s, taken.objective) if self._exceeds(gap_s, taken.objective) else None
 
@@ -295,9 +295,10 @@ class Admission:
         )
 
     @staticmethod
-    def _gap_s(request: Request, decode: Worker, there: Occupancy) -> float:
+    def _gap_s(request: Request, decode: Worker, there: Occupancy, stall_s: float = 0.0) -> float:
+        """stall_s: seconds of prompts that are computed there, for each gap."""
         context_tokens = there.context_tokens + request.tokens
-        return decode.decode_model.predict(there.requests + 1, context_tokens, decode.load.stall_s)
+        return decode.decode_model.predict(there.requests + 1, context_tokens, stall_s)
 
     def _lacks(self, request: Request, decode: Worker, there: Occupancy) -> float:
         """Tokens by which the request exceeds the decode worker's room; 0 where the room is not known."""
@@ -312,14 +313,15 @@ class Admission:
         lacks = self._lacks(request, decode, there)
         return lacks / decode.room_tokens * self.answers.times.mean_s if lacks > 0 else 0.0
 
-    def _is_wanted(self, request: Request, decode: Worker, there: Occupancy, wanted: Objective) -> bool:
+    def _is_wanted(
+        self, request: Request, decode: Worker, there: Occupancy, wanted: Objective, now_s: float
+    ) -> bool:
         """Whether other requests are likely to need the room: the number at one time varies by about the root
         of its mean, and seldom by twice that."""
         more = 1.0 + 2.0 / math.sqrt(max(there.requests, 1.0))
         fuller = Occupancy(there.requests * more, there.context_tokens * more)
-        return self._exceeds(self._gap_s(request, decode, fuller), wanted) or (
-            self._lacks(request, decode, fuller) > 0
-        )
+        gap_s = self._gap_s(request, decode, fuller, decode.load.stall_s(now_s))
+        return self._exceeds(gap_s, wanted) or self._lacks(request, decode, fuller) > 0
 
     def _exceeds(self, gap_s: float, wanted: Objective) -> bool:
         return gap_s * self.gap_margin.factor > wanted.gap_s

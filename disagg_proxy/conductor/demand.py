@@ -66,10 +66,12 @@ class Demand:
             return math.inf
         if not 0.0 <= now_s - self._looked_s < EVERY_S:
             self._looked_s = now_s
-            self._longest = self._look(workers, gap_s, answers)
+            self._longest = self._look(workers, gap_s, answers, now_s)
         return self._longest
 
-    def _look(self, workers: Sequence[Worker], gap_s: float, answers: AnswerLengthStats) -> float:
+    def _look(
+        self, workers: Sequence[Worker], gap_s: float, answers: AnswerLengthStats, now_s: float
+    ) -> float:
         decoding = answering(workers)
         if not decoding:
             return math.inf
@@ -77,7 +79,7 @@ class Demand:
         over_s = OVER_S * -math.expm1(-age_s / OVER_S)
         share = answers.times.mean_s / over_s / len(decoding)
         requests, tokens = np.cumsum(self._came, axis=1) * share  # at one time, up to each class
-        none, request, token = np.mean([_gaps(each) for each in decoding], axis=0)
+        none, request, token = np.mean([_gaps(each, now_s) for each in decoding], axis=0)
         full = none + request * requests + token * tokens > gap_s
         room = min((each.room_tokens for each in decoding if each.room_tokens), default=math.inf)
         full |= tokens + requests * answers.tokens > room
@@ -86,11 +88,11 @@ class Demand:
         return 2.0 ** ((int(full.argmax()) + 1) / PER_OCTAVE) if full.any() else math.inf
 
 
-def _gaps(worker: Worker) -> tuple[float, float, float]:
+def _gaps(worker: Worker, now_s: float) -> tuple[float, float, float]:
     """Seconds: the gap of an empty worker, and what each request and each token adds to it."""
     gap_s = worker.decode_model.predict
     none = gap_s(0, 0)
-    return gap_s(0, 0, worker.load.stall_s), gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6
+    return gap_s(0, 0, worker.load.stall_s(now_s)), gap_s(1, 0) - none, (gap_s(0, 1e6) - none) / 1e6
 
 
 def _class(tokens: int) -> int:

@@ -198,9 +198,9 @@ class Scheduler(Generic[P]):
         self.unfinished = len(left) == RELEASED_MAX
         return [_effect(*each) for each in (*late, *left)]
 
-    def after_prefill(self, name: int, asked: Request, choice: Choice) -> Refusal | None:
+    def after_prefill(self, name: int, asked: Request, choice: Choice, now_s: float) -> Refusal | None:
         """With ``Lookahead.AFTER``: why a request is refused once its prompt is computed; None: it is not."""
-        return None if self.admission is None else self.admission.after_prefill(name, asked, choice)
+        return None if self.admission is None else self.admission.after_prefill(name, asked, choice, now_s)
 
     def tell_policy(self, asked: Request, choice: Choice, now_s: float) -> None:
         """The choice was carried out: tells the policy. ``submit``, ``dispatch`` and ``tick`` call it

@@ -952,6 +952,10 @@ class WorkerLoad:
         """
         A report came so many seconds after its event.
         """
+    def stall_s(self, now_s: typing.SupportsFloat | typing.SupportsIndex) -> float:
+        """
+        Seconds of prefill for each gap of a request that decodes here: a mean of the last answers, which fades from the end of the last one on.
+        """
     def wait_s(self, now_s: typing.SupportsFloat | typing.SupportsIndex) -> float:
         """
         Seconds until a prefill that came now would begin.
@@ -985,11 +989,6 @@ class WorkerLoad:
     @property
     def requests(self) -> int:
         ...
-    @property
-    def stall_s(self) -> float:
-        """
-        Seconds of prefill for each gap of a request that decodes here: a mean of the last ones.
-        """
 class WorkerView:
     """
     What policies compare workers by, of one worker. room_tokens: what its KV cache holds, 0: not known; obeys: it computes what it is told not to fetch; pending_handover, pending_handover_tokens: requests, and tokens of their prompts, that others prefill for it; turn: when a policy last chose it.
@@ -1001,9 +1000,9 @@ class WorkerView:
         """
         A request is sent here, and enters the load. ahead_s: of the sender's other fetches; predicted_s: of its prefill, 0: the model predicts it; silent: neither the end of its prefill nor the beginning of its decode will be heard of, so both are in the load from now on. (Seconds until its prefill begins, of its prefill, of its fetch with nothing before it.)
         """
-    def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
+    def gap_s(self, tokens: typing.SupportsInt | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float:
         """
-        Predicted seconds between the tokens of one more request with so long a prompt.
+        Predicted seconds between the tokens of one more request with so long a prompt. stall_s: of prefill meanwhile, for each of them (WorkerLoad.stall_s).
         """
     def has_room(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
@@ -1049,7 +1048,7 @@ class Candidates:
         """
         Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it answers, too.
         """
-    def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex) -> tuple[int, float]:
+    def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> tuple[int, float]:
         """
         Who is to answer, of those with room for need_tokens, or of all: (which, seconds between tokens).
         """

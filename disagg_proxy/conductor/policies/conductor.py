@@ -76,7 +76,7 @@ class Conductor:
         ``now_s``."""
         groups = self._roles.of(workers)
         if groups.decode_workers:
-            decode, gap_s = self._decode(request, groups.decode_workers)
+            decode, gap_s = self._decode(request, groups.decode_workers, now_s)
             if is_worth_splitting(request, decode):
                 taken = decode if decode.role is _PREFILL else None  # it is the only one that answers
                 best = self._compute(
@@ -168,8 +168,9 @@ class Conductor:
         return _Found(group[which], *found)
 
     @staticmethod
-    def _decode(request: Request, group: Group) -> tuple[Worker, float]:
-        which, gap_s = group.candidates.least_gap(request.tokens, request.tokens + request.answer_tokens)
+    def _decode(request: Request, group: Group, now_s: float) -> tuple[Worker, float]:
+        need_tokens = request.tokens + request.answer_tokens
+        which, gap_s = group.candidates.least_gap(request.tokens, need_tokens, now_s)
         return group[which], gap_s
 
     def _whole(self, request: Request, best: _Found) -> Choice:

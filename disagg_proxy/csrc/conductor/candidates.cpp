@@ -4,10 +4,10 @@
 
 namespace moonpool {
 
-double WorkerView::gap_s(int64_t tokens) const {
+double WorkerView::gap_s(int64_t tokens, double stall_s) const {
     auto batch = static_cast<double>(static_cast<int64_t>(load->decodes()) + pending_handover + 1);
     auto context = static_cast<double>(load->context_tokens() + pending_handover_tokens + tokens);
-    return decode->predict(batch, context, load->stall_s());
+    return decode->predict(batch, context, stall_s);
 }
 
 Dispatched WorkerView::dispatched(int64_t request, PrefillWork work, double predicted_s, double now_s,
@@ -59,7 +59,9 @@ Candidates::Weighed Candidates::weigh(const WorkerView& view, const Prompt& prom
 
 bool Candidates::may(const WorkerView& view, const Prompt& prompt, double ttft_s) const {
     if (&view == prompt.without && all_.size() > 1) return false;
-    if (prompt.gap_most_s < INFINITY && view.gap_s(prompt.tokens) + ttft_s > prompt.gap_most_s) return false;
+    if (prompt.gap_most_s < INFINITY &&
+        view.gap_s(prompt.tokens, view.load->stall_s(prompt.now_s)) + ttft_s > prompt.gap_most_s)
+        return false;
     return prompt.need_tokens == 0 || view.has_room(prompt.need_tokens + view.pending_handover_tokens);
 }
 
@@ -86,8 +88,9 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     }
     auto found = [&](size_t which, Reason reason) {
         const Weighed& w = weighed_[which];
+        double gap_s = all_[which]->gap_s(prompt.tokens, all_[which]->load->stall_s(prompt.now_s));
         return Cheapest{which,    reason,      w.fetches,    w.own,    w.cost,
-                        w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s, all_[which]->gap_s(prompt.tokens)};
+                        w.ttft_s, w.prefill_s, w.transfer_s, w.lost_s, gap_s};
     };
     if (left == 0) return found(0, Reason::kOnly);
     double near = least + kEqualS;
@@ -114,7 +117,7 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     return found(best, soonest ? Reason::kLeastTime : Reason::kSparesOthers);
 }
 
-LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
+LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens, double now_s) const {
     // Where none has room, all are looked at.
     auto roomy = [&](const WorkerView& view) {
         return view.has_room(need_tokens + view.pending_handover_tokens);
@@ -123,7 +126,7 @@ LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens) const {
     LeastGap best{0, INFINITY};
     for (size_t i = 0; i < all_.size(); ++i) {
         if (any && !roomy(*all_[i])) continue;
-        double gap_s = all_[i]->gap_s(tokens);
+        double gap_s = all_[i]->gap_s(tokens, all_[i]->load->stall_s(now_s));
         if (gap_s < best.gap_s - kEqualGapS) {
             best = {i, gap_s};
         } else if (gap_s < best.gap_s + kEqualGapS && goes_first(i, best.which)) {

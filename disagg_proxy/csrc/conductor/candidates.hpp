@@ -34,8 +34,9 @@ struct WorkerView {
           decode(std::move(decode)) {}
     WorkerView(const WorkerView&) = delete;
 
-    // Seconds between the tokens of one more request, of so many tokens.
-    double gap_s(int64_t tokens) const;
+    // Seconds between the tokens of one more request, of so many tokens; stall_s: of prefill meanwhile, for
+    // each of them.
+    double gap_s(int64_t tokens, double stall_s) const;
     // Seconds of a step of those that decode there now; 0 without any.
     double step_s() const {
         size_t batch =
@@ -116,7 +117,7 @@ class Candidates {
     // worker's own cache, by its place; one behind the end has none.
     Cheapest cheapest(const Prompt& prompt, std::span<const uint32_t> own);
     // The engine that is to answer, of those with room for so many tokens, or of all when none has.
-    LeastGap least_gap(int64_t tokens, int64_t need_tokens) const;
+    LeastGap least_gap(int64_t tokens, int64_t need_tokens, double now_s) const;
 
    private:
     struct Weighed {

@@ -4,9 +4,11 @@
 
 namespace moonpool {
 
-constexpr double kStallShare = 0.03;  // of the mean stall, that the last request makes
-constexpr double kLagShare = 0.1;     // of the mean lag, that the last report makes
-constexpr double kLagMostS = 60.0;    // an older report says nothing of the usual lag
+constexpr double kAnswerFades = 0.97;  // what an answer counts for in the mean stall, of the one after it
+// An engine under load ends several answers in this time; one that is idle must not seem slow for long.
+constexpr double kStallFadesS = 10.0;
+constexpr double kLagShare = 0.1;   // of the mean lag, that the last report makes
+constexpr double kLagMostS = 60.0;  // an older report says nothing of the usual lag
 
 double WorkerLoad::wait_s(double now_s) {
     while (first_ != nullptr) {
@@ -92,8 +94,10 @@ std::optional<Decoded> WorkerLoad::decode_ended(int64_t request, int64_t tokens,
     if (tokens < 2 || !(lasted_s > 0)) return std::nullopt;
     auto gaps = static_cast<double>(tokens - 1);
     double stalled_s = std::clamp(prefilled_s(now_s) - decode.prefilled_s, 0.0, lasted_s);
-    stalled_sum_s_ += kStallShare * (stalled_s - stalled_sum_s_);
-    gaps_sum_ += kStallShare * (gaps - gaps_sum_);
+    double before = kAnswerFades * fade(now_s);  // what has faded does not come back
+    stalled_sum_s_ = before * stalled_sum_s_ + stalled_s;
+    gaps_sum_ = before * gaps_sum_ + gaps;
+    stalled_at_s_ = now_s;
     return Decoded{(batch_integral_ - decode.batch_integral) / lasted_s,
                    (context_integral_ - decode.context_integral) / lasted_s, lasted_s / gaps,
                    stalled_s / gaps};
@@ -107,6 +111,7 @@ void WorkerLoad::forget_all() {
     decodes_.clear();
     in_both_ = 0;
     context_ = 0;
+    stalled_sum_s_ = gaps_sum_ = 0;
 }
 
 void WorkerLoad::drop(Queue::value_type& dropped) {
@@ -154,6 +159,10 @@ WorkerLoad::Integrals WorkerLoad::integrals_at(double at_s) const {
 // Seconds of prefill until then, that of the first of the line included.
 double WorkerLoad::prefilled_s(double at_s) const {
     return first_ == nullptr ? prefilled_s_ : prefilled_s_ + std::max(at_s - head_began_s(), 0.0);
+}
+
+double WorkerLoad::fade(double now_s) const {
+    return std::exp(-std::max(0.0, now_s - stalled_at_s_) / kStallFadesS);  // in this order NaN is no time
 }
 
 void WorkerLoad::begin_head(double at_s) {

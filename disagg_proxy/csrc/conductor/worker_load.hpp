@@ -51,8 +51,11 @@ class WorkerLoad {
     int64_t context_tokens() const { return context_; }
     // Seconds until a prefill that came now would begin.
     double wait_s(double now_s);
-    // Seconds of prefill for each gap of a request that decodes here: a mean of the last ones.
-    double stall_s() const { return gaps_sum_ > 0 ? stalled_sum_s_ / gaps_sum_ : 0.0; }
+    // Seconds of prefill for each gap of a request that decodes here: a mean of the last answers, which fades
+    // from the end of the last one on: while none ends, an engine that has nothing to do must not seem slow.
+    double stall_s(double now_s) const {
+        return stalled_sum_s_ > 0 ? fade(now_s) * stalled_sum_s_ / gaps_sum_ : 0.0;
+    }
     // By how much reports of this engine are late: a mean of the last ones.
     double lag_s() const { return std::max(lag_s_, 0.0); }
 
@@ -100,6 +103,8 @@ class WorkerLoad {
     double prefilled_s(double at_s) const;
     Integrals integrals_at(double at_s) const;
     void begin_head(double at_s);
+    // Of what was known at the end of the last answer.
+    double fade(double now_s) const;
 
     Queue prefills_;
     Queue::value_type *first_ = nullptr, *last_ = nullptr;
@@ -117,6 +122,7 @@ class WorkerLoad {
     double integrated_to_s_ = -INFINITY;
     double prefilled_s_ = 0;                   // seconds of the prefills that have ended
     double stalled_sum_s_ = 0, gaps_sum_ = 0;  // of the last requests, which count for more
+    double stalled_at_s_ = 0;                  // the end of the last of them
 };
 
 }  // namespace moonpool

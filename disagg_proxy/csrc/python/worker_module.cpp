@@ -133,9 +133,9 @@ void bind_workers(py::module_& m) {
                                "Tokens in the KV cache of the requests that decode now, as far as known.")
         .def("wait_s", &WorkerLoad::wait_s, py::arg("now_s"),
              "Seconds until a prefill that came now would begin.")
-        .def_property_readonly(
-            "stall_s", &WorkerLoad::stall_s,
-            "Seconds of prefill for each gap of a request that decodes here: a mean of the last ones.")
+        .def("stall_s", &WorkerLoad::stall_s, py::arg("now_s"),
+             "Seconds of prefill for each gap of a request that decodes here: a mean of the last answers, "
+             "which fades from the end of the last one on.")
         .def_property_readonly(
             "lag_s", &WorkerLoad::lag_s,
             "By how many seconds reports of this engine are late: a mean of the last ones.")
@@ -170,8 +170,9 @@ void bind_workers(py::module_& m) {
         .def_readwrite("pending_handover", &WorkerView::pending_handover)
         .def_readwrite("pending_handover_tokens", &WorkerView::pending_handover_tokens)
         .def_readwrite("turn", &WorkerView::turn)
-        .def("gap_s", &WorkerView::gap_s, py::arg("tokens"),
-             "Predicted seconds between the tokens of one more request with so long a prompt.")
+        .def("gap_s", &WorkerView::gap_s, py::arg("tokens"), py::arg("stall_s") = 0.0,
+             "Predicted seconds between the tokens of one more request with so long a prompt. stall_s: of "
+             "prefill meanwhile, for each of them (WorkerLoad.stall_s).")
         .def(
             "prefill_s",
             [](const WorkerView& self, int64_t tokens, int64_t own, int64_t pool) {
@@ -212,11 +213,11 @@ void bind_workers(py::module_& m) {
              "too.")
         .def(
             "least_gap",
-            [](const Candidates& self, int64_t tokens, int64_t need_tokens) {
-                LeastGap best = self.least_gap(tokens, need_tokens);
+            [](const Candidates& self, int64_t tokens, int64_t need_tokens, double now_s) {
+                LeastGap best = self.least_gap(tokens, need_tokens, now_s);
                 return py::make_tuple(best.which, best.gap_s);
             },
-            py::arg("tokens"), py::arg("need_tokens"),
+            py::arg("tokens"), py::arg("need_tokens"), py::arg("now_s"),
             "Who is to answer, of those with room for need_tokens, or of all: (which, seconds between "
             "tokens).");
 }

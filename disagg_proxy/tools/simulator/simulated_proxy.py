@@ -130,7 +130,7 @@ class SimulatedProxy:
         """Whether admission ends it now that its prompt is computed."""
         if job.choice is None:
             return False
-        refusal = self.scheduler.after_prefill(job.name, *job.choice)
+        refusal = self.scheduler.after_prefill(job.name, *job.choice, self._events.now_s)
         if refusal is None:
             return False
         self.observe(job, Stage.ENDED, handed=HandoverForm.NOT)

@@ -71,7 +71,7 @@ class WorkerLoad:
         self._context_integral = 0.0
         self._integrated_to_s = -math.inf
         self._ended_s = 0.0  # seconds of prefills
-        self._stalled_s = self._gaps = 0.0
+        self._stalled_s = self._gaps = self._stalled_at_s = 0.0
 
     # What policies read
 
@@ -102,10 +102,12 @@ class WorkerLoad:
         """Tokens in the KV cache of the requests that decode now, as far as known."""
         return self._context
 
-    @property
-    def stall_s(self) -> float:
-        """Seconds of prefill for each gap of a request that decodes here."""
-        return self._stalled_s / self._gaps if self._gaps else 0.0
+    def stall_s(self, now_s: float) -> float:
+        """Seconds of prefill for each gap of a request that decodes here, less the longer none has ended."""
+        return self._fade(now_s) * self._stalled_s / self._gaps if self._gaps else 0.0
+
+    def _fade(self, now_s: float) -> float:
+        return math.exp(-max(now_s - self._stalled_at_s, 0.0) / 10.0)
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until a prefill that came now would begin."""
@@ -203,8 +205,10 @@ class WorkerLoad:
         if tokens < 2 or lasted_s <= 0:
             return None
         stalled_s = min(max(self._prefilled_s(now_s) - decode.prefilled_s, 0.0), lasted_s)
-        self._stalled_s += 0.03 * (stalled_s - self._stalled_s)
-        self._gaps += 0.03 * (tokens - 1 - self._gaps)
+        before = 0.97 * self._fade(now_s)
+        self._stalled_s = before * self._stalled_s + stalled_s
+        self._gaps = before * self._gaps + tokens - 1
+        self._stalled_at_s = now_s
         return Decoded(
             batch=(self._batch_integral - decode.batch_integral) / lasted_s,
             context_tokens=(self._context_integral - decode.context_integral) / lasted_s,
@@ -236,6 +240,7 @@ class WorkerLoad:
         self._decodes.clear()
         self._in_both = 0
         self._context = 0
+        self._stalled_s = self._gaps = 0.0
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant is broken."""

@@ -45,10 +45,25 @@ def test_prompts_that_are_computed_between_tokens_count() -> None:
         worker.load.prefill_began(number + 1, 100, 0, 0, 1.0, 10.0 * number + 1.0)
         worker.load.prefill_ended(number + 1, 10.0 * number + 2.0)
         worker.load.decode_ended(number, 11, 10.0 * number + 3.0)
-    refused = admission.predict(Request(tokens=100), Choice(worker, None, 1.0), 500.0)
+    asked, one = Request(tokens=100), Choice(worker, None, 1.0)
+    refused = admission.predict(asked, one, 383.0)
     assert refused.refusal is not None
     assert refused.refusal.reason == "gap"
     assert refused.gap_s == pytest.approx(0.11, rel=0.05)  # 10 ms of its own
+    assert not admission.is_final(refused.refusal, asked, (worker,), admission.objective)  # it will pass
+
+
+def test_an_engine_that_has_been_idle_takes_a_request_whatever_its_last_answer_was_like() -> None:
+    """Three tokens, and a prompt of half a second between them: that says nothing of the next hour."""
+    worker, admission = Worker(0, "w"), Admission(Objective(gap_s=0.1))
+    worker.load.decode_began(1, 100, 0.0)
+    worker.load.prefill_began(2, 100, 0, 0, 0.5, 0.1)
+    worker.load.prefill_ended(2, 0.6)
+    worker.load.decode_ended(1, 3, 1.0)
+    asked, one = Request(tokens=100), Choice(worker, None, 0.1)
+    assert admission.predict(asked, one, 1.0).refusal is not None
+    for now_s in (60.0, 3_600.0):  # no load was asked for its queue since, as of decode engines none is
+        assert admission.predict(asked, one, now_s).refusal is None
 
 
 def test_the_sentence_tells_short_times_apart() -> None:
@@ -139,13 +154,13 @@ def test_after_prefill_the_decode_instance_has_a_word() -> None:
         prediction = admission.predict(asked, one, 0.0)
         assert prediction.refusal is None
         admission.taken(name, asked, one, prediction, 0.0)
-        if admission.after_prefill(name, asked, one) is not None:
+        if admission.after_prefill(name, asked, one, 1.0) is not None:
             admission.over(name, 1.0)
             refused += 1
         else:
             admission.began(name, 1.0)
     assert 10 <= refused <= 16
-    assert admission.after_prefill(99, asked, one) is None
+    assert admission.after_prefill(99, asked, one, 1.0) is None
     admission.check_integrity()
 
 

@@ -57,12 +57,14 @@ def test_prompts_that_are_computed_between_tokens_take_of_what_is_allowed() -> N
     """As above, and 0.3 s of them for ten gaps of the last answer."""
     demand, (worker,) = Demand(), decodes(1)
     come(demand, 10.0, list(range(1_000, 101_000, 1_000)))
-    worker.load.decode_began(1, 100, 0.0)
-    worker.load.prefill_began(2, 100, 0, 0, 0.3, 1.0)
-    worker.load.prefill_ended(2, 1.3)
-    worker.load.decode_ended(1, 11, 3.0)
+    worker.load.decode_began(1, 100, 597.0)
+    worker.load.prefill_began(2, 100, 0, 0, 0.3, 598.0)
+    worker.load.prefill_ended(2, 598.3)
+    worker.load.decode_ended(1, 11, 600.0)
     found = demand.longest([worker], 0.07, taught(10.0), 600.0)
     assert found / 1_000 == pytest.approx(41.8, rel=WITHIN - 1 + 0.05)
+    quiet_s = 600.0 + 20 * EVERY_S  # no answer has ended since
+    assert demand.longest([worker], 0.07, taught(10.0), quiet_s) > found * WITHIN
 
 
 def test_room_bounds_them_too_where_it_is_known() -> None:

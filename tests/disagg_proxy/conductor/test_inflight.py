@@ -68,7 +68,7 @@ def test_a_whole_engine_teaches_what_prompts_and_answers_cost_each_other() -> No
         tracker.observe(answer._replace(last_byte_s=done_s, completion_tokens=11))
         tracker.check_integrity()
     assert engine.decode_model.predict(1, 1_000) == pytest.approx(0.4, rel=0.1)
-    assert engine.load.stall_s == pytest.approx(3.5 / 10, rel=0.2)
+    assert engine.load.stall_s(done_s) == pytest.approx(4.2 / 10, rel=0.01)  # of the last answer
     assert engine.prefill_s(3_000) == pytest.approx(3 * 1.4, rel=0.1)
     assert engine.prefill_s(3_000, 1_000) == pytest.approx(2 * 1.4, rel=0.15)
     tracker.forget(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -128,18 +129,58 @@ def test_a_request_knows_how_long_prompts_kept_it_waiting() -> None:
     load.prefill_began(1, 100, 0, 0, 1.0, now_s=0.0)
     load.prefill_ended(1, 2.0)
     load.decode_began(1, 100, now_s=2.0)  # its own prompt did not
-    assert load.stall_s == 0.0
+    assert load.stall_s(2.0) == 0.0
     load.prefill_began(2, 100, 0, 0, 1.0, now_s=3.0)
     load.prefill_began(3, 100, 0, 0, 1.0, now_s=3.0)
     load.prefill_ended(2, 5.0)
     ended = load.decode_ended(1, tokens=11, now_s=6.0)  # in the middle of the third
     assert ended is not None
     assert (ended.gap_s, ended.stall_s) == (pytest.approx(0.4), pytest.approx(0.3))
-    assert load.stall_s == pytest.approx(0.3)  # as a later one should expect
+    assert load.stall_s(6.0) == pytest.approx(0.3)  # as a later one should expect
     load.prefill_ended(3, 7.0)
     load.decode_began(3, 100, now_s=7.0)
     load.decode_ended(3, tokens=101, now_s=9.0)
-    assert 0.02 < load.stall_s < 0.03  # by gaps, not by requests
+    assert 0.01 < load.stall_s(9.0) < 0.03  # by gaps, not by requests
+
+
+def answered(load: WorkerLoad, at_s: float, tokens: int, stalled_s: float) -> None:
+    """A stream of three seconds, in which a prompt is computed for so long."""
+    load.decode_began(1, 100, at_s)
+    load.prefill_began(2, 100, 0, 0, stalled_s, at_s + 1.0)
+    load.prefill_ended(2, at_s + 1.0 + stalled_s)
+    load.decode_ended(1, tokens, at_s + 3.0)
+
+
+def test_of_an_engine_that_has_nothing_to_do_no_stall_is_expected() -> None:
+    load = WorkerLoad()
+    for number in range(100):
+        answered(load, 4.0 * number, 3, 0.5)
+    assert load.stall_s(399.0) == pytest.approx(0.25)
+    assert load.stall_s(398.0) == load.stall_s(399.0)  # reports may come out of order
+    assert load.stall_s(409.0) == pytest.approx(0.25 / math.e)
+    assert load.stall_s(4_000.0) == pytest.approx(0.0, abs=1e-9)
+    assert load.stall_s(math.nan) == load.stall_s(399.0)
+    load.forget_all()  # another one may come up in its place
+    assert load.stall_s(399.0) == 0.0
+
+
+def test_a_stall_that_was_forgotten_does_not_come_back_with_the_next_answer() -> None:
+    load = WorkerLoad()
+    for number in range(100):
+        answered(load, 4.0 * number, 3, 0.5)
+    answered(load, 4_000.0, 3, 0.0)
+    assert load.stall_s(4_003.0) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("every_s", [0.1, 1.0, 30.0])
+def test_how_often_answers_end_does_not_change_the_stall_that_is_observed(every_s: float) -> None:
+    load = WorkerLoad()
+    for number in range(200):
+        load.decode_began(2 * number, 100, every_s * number)
+        load.prefill_began(2 * number + 1, 100, 0, 0, 1.0, every_s * number)
+        load.prefill_ended(2 * number + 1, every_s * (number + 0.5))
+        load.decode_ended(2 * number, 11, every_s * (number + 1))
+    assert load.stall_s(200 * every_s) == pytest.approx(0.05 * every_s)
 
 
 READ = ("prefills", "prefill_tokens", "prefill_rest_tokens", "decodes", "requests", "context_tokens")
@@ -185,7 +226,8 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
                     assert values(load.decode_ended(request, tokens, now_s), names) == pytest.approx(
                         values(plain.decode_ended(request, tokens, now_s), names), abs=1e-9
                     )
-                    assert load.stall_s == pytest.approx(plain.stall_s, abs=1e-9)
+                    for at_s in (now_s, now_s + 5.0):
+                        assert load.stall_s(at_s) == pytest.approx(plain.stall_s(at_s), abs=1e-9)
             if rng.random() < 0.8:
                 wait_s = plain.wait_s(now_s)
                 assert wait_s >= 0

@@ -49,8 +49,8 @@ TEST_CASE("candidates: somebody is found whatever the numbers") {
         REQUIRE(best.which < count);
         if (count > 1) REQUIRE(all[best.which].get() != without);
         if (count == 1) REQUIRE(best.reason == Reason::kOnly);
-        REQUIRE(best.gap_s == all[best.which]->gap_s(tokens));
-        REQUIRE(candidates.least_gap(100, 200).which < count);
+        REQUIRE(best.gap_s == all[best.which]->gap_s(tokens, 0));
+        REQUIRE(candidates.least_gap(100, 200, number()).which < count);
     }
 }
 
@@ -77,12 +77,12 @@ TEST_CASE("candidates: the least gap, where there is room") {
     Candidates candidates(all);
     all[0]->load->decode_began(1, 50000, 0);
     all[1]->room_tokens = 100;
-    CHECK(candidates.least_gap(100, 200).which == 2);
+    CHECK(candidates.least_gap(100, 200, 0).which == 2);
     all[2]->pending_handover = 1000;
-    CHECK(candidates.least_gap(100, 200).which == 0);
+    CHECK(candidates.least_gap(100, 200, 0).which == 0);
     all[0]->room_tokens = all[2]->room_tokens = 100;  // nowhere: the least of all
-    CHECK(candidates.least_gap(100, 200).which == 1);
-    CHECK(candidates.least_gap(100, 200).gap_s == doctest::Approx(0.01 + 0.0003 + 0.00002 * 0.1));
+    CHECK(candidates.least_gap(100, 200, 0).which == 1);
+    CHECK(candidates.least_gap(100, 200, 0).gap_s == doctest::Approx(0.01 + 0.0003 + 0.00002 * 0.1));
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ def cheapest(
             else:
                 transfer_s, fetches = 0.0, False
         ttft_s = wait_s + prefill_s
-        gap_s = _gap_s(instance, tokens)
+        gap_s = _gap_s(instance, tokens, now_s)
         if gap_s + ttft_s > gap_most_s or not (need_tokens == 0 or _has_room(instance, need_tokens)):
             continue
         cost = (
@@ -77,7 +77,7 @@ def cheapest(
         cost += stalled * instance.load.decodes * prefill_s
         found.append((cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s, gap_s))
     if not found:
-        first_s = _gap_s(instances[0], tokens)
+        first_s = _gap_s(instances[0], tokens, now_s)
         return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf, first_s
     row, reason = _best(found, last, noise)
     cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s, gap_s = row
@@ -101,12 +101,12 @@ def _best(found: list[_Row], last: Worker | None, noise: float) -> tuple[_Row, s
     return best, "least_time" if best[1] <= soonest else "spares_others"
 
 
-def _gap_s(instance: Worker, tokens: int) -> float:
+def _gap_s(instance: Worker, tokens: int, now_s: float) -> float:
     load = instance.load
     return instance.decode_model.predict(
         load.decodes + instance.pending_handover + 1,
         load.context_tokens + instance.pending_handover_tokens + tokens,
-        load.stall_s,
+        load.stall_s(now_s),
     )
 
 
@@ -115,12 +115,14 @@ def _has_room(instance: Worker, tokens: int) -> bool:
     return not instance.room_tokens or there + tokens <= instance.room_tokens
 
 
-def least_gap(instances: Sequence[Worker], tokens: int, need_tokens: int) -> tuple[Worker, float]:
+def least_gap(
+    instances: Sequence[Worker], tokens: int, need_tokens: int, now_s: float
+) -> tuple[Worker, float]:
     roomy = [each for each in instances if _has_room(each, need_tokens)]
     equal: list[Worker] = []
     least_s = math.inf
     for instance in roomy or instances:
-        gap_s = _gap_s(instance, tokens)
+        gap_s = _gap_s(instance, tokens, now_s)
         if gap_s < least_s - EQUAL_GAP_S:
             equal.clear()
             least_s = gap_s

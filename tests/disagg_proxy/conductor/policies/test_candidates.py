@@ -29,7 +29,7 @@ def random_fleet(rng: random.Random, count: int) -> list[Worker]:
             instance.load.prefill_began(-2, 100, 0, 0, 1.0, -2.5)
             instance.load.prefill_ended(-2, -2.5 + rng.random())
             instance.load.decode_ended(-1, 20, -1.0)
-            assert instance.load.stall_s > 0
+            assert instance.load.stall_s(0.0) > 0
         for request in range(rng.choice((0, 0, rng.randrange(5)))):
             seconds, silent = rng.choice((0.5, rng.random() * 3)), rng.random() < 0.3
             instance.load.prefill_began(request, 100, 0, 0, seconds, 0.0, silent=silent)
@@ -81,10 +81,11 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
             assert found[1:] == pytest.approx(expected[2:], rel=1e-9, abs=1e-12)
         reasons.add(expected[1])
         need = tokens + rng.randrange(4_000)
-        decode, gap_s = plain_candidates.least_gap(fleet, tokens, need)
-        which, found_s = candidates.least_gap(tokens, need)
+        decode, gap_s = plain_candidates.least_gap(fleet, tokens, need, now_s)
+        which, found_s = candidates.least_gap(tokens, need, now_s)
         assert (fleet[which], found_s) == (decode, pytest.approx(gap_s, rel=1e-9))
-        assert fleet[which].gap_s(tokens) == pytest.approx(gap_s, abs=plain_candidates.EQUAL_GAP_S)
+        stall_s = fleet[which].load.stall_s(now_s)
+        assert fleet[which].gap_s(tokens, stall_s) == pytest.approx(gap_s, abs=plain_candidates.EQUAL_GAP_S)
     assert reasons == {"only", "session", "match", "turn", "least_time", "spares_others"}
 
 
