@@ -930,8 +930,10 @@ class WorkerLoad:
         """
         Raises AssertionError when an invariant is broken.
         """
-    def decode_began(self, request: typing.SupportsInt | typing.SupportsIndex, context: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
-        ...
+    def decode_began(self, request: typing.SupportsInt | typing.SupportsIndex, context: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, silent: bool = False) -> None:
+        """
+        silent: nothing was heard of its beginning, so what it waits for, its own prompt too, is no stall.
+        """
     def decode_ended(self, request: typing.SupportsInt | typing.SupportsIndex, tokens: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> Decoded | None:
         """
         tokens: how many were made, the first included; 0 when unknown.

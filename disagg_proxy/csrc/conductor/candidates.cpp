@@ -17,7 +17,7 @@ Dispatched WorkerView::dispatched(int64_t request, PrefillWork work, double pred
     if (predicted_s == 0) work.step_s = step_s();
     double prefill_s = predicted_s != 0 ? predicted_s : prefill->predict(work);
     load->prefill_began(request, work.tokens, work.own, work.pool, prefill_s, now_s, silent);
-    if (silent) load->decode_began(request, work.tokens, now_s);
+    if (silent) load->decode_began(request, work.tokens, now_s, silent);
     return {wait_s, prefill_s, prefill->transfer_s(work.pool)};
 }
 

@@ -74,10 +74,11 @@ std::optional<Prefilled> WorkerLoad::prefill_ended(int64_t request, double now_s
     return ended;
 }
 
-void WorkerLoad::decode_began(int64_t request, int64_t context, double now_s) {
+void WorkerLoad::decode_began(int64_t request, int64_t context, double now_s, bool silent) {
     if (decodes_.contains(request)) return;
+    wait_s(now_s);  // what was silent and is over leaves the line
     integrate(now_s);
-    decodes_[request] = Decode{context, now_s, batch_integral_, context_integral_, prefilled_s(now_s)};
+    decodes_[request] = {context, now_s, batch_integral_, context_integral_, prefilled_s(now_s), silent};
     in_both_ += prefills_.count(request);
     context_ += context;
 }
@@ -85,6 +86,7 @@ void WorkerLoad::decode_began(int64_t request, int64_t context, double now_s) {
 std::optional<Decoded> WorkerLoad::decode_ended(int64_t request, int64_t tokens, double now_s) {
     auto at = decodes_.find(request);
     if (at == decodes_.end()) return std::nullopt;
+    wait_s(now_s);
     integrate(now_s);
     Decode decode = at->second;
     decodes_.erase(at);
@@ -94,10 +96,12 @@ std::optional<Decoded> WorkerLoad::decode_ended(int64_t request, int64_t tokens,
     if (tokens < 2 || !(lasted_s > 0)) return std::nullopt;
     auto gaps = static_cast<double>(tokens - 1);
     double stalled_s = std::clamp(prefilled_s(now_s) - decode.prefilled_s, 0.0, lasted_s);
-    double before = kAnswerFades * fade(now_s);  // what has faded does not come back
-    stalled_sum_s_ = before * stalled_sum_s_ + stalled_s;
-    gaps_sum_ = before * gaps_sum_ + gaps;
-    stalled_at_s_ = now_s;
+    if (!decode.silent) {
+        double before = kAnswerFades * fade(now_s);  // what has faded does not come back
+        stalled_sum_s_ = before * stalled_sum_s_ + stalled_s;
+        gaps_sum_ = before * gaps_sum_ + gaps;
+        stalled_at_s_ = now_s;
+    }
     return Decoded{(batch_integral_ - decode.batch_integral) / lasted_s,
                    (context_integral_ - decode.context_integral) / lasted_s, lasted_s / gaps,
                    stalled_s / gaps};

@@ -66,7 +66,8 @@ class WorkerLoad {
                        double now_s, bool silent);
     // done: it was computed; else the request is gone and nothing can be learnt from it.
     std::optional<Prefilled> prefill_ended(int64_t request, double now_s, bool done);
-    void decode_began(int64_t request, int64_t context, double now_s);
+    // silent: nothing was heard of its beginning, so what it waits for, its own prompt too, is no stall.
+    void decode_began(int64_t request, int64_t context, double now_s, bool silent = false);
     // tokens: how many were made, the first included; 0 when unknown.
     std::optional<Decoded> decode_ended(int64_t request, int64_t tokens, double now_s);
     // The engine is gone, and what it had to do with it.
@@ -93,6 +94,7 @@ class WorkerLoad {
     struct Decode {
         int64_t context = 0;
         double first_s = 0, batch_integral = 0, context_integral = 0, prefilled_s = 0;
+        bool silent = false;
     };
 
     void drop(Queue::value_type& prefill);

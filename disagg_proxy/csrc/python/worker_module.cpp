@@ -149,7 +149,9 @@ void bind_workers(py::module_& m) {
              py::arg("done") = true,
              "done: it was computed; else the request is gone and nothing can be learnt from it.")
         .def("decode_began", &WorkerLoad::decode_began, py::arg("request"), py::arg("context"),
-             py::arg("now_s"))
+             py::arg("now_s"), py::kw_only(), py::arg("silent") = false,
+             "silent: nothing was heard of its beginning, so what it waits for, its own prompt too, is no "
+             "stall.")
         .def("decode_ended", &WorkerLoad::decode_ended, py::arg("request"), py::arg("tokens"),
              py::arg("now_s"), "tokens: how many were made, the first included; 0 when unknown.")
         .def("forget_all", &WorkerLoad::forget_all, "The engine is gone, and what it had to do with it.")

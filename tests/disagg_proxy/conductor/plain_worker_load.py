@@ -25,6 +25,7 @@ class _Decode:
     batch_integral: float
     context_integral: float
     prefilled_s: float
+    silent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +183,13 @@ class WorkerLoad:
             prefill.tokens, prefill.own, prefill.pool, seconds, prefill.predicted_s, batch, context
         )
 
-    def decode_began(self, request: int, context: int, now_s: float) -> None:
+    def decode_began(self, request: int, context: int, now_s: float, *, silent: bool = False) -> None:
         if request in self._decodes:
             return
+        self.wait_s(now_s)
         self._integrate(now_s)
         self._decodes[request] = _Decode(
-            context, now_s, self._batch_integral, self._context_integral, self._prefilled_s(now_s)
+            context, now_s, self._batch_integral, self._context_integral, self._prefilled_s(now_s), silent
         )
         self._in_both += request in self._prefills
         self._context += context
@@ -197,6 +199,7 @@ class WorkerLoad:
         decode = self._decodes.get(request)
         if decode is None:
             return None
+        self.wait_s(now_s)
         self._integrate(now_s)
         del self._decodes[request]
         self._in_both -= request in self._prefills
@@ -205,10 +208,11 @@ class WorkerLoad:
         if tokens < 2 or lasted_s <= 0:
             return None
         stalled_s = min(max(self._prefilled_s(now_s) - decode.prefilled_s, 0.0), lasted_s)
-        before = 0.97 * self._fade(now_s)
-        self._stalled_s = before * self._stalled_s + stalled_s
-        self._gaps = before * self._gaps + tokens - 1
-        self._stalled_at_s = now_s
+        if not decode.silent:
+            before = 0.97 * self._fade(now_s)
+            self._stalled_s = before * self._stalled_s + stalled_s
+            self._gaps = before * self._gaps + tokens - 1
+            self._stalled_at_s = now_s
         return Decoded(
             batch=(self._batch_integral - decode.batch_integral) / lasted_s,
             context_tokens=(self._context_integral - decode.context_integral) / lasted_s,

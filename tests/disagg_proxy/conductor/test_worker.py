@@ -157,6 +157,20 @@ def test_a_dispatch_is_accounted_for_in_one_call_as_step_by_step(rng: random.Ran
         one.check_integrity()
 
 
+def test_an_answer_that_is_no_stream_says_nothing_of_stalls() -> None:
+    """Its own prompt is in its time, and the prompts before it; it kept others from their tokens as any."""
+    worker = Worker(0, "w")
+    for number in range(20):
+        worker.dispatched(number, 5_000, 0, 0, ahead_s=0.0, predicted_s=3.0, now_s=4.0 * number, silent=True)
+        assert worker.load.wait_s(4.0 * number + 3.1) == 0.0
+        assert worker.load.decode_ended(number, 8, 4.0 * number + 3.2) is not None
+    assert worker.load.stall_s(79.2) == 0.0
+    worker.load.decode_began(20, 100, 80.0)
+    worker.dispatched(21, 5_000, 0, 0, ahead_s=0.0, predicted_s=3.0, now_s=81.0, silent=True)
+    worker.load.decode_ended(20, 11, 85.0)
+    assert worker.load.stall_s(85.0) == pytest.approx(0.3)
+
+
 def test_a_policy_of_a_users_own_finds_attributes_by_their_old_names() -> None:
     worker = Worker(0, "e")
     for old, now in (("books", "load"), ("alone", "self_sufficient"), ("coming", "pending_handover")):

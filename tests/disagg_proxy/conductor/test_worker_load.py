@@ -218,8 +218,9 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
                     )
                 case each if each < 30:
                     context = rng.randrange(1_000)
-                    load.decode_began(request, context, now_s)
-                    plain.decode_began(request, context, now_s)
+                    silent = rng.random() < 0.3
+                    load.decode_began(request, context, now_s, silent=silent)
+                    plain.decode_began(request, context, now_s, silent=silent)
                 case _:
                     tokens = rng.randrange(5)
                     names = ("batch", "context_tokens", "gap_s", "stall_s")
