@@ -66,8 +66,11 @@ std::optional<Prefilled> WorkerLoad::prefill_ended(int64_t request, double now_s
         ended.batch = std::max(until.batch - from.batch, 0.0) / seconds;
         ended.context_tokens = std::max(until.context - from.context, 0.0) / seconds;
     }
-    if (was_head && done && seconds > 0) prefilled_s_ += seconds;
-    if (was_head || done) begin_head(now_s);
+    if (was_head || done) {
+        // Whose prompt it was is not known when ends come out of order; that one was computed is.
+        prefilled_s_ += std::max(seconds, 0.0);
+        begin_head(now_s);
+    }
     drop(*at);
     // Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
     if (!done || !was_head || !(seconds >= 0)) return std::nullopt;

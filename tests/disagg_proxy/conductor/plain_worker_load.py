@@ -172,9 +172,8 @@ class WorkerLoad:
         self._drop(request)
         # Engines batch short prefills: one that overtakes the head, or leaves, says nothing of its own cost.
         clean = done and was_head and seconds >= 0
-        if clean:
-            self._ended_s += seconds
         if was_head or done:
+            self._ended_s += max(seconds, 0.0)
             self._begin_head(now_s)
         if not clean:
             return None

@@ -143,6 +143,30 @@ def test_a_request_knows_how_long_prompts_kept_it_waiting() -> None:
     assert 0.01 < load.stall_s(9.0) < 0.03  # by gaps, not by requests
 
 
+def test_prompts_that_end_out_of_order_or_never_kept_it_waiting_as_long() -> None:
+    for ends in (
+        ((2, True), (3, True)),
+        ((3, True), (2, True)),
+        ((2, False), (3, True)),
+        ((3, True), (2, False)),
+    ):
+        load = WorkerLoad()
+        load.decode_began(1, 100, now_s=2.0)
+        load.prefill_began(2, 100, 0, 0, 1.0, now_s=3.0)
+        load.prefill_began(3, 100, 0, 0, 1.0, now_s=3.0)
+        for at_s, (request, done) in zip((5.0, 6.0), ends, strict=True):
+            load.prefill_ended(request, at_s, done=done)
+        ended = load.decode_ended(1, tokens=11, now_s=7.0)
+        assert ended is not None
+        assert ended.stall_s == pytest.approx(0.3), ends
+        load.prefill_began(4, 100, 0, 0, 1.0, now_s=10.0)
+        assert load.prefill_ended(4, 9.5) is None  # a clock that went back takes nothing away
+        load.decode_began(5, 100, now_s=11.0)
+        ended = load.decode_ended(5, tokens=11, now_s=12.0)
+        assert ended is not None
+        assert ended.stall_s == 0.0
+
+
 def answered(load: WorkerLoad, at_s: float, tokens: int, stalled_s: float) -> None:
     """A stream of three seconds, in which a prompt is computed for so long."""
     load.decode_began(1, 100, at_s)
