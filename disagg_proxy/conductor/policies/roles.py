@@ -132,5 +132,6 @@ def is_worth_splitting(request: Request, decode: Worker) -> bool:
         return True
     if request.gap_s == math.inf or not decode.load.decodes:
         return False
+    # This prompt is the stall: the usual one of decode.load.stall_s is left out.
     stall_s = decode.prefill_s(request.tokens, own, request.from_pool(decode))
     return decode.gap_s(request.tokens) + stall_s > request.gap_s

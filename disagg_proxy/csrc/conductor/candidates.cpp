@@ -59,8 +59,8 @@ Candidates::Weighed Candidates::weigh(const WorkerView& view, const Prompt& prom
 
 bool Candidates::may(const WorkerView& view, const Prompt& prompt, double ttft_s) const {
     if (&view == prompt.without && all_.size() > 1) return false;
-    if (prompt.gap_most_s < INFINITY &&
-        view.gap_s(prompt.tokens, view.load->stall_s(prompt.now_s)) + ttft_s > prompt.gap_most_s)
+    // The prompts in line are in ttft_s already: the mean stall would count them twice.
+    if (prompt.gap_most_s < INFINITY && view.gap_s(prompt.tokens, 0) + ttft_s > prompt.gap_most_s)
         return false;
     return prompt.need_tokens == 0 || view.has_room(prompt.need_tokens + view.pending_handover_tokens);
 }

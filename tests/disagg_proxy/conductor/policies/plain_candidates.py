@@ -67,7 +67,9 @@ def cheapest(
                 transfer_s, fetches = 0.0, False
         ttft_s = wait_s + prefill_s
         gap_s = _gap_s(instance, tokens, now_s)
-        if gap_s + ttft_s > gap_most_s or not (need_tokens == 0 or _has_room(instance, need_tokens)):
+        if _gap_s(instance, tokens, math.inf) + ttft_s > gap_most_s or not (
+            need_tokens == 0 or _has_room(instance, need_tokens)
+        ):
             continue
         cost = (
             urgency * ttft_s

@@ -412,8 +412,15 @@ def pair() -> tuple[Worker, Worker]:
     return prefill, decode
 
 
-def test_a_prompt_among_those_that_decode_comes_on_top_of_their_gap() -> None:
+@pytest.mark.parametrize("stalled", [False, True])
+def test_a_prompt_among_those_that_decode_comes_on_top_of_their_gap(stalled: bool) -> None:
     engines = _, decode = pair()
+    if stalled:  # by a prompt in the last answer, too: this one is not computed twice
+        decode.load.decode_began(1, 100, -3.0)
+        decode.load.prefill_began(2, 100, 0, 0, 1.0, -2.0)
+        decode.load.prefill_ended(2, -1.0)
+        decode.load.decode_ended(1, 2, 0.0)
+        assert decode.load.stall_s(0.0) == 1.0
     prompt_s, gap_s = decode.prefill_model.predict(1_000), decode.gap_s(1_000)
     for share, place in ((0.9, 0), (1.1, 1)):
         asked = Request(1_000, gap_s=prompt_s + share * gap_s)
