@@ -123,7 +123,8 @@ class Worker(WorkerView):
 
     def join_kind(self, same_kind: Iterable[Worker]) -> None:
         """same_kind: the other workers of its kind. Each of its models learns together with theirs from now
-        on. What it has learnt itself is kept."""
+        on. What it has learnt itself is kept. None: it is of a kind of its own, which begins with what is known
+        of this one, as little certain as a prior."""
         other = next(iter(same_kind), None)
         for name in _MODELS:
             mine = getattr(self, name).regression
@@ -136,7 +137,7 @@ class Worker(WorkerView):
         """prefill_worker: computes prompts for this one. Until workers of this one's kind have computed
         prompts themselves, they are assumed to be as fast as that one."""
         theirs, mine = prefill_worker.prefill_model.regression, self.prefill_model.regression
-        if theirs.kind.samples >= LEARNT and not mine.kind.samples:
+        if theirs.kind.samples >= LEARNT and not mine.kind.samples and not mine.own.samples:
             mine.start(theirs.coefficients)
 
     def check_integrity(self) -> None:

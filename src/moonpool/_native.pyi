@@ -794,7 +794,7 @@ class PooledRegression:
         """
     def part(self) -> None:
         """
-        From now on it is of a kind of its own, which begins with what its former one has learnt.
+        From now on it is of a kind of its own, which predicts as this engine was predicted, and is as open to samples as at the beginning.
         """
     def start(self, coefficients: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> bool:
         """

@@ -53,6 +53,26 @@ std::optional<double> PooledRegression::observe(std::span<const double> features
     return y - predicted;
 }
 
+void PooledRegression::join(const PooledRegression& other) {
+    if (kind_ != other.kind_) set_kind(other.kind_);
+}
+
+void PooledRegression::part() {
+    if (kind_.use_count() == 1) return;  // it is alone already
+    Coefficients mixed;
+    auto kind = std::make_shared<Kind>(*kind_);
+    kind->regression.restart(coefficients(mixed));
+    kind->passed_over = 0;
+    set_kind(std::move(kind));
+}
+
+// Its errors until now say nothing of what another kind predicts.
+void PooledRegression::set_kind(std::shared_ptr<Kind> kind) {
+    kind_ = std::move(kind);
+    share_ = 0;
+    weighed_ = 0;
+}
+
 // Whether the engine is like its kind, by what it was and by this sample.
 bool PooledRegression::follows(double predicted, double y) const {
     const Regression& kind = kind_->regression;

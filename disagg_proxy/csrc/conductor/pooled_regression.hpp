@@ -39,9 +39,10 @@ class PooledRegression {
     std::optional<double> observe(std::span<const double> features, double y);
 
     // From now on it is of the other's kind. What it has learnt itself is kept.
-    void join(const PooledRegression& other) { kind_ = other.kind_; }
-    // From now on it is of a kind of its own, which begins with what its former one has learnt.
-    void part() { kind_ = std::make_shared<Kind>(*kind_); }
+    void join(const PooledRegression& other);
+    // From now on it is of a kind of its own, which predicts as this engine was predicted, and is as open to
+    // samples as at the beginning: what its former kind knows for certain is not known of this one.
+    void part();
     // Of a kind without samples: it begins with these coefficients, and as little known. False: it has
     // samples, or these are no numbers.
     bool start(std::span<const double> coefficients) { return kind_->regression.start(coefficients); }
@@ -61,6 +62,7 @@ class PooledRegression {
 
     std::span<const double> mix(Coefficients& mixed) const;
     bool follows(double predicted, double y) const;
+    void set_kind(std::shared_ptr<Kind> kind);
     void weigh(double own_error, double kind_error, double expected);
 
     // These two first: all that a decision among many engines reads of one that is like its kind.

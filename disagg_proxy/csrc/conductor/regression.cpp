@@ -41,6 +41,12 @@ bool Regression::start(std::span<const double> coefficients) {
     return true;
 }
 
+void Regression::restart(std::span<const double> coefficients) {
+    std::copy(coefficients.begin(), coefficients.end(), coefficients_.begin());
+    open();
+    opened_ = samples_ = odd_ = refused_ = 0;
+}
+
 std::optional<double> Regression::observe(std::span<const double> features, double y) {
     bool all_numbers = is_number(y) && std::all_of(features.begin(), features.end(), is_number);
     bool any = std::any_of(features.begin(), features.end(), [](double value) { return value != 0; });

@@ -42,6 +42,9 @@ class Regression {
     // others. False: there was a sample, or these are no numbers, and nothing changes.
     bool start(std::span<const double> coefficients);
 
+    // Begins anew with these coefficients, each as little known as at the beginning, and without samples.
+    void restart(std::span<const double> coefficients);
+
     // The scale of errors at this prediction: the floor for small ones.
     double scale(double predicted) const { return std::max(predicted, floor_); }
     // How often it forgot what it had learnt, since it was wrong by far.

@@ -101,7 +101,8 @@ void bind_cost_models(py::module_& m) {
                                "Do not keep it: it is another's when the engine joins a kind.")
         .def("join", &PooledRegression::join, py::arg("other"), "From now on it is of the other's kind.")
         .def("part", &PooledRegression::part,
-             "From now on it is of a kind of its own, which begins with what its former one has learnt.")
+             "From now on it is of a kind of its own, which predicts as this engine was predicted, and is as "
+             "open to samples as at the beginning.")
         .def(
             "start",
             [](PooledRegression& self, const std::vector<double>& coefficients) {

@@ -98,9 +98,11 @@ TEST_CASE("pooled regression: what is no number teaches neither, and a new kind 
         CHECK_FALSE(fleet.models[0].observe(std::array<double, 2>{1, wrong}, 1.0));
     }
     CHECK(fleet.models[0].predict(Fleet::work(1000)) == before);
+    double as_before = fleet.models[1].predict(Fleet::work(1000));
     fleet.models[1].part();
     CHECK(&fleet.models[1].kind() != &fleet.models[0].kind());
-    CHECK(fleet.models[1].kind().samples() == fleet.models[0].kind().samples());
+    CHECK(fleet.models[1].predict(Fleet::work(1000)) == as_before);
+    CHECK(fleet.models[1].kind().samples() == 0);
     uint64_t samples = fleet.models[0].kind().samples();
     fleet.observe(1);
     CHECK(fleet.models[0].kind().samples() == samples);
@@ -108,6 +110,42 @@ TEST_CASE("pooled regression: what is no number teaches neither, and a new kind 
     CHECK(fresh.start(std::array<double, 2>{0.1, 1e-3}));
     CHECK(fresh.predict(Fleet::work(100)) == doctest::Approx(0.2));
     CHECK_FALSE(fleet.models[0].start(std::array<double, 2>{0.1, 1e-3}));
+}
+
+TEST_CASE("pooled regression: a kind that turns out to be another learns as fast as a new one") {
+    for (bool learnt : {false, true}) {
+        CAPTURE(learnt);
+        Fleet fleet(4);
+        for (int n = 0; n < 300; ++n) fleet.observe(n % 3);
+        fleet.factor[3] = 6;
+        for (int n = 0; learnt && n < 40; ++n) fleet.observe(3);
+        double before = fleet.models[3].predict(Fleet::work(4000));
+        fleet.models[3].part();
+        CHECK(fleet.models[3].predict(Fleet::work(4000)) == doctest::Approx(before));
+        CHECK(fleet.models[3].share() == 0);
+        fleet.models.emplace_back(kPrior, kSpread, 0.01);  // the second engine of this kind
+        fleet.factor.push_back(6);
+        fleet.models[4].join(fleet.models[3]);
+        for (int n = 0; n < 15; ++n) fleet.observe(3);
+        CHECK(fleet.error(4) < 0.25);
+        CHECK(fleet.error(0) < 0.10);
+        CHECK(fleet.models[4].check_integrity() == "");
+    }
+}
+
+TEST_CASE("pooled regression: to join its own kind, or to part from none, changes nothing") {
+    Fleet fleet(2);
+    fleet.factor[1] = 4;
+    fleet.observe_all(60);
+    double share = fleet.models[1].share();
+    REQUIRE(share > 0.5);
+    fleet.models[1].join(fleet.models[0]);
+    CHECK(fleet.models[1].share() == share);
+    fleet.models[1].part();
+    for (int n = 0; n < 40; ++n) fleet.observe(1);
+    uint64_t samples = fleet.models[1].kind().samples();
+    fleet.models[1].part();
+    CHECK(fleet.models[1].kind().samples() == samples);
 }
 
 }  // namespace
