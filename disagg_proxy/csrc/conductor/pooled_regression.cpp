@@ -17,7 +17,13 @@ constexpr double kBetter = 1.5, kMuchBetter = 4.0;
 constexpr double kFollows = 0.5;  // with a smaller share of its own an engine teaches its kind
 constexpr double kDiffers = 2.0;  // and with samples of less than so many times the kind's prediction
 constexpr uint64_t kFirst = 64;   // samples of a kind, until which each is welcome
+constexpr double kLike = 0.75;    // of an engine's last samples, that are like its kind where the engine is
 constexpr int kPassedOverMax = 100;
+
+bool is_near(const Regression& regression, double predicted, double y) {
+    double ratio = regression.scale(y) / regression.scale(predicted);
+    return ratio <= kDiffers && ratio >= 1 / kDiffers;
+}
 
 }  // namespace
 
@@ -39,15 +45,21 @@ double PooledRegression::predict(std::span<const double> features) const {
 
 std::optional<double> PooledRegression::observe(std::span<const double> features, double y) {
     double predicted = predict(features), kind = kind_->regression.predict(features);
+    double own_predicted = own_.predict(features);
     uint64_t opened = own_.opened();
     std::optional<double> own_error = own_.observe(features, y);
     if (own_.opened() != opened) weighed_ = 0;  // its errors until now say nothing of what it learns now
     if (own_error) weigh(*own_error, y - kind, own_.scale(kind));
-    if (follows(kind, y)) {
+    bool certain = likeness_ > kLike && is_near(own_, own_predicted, y);
+    if (is_like_kind(features, kind, y)) {
         kind_->passed_over = 0;
+        likeness_ += (1 - likeness_) / kRecent;
         kind_->regression.observe(features, y);
-    } else if (++kind_->passed_over > kPassedOverMax) {
-        kind_->regression.observe(features, y);
+    } else {
+        likeness_ -= likeness_ / kRecent;
+        // The engine is like its kind else, and its own regression predicted this: its kind is wrong here, as
+        // it learnt something rare from an outlier. Or all of the kind have changed.
+        if (++kind_->passed_over > kPassedOverMax || certain) kind_->regression.observe(features, y, certain);
     }
     if (!own_error) return std::nullopt;
     return y - predicted;
@@ -69,16 +81,15 @@ void PooledRegression::part() {
 // Its errors until now say nothing of what another kind predicts.
 void PooledRegression::set_kind(std::shared_ptr<Kind> kind) {
     kind_ = std::move(kind);
-    share_ = 0;
+    share_ = likeness_ = 0;
     weighed_ = 0;
 }
 
-// Whether the engine is like its kind, by what it was and by this sample.
-bool PooledRegression::follows(double predicted, double y) const {
+// By what the engine was and by this sample, or as the kind knows too little of such work to tell.
+bool PooledRegression::is_like_kind(std::span<const double> features, double predicted, double y) const {
     const Regression& kind = kind_->regression;
-    double ratio = kind.scale(y) / kind.scale(predicted);
-    bool near = ratio <= kDiffers && ratio >= 1 / kDiffers;
-    return share_ < kFollows && (near || kind.samples() < kFirst);
+    if (share_ < kFollows && (kind.samples() < kFirst || is_near(kind, predicted, y))) return true;
+    return kind.allows(features, y);
 }
 
 void PooledRegression::weigh(double own_error, double kind_error, double expected) {

@@ -7,9 +7,10 @@
 // the idea of partial pooling, as in Gelman and Hill, "Data Analysis Using Regression", ch. 12, with a weight
 // by errors as in predictions by several experts.)
 //
-// A sample teaches the kind while the engine is predicted by it: an engine that differs does not mislead the
-// others. Where all of a kind differ from what the kind has learnt, it begins to learn from them again.
-// Pure: no clock, no lock; all engines of a kind are used under one lock.
+// A sample teaches the kind while the engine is predicted by it, and where it is within what the kind does
+// not know yet: an engine that differs does not mislead the others, and what is rare is learnt. Where all of
+// a kind differ from what the kind has learnt, it begins to learn from them again. Pure: no clock, no lock;
+// all engines of a kind are used under one lock.
 #pragma once
 
 #include <array>
@@ -61,7 +62,7 @@ class PooledRegression {
     };
 
     std::span<const double> mix(Coefficients& mixed) const;
-    bool follows(double predicted, double y) const;
+    bool is_like_kind(std::span<const double> features, double predicted, double y) const;
     void set_kind(std::shared_ptr<Kind> kind);
     void weigh(double own_error, double kind_error, double expected);
 
@@ -71,6 +72,7 @@ class PooledRegression {
     Regression own_;
     double own_squares_ = 0, kind_squares_ = 0;  // means of squares of the last errors, relative
     int weighed_ = 0;                            // samples in these means, up to kRecent
+    double likeness_ = 0;                        // the part of its last samples that were like its kind
 };
 
 }  // namespace moonpool

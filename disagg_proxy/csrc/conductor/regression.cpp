@@ -35,6 +35,23 @@ Regression::Regression(std::span<const double> prior, std::span<const double> sp
 
 double Regression::predict(std::span<const double> features) const { return dot(coefficients(), features); }
 
+bool Regression::allows(std::span<const double> features, double y) const {
+    double predicted = predict(features);
+    return std::abs(y - predicted) <=
+           kOutlierErrors * std::sqrt(variance_of(reach_of(features), features, predicted));
+}
+
+Regression::Row Regression::reach_of(std::span<const double> features) const {
+    Row reach{};
+    for (size_t i = 0; i < size_; ++i) reach[i] = dot({covariance_[i].data(), size_}, features);
+    return reach;
+}
+
+double Regression::variance_of(const Row& reach, std::span<const double> features, double predicted) const {
+    double expected = kErrorShare * scale(predicted);
+    return dot({reach.data(), size_}, features) + expected * expected;
+}
+
 bool Regression::start(std::span<const double> coefficients) {
     if (samples_ != 0 || !std::all_of(coefficients.begin(), coefficients.end(), is_number)) return false;
     std::copy(coefficients.begin(), coefficients.end(), coefficients_.begin());
@@ -47,7 +64,7 @@ void Regression::restart(std::span<const double> coefficients) {
     opened_ = samples_ = odd_ = refused_ = 0;
 }
 
-std::optional<double> Regression::observe(std::span<const double> features, double y) {
+std::optional<double> Regression::observe(std::span<const double> features, double y, bool certain) {
     bool all_numbers = is_number(y) && std::all_of(features.begin(), features.end(), is_number);
     bool any = std::any_of(features.begin(), features.end(), [](double value) { return value != 0; });
     if (!all_numbers || !any) {
@@ -56,12 +73,14 @@ std::optional<double> Regression::observe(std::span<const double> features, doub
     }
     double predicted = predict(features), error = y - predicted;
     bool believed = is_believed(predicted, y);
-    Row reach{};
-    for (size_t i = 0; i < size_; ++i) reach[i] = dot({covariance_[i].data(), size_}, features);
-    double expected = kErrorShare * std::max(predicted, floor_);
-    double variance = dot({reach.data(), size_}, features) + expected * expected;
-    // The bound is wide while little is known, and narrow later.
+    Row reach = reach_of(features);
+    double variance = variance_of(reach, features, predicted);
     double bound_of_error = kOutlierErrors * std::sqrt(variance);
+    if (certain && std::abs(error) > bound_of_error) {
+        double wanted = error * error / (kOutlierErrors * kOutlierErrors);
+        open_along(reach, features, variance, wanted);
+        bound_of_error = std::abs(error);
+    }
     if (!believed && std::abs(error) > kAbsurd * bound_of_error) {
         ++odd_;
         return std::nullopt;
@@ -119,6 +138,21 @@ bool Regression::is_believed(double predicted, double y) {
         if (median < 1 / kChanged || median > kChanged) open();
     }
     return (ratio >= 1 / kAbsurd && ratio <= kAbsurd) || seen_ < kRecent;
+}
+
+// As much less is known of such work that the variance is this one.
+void Regression::open_along(Row& reach, std::span<const double> features, double& variance, double wanted) {
+    double known = dot({reach.data(), size_}, features);
+    if (!(known > 0)) return;
+    double grows = 1 + (wanted - variance) / known;
+    for (size_t i = 0; i < size_; ++i) {
+        for (size_t k = 0; k <= i; ++k) {
+            covariance_[i][k] += (grows - 1) / known * reach[i] * reach[k];
+            covariance_[k][i] = covariance_[i][k];
+        }
+    }
+    for (size_t i = 0; i < size_; ++i) reach[i] *= grows;
+    variance = wanted;
 }
 
 // As little is known as the prior says.

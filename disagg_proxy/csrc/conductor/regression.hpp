@@ -36,7 +36,12 @@ class Regression {
     double predict(std::span<const double> features) const;
     // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
     // that changes nothing: no set of finite, non-negative numbers, or absurd.
-    std::optional<double> observe(std::span<const double> features, double y);
+    // certain: it is no outlier, by what others know, so what was learnt of such work is open again if it is
+    // far off.
+    std::optional<double> observe(std::span<const double> features, double y, bool certain = false);
+
+    // Whether the sample lies within what is uncertain of its prediction.
+    bool allows(std::span<const double> features, double y) const;
 
     // Begins with these coefficients in the place of the prior's, and as little known: a first guess from
     // others. False: there was a sample, or these are no numbers, and nothing changes.
@@ -59,9 +64,14 @@ class Regression {
     static constexpr size_t kRecent = 15;  // samples, of which the median is taken
     using Row = std::array<double, kCoefficientsMax>;
 
+    // Of the covariance and these features.
+    Row reach_of(std::span<const double> features) const;
+    // How far from this prediction a sample may be expected: wide while little is known, and narrow later.
+    double variance_of(const Row& reach, std::span<const double> features, double predicted) const;
     Row within(const Row& moved) const;
     bool is_believed(double predicted, double y);
     void open();
+    void open_along(Row& reach, std::span<const double> features, double& variance, double wanted);
     void bound();
 
     size_t size_;

@@ -148,5 +148,79 @@ TEST_CASE("pooled regression: to join its own kind, or to part from none, change
     CHECK(fleet.models[1].kind().samples() == samples);
 }
 
+// Eight engines whose work takes 0.02 + 3e-5 n + 4e-4 f seconds: n tokens are computed, and f are fetched.
+struct Fetching {
+    explicit Fetching(size_t engines = 8) : factor(engines, 1.0) {
+        for (size_t i = 0; i < engines; ++i) {
+            models.emplace_back(std::array{0.05, 1e-4, 1e-4}, std::array{0.05, 1e-4, 3e-4}, 0.01);
+            if (i != 0) models[i].join(models[0]);
+        }
+    }
+    static double seconds(double tokens, double fetched) { return 0.02 + 3e-5 * tokens + 4e-4 * fetched; }
+    void observe(size_t engine, double tokens, double fetched, double factor = 1) {
+        double noise = 0.9 + 0.0002 * static_cast<double>(random.below(1001));
+        models[engine].observe(std::array{1.0, tokens, fetched}, noise * factor * seconds(tokens, fetched));
+    }
+    // Of all engines in turn at random; one in so many samples fetches.
+    void observe_some(int samples, int fetch_every) {
+        for (int n = 0; n < samples; ++n) {
+            size_t engine = random.below(models.size());
+            bool fetches = fetch_every != 0 && n % fetch_every == 0;
+            observe(engine, static_cast<double>(random.between(100, 8000)), fetches ? 8000 : 0,
+                    factor[engine]);
+        }
+    }
+    // Of what the kind predicts, relative.
+    double error(double tokens, double fetched) const {
+        double right = seconds(tokens, fetched);
+        double predicted = models[0].kind().predict(std::array{1.0, tokens, fetched});
+        return std::abs(predicted - right) / right;
+    }
+
+    std::vector<PooledRegression> models;
+    std::vector<double> factor;
+    Random random;
+};
+
+TEST_CASE("pooled regression: what is rare teaches the kind, however far off it was") {
+    Fetching fleet;
+    fleet.observe_some(400, 0);
+    REQUIRE(fleet.error(1000, 8000) > 0.5);
+    fleet.observe_some(100, 25);  // four fetches
+    CHECK(fleet.error(1000, 8000) < 0.15);
+    CHECK(fleet.error(4000, 0) < 0.10);
+    for (const PooledRegression& model : fleet.models) CHECK(model.share() < 0.5);
+}
+
+TEST_CASE("pooled regression: long prompts after short ones teach the kind") {
+    Fetching fleet;
+    for (int n = 0; n < 80; ++n) {
+        fleet.observe(n % 8, static_cast<double>(fleet.random.between(5, 40)), 0);
+    }
+    for (int n = 0; n < 8; ++n) fleet.observe(n, 20000, 0);
+    CHECK(fleet.error(20000, 0) < 0.15);
+}
+
+TEST_CASE(
+    "pooled regression: an outlier, or a slow engine, that is first in what is rare is soon made good") {
+    for (int first : {1, 4}) {
+        for (double factor : {2.4, 0.1}) {
+            CAPTURE(first);
+            CAPTURE(factor);
+            Fetching fleet;
+            fleet.observe_some(400, 0);
+            for (int n = 0; n < first; ++n) {
+                fleet.observe(3, 1000, 8000, factor);
+                fleet.observe(3, 4000, 0, first == 1 ? 1 : factor);
+            }
+            if (first > 1) fleet.factor[3] = factor;
+            REQUIRE(fleet.error(1000, 8000) > 0.6);
+            fleet.observe_some(1000, 25);
+            CHECK(fleet.error(1000, 8000) < 0.25);
+            CHECK(fleet.error(4000, 0) < 0.10);
+        }
+    }
+}
+
 }  // namespace
 }  // namespace moonpool::testing
