@@ -48,8 +48,14 @@ std::optional<double> PooledRegression::observe(std::span<const double> features
     double own_predicted = own_.predict(features);
     uint64_t opened = own_.opened();
     std::optional<double> own_error = own_.observe(features, y);
-    if (own_.opened() != opened) weighed_ = 0;  // its errors until now say nothing of what it learns now
-    if (own_error) weigh(*own_error, y - kind, own_.scale(kind));
+    if (own_.opened() != opened) {
+        // It has changed: its errors until now say nothing of what it learns now, and its kind has not
+        // learnt.
+        weighed_ = 0;
+        if (!is_near(kind_->regression, kind, y)) share_ = 1;
+    } else if (own_error) {
+        weigh(*own_error, y - kind, own_.scale(kind));
+    }
     bool certain = likeness_ > kLike && is_near(own_, own_predicted, y);
     if (is_like_kind(features, kind, y)) {
         kind_->passed_over = 0;

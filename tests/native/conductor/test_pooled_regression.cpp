@@ -79,6 +79,39 @@ TEST_CASE("pooled regression: an engine that slows down is predicted by itself a
     CHECK(fleet.error(2) < 0.25);
 }
 
+TEST_CASE(
+    "pooled regression: an engine that slows down is predicted by itself when most of its last samples say "
+    "so") {
+    Fleet fleet(4);
+    fleet.observe_all(100);
+    fleet.factor[2] = 4;
+    for (int n = 0; n < 8; ++n) {
+        CHECK(fleet.models[2].share() < 0.5);
+        fleet.observe(2);
+    }
+    CHECK(fleet.models[2].share() == 1);
+    CHECK(fleet.error(2) < 0.5);
+    fleet.observe(2);  // it stays so until its errors and its kind's can be compared
+    CHECK(fleet.models[2].share() == 1);
+    for (int n = 0; n < 30; ++n) fleet.observe(2);
+    CHECK(fleet.models[2].share() == 1);
+}
+
+TEST_CASE("pooled regression: what an engine learnt as another one does not count when it opens") {
+    Fleet fleet(3);
+    fleet.observe_all(200);
+    fleet.models.emplace_back(kPrior, kSpread, 0.01);
+    fleet.factor.push_back(4);
+    for (int n = 0; n < 60; ++n) fleet.observe(3);
+    fleet.factor[3] = 1;  // it was started again with a smaller model
+    fleet.models[3].join(fleet.models[0]);
+    for (int n = 0; n < 30; ++n) {
+        fleet.observe(3);
+        CHECK(fleet.models[3].share() < 0.5);
+    }
+    CHECK(fleet.models[3].own().opened() > 0);
+}
+
 TEST_CASE("pooled regression: where all of a kind change, the kind learns anew") {
     Fleet fleet(4);
     fleet.observe_all(200);
