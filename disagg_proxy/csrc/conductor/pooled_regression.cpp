@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace moonpool {
 
@@ -14,11 +15,11 @@ constexpr double kErrorMax = 4.0;     // relative: a larger one says no more
 // The mean square of the kind's errors over that of the engine's own, from which on its own counts, and from
 // which on nothing else does: errors 1.2 and 2 times as large.
 constexpr double kBetter = 1.5, kMuchBetter = 4.0;
-constexpr double kFollows = 0.5;  // with a smaller share of its own an engine teaches its kind
-constexpr double kDiffers = 2.0;  // and with samples of less than so many times the kind's prediction
-constexpr uint64_t kFirst = 64;   // samples of a kind, until which each is welcome
-constexpr double kLike = 0.75;    // of an engine's last samples, that are like its kind where the engine is
-constexpr int kPassedOverMax = 100;
+constexpr double kFollows = 0.5;    // with a smaller share of its own an engine teaches its kind
+constexpr double kDiffers = 2.0;    // and with samples of less than so many times the kind's prediction
+constexpr uint64_t kFirst = 64;     // samples of a kind, until which each is welcome
+constexpr double kLike = 0.75;      // of an engine's last samples, that are like its kind where the engine is
+constexpr int kPassedOverMax = 32;  // samples of its engines in turn that are not like their kind
 
 bool is_near(const Regression& regression, double predicted, double y) {
     double ratio = regression.scale(y) / regression.scale(predicted);
@@ -48,26 +49,30 @@ std::optional<double> PooledRegression::observe(std::span<const double> features
     double own_predicted = own_.predict(features);
     uint64_t opened = own_.opened();
     std::optional<double> own_error = own_.observe(features, y);
+    if (!own_error) return std::nullopt;  // no numbers, or absurd: it says nothing of the kind, either
     if (own_.opened() != opened) {
         // It has changed: its errors until now say nothing of what it learns now, and its kind has not
         // learnt.
         weighed_ = 0;
         if (!is_near(kind_->regression, kind, y)) share_ = 1;
-    } else if (own_error) {
+    } else {
         weigh(*own_error, y - kind, own_.scale(kind));
     }
     bool certain = likeness_ > kLike && is_near(own_, own_predicted, y);
     if (is_like_kind(features, kind, y)) {
         kind_->passed_over = 0;
+        kind_->passed_over_last = nullptr;
         likeness_ += (1 - likeness_) / kRecent;
         kind_->regression.observe(features, y);
     } else {
         likeness_ -= likeness_ / kRecent;
+        // Of one engine in a row one counts: what it does alone, its kind need not.
+        if (std::exchange(kind_->passed_over_last, this) != this) ++kind_->passed_over;
         // The engine is like its kind else, and its own regression predicted this: its kind is wrong here, as
         // it learnt something rare from an outlier. Or all of the kind have changed.
-        if (++kind_->passed_over > kPassedOverMax || certain) kind_->regression.observe(features, y, certain);
+        bool all_differ = kind_->passed_over > kPassedOverMax || kind_.use_count() == 1;
+        if (all_differ || certain) kind_->regression.observe(features, y, certain);
     }
-    if (!own_error) return std::nullopt;
     return y - predicted;
 }
 
@@ -81,6 +86,7 @@ void PooledRegression::part() {
     auto kind = std::make_shared<Kind>(*kind_);
     kind->regression.restart(coefficients(mixed));
     kind->passed_over = 0;
+    kind->passed_over_last = nullptr;
     set_kind(std::move(kind));
 }
 

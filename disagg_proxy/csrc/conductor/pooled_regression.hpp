@@ -58,7 +58,10 @@ class PooledRegression {
    private:
     struct Kind {
         Regression regression;
-        int passed_over = 0;  // samples since the last of an engine that is like it
+        // Since the last sample of an engine that is like it: how many were not, those of one engine in a row
+        // counted once, and whose the last of them was.
+        int passed_over = 0;
+        const PooledRegression* passed_over_last = nullptr;
     };
 
     std::span<const double> mix(Coefficients& mixed) const;

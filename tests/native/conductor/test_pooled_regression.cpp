@@ -112,6 +112,39 @@ TEST_CASE("pooled regression: what an engine learnt as another one does not coun
     CHECK(fleet.models[3].own().opened() > 0);
 }
 
+TEST_CASE("pooled regression: an engine that differs does not teach its kind while it has all the work") {
+    Fleet fleet(4);
+    fleet.observe_all(100);
+    fleet.factor[2] = 3;
+    for (int n = 0; n < 400; ++n) fleet.observe(2);
+    CHECK(fleet.error(2) < 0.25);
+    CHECK(fleet.error(0) < 0.10);
+}
+
+TEST_CASE("pooled regression: what is no number does not open the kind to an engine that differs") {
+    Fleet fleet(4);
+    fleet.observe_all(100);
+    fleet.factor[2] = 3;
+    for (int n = 0; n < 30; ++n) fleet.observe(2);
+    for (int n = 0; n < 200; ++n) {
+        for (size_t i : {0, 1}) {
+            fleet.models[i].observe(Fleet::work(1000), n % 2 == 0 ? std::nan("") : -1.0);
+        }
+        fleet.observe(2);
+    }
+    CHECK(fleet.error(0) < 0.10);
+    CHECK(fleet.error(2) < 0.25);
+}
+
+TEST_CASE("pooled regression: an engine that is alone in its kind teaches it whatever it does") {
+    Fleet fleet(1);
+    fleet.observe_all(200);
+    fleet.factor[0] = 4;
+    fleet.observe_all(60);
+    double kind = fleet.models[0].kind().predict(Fleet::work(4000));
+    CHECK(std::abs(kind / fleet.seconds(0, 4000) - 1) < 0.25);
+}
+
 TEST_CASE("pooled regression: where all of a kind change, the kind learns anew") {
     Fleet fleet(4);
     fleet.observe_all(200);
