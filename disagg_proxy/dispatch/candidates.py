@@ -53,13 +53,14 @@ class Candidates:
         self._seen = {}  # a new one: another thread may be adding to the old
 
     def same_kind(self, engine: Engine) -> Iterator[Worker]:
-        """Of the same role, and of the same model as far as that is known."""
+        """Of the same role and model. An engine whose models are not known yet may be of any kind, but no known
+        one is of its: else engines that become known one after the other would stay together."""
         models = engine.models or engine.named
         for other in self.engines:
             if other is engine or other.role != engine.role:
                 continue
             theirs, worker = other.models or other.named, self.worker_at[other.place]
-            if worker is not None and (not models or not theirs or models.keys() & theirs.keys()):
+            if worker is not None and (not models or (theirs and models.keys() & theirs.keys())):
                 yield worker
 
     def _set_engines(self, engines: Iterable[Engine]) -> None:

@@ -112,8 +112,12 @@ class HealthChecker:
     async def _look_at_models(self) -> None:
         """Reads /v1/models; after a failure the engine keeps its models."""
         with suppress(OSError):  # TimeoutError is one
-            body = await self._page("/v1/models", self._checks.timeout_s)
-            self._engine.set_models(None if body is None else models_of(body))
+            async with asyncio.timeout(self._checks.timeout_s):
+                status, body, _ = await _get(self._engine.address, "/v1/models", key=self._engine.key)
+            if status == 200:
+                self._engine.set_models(models_of(body))
+            elif status == 404:  # it has no such page; any other status says nothing of its models
+                self._engine.set_models(None)
 
     async def _look_at_server_info(self) -> bool:
         """Reads /server_info, once until the engine leaves the rotation. SGLang's scheduler takes part in the

@@ -121,7 +121,8 @@ Behaviour = Callable[[Exchange], Awaitable[None]]
 class MockEngine:
     """Answers GET /health by ``healthy`` and everything else by ``behave``.
 
-    models: what its /v1/models says to the proxy's own checks (None: 404); pages: what its other pages say.
+    models: what its /v1/models says to the proxy's own checks (None: 404); pages: what its other pages say;
+    page_status: of those that it has.
     seen: every request that arrived, those of the proxy's checks aside.
     connections: how many were accepted for those.
     """
@@ -131,6 +132,7 @@ class MockEngine:
         self.healthy = True
         self.models: bytes | None = None
         self.pages: dict[str, bytes] = {}
+        self.page_status = 200
         self.behave: Behaviour = self.say_name
         self.seen: list[Exchange] = []
         self.health_checks = 0
@@ -177,7 +179,7 @@ class MockEngine:
                     continue
                 if exchange.headers.get("user-agent") == "moonpool-proxy":
                     page = self.pages.get(exchange.target, self.models)
-                    await exchange.answer(page or b"", 404 if page is None else 200)
+                    await exchange.answer(page or b"", 404 if page is None else self.page_status)
                     continue
                 self.connections += not counted
                 counted = True

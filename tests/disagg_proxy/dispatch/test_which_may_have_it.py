@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
+import pytest
+
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.dispatch.candidates import Candidates
 from moonpool.disagg_proxy.engines.engine import Engine
@@ -48,3 +52,34 @@ def test_what_an_engine_is_now_is_looked_up_anew() -> None:
     candidates.look_anew()
     candidates.look_again(["m"], 1.0)
     assert candidates.of_waiting("m", 1.0).computing == candidates.workers[:1]
+
+
+def taught(worker: Worker, token_s: float) -> None:
+    for number in range(40):
+        tokens = 500 + 997 * number % 20_000
+        worker.prefill_model.observe(tokens, 0, 0, 0.1 + token_s * tokens)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_engines_of_two_llms_are_two_kinds_in_whatever_order_they_become_known(
+    order: tuple[int, ...],
+) -> None:
+    candidates, engines = fleet([set()] * 4)
+    workers = candidates.workers
+    for engine in engines:  # of the command line: nothing is known of them
+        workers[engine.place].join_kind(candidates.same_kind(engine))
+    for place in order:
+        engines[place].models = {"ab"[place % 2]: b"{}"}
+        workers[place].join_kind(candidates.same_kind(engines[place]))
+    taught(workers[0], 1e-4)
+    taught(workers[1], 6e-4)
+    predicted = [worker.prefill_model.predict(10_000) for worker in workers]
+    assert predicted == pytest.approx([1.1, 6.1, 1.1, 6.1], rel=0.1)
+    assert {worker.prefill_model.regression.share for worker in workers} == {0.0}
+
+
+def test_an_engine_whose_models_are_not_known_yet_is_predicted_as_others_of_its_role() -> None:
+    candidates, engines = fleet([{"a"}, set()])
+    taught(candidates.workers[0], 6e-4)
+    candidates.workers[1].join_kind(candidates.same_kind(engines[1]))
+    assert candidates.workers[1].prefill_model.predict(10_000) == pytest.approx(6.1, rel=0.1)

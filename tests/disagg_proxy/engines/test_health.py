@@ -126,6 +126,23 @@ async def test_an_engine_that_accepts_and_resets_is_dead_and_asked_again(
 
 
 @with_deadline
+async def test_a_page_of_models_that_fails_once_is_no_list_without_models() -> None:
+    """Else it would be any engine's sister, and would serve any model."""
+    async with bed(1) as b:
+        (engine,), (mock,) = b.proxy.engines, b.engines
+        checker = HealthChecker(engine, HealthChecks())
+        mock.models = b'{"data":[{"id":"m"}]}'
+        for status in (200, 500, 503, 401):
+            mock.page_status = status
+            await checker.check()
+            assert engine.models is not None, status
+            assert list(engine.models) == ["m"], status
+        mock.models = None  # another program has come up
+        await checker.check()
+        assert engine.models is None
+
+
+@with_deadline
 async def test_a_check_that_breaks_is_not_the_last_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
