@@ -108,12 +108,25 @@ class Worker(WorkerView):
         now = _OLD_NAMES.get(name)
         if now is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        warnings.warn(
-            f"{name} is named {now} now; the old name goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        _warn_old(name, now)
         return getattr(self, now)
+
+    @property
+    def same_kind_computes(self) -> bool:
+        """Deprecated: whether its kind has computed prompts."""
+        _warn_old("same_kind_computes", "prefill_model.regression.kind.samples")
+        return bool(self.prefill_model.regression.kind.samples)
+
+    def learn_from(self, same_kind: Iterable[Worker]) -> None:
+        """Deprecated: workers of one kind learn together."""
+        _warn_old("learn_from", "join_kind")
+        self.join_kind(same_kind)
+
+    def seed_models(self, same_kind: Sequence[Worker]) -> None:
+        """Deprecated: workers of one kind learn together."""
+        _warn_old("seed_models", "join_kind")
+        for other in same_kind:
+            other.join_kind([self])
 
     @property
     def in_flight(self) -> int:
@@ -123,8 +136,8 @@ class Worker(WorkerView):
 
     def join_kind(self, same_kind: Iterable[Worker]) -> None:
         """same_kind: the other workers of its kind. Each of its models learns together with theirs from now
-        on. What it has learnt itself is kept. None: it is of a kind of its own, which begins with what is known
-        of this one, as little certain as a prior."""
+        on. What it has learnt itself is kept. Empty: it is of a kind of its own, which begins with what is
+        known of this one, as little certain as a prior."""
         other = next(iter(same_kind), None)
         for name in _MODELS:
             mine = getattr(self, name).regression
@@ -145,6 +158,14 @@ class Worker(WorkerView):
         self.load.check_integrity()
         for name in _MODELS:
             getattr(self, name).regression.check_integrity()
+
+
+def _warn_old(name: str, now: str) -> None:
+    warnings.warn(
+        f"{name} is named {now} now; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def answering(workers: Sequence[Worker]) -> list[Worker]:

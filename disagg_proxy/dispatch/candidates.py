@@ -53,8 +53,8 @@ class Candidates:
         self._seen = {}  # a new one: another thread may be adding to the old
 
     def same_kind(self, engine: Engine) -> Iterator[Worker]:
-        """Of the same role and model. An engine whose models are not known yet may be of any kind, but no known
-        one is of its: else engines that become known one after the other would stay together."""
+        """Of the same role and model. An engine whose models are not known yet may be of any kind, but no
+        known one is of its: else engines that become known one after the other would stay together."""
         models = engine.models or engine.named
         for other in self.engines:
             if other is engine or other.role != engine.role:

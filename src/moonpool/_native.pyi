@@ -792,10 +792,16 @@ class PooledRegression:
         """
         From now on it is of the other's kind.
         """
+    def observe(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], y: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
+        """
+        As Regression.observe.
+        """
     def part(self) -> None:
         """
         From now on it is of a kind of its own, which predicts as this engine was predicted, and is as open to samples as at the beginning.
         """
+    def predict(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float:
+        ...
     def start(self, coefficients: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> bool:
         """
         Its kind begins with these coefficients in the place of the prior's, and as little known. False: it has samples, or these are no numbers, and nothing changes.
@@ -806,11 +812,26 @@ class PooledRegression:
     @property
     def kind(self) -> Regression:
         """
-        Do not keep it: it is another's when the engine joins a kind.
+        Another one when the engine joins a kind.
+        """
+    @property
+    def odd(self) -> int:
+        """
+        Deprecated: own.odd.
         """
     @property
     def own(self) -> Regression:
         ...
+    @property
+    def refused(self) -> int:
+        """
+        Deprecated: own.refused.
+        """
+    @property
+    def samples(self) -> int:
+        """
+        Deprecated: own.samples.
+        """
     @property
     def share(self) -> float:
         """

@@ -52,6 +52,8 @@ class PooledRegression {
     double share() const { return share_; }
     const Regression& own() const { return own_; }
     const Regression& kind() const { return kind_->regression; }
+    // The same, which lasts for as long as it is held.
+    std::shared_ptr<const Regression> shared_kind() const { return {kind_, &kind_->regression}; }
     // What is wrong; "" when nothing is.
     std::string check_integrity() const;
 

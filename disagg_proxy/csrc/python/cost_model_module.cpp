@@ -39,6 +39,17 @@ py::typing::Tuple<py::float_, py::ellipsis> as_tuple(std::span<const double> val
     return out;
 }
 
+// What a model's regression had in the release before, when it was of one engine alone.
+template <typename Value>
+auto own_only(const char* name, Value (Regression::*value)() const) {
+    return [name, value](const PooledRegression& self) {
+        std::string text = std::string("regression.") + name + " is regression.own." + name +
+                           " now; the old name goes with the next release";
+        if (PyErr_WarnEx(PyExc_DeprecationWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+        return (self.own().*value)();
+    };
+}
+
 constexpr const char* kObserved =
     "Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that "
     "changes nothing.";
@@ -97,8 +108,12 @@ void bind_cost_models(py::module_& m) {
                                })
         .def_property_readonly("share", &PooledRegression::share, "Of its own in predictions, 0 to 1.")
         .def_property_readonly("own", &PooledRegression::own, py::return_value_policy::reference_internal)
-        .def_property_readonly("kind", &PooledRegression::kind, py::return_value_policy::reference_internal,
-                               "Do not keep it: it is another's when the engine joins a kind.")
+        .def_property_readonly(
+            "kind",
+            [](const PooledRegression& self) {
+                return std::const_pointer_cast<Regression>(self.shared_kind());
+            },
+            "Another one when the engine joins a kind.")
         .def("join", &PooledRegression::join, py::arg("other"), "From now on it is of the other's kind.")
         .def("part", &PooledRegression::part,
              "From now on it is of a kind of its own, which predicts as this engine was predicted, and is as "
@@ -112,6 +127,25 @@ void bind_cost_models(py::module_& m) {
             py::arg("coefficients"),
             "Its kind begins with these coefficients in the place of the prior's, and as little known. "
             "False: it has samples, or these are no numbers, and nothing changes.")
+        .def(
+            "predict",
+            [](const PooledRegression& self, const std::vector<double>& features) {
+                check_size(self.own(), features);
+                return self.predict(features);
+            },
+            py::arg("features"))
+        .def(
+            "observe",
+            [](PooledRegression& self, const std::vector<double>& features, double y) {
+                check_size(self.own(), features);
+                return self.observe(features, y);
+            },
+            py::arg("features"), py::arg("y"), "As Regression.observe.")
+        .def_property_readonly("samples", own_only("samples", &Regression::samples),
+                               "Deprecated: own.samples.")
+        .def_property_readonly("odd", own_only("odd", &Regression::odd), "Deprecated: own.odd.")
+        .def_property_readonly("refused", own_only("refused", &Regression::refused),
+                               "Deprecated: own.refused.")
         .def(
             "check_integrity", [](const PooledRegression& self) { raise_if(self.check_integrity()); },
             "Raises AssertionError when an invariant is broken.");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -178,3 +179,37 @@ def test_a_policy_of_a_users_own_finds_attributes_by_their_old_names() -> None:
             assert getattr(worker, old) is getattr(worker, now)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         worker.nothing  # noqa: B018
+
+
+def test_a_policy_of_a_users_own_finds_what_each_worker_learnt_alone_as_before() -> None:
+    worker, sister = taught(0, 1e-4), Worker(1, "e")
+    regression = worker.prefill_model.regression
+    for name in ("samples", "odd", "refused"):
+        with pytest.warns(DeprecationWarning, match=f"regression.{name} is regression.own.{name} now"):
+            assert getattr(regression, name) == getattr(regression.own, name)
+    features = [1.0, 2.0, *[0.0] * (len(regression.coefficients) - 2)]
+    error = regression.observe(features, 0.3)
+    assert error == pytest.approx(0.3 - (0.1 + 0.2), abs=0.02)
+    assert regression.predict(features) == pytest.approx(0.3, rel=0.1)
+    with pytest.warns(DeprecationWarning, match="learn_from is named join_kind now"):
+        sister.learn_from([worker])
+    assert seconds(sister) == seconds(worker)
+    third = Worker(2, "f")
+    with pytest.warns(DeprecationWarning, match="seed_models is named join_kind now"):
+        worker.seed_models([third])
+    assert seconds(third) == seconds(worker)
+    with pytest.warns(DeprecationWarning, match="same_kind_computes"):
+        assert third.same_kind_computes
+
+
+def test_a_kind_that_is_kept_outlives_its_last_engine() -> None:
+    one, other = taught(0, 1e-4), taught(1, 3e-4)
+    kept = one.prefill_model.regression.kind
+    known = kept.coefficients
+    one.join_kind([other])
+    del one
+    gc.collect()
+    again = [taught(2, 9e-4) for _ in range(20)]  # takes the memory of what is gone
+    assert kept.coefficients == known
+    assert kept.samples
+    assert len(again) == 20
