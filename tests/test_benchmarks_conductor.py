@@ -54,13 +54,40 @@ def made(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random
     return bed.Bed(tmp_path, quick=True, processes=1)
 
 
-def test_every_row_of_a_quick_run_has_its_figures(load: Any, made: Any) -> None:
+def test_every_row_of_a_quick_run_has_its_figures(
+    load: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("conductor.whole_engines"), "SETTLED_S", 1.0)  # the traces last eleven seconds
     for part in ("first_token", "short_prompts", "whole_engines", "end_to_end", "overload", "hit_rate"):
         for row in load(f"conductor.{part}").rows(made):
             json.dumps(
                 asdict(row), allow_nan=part == "overload"
             )  # a load that never moves correlates with nothing
             assert "[" in row.work
+
+
+def test_whole_engines_have_rows_for_each_target(
+    load: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load("conductor.whole_engines")
+    monkeypatch.setattr(whole, "SETTLED_S", 1.0)
+    plans: list[Any] = []
+    simulate = made.simulate
+
+    def told(what: str, asked: Any) -> Any:
+        plans.extend(asked)
+        return simulate(what, asked)
+
+    monkeypatch.setattr(made, "simulate", told)
+    rows = whole.rows(made)
+    works = [row.work.partition(",")[0] for row in rows]
+    assert works.count("mean TTFT") == works.count("mean time per token") == len(whole.WORKS)
+    (slowed,) = (row for row in rows if "slows down" in row.work)
+    assert set(slowed.peers) == set(whole.RIVALS)
+    slow = [plan for plan in plans if plan.faults]
+    assert [plan.policy for plan in slow] == list(whole.POLICIES)
+    (fault,) = slow[0].faults
+    assert (str(fault).split()[1:], fault.at_s) == (["slow", "whole-1", "4"], pytest.approx(75 * 0.3 / 4))
 
 
 def test_a_row_of_capacity_says_who_has_a_gate(load: Any, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
