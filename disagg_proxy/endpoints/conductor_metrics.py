@@ -83,10 +83,19 @@ class ConductorCollector(Collector):
         yield of_each("books_requests", "Requests in the conductor's books", lambda each: each.load.requests)
         text = "Tokens in the KV cache of the requests that decode, as far as known"
         yield of_each("books_context_tokens", text, lambda each: each.load.context_tokens)
-        text = "Prefills that the cost model has learnt from"
+        text = "Prefills that the engine's own cost model has learnt from"
         yield of_each("prefill_samples_total", text, lambda each: each.prefill_model.regression.own.samples)
         text = "Prefills that took absurdly long or short: not learnt from"
         yield of_each("prefill_odd_samples_total", text, _odd_samples)
+        text = "Prefills that the cost model of the engine's kind has learnt from, all its engines together"
+        yield of_each("prefill_kind_samples", text, lambda each: each.prefill_model.regression.kind.samples)
+        text = "How much the engine's own model counts in predictions of prefill, 0 to 1; else its kind's"
+        yield of_each("prefill_own_share", text, lambda each: each.prefill_model.regression.share)
+        text = "Seconds of prefill for each gap between tokens, as expected of the next answer there"
+        stalls = self._dispatcher.with_tracker(
+            lambda tracker, now_s: {each.name: each.load.stall_s(now_s) for each in tracker.workers}
+        )
+        yield family_of_each("stall_seconds", text, stalls, lambda stall_s: stall_s, "engine")
         text = "Learnt: to fetch a token from the pool, latency left out"
         yield of_each("fetched_token_seconds", text, _fetched_token_s)
 

@@ -193,6 +193,10 @@ def test_the_time_of_a_prefill_ends_with_the_first_token_not_with_the_head() -> 
             name = worker.name
             assert f'moonpool_proxy_ttft_predictions_total{{engine="{name}"}} {FEWEST}.0' in text
             assert f'moonpool_proxy_ttft_observed_over_predicted{{engine="{name}",quantile="0.9"}}' in text
+            learnt = model.regression.kind.samples
+            assert f'moonpool_proxy_prefill_kind_samples{{engine="{name}"}} {learnt}.0' in text
+            assert f'moonpool_proxy_prefill_own_share{{engine="{name}"}} ' in text
+            assert f'moonpool_proxy_stall_seconds{{engine="{name}"}} 0.0' in text
 
     play(scenario)
 
