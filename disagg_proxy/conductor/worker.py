@@ -142,9 +142,9 @@ class Worker(WorkerView):
         for name in _MODELS:
             mine = getattr(self, name).regression
             if other is None:
-                mine.part()
+                mine.leave_kind()
             else:
-                mine.join(getattr(other, name).regression)
+                mine.join_kind(getattr(other, name).regression)
 
     def guess_from(self, prefill_worker: Worker) -> None:
         """prefill_worker: computes prompts for this one. Until workers of this one's kind have computed

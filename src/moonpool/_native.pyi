@@ -788,17 +788,17 @@ class PooledRegression:
         """
         Raises AssertionError when an invariant is broken.
         """
-    def join(self, other: PooledRegression) -> None:
+    def join_kind(self, other: PooledRegression) -> None:
         """
         From now on it is of the other's kind.
+        """
+    def leave_kind(self) -> None:
+        """
+        From now on it is of a kind of its own, which predicts as this engine was predicted, and is as open to samples as at the beginning.
         """
     def observe(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], y: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
         """
         As Regression.observe.
-        """
-    def part(self) -> None:
-        """
-        From now on it is of a kind of its own, which predicts as this engine was predicted, and is as open to samples as at the beginning.
         """
     def predict(self, features: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float:
         ...

@@ -49,7 +49,7 @@ struct PrefillCosts {
         return fetch_latency_s + fetch_token_s * pool + fetch_share * ahead_s;
     }
     double hidden_fetch_s(double pool) const { return fetch_hidden_token_s * pool; }
-    // Of those that decode, in the steps that compute so many tokens.
+    // Seconds of decode in the steps that compute so many tokens; step_s: of one decode step.
     double decode_steps_s(double step_s, double computed) const {
         return step_s * (step + step_token * computed);
     }

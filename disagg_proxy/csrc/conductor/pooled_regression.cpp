@@ -8,18 +8,21 @@ namespace moonpool {
 
 namespace {
 
-constexpr double kKindMemory = 2000;  // samples of all its engines
-constexpr int kRecent = 16;           // samples of an engine, by whose errors it is compared with its kind
-constexpr int kWeighedMin = 8;        // before them it is predicted by its kind
-constexpr double kErrorMax = 4.0;     // relative: a larger one says no more
-// The mean square of the kind's errors over that of the engine's own, from which on its own counts, and from
-// which on nothing else does: errors 1.2 and 2 times as large.
+// Chosen, not fitted: the tests of pooled_regression say what follows from them.
+constexpr double kKindMemory = 2000;  // samples of all engines of a kind: eight times an engine's own memory
+constexpr int kRecent = 16;        // samples: the weight of the last one in an engine's mean errors is 1/16
+constexpr int kComparedMin = 8;    // samples: with fewer the kind predicts
+constexpr double kErrorMax = 4.0;  // relative: a larger error counts as this one
+// Mean square of the kind's errors over that of the engine's own: from the first on the engine's own
+// regression counts, from the second on it alone does (errors 1.2 and 2 times as large).
 constexpr double kBetter = 1.5, kMuchBetter = 4.0;
-constexpr double kFollows = 0.5;    // with a smaller share of its own an engine teaches its kind
-constexpr double kDiffers = 2.0;    // and with samples of less than so many times the kind's prediction
-constexpr uint64_t kFirst = 64;     // samples of a kind, until which each is welcome
-constexpr double kLike = 0.75;      // of an engine's last samples, that are like its kind where the engine is
-constexpr int kPassedOverMax = 32;  // samples of its engines in turn that are not like their kind
+constexpr double kFollows = 0.5;  // share of its own, from which on an engine does not teach its kind
+constexpr double kDiffers =
+    2.0;  // times the prediction, or as small a part of it: a sample that is not like it
+constexpr uint64_t kFirst = 64;  // samples of a kind: until then each teaches it
+constexpr double kLike =
+    0.75;  // of an engine's last samples, like its kind: then the engine counts as like it
+constexpr int kPassedOverMax = 32;  // samples of engines in turn, none like the kind: then all have changed
 
 bool is_near(const Regression& regression, double predicted, double y) {
     double ratio = regression.scale(y) / regression.scale(predicted);
@@ -33,7 +36,7 @@ PooledRegression::PooledRegression(std::span<const double> prior, std::span<cons
     : kind_(std::make_shared<Kind>(Kind{Regression(prior, spread, floor, kKindMemory)})),
       own_(prior, spread, floor) {}
 
-std::span<const double> PooledRegression::mix(Coefficients& mixed) const {
+std::span<const double> PooledRegression::mix_coefficients(Coefficients& mixed) const {
     std::span<const double> own = own_.coefficients(), kind = kind_->regression.coefficients();
     for (size_t i = 0; i < own.size(); ++i) mixed[i] = kind[i] + share_ * (own[i] - kind[i]);
     return {mixed.data(), own.size()};
@@ -53,10 +56,10 @@ std::optional<double> PooledRegression::observe(std::span<const double> features
     if (own_.opened() != opened) {
         // It has changed: its errors until now say nothing of what it learns now, and its kind has not
         // learnt.
-        weighed_ = 0;
+        compared_ = 0;
         if (!is_near(kind_->regression, kind, y)) share_ = 1;
     } else {
-        weigh(*own_error, y - kind, own_.scale(kind));
+        update_share(*own_error, y - kind, own_.scale(kind));
     }
     bool certain = likeness_ > kLike && is_near(own_, own_predicted, y);
     if (is_like_kind(features, kind, y)) {
@@ -76,11 +79,11 @@ std::optional<double> PooledRegression::observe(std::span<const double> features
     return y - predicted;
 }
 
-void PooledRegression::join(const PooledRegression& other) {
+void PooledRegression::join_kind(const PooledRegression& other) {
     if (kind_ != other.kind_) set_kind(other.kind_);
 }
 
-void PooledRegression::part() {
+void PooledRegression::leave_kind() {
     if (kind_.use_count() == 1) return;  // it is alone already
     Coefficients mixed;
     auto kind = std::make_shared<Kind>(*kind_);
@@ -94,7 +97,7 @@ void PooledRegression::part() {
 void PooledRegression::set_kind(std::shared_ptr<Kind> kind) {
     kind_ = std::move(kind);
     share_ = likeness_ = 0;
-    weighed_ = 0;
+    compared_ = 0;
 }
 
 // By what the engine was and by this sample, or as the kind knows too little of such work to tell.
@@ -104,15 +107,15 @@ bool PooledRegression::is_like_kind(std::span<const double> features, double pre
     return kind.allows(features, y);
 }
 
-void PooledRegression::weigh(double own_error, double kind_error, double expected) {
+void PooledRegression::update_share(double own_error, double kind_error, double expected) {
     auto square = [&](double error) {
         double relative = std::min(std::abs(error) / expected, kErrorMax);
         return relative * relative;
     };
-    weighed_ = std::min(weighed_ + 1, kRecent);
-    own_squares_ += (square(own_error) - own_squares_) / weighed_;
-    kind_squares_ += (square(kind_error) - kind_squares_) / weighed_;
-    if (weighed_ < kWeighedMin) return;
+    compared_ = std::min(compared_ + 1, kRecent);
+    own_squares_ += (square(own_error) - own_squares_) / compared_;
+    kind_squares_ += (square(kind_error) - kind_squares_) / compared_;
+    if (compared_ < kComparedMin) return;
     double ratio = kind_squares_ / std::max(own_squares_, 1e-12);
     share_ = std::clamp((ratio - kBetter) / (kMuchBetter - kBetter), 0.0, 1.0);
 }

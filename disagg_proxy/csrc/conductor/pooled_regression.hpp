@@ -29,10 +29,9 @@ class PooledRegression {
     // As of Regression. The kind is a new one, of this engine alone.
     PooledRegression(std::span<const double> prior, std::span<const double> spread, double floor);
 
-    // By which to predict. mixed: where they are made of both regressions they stand there; else in the
-    // kind's.
+    // Coefficients of the prediction. mixed: memory for them, which is used where both regressions count.
     std::span<const double> coefficients(Coefficients& mixed) const {
-        return share_ == 0 ? kind_->regression.coefficients() : mix(mixed);
+        return share_ == 0 ? kind_->regression.coefficients() : mix_coefficients(mixed);
     }
     double predict(std::span<const double> features) const;
     // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
@@ -40,10 +39,10 @@ class PooledRegression {
     std::optional<double> observe(std::span<const double> features, double y);
 
     // From now on it is of the other's kind. What it has learnt itself is kept.
-    void join(const PooledRegression& other);
+    void join_kind(const PooledRegression& other);
     // From now on it is of a kind of its own, which predicts as this engine was predicted, and is as open to
     // samples as at the beginning: what its former kind knows for certain is not known of this one.
-    void part();
+    void leave_kind();
     // Of a kind without samples: it begins with these coefficients, and as little known. False: it has
     // samples, or these are no numbers.
     bool start(std::span<const double> coefficients) { return kind_->regression.start(coefficients); }
@@ -54,7 +53,7 @@ class PooledRegression {
     const Regression& kind() const { return kind_->regression; }
     // The same, which lasts for as long as it is held.
     std::shared_ptr<const Regression> shared_kind() const { return {kind_, &kind_->regression}; }
-    // What is wrong; "" when nothing is.
+    // The first invariant that does not hold, in words; "" when all do.
     std::string check_integrity() const;
 
    private:
@@ -66,17 +65,17 @@ class PooledRegression {
         const PooledRegression* passed_over_last = nullptr;
     };
 
-    std::span<const double> mix(Coefficients& mixed) const;
+    std::span<const double> mix_coefficients(Coefficients& mixed) const;
     bool is_like_kind(std::span<const double> features, double predicted, double y) const;
     void set_kind(std::shared_ptr<Kind> kind);
-    void weigh(double own_error, double kind_error, double expected);
+    void update_share(double own_error, double kind_error, double expected);
 
     // These two first: all that a decision among many engines reads of one that is like its kind.
     std::shared_ptr<Kind> kind_;
     double share_ = 0;
     Regression own_;
     double own_squares_ = 0, kind_squares_ = 0;  // means of squares of the last errors, relative
-    int weighed_ = 0;                            // samples in these means, up to kRecent
+    int compared_ = 0;                           // samples in these means, up to kRecent
     double likeness_ = 0;                        // the part of its last samples that were like its kind
 };
 

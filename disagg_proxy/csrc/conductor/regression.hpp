@@ -57,7 +57,7 @@ class Regression {
     uint64_t samples() const { return samples_; }
     uint64_t odd() const { return odd_; }          // were absurd
     uint64_t refused() const { return refused_; }  // were no numbers
-    // What is wrong; "" when nothing is.
+    // The first invariant that does not hold, in words; "" when all do.
     std::string check_integrity() const;
 
    private:

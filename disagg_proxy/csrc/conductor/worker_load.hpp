@@ -73,7 +73,7 @@ class WorkerLoad {
     // The engine is gone, and what it had to do with it.
     void forget_all();
 
-    // What is wrong; "" when nothing is.
+    // The first invariant that does not hold, in words; "" when all do.
     std::string check_integrity() const;
 
    private:

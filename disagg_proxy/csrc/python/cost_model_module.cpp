@@ -114,8 +114,9 @@ void bind_cost_models(py::module_& m) {
                 return std::const_pointer_cast<Regression>(self.shared_kind());
             },
             "Another one when the engine joins a kind.")
-        .def("join", &PooledRegression::join, py::arg("other"), "From now on it is of the other's kind.")
-        .def("part", &PooledRegression::part,
+        .def("join_kind", &PooledRegression::join_kind, py::arg("other"),
+             "From now on it is of the other's kind.")
+        .def("leave_kind", &PooledRegression::leave_kind,
              "From now on it is of a kind of its own, which predicts as this engine was predicted, and is as "
              "open to samples as at the beginning.")
         .def(

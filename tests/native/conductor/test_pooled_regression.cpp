@@ -19,7 +19,7 @@ struct Fleet {
     explicit Fleet(size_t engines) : factor(engines, 1.0) {
         for (size_t i = 0; i < engines; ++i) {
             models.emplace_back(kPrior, kSpread, 0.01);
-            if (i != 0) models[i].join(models[0]);
+            if (i != 0) models[i].join_kind(models[0]);
         }
     }
     static std::array<double, 2> work(double tokens) { return {1, tokens}; }
@@ -104,7 +104,7 @@ TEST_CASE("pooled regression: what an engine learnt as another one does not coun
     fleet.factor.push_back(4);
     for (int n = 0; n < 60; ++n) fleet.observe(3);
     fleet.factor[3] = 1;  // it was started again with a smaller model
-    fleet.models[3].join(fleet.models[0]);
+    fleet.models[3].join_kind(fleet.models[0]);
     for (int n = 0; n < 30; ++n) {
         fleet.observe(3);
         CHECK(fleet.models[3].share() < 0.5);
@@ -165,7 +165,7 @@ TEST_CASE("pooled regression: what is no number teaches neither, and a new kind 
     }
     CHECK(fleet.models[0].predict(Fleet::work(1000)) == before);
     double as_before = fleet.models[1].predict(Fleet::work(1000));
-    fleet.models[1].part();
+    fleet.models[1].leave_kind();
     CHECK(&fleet.models[1].kind() != &fleet.models[0].kind());
     CHECK(fleet.models[1].predict(Fleet::work(1000)) == as_before);
     CHECK(fleet.models[1].kind().samples() == 0);
@@ -186,12 +186,12 @@ TEST_CASE("pooled regression: a kind that turns out to be another learns as fast
         fleet.factor[3] = 6;
         for (int n = 0; learnt && n < 40; ++n) fleet.observe(3);
         double before = fleet.models[3].predict(Fleet::work(4000));
-        fleet.models[3].part();
+        fleet.models[3].leave_kind();
         CHECK(fleet.models[3].predict(Fleet::work(4000)) == doctest::Approx(before));
         CHECK(fleet.models[3].share() == 0);
         fleet.models.emplace_back(kPrior, kSpread, 0.01);  // the second engine of this kind
         fleet.factor.push_back(6);
-        fleet.models[4].join(fleet.models[3]);
+        fleet.models[4].join_kind(fleet.models[3]);
         for (int n = 0; n < 15; ++n) fleet.observe(3);
         CHECK(fleet.error(4) < 0.25);
         CHECK(fleet.error(0) < 0.10);
@@ -205,12 +205,12 @@ TEST_CASE("pooled regression: to join its own kind, or to part from none, change
     fleet.observe_all(60);
     double share = fleet.models[1].share();
     REQUIRE(share > 0.5);
-    fleet.models[1].join(fleet.models[0]);
+    fleet.models[1].join_kind(fleet.models[0]);
     CHECK(fleet.models[1].share() == share);
-    fleet.models[1].part();
+    fleet.models[1].leave_kind();
     for (int n = 0; n < 40; ++n) fleet.observe(1);
     uint64_t samples = fleet.models[1].kind().samples();
-    fleet.models[1].part();
+    fleet.models[1].leave_kind();
     CHECK(fleet.models[1].kind().samples() == samples);
 }
 
@@ -219,7 +219,7 @@ struct Fetching {
     explicit Fetching(size_t engines = 8) : factor(engines, 1.0) {
         for (size_t i = 0; i < engines; ++i) {
             models.emplace_back(std::array{0.05, 1e-4, 1e-4}, std::array{0.05, 1e-4, 3e-4}, 0.01);
-            if (i != 0) models[i].join(models[0]);
+            if (i != 0) models[i].join_kind(models[0]);
         }
     }
     static double seconds(double tokens, double fetched) { return 0.02 + 3e-5 * tokens + 4e-4 * fetched; }
