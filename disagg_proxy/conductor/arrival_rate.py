@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 OVER_S = 60.0  # long beside a prefill, short beside the hours of a day
 YOUNG_S = 10.0  # a younger worker's arrivals are assumed to be spread over this time
+LAG_SHARE = 0.1  # of the mean lag, that the last report makes
 LOAD_MAX = 0.95  # a higher load counts as this one: beyond it the delay would outlast the load
 
 
@@ -39,6 +40,28 @@ class ArrivalRate:
         left = math.exp(-max(now_s - self._to_s, 0.0) / OVER_S)
         over_s = OVER_S * -math.expm1(-age_s / OVER_S)
         return self._requests * left / over_s, self._work_s * left / over_s
+
+
+class RemoteArrivals(ArrivalRate):
+    """Of what other proxies send to one worker, as far as they have reported it.
+
+    lag_s: how long ago they sent what they report now: a mean of the last reports.
+    """
+
+    __slots__ = ("lag_s",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lag_s = 0.0
+
+    def reported(self, work_s: float, lag_s: float, now_s: float) -> None:
+        """Another proxy reports a request that it sent ``lag_s`` seconds ago."""
+        self.add(work_s, now_s)
+        self.lag_s += LAG_SHARE * (lag_s - self.lag_s)
+
+    def unseen_s(self, now_s: float) -> float:
+        """Seconds of prefill that they are expected to have sent, and have not reported yet."""
+        return self.at(now_s)[1] * self.lag_s
 
 
 def marginal_delay(flows: Sequence[ArrivalRate], now_s: float) -> float:

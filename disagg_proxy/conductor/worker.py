@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from moonpool._native import DecodeModel, HandoverModel, PrefillModel, WorkerLoad, WorkerView
-from moonpool.disagg_proxy.conductor.arrival_rate import ArrivalRate
+from moonpool.disagg_proxy.conductor.arrival_rate import ArrivalRate, RemoteArrivals
 from moonpool.disagg_proxy.conductor.calibration import Ratios
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
 
@@ -52,6 +52,7 @@ class Worker(WorkerView):
     prefill_model, handover_model, decode_model: predict the seconds of its work.
     ttft_ratios:        how well its TTFT is predicted.
     arrival_rate:       of requests that are sent to it.
+    remote_arrivals:    of requests that other proxies send to it.
     transfer_backlog:   fetches that other workers make from it.
     turn:               when a policy last chose it, by the policy's own count.
     """
@@ -66,6 +67,7 @@ class Worker(WorkerView):
         "place",
         "prefill_model",
         "relay_requests",
+        "remote_arrivals",
         "role",
         "self_sufficient",
         "site",
@@ -98,6 +100,7 @@ class Worker(WorkerView):
         self.load = load
         self.ttft_ratios = Ratios()
         self.arrival_rate = ArrivalRate()
+        self.remote_arrivals = RemoteArrivals()
         self.transfer_backlog = TransferBacklog()
         self.prefill_model = prefill_model
         self.handover_model = HandoverModel()

@@ -13,6 +13,7 @@ from moonpool.disagg_proxy.peers.peer_sync import PeerSync
 _TEXTS = {
     "connected": "Whether the proxy at this address speaks to this one",
     "silent_seconds": "Since it last spoke",
+    "lag_seconds": "From its sending to this proxy's receiving, a mean of the last messages",
     "messages_total": "Messages of it",
     "changes_total": "Changes in them: requests sent, prefills and answers begun and ended",
     "states_total": "Whole states among them",

@@ -1,7 +1,7 @@
 """A thread that exchanges messages with the other proxies over ZMQ.
 
     others <--XPUB-- outbox (deque, filled by any thread, emptied every gather_s)
-    others ---SUB--> hear(sender, kind, changes)
+    others ---SUB--> hear(sender, kind, changes, lag_s)
 
 A new subscriber gets the whole state. A proxy that missed a message sees a gap in the sequence numbers and
 subscribes again. The thread never waits for a slow subscriber: its queue is bounded, and the next state
@@ -20,13 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import zmq
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
 from moonpool.core.service.addresses import Address
+from moonpool.disagg_proxy.peers.peer_clock import PeerClock
 from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
 from moonpool.disagg_proxy.peers.wire import (
     CHANGES_MAX,
@@ -73,12 +74,14 @@ class _Peer:
     twin: bool = False  # another address leads to the same proxy; this one is ignored
     heard_s: float = 0.0
     asked_s: float = 0.0
+    clock: PeerClock = field(default_factory=PeerClock)
 
 
 class PeerBus:
     """Exchanges from start() to stop().
 
-    hear:  called on the thread with (sender, kind, changes); kind STATE replaces the sender's whole state.
+    hear:  called on the thread with (sender, kind, changes, lag_s); kind STATE replaces the sender's whole
+           state; lag_s: how long ago the message was sent.
     lost:  called with a sender that is silent for too long, or that has restarted.
     state: returns the requests in flight. It calls its argument while no change can be told.
     waits: whether to retry an address in use; until it is bound, no peer receives anything.
@@ -89,16 +92,17 @@ class PeerBus:
         self,
         settings: PeerSettings,
         *,
-        hear: Callable[[str, Kind, list[Change]], None],
+        hear: Callable[[str, Kind, list[Change], float], None],
         lost: Callable[[str], None],
         state: Callable[[Callable[[], None]], list[Change]],
         waits: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.name = os.urandom(8).hex()
         self._settings = settings
         self._hear, self._lost, self._state = hear, lost, state
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._outbox: deque[Change] = deque()
         self._overflowed = False
         self._asleep = True
@@ -179,6 +183,7 @@ class PeerBus:
             peer.where: {
                 "connected": float(bool(peer.sender)),
                 "silent_seconds": now_s - peer.heard_s if peer.sender else 0.0,
+                "lag_seconds": peer.clock.mean_lag_s,
                 **{f"{name}_total": count for name, count in asdict(peer.counts).items()},
             }
             for peer in peers
@@ -249,7 +254,9 @@ class PeerBus:
     def _send(self, kind: Kind, changes: list[Change]) -> None:
         self._sequence += 1
         self._beat_sent_s = self._clock()
-        self._pub.send_multipart(encode(Head(VERSION, self.name, self._sequence, kind), changes))
+        self._pub.send_multipart(
+            encode(Head(VERSION, self.name, self._sequence, kind, self._wall()), changes)
+        )
 
     def _on_subscriptions(self) -> None:
         while True:
@@ -296,6 +303,7 @@ class PeerBus:
             peer.heard_s = now_s
             return
         changes = decode_changes(body)
+        lag_s = peer.clock.lag_s(head.sent_at, self._wall())
         gap = peer.whole and head.sequence != peer.sequence + 1
         peer.sequence, peer.heard_s = head.sequence, now_s
         peer.counts.messages += 1
@@ -303,14 +311,14 @@ class PeerBus:
         if head.kind == Kind.STATE:
             peer.counts.states += 1
             peer.whole = True
-            self._hear(head.sender, Kind.STATE, changes)
+            self._hear(head.sender, Kind.STATE, changes, lag_s)
             return
         if gap:
             peer.counts.missed += 1
             peer.whole = False
         if peer.whole:
             if changes:
-                self._hear(head.sender, Kind.CHANGES, changes)
+                self._hear(head.sender, Kind.CHANGES, changes, lag_s)
         elif now_s - peer.asked_s >= self._settings.beat_s:
             peer.asked_s = now_s
             peer.sub.unsubscribe(b"")
@@ -328,7 +336,7 @@ class PeerBus:
                 "the proxy at %s %s: what it had in flight is not counted until it speaks", peer.where, why
             )
             self._lost(peer.sender)
-        peer.sender, peer.whole, peer.twin = "", False, False
+        peer.sender, peer.whole, peer.twin, peer.clock = "", False, False, PeerClock()
 
     def _resolve(self) -> None:
         """Connects to new addresses, and disconnects from those that are gone."""

@@ -89,13 +89,13 @@ class PeerSync(DispatchObserver):
 
     # From the other proxies, on the bus's thread
 
-    def _hear(self, sender: str, kind: Kind, changes: list[Change]) -> None:
+    def _hear(self, sender: str, kind: Kind, changes: list[Change], lag_s: float) -> None:
         def enter(accounts: object, now_s: float) -> None:
             self._now_s = now_s
             if kind is Kind.STATE:
-                self.remote_inflight.replace(sender, changes, now_s)
+                self.remote_inflight.replace(sender, changes, now_s, lag_s=lag_s)
             else:
-                self.remote_inflight.apply(sender, changes, now_s)
+                self.remote_inflight.apply(sender, changes, now_s, lag_s=lag_s)
 
         self._dispatcher.with_tracker(enter)
 

@@ -52,22 +52,26 @@ class RemoteInflight:
     def __len__(self) -> int:
         return self._count
 
-    def apply(self, sender: str, changes: Iterable[Change], now_s: float) -> None:
-        """Applies changes in order."""
+    def apply(self, sender: str, changes: Iterable[Change], now_s: float, *, lag_s: float = 0.0) -> None:
+        """Applies changes in order. lag_s: how long ago they happened."""
+        then_s = now_s - lag_s
         theirs = self._of.setdefault(sender, {})
         for change in changes:
             if isinstance(change, Sent):
-                self._leave(theirs, change.request, now_s)  # the previous attempt
-                self._enter(theirs, change, now_s)
+                self._leave(theirs, change.request, then_s)  # the previous attempt
+                self._enter(theirs, change, then_s)
+                known = theirs.get(change.request)
+                if known is not None:
+                    known.computes.remote_arrivals.reported(change.predicted_s, lag_s, now_s)
             elif isinstance(change, Prefilled):
-                self._computed(theirs.get(change.request), now_s)
+                self._computed(theirs.get(change.request), then_s)
             elif isinstance(change, Begun):
                 found = theirs.get(change.request)
                 if change.computed:
-                    self._computed(found, now_s)
-                self._decodes(found, now_s)
+                    self._computed(found, then_s)
+                self._decodes(found, then_s)
             elif isinstance(change, Gone):
-                self._leave(theirs, change.request, now_s)
+                self._leave(theirs, change.request, then_s)
             elif isinstance(change, BlocksExpected):
                 worker = self._find(change.engine, change.at)
                 if worker is None:
@@ -75,8 +79,10 @@ class RemoteInflight:
                 else:
                     self._placed(worker, change.block_tokens, change.keys)
 
-    def replace(self, sender: str, state: Iterable[Change], now_s: float) -> None:
-        """Replaces all requests of a sender. Known requests keep their position in the queue."""
+    def replace(self, sender: str, state: Iterable[Change], now_s: float, *, lag_s: float = 0.0) -> None:
+        """Replaces all requests of a sender. Known requests keep their position in the queue. lag_s: how long
+        ago this was its state."""
+        now_s -= lag_s
         theirs = self._of.setdefault(sender, {})
         entries = {entry.request: entry for entry in state if isinstance(entry, Sent)}
         for request in [each for each in theirs if each not in entries]:

@@ -26,12 +26,13 @@ class Kind(IntEnum):
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
     """Head of a message. sender: random id of one run of a proxy. sequence: grows by one with each
-    message."""
+    message. sent_at: seconds since 1970 by the sender's clock; 0.0: an older proxy, which does not say."""
 
     version: int
     sender: str
     sequence: int
     kind: int
+    sent_at: float = 0.0
 
 
 class Sent(msgspec.Struct, array_like=True, tag=0, frozen=True):

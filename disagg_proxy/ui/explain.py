@@ -18,6 +18,7 @@ _REASONS: Mapping[str, str] = {
     "match": "of those predicted to be as fast it held most of the prompt",
     "turn": "of those that were equal it was chosen longest ago",
     "prefill_busy": "the engines for prefill were busy, and to compute it here cost less than to wait",
+    "drawn": "it was drawn among the cheapest, as other proxies choose among them at the same time",
     "session": "its conversation was here, and no engine was clearly better",
 }
 

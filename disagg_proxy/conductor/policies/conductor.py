@@ -164,6 +164,7 @@ class Conductor:
             last=last and last.worker,
             last_own=last_own,
             noise=last.worker.ttft_ratios.noise if last is not None else 0.0,
+            unseen_s=group.unseen_s(now_s),
         )
         return _Found(group[which], *found)
 

@@ -33,6 +33,8 @@ class Group(tuple[Worker, ...]):
 
     _delay = 0.0
     _delay_at_s = -inf
+    _unseen = 0.0
+    _unseen_at_s = -inf
 
     @cached_property
     def candidates(self) -> Candidates:
@@ -45,6 +47,14 @@ class Group(tuple[Worker, ...]):
             self._delay_at_s = now_s
             self._delay = marginal_delay([worker.arrival_rate for worker in self], now_s)
         return self._delay
+
+    def unseen_s(self, now_s: float) -> float:
+        """Seconds of prefill that other proxies are expected to have sent to them and have not reported yet,
+        up to DELAY_EVERY_S old."""
+        if not 0.0 <= now_s - self._unseen_at_s < DELAY_EVERY_S:
+            self._unseen_at_s = now_s
+            self._unseen = sum(worker.remote_arrivals.unseen_s(now_s) for worker in self)
+        return self._unseen
 
 
 class Groups(NamedTuple):

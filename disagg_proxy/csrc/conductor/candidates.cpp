@@ -1,8 +1,24 @@
 #include "conductor/candidates.hpp"
 
 #include <algorithm>
+#include <bit>
 
 namespace moonpool {
+
+namespace {
+
+// From 0 to below 1. It depends on the moment, so two proxies draw independently; the same moment gives the
+// same number. (The finaliser of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+// generators", OOPSLA 2014.)
+double uniform(double now_s, int64_t tokens) {
+    uint64_t bits = std::bit_cast<uint64_t>(now_s) + 0x9e3779b97f4a7c15 * static_cast<uint64_t>(tokens + 1);
+    bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
+    bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
+    bits ^= bits >> 31;
+    return static_cast<double>(bits >> 11) * 0x1p-53;
+}
+
+}  // namespace
 
 double WorkerView::gap_s(int64_t tokens, double stall_s) const {
     auto batch = static_cast<double>(static_cast<int64_t>(load->decodes()) + pending_handover + 1);
@@ -98,6 +114,9 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     if (known && weighed_[stays].cost <= near + prompt.noise * weighed_[stays].ttft_s) {
         return found(stays, Reason::kSession);
     }
+    if (left > 1 && prompt.unseen_s > kEqualS) {
+        if (std::optional<size_t> drawn = draw(prompt, least)) return found(*drawn, Reason::kDrawn);
+    }
     // Of equals the longest match; of those the one that goes first.
     size_t best = all_.size(), equal = 0, longest = 0;
     for (size_t i = 0; i < all_.size(); ++i) {
@@ -115,6 +134,34 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     if (equal > 1) return found(best, Reason::kTurn);
     bool soonest = weighed_[best].ttft_s <= least_ttft_s + kEqualS;
     return found(best, soonest ? Reason::kLeastTime : Reason::kSparesOthers);
+}
+
+// Other proxies weigh the same workers, and what they have sent in the last moments is not known here. If all
+// took the least cost, all would take the same worker. So each draws one. A worker's chance is such that,
+// with its part of the unseen work, all that may be drawn cost the same, and the others cost more: Wardrop's
+// equilibrium ("Some theoretical aspects of road traffic research", 1952). Nothing if no cost is a number.
+std::optional<size_t> Candidates::draw(const Prompt& prompt, double least) {
+    auto cost = [&](size_t which) { return weighed_[which].cost; };
+    near_.clear();
+    for (size_t i = 0; i < all_.size(); ++i) {
+        if (cost(i) < least + prompt.unseen_s) near_.push_back(i);
+    }
+    std::sort(near_.begin(), near_.end(), [&](size_t one, size_t other) {
+        return cost(one) != cost(other) ? cost(one) < cost(other) : one < other;
+    });
+    double sum = 0, level = INFINITY;  // level: what all that may be drawn cost, with their unseen work
+    size_t count = 0;
+    while (count < near_.size() && cost(near_[count]) < level) {
+        sum += cost(near_[count++]);
+        level = (prompt.unseen_s + sum) / static_cast<double>(count);
+    }
+    if (count == 0) return std::nullopt;
+    double left = uniform(prompt.now_s, prompt.tokens) * prompt.unseen_s;
+    for (size_t i = 0; i + 1 < count; ++i) {
+        left -= level - cost(near_[i]);
+        if (left < 0) return near_[i];
+    }
+    return near_[count - 1];
 }
 
 LeastGap Candidates::least_gap(int64_t tokens, int64_t need_tokens, double now_s) const {

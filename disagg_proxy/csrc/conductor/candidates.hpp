@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -87,9 +88,10 @@ struct Prompt {
     const WorkerView* last = nullptr;     // where its conversation was
     int64_t last_own = -1;                // what that holds of it; -1: as the others, by place
     double noise = 0;                     // by how much of its time predictions are wrong there
+    double unseen_s = 0;  // prefill that other proxies have sent to these workers and not reported yet
 };
 
-enum class Reason : uint8_t { kOnly, kSession, kMatch, kTurn, kLeastTime, kSparesOthers };
+enum class Reason : uint8_t { kOnly, kSession, kMatch, kTurn, kLeastTime, kSparesOthers, kDrawn };
 
 struct Cheapest {
     size_t which = 0;  // of the candidates
@@ -127,11 +129,13 @@ class Candidates {
     };
     Weighed weigh(const WorkerView& view, const Prompt& prompt, int64_t own) const;
     bool may(const WorkerView& view, const Prompt& prompt, double ttft_s) const;
+    std::optional<size_t> draw(const Prompt& prompt, double least);
     // Of two that are equal otherwise: the fewest requests, then the one that was chosen longest ago.
     bool goes_first(size_t one, size_t other) const;
 
     std::vector<std::shared_ptr<WorkerView>> all_;
     std::vector<Weighed> weighed_;  // of the last question: its memory is used again
+    std::vector<size_t> near_;      // candidates that may be drawn; likewise
 };
 
 }  // namespace moonpool

@@ -21,7 +21,8 @@ namespace moonpool::python {
 
 namespace {
 
-constexpr const char* kReasons[] = {"only", "session", "match", "turn", "least_time", "spares_others"};
+constexpr const char* kReasons[] = {"only",       "session",       "match", "turn",
+                                    "least_time", "spares_others", "drawn"};
 
 [[noreturn]] void refuse(const char* why) { raise(Error{Code::kInvalidArgument, why}, "conductor"); }
 
@@ -75,7 +76,8 @@ using Wanted = std::optional<std::shared_ptr<WorkerView>>;  // or none
 py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int64_t pool, double now_s,
                    double ahead_s, double urgency, double marginal_delay, double reuse_probability,
                    double spare_s, double stalled, double gap_most_s, int64_t need_tokens,
-                   const Wanted& without, const Wanted& last, int64_t last_own, double noise) {
+                   const Wanted& without, const Wanted& last, int64_t last_own, double noise,
+                   double unseen_s) {
     TokenCounts held(own);
     Cheapest best = self.cheapest({.tokens = tokens,
                                    .pool = pool,
@@ -91,7 +93,8 @@ py::tuple cheapest(Candidates& self, int64_t tokens, const py::object& own, int6
                                    .without = without ? without->get() : nullptr,
                                    .last = last ? last->get() : nullptr,
                                    .last_own = last_own,
-                                   .noise = noise},
+                                   .noise = noise,
+                                   .unseen_s = unseen_s},
                                   held.span());
     return py::make_tuple(best.which, kReasons[static_cast<size_t>(best.reason)], best.ttft_s, best.prefill_s,
                           best.transfer_s, best.own, best.fetches, best.lost_s, best.cost, best.gap_s);
@@ -208,7 +211,7 @@ void bind_workers(py::module_& m) {
              py::arg("marginal_delay") = 0.0, py::arg("reuse_probability") = 0.0, py::arg("spare_s") = 0.0,
              py::arg("stalled") = 0.0, py::arg("gap_most_s") = INFINITY, py::arg("need_tokens") = 0,
              py::arg("without") = py::none(), py::arg("last") = py::none(), py::arg("last_own") = -1,
-             py::arg("noise") = 0.0,
+             py::arg("noise") = 0.0, py::arg("unseen_s") = 0.0,
              "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
              "lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it "
              "answers, "

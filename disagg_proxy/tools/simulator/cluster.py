@@ -206,7 +206,9 @@ class Cluster:
     def _hear(self, number: int, change: Change) -> None:
         for other, proxy in enumerate(self._proxies):
             if other != number:
-                proxy.shared.apply(str(number), (change,), self.events.now_s)
+                proxy.shared.apply(
+                    str(number), (change,), self.events.now_s, lag_s=self.settings.tell_after_s
+                )
 
     # What happens to a request
 

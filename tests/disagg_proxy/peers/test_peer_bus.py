@@ -15,6 +15,7 @@ import zmq
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
+from moonpool.disagg_proxy.peers.peer_clock import LAG_MAX_S
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.wire import VERSION, BlocksExpected, Change, Gone, Head, Kind, Sent, encode
 
@@ -30,6 +31,7 @@ class Proxy:
     ) -> None:
         self.flight: dict[int, Sent] = {}
         self.known: dict[str, set[int]] = {}
+        self.lags_s: list[float] = []
         self.changed = threading.Condition()
         settings = PeerSettings((listen,), peers, token, **{**QUICK, **more})  # type: ignore[arg-type]
         self.waits = waits
@@ -52,8 +54,9 @@ class Proxy:
     def wait_for(self, *known: set[int]) -> None:
         self.wait(lambda: sorted(map(sorted, self.known.values())) == sorted(map(sorted, known)))
 
-    def _hear(self, sender: str, kind: Kind, changes: list[Change]) -> None:
+    def _hear(self, sender: str, kind: Kind, changes: list[Change], lag_s: float) -> None:
         with self.changed:
+            self.lags_s.append(lag_s)
             known = self.known.setdefault(sender, set())
             if kind is Kind.STATE:
                 known.clear()
@@ -141,11 +144,11 @@ def test_a_proxy_that_reads_nothing_holds_nobody_up_and_catches_up(at: Callable[
     listener = Proxy(at("b"), at("a"), queue_messages_max=5)
     heard = listener._hear
 
-    def hear(sender: str, kind: Kind, changes: list[Change]) -> None:
+    def hear(sender: str, kind: Kind, changes: list[Change], lag_s: float) -> None:
         if changes and not go_on.is_set():
             stuck.set()
             assert go_on.wait(DEADLINE_S)
-        heard(sender, kind, changes)
+        heard(sender, kind, changes, lag_s)
 
     listener.bus._hear = hear
     with proxies(speaker, listener):
@@ -199,8 +202,8 @@ def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> 
     pub.bind(at("fake"))
     proxy = Proxy(at("a"), at("fake"), silent_s=DEADLINE_S)
 
-    def say(sequence: int, kind: Kind, *changes: Change) -> None:
-        pub.send_multipart(encode(Head(VERSION, "fake", sequence, kind), list(changes)))
+    def say(sequence: int, kind: Kind, *changes: Change, sent_at: float = 0.0) -> None:
+        pub.send_multipart(encode(Head(VERSION, "fake", sequence, kind, sent_at), list(changes)))
 
     def sent(request: int) -> Sent:
         return Sent(request, "e0", "e0", 5, 0, 0, 1.0, False)
@@ -219,6 +222,11 @@ def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> 
         proxy.wait_for({2, 3})
         (row,) = proxy.bus.stats().values()
         assert (row["missed_total"], row["malformed_total"], row["states_total"]) == (1, 2, 2)
+        assert set(proxy.lags_s) == {0.0}  # of a proxy that does not say when it sends
+        say(5, Kind.CHANGES, Gone(3), sent_at=time.time() - 1.0)
+        proxy.wait_for({2})
+        assert 1.0 <= proxy.lags_s[-1] <= LAG_MAX_S
+        assert 0.1 <= proxy.bus.stats()[at("fake")]["lag_seconds"] <= proxy.lags_s[-1]
     context.destroy(0)
 
 

@@ -130,6 +130,27 @@ def test_two_proxies_have_the_same_lines(seed: int) -> None:
     assert all(row == (0, 0, 0, 0, 0, 0.0) for row in loads(theirs, now_s))
 
 
+def test_what_is_told_late_happened_when_it_did_and_says_what_is_not_told_yet() -> None:
+    """Ten requests a second with a tenth of a second of prefill each, told half a second late."""
+    late, prompt = fleet(), fleet()
+    theirs, at_once = shared_of(late), shared_of(prompt)
+    for number in range(600):
+        at_s = 100.0 + number / 10
+        told = [Sent(number, "e0", "e0", 100, 0, 0, 0.1, False)]
+        theirs.apply("other", told, at_s + 0.5, lag_s=0.5)
+        at_once.apply("other", told, at_s)
+        for shared, lag_s in ((theirs, 0.5), (at_once, 0.0)):
+            shared.apply("other", [Begun(number, True)], at_s + 0.09 + lag_s, lag_s=lag_s)
+    assert loads(late, 161.0) == loads(prompt, 161.0)
+    busy_s = 0.5  # of half a second
+    assert late[0].remote_arrivals.unseen_s(160.5) == pytest.approx(busy_s, rel=0.05)
+    assert prompt[0].remote_arrivals.unseen_s(160.5) == 0.0
+    assert late[1].remote_arrivals.unseen_s(160.5) == 0.0
+    state = [Sent(1, "e1", "e1", 100, 0, 0, 3.0, False, age_s=1.0)]
+    theirs.replace("third", state, 200.0, lag_s=0.5)
+    assert late[1].load.wait_s(200.0) == pytest.approx(1.5)
+
+
 def test_a_state_ends_what_it_does_not_name_and_moves_what_went_elsewhere() -> None:
     instances = fleet()
     shared = shared_of(instances)

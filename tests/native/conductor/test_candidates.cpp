@@ -44,7 +44,8 @@ TEST_CASE("candidates: somebody is found whatever the numbers") {
                                              .without = without,
                                              .last = all[random.below(count)].get(),
                                              .last_own = static_cast<int64_t>(random.below(10)) - 1,
-                                             .noise = number()},
+                                             .noise = number(),
+                                             .unseen_s = number()},
                                             own);
         REQUIRE(best.which < count);
         if (count > 1) REQUIRE(all[best.which].get() != without);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 from moonpool.disagg_proxy.conductor.worker import Worker
@@ -35,6 +36,7 @@ def cheapest(
     last: Worker | None,
     last_own: int,
     noise: float,
+    unseen_s: float,
 ) -> Found:
     found: list[_Row] = []
     for instance in [each for each in instances if each is not without] or instances:
@@ -82,6 +84,8 @@ def cheapest(
         first_s = _gap_s(instances[0], tokens, now_s)
         return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf, first_s
     row, reason = _best(found, last, noise)
+    if reason not in ("only", "session") and unseen_s > EQUAL_S:
+        row, reason = _draw(found, unseen_s, uniform(now_s, tokens)), "drawn"
     cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s, gap_s = row
     return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s
 
@@ -101,6 +105,34 @@ def _best(found: list[_Row], last: Worker | None, noise: float) -> tuple[_Row, s
         return best, "match" if len(longer) < len(equal) else "turn"
     soonest = min(each[1] for each in found) + EQUAL_S
     return best, "least_time" if best[1] <= soonest else "spares_others"
+
+
+def _draw(found: list[_Row], unseen_s: float, chance: float) -> _Row:
+    """Shares of the unseen work that bring all costs to one level, by bisection."""
+    costs = sorted(found, key=lambda each: each[0])
+    low, high = costs[0][0], costs[0][0] + unseen_s
+    for _ in range(200):
+        level = (low + high) / 2
+        if sum(max(level - each[0], 0.0) for each in costs) < unseen_s:
+            low = level
+        else:
+            high = level
+    left = chance * unseen_s
+    for each in costs:
+        left -= max(high - each[0], 0.0)
+        if left < 0:
+            return each
+    return next(each for each in reversed(costs) if each[0] < high)
+
+
+def uniform(now_s: float, tokens: int) -> float:
+    (bits,) = struct.unpack("<Q", struct.pack("<d", now_s))
+    mask = (1 << 64) - 1
+    bits = (bits + 0x9E3779B97F4A7C15 * (tokens + 1)) & mask
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+    bits ^= bits >> 31
+    return float(bits >> 11) * 2.0**-53
 
 
 def _gap_s(instance: Worker, tokens: int, now_s: float) -> float:

@@ -66,6 +66,7 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
             "gap_most_s": rng.choice((math.inf, rng.random(), 10 * rng.random())),
             "need_tokens": rng.choice((0, rng.randrange(10_000))),
             "noise": rng.choice((0.0, rng.random())),
+            "unseen_s": rng.choice((0.0, 0.0, 3 * rng.random())),
         }
         last = rng.choice((None, rng.choice(fleet)))
         last_own = rng.choice((-1, tokens)) if last is not None else -1
@@ -86,7 +87,27 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
         assert (fleet[which], found_s) == (decode, pytest.approx(gap_s, rel=1e-9))
         stall_s = fleet[which].load.stall_s(now_s)
         assert fleet[which].gap_s(tokens, stall_s) == pytest.approx(gap_s, abs=plain_candidates.EQUAL_GAP_S)
-    assert reasons == {"only", "session", "match", "turn", "least_time", "spares_others"}
+    assert reasons == {"only", "session", "match", "turn", "least_time", "spares_others", "drawn"}
+
+
+def test_what_other_proxies_have_sent_unseen_is_shared_by_all_that_draw(rng: random.Random) -> None:
+    fleet = [Worker(place, f"e{place}") for place in range(4)]
+    for place, wait_s in enumerate((0.0, 0.1, 0.2, 2.0)):
+        if wait_s:
+            fleet[place].load.prefill_began(1, 100, 0, 0, wait_s, 0.0, silent=False)
+    candidates = Candidates(fleet)
+
+    def shares(unseen_s: float) -> list[float]:
+        drawn = [
+            candidates.cheapest(100, (), 0, rng.random() / 1e6, unseen_s=unseen_s)[0] for _ in range(4_000)
+        ]
+        return [drawn.count(place) / len(drawn) for place in range(4)]
+
+    assert shares(0.0) == [1, 0, 0, 0]
+    # Up to 0.3 s: 0.3, 0.2 and 0.1 s of work bring the first three there; nobody waits for the fourth.
+    assert shares(0.6) == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0], abs=0.05)
+    assert shares(0.1) == pytest.approx([1, 0, 0, 0], abs=0.01)
+    assert shares(6.0) == pytest.approx([x / 6 for x in (2.075, 1.975, 1.875, 0.075)], abs=0.05)
 
 
 def test_what_a_model_learns_counts_at_once_and_nonsense_is_survived() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 from moonpool.disagg_proxy.tools.simulator.machine import Machine
 from moonpool.disagg_proxy.tools.simulator.trace import BLOCK_TOKENS, Arrival
+
+from ..replay.beds import write_trace
 
 # A token of a prompt is a millisecond, a step of decode 10 ms, a token of KV a byte, the link 1 MB/s.
 PLAIN = Machine(
@@ -38,3 +42,19 @@ def at_random(rng: random.Random, count: int, per_s: float) -> list[Arrival]:
         )
         arrivals.append(Arrival(at_s, tokens, rng.randrange(0, 200), blocks))
     return arrivals
+
+
+def unshared_prompts(folder: Path, *, per_s: float) -> Path:
+    """A trace of 2,000 prompts of all lengths, of which no two begin alike."""
+    random_ = random.Random(20261127)
+
+    def rows() -> Iterator[tuple[float, int, int, list[int]]]:
+        at_s, block = 0.0, 0
+        for _ in range(2000):
+            at_s += random_.expovariate(per_s)
+            tokens = int(min(max(random_.lognormvariate(8.0, 0.8), 100), 20_000))
+            count = -(-tokens // BLOCK_TOKENS)
+            yield at_s, tokens, 20, list(range(block, block + count))
+            block += count
+
+    return write_trace(folder, *rows())
