@@ -24,15 +24,19 @@ class ReportSettings:
     period_s: reports are delivered at multiples of so many seconds; 0: each by itself.
     noise:    standard deviation of the factor by which a stage's reported seconds differ, drawn for each.
     skew:     the seconds that one engine reports differ by one factor, drawn for it from 1/skew to skew.
+    silent_from_s, silent_s: reports that were due in these seconds are delivered at their end.
     """
 
     lag_s: float = 0.0
     period_s: float = 0.0
     noise: float = 0.0
     skew: float = 1.0
+    silent_from_s: float = 0.0
+    silent_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.lag_s < math.inf and 0 <= self.period_s < math.inf):
+        seconds = (self.lag_s, self.period_s, self.silent_from_s, self.silent_s)
+        if not all(0 <= each < math.inf for each in seconds):
             raise ConfigError("reports come after 0 seconds or more", operation="simulate")
         if not (0 <= self.noise <= 2 and 1 <= self.skew <= 100):
             raise ConfigError(
@@ -42,7 +46,10 @@ class ReportSettings:
     def delivery_s(self, now_s: float) -> float:
         """When a report of now is delivered."""
         at_s = now_s + self.lag_s
-        return math.ceil(at_s / self.period_s) * self.period_s if self.period_s else at_s
+        if self.period_s:
+            at_s = math.ceil(at_s / self.period_s) * self.period_s
+        silent_to_s = self.silent_from_s + self.silent_s
+        return silent_to_s if self.silent_from_s <= at_s < silent_to_s else at_s
 
 
 PROMPT = ReportSettings()  # at once and exact

@@ -83,6 +83,7 @@ def simulate(
     exchange_lag: of.ExchangeLag = 0.004,
     lag: of.Lag = 0.0,
     report_period: of.ReportPeriod = 0.0,
+    silence: of.Silence = "",
     noise: of.Noise = 0.0,
     skew: of.Skew = 1.0,
     ttft_slo: of.TtftSlo = 30.0,
@@ -135,7 +136,10 @@ def simulate(
         exchanging=not apart,
         tell_after_s=exchange_lag,
     )
-    reports = ReportSettings(lag, report_period, noise, skew)
+    silent = _numbers(silence, "--silence") if silence else [0.0, 0.0]
+    if len(silent) != 2:
+        raise typer.BadParameter(f"--silence takes FROM,SECONDS, as 300,30, not {silence}")
+    reports = ReportSettings(lag, report_period, noise, skew, *silent)
     faults = (*map(parse, event or ()), *(read_faults(events) if events is not None else ()))
     slo = Slo.of(ttft_slo, gap_slo)
     plans = [

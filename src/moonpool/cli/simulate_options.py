@@ -53,6 +53,9 @@ Apart = Annotated[bool, _proxy("--apart", help="The proxies exchange nothing.")]
 ExchangeLag = Annotated[float, _proxy(min=0.0, help="Seconds from one proxy to the others.")]
 Lag = Annotated[float, _proxy(min=0.0, help="Seconds, by which proxies hear late of what engines did.")]
 ReportPeriod = Annotated[float, _proxy(min=0.0, help="They hear of it every so many seconds; 0: each time.")]
+Silence = Annotated[
+    str, _proxy(metavar="FROM,SECONDS", help="They hear nothing from then on, for so long; then all of it.")
+]
 Noise = Annotated[
     float, _proxy(min=0.0, max=2.0, help="Standard deviation of the error of each time that they hear.")
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from moonpool.disagg_proxy.tools.simulator.reports import PROMPT, ReportSettings
 from moonpool.disagg_proxy.tools.simulator.runs import Plan, simulate
 from moonpool.disagg_proxy.tools.simulator.simulated_proxy import SimulatedProxy
 from moonpool.disagg_proxy.tools.simulator.trace import Arrival
-from tests.disagg_proxy.tools.simulator.clusters import PLAIN, at_random
-
-from ..replay.beds import write_trace
+from tests.disagg_proxy.tools.simulator.clusters import PLAIN, at_random, unshared_prompts
 
 ONE = ClusterSettings(whole=1, machine=PLAIN)
 PROMPTS = [Arrival(0.0, 1000, 11, (1, 2)), Arrival(0.0, 1000, 11, (3, 4))]
@@ -61,6 +58,16 @@ def test_reports_at_intervals_come_together() -> None:
     told = heard(ReportSettings(lag_s=0.1, period_s=2.0), PROMPTS)
     assert len(told) == 4
     assert {now_s for now_s, _, _ in told} == {2.0, 4.0}
+
+
+def test_reports_of_a_silence_come_at_its_end() -> None:
+    exact = heard(PROMPT, PROMPTS)
+    told = heard(ReportSettings(silent_from_s=0.5, silent_s=1.0), PROMPTS)
+    assert [at_s for _, _, at_s in told] == pytest.approx([at_s for _, _, at_s in exact])
+    assert [now_s for now_s, _, _ in told] == pytest.approx(
+        [1.5 if 0.5 <= at_s < 1.5 else at_s for _, _, at_s in exact]
+    )
+    assert told[0][0] == 1.5
 
 
 def test_errors_change_the_times_of_stages_and_none_is_negative() -> None:
@@ -102,34 +109,26 @@ def test_every_request_ends_under_late_and_wrong_reports(policy: str, rng: rando
     assert len(jobs) == 150
 
 
-def trace(folder: Path) -> Path:
-    """Prompts of all lengths for four instances that are busy two thirds of the time; nothing is shared."""
-    random_ = random.Random(20261127)
-
-    def rows() -> Iterator[tuple[float, int, int, list[int]]]:
-        at_s, block = 0.0, 0
-        for _ in range(2000):
-            at_s += random_.expovariate(6)
-            tokens = int(min(max(random_.lognormvariate(8.0, 0.8), 100), 20_000))
-            count = -(-tokens // 512)
-            yield at_s, tokens, 20, list(range(block, block + count))
-            block += count
-
-    return write_trace(folder, *rows())
-
-
 @pytest.mark.parametrize(
-    "reports", [ReportSettings(lag_s=2.0), ReportSettings(period_s=1.0), ReportSettings(noise=0.4)]
+    "reports",
+    [
+        ReportSettings(lag_s=2.0),
+        ReportSettings(period_s=1.0),
+        ReportSettings(noise=0.4),
+        ReportSettings(silent_from_s=100.0, silent_s=30.0),
+    ],
 )
 def test_late_or_wrong_reports_cost_the_conductor_little(reports: ReportSettings, tmp_path: Path) -> None:
-    plan = Plan(trace(tmp_path), ClusterSettings(prefill=4, decode=4))
+    plan = Plan(unshared_prompts(tmp_path, per_s=6.0), ClusterSettings(prefill=4, decode=4))
     prompt_s = simulate(plan).results.ttft_mean_s
     late_s = simulate(replace(plan, reports=reports)).results.ttft_mean_s
     print(f"at once {prompt_s:.3f} s, {reports} {late_s:.3f} s")
     assert late_s < 1.06 * prompt_s
 
 
-@pytest.mark.parametrize("wrong", [{"lag_s": -1.0}, {"period_s": math.inf}, {"noise": 3.0}, {"skew": 0.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"lag_s": -1.0}, {"period_s": math.inf}, {"silent_s": -1.0}, {"noise": 3.0}, {"skew": 0.5}]
+)
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         ReportSettings(**wrong)
