@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from moonpool._native import LastReport
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
@@ -53,6 +54,7 @@ class InflightTracker:
         self._hears = hears
         self._sent: dict[int, InFlight] = {}
         self._learnt_s: dict[object, float] = {}  # by model
+        self._last_report = LastReport()
         for worker in workers:
             self.join(worker)
 
@@ -69,6 +71,7 @@ class InflightTracker:
         """Adds a worker, at a place where none is."""
         self.workers = tuple(sorted((*self.workers, worker), key=lambda each: each.place))
         self.watches[worker.place] = PredictionWatch(TOLERANCE_TOKENS)
+        worker.load.follow_reports(self._last_report)
 
     def leave(self, place: int) -> None:
         """Removes the worker at this place; no request may be in flight there."""
@@ -158,6 +161,7 @@ class InflightTracker:
             return
         if now_s is not None:
             _reported(observation, sent, now_s)
+        self._heard(observation, now_s)
         if observation.stage == _PREFILLED:
             self._prefilled(observation, sent, observation.prefill_done_s)
         elif observation.stage == _BEGUN:
@@ -186,6 +190,13 @@ class InflightTracker:
         held = sum(worker.load.requests for worker in self.workers)
         if not self._sent and not remote_requests and held:
             raise AssertionError(f"{held} requests are in the loads and none was sent")
+
+    def _heard(self, observation: Observation, now_s: float | None) -> None:
+        at_s = now_s
+        if at_s is None:
+            at_s = max(observation.prefill_done_s, observation.first_byte_s, observation.last_byte_s)
+        if at_s < math.inf:  # NaN is not
+            self._last_report.at_s = max(self._last_report.at_s, at_s)
 
     def _prefilled(self, observation: Observation, sent: InFlight, at_s: float) -> None:
         computes = sent.choice.computes

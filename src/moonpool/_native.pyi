@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -843,6 +843,10 @@ class PrefillModel:
     """
     def __init__(self) -> None:
         ...
+    def doubt_s(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex = 0, pool: typing.SupportsInt | typing.SupportsIndex = 0, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False, step_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float:
+        """
+        How far off ``predict`` may be for what has not been learnt yet: seconds, a standard deviation.
+        """
     def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, *, queued: bool = False, step_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
@@ -862,6 +866,10 @@ class HandoverModel:
     """
     def __init__(self) -> None:
         ...
+    def doubt_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
+        """
+        How far off ``predict`` may be for what has not been learnt yet: seconds, a standard deviation.
+        """
     def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
@@ -877,6 +885,10 @@ class DecodeModel:
     """
     def __init__(self) -> None:
         ...
+    def doubt_s(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float:
+        """
+        How far off ``predict`` may be for what has not been learnt yet: seconds, a standard deviation.
+        """
     def observe(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
@@ -941,6 +953,18 @@ class Decoded:
         """
         Of prefill there, for each of these gaps.
         """
+class LastReport:
+    """
+    When a proxy last got a report of any of its engines. at_s: seconds of its clock.
+    """
+    def __init__(self) -> None:
+        ...
+    @property
+    def at_s(self) -> float:
+        ...
+    @at_s.setter
+    def at_s(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
 class WorkerLoad:
     """
     What one engine has to do: prefills in line, requests that decode. Requests are named by integers; a call about one that is not known changes nothing. Times are seconds of one clock.
@@ -958,6 +982,10 @@ class WorkerLoad:
     def decode_ended(self, request: typing.SupportsInt | typing.SupportsIndex, tokens: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> Decoded | None:
         """
         tokens: how many were made, the first included; 0 when unknown.
+        """
+    def follow_reports(self, last: LastReport) -> None:
+        """
+        While the proxy gets no report of any engine, this one's line goes on as predicted.
         """
     def forget_all(self) -> None:
         """

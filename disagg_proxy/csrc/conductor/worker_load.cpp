@@ -15,7 +15,8 @@ double WorkerLoad::wait_s(double now_s) {
         const Prefill& head = first_->second;
         double ends_s = head_began_s() + head.predicted_s;
         if (!head.silent || now_s < ends_s) {
-            double late_s = std::max(now_s - lag_s() - ends_s, 0.0);
+            double heard_s = last_report_ ? std::min(now_s, last_report_->at_s) : now_s;
+            double late_s = std::max(heard_s - lag_s() - ends_s, 0.0);
             return std::clamp(free_s_ - now_s + late_s, 0.0, prefill_sum_s_);
         }
         prefilled_s_ += head.predicted_s;
@@ -132,11 +133,11 @@ void WorkerLoad::drop(Queue::value_type& dropped) {
     int64_t request = dropped.first;
     in_both_ -= decodes_.count(request);
     prefills_.erase(request);
-    follow();
+    recompute_line();
 }
 
 // The line as predicted from the end of the last prefill that is known to have ended.
-void WorkerLoad::follow() {
+void WorkerLoad::recompute_line() {
     free_s_ = head_since_s_ + prefill_sum_s_;
     if (last_sent_s_ <= head_since_s_) return;  // without lag: each begins where the one before it ends
     free_s_ = head_since_s_;

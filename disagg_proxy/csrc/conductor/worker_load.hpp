@@ -6,7 +6,8 @@
 // prefills correct it, so that a prediction that was wrong does not add up.
 //
 // Reports may come late by a known time, `lag_s`. What was not reported by then is still under way, however
-// long it takes; since then the line went on as predicted.
+// long it takes; since then the line went on as predicted. Where no engine of the proxy has reported anything
+// (`LastReport`), that says nothing of this one: the line is taken to have gone on as predicted.
 //
 // Pure: times (seconds, of one clock) are arguments. No lock: the owner keeps other threads away. Each call
 // about a request that is not known changes nothing, so that reports may come late, twice or never.
@@ -15,9 +16,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace moonpool {
 
@@ -33,6 +36,11 @@ struct Prefilled {
 // meanwhile, for each of its gaps.
 struct Decoded {
     double batch = 0, context_tokens = 0, gap_s = 0, stall_s = 0;
+};
+
+// When the proxy last got a report of any of its engines.
+struct LastReport {
+    double at_s = -INFINITY;
 };
 
 class WorkerLoad {
@@ -59,6 +67,8 @@ class WorkerLoad {
     // By how much reports of this engine are late: a mean of the last ones.
     double lag_s() const { return std::max(lag_s_, 0.0); }
 
+    // Of the proxy whose engine this is; without it reports are taken to come all the time.
+    void follow_reports(std::shared_ptr<const LastReport> last) { last_report_ = std::move(last); }
     // A report came so many seconds after its event.
     void reported(double age_s);
     // What happens. silent: its end will not be heard of, so it is taken to last as long as predicted.
@@ -98,7 +108,7 @@ class WorkerLoad {
     };
 
     void drop(Queue::value_type& prefill);
-    void follow();
+    void recompute_line();
     // When the first of the line was begun.
     double head_began_s() const { return std::max(head_since_s_, first_->second.sent_s); }
     void integrate(double now_s);
@@ -117,6 +127,7 @@ class WorkerLoad {
     double last_sent_s_ = -INFINITY;  // of all prefills
     double free_s_ = 0;               // when the line will be empty
     double lag_s_ = 0;
+    std::shared_ptr<const LastReport> last_report_;
     std::unordered_map<int64_t, Decode> decodes_;
     size_t in_both_ = 0;
     int64_t context_ = 0;

@@ -119,6 +119,11 @@ void bind_workers(py::module_& m) {
         .def_readonly("gap_s", &Decoded::gap_s, "Between two of its tokens.")
         .def_readonly("stall_s", &Decoded::stall_s, "Of prefill there, for each of these gaps.");
 
+    py::class_<LastReport, std::shared_ptr<LastReport>>(
+        m, "LastReport", "When a proxy last got a report of any of its engines. at_s: seconds of its clock.")
+        .def(py::init<>())
+        .def_readwrite("at_s", &LastReport::at_s);
+
     py::class_<WorkerLoad, std::shared_ptr<WorkerLoad>>(
         m, "WorkerLoad",
         "What one engine has to do: prefills in line, requests that decode. Requests are named by integers; "
@@ -142,6 +147,11 @@ void bind_workers(py::module_& m) {
         .def_property_readonly(
             "lag_s", &WorkerLoad::lag_s,
             "By how many seconds reports of this engine are late: a mean of the last ones.")
+        .def(
+            "follow_reports",
+            [](WorkerLoad& self, std::shared_ptr<LastReport> last) { self.follow_reports(std::move(last)); },
+            py::arg("last"),
+            "While the proxy gets no report of any engine, this one's line goes on as predicted.")
         .def("reported", &WorkerLoad::reported, py::arg("age_s"),
              "A report came so many seconds after its event.")
         .def("prefill_began", &WorkerLoad::prefill_began, py::arg("request"), py::arg("tokens"),

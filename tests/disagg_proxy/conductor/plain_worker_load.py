@@ -65,6 +65,7 @@ class WorkerLoad:
         self._head_since_s = 0.0
         self._head_since = (0.0, 0.0)
         self._mean_age_s = 0.0
+        self.heard_s = math.inf  # when the proxy last got any engine's report
         self._decodes: dict[int, _Decode] = {}
         self._in_both = 0
         self._context = 0
@@ -120,7 +121,7 @@ class WorkerLoad:
                 for prefill in self._prefills.values():
                     free_s = max(free_s, prefill.sent_s) + prefill.predicted_s
                 # Not reported though it could have been: it still goes on, and all behind it begin later.
-                late_s = max(now_s - max(self._mean_age_s, 0.0) - head_ends_s, 0.0)
+                late_s = max(min(now_s, self.heard_s) - max(self._mean_age_s, 0.0) - head_ends_s, 0.0)
                 return min(max(free_s + late_s - now_s, 0.0), self._prefill_sum_s)
             self._ended_s += head.predicted_s
             self._begin_head(head_ends_s)
