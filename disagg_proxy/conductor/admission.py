@@ -155,9 +155,10 @@ class Admission:
             there = self._then(choice.decode, first_s, now_s)
             first_s += self._room_wait_s(request, choice.decode, there)
             gap_s = self._gap_s(request, choice.decode, there, choice.decode.load.stall_s(now_s))
-        likely_s = waited_s + first_s * self.ttft_margin.factor
+        likely_s, left_s = first_s * self.ttft_margin.factor, wanted.ttft_s - waited_s
         refusal = None
-        if likely_s > wanted.ttft_s:
+        if likely_s > left_s and self._is_certain(request, choice, likely_s, left_s):
+            likely_s += waited_s
             said = f"{likely_s:.3g}" if likely_s < 10 else f"{likely_s:.1f}"
             refusal = Refusal(
                 "ttft",
@@ -299,6 +300,16 @@ class Admission:
         """stall_s: seconds of prompts that are computed there, for each gap."""
         context_tokens = there.context_tokens + request.tokens
         return decode.decode_model.predict(there.requests + 1, context_tokens, stall_s)
+
+    @staticmethod
+    def _is_certain(request: Request, choice: Choice, likely_s: float, wanted_s: float) -> bool:
+        """Whether a TTFT of ``likely_s`` is above ``wanted_s`` even if the worker's model is as wrong as it may
+        be for what it has not learnt yet. The whole queue there was predicted by the same model."""
+        computes = choice.computes
+        own, pool = request.own_at(computes), request.from_pool(computes)
+        doubt_s = computes.prefill_model.doubt_s(request.tokens, own, pool)
+        prefill_s = computes.prefill_model.predict(request.tokens, own, pool)
+        return likely_s * max(prefill_s - doubt_s, 0.0) > wanted_s * prefill_s
 
     def _lacks(self, request: Request, decode: Worker, there: Occupancy) -> float:
         """Tokens by which the request exceeds the decode worker's room; 0 where the room is not known."""

@@ -52,6 +52,8 @@ PrefillModel::PrefillModel() : regression_(kPrefillPrior, kPrefillSpread, kFloor
 
 double PrefillModel::predict(const PrefillWork& work) const { return regression_.predict(features_of(work)); }
 
+double PrefillModel::doubt_s(const PrefillWork& work) const { return regression_.doubt(features_of(work)); }
+
 double PrefillModel::transfer_s(int64_t pool) const {
     PrefillCosts by = costs();
     double token_s = std::max(by.fetch_token_s, by.fetch_hidden_token_s);
@@ -68,6 +70,10 @@ double HandoverModel::predict(int64_t tokens) const {
     return regression_.predict(std::array{1.0, static_cast<double>(tokens) * kThousand});
 }
 
+double HandoverModel::doubt_s(int64_t tokens) const {
+    return regression_.doubt(std::array{1.0, static_cast<double>(tokens) * kThousand});
+}
+
 std::optional<double> HandoverModel::observe(int64_t tokens, double seconds) {
     return regression_.observe(std::array{1.0, static_cast<double>(tokens) * kThousand}, seconds);
 }
@@ -76,6 +82,10 @@ DecodeModel::DecodeModel() : regression_(kDecodePrior, kDecodeSpread, kDecodeFlo
 
 double DecodeModel::predict(double batch, double context_tokens, double stall_s) const {
     return regression_.predict(std::array{1.0, batch, context_tokens * kThousand, stall_s});
+}
+
+double DecodeModel::doubt_s(double batch, double context_tokens, double stall_s) const {
+    return regression_.doubt(std::array{1.0, batch, context_tokens * kThousand, stall_s});
 }
 
 std::optional<double> DecodeModel::observe(double batch, double context_tokens, double seconds,

@@ -99,6 +99,8 @@ class PrefillModel {
     }
     // Seconds before the first token, without waiting for its turn.
     double predict(const PrefillWork& work) const;
+    // How far off that may be for what has not been learnt yet (Regression::doubt).
+    double doubt_s(const PrefillWork& work) const;
     // Of so many tokens with nothing before them and nothing to hide behind.
     double transfer_s(int64_t pool) const;
     // The error of the prediction before; nothing for a sample that changes nothing (Regression::observe).
@@ -114,6 +116,7 @@ class HandoverModel {
    public:
     HandoverModel();
     double predict(int64_t tokens) const;
+    double doubt_s(int64_t tokens) const;  // as of PrefillModel
     std::optional<double> observe(int64_t tokens, double seconds);
     PooledRegression& regression() { return regression_; }
 
@@ -128,6 +131,7 @@ class DecodeModel {
     // batch: requests that decode together, this one included; context_tokens: of all of them.
     // stall_s: seconds of prefill there for each of its tokens.
     double predict(double batch, double context_tokens, double stall_s = 0) const;
+    double doubt_s(double batch, double context_tokens, double stall_s = 0) const;  // as of PrefillModel
     // Seconds of a step of those that decode, averages over some time; 0 without any.
     double step_s(double batch, double context_tokens) const {
         return batch > 0 ? std::min(batch, 1.0) * predict(std::max(batch, 1.0), context_tokens) : 0.0;

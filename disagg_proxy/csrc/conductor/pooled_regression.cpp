@@ -47,6 +47,11 @@ double PooledRegression::predict(std::span<const double> features) const {
     return share_ == 0 ? kind : kind + share_ * (own_.predict(features) - kind);
 }
 
+double PooledRegression::doubt(std::span<const double> features) const {
+    double kind = kind_->regression.doubt(features);
+    return share_ == 0 ? kind : kind + share_ * (own_.doubt(features) - kind);
+}
+
 std::optional<double> PooledRegression::observe(std::span<const double> features, double y) {
     double predicted = predict(features), kind = kind_->regression.predict(features);
     double own_predicted = own_.predict(features);

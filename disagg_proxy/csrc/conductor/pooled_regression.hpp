@@ -34,6 +34,8 @@ class PooledRegression {
         return share_ == 0 ? kind_->regression.coefficients() : mix_coefficients(mixed);
     }
     double predict(std::span<const double> features) const;
+    // How far off the prediction may be, as Regression::doubt.
+    double doubt(std::span<const double> features) const;
     // Learns from one sample. Returns the error of the prediction before, y - predicted; nothing for a sample
     // that changes nothing.
     std::optional<double> observe(std::span<const double> features, double y);

@@ -35,6 +35,11 @@ Regression::Regression(std::span<const double> prior, std::span<const double> sp
 
 double Regression::predict(std::span<const double> features) const { return dot(coefficients(), features); }
 
+double Regression::doubt(std::span<const double> features) const {
+    Row reach = reach_of(features);
+    return std::sqrt(std::max(dot({reach.data(), size_}, features), 0.0));
+}
+
 bool Regression::allows(std::span<const double> features, double y) const {
     double predicted = predict(features);
     return std::abs(y - predicted) <=

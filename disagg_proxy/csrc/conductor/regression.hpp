@@ -40,6 +40,9 @@ class Regression {
     // far off.
     std::optional<double> observe(std::span<const double> features, double y, bool certain = false);
 
+    // How far off the prediction may be for what is not known of the coefficients (standard deviation): wide
+    // before the first samples of such work, and small later. Errors of single samples are not in it.
+    double doubt(std::span<const double> features) const;
     // Whether the sample lies within what is uncertain of its prediction.
     bool allows(std::span<const double> features, double y) const;
 

@@ -53,6 +53,8 @@ auto own_only(const char* name, Value (Regression::*value)() const) {
 constexpr const char* kObserved =
     "Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that "
     "changes nothing.";
+constexpr const char* kDoubt =
+    "How far off ``predict`` may be for what has not been learnt yet: seconds, a standard deviation.";
 
 }  // namespace
 
@@ -169,6 +171,14 @@ void bind_cost_models(py::module_& m) {
             },
             py::arg("tokens"), py::arg("own") = 0, py::arg("pool") = 0, py::arg("ahead_s") = 0.0,
             py::kw_only(), py::arg("queued") = false, py::arg("step_s") = 0.0)
+        .def(
+            "doubt_s",
+            [](const PrefillModel& self, int64_t tokens, int64_t own, int64_t pool, double ahead_s,
+               bool queued, double step_s) {
+                return self.doubt_s({tokens, own, pool, ahead_s, queued, step_s});
+            },
+            py::arg("tokens"), py::arg("own") = 0, py::arg("pool") = 0, py::arg("ahead_s") = 0.0,
+            py::kw_only(), py::arg("queued") = false, py::arg("step_s") = 0.0, kDoubt)
         .def("transfer_s", &PrefillModel::transfer_s, py::arg("pool"),
              "Seconds of a fetch of so many tokens with nothing before them and nothing to hide behind.")
         .def(
@@ -185,6 +195,7 @@ void bind_cost_models(py::module_& m) {
         .def(py::init<>())
         .def_property_readonly("regression", &HandoverModel::regression)
         .def("predict", &HandoverModel::predict, py::arg("tokens"))
+        .def("doubt_s", &HandoverModel::doubt_s, py::arg("tokens"), kDoubt)
         .def("observe", &HandoverModel::observe, py::arg("tokens"), py::arg("seconds"), kObserved);
 
     py::class_<DecodeModel, std::shared_ptr<DecodeModel>>(
@@ -197,6 +208,8 @@ void bind_cost_models(py::module_& m) {
         .def_property_readonly("regression", &DecodeModel::regression)
         .def("predict", &DecodeModel::predict, py::arg("batch"), py::arg("context_tokens"),
              py::arg("stall_s") = 0.0)
+        .def("doubt_s", &DecodeModel::doubt_s, py::arg("batch"), py::arg("context_tokens"),
+             py::arg("stall_s") = 0.0, kDoubt)
         .def("step_s", &DecodeModel::step_s, py::arg("batch"), py::arg("context_tokens"),
              "Of a step of those that decode, averages over some time; 0 without any.")
         .def("observe", &DecodeModel::observe, py::arg("batch"), py::arg("context_tokens"),

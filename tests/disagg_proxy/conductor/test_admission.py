@@ -9,11 +9,44 @@ import pytest
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Objective
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
+from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
+from tests.disagg_proxy.conductor.confirmed import confirm
+
+PREFILLED = Observation(
+    0,
+    1,
+    0,
+    2,
+    0.0,
+    0.0,
+    0.0,
+    0.0,
+    0.0,
+    0.0,
+    -1,
+    -1,
+    -1,
+    -1,
+    200,
+    0,
+    1,
+    1,
+    1,
+    Stage.PREFILLED,
+    0,
+    b"",
+    b"",
+    b"",
+)
 
 
 def pair(room_tokens: int = 0) -> tuple[Worker, Worker]:
-    return Worker(0, "p", Role.PREFILL), Worker(1, "d", Role.DECODE, room_tokens=room_tokens)
+    """A prefill worker that is known to take as long as is assumed at first, and one that decodes."""
+    prefill = Worker(0, "p", Role.PREFILL)
+    confirm(prefill)
+    return prefill, Worker(1, "d", Role.DECODE, room_tokens=room_tokens)
 
 
 def choice(prefill: Worker, decode: Worker, prefill_s: float) -> Choice:
@@ -34,6 +67,40 @@ def test_everybody_is_taken_who_is_in_time() -> None:
     assert admission.predict(asked, choice(prefill, decode, 1.0), 0.0, objective=own).refusal is None
     late = admission.predict(asked, choice(prefill, decode, 1.0), 2.0, objective=own, waited_s=8.0)
     assert late.refusal is not None
+
+
+def test_what_has_not_been_learnt_yet_refuses_no_request() -> None:
+    """A long prompt at engines of which nothing is known: the prediction is a guess."""
+    admission, decode = Admission(Objective(ttft_s=1.0)), Worker(1, "d", Role.DECODE)
+    worker, asked = Worker(0, "p", Role.PREFILL), Request(tokens=20_000)
+    one = Choice(decode, worker)
+    prediction = admission.predict(asked, one, 0.0)
+    assert prediction.ttft_s > 2.0
+    assert prediction.refusal is None
+    confirm(worker)
+    refusal = admission.predict(asked, one, 0.0).refusal
+    assert refusal is not None
+    assert refusal.reason == "ttft"
+    # Of fetches from the pool nothing was learnt.
+    assert admission.predict(asked._replace(pool=19_000), one, 0.0).refusal is None
+
+
+def test_a_queue_is_not_late_where_no_engine_has_reported_anything() -> None:
+    """Reports stop: an engine that has a prompt in work may have ended it long ago."""
+    admission, decode = Admission(Objective(ttft_s=1.0)), Worker(2, "d", Role.DECODE)
+    workers = [Worker(place, f"p{place}", Role.PREFILL) for place in range(2)]
+    tracker = InflightTracker([*workers, decode], admission)
+    for worker in workers:
+        confirm(worker)
+    for number in range(8):
+        one = Choice(decode, workers[number % 2], 1.0)
+        tracker.on_dispatch(number, one, Request(tokens=100), streams=True, now_s=0.0)
+    assert [worker.load.wait_s(0.0) for worker in workers] == [4.0, 4.0]
+    assert [worker.load.wait_s(10.0) for worker in workers] == [0.0, 0.0]
+    assert admission.predict(Request(tokens=100), Choice(decode, workers[0], 0.1), 10.0).refusal is None
+    tracker.observe(PREFILLED._replace(request=1, prefill_done_s=10.0))  # they come again: p0 is late indeed
+    assert [worker.load.wait_s(10.0) for worker in workers] == [3.0, 3.0]
+    assert admission.predict(Request(tokens=100), Choice(decode, workers[0], 0.1), 10.0).refusal is not None
 
 
 def test_prompts_that_are_computed_between_tokens_count() -> None:

@@ -24,6 +24,7 @@ from moonpool.disagg_proxy.conductor.scheduler import (
 )
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
+from tests.disagg_proxy.conductor.confirmed import confirm
 
 LONG = 20_000
 BLANK = Observation(0, 1, -1, 0, *(0.0,) * 6, *(-1,) * 4, 200, Outcome.ANSWERED, 1, 0, 1, 0, 0, b"", b"", b"")
@@ -146,6 +147,7 @@ def test_a_limit_of_all_waits_counts_for_those_that_wait_already() -> None:
 
 def test_what_would_be_too_late_is_refused_and_is_not_in_the_books() -> None:
     bed = Bed()
+    confirm(bed.workers[0])
     objective = Objective(ttft_s=3.0)
     scheduler = made(bed, objective)
     scheduler.submit(request(1, objective=objective), 0.0)
