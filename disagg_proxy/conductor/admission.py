@@ -303,8 +303,8 @@ class Admission:
 
     @staticmethod
     def _is_certain(request: Request, choice: Choice, likely_s: float, wanted_s: float) -> bool:
-        """Whether a TTFT of ``likely_s`` is above ``wanted_s`` even if the worker's model is as wrong as it may
-        be for what it has not learnt yet. The whole queue there was predicted by the same model."""
+        """Whether a TTFT of ``likely_s`` is above ``wanted_s`` even if the worker's model is as wrong as it
+        may be for what it has not learnt yet. The whole queue there was predicted by the same model."""
         computes = choice.computes
         own, pool = request.own_at(computes), request.from_pool(computes)
         doubt_s = computes.prefill_model.doubt_s(request.tokens, own, pool)

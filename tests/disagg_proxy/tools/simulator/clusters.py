@@ -44,8 +44,9 @@ def at_random(rng: random.Random, count: int, per_s: float) -> list[Arrival]:
     return arrivals
 
 
-def unshared_prompts(folder: Path, *, per_s: float) -> Path:
-    """A trace of 2,000 prompts of all lengths, of which no two begin alike."""
+def unshared_prompts(folder: Path, *, per_s: float, long_share: float = 0.0) -> Path:
+    """A trace of 2,000 prompts of up to 20,000 tokens, of which no two begin alike; this share of them has
+    100,000 tokens."""
     random_ = random.Random(20261127)
 
     def rows() -> Iterator[tuple[float, int, int, list[int]]]:
@@ -53,8 +54,23 @@ def unshared_prompts(folder: Path, *, per_s: float) -> Path:
         for _ in range(2000):
             at_s += random_.expovariate(per_s)
             tokens = int(min(max(random_.lognormvariate(8.0, 0.8), 100), 20_000))
+            if random_.random() < long_share:
+                tokens = 100_000
             count = -(-tokens // BLOCK_TOKENS)
             yield at_s, tokens, 20, list(range(block, block + count))
             block += count
+
+    return write_trace(folder, *rows())
+
+
+def one_prefix(folder: Path, *, per_s: float) -> Path:
+    """A trace of 2,000 prompts that have all but their last tokens, 4,096 of them, in common."""
+    random_ = random.Random(20261127)
+
+    def rows() -> Iterator[tuple[float, int, int, list[int]]]:
+        at_s, shared = 0.0, list(range(8))
+        for number in range(2000):
+            at_s += random_.expovariate(per_s)
+            yield at_s, 8 * BLOCK_TOKENS + random_.randrange(1, BLOCK_TOKENS), 20, [*shared, 100 + number]
 
     return write_trace(folder, *rows())
