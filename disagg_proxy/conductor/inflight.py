@@ -161,7 +161,7 @@ class InflightTracker:
             return
         if now_s is not None:
             _reported(observation, sent, now_s)
-        self._heard(observation, now_s)
+        sent.choice.computes.load.heard(_event_s(observation) if now_s is None else now_s)
         if observation.stage == _PREFILLED:
             self._prefilled(observation, sent, observation.prefill_done_s)
         elif observation.stage == _BEGUN:
@@ -190,13 +190,6 @@ class InflightTracker:
         held = sum(worker.load.requests for worker in self.workers)
         if not self._sent and not remote_requests and held:
             raise AssertionError(f"{held} requests are in the loads and none was sent")
-
-    def _heard(self, observation: Observation, now_s: float | None) -> None:
-        at_s = now_s
-        if at_s is None:
-            at_s = max(observation.prefill_done_s, observation.first_byte_s, observation.last_byte_s)
-        if at_s < math.inf:  # NaN is not
-            self._last_report.at_s = max(self._last_report.at_s, at_s)
 
     def _prefilled(self, observation: Observation, sent: InFlight, at_s: float) -> None:
         computes = sent.choice.computes
@@ -336,6 +329,11 @@ class InflightTracker:
         computes, decode = sent.choice.computes.load, sent.choice.decode.load
         computes.prefill_ended(request, now_s, done=False)
         decode.decode_ended(request, 0, now_s)
+
+
+def _event_s(observation: Observation) -> float:
+    """When the reported event was."""
+    return max(observation.prefill_done_s, observation.first_byte_s, observation.last_byte_s)
 
 
 def _reported(observation: Observation, sent: InFlight, now_s: float) -> None:

@@ -63,21 +63,25 @@ class RemoteInflight:
                 known = theirs.get(change.request)
                 if known is not None:
                     known.computes.remote_arrivals.reported(change.predicted_s, lag_s, now_s)
-            elif isinstance(change, Prefilled):
-                self._computed(theirs.get(change.request), then_s)
-            elif isinstance(change, Begun):
-                found = theirs.get(change.request)
-                if change.computed:
-                    self._computed(found, then_s)
-                self._decodes(found, then_s)
-            elif isinstance(change, Gone):
-                self._leave(theirs, change.request, then_s)
             elif isinstance(change, BlocksExpected):
                 worker = self._find(change.engine, change.at)
                 if worker is None:
                     self.unknown += 1
                 else:
                     self._placed(worker, change.block_tokens, change.keys)
+            elif change.request in theirs:
+                self._report(theirs, change, then_s)
+
+    def _report(self, theirs: dict[int, _Theirs], change: Prefilled | Begun | Gone, now_s: float) -> None:
+        known = theirs[change.request]
+        known.computes.load.heard(now_s)
+        if isinstance(change, Gone):
+            self._leave(theirs, change.request, now_s)
+            return
+        if isinstance(change, Prefilled) or change.computed:
+            self._computed(known, now_s)
+        if isinstance(change, Begun):
+            self._decodes(known, now_s)
 
     def replace(self, sender: str, state: Iterable[Change], now_s: float, *, lag_s: float = 0.0) -> None:
         """Replaces all requests of a sender. Known requests keep their position in the queue. lag_s: how long
@@ -98,6 +102,8 @@ class RemoteInflight:
             if known is None:
                 self._enter(theirs, entry, now_s)
                 known = theirs.get(request)
+            if known is None:  # of an unknown engine
+                continue
             if entry.computed:
                 self._computed(known, now_s)
             if entry.decoding:
@@ -157,14 +163,14 @@ class RemoteInflight:
             self._decodes(known, now_s)
 
     @staticmethod
-    def _computed(known: _Theirs | None, now_s: float) -> None:
-        if known is not None and not known.computed:
+    def _computed(known: _Theirs, now_s: float) -> None:
+        if not known.computed:
             known.computed = True
             known.computes.load.prefill_ended(known.name, now_s)
 
     @staticmethod
-    def _decodes(known: _Theirs | None, now_s: float) -> None:
-        if known is not None and not known.decoding:
+    def _decodes(known: _Theirs, now_s: float) -> None:
+        if not known.decoding:
             known.decoding = True
             _arrived(known)
             known.decode.load.decode_began(known.name, known.tokens, now_s)

@@ -955,15 +955,9 @@ class Decoded:
         """
 class LastReport:
     """
-    When a proxy last got a report of any of its engines. at_s: seconds of its clock.
+    When a proxy last got a report of any of its engines: all of their loads share it.
     """
     def __init__(self) -> None:
-        ...
-    @property
-    def at_s(self) -> float:
-        ...
-    @at_s.setter
-    def at_s(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
 class WorkerLoad:
     """
@@ -990,6 +984,10 @@ class WorkerLoad:
     def forget_all(self) -> None:
         """
         The engine is gone, and what it had to do with it.
+        """
+    def heard(self, at_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        A report of this engine came, which says what has happened until then.
         """
     def prefill_began(self, request: typing.SupportsInt | typing.SupportsIndex, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.SupportsInt | typing.SupportsIndex, pool: typing.SupportsInt | typing.SupportsIndex, predicted_s: typing.SupportsFloat | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, silent: bool = False) -> None:
         """

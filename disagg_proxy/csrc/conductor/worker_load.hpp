@@ -38,7 +38,7 @@ struct Decoded {
     double batch = 0, context_tokens = 0, gap_s = 0, stall_s = 0;
 };
 
-// When the proxy last got a report of any of its engines.
+// When a proxy last got a report of any of its engines: all of their loads share it.
 struct LastReport {
     double at_s = -INFINITY;
 };
@@ -68,7 +68,11 @@ class WorkerLoad {
     double lag_s() const { return std::max(lag_s_, 0.0); }
 
     // Of the proxy whose engine this is; without it reports are taken to come all the time.
-    void follow_reports(std::shared_ptr<const LastReport> last) { last_report_ = std::move(last); }
+    void follow_reports(std::shared_ptr<LastReport> last) { last_report_ = std::move(last); }
+    // A report of this engine came, which says what has happened until then.
+    void heard(double at_s) {
+        if (last_report_ && at_s < INFINITY) last_report_->at_s = std::max(last_report_->at_s, at_s);
+    }
     // A report came so many seconds after its event.
     void reported(double age_s);
     // What happens. silent: its end will not be heard of, so it is taken to last as long as predicted.
@@ -127,7 +131,7 @@ class WorkerLoad {
     double last_sent_s_ = -INFINITY;  // of all prefills
     double free_s_ = 0;               // when the line will be empty
     double lag_s_ = 0;
-    std::shared_ptr<const LastReport> last_report_;
+    std::shared_ptr<LastReport> last_report_;
     std::unordered_map<int64_t, Decode> decodes_;
     size_t in_both_ = 0;
     int64_t context_ = 0;

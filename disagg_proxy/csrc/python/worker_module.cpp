@@ -120,9 +120,8 @@ void bind_workers(py::module_& m) {
         .def_readonly("stall_s", &Decoded::stall_s, "Of prefill there, for each of these gaps.");
 
     py::class_<LastReport, std::shared_ptr<LastReport>>(
-        m, "LastReport", "When a proxy last got a report of any of its engines. at_s: seconds of its clock.")
-        .def(py::init<>())
-        .def_readwrite("at_s", &LastReport::at_s);
+        m, "LastReport", "When a proxy last got a report of any of its engines: all of their loads share it.")
+        .def(py::init<>());
 
     py::class_<WorkerLoad, std::shared_ptr<WorkerLoad>>(
         m, "WorkerLoad",
@@ -152,6 +151,8 @@ void bind_workers(py::module_& m) {
             [](WorkerLoad& self, std::shared_ptr<LastReport> last) { self.follow_reports(std::move(last)); },
             py::arg("last"),
             "While the proxy gets no report of any engine, this one's line goes on as predicted.")
+        .def("heard", &WorkerLoad::heard, py::arg("at_s"),
+             "A report of this engine came, which says what has happened until then.")
         .def("reported", &WorkerLoad::reported, py::arg("age_s"),
              "A report came so many seconds after its event.")
         .def("prefill_began", &WorkerLoad::prefill_began, py::arg("request"), py::arg("tokens"),

@@ -219,10 +219,11 @@ def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
         load, plain, now_s, last = WorkerLoad(), plain_worker_load.WorkerLoad(), 0.0, LastReport()
         if rng.random() < 0.5:
             load.follow_reports(last)
-            plain.heard_s = last.at_s
+            plain.heard_s = -math.inf
         for _ in range(300):
             if rng.random() < 0.3 and plain.heard_s < math.inf:
-                last.at_s = plain.heard_s = now_s
+                load.heard(now_s)
+                plain.heard_s = max(plain.heard_s, now_s)
             now_s += rng.choice((0.0, rng.random(), -0.01))
             request = rng.randrange(-6, 6)
             if rng.random() < 0.1:

@@ -9,6 +9,7 @@ import random
 import msgspec
 import pytest
 
+from moonpool._native import LastReport
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
@@ -38,6 +39,9 @@ def fleet() -> list[Worker]:
 
 
 def shared_of(instances: list[Worker]) -> RemoteInflight:
+    last = LastReport()
+    for each in instances:
+        each.load.follow_reports(last)
     return RemoteInflight(lambda name, _: {each.name: each for each in instances}.get(name))
 
 
