@@ -157,7 +157,7 @@ class Admission:
             gap_s = self._gap_s(request, choice.decode, there, choice.decode.load.stall_s(now_s))
         likely_s, left_s = first_s * self.ttft_margin.factor, wanted.ttft_s - waited_s
         refusal = None
-        if likely_s > left_s and self._is_certain(request, choice, likely_s, left_s):
+        if likely_s > left_s and likely_s - self._doubt_s(request, choice, now_s) > left_s:
             likely_s += waited_s
             said = f"{likely_s:.3g}" if likely_s < 10 else f"{likely_s:.1f}"
             refusal = Refusal(
@@ -301,15 +301,24 @@ class Admission:
         context_tokens = there.context_tokens + request.tokens
         return decode.decode_model.predict(there.requests + 1, context_tokens, stall_s)
 
-    @staticmethod
-    def _is_certain(request: Request, choice: Choice, likely_s: float, wanted_s: float) -> bool:
-        """Whether a TTFT of ``likely_s`` is above ``wanted_s`` even if the worker's model is as wrong as it
-        may be for what it has not learnt yet. The whole queue there was predicted by the same model."""
+    def _doubt_s(self, request: Request, choice: Choice, now_s: float) -> float:
+        """By how much the predicted TTFT may be too long for what the worker's model has not learnt yet: of
+        this prompt, and of the queue before it, whose prompts are taken to be as their mean."""
         computes = choice.computes
-        own, pool = request.own_at(computes), request.from_pool(computes)
-        doubt_s = computes.prefill_model.doubt_s(request.tokens, own, pool)
-        prefill_s = computes.prefill_model.predict(request.tokens, own, pool)
-        return likely_s * max(prefill_s - doubt_s, 0.0) > wanted_s * prefill_s
+        model, load = computes.prefill_model, computes.load
+        own, pool = request.own_at(computes), request.from_pool(computes) if choice.fetch else 0
+        ahead_s = request.holder.ahead_s(now_s) if pool and request.holder is not None else 0.0
+        step_s = computes.decode_model.step_s(load.decodes, load.context_tokens)
+        wait_s = load.wait_s(now_s)
+        asked, queued = (request.tokens, own, pool, ahead_s), wait_s > 0
+        prefill_s = model.predict(*asked, queued=queued, step_s=step_s)
+        doubt_s = min(model.doubt_s(*asked, queued=queued, step_s=step_s), prefill_s)
+        if queued:
+            tokens = load.prefill_tokens // load.prefills
+            reused = tokens - load.prefill_rest_tokens // load.prefills
+            mean_s = model.predict(tokens, reused, step_s=step_s)
+            doubt_s += wait_s * min(model.doubt_s(tokens, reused, step_s=step_s) / mean_s, 1.0)
+        return doubt_s * self.ttft_margin.factor
 
     def _lacks(self, request: Request, decode: Worker, there: Occupancy) -> float:
         """Tokens by which the request exceeds the decode worker's room; 0 where the room is not known."""

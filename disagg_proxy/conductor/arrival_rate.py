@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 OVER_S = 60.0  # long beside a prefill, short beside the hours of a day
 YOUNG_S = 10.0  # a younger worker's arrivals are assumed to be spread over this time
-LAG_SHARE = 0.1  # of the mean lag, that the last report makes
+LAG_REPORTS = 10  # of the mean lag, that the last report makes one part of
 LOAD_MAX = 0.95  # a higher load counts as this one: beyond it the delay would outlast the load
 
 
@@ -48,20 +48,22 @@ class RemoteArrivals(ArrivalRate):
     lag_s: how long ago they sent what they report now: a mean of the last reports.
     """
 
-    __slots__ = ("lag_s",)
+    __slots__ = ("_reports", "lag_s")
 
     def __init__(self) -> None:
         super().__init__()
         self.lag_s = 0.0
+        self._reports = 0
 
     def reported(self, work_s: float, lag_s: float, now_s: float) -> None:
         """Another proxy reports a request that it sent ``lag_s`` seconds ago."""
         self.add(work_s, now_s)
-        self.lag_s += LAG_SHARE * (lag_s - self.lag_s)
+        self._reports = min(self._reports + 1, LAG_REPORTS)
+        self.lag_s += (lag_s - self.lag_s) / self._reports
 
     def unseen_s(self, now_s: float) -> float:
         """Seconds of prefill that they are expected to have sent, and have not reported yet."""
-        return self.at(now_s)[1] * self.lag_s
+        return self.at(now_s)[1] * self.lag_s if self.lag_s else 0.0
 
 
 def marginal_delay(flows: Sequence[ArrivalRate], now_s: float) -> float:

@@ -22,7 +22,8 @@ class Request(NamedTuple):
     tenant: whose request it is, "" for none in particular; priority: higher is more urgent; session: a
     conversation whose requests share their beginning, "" when not known. gap_s: wanted between two tokens of
     an answer, by this request and, as far as is known, by those that decode. one: it is for one answer to one
-    prompt.
+    prompt. draws: where other proxies choose at the same time, one of the cheapest workers is drawn; False:
+    the cheapest is taken.
     """
 
     tokens: int = 0
@@ -35,6 +36,7 @@ class Request(NamedTuple):
     holder: TransferBacklog | None = None
     gap_s: float = math.inf
     one: bool = True
+    draws: bool = True
 
     @property
     def urgency(self) -> float:

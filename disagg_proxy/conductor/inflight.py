@@ -161,7 +161,8 @@ class InflightTracker:
             return
         if now_s is not None:
             _reported(observation, sent, now_s)
-        sent.choice.computes.load.heard(_event_s(observation) if now_s is None else now_s)
+        if observation.stage in (_PREFILLED, _BEGUN):  # an end may be a client's doing
+            sent.choice.computes.load.heard(_event_s(observation) if now_s is None else now_s)
         if observation.stage == _PREFILLED:
             self._prefilled(observation, sent, observation.prefill_done_s)
         elif observation.stage == _BEGUN:
@@ -332,8 +333,8 @@ class InflightTracker:
 
 
 def _event_s(observation: Observation) -> float:
-    """When the reported event was."""
-    return max(observation.prefill_done_s, observation.first_byte_s, observation.last_byte_s)
+    """When the prefill ended, or the answer began."""
+    return observation.prefill_done_s if observation.stage == _PREFILLED else observation.first_byte_s
 
 
 def _reported(observation: Observation, sent: InFlight, now_s: float) -> None:

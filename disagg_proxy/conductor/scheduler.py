@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moonpool.disagg_proxy.conductor.admission import Admission, Objective, Prediction, Refusal
@@ -264,9 +265,21 @@ class Scheduler(Generic[P]):
         prediction, final, answer = None, False, 0
         if admission is not None:
             objective, answer = pending.objective, round(admission.answers.tokens)
-            prediction = admission.predict(
-                asked, choice, now_s, objective=objective, waited_s=waited_s, only_if_spare=only_if_spare
+            predict = partial(
+                admission.predict,
+                now_s=now_s,
+                objective=objective,
+                waited_s=waited_s,
+                only_if_spare=only_if_spare,
             )
+            prediction = predict(asked, choice)
+            if prediction.refusal is not None and choice.why.get("reason") == "drawn":
+                # It was one of several: the request is judged by the worker that would serve it best.
+                choice = self._choose(asked._replace(draws=False), able.workers, now_s)
+                refusal = driver.objection(pending, choice)
+                if refusal is not None:
+                    return AdmissionResult(0.0, refusal, final=True)
+                prediction = predict(asked, choice)
             refusal = prediction.refusal
             final = admission.is_final(refusal, asked, able.workers, objective)
         sent = refusal is None and send is Send.NOW

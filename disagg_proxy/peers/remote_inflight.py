@@ -74,10 +74,10 @@ class RemoteInflight:
 
     def _report(self, theirs: dict[int, _Theirs], change: Prefilled | Begun | Gone, now_s: float) -> None:
         known = theirs[change.request]
-        known.computes.load.heard(now_s)
         if isinstance(change, Gone):
             self._leave(theirs, change.request, now_s)
             return
+        known.computes.load.heard(now_s)
         if isinstance(change, Prefilled) or change.computed:
             self._computed(known, now_s)
         if isinstance(change, Begun):

@@ -866,10 +866,6 @@ class HandoverModel:
     """
     def __init__(self) -> None:
         ...
-    def doubt_s(self, tokens: typing.SupportsInt | typing.SupportsIndex) -> float:
-        """
-        How far off ``predict`` may be for what has not been learnt yet: seconds, a standard deviation.
-        """
     def observe(self, tokens: typing.SupportsInt | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
@@ -885,10 +881,6 @@ class DecodeModel:
     """
     def __init__(self) -> None:
         ...
-    def doubt_s(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float:
-        """
-        How far off ``predict`` may be for what has not been learnt yet: seconds, a standard deviation.
-        """
     def observe(self, batch: typing.SupportsFloat | typing.SupportsIndex, context_tokens: typing.SupportsFloat | typing.SupportsIndex, seconds: typing.SupportsFloat | typing.SupportsIndex, stall_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> float | None:
         """
         Learns from one sample. The error of the prediction before, seconds - predicted; None for a sample that changes nothing.
@@ -955,7 +947,7 @@ class Decoded:
         """
 class LastReport:
     """
-    When a proxy last got a report of any of its engines: all of their loads share it.
+    When a proxy last got a report of any of its engines, and how many have prompts to compute: all of their loads share it.
     """
     def __init__(self) -> None:
         ...
@@ -979,7 +971,7 @@ class WorkerLoad:
         """
     def follow_reports(self, last: LastReport) -> None:
         """
-        While the proxy gets no report of any engine, this one's line goes on as predicted.
+        While several engines have work and the proxy gets no report of any, this one's line goes on as predicted.
         """
     def forget_all(self) -> None:
         """
@@ -1095,7 +1087,7 @@ class Candidates:
         ...
     def cheapest(self, tokens: typing.SupportsInt | typing.SupportsIndex, own: typing.Any, pool: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex, *, ahead_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, urgency: typing.SupportsFloat | typing.SupportsIndex = 1.0, marginal_delay: typing.SupportsFloat | typing.SupportsIndex = 0.0, reuse_probability: typing.SupportsFloat | typing.SupportsIndex = 0.0, spare_s: typing.SupportsFloat | typing.SupportsIndex = 0.0, stalled: typing.SupportsFloat | typing.SupportsIndex = 0.0, gap_most_s: typing.SupportsFloat | typing.SupportsIndex = ..., need_tokens: typing.SupportsInt | typing.SupportsIndex = 0, without: WorkerView | None = None, last: WorkerView | None = None, last_own: typing.SupportsInt | typing.SupportsIndex = -1, noise: typing.SupportsFloat | typing.SupportsIndex = 0.0, unseen_s: typing.SupportsFloat | typing.SupportsIndex = 0.0) -> tuple:
         """
-        Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it answers, too.
+        The worker that is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it answers, too.
         """
     def least_gap(self, tokens: typing.SupportsInt | typing.SupportsIndex, need_tokens: typing.SupportsInt | typing.SupportsIndex, now_s: typing.SupportsFloat | typing.SupportsIndex) -> tuple[int, float]:
         """

@@ -5,6 +5,7 @@
         x_i = transfer + prefill(n, own, fetched)
         cost = urgency (u_i + x_i)  +  delay x_i (u_i + x_i / 2)  +  reuse b_i (n - own)
                its own time            later requests' time         blocks that are driven out
+    where other proxies choose at the same time, draw one of the cheapest (``Candidates::draw``); else
     take the least; of equals (within 1 ms) the longest match, then the fewest requests, then the one that was
         chosen longest ago; a conversation stays where it was, within the noise of the predictions
     decode: among those with room for prompt and answer, the least predicted gap between tokens
@@ -164,7 +165,7 @@ class Conductor:
             last=last and last.worker,
             last_own=last_own,
             noise=last.worker.ttft_ratios.noise if last is not None else 0.0,
-            unseen_s=group.unseen_s(now_s),
+            unseen_s=group.unseen_s(now_s) if request.draws else 0.0,
         )
         return _Found(group[which], *found)
 

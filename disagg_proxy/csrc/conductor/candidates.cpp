@@ -7,11 +7,10 @@ namespace moonpool {
 
 namespace {
 
-// From 0 to below 1. It depends on the moment, so two proxies draw independently; the same moment gives the
-// same number. (The finaliser of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
-// generators", OOPSLA 2014.)
-double uniform(double now_s, int64_t tokens) {
-    uint64_t bits = std::bit_cast<uint64_t>(now_s) + 0x9e3779b97f4a7c15 * static_cast<uint64_t>(tokens + 1);
+// From 0 to below 1. It depends on the moment, so two proxies draw independently. (The finaliser of
+// SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.)
+double uniform(double now_s, uint64_t number) {
+    uint64_t bits = std::bit_cast<uint64_t>(now_s) + 0x9e3779b97f4a7c15 * number;
     bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
     bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
     bits ^= bits >> 31;
@@ -84,7 +83,7 @@ bool Candidates::may(const WorkerView& view, const Prompt& prompt, double ttft_s
 Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> own) {
     weighed_.clear();
     size_t stays = all_.size();
-    double least = INFINITY, least_ttft_s = INFINITY;
+    double least = INFINITY, least_ttft_s = INFINITY, least_prefill_s = 0;
     size_t left = 0;
     for (size_t i = 0; i < all_.size(); ++i) {
         const WorkerView& view = *all_[i];
@@ -99,7 +98,10 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
             continue;
         }
         ++left;
-        least = std::min(least, weighed.cost);
+        if (weighed.cost < least) {
+            least = weighed.cost;
+            least_prefill_s = weighed.prefill_s;
+        }
         least_ttft_s = std::min(least_ttft_s, weighed.ttft_s);
     }
     auto found = [&](size_t which, Reason reason) {
@@ -114,8 +116,14 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     if (known && weighed_[stays].cost <= near + prompt.noise * weighed_[stays].ttft_s) {
         return found(stays, Reason::kSession);
     }
-    if (left > 1 && prompt.unseen_s > kEqualS) {
-        if (std::optional<size_t> drawn = draw(prompt, least)) return found(*drawn, Reason::kDrawn);
+    if (left > 1 && prompt.unseen_s > kEqualS && prompt.unseen_s < INFINITY) {
+        // Of the unseen work these workers get their part, and each second of it costs what a second of
+        // waiting costs this request.
+        double part = static_cast<double>(left) / static_cast<double>(all_.size());
+        double weight = prompt.urgency + prompt.marginal_delay * least_prefill_s;
+        double chance = uniform(prompt.now_s, ++draws_);
+        std::optional<size_t> drawn = draw(prompt.unseen_s * part * weight, least, chance);
+        if (drawn) return found(*drawn, Reason::kDrawn);
     }
     // Of equals the longest match; of those the one that goes first.
     size_t best = all_.size(), equal = 0, longest = 0;
@@ -136,27 +144,28 @@ Cheapest Candidates::cheapest(const Prompt& prompt, std::span<const uint32_t> ow
     return found(best, soonest ? Reason::kLeastTime : Reason::kSparesOthers);
 }
 
-// Other proxies weigh the same workers, and what they have sent in the last moments is not known here. If all
-// took the least cost, all would take the same worker. So each draws one. A worker's chance is such that,
-// with its part of the unseen work, all that may be drawn cost the same, and the others cost more: Wardrop's
-// equilibrium ("Some theoretical aspects of road traffic research", 1952). Nothing if no cost is a number.
-std::optional<size_t> Candidates::draw(const Prompt& prompt, double least) {
+// Other proxies weigh the same workers, and this proxy does not know what they have sent in the last moments.
+// If every proxy took the least cost, all would take the same worker. So each proxy draws a worker. The
+// worker's chance is such that its cost and its part of the unseen work add up to one level for all workers
+// that may be drawn, and the others cost more: Wardrop's equilibrium ("Some theoretical aspects of road
+// traffic research", 1952). Nothing if fewer than two may be drawn.
+std::optional<size_t> Candidates::draw(double unseen, double least, double chance) {
     auto cost = [&](size_t which) { return weighed_[which].cost; };
     near_.clear();
     for (size_t i = 0; i < all_.size(); ++i) {
-        if (cost(i) < least + prompt.unseen_s) near_.push_back(i);
+        if (cost(i) < least + unseen) near_.push_back(i);
     }
     std::sort(near_.begin(), near_.end(), [&](size_t one, size_t other) {
         return cost(one) != cost(other) ? cost(one) < cost(other) : one < other;
     });
-    double sum = 0, level = INFINITY;  // level: what all that may be drawn cost, with their unseen work
+    double sum = 0, level = INFINITY;
     size_t count = 0;
     while (count < near_.size() && cost(near_[count]) < level) {
         sum += cost(near_[count++]);
-        level = (prompt.unseen_s + sum) / static_cast<double>(count);
+        level = (unseen + sum) / static_cast<double>(count);
     }
-    if (count == 0) return std::nullopt;
-    double left = uniform(prompt.now_s, prompt.tokens) * prompt.unseen_s;
+    if (count < 2) return std::nullopt;
+    double left = chance * unseen;
     for (size_t i = 0; i + 1 < count; ++i) {
         left -= level - cost(near_[i]);
         if (left < 0) return near_[i];

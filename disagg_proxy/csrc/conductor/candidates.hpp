@@ -129,13 +129,14 @@ class Candidates {
     };
     Weighed weigh(const WorkerView& view, const Prompt& prompt, int64_t own) const;
     bool may(const WorkerView& view, const Prompt& prompt, double ttft_s) const;
-    std::optional<size_t> draw(const Prompt& prompt, double least);
+    std::optional<size_t> draw(double unseen, double least, double chance);
     // Of two that are equal otherwise: the fewest requests, then the one that was chosen longest ago.
     bool goes_first(size_t one, size_t other) const;
 
     std::vector<std::shared_ptr<WorkerView>> all_;
     std::vector<Weighed> weighed_;  // of the last question: its memory is used again
     std::vector<size_t> near_;      // candidates that may be drawn; likewise
+    uint64_t draws_ = 0;
 };
 
 }  // namespace moonpool

@@ -70,10 +70,6 @@ double HandoverModel::predict(int64_t tokens) const {
     return regression_.predict(std::array{1.0, static_cast<double>(tokens) * kThousand});
 }
 
-double HandoverModel::doubt_s(int64_t tokens) const {
-    return regression_.doubt(std::array{1.0, static_cast<double>(tokens) * kThousand});
-}
-
 std::optional<double> HandoverModel::observe(int64_t tokens, double seconds) {
     return regression_.observe(std::array{1.0, static_cast<double>(tokens) * kThousand}, seconds);
 }
@@ -82,10 +78,6 @@ DecodeModel::DecodeModel() : regression_(kDecodePrior, kDecodeSpread, kDecodeFlo
 
 double DecodeModel::predict(double batch, double context_tokens, double stall_s) const {
     return regression_.predict(std::array{1.0, batch, context_tokens * kThousand, stall_s});
-}
-
-double DecodeModel::doubt_s(double batch, double context_tokens, double stall_s) const {
-    return regression_.doubt(std::array{1.0, batch, context_tokens * kThousand, stall_s});
 }
 
 std::optional<double> DecodeModel::observe(double batch, double context_tokens, double seconds,

@@ -116,7 +116,6 @@ class HandoverModel {
    public:
     HandoverModel();
     double predict(int64_t tokens) const;
-    double doubt_s(int64_t tokens) const;  // as of PrefillModel
     std::optional<double> observe(int64_t tokens, double seconds);
     PooledRegression& regression() { return regression_; }
 
@@ -131,7 +130,6 @@ class DecodeModel {
     // batch: requests that decode together, this one included; context_tokens: of all of them.
     // stall_s: seconds of prefill there for each of its tokens.
     double predict(double batch, double context_tokens, double stall_s = 0) const;
-    double doubt_s(double batch, double context_tokens, double stall_s = 0) const;  // as of PrefillModel
     // Seconds of a step of those that decode, averages over some time; 0 without any.
     double step_s(double batch, double context_tokens) const {
         return batch > 0 ? std::min(batch, 1.0) * predict(std::max(batch, 1.0), context_tokens) : 0.0;

@@ -15,8 +15,7 @@ double WorkerLoad::wait_s(double now_s) {
         const Prefill& head = first_->second;
         double ends_s = head_began_s() + head.predicted_s;
         if (!head.silent || now_s < ends_s) {
-            double heard_s = last_report_ ? std::min(now_s, last_report_->at_s) : now_s;
-            double late_s = std::max(heard_s - lag_s() - ends_s, 0.0);
+            double late_s = std::max(heard_s(now_s) - lag_s() - ends_s, 0.0);
             return std::clamp(free_s_ - now_s + late_s, 0.0, prefill_sum_s_);
         }
         prefilled_s_ += head.predicted_s;
@@ -24,6 +23,21 @@ double WorkerLoad::wait_s(double now_s) {
         drop(*first_);
     }
     return 0;
+}
+
+double WorkerLoad::heard_s(double now_s) const {
+    bool alone = !last_report_ || last_report_->busy < 2;
+    return alone ? now_s : std::min(now_s, last_report_->at_s);
+}
+
+void WorkerLoad::follow_reports(std::shared_ptr<LastReport> last) {
+    if (first_ != nullptr) count_busy(false);
+    last_report_ = std::move(last);
+    if (first_ != nullptr) count_busy(true);
+}
+
+void WorkerLoad::count_busy(bool busy) {
+    if (last_report_) last_report_->busy += busy ? 1 : -1;
 }
 
 void WorkerLoad::reported(double age_s) {
@@ -41,6 +55,7 @@ void WorkerLoad::prefill_began(int64_t request, int64_t tokens, int64_t own, int
         free_s_ = now_s;
         prefill_sum_s_ = 0;  // sums of floats drift
         first_ = &*at;
+        count_busy(true);
     } else {
         at->second.before = last_;
         last_->second.behind = &*at;
@@ -112,6 +127,7 @@ std::optional<Decoded> WorkerLoad::decode_ended(int64_t request, int64_t tokens,
 }
 
 void WorkerLoad::forget_all() {
+    if (first_ != nullptr) count_busy(false);
     prefills_.clear();
     first_ = last_ = nullptr;
     prefill_sum_s_ = 0;
@@ -133,6 +149,7 @@ void WorkerLoad::drop(Queue::value_type& dropped) {
     int64_t request = dropped.first;
     in_both_ -= decodes_.count(request);
     prefills_.erase(request);
+    if (first_ == nullptr) count_busy(false);
     recompute_line();
 }
 

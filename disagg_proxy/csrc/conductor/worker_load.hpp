@@ -6,8 +6,9 @@
 // prefills correct it, so that a prediction that was wrong does not add up.
 //
 // Reports may come late by a known time, `lag_s`. What was not reported by then is still under way, however
-// long it takes; since then the line went on as predicted. Where no engine of the proxy has reported anything
-// (`LastReport`), that says nothing of this one: the line is taken to have gone on as predicted.
+// long it takes; since then the line went on as predicted. Where several engines of the proxy have work and
+// none has reported anything (`LastReport`), the reports are missing: the line is taken to have gone on as
+// predicted.
 //
 // Pure: times (seconds, of one clock) are arguments. No lock: the owner keeps other threads away. Each call
 // about a request that is not known changes nothing, so that reports may come late, twice or never.
@@ -38,14 +39,17 @@ struct Decoded {
     double batch = 0, context_tokens = 0, gap_s = 0, stall_s = 0;
 };
 
-// When a proxy last got a report of any of its engines: all of their loads share it.
+// When a proxy last got a report of any of its engines, and how many of them have prompts to compute: all of
+// their loads share it.
 struct LastReport {
     double at_s = -INFINITY;
+    size_t busy = 0;
 };
 
 class WorkerLoad {
    public:
     WorkerLoad() = default;
+    ~WorkerLoad() { follow_reports(nullptr); }
     WorkerLoad(const WorkerLoad&) = delete;
 
     // What policies read.
@@ -68,7 +72,7 @@ class WorkerLoad {
     double lag_s() const { return std::max(lag_s_, 0.0); }
 
     // Of the proxy whose engine this is; without it reports are taken to come all the time.
-    void follow_reports(std::shared_ptr<LastReport> last) { last_report_ = std::move(last); }
+    void follow_reports(std::shared_ptr<LastReport> last);
     // A report of this engine came, which says what has happened until then.
     void heard(double at_s) {
         if (last_report_ && at_s < INFINITY) last_report_->at_s = std::max(last_report_->at_s, at_s);
@@ -113,6 +117,10 @@ class WorkerLoad {
 
     void drop(Queue::value_type& prefill);
     void recompute_line();
+    // The line has its first prefill, or its last one has left it.
+    void count_busy(bool busy);
+    // Until when the proxy would know of the end of a prefill here.
+    double heard_s(double now_s) const;
     // When the first of the line was begun.
     double head_began_s() const { return std::max(head_since_s_, first_->second.sent_s); }
     void integrate(double now_s);

@@ -195,7 +195,6 @@ void bind_cost_models(py::module_& m) {
         .def(py::init<>())
         .def_property_readonly("regression", &HandoverModel::regression)
         .def("predict", &HandoverModel::predict, py::arg("tokens"))
-        .def("doubt_s", &HandoverModel::doubt_s, py::arg("tokens"), kDoubt)
         .def("observe", &HandoverModel::observe, py::arg("tokens"), py::arg("seconds"), kObserved);
 
     py::class_<DecodeModel, std::shared_ptr<DecodeModel>>(
@@ -208,8 +207,6 @@ void bind_cost_models(py::module_& m) {
         .def_property_readonly("regression", &DecodeModel::regression)
         .def("predict", &DecodeModel::predict, py::arg("batch"), py::arg("context_tokens"),
              py::arg("stall_s") = 0.0)
-        .def("doubt_s", &DecodeModel::doubt_s, py::arg("batch"), py::arg("context_tokens"),
-             py::arg("stall_s") = 0.0, kDoubt)
         .def("step_s", &DecodeModel::step_s, py::arg("batch"), py::arg("context_tokens"),
              "Of a step of those that decode, averages over some time; 0 without any.")
         .def("observe", &DecodeModel::observe, py::arg("batch"), py::arg("context_tokens"),

@@ -120,7 +120,9 @@ void bind_workers(py::module_& m) {
         .def_readonly("stall_s", &Decoded::stall_s, "Of prefill there, for each of these gaps.");
 
     py::class_<LastReport, std::shared_ptr<LastReport>>(
-        m, "LastReport", "When a proxy last got a report of any of its engines: all of their loads share it.")
+        m, "LastReport",
+        "When a proxy last got a report of any of its engines, and how many have prompts to "
+        "compute: all of their loads share it.")
         .def(py::init<>());
 
     py::class_<WorkerLoad, std::shared_ptr<WorkerLoad>>(
@@ -150,7 +152,8 @@ void bind_workers(py::module_& m) {
             "follow_reports",
             [](WorkerLoad& self, std::shared_ptr<LastReport> last) { self.follow_reports(std::move(last)); },
             py::arg("last"),
-            "While the proxy gets no report of any engine, this one's line goes on as predicted.")
+            "While several engines have work and the proxy gets no report of any, this one's line goes on as "
+            "predicted.")
         .def("heard", &WorkerLoad::heard, py::arg("at_s"),
              "A report of this engine came, which says what has happened until then.")
         .def("reported", &WorkerLoad::reported, py::arg("age_s"),
@@ -223,7 +226,8 @@ void bind_workers(py::module_& m) {
              py::arg("stalled") = 0.0, py::arg("gap_most_s") = INFINITY, py::arg("need_tokens") = 0,
              py::arg("without") = py::none(), py::arg("last") = py::none(), py::arg("last_own") = -1,
              py::arg("noise") = 0.0, py::arg("unseen_s") = 0.0,
-             "Who is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, fetches, "
+             "The worker that is to compute a prompt: (which, reason, ttft_s, prefill_s, transfer_s, own, "
+             "fetches, "
              "lost_s, cost, gap_s). The cost is infinite where none may; gap_s: between its tokens if it "
              "answers, "
              "too.")

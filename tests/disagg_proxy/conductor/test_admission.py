@@ -11,7 +11,7 @@ from moonpool.disagg_proxy.conductor.admission import Admission, Lookahead, Obje
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
-from moonpool.disagg_proxy.data_plane.observations import Observation, Stage
+from moonpool.disagg_proxy.data_plane.observations import Observation, Outcome, Stage
 from tests.disagg_proxy.conductor.confirmed import confirm
 
 PREFILLED = Observation(
@@ -82,7 +82,12 @@ def test_what_has_not_been_learnt_yet_refuses_no_request() -> None:
     assert refusal is not None
     assert refusal.reason == "ttft"
     # Of fetches from the pool nothing was learnt.
-    assert admission.predict(asked._replace(pool=19_000), one, 0.0).refusal is None
+    fetched = asked._replace(pool=19_000)
+    assert admission.predict(fetched, one, 0.0, waited_s=0.7).refusal is None
+    # The queue is known, whatever is not known of the request itself.
+    worker.load.prefill_began(1, 10_000, 0, 0, 100.0, 0.0)
+    for each in (fetched, asked, Request(tokens=100)):
+        assert admission.predict(each, one, 0.0).refusal is not None
 
 
 def test_a_queue_is_not_late_where_no_engine_has_reported_anything() -> None:
@@ -98,9 +103,21 @@ def test_a_queue_is_not_late_where_no_engine_has_reported_anything() -> None:
     assert [worker.load.wait_s(0.0) for worker in workers] == [4.0, 4.0]
     assert [worker.load.wait_s(10.0) for worker in workers] == [0.0, 0.0]
     assert admission.predict(Request(tokens=100), Choice(decode, workers[0], 0.1), 10.0).refusal is None
+    left = PREFILLED._replace(request=0, stage=Stage.ENDED, outcome=Outcome.LEFT, last_byte_s=9.0)
+    tracker.observe(left)  # a client is gone: the next prompt begins, and nothing is known of p1
+    assert [worker.load.wait_s(10.0) for worker in workers] == [2.0, 0.0]
     tracker.observe(PREFILLED._replace(request=1, prefill_done_s=10.0))  # they come again: p0 is late indeed
-    assert [worker.load.wait_s(10.0) for worker in workers] == [3.0, 3.0]
+    assert [worker.load.wait_s(10.0) for worker in workers] == [2.0, 3.0]
     assert admission.predict(Request(tokens=100), Choice(decode, workers[0], 0.1), 10.0).refusal is not None
+
+
+def test_one_engine_alone_is_late_when_it_is() -> None:
+    """No other could have reported anything."""
+    tracker = InflightTracker([Worker(0, "e"), Worker(1, "idle")])
+    (engine, _) = tracker.workers
+    for number in range(4):
+        tracker.on_dispatch(number, Choice(engine, None, 2.0), Request(tokens=100), streams=True, now_s=0.0)
+    assert engine.load.wait_s(8.0) == 6.0
 
 
 def test_prompts_that_are_computed_between_tokens_count() -> None:

@@ -217,8 +217,11 @@ def values(ended: object, names: tuple[str, ...]) -> tuple[object, ...] | None:
 def test_random_stories_are_told_as_by_plain_python(rng: random.Random) -> None:
     for _ in range(30):
         load, plain, now_s, last = WorkerLoad(), plain_worker_load.WorkerLoad(), 0.0, LastReport()
+        other = WorkerLoad()
         if rng.random() < 0.5:
             load.follow_reports(last)
+            other.follow_reports(last)
+            other.prefill_began(0, 1, 0, 0, 1.0, 0.0)  # there are two with work
             plain.heard_s = -math.inf
         for _ in range(300):
             if rng.random() < 0.3 and plain.heard_s < math.inf:

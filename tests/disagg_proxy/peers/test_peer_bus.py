@@ -15,11 +15,11 @@ import zmq
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
-from moonpool.disagg_proxy.peers.peer_clock import LAG_MAX_S
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.wire import VERSION, BlocksExpected, Change, Gone, Head, Kind, Sent, encode
 
 DEADLINE_S = 20.0
+WALL = 1_800_000_000.0
 QUICK = {"gather_s": 0.001, "beat_s": 0.05, "silent_s": 0.6, "resolve_s": 0.1, "state_s": 0.01}
 
 
@@ -35,7 +35,14 @@ class Proxy:
         self.changed = threading.Condition()
         settings = PeerSettings((listen,), peers, token, **{**QUICK, **more})  # type: ignore[arg-type]
         self.waits = waits
-        self.bus = PeerBus(settings, hear=self._hear, lost=self._lost, state=self._state, waits=waits)
+        self.bus = PeerBus(
+            settings,
+            hear=self._hear,
+            lost=self._lost,
+            state=self._state,
+            waits=waits,
+            wall=lambda: WALL,
+        )
 
     def send(self, request: int) -> None:
         with self.changed:
@@ -223,10 +230,10 @@ def test_a_gap_and_nonsense_are_noticed_and_mended(at: Callable[[str], str]) -> 
         (row,) = proxy.bus.stats().values()
         assert (row["missed_total"], row["malformed_total"], row["states_total"]) == (1, 2, 2)
         assert set(proxy.lags_s) == {0.0}  # of a proxy that does not say when it sends
-        say(5, Kind.CHANGES, Gone(3), sent_at=time.time() - 1.0)
+        say(5, Kind.CHANGES, Gone(3), sent_at=WALL - 0.25)
         proxy.wait_for({2})
-        assert 1.0 <= proxy.lags_s[-1] <= LAG_MAX_S
-        assert 0.1 <= proxy.bus.stats()[at("fake")]["lag_seconds"] <= proxy.lags_s[-1]
+        assert proxy.lags_s[-1] == 0.25
+        assert proxy.bus.stats()[at("fake")]["lag_seconds"] == pytest.approx(0.025)
     context.destroy(0)
 
 

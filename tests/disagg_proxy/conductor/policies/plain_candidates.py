@@ -37,7 +37,9 @@ def cheapest(
     last_own: int,
     noise: float,
     unseen_s: float,
+    draws: int = 1,
 ) -> Found:
+    """draws: how many draws there were, this one included."""
     found: list[_Row] = []
     for instance in [each for each in instances if each is not without] or instances:
         own = owned[instance.place] if instance.place < len(owned) else 0
@@ -85,7 +87,10 @@ def cheapest(
         return instances[0], "only", math.inf, 0.0, 0.0, -1, False, 0.0, math.inf, first_s
     row, reason = _best(found, last, noise)
     if reason not in ("only", "session") and unseen_s > EQUAL_S:
-        row, reason = _draw(found, unseen_s, uniform(now_s, tokens)), "drawn"
+        cheapest_row = min(found, key=lambda each: each[0])
+        unseen = unseen_s * len(found) / len(instances) * (urgency + marginal_delay * cheapest_row[2])
+        if sorted(found, key=lambda each: each[0])[1][0] < cheapest_row[0] + unseen:
+            row, reason = _draw(found, unseen, uniform(now_s, draws)), "drawn"
     cost, ttft_s, prefill_s, transfer_s, own, fetches, instance, lost_s, gap_s = row
     return instance, reason, ttft_s, prefill_s, transfer_s, own, fetches, lost_s, cost, gap_s
 
@@ -125,10 +130,10 @@ def _draw(found: list[_Row], unseen_s: float, chance: float) -> _Row:
     return next(each for each in reversed(costs) if each[0] < high)
 
 
-def uniform(now_s: float, tokens: int) -> float:
+def uniform(now_s: float, number: int) -> float:
     (bits,) = struct.unpack("<Q", struct.pack("<d", now_s))
     mask = (1 << 64) - 1
-    bits = (bits + 0x9E3779B97F4A7C15 * (tokens + 1)) & mask
+    bits = (bits + 0x9E3779B97F4A7C15 * number) & mask
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
     bits ^= bits >> 31

@@ -6,6 +6,7 @@ import array
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -71,10 +72,19 @@ def test_random_fleets_are_weighed_as_by_plain_python(rng: random.Random) -> Non
         last = rng.choice((None, rng.choice(fleet)))
         last_own = rng.choice((-1, tokens)) if last is not None else -1
         without = rng.choice((None, None, rng.choice(fleet)))
-        expected = plain_candidates.cheapest(
-            fleet, tokens, own, pool, now_s, without=without, last=last, last_own=last_own, **weights
-        )
-        for form in (own, tuple(own), array.array("I", own)):
+        for number, form in enumerate((own, tuple(own), array.array("I", own))):
+            expected = plain_candidates.cheapest(
+                fleet,
+                tokens,
+                own,
+                pool,
+                now_s,
+                without=without,
+                last=last,
+                last_own=last_own,
+                draws=number + 1,
+                **weights,
+            )
             which, *found = candidates.cheapest(
                 tokens, form, pool, now_s, without=without, last=last, last_own=last_own, **weights
             )
@@ -97,17 +107,24 @@ def test_what_other_proxies_have_sent_unseen_is_shared_by_all_that_draw(rng: ran
             fleet[place].load.prefill_began(1, 100, 0, 0, wait_s, 0.0, silent=False)
     candidates = Candidates(fleet)
 
-    def shares(unseen_s: float) -> list[float]:
+    def shares(unseen_s: float, **more: Any) -> list[float]:
         drawn = [
-            candidates.cheapest(100, (), 0, rng.random() / 1e6, unseen_s=unseen_s)[0] for _ in range(4_000)
+            candidates.cheapest(100, (), 0, rng.random() / 1e6, unseen_s=unseen_s, **more)[0]
+            for _ in range(4_000)
         ]
         return [drawn.count(place) / len(drawn) for place in range(4)]
 
     assert shares(0.0) == [1, 0, 0, 0]
-    # Up to 0.3 s: 0.3, 0.2 and 0.1 s of work bring the first three there; nobody waits for the fourth.
+    # Up to 0.3 s: 0.3, 0.2 and 0.1 s of work bring the first three there; the fourth is later.
     assert shares(0.6) == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0], abs=0.05)
     assert shares(0.1) == pytest.approx([1, 0, 0, 0], abs=0.01)
     assert shares(6.0) == pytest.approx([x / 6 for x in (2.075, 1.975, 1.875, 0.075)], abs=0.05)
+    # An unseen second costs as much as a second of waiting, whatever that costs this request.
+    assert shares(0.6, urgency=1 / 16) == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0], abs=0.05)
+    # Those that may not be chosen take their part with them: 0.3 s for the other two of four.
+    for worker in fleet[2:]:
+        worker.room_tokens = 10
+    assert shares(0.6, need_tokens=100) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.05)
 
 
 def test_what_a_model_learns_counts_at_once_and_nonsense_is_survived() -> None:

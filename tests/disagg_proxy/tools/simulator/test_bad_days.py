@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.disagg_proxy.conductor.admission import Lookahead, Objective
 from moonpool.disagg_proxy.tools.simulator.cluster import Cluster, ClusterSettings
 from moonpool.disagg_proxy.tools.simulator.faults import parse
 from moonpool.disagg_proxy.tools.simulator.job import Job
 from moonpool.disagg_proxy.tools.simulator.machine import MACHINES
 from moonpool.disagg_proxy.tools.simulator.reports import Reporter, ReportSettings
-from moonpool.disagg_proxy.tools.simulator.results import quantile
+from moonpool.disagg_proxy.tools.simulator.results import Slo, quantile
 from moonpool.disagg_proxy.tools.simulator.runs import Plan, simulate
 from tests.disagg_proxy.tools.simulator.clusters import one_prefix, unshared_prompts
 
@@ -55,6 +56,17 @@ def test_an_engine_ten_times_slower_than_its_sisters_gets_what_it_can_do(from_s:
     assert ours.mean_s < 1.15 * day(well).mean_s
     assert ours.mean_s < theirs.mean_s
     assert ours.p99_s < theirs.p99_s
+    assert 5 <= ours.sent[1] <= 150  # a tenth of what each sister gets is 25; before it slows down as much
+
+
+def test_requests_are_not_refused_because_no_reports_come(tmp_path: Path) -> None:
+    plan = Plan(unshared_prompts(tmp_path, per_s=6.0), SEPARATE, speed=4.0)
+    plan = replace(plan, objective=Objective(ttft_s=1.0), admission=Lookahead.NEVER)
+    silent = replace(plan, reports=ReportSettings(silent_from_s=20.0, silent_s=30.0))
+    well, quiet = (simulate(each).results.summary(Slo(1.0)) for each in (plan, silent))
+    print(f"refused: {well.refused}, in a silence of 30 s {quiet.refused}; good: {well.good}, {quiet.good}")
+    assert quiet.refused <= well.refused + 40  # of the 720 that come in the silence
+    assert quiet.good > well.good - 0.03
 
 
 def test_a_fleet_that_doubles_within_a_second_is_used_at_once_and_evenly(tmp_path: Path) -> None:
