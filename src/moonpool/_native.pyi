@@ -82,6 +82,10 @@ class Server:
         """
         What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)
         """
+    def tell_event_endpoints(self, events: str, replay: str) -> None:
+        """
+        Where other hosts subscribe to the node's KV events: its master tells. Call it before start().
+        """
     @property
     def addresses(self) -> list[str]:
         """
@@ -385,6 +389,12 @@ class Member:
     """
     @property
     def address(self) -> str:
+        ...
+    @property
+    def events(self) -> str:
+        ...
+    @property
+    def events_replay(self) -> str:
         ...
     @property
     def host_id(self) -> str:

@@ -26,10 +26,15 @@ class Identity:
     host_id: bytes = b"host"
     address: bytes = b"127.0.0.1:7710"
     socket: bytes = b""
+    events: bytes = b""
+    replay: bytes = b""
 
     def pack(self) -> bytes:
         texts = (self.name, self.host_id, self.address, self.socket)
         return self.incarnation + b"".join(map(w.text16, texts))
+
+    def endpoints(self) -> bytes:
+        return w.text16(self.events) + w.text16(self.replay)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def drops(first: int, hashes: list[bytes], *, every: bool = False) -> bytes:
 
 
 def join(identity: Identity, load: Load) -> bytes:
-    return identity.pack() + load.pack()
+    return identity.pack() + load.pack() + identity.endpoints()
 
 
 def delta(rows: list[tuple[bytes, int]], *, flags: int = 0) -> bytes:

@@ -206,7 +206,9 @@ def test_what_was_removed_during_a_partition_does_not_come_back(
 
 def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
     keys = [bytes([i]) * 16 for i in range(8)]
-    me = Identity(b"me", os.urandom(16), b"host-me", b"127.0.0.1:1", b"/run/me.sock")
+    me = Identity(
+        b"me", os.urandom(16), b"host-me", b"127.0.0.1:1", b"/run/me.sock", b"tcp://h:1", b"tcp://h:2"
+    )
     with (
         connect(master.address, TOKEN, b"member") as node,
         connect(master.address, TOKEN, b"directory") as client,
@@ -228,7 +230,7 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         silent_ms = struct.unpack_from("<Q", members, 17)[0]
         rest = m.member(number, 0, silent_ms, me, Load(objects=4))
         assert members[8] == 3  # it has just started: somebody may have yet to tell what it holds
-        assert members[:8] + members[9:] == struct.pack("<QI", epoch, 1) + rest
+        assert members[:8] + members[9:] == struct.pack("<QI", epoch, 1) + rest + me.endpoints()
         unchanged = client.ask(m.MEMBERS, struct.pack("<Q", epoch)).body
         assert (unchanged[:8], unchanged[8] & 1, len(unchanged)) == (struct.pack("<Q", epoch), 0, 9)
         assert client.ask(m.PLACE, m.place(100, 1, [], [])).body == struct.pack("<HH", 1, number)
@@ -274,7 +276,8 @@ def bad_frames() -> Iterator[tuple[str, bytes, bytes]]:
     yield "rows before joining", b"member", w.frame(m.DELTA, m.delta([]), flags=w.ONE_WAY)
     yield "a name of no bytes", b"member", w.frame(m.JOIN, m.join(Identity(b"", bytes(16)), Load()))
     yield "a long name", b"member", w.frame(m.JOIN, m.join(Identity(b"n" * 257, bytes(16)), Load()))
-    yield "half a JOIN", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-9])
+    yield "half a JOIN", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-13])
+    yield "half an endpoint", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-1])
     yield "more keys than follow", b"directory", w.frame(m.LOCATE, m.locate([bytes(16)])[:-1])
     yield "more keys than allowed", b"directory", w.frame(m.LOCATE, m.locate([bytes(16)] * 16385))
     yield "more nodes than follow", b"directory", w.frame(m.PLACE, m.place(1, 1, [1, 2], [])[:-1])

@@ -16,7 +16,7 @@ from .master_wire import Identity, Load
 PAGE = Path(__file__).parents[2] / "docs" / "wire_master.md"
 
 KEY = bytes(range(16, 32))
-NODE = Identity(b"a", bytes(range(64, 80)))
+NODE = Identity(b"a", bytes(range(64, 80)), events=b"tcp://10.0.0.1:5559", replay=b"tcp://10.0.0.1:5560")
 
 
 def answer(kind: int, body: bytes, request_id: int) -> bytes:
@@ -31,7 +31,9 @@ EXAMPLES = {
     "BEAT, answer": answer(m.BEAT, struct.pack("<Q", 2) + m.drops(0, [KEY]), 2),
     "LEAVE": w.frame(m.LEAVE, b"", flags=w.ONE_WAY),
     "MEMBERS": w.frame(m.MEMBERS, struct.pack("<Q", 0), request_id=3),
-    "MEMBERS, answer": answer(m.MEMBERS, struct.pack("<QBI", 2, 1, 1) + m.member(0, 0, 50, NODE, Load()), 3),
+    "MEMBERS, answer": answer(
+        m.MEMBERS, struct.pack("<QBI", 2, 1, 1) + m.member(0, 0, 50, NODE, Load()) + NODE.endpoints(), 3
+    ),
     "LOCATE": w.frame(m.LOCATE, m.locate([KEY, bytes(16)]), request_id=4),
     "LOCATE, answer": answer(m.LOCATE, struct.pack("<QI", 2, 2) + struct.pack("<BHBB", 1, 0, m.DRAM, 0), 4),
     "PLACE": w.frame(m.PLACE, m.place(4096, 2, [1], [b"host"]), request_id=5),

@@ -394,6 +394,9 @@ Status DirectoryClient::refresh_members() {
             for (uint32_t i = 0; i < n; ++i) {
                 if (!read_member(r, fresh->rows.emplace_back())) return false;
             }
+            for (Member& member : fresh->rows) {
+                if (!read_event_endpoints(r, member.identity)) return false;
+            }
             return r.ok();
         });
     if (!status) return status;

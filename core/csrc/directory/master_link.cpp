@@ -160,7 +160,8 @@ bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms)
 bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms) {
     NodeIdentity identity;
     NodeLoad load;
-    if (!read_identity(body, identity) || identity.name.empty() || !read_load(body, load)) {
+    if (!read_identity(body, identity) || identity.name.empty() || !read_load(body, load) ||
+        !read_event_endpoints(body, identity)) {
         return malformed("is no JOIN");
     }
     if (node_ != kNoNode) return malformed("joins a second time");
@@ -246,6 +247,7 @@ bool MasterLink::on_members(const FrameHeader& header, Reader body, uint64_t now
         Members members = membership.current(now_ms);
         w.number(static_cast<uint32_t>(members.rows.size()));
         for (const Member& member : members.rows) write_member(w, member);
+        for (const Member& member : members.rows) write_event_endpoints(w, member.identity);
     }
     finish_frame(out_, at);
     return true;

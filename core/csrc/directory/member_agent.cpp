@@ -198,6 +198,7 @@ Status MemberAgent::join(Link& link) {
     Writer w(out_);
     write_identity(w, options_.identity);
     write_load(w, load);
+    write_event_endpoints(w, options_.identity);
     finish_frame(out_, at);
     if (Status status = send_frame(link); !status) return status;
     uint64_t joins = counters_.joins_total;

@@ -45,7 +45,9 @@ std::string unfit_names(const NodeIdentity& who) {
     };
     const Row rows[] = {{"name (node.name)", who.name, kNameMax},
                         {"host id (node.host_id)", who.host_id, kHostMax},
-                        {"address (node.advertise)", who.address, kAddressMax}};
+                        {"address (node.advertise)", who.address, kAddressMax},
+                        {"address of KV events (node.events)", who.events, kAddressMax},
+                        {"address of KV events (node.events_replay)", who.events_replay, kAddressMax}};
     for (const Row& row : rows) {
         if (row.text.size() <= row.bytes_max && prints(row.text)) continue;
         return std::string("a node's ") + row.what + " must be at most " + std::to_string(row.bytes_max) +

@@ -105,6 +105,17 @@ inline bool read_identity(Reader& r, NodeIdentity& who) {
            read_text(r, who.socket_path);
 }
 
+// Where a node's KV events are published: behind all else in JOIN and in the answer to MEMBERS, so that a
+// peer of an earlier version, which does not read or write them, understands the rest.
+inline void write_event_endpoints(Writer& w, const NodeIdentity& who) {
+    w.text16(who.events);
+    w.text16(who.events_replay);
+}
+inline bool read_event_endpoints(Reader& r, NodeIdentity& who) {
+    if (r.left() == 0) return true;  // of an earlier version
+    return read_text(r, who.events) && read_text(r, who.events_replay);
+}
+
 inline void write_member(Writer& w, const Member& member) {
     w.number(member.id);
     w.number(static_cast<uint8_t>(member.state));

@@ -66,8 +66,10 @@ struct NodeIdentity {
     std::string name;
     Incarnation incarnation{};
     std::string host_id;
-    std::string address;      // of its wire, "ip:port"; empty: it is reached by its socket only
-    std::string socket_path;  // of its Unix socket, for processes of its host; may be empty
+    std::string address;          // of its wire, "ip:port"; empty: it is reached by its socket only
+    std::string socket_path;      // of its Unix socket, for processes of its host; may be empty
+    std::string events{};         // where other hosts subscribe to its KV events, "tcp://..."; empty: nowhere
+    std::string events_replay{};  // and where these are replayed
 
     friend bool operator==(const NodeIdentity&, const NodeIdentity&) = default;
 };

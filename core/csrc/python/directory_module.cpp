@@ -216,6 +216,9 @@ void bind_member(py::module_& m) {
         .def_property_readonly("address", [](const Member& member) { return member.identity.address; })
         .def_property_readonly("socket_path",
                                [](const Member& member) { return member.identity.socket_path; })
+        .def_property_readonly("events", [](const Member& member) { return member.identity.events; })
+        .def_property_readonly("events_replay",
+                               [](const Member& member) { return member.identity.events_replay; })
         .def_property_readonly("incarnation",
                                [](const Member& member) {
                                    return to_bytes(member.identity.incarnation.data(),

@@ -101,6 +101,11 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     server_ = unwrap(std::move(server), "node");
 }
 
+// The publisher is Python, and needs the server: its ports are known between the constructor and start().
+void PyServer::tell_event_endpoints(std::string events, std::string replay) {
+    server_->tell_event_endpoints(std::move(events), std::move(replay));
+}
+
 void PyServer::start() {
     py::gil_scoped_release nogil;
     Status status = server_->start();
@@ -232,6 +237,8 @@ void bind_server(py::module_& m) {
         .def_static("setting_names", &node_setting_names)
         .def_property_readonly("name", &PyServer::name)
         .def_property_readonly("addresses", &PyServer::addresses, "TCP addresses, with their real ports.")
+        .def("tell_event_endpoints", &PyServer::tell_event_endpoints, py::arg("events"), py::arg("replay"),
+             "Where other hosts subscribe to the node's KV events: its master tells. Call it before start().")
         .def("start", &PyServer::start)
         .def("stop", &PyServer::stop)
         .def("is_alive", &PyServer::is_alive, py::arg("timeout_s"),

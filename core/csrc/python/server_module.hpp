@@ -22,6 +22,7 @@ class PyServer {
              std::vector<std::string> listen, std::string host_id, std::string advertise, std::string master,
              const std::vector<std::pair<std::string, uint64_t>>& ssd, bool events,
              std::optional<std::shared_ptr<TlsClient>> tls, std::string size_option, std::string memory_root);
+    void tell_event_endpoints(std::string events, std::string replay);
     void start();
     void stop();
     bool is_alive(double timeout_s);

@@ -367,6 +367,7 @@ TEST_CASE("master server: mutated frames") {
             case Kind::kJoin:
                 write_identity(w, who);
                 write_load(w, load);
+                write_event_endpoints(w, who);
                 break;
             case Kind::kDelta:
                 w.number(uint32_t{3});

@@ -1,5 +1,5 @@
 // BlockEvents: what a node has of whole KV blocks, from what it has of objects, for its subscribers
-// (docs/events.md). Off by default; then a node makes none and pays a null pointer's comparison.
+// (docs/events.md). A node that publishes none makes none, and pays a null pointer's comparison.
 //
 // A block is several objects (docs/keys.md). How many is not told to a node: it is the number of different
 // ranges that were seen in the block's space. A tier has a block when it has that many of its objects; when a

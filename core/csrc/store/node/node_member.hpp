@@ -19,10 +19,12 @@
 namespace moonpool {
 
 struct ClusterOptions {
-    std::string master;   // "host:port"; empty: the node is alone
-    std::string name;     // of the node, within its host
-    std::string host_id;  // equal for all processes of a host
-    std::string address;  // of its wire, as others reach it
+    std::string master;         // "host:port"; empty: the node is alone
+    std::string name;           // of the node, within its host
+    std::string host_id;        // equal for all processes of a host
+    std::string address;        // of its wire, as others reach it
+    std::string events;         // where other hosts subscribe to its KV events; empty: nowhere
+    std::string events_replay;  // and where these are replayed
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // of the way to the master; null: plain
     std::shared_ptr<Journal> journal;      // null: none

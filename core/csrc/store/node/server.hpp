@@ -79,6 +79,11 @@ class Server {
     std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
     std::vector<SsdTier::Device> ssd() const;
     BlockEvents* events() const { return events_.get(); }  // nullptr: off
+    // Where other hosts subscribe to them, for the master to tell. Before start().
+    void tell_event_endpoints(std::string events, std::string replay) {
+        options_.cluster.events = std::move(events);
+        options_.cluster.events_replay = std::move(replay);
+    }
 
    private:
     friend class Connection;
