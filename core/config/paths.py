@@ -6,9 +6,12 @@
       node-NAME.sock           the Unix socket of node NAME
       node-NAME.sock.token     0600, that node's token, where it was configured: its clients need no setting
       node-NAME.sock.tls       0600, how they dial that node's master, where it speaks TLS
+      node-NAME.sock.events    0600, where that node publishes its KV events, and which master it joins
+      node-NAME.sock.pub       where it publishes them for this user's processes (node.events = "auto"); and
+                               again, what some missed: node-NAME.sock.replay
       node.sock                a link to the socket of the first node; what a client without an address takes
       up.json, logs/           the state and the logs of `moonpool up`
-      events-NAME.sock         where a process of `moonpool up` publishes its KV events; and again, what some
+      events-NAME.sock         where an engine of `moonpool up` publishes its KV events; and again, what some
                                missed: events-NAME-replay.sock
 
 The folder and the token are checked each time they are used: a folder that another user made would hand them
@@ -102,6 +105,16 @@ def socket_token(socket: Path) -> Path:
 def socket_tls(socket: Path) -> Path:
     """The file beside a node's socket that tells how to dial its master inside TLS."""
     return Path(f"{socket}.tls")
+
+
+def socket_events(socket: Path) -> Path:
+    """The file beside a node's socket that tells where the node publishes its KV events."""
+    return Path(f"{socket}.events")
+
+
+def socket_event_streams(socket: Path) -> tuple[Path, Path]:
+    """The Unix sockets beside a node's own at which it publishes its KV events, and replays them."""
+    return Path(f"{socket}.pub"), Path(f"{socket}.replay")
 
 
 def client_token(socket: str | Path) -> bytes:

@@ -39,8 +39,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     master: Annotated[
         str,
         about(
-            "host:port of the master that this node joins; empty: none; on another host: needs a "
-            "cluster token"
+            "host:port of the master that this node joins, and where the proxy finds the pool's "
+            "nodes; empty: none; on another host: needs a cluster token"
         ),
     ] = ""
     tls_cert: Annotated[
@@ -165,12 +165,17 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     events: Annotated[
         str,
         about(
-            "where KV events are published for routers, tcp://host:port or ipc://path; empty: "
-            "nowhere; not loopback: needs a cluster token"
+            "where KV events are published for routers, tcp://host:port or ipc://path; auto: at "
+            "sockets beside node.socket, and where node.listen is not loopback at free TCP ports; "
+            "none: nowhere; not loopback: needs a cluster token"
         ),
-    ] = ""
+    ] = "auto"
     events_replay: Annotated[
-        str, about("where KV events are replayed to subscribers that missed some; empty: nowhere")
+        str,
+        about(
+            "where KV events are replayed to subscribers that missed some; empty: nowhere, with "
+            'events = "auto" beside them'
+        ),
     ] = ""
 
 

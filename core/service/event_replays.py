@@ -67,13 +67,14 @@ class ReplayServer:
         router.setsockopt(zmq.RCVHWM, CALLER_MESSAGES_MAX)
         router.setsockopt(zmq.MAXMSGSIZE, QUESTION_BYTES_MAX)
 
-    def hear(self) -> None:
-        """Reads the questions that have arrived. A caller's new question replaces its former one."""
+    def hear(self) -> bool:
+        """Reads the questions that have arrived, and returns whether any waits. A caller's new question
+        replaces its former one."""
         for _ in range(_AT_ONCE):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             if len(frames) != 3 or len(frames[2]) != 8:
                 continue
             caller, start = frames[0], int.from_bytes(frames[2], "big")
@@ -83,6 +84,7 @@ class ReplayServer:
                 self._questions.popleft()
                 self.dropped += 1
             self._questions.append((caller, start))
+        return bool(self._questions)
 
     def serve(self) -> int | None:
         """Sends what can be sent now. Returns the milliseconds until the next try; None: nothing is due."""

@@ -1,6 +1,6 @@
 """KV events in vLLM's form, and their publisher: docs/events.md specifies frames and fields.
 
-    events -> Publisher (a thread) -> PUB frames [topic, sequence, batch]
+    events -> Publisher (a thread) -> XPUB frames [topic, sequence, batch]
                                       ROUTER: what was missed, from a sequence number on
 
 Nodes publish the blocks that they hold, mock engines those that they compute. Late subscribers and those
@@ -35,6 +35,7 @@ MESSAGE_BLOCKS_MAX = 4096  # of the events of one message: some 150 KiB
 SUBSCRIBER_MESSAGES_MAX = 2_000  # queued for one subscriber; what is beyond it asks for a replay
 SUBSCRIPTION_BYTES_MAX = 4096
 HEARTBEAT_MS = 2000  # of ZMQ: notices a subscriber or caller that vanished
+_SUBSCRIPTIONS_AT_ONCE = 256  # looked at before events are sent again
 _POLL_MS = 1000
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -131,8 +132,15 @@ class KvEventPublisher:
     """Publishes a source's events until close(). Raises ConfigError when an endpoint cannot be bound.
 
     endpoint, replay: where to listen, ``tcp://host:port`` (port 0: any) or ``ipc://path``; replay may be "".
+        An ``ipc://path`` can be connected to by processes of this user alone.
     token: the cluster token. Only processes that have it can subscribe, and messages are encrypted
-    (zmq_curve.py). b"": any process can subscribe, in plain.
+        (zmq_curve.py). b"": any process can subscribe, in plain.
+    beyond: a second address to listen at, ``tcp://host:0``, at two ports of the system's choice. Then
+        ``token`` is required there alone, and ``endpoint`` and ``replay`` are in plain.
+    only_followed: while no process subscribes, the events stay in the source, which bounds them. For a source
+        that has an inventory.
+
+    far: the endpoints at ``beyond``, for events and for replays, with their ports; "" without it.
     """
 
     def __init__(
@@ -145,9 +153,14 @@ class KvEventPublisher:
         topic: str = TOPIC,
         buffer_batches: int = BUFFER_BATCHES,
         first_sequence: int = 0,
+        beyond: str = "",
+        only_followed: bool = False,
     ) -> None:
         self.published = 0
+        self.far = ("", "")
         self._source = source
+        self._only_followed = only_followed
+        self._subscribed: set[bytes] = set()  # what subscribers ask for, of the prefixes of our topic
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._replay_buffer = ReplayBuffer(buffer_batches, BUFFER_BYTES)
@@ -158,7 +171,8 @@ class KvEventPublisher:
         self._authenticator = (
             zmq_curve.authenticate(self._context, zmq_curve.EVENTS, token) if token else None
         )
-        self._pub = self._socket(zmq.PUB, token)
+        near_token = b"" if beyond else token
+        self._pub = self._socket(zmq.XPUB, near_token)
         self._pub.set_hwm(SUBSCRIBER_MESSAGES_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
         self._replays: ReplayServer | None = None
@@ -167,10 +181,12 @@ class KvEventPublisher:
             self.endpoint = _bind(self._pub, endpoint)
             self.replay = ""
             if replay:
-                self._router = self._socket(zmq.ROUTER, token)
+                self._router = self._socket(zmq.ROUTER, near_token)
                 ReplayServer.prepare(self._router)
                 self._replays = ReplayServer(self._router, self._topic, self._recall)
                 self.replay = _bind(self._router, replay)
+            if beyond:
+                self.far = self._bind_beyond(beyond, token)
         except BaseException:
             self._end(0)
             os.close(self._stop)
@@ -192,22 +208,55 @@ class KvEventPublisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._source.fileno(), zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
+        poller.register(self._pub, zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, zmq.POLLIN)
-        stopping = False
+        stopping = polls_source = False
         due_ms: int | None = None
         while not stopping:
+            if self._is_followed != polls_source:
+                polls_source = self._is_followed
+                if polls_source:
+                    poller.register(self._source.fileno(), zmq.POLLIN)
+                else:
+                    poller.unregister(self._source.fileno())
             ready = dict(poller.poll(_POLL_MS if due_ms is None else due_ms))
             stopping = self._stop in ready
-            self._publish(self._source.take())
+            self._hear_subscribers()
+            asked = self._replays is not None and self._replays.hear()
+            if self._is_followed or asked:
+                self._publish(self._source.take())
             if self._replays is not None:
-                self._replays.hear()
                 due_ms = self._replays.serve()
                 if due_ms is None:
                     self._inventory = None
         self._end(1000)
+
+    @property
+    def _is_followed(self) -> bool:
+        return not self._only_followed or bool(self._subscribed)
+
+    def _hear_subscribers(self) -> None:
+        """ZMQ tells of the first subscription to a topic, and of the end of the last one."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_SUBSCRIPTIONS_AT_ONCE):
+                frame = self._pub.recv(zmq.NOBLOCK)
+                kind, topic = frame[:1], frame[1:]
+                if kind == b"\1" and self._topic.startswith(topic):
+                    self._subscribed.add(topic)
+                elif kind == b"\0":
+                    self._subscribed.discard(topic)
+
+    def _bind_beyond(self, address: str, token: bytes) -> tuple[str, str]:
+        """ZMQ takes the keys that a socket has at a bind for that bind and later ones."""
+        far = []
+        for socket in (self._pub, self._router):
+            if socket is not None:
+                if token:
+                    zmq_curve.serve(socket, zmq_curve.EVENTS, token)
+                far.append(_bind(socket, address))
+        return far[0], far[1] if len(far) > 1 else ""
 
     def _socket(self, kind: int, token: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -270,7 +319,10 @@ def _batches(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """The endpoint with its real port."""
+    """The endpoint with its real port. The socket file of ipc:// is this user's alone from its first moment
+    on; the mask is the process's, so this is for the start."""
+    socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
+    mask = os.umask(0o177) if endpoint.startswith("ipc://") else None
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -279,6 +331,9 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
             operation="events",
             cause=error,
         ) from error
+    finally:
+        if mask is not None:
+            os.umask(mask)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

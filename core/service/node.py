@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from moonpool.core.config import paths
@@ -36,8 +37,9 @@ from moonpool.core.service.listen_addresses import (
     listen_address,
     node_addresses,
 )
-from moonpool.core.service.node_event_source import publisher_of_node
+from moonpool.core.service.node_event_source import published_by, publisher_of_node
 from moonpool.core.service.node_socket import Claim, hand_over_default, link_default
+from moonpool.core.service.published_events import PublishedEvents, publishes_events
 from moonpool.core.service.service_process import (
     ServiceProcess,
     json_response,
@@ -77,7 +79,7 @@ def native_server(
             advertise=addresses.advertise,
             master=addresses.master,
             ssd=ssd_directories(config),
-            events=bool(node.events),
+            events=publishes_events(config),
             tls=control_client(config),
             size_option=size_option,
         )
@@ -128,6 +130,7 @@ class Node(ServiceProcess["_native.Server"]):
         self._make_server = make_server
         self._claim: Claim | None = None
         self._events: KvEventPublisher | None = None
+        self._published: PublishedEvents | None = None
         self._master_spoke = asyncio.Event()
         self._memory_ended = asyncio.Event()
 
@@ -168,13 +171,29 @@ class Node(ServiceProcess["_native.Server"]):
         if settings := control_settings(self.config):
             self._claim.tell_tls(settings)
         server = self._make_server(self.config, path, token, self.addresses)
+        self._publish(server, path)
         self._begin(server, _log, self._heard)
-        if node.events:
-            self._events = publisher_of_node(self.config, server)
         if http is not None:
             # /stat says less to a client without the admin token.
             await self._serve_http(http, node, tls, {"/stat": self._stat}, lambda _: True)
         link_default(path)
+
+    def _publish(self, server: _native.Server, socket: Path) -> None:
+        """Publishes KV events, and tells where: the master with the first JOIN, this host by a file."""
+        assert self._claim is not None
+        self._events = publisher_of_node(self.config, server, socket)
+        if self._events is None:
+            return
+        where = self.addresses
+        published = published_by(self._events, advertise=where.advertise, master=where.master)
+        server.tell_event_endpoints(published.far_events, published.far_replay)
+        self._claim.tell_events(msgspec.json.encode(published))
+        self._published = published
+
+    def _far_endpoints(self) -> list[str]:
+        """Where other hosts find its KV events, and what they missed, as the master tells them."""
+        told = self._published
+        return [] if told is None else [each for each in (told.far_events, told.far_replay) if each]
 
     async def stop(self) -> None:
         """See ServiceProcess.stop; also gives up the socket and the link node.sock."""
@@ -202,6 +221,7 @@ class Node(ServiceProcess["_native.Server"]):
             "socket": str(self.socket),
             "http": self.http_url,
             "events": None if self._events is None else [self._events.endpoint, self._events.replay],
+            "events_far": self._far_endpoints(),
             "wire": self.wire,
             "advertise": self.advertise,
             "host_id": self.addresses.host_id,

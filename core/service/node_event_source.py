@@ -1,16 +1,19 @@
 """A node's stream of KV events: the native server returns rows of stored and removed blocks, a Publisher
-sends them (docs/events.md). Nothing of it exists unless node.events is set."""
+sends them (docs/events.md). Nothing of it exists where node.events is none."""
 
 from __future__ import annotations
 
+import logging
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.core.config.config import Config
+from moonpool.core.config.paths import check_socket_path, socket_event_streams
 from moonpool.core.errors import ConfigError
-from moonpool.core.service.addresses import parse_address
+from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.kv_event_publisher import (
     BATCH_BLOCKS_MAX,
     AllBlocksCleared,
@@ -19,20 +22,25 @@ from moonpool.core.service.kv_event_publisher import (
     KvEvent,
     KvEventPublisher,
 )
-from moonpool.core.service.listen_addresses import require_token
+from moonpool.core.service.listen_addresses import OFF, advertised_address, require_token
+from moonpool.core.service.published_events import PublishedEvents, publishes_events
 
 if TYPE_CHECKING:
     from moonpool import _native
 
 _ROW = struct.Struct("<32sIBBH")  # digest, number of the space, on disk, stored, zero
 _MEDIA = ("CPU", "DISK")
+_AUTO = "auto"
+_log = logging.getLogger("moonpool.node")
 
 
 class NodeEventSource:
-    """A node's blocks as a publisher wants them."""
+    """A node's blocks as a publisher wants them. The node keeps account of them from the first call of take()
+    or inventory() on; one with an SSD, from its start."""
 
     def __init__(self, server: _native.Server) -> None:
         self._server = server
+        self._begun = False
 
     def fileno(self) -> int:
         """The server's descriptor of events."""
@@ -40,6 +48,8 @@ class NodeEventSource:
 
     def take(self) -> list[KvEvent]:
         """What happened since the last call; the whole inventory when the server lost some of it."""
+        if not self._begin():
+            return []
         rows = self._server.take_events()
         if rows is None:  # more happened than was kept
             return self.inventory()
@@ -47,6 +57,7 @@ class NodeEventSource:
 
     def inventory(self) -> list[KvEvent]:
         """Begins with the removal of all blocks: the subscriber that asks knows nothing for certain."""
+        self._begin()
         events: list[KvEvent] = [AllBlocksCleared()]
         cursor = 0
         while True:
@@ -54,6 +65,11 @@ class NodeEventSource:
             events.extend(self._events(_ROW.iter_unpack(rows)))
             if cursor == 0:
                 return events
+
+    def _begin(self) -> bool:
+        """False: the node is only starting, and the next call may find it ready."""
+        self._begun = self._begun or self._server.begin_events()
+        return self._begun
 
     def _events(self, rows: Iterable[tuple[bytes, int, int, int, int]]) -> Iterator[KvEvent]:
         """One event for each run of rows that differ in their digest only."""
@@ -68,9 +84,24 @@ class NodeEventSource:
                     yield BlockRemoved(some, medium=medium, fingerprint=fingerprints[space])
 
 
-def publisher_of_node(config: Config, server: _native.Server) -> KvEventPublisher:
-    """Raises ConfigError when it cannot listen there, or may not: beyond this host it needs a cluster token
-    that the operator chose, as everything else does, and then it asks for it, at both addresses."""
+def publisher_of_node(config: Config, server: _native.Server, socket: Path) -> KvEventPublisher | None:
+    """None: node.events says none, or auto cannot publish here, which is logged. Raises ConfigError when it
+    cannot listen at an address that was given, or may not: beyond this host it needs a cluster token that the
+    operator chose, as everything else does, and then it asks for it, at both addresses. socket: the node's.
+    """
+    if not publishes_events(config):
+        return None
+    if config.node.events != _AUTO:
+        return _publisher_at(config, server)
+    try:
+        return _publisher_beside(config, server, socket)
+    except ConfigError as error:
+        _log.warning("KV events are not published, so a proxy does not know what this node has: %s", error)
+        return None
+
+
+def _publisher_at(config: Config, server: _native.Server) -> KvEventPublisher:
+    """At the addresses that were given."""
     beyond = False
     for key, endpoint in (
         ("node.events", config.node.events),
@@ -82,11 +113,72 @@ def publisher_of_node(config: Config, server: _native.Server) -> KvEventPublishe
             beyond = beyond or not address.is_loopback
         elif endpoint and not endpoint.startswith("ipc://"):
             raise ConfigError(
-                f"{key}: events are published at tcp://host:port or ipc://path, not {endpoint!r}",
+                f"{key}: events are published at tcp://host:port or ipc://path, not {endpoint!r}; auto "
+                f"chooses, and none publishes none",
                 operation="events",
                 key=key,
             )
-    token = config.read_token() if beyond else b""
     return KvEventPublisher(
-        NodeEventSource(server), config.node.events, replay=config.node.events_replay, token=token
+        NodeEventSource(server),
+        config.node.events,
+        replay=config.node.events_replay,
+        token=config.read_token() if beyond else b"",
+        only_followed=True,
     )
+
+
+def _publisher_beside(config: Config, server: _native.Server, socket: Path) -> KvEventPublisher:
+    """At sockets beside the node's own, for this user's processes; and where the node's wire listens beyond
+    loopback, at two free ports there under the cluster token, which the wire needs, too."""
+    near, replay = (f"ipc://{check_socket_path(path)}" for path in socket_event_streams(socket))
+    wire = None if config.node.listen == OFF else parse_address(config.node.listen, "node.listen")
+    beyond = "" if wire is None or wire.is_loopback else f"tcp://{Address(wire.host, 0)}"
+    return KvEventPublisher(
+        NodeEventSource(server),
+        near,
+        replay=replay,
+        token=config.read_token() if beyond else b"",
+        beyond=beyond,
+        only_followed=True,
+    )
+
+
+def published_by(publisher: KvEventPublisher, *, advertise: str, master: str) -> PublishedEvents:
+    """What the node tells of it. advertise: host:port by which others reach the node's wire, "": it is off;
+    master: "host:port", or "".
+    """
+    host = parse_address(advertise, "node.advertise").host if advertise else ""
+    far = publisher.far
+    if not far[0]:
+        far = publisher.endpoint, publisher.replay  # as they were given
+    elif Address(host, 0).is_loopback:
+        far = "", ""  # this host has no other address, so that no other host comes
+    return PublishedEvents(
+        events=_from_here(publisher.endpoint),
+        replay=_from_here(publisher.replay),
+        far_events=_from_others(far[0], host),
+        far_replay=_from_others(far[1], host),
+        master=master,
+    )
+
+
+def _from_here(endpoint: str) -> str:
+    """Where this host reaches what is bound to ``endpoint``."""
+    return _at(endpoint, lambda host: "::1" if ":" in host else "127.0.0.1")
+
+
+def _from_others(endpoint: str, advertised: str) -> str:
+    """Where other hosts reach it; "": nowhere."""
+    if not endpoint.startswith("tcp://"):
+        return ""
+    return _at(endpoint, lambda host: advertised or advertised_address(host, None))
+
+
+def _at(endpoint: str, named: Callable[[str], str]) -> str:
+    """``endpoint`` with a host to connect to, where it is bound to all addresses: named(host)."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    address = parse_address(endpoint.removeprefix("tcp://"), "node.events")
+    if address.host not in ("0.0.0.0", "::"):
+        return endpoint
+    return f"tcp://{Address(named(address.host), address.port)}"

@@ -2,6 +2,8 @@
 
     node-NAME.sock.token  the cluster token where one was configured, for clients; gone with the socket
     node-NAME.sock.tls    how clients dial the master inside TLS, where they must; gone with the socket
+    node-NAME.sock.events where the node publishes its KV events (published_events.py); gone with the socket
+    node-NAME.sock.pub    where it publishes them by default, and node-NAME.sock.replay; gone with the socket
     node-NAME.sock        bound by the server; after kill -9 it stays behind and refuses connections: stale
     node-NAME.sock.lock   locked (flock) by the living owner of node-NAME.sock: of two nodes that start at the
                           same moment only one finds the socket stale; the kernel frees it with the process
@@ -88,9 +90,15 @@ class Claim:
         """Writes how clients connect to the node's master."""
         paths.write_private(paths.socket_tls(self.path), settings + b"\n")
 
+    def tell_events(self, published: bytes) -> None:
+        """Writes where the node publishes its KV events."""
+        paths.write_private(paths.socket_events(self.path), published + b"\n")
+
     def _remove_told(self) -> None:
-        paths.socket_token(self.path).unlink(missing_ok=True)
-        paths.socket_tls(self.path).unlink(missing_ok=True)
+        for told in (paths.socket_token, paths.socket_tls, paths.socket_events):
+            told(self.path).unlink(missing_ok=True)
+        for stream in paths.socket_event_streams(self.path):  # ZMQ leaves them behind
+            stream.unlink(missing_ok=True)
 
     def _remove_stale_socket(self) -> None:
         try:

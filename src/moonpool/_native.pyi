@@ -34,6 +34,10 @@ class Server:
         """
         settings: a value for each of setting_names().
         """
+    def begin_events(self) -> bool:
+        """
+        Keeps account of blocks from now on. False: the node was not ready; call it again.
+        """
     def check_integrity(self) -> bool:
         """
         Recounts every table; for tests.

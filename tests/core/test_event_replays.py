@@ -256,6 +256,9 @@ def test_the_proxy_follows_a_node_beyond_loopback_by_the_token(tmp_path: Path, f
     class Silent(Holder):
         events_fd = property(lambda self: self.fileno())
 
+        def begin_events(self) -> bool:
+            return True
+
         def take_events(self) -> bytes:
             self.take()
             return b""
@@ -267,7 +270,8 @@ def test_the_proxy_follows_a_node_beyond_loopback_by_the_token(tmp_path: Path, f
             return 0, b""
 
     source = Silent(0)
-    made = publisher_of_node(config, source)
+    made = publisher_of_node(config, source, tmp_path / "node.sock")
+    assert made is not None
     try:
         followers = {}
         for token in (TOKEN, b""):

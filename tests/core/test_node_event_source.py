@@ -6,7 +6,8 @@ from __future__ import annotations
 import array
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,17 +16,19 @@ import zmq
 
 import moonpool
 from moonpool import _native
-from moonpool.core.config.config import load
+from moonpool.core.config.config import Config, load
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.kv_event_publisher import AllBlocksCleared, BlockStored, KvEventPublisher
 from moonpool.core.service.node import Node
 from moonpool.core.service.node_event_source import NodeEventSource, publisher_of_node
+from moonpool.core.service.published_events import PublishedEvents, local_nodes
 from moonpool.core.store.keys import Ranges, block_digests, block_name
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.core.store_bed import MIB, TOKEN, until
+from tests.disagg_proxy.harness import with_deadline
 
 BLOCK = 16
 FINGERPRINT = b"f" * 32
@@ -47,12 +50,20 @@ class TheirBlockStored(msgspec.Struct, tag="BlockStored"):
 class Bed:
     """A node with a publisher, a client of it, and an index that follows."""
 
-    def __init__(self, runtime: Path, *, buffer_batches: int = 1000, ssd: str = "") -> None:
+    def __init__(
+        self,
+        runtime: Path,
+        *,
+        buffer_batches: int = 1000,
+        ssd: str = "",
+        only_followed: bool = False,
+        arena: int = 4 * MIB,
+    ) -> None:
         path = runtime / "node.sock"
         directories = [(ssd, 64 * MIB)] if ssd else []
         self.server = _native.Server(
             str(path),
-            [("default", 4 * MIB)],
+            [("default", arena)],
             TOKEN,
             node_settings(ssd_clean_share=1.0),
             events=True,
@@ -64,6 +75,7 @@ class Bed:
             "tcp://127.0.0.1:0",
             replay="tcp://127.0.0.1:0",
             buffer_batches=buffer_batches,
+            only_followed=only_followed,
         )
         self.store = moonpool.Store(str(path), token=TOKEN, fingerprint=FINGERPRINT)
         self.indexes = PrefixIndexes(blocks_max=100_000)
@@ -262,39 +274,169 @@ def test_a_foreign_subscriber_reads_vllms_form(bed: Bed) -> None:
         context.destroy(linger=0)
 
 
-def test_the_node_publishes_when_told_to(runtime: Path) -> None:
-    config = load(
-        arguments={
-            "node.dram": 4 * MIB,
-            "node.http": "off",
-            "node.listen": "off",
-            "node.events": f"ipc://{runtime}/events",
-            "node.events_replay": f"ipc://{runtime}/replay",
-        },
-        env={},
-    )
+def node_config(**settings: object) -> Config:
+    arguments = {"dram": 4 * MIB, "http": "off", "listen": "off", **settings}
+    return load(arguments={f"node.{name}": value for name, value in arguments.items()}, env={})
 
-    async def run() -> None:
-        node = Node(config)
-        await node.start()
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Node]:
+    node = Node(config)
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.stop()
+
+
+@with_deadline
+async def test_the_node_publishes_where_it_is_told_to(runtime: Path) -> None:
+    config = node_config(events=f"ipc://{runtime}/events", events_replay=f"ipc://{runtime}/replay")
+    async with running(config) as node:
+        assert node.stat()["events"] == [config.node.events, config.node.events_replay]
+        assert "events_blocks" in node.stat()["metrics"]  # type: ignore[operator]
+        (found,) = local_nodes()
+        assert (found.name, found.published.events) == ("default", config.node.events)
+    assert local_nodes() == []
+
+
+@with_deadline
+async def test_by_default_it_publishes_beside_its_socket_for_its_user_alone(runtime: Path) -> None:
+    async with running(node_config()) as node:
+        (found,) = local_nodes()
+        assert found.published == PublishedEvents(f"ipc://{node.socket}.pub", f"ipc://{node.socket}.replay")
+        assert node.stat()["events"] == [found.published.events, found.published.replay]
+        assert node.stat()["events_far"] == []
+        for name in ("node-default.sock.pub", "node-default.sock.replay", "node-default.sock.events"):
+            assert (runtime / name).stat().st_mode & 0o777 == 0o600, name
+    assert not [path for path in runtime.iterdir() if path.name.startswith("node-default.sock.")]
+
+
+@pytest.mark.parametrize("events", ["none", ""])
+@with_deadline
+async def test_it_publishes_nothing_where_it_is_told_so(runtime: Path, events: str) -> None:
+    async with running(node_config(events=events)) as node:
+        assert node.stat()["events"] is None
+        assert "events_blocks" not in node.stat()["metrics"]  # type: ignore[operator]
+        assert local_nodes() == []
+
+
+@with_deadline
+async def test_a_node_that_cannot_publish_beside_its_socket_serves_all_the_same(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = runtime / ("d" * (100 - len(str(runtime)) - len("/n.sock")))
+    folder.mkdir()
+    async with running(node_config(socket=str(folder / "n.sock"))) as node:
+        assert node.stat()["events"] is None
+        assert "KV events are not published, so a proxy does not know what this node has" in caplog.text
+
+
+@with_deadline
+async def test_beyond_loopback_it_publishes_twice_and_asks_for_the_token_there(
+    runtime: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "token"
+    secret.touch(0o600)
+    secret.write_bytes(TOKEN)
+    arguments = {"cluster.token_file": str(secret), "node.advertise": "10.20.30.40:7710"}
+    arguments |= {"node.dram": 4 * MIB, "node.http": "off", "node.listen": "0.0.0.0:0"}  # type: ignore[dict-item]
+    async with running(load(arguments=arguments, env={})) as node:
+        (found,) = local_nodes()
+        far = (found.published.far_events, found.published.far_replay)
+        assert node.stat()["events_far"] == list(far)
+        assert all(endpoint.startswith("tcp://10.20.30.40:") for endpoint in far)
+        published, replay = (f"tcp://127.0.0.1:{endpoint.rpartition(':')[2]}" for endpoint in far)
+        sources = {
+            "near": EventSource("near", found.published.events, found.published.replay, pool=True),
+            "far": EventSource("far", published, replay, pool=True, token=TOKEN),
+            "stranger": EventSource("stranger", published, replay, pool=True),
+            "wrong": EventSource(
+                "wrong", published, replay, pool=True, token=b"another token of these tests"
+            ),
+        }
+        indexes = PrefixIndexes(blocks_max=100)
+        places = {name: at for at, name in enumerate(sources)}
+        follower = Subscriber(tuple(sources.values()), indexes, places)
+        follower.start()
         try:
-            assert node.stat()["events"] == [config.node.events, config.node.events_replay]
-            assert "events_blocks" in node.stat()["metrics"]  # type: ignore[operator]
-        finally:
-            await node.stop()
 
-    asyncio.run(run())
+            def put() -> None:
+                with moonpool.Store(str(node.socket), token=TOKEN, fingerprint=FINGERPRINT) as store:
+                    store.put([block_name(block_digests(tokens(0, 1), BLOCK)[0], OBJECTS[0])], [bytes(9)])
+                until(lambda: all(follower.stats()[name]["heard"] for name in ("near", "far")), 30.0)
+
+            await asyncio.to_thread(put)
+            assert not any(follower.stats()[name]["connected"] for name in ("stranger", "wrong"))
+        finally:
+            await asyncio.to_thread(follower.stop)
+
+
+def test_without_a_subscriber_nothing_is_made(runtime: Path) -> None:
+    """Neither a message, nor in the node an account of its blocks: a put costs what it costs without."""
+    made = Bed(runtime, only_followed=True)
+    try:
+        made.put(tokens(0, 3))
+        made.put(tokens(1000, 2))
+        made.remove(tokens(1000, 2))
+        assert made.server.metrics()["events_objects"] == 0
+        assert made.publisher.published == 0
+        made.follow()
+        until(lambda: made.match(tokens(0, 3)) == (3, 3))
+        assert made.server.metrics()["events_objects"] == 2 * 3 + 2
+        made.put(tokens(2000, 2))
+        until(lambda: made.match(tokens(2000, 2)) == (2, 2))
+        made.remove(tokens(0, 3))
+        until(lambda: made.match(tokens(0, 3)) == (0, 0))
+        assert made.subscriber is not None
+        made.subscriber.stop()  # what happens until the next subscriber stays in the node
+        until(lambda: not made.publisher._is_followed)
+        before = made.publisher.published
+        made.put(tokens(3000, 2))
+        assert made.publisher.published == before
+        made.follow(replay=False)  # the stream itself goes on with it
+        until(lambda: made.match(tokens(3000, 2)) == (2, 2))
+    finally:
+        made.close()
+
+
+def test_a_question_without_a_subscription_is_answered(runtime: Path) -> None:
+    made = Bed(runtime, only_followed=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        made.put(tokens(0, 3))
+        ask = context.socket(zmq.DEALER)
+        ask.connect(made.publisher.replay)
+        ask.send_multipart((b"", bytes(8)))
+        assert ask.poll(10_000)
+        assert ask.recv_multipart()[2] == bytes(8)  # its first message: what the node holds
+        assert made.publisher.published == 1
+    finally:
+        context.destroy(linger=0)
+        made.close()
+
+
+def test_more_than_is_kept_without_a_subscriber_is_an_inventory(runtime: Path) -> None:
+    """Objects of several pieces, entered when the first subscriber comes, more than a node keeps rows of."""
+    made = Bed(runtime, only_followed=True, arena=64 * MIB)
+    try:
+        prompt = tokens(0, 5000)
+        made.put(prompt, OBJECTS[:1], 16)
+        made.follow()
+        until(lambda: made.match(prompt) == (5000, 5000), 30.0)
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:5557"])
 def test_beyond_this_host_it_needs_a_token(endpoint: str) -> None:
     config = load(arguments={"node.events": endpoint}, env={})
     with pytest.raises(ConfigError, match="needs a cluster token"):
-        publisher_of_node(config, None)  # type: ignore[arg-type]
+        publisher_of_node(config, None, Path("node.sock"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("endpoint", ["udp://127.0.0.1:1", "tcp://127.0.0.1", "5557"])
 def test_an_endpoint_that_is_none(endpoint: str) -> None:
     config = load(arguments={"node.events": endpoint}, env={})
     with pytest.raises(ConfigError):
-        publisher_of_node(config, None)  # type: ignore[arg-type]
+        publisher_of_node(config, None, Path("node.sock"))  # type: ignore[arg-type]

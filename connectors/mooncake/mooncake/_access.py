@@ -337,6 +337,7 @@ class OwnNode(Access):
 def _node_config(settings: Settings) -> Config:
     arguments: dict[str, object] = {
         "node__object_share_max": 0.5,  # more than that one client cannot lease
+        "node__events": "none",  # a segment publishes none
         "node__pins_share_max": 1.0,  # with_hard_pin: the segment's callers decide how much is never evicted
     }
     if settings.tenant == "default":

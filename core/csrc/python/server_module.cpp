@@ -5,7 +5,8 @@
 // objects alive), the work is done without it, and the answer is made with it again. An error of the core
 // becomes an exception in unwrap(), which needs the GIL.
 //
-// Of the methods only start(), stop(), metrics(), is_alive() and check_integrity() wait for another thread.
+// Of the methods only start(), stop(), metrics(), is_alive(), begin_events() and check_integrity() wait for
+// another thread.
 // The others read atomics, or take a lock that is never held for long, and keep the GIL.
 #include "python/server_module.hpp"
 
@@ -177,6 +178,11 @@ BlockEvents& PyServer::events() const {
     return *server_->events();
 }
 
+bool PyServer::begin_events() {
+    py::gil_scoped_release nogil;
+    return server_->begin_events();
+}
+
 py::object PyServer::take_events() {
     std::vector<BlockEvents::Row> rows;
     // None: rows were lost for want of room, and only an inventory makes the reader's picture whole again.
@@ -256,6 +262,8 @@ void bind_server(py::module_& m) {
             "(joined, node id or -1, why not, seconds since the master's last answer); None without a master")
         .def("ssd", &PyServer::ssd, "Of each SSD directory: how it is read and written, and its trouble.")
         .def_property_readonly("events_fd", &PyServer::events_fd, "Readable when take_events() has rows.")
+        .def("begin_events", &PyServer::begin_events,
+             "Keeps account of blocks from now on. False: the node was not ready; call it again.")
         .def("take_events", &PyServer::take_events,
              "What blocks came and went, in rows of 40 bytes; None: all is due anew, by events_inventory().")
         .def("events_inventory", &PyServer::events_inventory, py::arg("cursor"),

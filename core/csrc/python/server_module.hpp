@@ -36,6 +36,7 @@ class PyServer {
     bool check_integrity();
     // What the node has of whole KV blocks, in rows of 40 bytes: docs/events.md.
     int events_fd() const { return events().event_fd(); }
+    bool begin_events();
     py::object take_events();
     py::tuple events_inventory(uint32_t cursor) const;
     py::list events_fingerprints() const;

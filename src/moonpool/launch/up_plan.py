@@ -222,7 +222,7 @@ class _Planner:
             command += [option, value] if value else []
         for directory in node.ssd:
             command += ["--ssd", directory]
-        if self._looks and not self.config.node.events:
+        if self._looks and self.config.node.events == "auto":
             stream, replay = _event_sockets(process)
             command += ["--events", stream, "--events-replay", replay]
             self._pool_events.append(f"{process}={stream},{replay}")

@@ -10,22 +10,16 @@ namespace moonpool {
 
 namespace {
 
-constexpr size_t kDigestBytes = 32, kNameBytes = 42, kFingerprintBytes = 32;
+constexpr size_t kDigestBytes = 32, kFingerprintBytes = 32;
 constexpr uint32_t kPiece = 4096;
 constexpr uint32_t kDisk = 1u << 31;  // in a cursor; rows stay below it, as objects do
-
-std::string id_of(uint32_t space, const Digest& digest) {
-    std::string id(reinterpret_cast<const char*>(digest.data()), digest.size());
-    id.append(reinterpret_cast<const char*>(&space), sizeof(space));
-    return id;
-}
 
 }  // namespace
 
 BlockEvents::BlockEvents() : wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
 void BlockEvents::stored(std::string_view identity, const Hash128& hash, std::string_view name) {
-    if (name.size() != kNameBytes) return;
+    if (name.size() != kDigestBytes + kRangesBytes) return;
     MutexLock lock(mutex_);
     auto at = objects_.find(hash);
     if (at == objects_.end()) {
@@ -35,8 +29,9 @@ void BlockEvents::stored(std::string_view identity, const Hash128& hash, std::st
             return;
         }
         Space& of = spaces_[space];
-        bool wider = of.ranges.size() < kRangesMax &&
-                     of.ranges.emplace(std::string(name.substr(kDigestBytes)), true).second;
+        RangesName ranges;
+        std::memcpy(ranges.data(), name.data() + kDigestBytes, ranges.size());
+        bool wider = of.ranges.size() < kRangesMax && of.ranges.insert(ranges).second;
         Digest digest;
         std::memcpy(digest.data(), name.data(), digest.size());
         at = objects_.emplace(hash, Object{obtain(space, digest), {}}).first;
@@ -58,7 +53,7 @@ void BlockEvents::change(const Hash128& hash, Tier tier, bool added) {
     uint32_t row = at->second.block;
     objects_.erase(at);
     if (!blocks_[row].empty()) return;
-    block_ids_.erase(id_of(blocks_[row].space, blocks_[row].digest));
+    block_ids_.erase(BlockId{blocks_[row].digest, blocks_[row].space});
     blocks_.give(row);
 }
 
@@ -79,7 +74,7 @@ void BlockEvents::tell(Block& block, size_t tier) {
 }
 
 uint32_t BlockEvents::space_of(std::string_view identity) {
-    auto at = space_ids_.find(std::string(identity));
+    auto at = space_ids_.find(identity);
     if (at != space_ids_.end()) return at->second;
     size_t tenant = identity.find('\0');
     size_t name_space = tenant == std::string_view::npos ? tenant : identity.find('\0', tenant + 1);
@@ -93,7 +88,7 @@ uint32_t BlockEvents::space_of(std::string_view identity) {
 }
 
 uint32_t BlockEvents::obtain(uint32_t space, const Digest& digest) {
-    auto [at, made] = block_ids_.emplace(id_of(space, digest), kNoRow);
+    auto [at, made] = block_ids_.emplace(BlockId{digest, space}, kNoRow);
     if (made) {
         at->second = blocks_.take();
         blocks_[at->second].digest = digest;
@@ -174,7 +169,7 @@ bool BlockEvents::check_integrity() const {
         if (block.space == kNoRow) continue;
         ++used;
         if (block.objects != objects[row] || block.empty()) return false;
-        auto at = block_ids_.find(id_of(block.space, block.digest));
+        auto at = block_ids_.find(BlockId{block.digest, block.space});
         if (at == block_ids_.end() || at->second != row) return false;
     }
     return used == blocks_.used() && used == block_ids_.size();

@@ -1,5 +1,6 @@
 // BlockEvents: what a node has of whole KV blocks, from what it has of objects, for its subscribers
-// (docs/events.md). A node that publishes none makes none, and pays a null pointer's comparison.
+// (docs/events.md). Until the first subscriber comes a node enters nothing, and pays an empty function's
+// check.
 //
 // A block is several objects (docs/keys.md). How many is not told to a node: it is the number of different
 // ranges that were seen in the block's space. A tier has a block when it has that many of its objects; when a
@@ -11,6 +12,9 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
+#include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -82,12 +86,29 @@ class BlockEvents {
         uint32_t block = kNoRow;
         std::array<bool, 2> in{};
     };
+    static constexpr size_t kRangesBytes = 10;  // the end of a name, behind its digest
+    using RangesName = std::array<char, kRangesBytes>;
     struct Space {
         std::string fingerprint;
-        std::unordered_map<std::string, bool> ranges;
+        std::set<RangesName> ranges;  // a few: one for each object of a block
     };
+    struct BlockId {
+        Digest digest{};
+        uint32_t space = kNoRow;
+        friend bool operator==(const BlockId&, const BlockId&) = default;
+    };
+    // Of what is a hash already: its first bytes.
     struct HashOf {
         size_t operator()(const Hash128& hash) const { return hash.low; }
+        size_t operator()(const BlockId& id) const {
+            size_t first = 0;
+            std::memcpy(&first, id.digest.data(), sizeof(first));
+            return first ^ id.space;
+        }
+    };
+    struct HashOfText {
+        using is_transparent = void;
+        size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
     };
 
     void change(const Hash128& hash, Tier tier, bool added) EXCLUDES(mutex_);
@@ -99,10 +120,10 @@ class BlockEvents {
 
     mutable Mutex mutex_;
     Fd wake_;
-    std::unordered_map<std::string, uint32_t> space_ids_ GUARDED_BY(mutex_);
+    std::unordered_map<std::string, uint32_t, HashOfText, std::equal_to<>> space_ids_ GUARDED_BY(mutex_);
     std::vector<Space> spaces_ GUARDED_BY(mutex_);
     Rows<Block, 1024> blocks_ GUARDED_BY(mutex_);
-    std::unordered_map<std::string, uint32_t> block_ids_ GUARDED_BY(mutex_);  // space and digest -> row
+    std::unordered_map<BlockId, uint32_t, HashOf> block_ids_ GUARDED_BY(mutex_);  // -> row
     std::unordered_map<Hash128, Object, HashOf> objects_ GUARDED_BY(mutex_);
     std::vector<Row> rows_ GUARDED_BY(mutex_);
     bool all_due_ GUARDED_BY(mutex_) = false;

@@ -32,6 +32,7 @@ namespace {
 // The loop polls for 50 us after an event, since the next frame of a client often follows at once. kCallMs:
 // how long other threads wait for an answer of the loop.
 constexpr uint32_t kTickMs = 100, kSpinUs = 50, kCallMs = 2000;
+constexpr uint32_t kEventSlotsPerPiece = 1024;  // others wait meanwhile, about 0.5 ms
 
 // A process that may read our memory must run as our user, or as root.
 bool same_user(int fd) {
@@ -120,7 +121,15 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         if (!ssd) return ssd.error();
         server->ssd_ = std::move(*ssd);
     }
-    if (o.events) server->listen_for_blocks();
+    if (o.events) {
+        server->events_ = std::make_unique<BlockEvents>();
+        // What is on a disk only has no name in memory, so such a node keeps account from its first object
+        // on.
+        if (server->ssd_ != nullptr) {
+            server->listen_for_blocks();
+            server->events_begun_ = true;
+        }
+    }
     if (o.listen.empty()) return server;
     // Bound here, so that a port in use is said before any memory is reserved.
     ListenerOptions door{o.listen, o.token, server->incarnation_, o.limits, nullptr, server->journal_};
@@ -154,7 +163,6 @@ Status Server::make_loop() {
 // The callbacks run on the loop, within the change of the table or the tier that they report, so that the
 // order of events is that of the changes.
 void Server::listen_for_blocks() {
-    events_ = std::make_unique<BlockEvents>();
     for (auto& [tenant, pool] : pools_) {
         pool->table().set_listener(
             [events = events_.get(), of = pool.get()](uint32_t space, const Hash128& hash,
@@ -174,6 +182,35 @@ void Server::listen_for_blocks() {
             events->removed(hash, Tier::kSsd);
         }
     });
+}
+
+// First the listeners, then what is there, piece by piece: an object that comes meanwhile may be entered
+// twice, which changes nothing, and one that goes is no longer there when its piece is due.
+bool Server::begin_events() {
+    if (events_ == nullptr || events_begun_) return true;
+    if (!call_on_loop([this] { listen_for_blocks(); })) return false;
+    for (auto& [tenant, pool] : pools_) {
+        auto slot = std::make_shared<uint32_t>(0);
+        do {
+            bool ran = call_on_loop([this, of = pool.get(), slot] { *slot = enter_blocks(*of, *slot); });
+            if (!ran) return false;
+        } while (*slot != 0);
+    }
+    events_begun_ = true;
+    return true;
+}
+
+// A piece from this slot on; returns the next piece's first slot, 0 behind the last one.
+uint32_t Server::enter_blocks(const Pool& pool, uint32_t slot) {
+    const ObjectTable& table = pool.table();
+    const uint32_t end = std::min(table.slots_used(), slot + kEventSlotsPerPiece);
+    for (; slot < end; ++slot) {
+        if (!table.committed(slot)) continue;
+        const IndexEntry& entry = table.entry(slot);
+        Hash128 hash{entry.hash_low, entry.hash_high};
+        events_->stored(pool.identity(entry.space), hash, table.name(slot));
+    }
+    return slot < table.slots_used() ? slot : 0;
 }
 
 std::vector<std::string> Server::addresses() const {

@@ -79,6 +79,10 @@ class Server {
     std::optional<MemberAgent::State> membership() const;      // nothing: the node has no master
     std::vector<SsdTier::Device> ssd() const;
     BlockEvents* events() const { return events_.get(); }  // nullptr: off
+    // Keeps account of blocks from now on, and enters those that are there. Without a subscriber a node does
+    // not: it would cost each commit some 0.5 us. False: the loop did not answer in time; call it again. Any
+    // thread but the loop's, one at a time.
+    bool begin_events();
     // Where other hosts subscribe to them, for the master to tell. Before start().
     void tell_event_endpoints(std::string events, std::string replay) {
         options_.cluster.events = std::move(events);
@@ -92,6 +96,7 @@ class Server {
 
     Status open_door();
     void listen_for_blocks();
+    uint32_t enter_blocks(const Pool& pool, uint32_t slot);
     Status make_loop();
     void accept_all(int listener);
     void adopt(Fd fd);
@@ -113,6 +118,7 @@ class Server {
     NodeMetrics metrics_;
     std::map<std::string, std::unique_ptr<Pool>, std::less<>> pools_;
     std::unique_ptr<BlockEvents> events_;  // nullptr: off
+    bool events_begun_ = false;            // of the thread that begins them
     std::unique_ptr<SsdTier> ssd_;         // nullptr: none
     std::unique_ptr<Listener> listener_;
     std::unique_ptr<EventLoop> loop_;
