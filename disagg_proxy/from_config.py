@@ -10,7 +10,10 @@ from moonpool.core.config.config import Config
 from moonpool.core.config.proxy_section import Proxy, ProxyCommon
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
-from moonpool.disagg_proxy.events.settings import parse_event_sources
+from moonpool.core.service.control_tls import control_settings
+from moonpool.core.service.listen_addresses import master_address
+from moonpool.core.service.published_events import local_nodes
+from moonpool.disagg_proxy.events.settings import PoolSettings, parse_event_sources
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.settings import AdmissionSettings, ProxySettings, parse_engines
 
@@ -31,7 +34,7 @@ def proxy_settings(config: Config) -> ProxySettings:
             *parse_engines(config.proxy.prefill, "prefill"),
             *parse_engines(config.proxy.decode, "decode"),
         ),
-        "policy": policy_of(config.proxy),
+        "policy": policy_of(config.proxy, has_pool=pool_is_there(config)),
         "events": (
             *parse_event_sources(config.proxy.events),
             *parse_event_sources(
@@ -40,6 +43,7 @@ def proxy_settings(config: Config) -> ProxySettings:
                 token=config.read_token() if config.token_is_configured else b"",
             ),
         ),
+        "pool": pool_settings(config) if config.proxy.pool == "auto" else None,
         "admission": AdmissionSettings(**msgspec.structs.asdict(config.proxy.admission)),
         "peers": PeerSettings(
             listen=(config.proxy.peer_listen,) if config.proxy.peer_listen else (),
@@ -50,17 +54,38 @@ def proxy_settings(config: Config) -> ProxySettings:
     return ProxySettings(**(kept | made))
 
 
-def policy_of(proxy: Proxy, roles: Iterable[str] = ()) -> str:
+def pool_settings(config: Config) -> PoolSettings:
+    """How nodes of the pool are found. Raises ConfigError for a master that is no address, or that is on
+    another host and has no cluster token."""
+    master = master_address(config)
+    return PoolSettings(
+        "" if master is None else str(master),
+        config.read_token() if config.token_is_configured else b"",
+        control_settings(config),
+    )
+
+
+def pool_is_there(config: Config) -> bool:
+    """Whether a node of this host and user runs now, or a master is configured, and the proxy may look."""
+    if config.proxy.pool != "auto":
+        return False
+    try:
+        return bool(config.cluster.master or local_nodes())
+    except ConfigError:  # the proxy looks for nodes while it runs, and says why it cannot
+        return False
+
+
+def policy_of(proxy: Proxy, roles: Iterable[str] = (), *, has_pool: bool = False) -> str:
     """What ``proxy.policy`` means for the engines that [proxy] names and for others in these roles.
 
     "auto": engines of their own for prefill and decode want a policy that knows when a hand-over pays, and
-    streams of KV events are there to be looked at. Engines that are discovered may be and have all of that,
-    and admission predicts.
+    streams of KV events, of engines or of a pool, are there to be looked at. Engines that are discovered may
+    be and have all of that, and admission predicts.
     """
     if proxy.policy != "auto":
         return proxy.policy
     apart = proxy.prefill or proxy.decode or any(role != "both" for role in roles)
-    looks = apart or proxy.events or proxy.pool_events or proxy.discovery
+    looks = apart or proxy.events or proxy.pool_events or proxy.discovery or has_pool
     wanted = proxy.admission
     admits = wanted.ttft_slo or wanted.gap_slo or wanted.queue_max
     return "conductor" if looks or admits else "round_robin"

@@ -22,6 +22,7 @@ from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
 from moonpool.core.service.addresses import Address
 from moonpool.disagg_proxy.api_keys import ApiKeys
+from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy, turns_of
 from moonpool.disagg_proxy.data_plane.counters import Counters, look
@@ -32,7 +33,7 @@ from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
 from moonpool.disagg_proxy.discovery.membership import Membership
 from moonpool.disagg_proxy.discovery.reconciler import Reconciler
 from moonpool.disagg_proxy.discovery.registry import Registry
-from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints, SubscribedStreams
+from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints
 from moonpool.disagg_proxy.discovery.registry_file import RegistryFile
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.discovery.source_kinds import make_sources
@@ -40,8 +41,11 @@ from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.endpoints.admin import AdminEndpoints
 from moonpool.disagg_proxy.engines.engine import Engine
+from moonpool.disagg_proxy.events.pool_discovery import PoolDiscovery
+from moonpool.disagg_proxy.events.pool_search import PoolSearch
 from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
 from moonpool.disagg_proxy.events.stream_watch import StreamWatch
+from moonpool.disagg_proxy.events.subscribed_streams import SubscribedStreams
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.fleet import Fleet
 from moonpool.disagg_proxy.listen_sockets import take_over_or_bind
@@ -110,7 +114,7 @@ class Proxy:
             clock=lambda: self.relay.now(),
             handover=settings.handover,
             admission=settings.admission,
-            hears_pool=settings.pool_nodes > 0,
+            hidden_pool=HiddenPool(lambda: self._streams.hears_pool, self._pool_remedy),
             policy_name=settings.policy,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
@@ -119,7 +123,15 @@ class Proxy:
         if self._recorder is not None:
             self._dispatcher.subscribe(self._recorder)
         self._subscriber = self._listen_to_events() if policy.uses_tokens else None
-        self._streams = StreamWatch(self._subscriber, self._locator.unheard_since, lambda: self.relay.now())
+        self._streams = StreamWatch(
+            self._subscriber,
+            self._locator.unheard_since,
+            lambda: self.relay.now(),
+            lambda: self._locator.telling_prompts,
+        )
+        first = settings.places + settings.pool_nodes
+        self._further_streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
+        self._pool_discovery = self._discover_pool()
         self._peer_sync = self._make_peer_sync()
         # A recorder of spans hears of each choice.
         turns = turns_of(policy) if decide is None and self._recorder is None else None
@@ -159,6 +171,8 @@ class Proxy:
                 self.relay.now,
             )
         self._tasks = [self._loop.create_task(self._observe_forever())]
+        if self._pool_discovery is not None:
+            self._pool_discovery.start()
         await self.fleet.start()
         if self._reconciler is not None:
             await self._reconciler.start()
@@ -193,6 +207,8 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._pool_discovery is not None:
+            await self._pool_discovery.close()
         if self._reconciler is not None:
             await self._reconciler.close()
         await self.fleet.close()
@@ -305,11 +321,13 @@ class Proxy:
         settings = self._settings
         if not settings.registers:
             return None
-        first = settings.places + settings.pool_nodes
-        streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
         file = RegistryFile(settings.discovery_registry_file) if settings.discovery_registry_file else None
         return Registry(
-            streams, clock=self._loop.time, is_there=self._is_there, file=file, networks=self._networks
+            self._further_streams,
+            clock=self._loop.time,
+            is_there=self._is_there,
+            file=file,
+            networks=self._networks,
         )
 
     def _is_there(self, spec: EngineSpec) -> bool:
@@ -348,12 +366,26 @@ class Proxy:
         return reconciler
 
     def _listen_to_events(self) -> Subscriber | None:
-        if not self._settings.events and not self._settings.discovery:
+        settings = self._settings
+        if not settings.events and not settings.discovery and settings.pool is None:
             return None
         # Streams of engines are added when they join.
-        pool = tuple(source for source in self._settings.events if source.pool)
-        places = {source.name: self._settings.places + number for number, source in enumerate(pool)}
+        pool = tuple(source for source in settings.events if source.pool)
+        places = {source.name: settings.places + number for number, source in enumerate(pool)}
         return Subscriber(pool, self._indexes, places, followed=self._locator.hears)
+
+    def _discover_pool(self) -> PoolDiscovery | None:
+        """Finds the pool's nodes; None: they are not looked for, or the policy does not look at prompts."""
+        settings = self._settings
+        if settings.pool is None or self._subscriber is None:
+            return None
+        by_hand = [source.endpoint for source in settings.events if source.pool]
+        return PoolDiscovery(PoolSearch(settings.pool, by_hand), self._further_streams)
+
+    def _pool_remedy(self) -> str:
+        if self._pool_discovery is None:
+            return "let it look for nodes (--pool auto), or name each with --pool-events NAME=ENDPOINT"
+        return self._pool_discovery.remedy()
 
     def _page(self, request: ProxyRequest) -> Decision:
         """Called on the relay's thread. Endpoints are answered on the loop, where they delay no request."""

@@ -19,7 +19,7 @@ from moonpool.disagg_proxy.conductor.admission import Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
 from moonpool.disagg_proxy.discovery.source_url import parse_source_url
-from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.events.settings import EventSource, PoolSettings
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.setting_error import bad
 
@@ -141,6 +141,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
     engines: tuple[EngineSpec, ...] = ()
     policy: str = "round_robin"  # never auto: from_config.py
     events: tuple[EventSource, ...] = ()  # of engines by their names, and of the pool's nodes
+    pool: PoolSettings | None = None  # how further nodes of the pool are found; None: they are not looked for
     admission: AdmissionSettings = AdmissionSettings()
     peers: PeerSettings = PeerSettings()
     process_number: int = 0  # of this one among ``processes``

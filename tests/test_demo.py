@@ -189,7 +189,7 @@ def test_the_file_for_up_can_be_meant(demo: ModuleType, runtime_dir: Path, nodes
         assert names == ["master", "node-a", "node-b", "prefill", "decode", "proxy"]
         hosts = {spec.command[spec.command.index("--host-id") + 1] for spec in plan.specs[1:3]}
         assert len(hosts) == 2
-    assert {"--prefill", "--decode", "--pool-events"} <= set(plan.specs[-1].command)
+    assert {"--prefill", "--decode"} <= set(plan.specs[-1].command)
 
 
 def test_the_pool_is_awaited_for_the_blocks_that_are_new(demo: ModuleType) -> None:

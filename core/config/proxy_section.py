@@ -145,8 +145,8 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
         about(
             "how an engine is chosen: round_robin, least_load, prefix_affinity, conductor, "
             "dynamo_cost, sglang_cache_aware, vllm_kv_aware, lmetric, min_ttft, load_balancing, or "
-            "package.module:Class; auto: conductor where engines have roles or there are KV events, "
-            "else round_robin"
+            "package.module:Class; auto: conductor where engines have roles, KV events or a pool, else "
+            "round_robin"
         ),
     ] = "auto"
     handover: Annotated[
@@ -259,7 +259,18 @@ class Proxy(ProxyCommon, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "(where they are replayed)"
         ),
     ] = []
-    pool_events: Annotated[list[str], about("KV events of nodes of the pool, written like proxy.events")] = []
+    pool: Annotated[
+        str,
+        about(
+            "which nodes of the pool tell what they hold; auto: those of this host and user, those of "
+            "cluster.master, and those of the masters that nodes of this host join; none: those of "
+            "proxy.pool_events alone",
+            choices=("auto", "none"),
+        ),
+    ] = "auto"
+    pool_events: Annotated[
+        list[str], about("KV events of further nodes of the pool, written like proxy.events")
+    ] = []
     peer_listen: Annotated[
         str, about("address at which other proxies read this one's requests in flight")
     ] = ""

@@ -74,8 +74,17 @@ def control_client_of(socket: str | Path) -> _native.TlsClient | None:
     if CONTROL_VARIABLE in os.environ:
         prefix = CONTROL_VARIABLE.removesuffix("CONTROL")
         return control_client(load(env={k: v for k, v in os.environ.items() if k.startswith(prefix)}))
-    settings = json.loads(beside.read_bytes())
-    return control_client(load(env={}, arguments={f"cluster.{name}": settings[name] for name in _KEYS}))
+    return control_client_from(beside.read_bytes())
+
+
+def control_client_from(settings: bytes) -> _native.TlsClient | None:
+    """By what control_settings() made. None: without TLS."""
+    if not settings:
+        return None
+    from moonpool.core.config.config import load
+
+    given = json.loads(settings)
+    return control_client(load(env={}, arguments={f"cluster.{name}": given[name] for name in _KEYS}))
 
 
 def control_client_for(config: Config, socket: str = "") -> _native.TlsClient | None:

@@ -35,7 +35,7 @@ _log = logging.getLogger("moonpool.proxy")
 
 class InflightTracker:
     """Not thread safe: the driver's lock guards it. hears: whether the proxy follows the KV events of the
-    engine at a place. hears_pool: the pool's own events are followed; then hidden_pool is None."""
+    engine at a place. hidden_pool: detects a pool that it does not hear of."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class InflightTracker:
         admission: Admission | None = None,
         *,
         hears: Callable[[int], bool] = lambda place: False,
-        hears_pool: bool = False,
+        hidden_pool: HiddenPool | None = None,
     ) -> None:
         self.admission = admission
         self.workers: tuple[Worker, ...] = ()  # ordered by place
         self.watches: dict[int, PredictionWatch] = {}  # by place
-        self.hidden_pool = None if hears_pool else HiddenPool()
+        self.hidden_pool = hidden_pool or HiddenPool()
         self.nonsense = 0  # observations whose times are implausible
         self._observers: tuple[Observer, ...] = ()  # replaced whole: observers unsubscribe on any thread
         self._hears = hears
@@ -306,7 +306,7 @@ class InflightTracker:
         computes = finished.choice.computes
         own = asked.own_at(computes)
         same = observation.prompt_tokens == asked.tokens
-        if self.hidden_pool is not None and same and self._hears(computes.place):
+        if same and self._hears(computes.place):
             found = self.hidden_pool.report(asked.tokens, own, cached)
             if found is not None:
                 _log.warning("%s", found)

@@ -28,6 +28,7 @@ from moonpool.disagg_proxy.conductor.admission_controller import (
 )
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.demand import Capacity
+from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.policies.roles import Groups
 from moonpool.disagg_proxy.conductor.policy import Policy, hook_of
@@ -126,7 +127,7 @@ class Scheduler(Generic[P]):
 
     admission:     predicts which requests would miss an objective; None: all are accepted.
     is_heard:      whether the proxy follows the KV events of the worker at a place.
-    hears_pool:    whether it follows those of the pool's nodes.
+    hidden_pool:   detects a pool whose nodes' events it does not receive.
     policy_failed: called with a sentence that says what becomes of a request although the policy raised,
                    while that exception is handled. None: the exception goes to the caller.
     unfinished:    ``tick`` has more to return at once; it stops at RELEASED_MAX, so that a driver can let
@@ -144,14 +145,16 @@ class Scheduler(Generic[P]):
         limits: QueueLimits = NO_QUEUE,
         *,
         is_heard: Callable[[int], bool] = lambda place: False,
-        hears_pool: bool = False,
+        hidden_pool: HiddenPool | None = None,
         policy_failed: Callable[[str], None] | None = None,
     ) -> None:
         self.policy = policy
         self.admission = admission
         self.controller: AdmissionController[P] = AdmissionController(self, *limits)
         self.limit_wait = self.controller.limit_wait
-        self.inflight = tracker = InflightTracker(admission=admission, hears=is_heard, hears_pool=hears_pool)
+        self.inflight = tracker = InflightTracker(
+            admission=admission, hears=is_heard, hidden_pool=hidden_pool
+        )
         self.join, self.leave, self.forget = tracker.join, tracker.leave, tracker.forget
         self.observe, self.expire = tracker.observe, tracker.expire
         self.subscribe, self.unsubscribe = tracker.subscribe, tracker.unsubscribe

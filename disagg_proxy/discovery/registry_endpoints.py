@@ -16,8 +16,6 @@ from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
 from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
 from moonpool.disagg_proxy.discovery.registration import Registration
 from moonpool.disagg_proxy.discovery.registry import Registry
-from moonpool.disagg_proxy.events.settings import EventSource
-from moonpool.disagg_proxy.events.subscriber import Subscriber
 
 QUERIES_MAX = 256  # queries that wait; their bodies count in bodies_bytes_max
 RESOLVING_MAX = 64  # registrations whose names are being resolved
@@ -117,26 +115,3 @@ def _of_a_web_page(request: ProxyRequest) -> bool:
     rebinding."""
     site = request.headers("sec-fetch-site")
     return request.headers("origin") is not None or site not in (None, b"none")
-
-
-class SubscribedStreams:
-    """Event streams that belong to no engine. Each gets a holder index in [first, first + count)."""
-
-    def __init__(self, subscriber: Subscriber | None, first: int, count: int) -> None:
-        self._subscriber = subscriber
-        self._free = list(range(first, first + max(0, count)))[::-1]
-
-    def follow(self, name: str, source: EventSource) -> int | None:
-        """Follows a stream; its holder, None when there is no subscriber or no free holder."""
-        if self._subscriber is None or not self._free:
-            return None
-        holder = self._free.pop()
-        self._subscriber.follow(source, holder)
-        return holder
-
-    def drop(self, name: str, holder: int) -> None:
-        """Stops following and frees the holder. The subscriber carries out orders in sequence, so the blocks
-        of this stream are removed before the next one gets the holder."""
-        if self._subscriber is not None:
-            self._subscriber.drop(name, holder)
-        self._free.append(holder)

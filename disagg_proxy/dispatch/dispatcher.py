@@ -20,6 +20,7 @@ from moonpool._native import ProxyRequest
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
+from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.plan import Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
@@ -58,8 +59,8 @@ _log = logging.getLogger("moonpool.proxy")
 class Dispatcher:
     """tokens: where ids of text come from, None for nowhere; places: for engines, which join and leave on
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
-    recorded; clock: the data plane's; handover, admission: the settings; hears_pool: whether the pool's KV
-    events are followed."""
+    recorded; clock: the data plane's; handover, admission: the settings; hidden_pool: detects a pool whose
+    nodes' KV events the proxy does not receive."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Dispatcher:
         clock: Callable[[], float],
         handover: str = "auto",
         admission: AdmissionSettings = ADMIT_ALL,
-        hears_pool: bool = False,
+        hidden_pool: HiddenPool | None = None,
         policy_name: str = "",
     ) -> None:
         self.candidates = Candidates(places)
@@ -86,7 +87,7 @@ class Dispatcher:
             Admission(admission.objective) if admission.any else None,
             QueueLimits(admission.queue_max, admission.queue_deadline),
             is_heard=locator.is_heard,
-            hears_pool=hears_pool,
+            hidden_pool=hidden_pool,
             policy_failed=self._policy_failed,
         )
         self._letting_in: asyncio.Task[None] | None = None

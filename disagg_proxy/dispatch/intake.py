@@ -35,7 +35,7 @@ class Intake:
         # A client may write any number of 64 bits, and what is reckoned with it must still be one.
         answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
         pool, hidden = match.pool, self._scheduler.inflight.hidden_pool
-        if hidden is not None and hidden.seen:
+        if hidden.seen:
             pool = self._reachable(request, match)
         return Request(len(ids) // 4, match.own, pool, answer_tokens, holder=self._pool), match
 

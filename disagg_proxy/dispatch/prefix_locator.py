@@ -47,6 +47,7 @@ class PrefixLocator:
         self._live: Mapping[int, _native.PrefixIndex] = {}  # of engines whose events are heard: their index
         # Of the engines that are not heard; the indexes of other block sizes come with the first event.
         self._guessed: _native.PrefixIndex | None = None
+        self.telling_prompts = 0  # prompts of TELLING_BLOCKS or more that were sent to any engine
         self._unheard_s: dict[int, float] = {}  # when an engine that is not heard was first sent a prompt
 
     def join(self, engine: int) -> None:
@@ -99,9 +100,11 @@ class PrefixLocator:
     def sent(self, match: PrefixMatch, engine: int, now_s: float) -> None:
         """The prompt goes to this engine, which will hold it."""
         live = self._live.get(engine)
+        tells = any(len(chain) >= TELLING_BLOCKS * KEY_BYTES for _, chain in match.keys)
+        self.telling_prompts += tells
+        if tells and live is None:
+            self._unheard_s.setdefault(engine, now_s)
         for index, chain in match.keys:
-            if live is None and len(chain) >= TELLING_BLOCKS * KEY_BYTES:
-                self._unheard_s.setdefault(engine, now_s)
             if live is not None and live is not index and index is self._guessed:
                 continue  # its blocks have another size
             index.dispatched(engine, chain, now_s, CONFIRMED_WITHIN_S)

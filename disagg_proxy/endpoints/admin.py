@@ -20,7 +20,7 @@ from moonpool.disagg_proxy.endpoints.handover_metrics import HandoverCollector
 from moonpool.disagg_proxy.endpoints.metrics import MetricsEndpoint
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
-from moonpool.disagg_proxy.events.stream_watch import StreamRow, StreamWatch
+from moonpool.disagg_proxy.events.stream_watch import PoolStreamRow, StreamRow, StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
@@ -52,11 +52,12 @@ class EngineListing(msgspec.Struct):
 
 
 class EnginesPage(msgspec.Struct, omit_defaults=True):
-    """GET /engines. discovery: the sources of engines, if any."""
+    """GET /engines. discovery: the sources of engines; pool: the event streams of the pool's nodes."""
 
     policy: str
     engines: list[EngineListing]
     discovery: list[SourceStatus] = []
+    pool: list[PoolStreamRow] = []
 
 
 class HealthPage(msgspec.Struct, omit_defaults=True):
@@ -133,7 +134,8 @@ class AdminEndpoints:
                 for counts in counters.engines
                 if (engine := self._dispatcher.at[counts.place]) is not None
             ]
-            return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows, self._sources())))
+            pool = [] if self._streams is None else self._streams.of_pool()
+            return Answer(200, msgspec.json.encode(EnginesPage(self._policy, rows, self._sources(), pool)))
         if path == b"/ui":
             return self._page
         if path == b"/ui/data":

@@ -44,11 +44,8 @@ class ConductorCollector(Collector):
         inflight = dispatcher.scheduler.inflight
         text = "Observations whose times cannot be: a clock jumped; nothing was learnt from them"
         yield family("impossible_times_total", text, inflight.nonsense)
-        if inflight.hidden_pool is not None:
-            text = (
-                "1 while engines report more cached tokens than KV events explain: --pool-events is missing"
-            )
-            yield family("hidden_pool", text, inflight.hidden_pool.seen)
+        text = "1 while engines report more cached tokens than KV events explain: a pool is not heard of"
+        yield family("hidden_pool", text, inflight.hidden_pool.seen)
         yield from self._admission()
         yield from self._engines()
         yield from self._predictions()

@@ -51,6 +51,8 @@ class EventLimits:
     pending_messages_max: int = 10_000  # received during a replay, for each stream
     pending_bytes_max: int = 32 << 20  # of these, all streams together
     replay_s: float = 5.0  # silence after which a replay is given up
+    # A node of the pool that is silent for so long is asked for a replay, which a node that lives answers.
+    check_s: float = 4.0
     lost_s: float = 5.0  # time without a connection after which the blocks no longer count
     gone_s: float = 10.0  # time out of the rotation after which the blocks are removed
     heartbeat_s: float = 2.0  # of ZMQ, to detect a host that vanished
@@ -70,7 +72,7 @@ def parse_event_sources(
                 f"{text!r} is no event stream; write NAME=tcp://host:port, or NAME=tcp://host:port,"
                 "tcp://host:port with where it replays"
             )
-        secret = token if pool and any(_is_beyond(each) for each in (endpoint, replay)) else b""
+        secret = token if pool and any(is_beyond_host(each) for each in (endpoint, replay)) else b""
         sources.append(EventSource(name, endpoint, replay, pool, token=secret))
     names = [source.name for source in sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -78,8 +80,22 @@ def parse_event_sources(
     return tuple(sources)
 
 
-def _is_beyond(endpoint: str) -> bool:
-    """Whether other hosts can reach it, by the node's rule."""
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """How the proxy finds the nodes of the pool, besides those of this host and user.
+
+    master: host:port of a master; "": none is configured.
+    token:  the configured cluster token; b"": none.
+    tls:    how to connect to the master inside TLS (core/service/control_tls.py); b"": as its nodes do.
+    """
+
+    master: str = ""
+    token: bytes = field(default=b"", repr=False)
+    tls: bytes = b""
+
+
+def is_beyond_host(endpoint: str) -> bool:
+    """Whether other hosts can reach it, by the node's rule; then a pool's node requires the cluster token."""
     if not endpoint.startswith("tcp://"):
         return False
     host, _, _ = endpoint.removeprefix("tcp://").rpartition(":")

@@ -46,6 +46,8 @@ class StreamLink:
     lost_since_s: float | None = None  # time of the disconnection; None: connected
     lost: bool = False  # disconnected for lost_s
     live: bool = False  # of an engine: its index is exact
+    spoke_s: float = 0.0  # time of the last message or replay, or of a question for one
+    mute: bool = False  # it is connected, and has not answered the last question for a replay
     behind_since_s: float | None = None  # unprocessed messages since; None: none
     largest_bytes: int = 0  # largest message since then
     rests_until_s: float | None = None  # end of the pause; None: not paused
@@ -63,6 +65,7 @@ class StreamState(NamedTuple):
     lost_s: seconds without a connection; None: connected.
     heard:  whether its blocks count now.
     rests:  whether it is paused, because too much arrived.
+    mute:   whether its publisher is connected and does not answer.
     """
 
     source: EventSource
@@ -70,3 +73,4 @@ class StreamState(NamedTuple):
     lost_s: float | None
     heard: bool
     rests: bool = False
+    mute: bool = False

@@ -132,6 +132,7 @@ class Subscriber:
                 None if (since_s := link.lost_since_s) is None else now_s - since_s,
                 link.is_heard,
                 link.rests_until_s is not None,
+                link.mute,
             )
             for link in self._links
         ]
@@ -220,7 +221,9 @@ class Subscriber:
         for link in self._links:
             if link.asking is not None and now_s >= link.answer_due_s:
                 self._end_asking(link)
+                link.mute = True
                 link.stream.replay_ended(complete=False)
+            self._check_silence(link, now_s)
             self._look_whether_lost(link, now_s)
             since_s = absent.get(link.source.name)
             gone = since_s is not None and now_s - since_s >= self._limits.gone_s
@@ -244,6 +247,14 @@ class Subscriber:
         if not link.source.pool and link.stream.sequence >= 0:
             self._end_asking(link)
             link.stream.gone()
+
+    def _check_silence(self, link: StreamLink, now_s: float) -> None:
+        """Asks a node of the pool that is silent for the replay of its last message: one that is idle
+        answers, and one that hangs is noticed, whose connection ZMQ's own threads keep up."""
+        is_idle = link.counts.connected and link.asking is None and not link.given_up
+        may_ask = link.source.pool and link.source.replay
+        if is_idle and may_ask and now_s - link.spoke_s >= self._limits.check_s:
+            link.stream.connected()
 
     def _look_at_queues(self, now_s: float) -> None:
         """Bounds the memory of ZMQ's queues. ZMQ does not report their sizes; a stream that is behind holds
@@ -292,6 +303,7 @@ class Subscriber:
         while link.monitor.poll(0):
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
             link.counts.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            link.mute = False
             if link.counts.connected:
                 link.lost_since_s, link.lost = None, False
             elif link.lost_since_s is None:
@@ -310,6 +322,7 @@ class Subscriber:
             size = sum(map(len, frames))
             taken += size
             link.largest_bytes = max(link.largest_bytes, size)
+            link.spoke_s, link.mute = self._clock(), False
             self._on_monitor(link)  # a new connection is reported before its first message
             if link.given_up:
                 continue
@@ -330,7 +343,8 @@ class Subscriber:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            link.answer_due_s = self._clock() + self._limits.replay_s
+            link.spoke_s, link.mute = self._clock(), False
+            link.answer_due_s = link.spoke_s + self._limits.replay_s
             if len(frames) != 4 or len(frames[2]) != 8:
                 link.counts.malformed += 1
                 continue
@@ -354,7 +368,8 @@ class Subscriber:
         socket.connect(link.source.replay)
         socket.send_multipart((b"", start.to_bytes(8, "big")))
         link.asking = socket
-        link.answer_due_s = self._clock() + self._limits.replay_s
+        link.spoke_s = self._clock()
+        link.answer_due_s = link.spoke_s + self._limits.replay_s
 
     def _end_asking(self, link: StreamLink) -> None:
         if link.asking is not None:

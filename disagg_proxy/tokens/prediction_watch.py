@@ -51,8 +51,8 @@ class PredictionWatch:
         if self.more * 2 > self.wrong:
             return (
                 f"more tokens are cached than was predicted (the last: {cached}, not {predicted_cached} of "
-                f"{tokens}), so requests may go to the wrong engine: give the proxy the KV events of the "
-                f"pool's nodes, if there is one (--pool-events), and of the engine (--events)"
+                f"{tokens}), so requests may go to the wrong engine: the proxy needs the KV events "
+                f"of the engine (--events), and of the pool's nodes, if there is one (--pool, --pool-events)"
             )
         return (
             f"cached tokens are not what was predicted (the last: {cached}, not {predicted_cached} of "

@@ -20,7 +20,7 @@ from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.dispatch.dispatcher import Dispatcher
 from moonpool.disagg_proxy.engines.engine import Engine
-from moonpool.disagg_proxy.events.stream_watch import StreamWatch
+from moonpool.disagg_proxy.events.stream_watch import PoolStreamRow, StreamWatch
 from moonpool.disagg_proxy.ui.explain import why_here, why_miss
 from moonpool.disagg_proxy.ui.history import STEP_S, History, TimeStep, Totals
 
@@ -119,6 +119,7 @@ class Snapshot(msgspec.Struct):
     failures: dict[str, int]  # of engines, by reason
     blind: int
     last: Sequence[DecisionRow]
+    pool: Sequence[PoolStreamRow] = ()  # event streams of the pool's nodes
 
 
 class SnapshotBuilder:
@@ -216,6 +217,7 @@ class SnapshotBuilder:
             last=[
                 _decision_row(finished, workers, now_s, dispatcher.uses_tokens) for finished in reversed(last)
             ],
+            pool=[] if self._streams is None else self._streams.of_pool()[:ROWS_MAX],
         )
 
     def wait_s(self) -> float:

@@ -269,13 +269,16 @@ def test_a_native_server_takes_each_of_its_settings_and_no_other(kind: str) -> N
 
 
 def test_the_proxy_runs_with_the_settings_of_its_section() -> None:
+    from moonpool.disagg_proxy.events.settings import PoolSettings
     from moonpool.disagg_proxy.from_config import proxy_settings
     from moonpool.disagg_proxy.settings import EngineSpec, ProxySettings
 
     engines = {"proxy.engines": ["a=http://h:1"]}
     assert proxy_settings(config.load(env={}, arguments=engines)) == ProxySettings(
-        engines=(EngineSpec("a", "http://h:1"),)
+        engines=(EngineSpec("a", "http://h:1"),), pool=PoolSettings()
     )
+    none = config.load(env={}, arguments={**engines, "proxy.pool": "none"})
+    assert proxy_settings(none).pool is None
     changed = {
         "proxy.engines": ["http://h:1"],
         "proxy.head_s": 3,
@@ -326,11 +329,13 @@ def test_these_may_be_0(key: str) -> None:
         ({"proxy.events": ["a=tcp://h:5557"]}, "conductor"),
         ({"proxy.pool_events": ["node=tcp://h:5557"]}, "conductor"),
         ({"proxy.discovery": ["http"]}, "conductor"),
+        ({"cluster.master": "127.0.0.1:7700"}, "conductor"),  # there is a pool
+        ({"cluster.master": "127.0.0.1:7700", "proxy.pool": "none"}, "round_robin"),
         ({"proxy.events": ["a=tcp://h:5557"], "proxy.policy": "least_load"}, "least_load"),
     ],
 )
 def test_the_policy_follows_from_what_there_is_unless_it_is_named(
-    arguments: dict[str, object], policy: str
+    arguments: dict[str, object], policy: str, runtime: Path
 ) -> None:
     from moonpool.disagg_proxy.from_config import proxy_settings
 

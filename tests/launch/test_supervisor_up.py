@@ -420,9 +420,7 @@ def test_a_policy_that_looks_at_prompts_hears_of_every_block(runtime: Path, vllm
         f"p={streams('p')}",
         f"d={streams('d')}",
     ]
-    assert options_of(proxy, "--pool-events") == [
-        f"node-{name}={streams(f'node-{name}')}" for name in ("a", "b")
-    ]
+    assert options_of(proxy, "--pool-events") == []  # the proxy finds the nodes
     for name in ("p", "d"):
         told = json.loads(option(spec_of(plan, name), "--kv-events-config"))
         assert f"{told['endpoint']},{told['replay_endpoint']}" == streams(name)
@@ -430,14 +428,16 @@ def test_a_policy_that_looks_at_prompts_hears_of_every_block(runtime: Path, vllm
         assert "--enable-prompt-tokens-details" in spec_of(plan, name).command
     for name in ("own", "ranks", "silent"):
         assert "--enable-prompt-tokens-details" not in spec_of(plan, name).command
-    node = spec_of(plan, "node-a")
-    assert f"{option(node, '--events')},{option(node, '--events-replay')}" == streams("node-a")
+    assert "--events" not in spec_of(plan, "node-a").command  # it publishes by default
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", False),
+        ("", True),  # a node is started, which the proxy hears
+        ('[proxy]\npool = "none"\n', False),
+        ('[node]\nevents = "none"\n', False),
+        ("[up]\nnode = false\n", False),
         ('[proxy]\npolicy = "conductor"\n', True),
         ('[proxy]\ndecode = ["http://10.0.0.9:8000"]\nprefill = ["http://10.0.0.9:8001"]\n', True),
         ('[proxy]\npolicy = "least_load"\nevents = ["far=tcp://10.0.0.9:5557"]\n', False),
@@ -448,7 +448,6 @@ def test_nobody_tells_what_nobody_looks_at(runtime: Path, vllm: str, text: str, 
     engine = f'[[up.engine]]\nmodel = "m"\nexecutable = "{vllm}"\n'
     plan = plan_of(runtime, text + engine)
     assert ("--kv-events-config" in spec_of(plan, "engine-0").command) is expected
-    assert ("--events" in spec_of(plan, "node").command) is expected
 
 
 def test_one_table_is_one_node_and_old_forms_stand(runtime: Path) -> None:

@@ -26,6 +26,8 @@ OPTIONS = {
         "proxy.handover": "FORM",
         "proxy.tokenizer": "MODEL=FOLDER",
         "proxy.events": "NAME=ZMQ",
+        "proxy.pool": "auto|none",
+        "cluster.master": "HOST:PORT",
         "proxy.pool_events": "NAME=ZMQ",
     },
     "Admission": {

@@ -32,6 +32,7 @@ from moonpool.core.service.http_get import answers_ok, get_json
 from moonpool.core.service.http_tls import own_child_context, scheme
 from moonpool.core.service.listen_addresses import OFF, advertised_address, master_address, require_token
 from moonpool.core.service.node_socket import is_served
+from moonpool.core.service.published_events import publishes_events
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.from_config import policy_of
 from moonpool.launch.held_ports import HeldPorts
@@ -111,10 +112,11 @@ class _Planner:
         self._names = {"proxy"}
         self._master = str(master_address(config) or "")  # what the nodes join
         self._nodes: dict[str, str] = {}  # name of the node -> its socket
-        policy = policy_of(config.proxy, (engine.role for engine in config.up.engine))
+        policy = policy_of(
+            config.proxy, (engine.role for engine in config.up.engine), has_pool=_has_pool(config)
+        )
         self._looks = config.up.proxy and make_policy(policy).uses_tokens
         self._events = list(config.proxy.events)  # as the proxy takes them
-        self._pool_events = list(config.proxy.pool_events)
 
     def all(self) -> list[Spec]:
         up = self.config.up
@@ -222,10 +224,6 @@ class _Planner:
             command += [option, value] if value else []
         for directory in node.ssd:
             command += ["--ssd", directory]
-        if self._looks and self.config.node.events == "auto":
-            stream, replay = _event_sockets(process)
-            command += ["--events", stream, "--events-replay", replay]
-            self._pool_events.append(f"{process}={stream},{replay}")
         self._nodes[node.name] = self.sockets[process] = str(socket_path)
         return Spec(
             process,
@@ -371,7 +369,7 @@ class _Planner:
             ours = [f"{e.name}={e.url}" for e, its in zip(engines, roles, strict=True) if its == role]
             for engine in (*urls, *ours):
                 command += [option, engine]
-        for option, streams in (("--events", self._events), ("--pool-events", self._pool_events)):
+        for option, streams in (("--events", self._events), ("--pool-events", given.pool_events)):
             for stream in streams:
                 command += [option, stream]
         log = self._log_dir / "proxy.log"
@@ -404,6 +402,12 @@ def _check_roles(config: Config) -> None:
             f"starts engines of the role {role} alone; add a table [[up.engine]] with role = {missing!r}, or "
             f"name such engines in proxy.{missing}",
         )
+
+
+def _has_pool(config: Config) -> bool:
+    """Whether the proxy will find nodes: those that are started here, or those of a master."""
+    started = config.up.node and publishes_events(config)
+    return config.proxy.pool == "auto" and bool(started or config.cluster.master)
 
 
 def _event_sockets(process: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.stream_link import StreamState
-from moonpool.disagg_proxy.events.stream_watch import SILENT_S, StreamWatch
+from moonpool.disagg_proxy.events.stream_watch import POOL_EMPTY_S, SILENT_S, StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
 from tests.disagg_proxy.events.beds import Engine, chain, stored
 from tests.disagg_proxy.harness import Bed, bed, until, with_deadline
@@ -49,7 +49,7 @@ def test_each_outage_is_said_once(pool: bool, caplog: pytest.LogCaptureFixture) 
     streams.say(lost_s=SILENT_S)
     assert look() == ("lost", 1)
     assert "one: nothing publishes at tcp://h:1 for 5 s" in caplog.messages[0]
-    assert ("--events" if pool else "--kv-events-config") in caplog.messages[0]
+    assert ("what the pool holds" if pool else "--kv-events-config") in caplog.messages[0]
     streams.say(lost_s=None)
     assert look() == ("waiting", 1)
     if not pool:
@@ -69,6 +69,50 @@ def test_each_outage_is_said_once(pool: bool, caplog: pytest.LogCaptureFixture) 
     assert look() == ("resting", said + 1)  # whoever cut it off has said so
     streams._states[0] = streams._states[0]._replace(rests=False)
     assert watch.of_engines() == ({} if pool else {0: "lost"})
+
+
+def test_a_node_that_does_not_answer_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    streams = Streams(StreamState(EventSource("n", "tcp://h:1", pool=True), 0, None, False))
+    watch = StreamWatch(cast(Subscriber, streams), lambda place: None, lambda: 0.0)
+    watch.look()
+    assert (watch.rows()[0].state, caplog.messages) == ("waiting", [])  # it holds no block yet
+    streams._states[0] = streams._states[0]._replace(mute=True)
+    for _ in range(2):
+        watch.look()
+    assert watch.rows()[0].state == watch.of_pool()[0].state == "silent"
+    assert caplog.messages == [
+        "the KV events of n: tcp://h:1 is connected, and has answered nothing in 5 s, so it is not known "
+        "what the pool holds there (docs/events.md)"
+    ]
+    assert not watch.hears_pool
+    streams._states[0] = streams._states[0]._replace(mute=False, heard=True)
+    watch.look()
+    assert watch.rows()[0].state == "live"
+    assert watch.hears_pool
+
+
+def test_nodes_without_a_block_are_said_once_engines_got_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    streams = Streams(StreamState(EventSource("n", "tcp://h:1", pool=True), 0, None, False))
+    prompts, now_s = 7, 100.0
+    watch = StreamWatch(cast(Subscriber, streams), lambda place: None, lambda: now_s, lambda: prompts)
+
+    def look_after(seconds: float) -> int:
+        nonlocal now_s
+        now_s += seconds
+        watch.look()
+        return len(caplog.messages)
+
+    assert look_after(0.0) == look_after(POOL_EMPTY_S) == 0  # those prompts were sent before
+    prompts = 8
+    assert look_after(0.0) == look_after(POOL_EMPTY_S - 1.0) == 0
+    streams.say(lost_s=None, heard=True)
+    assert look_after(POOL_EMPTY_S) == 0  # it had one
+    streams.say(lost_s=None, heard=False)
+    assert look_after(0.0) == look_after(POOL_EMPTY_S) == 0
+    prompts = 9
+    assert look_after(0.0) == 0
+    assert look_after(POOL_EMPTY_S) == look_after(POOL_EMPTY_S) == 1
+    assert "none of the nodes that the proxy follows (n at tcp://h:1) has a block 10 s later" in caplog.text
 
 
 async def own_tokens(b: Bed, prompt: list[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -185,6 +186,34 @@ def test_a_replay_that_is_never_answered_has_a_deadline(liar: Liar) -> None:
         liar.say(7, batch(stored(chain(0, 2), 1)))
         eventually(lambda: matched(indexes, chain(0, 2)) == 2)
         assert totals(made)["lost_total"] >= 1
+    finally:
+        made.stop()
+
+
+def test_a_node_that_hangs_is_noticed_within_ten_seconds(liar: Liar) -> None:
+    """Its connection stands: ZMQ's own threads answer the heartbeats of a process that does nothing else."""
+    now_s = 0.0
+    source = replace(liar.spec(replay=True), pool=True)
+    made = Subscriber((source,), PrefixIndexes(), {"e0": 0}, clock=lambda: now_s)
+
+    def asked() -> bytes:
+        assert liar.router.poll(int(TIMEOUT_S * 1000)), "no replay was asked for"
+        return liar.router.recv_multipart()[0]
+
+    made.start()
+    try:
+        liar.router.send_multipart((asked(), b"", b"", b"\xff" * 8, b""))  # it holds nothing
+        eventually(lambda: totals(made)["replaying"] == 0)
+        now_s += LIMITS.check_s
+        caller = asked()
+        assert not made.states()[0].mute
+        now_s += 5.0  # replay_s
+        eventually(lambda: made.states()[0].mute)
+        assert now_s <= 10.0
+        now_s += LIMITS.check_s
+        assert asked() != caller  # it goes on asking
+        liar.say(0, batch(AllBlocksCleared()))
+        eventually(lambda: not made.states()[0].mute)
     finally:
         made.stop()
 

@@ -1,0 +1,102 @@
+"""Follows the KV events of the pool's nodes that a search finds, for as long as they live.
+
+    every LOOK_EVERY_S:  PoolSearch.look (in a thread)  ->  apply (on the event loop): follow, drop, say so
+
+A node that ended is dropped with the next look, and its blocks with it. One that restarted at the same
+sockets stays: its stream notices the new life (stream.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from moonpool.disagg_proxy.events.pool_search import FoundNodes, PoolSearch
+from moonpool.disagg_proxy.events.settings import EventSource
+from moonpool.disagg_proxy.events.subscribed_streams import SubscribedStreams
+
+LOOK_EVERY_S = 2.0
+_NAMED_MAX = 8  # nodes that one sentence names
+_log = logging.getLogger("moonpool.proxy")
+
+
+class PoolDiscovery:
+    """Runs on the event loop. streams: places for the nodes' streams."""
+
+    def __init__(self, search: PoolSearch, streams: SubscribedStreams) -> None:
+        self._search = search
+        self._streams = streams
+        self._followed: dict[str, tuple[EventSource, int]] = {}  # name -> source and holder
+        self._unplaced: set[str] = set()  # names of nodes for which no holder was left
+        self._last = FoundNodes({}, (), {})
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Looks now, and then every LOOK_EVERY_S."""
+        self._task = asyncio.get_running_loop().create_task(self._look_forever())
+
+    async def close(self) -> None:
+        """Ends the search; a look that runs has a second for each master. Streams end with the subscriber."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def apply(self, found: FoundNodes) -> None:
+        """Follows what is new in ``found``, and drops what is no longer there."""
+        for name, (source, holder) in list(self._followed.items()):
+            if found.sources.get(name) != source:
+                del self._followed[name]
+                self._streams.drop(name, holder)
+                if name not in found.sources:
+                    _log.info("the KV events of %s at %s: the node is gone", name, source.endpoint)
+        for name, source in found.sources.items():
+            if name not in self._followed:
+                self._follow(name, source)
+        self._unplaced &= found.sources.keys()
+        for place in found.problems.keys() - self._last.problems.keys():
+            _log.warning("nodes of the pool cannot be looked for %s: %s", place, found.problems[place])
+        self._last = found
+
+    def remedy(self) -> str:
+        """What to do where engines get blocks from a pool that tells nothing: part of a sentence."""
+        if self._followed:
+            nodes = [f"{name} at {source.endpoint}" for name, (source, _) in self._followed.items()]
+            named = ", ".join(nodes[:_NAMED_MAX]) + (", ..." if len(nodes) > _NAMED_MAX else "")
+            return (
+                f"none of the nodes that it found ({named}) has told of a block; name the nodes' master with "
+                f"--master, or each node of the engines' pool with --pool-events NAME=ENDPOINT"
+            )
+        where = " or ".join(self._last.places) or "yet"
+        why = "".join(f" ({problem})" for problem in self._last.problems.values())
+        return (
+            f"it found no node {where}{why}: run it as the nodes' user on their host, or name their master "
+            f"with --master, or each node with --pool-events NAME=ENDPOINT"
+        )
+
+    async def _look_forever(self) -> None:
+        looking: asyncio.Future[FoundNodes] | None = None
+        try:
+            while True:
+                looking = asyncio.ensure_future(asyncio.to_thread(self._search.look))
+                try:
+                    self.apply(await asyncio.shield(looking))
+                except Exception:  # the next look may do better
+                    _log.exception("nodes of the pool could not be looked for")
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            if looking is not None:
+                await asyncio.gather(looking, return_exceptions=True)  # it waits ANSWER_S for each master
+            await asyncio.to_thread(self._search.close)
+
+    def _follow(self, name: str, source: EventSource) -> None:
+        holder = self._streams.follow(name, source)
+        if holder is not None:
+            self._followed[name] = (source, holder)
+            _log.info("the KV events of %s at %s are followed", name, source.endpoint)
+        elif name not in self._unplaced:
+            self._unplaced.add(name)
+            _log.warning(
+                "the KV events of %s at %s are not followed: there is no room for more engines and nodes",
+                name,
+                source.endpoint,
+            )

@@ -1,0 +1,342 @@
+"""The proxy finds the nodes of its pool by itself, and says so when it cannot: real nodes, real streams."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moonpool
+from moonpool.core.config.config import load
+from moonpool.core.service.node import Node
+from moonpool.core.store.keys import Ranges, block_digests, block_name
+from moonpool.disagg_proxy.events import pool_discovery
+from moonpool.disagg_proxy.events.pool_discovery import PoolDiscovery
+from moonpool.disagg_proxy.events.pool_search import FoundNodes, PoolSearch
+from moonpool.disagg_proxy.events.settings import EventSource, PoolSettings
+from moonpool.disagg_proxy.events.subscribed_streams import SubscribedStreams
+from moonpool.disagg_proxy.from_config import proxy_settings
+from tests.core.master_bed import MasterProcess
+from tests.core.store_bed import MIB, TOKEN
+from tests.core.store_bed import until as wait_until
+from tests.descriptors import speaks
+from tests.disagg_proxy.harness import Bed, bed, until, with_deadline
+
+BLOCK = 64  # of the index of engines that have told nothing yet
+FINGERPRINT = b"f" * 32
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_discovery, "LOOK_EVERY_S", 0.02)
+
+
+@pytest.fixture
+def elsewhere(runtime: Path) -> dict[str, str]:
+    """The environment of processes of another host: another runtime folder than that of this test."""
+    folder = runtime / "other"
+    folder.mkdir(mode=0o700)
+    return {**os.environ, "MOONPOOL_RUNTIME_DIR": str(folder), "MOONPOOL_CLUSTER_TOKEN": TOKEN.decode()}
+
+
+@asynccontextmanager
+async def node(name: str = "a", **settings: object) -> AsyncIterator[Node]:
+    arguments = {"name": name, "dram": 8 * MIB, "http": "off", "listen": "off", **settings}
+    made = Node(load(arguments={f"node.{key}": value for key, value in arguments.items()}, env={}))
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+class NodeProcess:
+    """`moonpool node`, to be killed."""
+
+    def __init__(self, name: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "moonpool",
+            "node",
+            "--name",
+            name,
+            "--dram",
+            "8MiB",
+            "--http",
+            "off",
+        ]
+        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, env=env, text=True)
+        assert self.process.stdout is not None
+        assert speaks(self.process.stdout, 60.0), "the node says nothing"
+        line = self.process.stdout.readline()
+        assert line.startswith("moonpool node "), line
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def tokens(first: int, blocks: int = 4) -> list[int]:
+    return list(range(first, first + blocks * BLOCK))
+
+
+async def put(socket: Path, prompt: list[int], token: bytes | None = None) -> None:
+    def call() -> None:
+        names = [block_name(digest, Ranges(0, 0, 1, 0, 1)) for digest in block_digests(prompt, BLOCK)]
+        with moonpool.Store(str(socket), token=token, fingerprint=FINGERPRINT) as store:
+            store.put(names, [bytes(1024)] * len(names))
+
+    await asyncio.to_thread(call)
+
+
+def in_pool(b: Bed, prompt: list[int]) -> int:
+    """Tokens of the prompt that the proxy knows to be in the pool."""
+    return b.proxy._locator.find(array.array("I", prompt).tobytes(), b"").pool
+
+
+async def pool_rows(b: Bed) -> dict[str, str]:
+    page = json.loads((await b.ask("GET", "/engines")).body)
+    return {row["name"]: row["state"] for row in page.get("pool", [])}
+
+
+def without_options(**arguments: object) -> dict[str, Any]:
+    """What `moonpool proxy --engine URL` looks for, and how it chooses."""
+    made = proxy_settings(load(arguments={"proxy.engines": ["http://h:1"], **arguments}, env={}))
+    assert made.pool is not None
+    return {"pool": made.pool, "policy": made.policy, "tokenizer": ("none",)}
+
+
+LATER: dict[str, Any] = {"pool": PoolSettings(), "policy": "conductor", "tokenizer": ("none",)}
+
+
+@with_deadline
+async def test_without_an_option_the_node_of_the_host_is_heard(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert without_options()["policy"] == "round_robin"  # without a pool there is nothing to look at
+    async with node() as a:
+        await put(a.socket, tokens(0))
+        found = without_options()
+        assert found["policy"] == "conductor"
+        async with bed(1, **found) as b:
+            await until(lambda: in_pool(b, tokens(0)) == len(tokens(0)))
+            await put(a.socket, tokens(1000))
+            await until(lambda: in_pool(b, tokens(1000)) == len(tokens(1000)))
+            assert await pool_rows(b) == {"node:a": "live"}
+            await until(lambda: b.proxy._streams.hears_pool)
+            assert f"the KV events of node:a at ipc://{a.socket}.pub are followed" in caplog.text
+            (shown,) = json.loads((await b.ask("GET", "/ui/data")).body)["pool"]
+            assert shown == {"name": "node:a", "endpoint": f"ipc://{a.socket}.pub", "state": "live"}
+            metrics = (await b.ask("GET", "/metrics")).body.decode()
+            assert 'moonpool_proxy_events_heard{stream="node:a"} 1.0' in metrics
+            assert "events" not in json.loads((await b.ask("GET", "/health")).body)
+
+
+@with_deadline
+async def test_nodes_that_come_restart_and_go(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with bed(1, **LATER) as b:
+        assert await pool_rows(b) == {}
+        async with node("a") as a, node("b") as other:
+            await put(a.socket, tokens(0))
+            await put(other.socket, tokens(1000))
+            await until(lambda: in_pool(b, tokens(0)) == in_pool(b, tokens(1000)) == 4 * BLOCK)
+            assert await pool_rows(b) == {"node:a": "live", "node:b": "live"}
+            await a.stop()
+            await until(lambda: in_pool(b, tokens(0)) == 0)
+            assert in_pool(b, tokens(1000)) == 4 * BLOCK
+            assert (
+                f"the KV events of node:a at ipc://{runtime}/node-a.sock.pub: the node is gone" in caplog.text
+            )
+            async with node("a") as again:
+                await put(again.socket, tokens(2000))
+                await until(lambda: in_pool(b, tokens(2000)) == 4 * BLOCK)
+                assert in_pool(b, tokens(0)) == 0
+
+
+@with_deadline
+async def test_a_node_that_is_killed_is_dropped(runtime: Path) -> None:
+    made = await asyncio.to_thread(NodeProcess, "a", "--listen", "off")
+    socket = runtime / "node-a.sock"
+    try:
+        async with bed(1, **LATER) as b:
+            await put(socket, tokens(0))
+            await until(lambda: in_pool(b, tokens(0)) == 4 * BLOCK)
+            made.kill()
+            assert (runtime / "node-a.sock.events").exists()  # left behind, and of no node
+            await until(lambda: in_pool(b, tokens(0)) == 0)
+            assert await pool_rows(b) == {}
+    finally:
+        made.kill()
+
+
+@with_deadline
+async def test_a_stream_by_hand_wins(runtime: Path) -> None:
+    async with node() as a:
+        (endpoint, replay), by_hand = a.stat()["events"], "mine"  # type: ignore[misc]
+        assert list(PoolSearch(PoolSettings()).look().sources) == ["node:a"]
+        assert not PoolSearch(PoolSettings(), [endpoint]).look().sources
+        events = (EventSource(by_hand, endpoint, replay, pool=True),)
+        async with bed(1, events=events, **LATER) as b:
+            await put(a.socket, tokens(0))
+            await until(lambda: in_pool(b, tokens(0)) == 4 * BLOCK)
+            assert await pool_rows(b) == {"mine": "live"}
+
+
+@with_deadline
+async def test_a_folder_that_is_absent_or_open_to_others(
+    runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runtime / "none"
+    monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(folder))
+    assert without_options()["policy"] == "round_robin"
+    async with bed(1, **LATER) as b:
+        discovery = b.proxy._pool_discovery
+        assert discovery is not None
+        await until(lambda: str(folder) in discovery.remedy())
+        assert f"it found no node in {folder}: run it as the nodes' user" in discovery.remedy()
+        assert not caplog.messages
+        folder.mkdir(mode=0o755)
+        await until(lambda: "chmod 700" in caplog.text)
+        assert "chmod 700" in discovery.remedy()
+        folder.chmod(0o700)
+        await until(lambda: "chmod" not in discovery.remedy())
+        assert caplog.text.count("chmod 700") == 1
+        async with node() as a:
+            await put(a.socket, tokens(0))
+            await until(lambda: in_pool(b, tokens(0)) == 4 * BLOCK)
+
+
+@with_deadline
+async def test_nodes_of_other_hosts_come_from_the_master(
+    runtime: Path, elsewhere: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One listens beyond loopback, where its events need the token; the other publishes by hand."""
+    master = await asyncio.to_thread(MasterProcess, env=elsewhere)
+    folder = Path(elsewhere["MOONPOOL_RUNTIME_DIR"])
+    nodes: list[NodeProcess] = []
+    more = {"cluster.master": master.address}
+    secret = runtime / "secret"
+    secret.touch(0o600)
+    secret.write_bytes(TOKEN)
+    try:
+        for name, *arguments in (
+            ("far", "--listen", "0.0.0.0:0"),
+            ("hand", "--listen", "127.0.0.1:0", "--events", "tcp://127.0.0.1:0"),
+            ("mute", "--listen", "127.0.0.1:0", "--events", "none"),
+        ):
+            arguments += ["--master", master.address]
+            nodes.append(await asyncio.to_thread(NodeProcess, name, *arguments, env=elsewhere))
+        settings = without_options(**more, **{"cluster.token_file": str(secret)})
+        assert settings["policy"] == "conductor"
+        async with bed(1, **settings) as b:
+            for at, name in enumerate(("far", "hand")):
+                await put(folder / f"node-{name}.sock", tokens(1000 * at), TOKEN)
+                await until(lambda at=at: in_pool(b, tokens(1000 * at)) == 4 * BLOCK)
+            assert [row.partition("@")[0] for row in await pool_rows(b)] == ["node:far", "node:hand"]
+            nodes[0].process.terminate()
+            await until(lambda: in_pool(b, tokens(0)) == 0)
+            master.close()  # the nodes that it had last stay
+            await until(lambda: f"looked for at the master {master.address}" in caplog.text)
+            assert in_pool(b, tokens(1000)) == 4 * BLOCK
+    finally:
+        for made in nodes:
+            made.kill()
+        master.close()
+
+
+def test_a_proxy_beside_a_node_learns_of_its_master(elsewhere: dict[str, str], runtime: Path) -> None:
+    """And of the token, without a setting; a node that both name is followed by its socket."""
+    master = MasterProcess(env=elsewhere)
+    nodes = []
+    try:
+        here = {**elsewhere, "MOONPOOL_RUNTIME_DIR": str(runtime)}
+        for name, env in (("near", here), ("far", elsewhere)):
+            more = ("--listen", "0.0.0.0:0", "--master", master.address, "--host-id", name)
+            nodes.append(NodeProcess(name, *more, env=env))
+        search = PoolSearch(PoolSettings())
+        found = wait_until(lambda: len((look := search.look()).sources) == 2 and look, 30.0)
+        near, far = found.sources.values()
+        assert (near.name, near.endpoint) == ("node:near", f"ipc://{runtime}/node-near.sock.pub")
+        assert far.name.startswith("node:far@")
+        assert far.endpoint.startswith("tcp://")
+        assert far.token == TOKEN
+        assert found.places == (f"in {runtime}", f"at the master {master.address}")
+        search.close()
+        wrong = PoolSearch(PoolSettings(master.address, b"another token of these tests"))
+        found = wrong.look()
+        assert list(found.sources) == ["node:near"]
+        assert "token" in found.problems[f"at the master {master.address}"]
+        wrong.close()
+    finally:
+        for made in nodes:
+            made.kill()
+        master.close()
+
+
+def test_what_is_no_endpoint_is_passed_over(runtime: Path) -> None:
+    """A file of a later version, or of a node whose disk was full."""
+    with moonpool_socket(runtime / "node-x.sock"):
+        for text in ('{"events": "udp://h:1"}', '{"events": 7}', "", "[]", '{"events": "ipc:///x"}'):
+            (runtime / "node-x.sock.events").write_text(text)
+            assert bool(PoolSearch(PoolSettings()).look().sources) is (text == '{"events": "ipc:///x"}')
+    assert not PoolSearch(PoolSettings()).look().sources  # nothing serves its socket
+
+
+class moonpool_socket:  # noqa: N801
+    """Something that accepts connections at this path."""
+
+    def __init__(self, path: Path) -> None:
+        import socket
+
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(path))
+        self._socket.listen(16)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *of: object) -> None:
+        self._socket.close()
+
+
+class NoRoom(SubscribedStreams):
+    """Places for a number of streams, and no subscriber."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(None, 0, count)
+
+    def follow(self, name: str, source: EventSource) -> int | None:
+        return self._free.pop() if self._free else None
+
+
+def test_more_nodes_than_places_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    discovery = PoolDiscovery(PoolSearch(PoolSettings()), NoRoom(1))
+    sources = {name: EventSource(name, f"tcp://h:{at}", pool=True) for at, name in enumerate("ab")}
+    for _ in range(3):
+        discovery.apply(FoundNodes(sources, ("here",), {}))
+    assert [message.split(": there is no room")[0] for message in caplog.messages] == [
+        "the KV events of a at tcp://h:0 are followed",
+        "the KV events of b at tcp://h:1 are not followed",
+    ]
+    discovery.apply(FoundNodes({"b": sources["b"]}, ("here",), {}))
+    assert caplog.messages[2:] == [
+        "the KV events of a at tcp://h:0: the node is gone",
+        "the KV events of b at tcp://h:1 are followed",
+    ]
+    assert "none of the nodes that it found (b at tcp://h:1) has told of a block" in discovery.remedy()
