@@ -13,6 +13,7 @@ from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.control_tls import control_settings
 from moonpool.core.service.listen_addresses import master_address
 from moonpool.core.service.published_events import local_nodes
+from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import PoolSettings, parse_event_sources
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.settings import AdmissionSettings, ProxySettings, parse_engines
@@ -25,6 +26,10 @@ def proxy_settings(config: Config) -> ProxySettings:
     if config.proxy.process_listen:
         process = parse_address(config.proxy.process_listen, "proxy.process_listen")
         _require_keys(config.proxy, "process_listen", process)
+    policy = policy_of(config.proxy, has_pool=pool_is_there(config))
+    # Nodes are also looked for where the choice of a policy would have been another one with them.
+    may_look = config.proxy.policy == "auto" and len(config.proxy.engines) > 1
+    looks = may_look or make_policy(policy).uses_tokens
     kept = {name: getattr(config.proxy, name) for name in ProxyCommon.__struct_fields__}
     made = {
         "host": address.host,
@@ -34,7 +39,7 @@ def proxy_settings(config: Config) -> ProxySettings:
             *parse_engines(config.proxy.prefill, "prefill"),
             *parse_engines(config.proxy.decode, "decode"),
         ),
-        "policy": policy_of(config.proxy, has_pool=pool_is_there(config)),
+        "policy": policy,
         "events": (
             *parse_event_sources(config.proxy.events),
             *parse_event_sources(
@@ -43,7 +48,7 @@ def proxy_settings(config: Config) -> ProxySettings:
                 token=config.read_token() if config.token_is_configured else b"",
             ),
         ),
-        "pool": pool_settings(config) if config.proxy.pool == "auto" else None,
+        "pool": pool_settings(config) if config.proxy.pool == "auto" and looks else None,
         "admission": AdmissionSettings(**msgspec.structs.asdict(config.proxy.admission)),
         "peers": PeerSettings(
             listen=(config.proxy.peer_listen,) if config.proxy.peer_listen else (),

@@ -375,12 +375,13 @@ class Proxy:
         return Subscriber(pool, self._indexes, places, followed=self._locator.hears)
 
     def _discover_pool(self) -> PoolDiscovery | None:
-        """Finds the pool's nodes; None: they are not looked for, or the policy does not look at prompts."""
+        """Finds the pool's nodes; None: they are not looked for."""
         settings = self._settings
-        if settings.pool is None or self._subscriber is None:
+        if settings.pool is None:
             return None
         by_hand = [source.endpoint for source in settings.events if source.pool]
-        return PoolDiscovery(PoolSearch(settings.pool, by_hand), self._further_streams)
+        streams = None if self._subscriber is None else self._further_streams
+        return PoolDiscovery(PoolSearch(settings.pool, by_hand), streams)
 
     def _pool_remedy(self) -> str:
         if self._pool_discovery is None:

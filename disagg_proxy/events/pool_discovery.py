@@ -21,9 +21,10 @@ _log = logging.getLogger("moonpool.proxy")
 
 
 class PoolDiscovery:
-    """Runs on the event loop. streams: places for the nodes' streams."""
+    """Runs on the event loop. streams: places for the nodes' streams; None: the policy does not look at
+    prompts, because no pool was there when the proxy began. Then the first node is said, and no more."""
 
-    def __init__(self, search: PoolSearch, streams: SubscribedStreams) -> None:
+    def __init__(self, search: PoolSearch, streams: SubscribedStreams | None) -> None:
         self._search = search
         self._streams = streams
         self._followed: dict[str, tuple[EventSource, int]] = {}  # name -> source and holder
@@ -43,6 +44,9 @@ class PoolDiscovery:
 
     def apply(self, found: FoundNodes) -> None:
         """Follows what is new in ``found``, and drops what is no longer there."""
+        if self._streams is None:
+            self._last = found
+            return
         for name, (source, holder) in list(self._followed.items()):
             if found.sources.get(name) != source:
                 del self._followed[name]
@@ -80,6 +84,9 @@ class PoolDiscovery:
                 looking = asyncio.ensure_future(asyncio.to_thread(self._search.look))
                 try:
                     self.apply(await asyncio.shield(looking))
+                    if self._streams is None and self._last.sources:
+                        self._advise()
+                        return
                 except Exception:  # the next look may do better
                     _log.exception("nodes of the pool could not be looked for")
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -88,7 +95,18 @@ class PoolDiscovery:
                 await asyncio.gather(looking, return_exceptions=True)  # it waits ANSWER_S for each master
             await asyncio.to_thread(self._search.close)
 
+    def _advise(self) -> None:
+        source = next(iter(self._last.sources.values()))
+        _log.warning(
+            "%s at %s is a node of a pool, and there was none when this proxy began: it gives engines turns, "
+            "whatever they hold; start it again, or with --policy conductor, so that what they and the pool "
+            "hold counts",
+            source.name,
+            source.endpoint,
+        )
+
     def _follow(self, name: str, source: EventSource) -> None:
+        assert self._streams is not None
         holder = self._streams.follow(name, source)
         if holder is not None:
             self._followed[name] = (source, holder)

@@ -275,9 +275,11 @@ def test_the_proxy_runs_with_the_settings_of_its_section() -> None:
 
     engines = {"proxy.engines": ["a=http://h:1"]}
     assert proxy_settings(config.load(env={}, arguments=engines)) == ProxySettings(
-        engines=(EngineSpec("a", "http://h:1"),), pool=PoolSettings()
+        engines=(EngineSpec("a", "http://h:1"),)
     )
-    none = config.load(env={}, arguments={**engines, "proxy.pool": "none"})
+    two = {"proxy.engines": ["a=http://h:1", "b=http://h:2"]}
+    assert proxy_settings(config.load(env={}, arguments=two)).pool == PoolSettings()
+    none = config.load(env={}, arguments={**two, "proxy.pool": "none"})
     assert proxy_settings(none).pool is None
     changed = {
         "proxy.engines": ["http://h:1"],

@@ -34,6 +34,20 @@ def test_it_is_seen_when_reports_say_so_and_lost_when_they_no_longer_do() -> Non
     assert pool.seen  # and is not said again
 
 
+def test_nothing_is_hidden_while_nodes_tell() -> None:
+    heard = False
+    pool = HiddenPool(lambda: heard, lambda: "the remedy")
+    said = [pool.report(1000, 0, 992) for _ in range(SEEN_MIN)]
+    assert str(said[-1]).endswith("in reach of all: the remedy")
+    assert pool.seen
+    heard = True
+    assert not pool.seen
+    other = HiddenPool(lambda: heard)
+    assert [other.report(1000, 0, 992) for _ in range(WINDOW)] == [None] * WINDOW
+    heard = False
+    assert not other.seen  # those were the pool's
+
+
 async def ask(b: Bed, prompt: list[int]) -> str:
     body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1}).encode()
     answer = await b.ask("POST", "/v1/completions", body)

@@ -113,8 +113,10 @@ async def pool_rows(b: Bed) -> dict[str, str]:
 
 
 def without_options(**arguments: object) -> dict[str, Any]:
-    """What `moonpool proxy --engine URL` looks for, and how it chooses."""
-    made = proxy_settings(load(arguments={"proxy.engines": ["http://h:1"], **arguments}, env={}))
+    """What `moonpool proxy --engine URL --engine URL` looks for, and how it chooses."""
+    made = proxy_settings(
+        load(arguments={"proxy.engines": ["http://h:1", "http://h:2"], **arguments}, env={})
+    )
     assert made.pool is not None
     return {"pool": made.pool, "policy": made.policy, "tokenizer": ("none",)}
 
@@ -144,6 +146,25 @@ async def test_without_an_option_the_node_of_the_host_is_heard(
             metrics = (await b.ask("GET", "/metrics")).body.decode()
             assert 'moonpool_proxy_events_heard{stream="node:a"} 1.0' in metrics
             assert "events" not in json.loads((await b.ask("GET", "/health")).body)
+
+
+@with_deadline
+async def test_a_proxy_that_began_without_a_pool_says_what_to_do(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its default it takes turns, which cannot change while it runs."""
+    settings = without_options()
+    assert settings["policy"] == "round_robin"
+    async with bed(1, **settings) as b, node() as a:
+        await until(lambda: f"node:a at ipc://{a.socket}.pub is a node of a pool" in caplog.text)
+        assert "start it again, or with --policy conductor" in caplog.text
+        assert await pool_rows(b) == {}
+        discovery = b.proxy._pool_discovery
+        assert discovery is not None
+        assert discovery._task is not None
+        await discovery._task  # it looks no more
+    named = {"proxy.engines": ["http://h:1"], "proxy.policy": "least_load"}
+    assert proxy_settings(load(arguments=named, env={})).pool is None
 
 
 @with_deadline
