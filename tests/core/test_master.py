@@ -257,6 +257,19 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         assert master.states() == {}
 
 
+def test_a_node_of_an_earlier_version_publishes_nowhere(master: MasterProcess) -> None:
+    """Its JOIN ends before the endpoints."""
+    old = Identity(b"old", os.urandom(16), b"host-old")
+    with (
+        connect(master.address, TOKEN, b"member") as node,
+        connect(master.address, TOKEN, b"directory") as client,
+    ):
+        assert node.ask(m.JOIN, old.pack() + Load().pack()).kind == m.JOIN
+        assert client.ask(m.MEMBERS, struct.pack("<Q", 0)).body.endswith(
+            old.pack() + Load().pack() + bytes(4)
+        )
+
+
 def bad_frames() -> Iterator[tuple[str, bytes, bytes]]:
     """(what it is, the purpose, bytes after the handshake)"""
     yield "garbage", b"member", os.urandom(4096)
