@@ -10,6 +10,7 @@ with a gap ask the ROUTER; what its buffer has lost is replaced by an inventory 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -36,6 +37,8 @@ SUBSCRIBER_MESSAGES_MAX = 2_000  # queued for one subscriber; what is beyond it 
 SUBSCRIPTION_BYTES_MAX = 4096
 HEARTBEAT_MS = 2000  # of ZMQ: notices a subscriber or caller that vanished
 _SUBSCRIPTIONS_AT_ONCE = 256  # looked at before events are sent again
+# Between two publications of a node: each wakes this thread and those of all subscribers, and each put would.
+_REST_S = 0.005
 _POLL_MS = 1000
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -160,6 +163,7 @@ class KvEventPublisher:
         self.far = ("", "")
         self._source = source
         self._only_followed = only_followed
+        self._rests_until_s = 0.0
         self._subscribed: set[bytes] = set()  # what subscribers ask for, of the prefixes of our topic
         self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
@@ -215,23 +219,29 @@ class KvEventPublisher:
         stopping = polls_source = False
         due_ms: int | None = None
         while not stopping:
-            if self._is_followed != polls_source:
-                polls_source = self._is_followed
+            wait_ms = _POLL_MS if due_ms is None else due_ms
+            rest_ms = self._rest_ms()
+            if (self._is_followed and not rest_ms) != polls_source:
+                polls_source = not polls_source
                 if polls_source:
                     poller.register(self._source.fileno(), zmq.POLLIN)
                 else:
                     poller.unregister(self._source.fileno())
-            ready = dict(poller.poll(_POLL_MS if due_ms is None else due_ms))
+            ready = dict(poller.poll(min(wait_ms, rest_ms) if rest_ms else wait_ms))
             stopping = self._stop in ready
             self._hear_subscribers()
             asked = self._replays is not None and self._replays.hear()
-            if self._is_followed or asked:
+            if asked or (self._is_followed and (stopping or not self._rest_ms())):
                 self._publish(self._source.take())
             if self._replays is not None:
                 due_ms = self._replays.serve()
                 if due_ms is None:
                     self._inventory = None
         self._end(1000)
+
+    def _rest_ms(self) -> int:
+        """Milliseconds until events are published again; 0: now."""
+        return max(0, math.ceil((self._rests_until_s - time.monotonic()) * 1000))
 
     @property
     def _is_followed(self) -> bool:
@@ -272,6 +282,8 @@ class KvEventPublisher:
         self._context.destroy(linger=linger_ms)
 
     def _publish(self, events: list[KvEvent]) -> None:
+        if events and self._only_followed:
+            self._rests_until_s = time.monotonic() + _REST_S
         for batch in _batches(events):
             payload = self._packed(batch)
             self._replay_buffer.add(self._sequence, payload)

@@ -19,6 +19,7 @@ from moonpool import _native
 from moonpool.core.config.config import Config, load
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import ConfigError
+from moonpool.core.service import kv_event_publisher
 from moonpool.core.service.kv_event_publisher import AllBlocksCleared, BlockStored, KvEventPublisher
 from moonpool.core.service.node import Node
 from moonpool.core.service.node_event_source import NodeEventSource, publisher_of_node
@@ -397,6 +398,32 @@ def test_without_a_subscriber_nothing_is_made(runtime: Path) -> None:
         made.follow(replay=False)  # the stream itself goes on with it
         until(lambda: made.match(tokens(3000, 2)) == (2, 2))
     finally:
+        made.close()
+
+
+def test_a_node_rests_between_publications_and_answers_questions_meanwhile(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each put would wake its publisher and every subscriber."""
+    monkeypatch.setattr(kv_event_publisher, "_REST_S", 3600.0)
+    made = Bed(runtime, only_followed=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        made.follow()
+        made.put(tokens(0, 1))
+        until(lambda: made.match(tokens(0, 1)) == (1, 1))
+        until(lambda: made.publisher._rest_ms() > 0)
+        before = made.publisher.published
+        made.put(tokens(1000, 1))
+        assert made.publisher.published == before
+        ask = context.socket(zmq.DEALER)
+        ask.connect(made.publisher.replay)
+        ask.send_multipart((b"", before.to_bytes(8, "big")))
+        assert ask.poll(10_000)
+        assert int.from_bytes(ask.recv_multipart()[2], "big") == before
+        until(lambda: made.match(tokens(1000, 1)) == (1, 1))
+    finally:
+        context.destroy(linger=0)
         made.close()
 
 

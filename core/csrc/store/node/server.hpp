@@ -80,7 +80,7 @@ class Server {
     std::vector<SsdTier::Device> ssd() const;
     BlockEvents* events() const { return events_.get(); }  // nullptr: off
     // Keeps account of blocks from now on, and enters those that are there. Without a subscriber a node does
-    // not: it would cost each commit some 0.5 us. False: the loop did not answer in time; call it again. Any
+    // not: it would cost each commit some 0.8 us. False: the loop did not answer in time; call it again. Any
     // thread but the loop's, one at a time.
     bool begin_events();
     // Where other hosts subscribe to them, for the master to tell. Before start().
