@@ -44,7 +44,7 @@ class ClusterSettings:
     whole ones: answers end with their first token.
 
     pool:         an instance fetches what others' caches hold; else each has its own alone.
-    chunk_tokens: of a prompt that are computed at one time; 0: whole prompts.
+    chunk_tokens: of a step that computes prompts, those of running requests included; 0: whole prompts.
     width:        nodes of a prefill instance, in a pipeline of chunks.
     layerwise:    KV is handed over while it is computed; else after the whole prompt.
     eviction:     a name of CACHES: what an instance's prefix cache does when it is full.

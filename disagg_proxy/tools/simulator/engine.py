@@ -140,8 +140,9 @@ class PrefillEngine(_Engine):
 
 class WholeEngine(_Engine):
     """Decodes requests whose prompts it or another instance computed. chunk_tokens 0: a prompt is computed
-    whole, and running requests get no token meanwhile; otherwise it is computed in steps of so many tokens,
-    in which they get one each. A request that does not fit waits for room, and all requests behind it.
+    whole, and running requests get no token meanwhile; otherwise a step is of at most so many tokens, one of
+    each running request and what then fits of the prompts, in the order of arrival (vLLM's chunked prefill).
+    A request that does not fit waits for room, and all requests behind it.
     """
 
     def __init__(self, place: int, surroundings: Surroundings, *, chunk_tokens: int) -> None:
@@ -151,14 +152,15 @@ class WholeEngine(_Engine):
         self._jobs: dict[int, Job] = {}
         self._room = self._machine.room_tokens
         self._version = 0
-        self._job: Job | None = None  # whose prompt is being computed
+        self._partial: Job | None = None  # whose prompt is computed to a part
+        self._in_step: list[Job] = []  # whose prompts are in the step that runs
 
     def slow(self, times: float) -> None:
         """Steps of those that decode, too, from the next event on."""
         super().slow(times)
         self._decoding.advance(self._events.now_s)
         self._decoding.machine = self._machine
-        if self._job is None:
+        if not self._in_step:
             self._go_on()  # the next end comes at another time
 
     def gap_s(self, now_s: float) -> float:
@@ -170,20 +172,18 @@ class WholeEngine(_Engine):
         self._line.append(job)
         if len(self._line) == 1 and job.computed_s == math.inf:
             self._outcomes.next(job)
-        if self._job is None:
+        if not self._in_step:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Starts the next step of a prompt, or decodes until the next request ends."""
+        """Starts the next step with prompts, or decodes until the next request ends."""
         if self.dead:
             return
         self._version += 1  # wake-ups that were planned before are void
         version = self._version
         now_s = self._events.now_s
         self._leave()
-        job = self._job or self._next()
-        if job is not None:
-            self._step(job)
+        if self._start_step():
             return
         wake_s = self._decoding.next_s()
         if self._line and self._line[0].ready_s > now_s:
@@ -191,12 +191,45 @@ class WholeEngine(_Engine):
         if wake_s < math.inf:
             self._events.at(wake_s, lambda: self._go_on() if version == self._version else None)
 
+    def _start_step(self) -> bool:
+        """Whether a prompt may be computed now."""
+        chunks: list[tuple[int, int]] = []
+        loading_s = 0.0
+        while (left := self._left(chunks)) > 0:
+            job = self._partial or self._next()
+            if job is None:
+                break
+            if job is not self._partial:
+                loading_s += self._machine.reuse_token_s * (job.own + job.fetched)
+            begin, tokens = job.arrival.tokens - job.left, min(job.left, left)
+            chunks.append((begin, begin + tokens))
+            job.left -= tokens
+            self._partial = job if job.left else None
+            self._in_step.append(job)
+            if self._left(chunks) > 0:  # prompts behind it in this step find its blocks
+                self._caches.keep(self.place, job.blocks, self._events.now_s)
+        if not chunks:
+            return False
+        in_decode_step = self._chunk_tokens > 0 and len(self._decoding) > 0
+        seconds = self._machine.chunks_s(chunks, in_decode_step=in_decode_step) + loading_s
+        self.busy_s += seconds
+        end_s = self._decoding.stall(seconds, self._events.now_s, step=self._chunk_tokens > 0)
+        self._events.at(end_s, self._end_step)
+        return True
+
+    def _left(self, chunks: list[tuple[int, int]]) -> int:
+        """Tokens of prompts that fit into a step beside these."""
+        if not self._chunk_tokens:
+            return 0 if chunks else 1 << 31
+        return self._chunk_tokens - len(self._decoding) - sum(end - begin for begin, end in chunks)
+
     def _next(self) -> Job | None:
         """The first queued request whose prompt is to be computed, if it may begin; those before it, whose KV
         is here, join."""
         while self._line:
             job = self._line[0]
-            if job.ready_s > self._events.now_s or (job.context > self._room and self._jobs):
+            alone = self._room == self._machine.room_tokens
+            if job.ready_s > self._events.now_s or (job.context > self._room and not alone):
                 return None
             self._line.popleft()
             self._room -= job.context
@@ -208,29 +241,14 @@ class WholeEngine(_Engine):
             self._join(job)
         return None
 
-    def _step(self, job: Job) -> None:
-        now_s = self._events.now_s
-        tokens = min(job.left, self._chunk_tokens or job.left)
-        done = job.arrival.tokens - job.left
-        # Each step pays prefill_s: the chunks of 12 k tokens cost the paper's vLLM 0.36 s more.
-        seconds = self._machine.compute_s(done + tokens, done)
-        if job is self._job:
-            seconds -= self._machine.reuse_token_s * done  # loaded already
-        self._job = job
-        job.left -= tokens
-        self.busy_s += seconds
-        end_s = self._decoding.stall(seconds, now_s, step=bool(self._chunk_tokens))
-        self._events.at(end_s, self._stepped)
-
-    def _stepped(self) -> None:
-        job = self._job
+    def _end_step(self) -> None:
         if self.dead:
             return
-        assert job is not None
-        if job.left == 0:
-            self._job = None
-            self._end_prompt(job)
-            self._join(job)
+        in_step, self._in_step = self._in_step, []
+        for job in in_step:
+            if not job.left:
+                self._end_prompt(job)
+                self._join(job)
         self._go_on()
 
     def _join(self, job: Job) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_type_hints
@@ -22,6 +23,7 @@ class Machine:
     prefill of n tokens of which r are reused:
                   prefill_s + prefill_token_s (n - r) + prefill_token2_s (n^2 - r^2) + reuse_token_s r
     decode step:  step_s + step_request_s batch + step_token_s (tokens of the batch in the KV cache)
+    step of both: the sum, with the larger of prefill_s and step_s for both: the weights are read once
 
     kv_bytes:     of one token.
     cache_tokens: of the prefix cache: the memory that an instance gives to the pool.
@@ -59,14 +61,23 @@ class Machine:
 
     def compute_s(self, tokens: int, reused: int = 0) -> float:
         """Seconds of a prefill whose reused tokens are in this instance's cache."""
-        computed_s = self.prefill_token_s * (tokens - reused)
-        squares_s = self.prefill_token2_s * (tokens * tokens - reused * reused)
-        return self.prefill_s + computed_s + squares_s + self.reuse_token_s * reused
+        return self.prefill_s + self._tokens_s(tokens, reused) + self.reuse_token_s * reused
+
+    def chunks_s(self, chunks: Iterable[tuple[int, int]], *, in_decode_step: bool) -> float:
+        """Seconds of one step that computes these parts of prompts, (first token, token after the last) each;
+        in_decode_step: seconds by which a decode step with them in it takes longer. What is reused must be
+        loaded before."""
+        constant_s = max(self.prefill_s - self.step_s, 0.0) if in_decode_step else self.prefill_s
+        return constant_s + sum(self._tokens_s(end, begin) for begin, end in chunks)
 
     def step_of_s(self, batch: float, context_tokens: float) -> float:
         """Seconds of one decode step of ``batch`` requests with ``context_tokens`` tokens in all in the KV
         cache."""
         return self.step_s + self.step_request_s * batch + self.step_token_s * context_tokens
+
+    def _tokens_s(self, end: int, begin: int) -> float:
+        squares_s = self.prefill_token2_s * (end * end - begin * begin)
+        return self.prefill_token_s * (end - begin) + squares_s
 
     def faster(self, times: float) -> Machine:
         """The same machine with so many times the compute; links and memory stay."""

@@ -129,7 +129,7 @@ def test_a_request_that_fits_nowhere_runs_alone() -> None:
 def test_a_whole_prompt_stops_those_that_decode_and_chunks_slow_them() -> None:
     arrivals = [Arrival(0.0, 100, 101, (1,)), Arrival(0.5, 1000, 1, (2, 3))]
     stopped = run(ClusterSettings(whole=1, machine=PLAIN, chunk_tokens=0), arrivals)
-    chunked = run(ClusterSettings(whole=1, machine=PLAIN, chunk_tokens=100), arrivals)
+    chunked = run(ClusterSettings(whole=1, machine=PLAIN, chunk_tokens=101), arrivals)
     assert stopped[0].done_s == pytest.approx(0.1 + 1.0 + 1.0)
     assert stopped[1].ttft_s == pytest.approx(1.0)
     # Ten steps of 100 tokens and one token of the other; 110 ms is its longest tenth.
@@ -137,6 +137,38 @@ def test_a_whole_prompt_stops_those_that_decode_and_chunks_slow_them() -> None:
     assert chunked[0].done_s == pytest.approx(stopped[0].done_s)
     assert chunked[0].gap_s == pytest.approx(0.11)
     assert stopped[0].gap_s == pytest.approx((1.01 + 9 * 0.01) / 10)
+
+
+def test_a_step_takes_the_prompts_that_fit_and_pays_one_constant() -> None:
+    """As vLLM's chunked prefill: tokens of those that decode come first, then prompts in their order."""
+    costly = replace(PLAIN, prefill_s=0.05)
+    arrivals = [
+        Arrival(0.0, 100, 1000, (1,)),
+        Arrival(0.5, 10, 1, (2,)),  # keeps a step under way when the others come
+        Arrival(0.501, 300, 1, (3,)),
+        Arrival(0.502, 300, 1, (4,)),
+        Arrival(0.503, 300, 1, (5,)),
+    ]
+    _, _, first, second, third = run(ClusterSettings(whole=1, machine=costly, chunk_tokens=701), arrivals)
+    begun_s = 0.5 + 0.01 + 0.05  # its own prompt, and one constant: prefill's is the larger
+    assert first.begun_s == second.begun_s == third.begun_s == pytest.approx(begun_s)
+    assert first.first_s == second.first_s == pytest.approx(begun_s + 0.05 + 0.7)
+    assert third.first_s == pytest.approx(second.first_s + 0.05 + 0.2)
+
+
+def test_a_prompt_in_a_step_finds_the_blocks_of_those_before_it_there() -> None:
+    blocks = tuple(range(4))
+    arrivals = [Arrival(0.0, 10, 1, (99,)), *(Arrival(0.001, 2000, 1, blocks) for _ in range(2))]
+    _, first, second = run(ClusterSettings(whole=1, machine=PLAIN, chunk_tokens=8192), arrivals)
+    assert second.own == 3 * BLOCK_TOKENS
+    assert first.first_s == second.first_s == pytest.approx(0.01 + 4.0 - 3 * BLOCK_TOKENS / 1000)
+
+
+def test_prompts_of_a_step_need_room_together() -> None:
+    tight = replace(PLAIN, room_tokens=2500)
+    arrivals = [Arrival(0.0, 10, 1, (9,)), *(Arrival(0.001, 1000, 501, (n, 10 + n)) for n in range(2))]
+    _, first, second = run(ClusterSettings(whole=1, machine=tight, chunk_tokens=8192), arrivals)
+    assert second.begun_s == pytest.approx(first.done_s)
 
 
 def test_a_pipeline_overlaps_the_chunks_of_a_prompt() -> None:

@@ -16,7 +16,7 @@ from tests.disagg_proxy.tools.simulator.clusters import unshared_prompts
 def test_proxies_that_hear_of_each_other_late_do_not_all_choose_the_same_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = ClusterSettings(whole=8, tell_after_s=1.0)
+    cluster = ClusterSettings(whole=8, tell_after_s=1.0, chunk_tokens=2048)
     plan = Plan(unshared_prompts(tmp_path, per_s=6.0), cluster, proxies=4)
     one_s = simulate(replace(plan, proxies=1)).results.ttft_mean_s
     drawn_s = simulate(plan).results.ttft_mean_s
