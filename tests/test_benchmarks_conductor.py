@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,3 +171,41 @@ def test_the_command_says_where_the_traces_are() -> None:
     )
     assert done.returncode == 2
     assert "github.com/kvcache-ai/Mooncake" in done.stderr
+
+
+def test_a_machine_is_found_from_its_steps(load: Any, rng: random.Random) -> None:
+    """Also where some steps took twice as long, because something else ran."""
+    fits = load("conductor.machine_fit")
+    figures = (0.01, 2e-4, 1e-7, 0.005, 4e-4, 1e-6)
+    machine = replace(fits.BASE, **dict(zip(fits.FITTED, figures, strict=True)))
+
+    def step() -> Any:
+        decoding = tuple(rng.randrange(10, 3000) for _ in range(rng.choice((0, 0, 1, 5, 20))))
+        begin = rng.randrange(2000)
+        chunks = ((begin, begin + rng.randrange(1, 200)),) if rng.random() < 0.5 or not decoding else ()
+        made = fits.Step(1.0, chunks, decoding)
+        times = 2 if rng.random() < 0.1 else rng.uniform(0.97, 1.03)
+        return replace(made, seconds=fits.step_s(machine, made) * times)
+
+    found = fits.fit([step() for _ in range(400)])
+    for name in fits.FITTED:
+        assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=0.15), name
+
+
+def test_recorded_steps_are_compared_by_what_is_in_them(load: Any) -> None:
+    """The second half took 10 % longer than the first says."""
+    compared = load("simulator_vs_vllm")
+    steps = []
+    for times in (1.0, 1.1):
+        steps += [step(0.01 * times, [], [100] * 2) for _ in range(5)]
+        steps += [step(0.05 * times, [[0, 0, 50]], []) for _ in range(5)]
+        steps += [step(0.06 * times, [[0, 0, 50]], [100] * 2) for _ in range(5)]
+    found = compared.compare([[0.0, 50, 1]], {"steps": steps, "first_s": [0.05]})
+    rows = {row.work.partition(" [")[0]: row for row in compared.rows_of([found], 1)}
+    assert rows["median error of a step, chunks beside decode"].ours == pytest.approx(9.1, abs=1)
+    assert rows["steps within 15 %, decode alone"].ours == 100
+    assert rows["median first token of the replay, error"].met
+
+
+def step(seconds: float, chunks: list[list[int]], decoding: list[int]) -> dict[str, Any]:
+    return {"seconds": seconds, "wall_s": seconds, "chunks": chunks, "decoding": decoding}
