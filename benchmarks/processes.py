@@ -61,6 +61,10 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def failed(self, what: str) -> Failed:
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
         return Failed(f"{Path(self.command[0]).name} {what}\n{tail}")

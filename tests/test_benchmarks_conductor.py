@@ -209,3 +209,36 @@ def test_recorded_steps_are_compared_by_what_is_in_them(load: Any) -> None:
 
 def step(seconds: float, chunks: list[list[int]], decoding: list[int]) -> dict[str, Any]:
     return {"seconds": seconds, "wall_s": seconds, "chunks": chunks, "decoding": decoding}
+
+
+def test_policies_get_the_same_requests_in_other_tokens(load: Any) -> None:
+    mixed = load("conductor.real_load").mixed
+    one, other = (mixed(50, 3.0, random.Random(1), name) for name in ("one", "other"))
+    assert [(r.at_s, len(r.ids), r.answer_tokens) for r in one] == [
+        (r.at_s, len(r.ids), r.answer_tokens) for r in other
+    ]
+    assert not {tuple(r.ids[:16]) for r in one} & {tuple(r.ids[:16]) for r in other}
+    assert len({tuple(r.ids[:512]) for r in one if len(r.ids) >= 532}) < sum(len(r.ids) >= 532 for r in one)
+
+
+def test_requests_beside_others_are_not_alone(load: Any) -> None:
+    made = load("conductor.real_load")
+    answers = [made.Answer(due_s, 1.0, "e0", {}, 10, 0) for due_s in (0.0, 0.5, 2.0)]
+    assert made.alone(answers) == [answers[2]]
+
+
+def test_real_policies_are_judged_by_the_ratios_of_rounds(load: Any) -> None:
+    """Ours is below the other in each round, also in one that was slow for both."""
+    real, made = load("conductor_real"), load("conductor.real_load")
+
+    def answers(ttft_s: float) -> list[Any]:
+        decision = {"predicted_ttft_s": 1.2 * ttft_s}
+        return [made.Answer(0.0, ttft_s, "e0", decision, 10, 0) for _ in range(4)]
+
+    found = {real.OURS: [answers(0.1), answers(0.9), answers(0.1)]}
+    found |= {name: [answers(0.2), answers(1.0), answers(0.05)] for name in real.POLICIES[1:]}
+    mean, median = real._times(found, "two", True)
+    assert (mean.ours, mean.peers["round_robin"], mean.met, median.met) == (100, 200, True, None)
+    share, ratio = real._predictions(found[real.OURS], "two", True)
+    assert (share.ours, share.met) == (100, True)
+    assert ratio.ours == pytest.approx(1 / 1.2)
