@@ -122,11 +122,11 @@ def _predictions(rounds: list[list[Answer]], each: str, judged: bool) -> list[Ro
         for answers in rounds
         for answer in real_load.alone(answers)
     ]
-    share, tenths = _within(ratios), statistics.quantiles(ratios, n=10)
+    share, tenths = within(ratios), statistics.quantiles(ratios, n=10)
     met = share >= WITHIN_SHARE if judged else None
     target = f">= {WITHIN_SHARE:g} %"
     spread = f"median (tenths {tenths[0]:.2f} to {tenths[-1]:.2f})"
-    limit = _within(quiet) if quiet else None
+    limit = within(quiet) if quiet else None
     middle, best = statistics.median(ratios), statistics.median(quiet) if quiet else None
     return [
         Row(f"first tokens predicted within {WITHIN:.0%}, {each}", share, "%", {}, limit, target, met),
@@ -134,7 +134,7 @@ def _predictions(rounds: list[list[Answer]], each: str, judged: bool) -> list[Ro
     ]
 
 
-def _within(ratios: list[float]) -> float:
+def within(ratios: list[float]) -> float:
     """Percent."""
     return 100 * statistics.fmean(abs(1 / ratio - 1) <= WITHIN for ratio in ratios)
 

@@ -242,3 +242,46 @@ def test_real_policies_are_judged_by_the_ratios_of_rounds(load: Any) -> None:
     share, ratio = real._predictions(found[real.OURS], "two", True)
     assert (share.ours, share.met) == (100, True)
     assert ratio.ours == pytest.approx(1 / 1.2)
+
+
+class FakeStepped:
+    """An engine that takes a second for a prompt, one after the other, and half a second for a token."""
+
+    def __init__(self) -> None:
+        self.waiting: list[dict[str, Any]] = []
+        self.running: dict[int, int] = {}
+        self.prompts: list[list[int]] = []
+
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        if asked["do"] == "submit":
+            self.waiting.append(asked)
+            self.prompts.append(asked["ids"])
+            return None
+        begun, first, seconds = [], [], 0.5
+        for number in self.running:
+            self.running[number] -= 1
+        if self.waiting:
+            new = self.waiting.pop(0)
+            begun, first, seconds = [new["number"]], [[new["number"], 0]], 1.0
+            self.running[new["number"]] = new["answer_tokens"] - 1
+        ended = [number for number, left in self.running.items() if left == 0]
+        for number in ended:
+            del self.running[number]
+        return {"seconds": seconds, "begun": begun, "first": first, "ended": ended}
+
+
+def test_steps_of_real_engines_make_simulated_time(load: Any) -> None:
+    stepped, real_load = load("conductor_stepped"), load("conductor.real_load")
+    engines = [FakeStepped(), FakeStepped()]
+    contender = stepped.Contender(engines, "round_robin", "name")
+    planned = [real_load.Planned(at_s, 40, 1, 2) for at_s in (0.0, 0.0, 0.1)]
+    assert contender.run(planned) == pytest.approx(2.5)
+    jobs = sorted(contender.turns[0], key=lambda job: job.name)
+    assert [job.ttft_s for job in jobs] == pytest.approx([1.0, 1.0, 1.9])
+    assert [job.done_s for job in jobs] == pytest.approx([2.0, 1.5, 2.5])
+    assert [job.begun_s for job in jobs] == pytest.approx([0.0, 0.0, 1.0])
+    prompts = [prompt for engine in engines for prompt in engine.prompts]
+    assert {len(prompt) for prompt in prompts} == {552}
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[512:]) for prompt in prompts}) == 3
+    assert contender.run(planned) == pytest.approx(2.5)  # the next turn begins where that one ended

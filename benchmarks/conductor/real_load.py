@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -23,6 +23,15 @@ ANSWER_TOKENS = (4, 24)
 SYSTEM_TOKENS = 600
 TURN_TOKENS = (60, 220)
 THINKS_S = (0.1, 1.0)
+
+
+class Planned(NamedTuple):
+    """prefix: one of PREFIXES, which comes before its own tokens, or None."""
+
+    at_s: float
+    own_tokens: int
+    prefix: int | None
+    answer_tokens: int
 
 
 @dataclass(frozen=True)
@@ -67,23 +76,32 @@ class Turn:
     known: int
 
 
-def mixed(count: int, per_s: float, chance: random.Random, name: str) -> list[Request]:
-    """Short and long prompts at random times. name: of their tokens; another name has other tokens, and the
-    same times and lengths."""
+def plan(count: int, per_s: float, chance: random.Random) -> list[Planned]:
+    """Short and long prompts at random times."""
     made, at_s = [], 0.0
-    for number in range(count):
+    for _ in range(count):
         pick = chance.random()
         for share, shortest, longest in LENGTHS:
             length = chance.randint(shortest, longest)
             if pick < share:
                 break
             pick -= share
-        ids = prompt(length, f"{name}/{number}")
-        which = chance.randrange(PREFIXES)
-        if chance.random() < WITH_PREFIX:
-            ids = prompt(PREFIX_TOKENS, f"{name}/prefix {which}") + ids
-        made.append(Request(at_s, ids, chance.randint(*ANSWER_TOKENS)))
+        which, with_prefix = chance.randrange(PREFIXES), chance.random() < WITH_PREFIX
+        answer_tokens = chance.randint(*ANSWER_TOKENS)
+        made.append(Planned(at_s, length, which if with_prefix else None, answer_tokens))
         at_s += chance.expovariate(per_s)
+    return made
+
+
+def mixed(count: int, per_s: float, chance: random.Random, name: str) -> list[Request]:
+    """A plan's requests. name: of their tokens; another name has other tokens, and the same times and
+    lengths."""
+    made = []
+    for number, each in enumerate(plan(count, per_s, chance)):
+        ids = prompt(each.own_tokens, f"{name}/{number}")
+        if each.prefix is not None:
+            ids = prompt(PREFIX_TOKENS, f"{name}/prefix {each.prefix}") + ids
+        made.append(Request(each.at_s, ids, each.answer_tokens))
     return made
 
 

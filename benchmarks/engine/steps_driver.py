@@ -1,4 +1,5 @@
-"""The driver of benchmarks.simulator_vs_vllm: requests come at their times, and each step is recorded.
+"""The driver of benchmarks.simulator_vs_vllm, where requests come at their times and each step is recorded,
+and of benchmarks.conductor_stepped, which asks for each step.
 
     python -m benchmarks.engine.steps_driver FD CONFIG_JSON
 
@@ -20,6 +21,9 @@ class StepsDriver(Driver):
         give_weights(share_layers=False)
         super().__init__(config)
         self.computed: list[tuple[str, int, int]] = []  # of the last step: name, tokens before, computed
+        self.numbers: dict[str, int] = {}  # of requests that were submitted and have not ended
+        self.begun: set[int] = set()  # those of which a token was computed
+        self.answered: set[int] = set()
         schedule = self.scheduler.schedule
 
         def schedule_and_note(*arguments: Any, **named: Any) -> Any:
@@ -74,6 +78,31 @@ class StepsDriver(Driver):
             if self.computed:  # vLLM's last step only lets go of what has ended
                 steps.append(step)
         return {"steps": steps, "first_s": first_s}
+
+    def submit(self, number: int, ids: list[int], answer_tokens: int) -> None:
+        """A request for ``step``. number: one that none has that has not ended."""
+        self.numbers[self._add(ids, answer_tokens)] = number
+
+    def step(self) -> dict[str, Any]:
+        """seconds: CPU time of this process. begun: requests whose first tokens the step computed; first:
+        [request, cached tokens of its prompt] of those that got their first token; ended."""
+        started_s = time.process_time()
+        outputs = self.engine.step()
+        seconds = time.process_time() - started_s
+        scheduled = {self.numbers[name.rpartition("-")[0] or name] for name, _, _ in self.computed}
+        begun, self.begun = scheduled - self.begun, self.begun | scheduled
+        first, ended = [], []
+        for output in outputs:
+            number = self.numbers[output.request_id]
+            if output.outputs[0].token_ids and number not in self.answered:
+                self.answered.add(number)
+                first.append([number, output.num_cached_tokens])
+            if output.finished:
+                ended.append(number)
+                del self.numbers[output.request_id]
+                self.begun.discard(number)
+                self.answered.discard(number)
+        return {"seconds": seconds, "begun": list(begun), "first": first, "ended": ended}
 
 
 if __name__ == "__main__":
