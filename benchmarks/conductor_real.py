@@ -59,7 +59,7 @@ class Size(NamedTuple):
     turns: int
 
 
-FULL, QUICK = Size(6, 10.0, 12, 12), Size(1, 8.0, 8, 6)
+FULL, QUICK = Size(6, 10.0, 12, 12), Size(1, 6.0, 6, 5)
 
 
 def compare(serving: Serving, size: Size, pair: bool, judged: bool) -> list[Row]:
