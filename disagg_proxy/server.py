@@ -372,7 +372,13 @@ class Proxy:
         # Streams of engines are added when they join.
         pool = tuple(source for source in settings.events if source.pool)
         places = {source.name: settings.places + number for number, source in enumerate(pool)}
-        return Subscriber(pool, self._indexes, places, followed=self._locator.hears)
+        return Subscriber(
+            pool,
+            self._indexes,
+            places,
+            followed=self._locator.hears,
+            prompts=lambda: self._locator.telling_prompts,
+        )
 
     def _discover_pool(self) -> PoolDiscovery | None:
         """Finds the pool's nodes; None: they are not looked for."""

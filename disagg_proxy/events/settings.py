@@ -51,8 +51,9 @@ class EventLimits:
     pending_messages_max: int = 10_000  # received during a replay, for each stream
     pending_bytes_max: int = 32 << 20  # of these, all streams together
     replay_s: float = 5.0  # silence after which a replay is given up
-    # A node of the pool that is silent for so long is asked for a replay, which a node that lives answers.
+    # A node of the pool that is silent for so long, although prompts were sent, is probed.
     check_s: float = 4.0
+    idle_check_s: float = 15.0  # the same without prompts, and for a node that did not answer the last probe
     lost_s: float = 5.0  # time without a connection after which the blocks no longer count
     gone_s: float = 10.0  # time out of the rotation after which the blocks are removed
     heartbeat_s: float = 2.0  # of ZMQ, to detect a host that vanished

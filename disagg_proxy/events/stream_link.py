@@ -23,6 +23,7 @@ class SourceCounts:
     unknown: int = 0
     skipped: int = 0
     forgets: int = 0
+    probes: int = 0  # questions whether a silent publisher still answers
     rests: int = 0  # pauses, because more arrived than could be processed
     connected: bool = False
     lag_s: float = 0.0  # sender's clock to ours, of the last batch that was not replayed
@@ -46,8 +47,12 @@ class StreamLink:
     lost_since_s: float | None = None  # time of the disconnection; None: connected
     lost: bool = False  # disconnected for lost_s
     live: bool = False  # of an engine: its index is exact
-    spoke_s: float = 0.0  # time of the last message or replay, or of a question for one
-    mute: bool = False  # it is connected, and has not answered the last question for a replay
+    spoke_s: float = 0.0  # time of the last message or answer, or of a question for a replay
+    prompts_before: int = 0  # prompts that had been sent to engines by then
+    probe: zmq.Socket[bytes] | None = None  # kept between probes: each connection costs a handshake
+    probed_s: float | None = None  # time of the probe that is not answered yet; None: there is none
+    mute: bool = False  # it is connected, and has not answered the last replay request or probe
+    unread: bool = False  # the last replay was given up, so earlier messages may be missing
     behind_since_s: float | None = None  # unprocessed messages since; None: none
     largest_bytes: int = 0  # largest message since then
     rests_until_s: float | None = None  # end of the pause; None: not paused

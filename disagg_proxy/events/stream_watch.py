@@ -3,7 +3,8 @@
     live      its events count
     waiting   the stream is new, its engine has not got a prompt yet, or its node holds no block yet
     lost      nothing publishes at the endpoint
-    silent    a publisher is connected and sends nothing: an engine that got prompts, a node that was asked
+    silent    a publisher is connected and sends nothing: an engine that got prompts, a node that was asked;
+              what the node reported before still counts
     resting   too much arrived: the subscriber has paused it for a while, and has logged that
 
 A stream that is not live is no worse than no stream (dispatch/prefix_locator.py). Runs on the event loop.
@@ -144,7 +145,10 @@ class StreamWatch:
                 why = f"{endpoint} is connected, and has answered nothing in {SILENT_S:g} s"
             elif source.token:
                 why += ", or it has another cluster token"
-            why += ", so it is not known what the pool holds there (docs/events.md)"
+            if each.heard:
+                why += ", so what it reported before counts, and may no longer be true (docs/events.md)"
+            else:
+                why += ", so it is not known what the pool holds there (docs/events.md)"
         elif state == "lost":
             why += f", so {guessed}; {_HINT}"
         else:
@@ -155,6 +159,8 @@ class StreamWatch:
         _log.warning("the KV events of %s: %s", source.name, why)
 
     def _state(self, each: StreamState) -> str:
+        if each.source.pool and each.mute and each.lost_s is None:
+            return "silent"
         if each.heard:
             return "live"
         if each.rests:
@@ -162,6 +168,6 @@ class StreamWatch:
         if each.lost_s is not None:
             return "lost" if each.lost_s >= SILENT_S else "waiting"
         if each.source.pool:
-            return "silent" if each.mute else "waiting"
+            return "waiting"
         since_s = self._unheard_since(each.place)
         return "silent" if since_s is not None and self._clock() - since_s >= SILENT_S else "waiting"

@@ -29,6 +29,7 @@ from moonpool.disagg_proxy.events.stream_link import StreamLink, StreamState
 log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
+_NO_MESSAGE = b"\xff" * 7 + b"\xfe"  # no message has this number or a higher one: only the end marker returns
 _AT_ONCE = 64  # messages of one stream in a row
 _BYTES_AT_ONCE = 1 << 20  # bytes of one stream in a row
 _TICK_S = 0.25
@@ -50,6 +51,7 @@ class Subscriber:
 
     places:   the place of each source in the indexes, by name.
     followed: called on the thread with a place and the index that follows it exactly; None: no index does.
+    prompts:  number of prompts of some length that were sent to engines.
     """
 
     def __init__(
@@ -62,15 +64,17 @@ class Subscriber:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         followed: Callable[[int, _native.PrefixIndex | None], None] = lambda place, index: None,
+        prompts: Callable[[], int] = lambda: 0,
     ) -> None:
         self._taps: tuple[Tap, ...] = ()
         self._followed = followed
+        self._prompts = prompts
         self._indexes = indexes
         self._limits = limits or EventLimits()
         self._clock = clock
         self._wall = wall
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 4 * HOLDERS_MAX)  # for each holder: events, two monitors, replays
+        self._context.set(zmq.MAX_SOCKETS, 5 * HOLDERS_MAX)  # each: events, two monitors, replays, probes
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._room = ByteBudget(self._limits.pending_bytes_max)
         self._lock = threading.Lock()  # guards _absent, _orders, _stopping
@@ -144,7 +148,7 @@ class Subscriber:
             counts = link.counts
             rows[link.source.name] = {
                 "connected": float(counts.connected),
-                "heard": float(link.is_heard),
+                "heard": float(link.is_heard and not (link.mute and link.source.pool)),
                 "replaying": float(link.stream.replaying),
                 "sequence": float(link.stream.sequence),
                 "lag_seconds": counts.lag_s,
@@ -152,6 +156,7 @@ class Subscriber:
                 **{f"{name}_total": count for name, count in asdict(link.stream.counts).items()},
                 "malformed_total": counts.malformed,
                 "forgets_total": counts.forgets,
+                "probes_total": counts.probes,
                 "rests_total": counts.rests,
                 "blocks_stored_total": counts.stored,
                 "blocks_removed_total": counts.removed,
@@ -210,6 +215,8 @@ class Subscriber:
                 self._on_monitor(link)
             if link.asking is not None and link.asking in ready:
                 more |= self._on_answers(link, link.asking)
+            if link.probe is not None and link.probe in ready:
+                self._on_probe_answer(link, link.probe)
             if link.sub in ready:
                 more |= self._on_messages(link)
         return more
@@ -221,7 +228,7 @@ class Subscriber:
         for link in self._links:
             if link.asking is not None and now_s >= link.answer_due_s:
                 self._end_asking(link)
-                link.mute = True
+                link.mute = link.unread = True
                 link.stream.replay_ended(complete=False)
             self._check_silence(link, now_s)
             self._look_whether_lost(link, now_s)
@@ -249,12 +256,53 @@ class Subscriber:
             link.stream.gone()
 
     def _check_silence(self, link: StreamLink, now_s: float) -> None:
-        """Asks a node of the pool that is silent for the replay of its last message: one that is idle
-        answers, and one that hangs is noticed, whose connection ZMQ's own threads keep up."""
+        """Probes a node of the pool that is silent: one that is idle answers, and one that hangs is noticed,
+        whose connection ZMQ's own threads keep up. The stream takes no part: what a slow node told stays."""
         is_idle = link.counts.connected and link.asking is None and not link.given_up
-        may_ask = link.source.pool and link.source.replay
-        if is_idle and may_ask and now_s - link.spoke_s >= self._limits.check_s:
-            link.stream.connected()
+        if not is_idle or not link.source.pool or not link.source.replay:
+            return
+        if link.probed_s is not None and now_s - link.probed_s >= self._limits.replay_s:
+            link.mute = True
+        since_s = link.spoke_s if link.probed_s is None else link.probed_s
+        is_wanted = link.unread or self._prompts() > link.prompts_before
+        is_urgent = is_wanted and link.probed_s is None
+        if now_s - since_s >= (self._limits.check_s if is_urgent else self._limits.idle_check_s):
+            self._probe(link, now_s)
+
+    def _probe(self, link: StreamLink, now_s: float) -> None:
+        """Sends a replay request that no message answers."""
+        if link.probed_s is not None:  # the question or its answer may have been lost with a connection
+            self._end_probe(link)
+        if link.probe is None:
+            link.probe = self._replay_socket(link.source)
+            self._poller.register(link.probe, zmq.POLLIN)
+        link.probed_s = now_s
+        link.counts.probes += 1
+        link.probe.send_multipart((b"", _NO_MESSAGE), zmq.NOBLOCK)
+
+    def _end_probe(self, link: StreamLink) -> None:
+        link.probed_s = None
+        if link.probe is not None:
+            self._poller.unregister(link.probe)
+            link.probe.close(linger=0)
+            link.probe = None
+
+    def _on_probe_answer(self, link: StreamLink, socket: zmq.Socket[bytes]) -> None:
+        """Any answer says that the publisher lives."""
+        for _ in range(_AT_ONCE):
+            try:
+                socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._spoke(link)
+            if link.unread and link.asking is None and link.counts.connected and not link.given_up:
+                link.unread = False
+                link.stream.connected()
+
+    def _spoke(self, link: StreamLink) -> None:
+        """The publisher has sent something."""
+        link.spoke_s, link.prompts_before = self._clock(), self._prompts()
+        link.mute, link.probed_s = False, None
 
     def _look_at_queues(self, now_s: float) -> None:
         """Bounds the memory of ZMQ's queues. ZMQ does not report their sizes; a stream that is behind holds
@@ -304,6 +352,7 @@ class Subscriber:
             event = recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"]
             link.counts.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             link.mute = False
+            self._end_probe(link)
             if link.counts.connected:
                 link.lost_since_s, link.lost = None, False
             elif link.lost_since_s is None:
@@ -322,7 +371,7 @@ class Subscriber:
             size = sum(map(len, frames))
             taken += size
             link.largest_bytes = max(link.largest_bytes, size)
-            link.spoke_s, link.mute = self._clock(), False
+            self._spoke(link)
             self._on_monitor(link)  # a new connection is reported before its first message
             if link.given_up:
                 continue
@@ -343,13 +392,14 @@ class Subscriber:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            link.spoke_s, link.mute = self._clock(), False
+            self._spoke(link)
             link.answer_due_s = link.spoke_s + self._limits.replay_s
             if len(frames) != 4 or len(frames[2]) != 8:
                 link.counts.malformed += 1
                 continue
             if frames[2] == END_OF_REPLAY:
                 self._end_asking(link)
+                link.unread = False
                 link.stream.replay_ended()
                 return False
             link.stream.replayed(int.from_bytes(frames[2], "big"), frames[3])
@@ -363,13 +413,11 @@ class Subscriber:
     def ask(self, link: StreamLink, start: int) -> None:
         """Connects to the publisher's replay endpoint and requests messages from ``start`` on."""
         self._end_asking(link)
-        socket = self._socket(zmq.DEALER, link.source)
-        socket.setsockopt(zmq.IPV6, _is_ipv6(link.source.replay))
-        socket.connect(link.source.replay)
-        socket.send_multipart((b"", start.to_bytes(8, "big")))
+        socket = self._replay_socket(link.source)
         link.asking = socket
-        link.spoke_s = self._clock()
+        link.spoke_s, link.prompts_before, link.probed_s = self._clock(), self._prompts(), None
         link.answer_due_s = link.spoke_s + self._limits.replay_s
+        socket.send_multipart((b"", start.to_bytes(8, "big")))
 
     def _end_asking(self, link: StreamLink) -> None:
         if link.asking is not None:
@@ -510,6 +558,13 @@ class Subscriber:
         if link.lost_since_s is None:
             link.lost_since_s = self._clock()
 
+    def _replay_socket(self, source: EventSource) -> zmq.Socket[bytes]:
+        """A socket of its own for replay requests."""
+        socket = self._socket(zmq.DEALER, source)
+        socket.setsockopt(zmq.IPV6, _is_ipv6(source.replay))
+        socket.connect(source.replay)
+        return socket
+
     def _socket(self, kind: int, source: EventSource) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         if source.token:
@@ -531,6 +586,7 @@ class Subscriber:
 
     def _close_link(self, link: StreamLink) -> None:
         self._end_asking(link)
+        self._end_probe(link)
         if link.sub.closed:
             return
         link.sub.disable_monitor()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import random
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 
 from moonpool.core.service.kv_event_publisher import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from moonpool.core.service.processes import allow_many_descriptors
+from moonpool.core.store.keys import block_digests
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.subscriber import Subscriber
@@ -190,32 +193,144 @@ def test_a_replay_that_is_never_answered_has_a_deadline(liar: Liar) -> None:
         made.stop()
 
 
-def test_a_node_that_hangs_is_noticed_within_ten_seconds(liar: Liar) -> None:
-    """Its connection stands: ZMQ's own threads answer the heartbeats of a process that does nothing else."""
-    now_s = 0.0
-    source = replace(liar.spec(replay=True), pool=True)
-    made = Subscriber((source,), PrefixIndexes(), {"e0": 0}, clock=lambda: now_s)
+class Probed:
+    """A pool node driven by hand, with the clock and the number of prompts of the proxy that follows it."""
 
-    def asked() -> bytes:
-        assert liar.router.poll(int(TIMEOUT_S * 1000)), "no replay was asked for"
-        return liar.router.recv_multipart()[0]
+    def __init__(self, liar: Liar) -> None:
+        self.liar = liar
+        self.now_s, self.prompts = 0.0, 0
+        self.indexes = PrefixIndexes(blocks_max=10_000)
+        self.indexes.obtain(BLOCK)
+        source = replace(liar.spec(replay=True), pool=True)
+        self.made = Subscriber(
+            (source,), self.indexes, {"e0": 0}, clock=lambda: self.now_s, prompts=lambda: self.prompts
+        )
+        self.made._known_indexes = self.indexes.wanting  # none is new: it replays once
+        self.made.start()
 
-    made.start()
+    def asked(self) -> tuple[bytes, int]:
+        """(caller, first wanted number) of the next question."""
+        assert self.liar.router.poll(int(TIMEOUT_S * 1000)), "it asked nothing"
+        caller, _, start = self.liar.router.recv_multipart()
+        return caller, int.from_bytes(start, "big")
+
+    def answer(self, caller: bytes, *messages: tuple[int, bytes]) -> None:
+        for number, payload in messages:
+            self.liar.router.send_multipart((caller, b"", b"kv", number.to_bytes(8, "big"), payload))
+        self.liar.router.send_multipart((caller, b"", b"", b"\xff" * 8, b""))
+
+    def asks_nothing(self) -> bool:
+        """After two rounds of the thread."""
+        for _ in range(2):
+            obeyed = threading.Event()
+            self.made._order(obeyed.set)
+            assert obeyed.wait(TIMEOUT_S)
+        return not self.liar.router.poll(0)
+
+    @property
+    def is_mute(self) -> bool:
+        return self.made.states()[0].mute
+
+
+@pytest.fixture
+def probed(liar: Liar) -> Iterator[Probed]:
+    """It holds TOLD, and has said so in a replay."""
+    made = Probed(liar)
     try:
-        liar.router.send_multipart((asked(), b"", b"", b"\xff" * 8, b""))  # it holds nothing
-        eventually(lambda: totals(made)["replaying"] == 0)
-        now_s += LIMITS.check_s
-        caller = asked()
-        assert not made.states()[0].mute
-        now_s += 5.0  # replay_s
-        eventually(lambda: made.states()[0].mute)
-        assert now_s <= 10.0
-        now_s += LIMITS.check_s
-        assert asked() != caller  # it goes on asking
-        liar.say(0, batch(AllBlocksCleared()))
-        eventually(lambda: not made.states()[0].mute)
+        caller, start = made.asked()
+        assert start == 0
+        made.answer(caller, (0, held(TOLD)))
+        eventually(lambda: in_pool(made.indexes, TOLD) == len(TOLD))
+        eventually(lambda: totals(made.made)["replaying"] == 0)
+        yield made
     finally:
-        made.stop()
+        made.made.stop()
+
+
+TOLD = chain(0, 3)
+
+
+def held(tokens: list[int]) -> bytes:
+    return batch(BlockStored(block_digests(tokens, BLOCK), medium="CPU"))
+
+
+def in_pool(indexes: PrefixIndexes, tokens: list[int]) -> int:
+    (index,) = indexes.all
+    return int(index.look(array.array("I", tokens).tobytes(), b"", 0, b"")[1])
+
+
+def test_a_node_that_hangs_is_noticed_within_ten_seconds(probed: Probed) -> None:
+    """Its connection stands: ZMQ's own threads answer the heartbeats of a process that does nothing else."""
+    probed.prompts += 1
+    probed.now_s += LIMITS.check_s
+    caller, start = probed.asked()
+    assert start > 1 << 63  # no message has such a number: none returns
+    assert not probed.is_mute
+    probed.now_s += 5.0  # replay_s
+    eventually(lambda: probed.is_mute)
+    assert probed.now_s <= 10.0
+    row = totals(probed.made)
+    assert (row["heard"], row["sequence"], row["lost_total"], row["forgets_total"]) == (0, 0, 0, 0)
+    assert in_pool(probed.indexes, TOLD) == len(TOLD)  # nothing says that they are gone
+    probed.now_s += LIMITS.idle_check_s
+    assert probed.asked()[0] != caller  # it goes on asking, and not by the same connection
+    probed.liar.say(1, batch(AllBlocksCleared()))
+    eventually(lambda: not probed.is_mute and in_pool(probed.indexes, TOLD) == 0)
+    row = totals(probed.made)
+    assert (row["heard"], row["probes_total"], row["replays_total"]) == (1, 2, 1)
+
+
+def test_a_node_that_is_slow_keeps_its_blocks(probed: Probed) -> None:
+    probed.prompts += 1
+    probed.now_s += LIMITS.check_s
+    caller, _ = probed.asked()
+    probed.now_s += 8.0
+    eventually(lambda: probed.is_mute)
+    probed.answer(caller)
+    eventually(lambda: not probed.is_mute)
+    assert in_pool(probed.indexes, TOLD) == len(TOLD)
+    assert totals(probed.made)["forgets_total"] == 0
+
+
+def test_a_healthy_idle_node_is_asked_little(probed: Probed) -> None:
+    """One connection for all probes, no message returns, and few of them without prompts."""
+    callers = set()
+    for _ in range(3):
+        probed.now_s += LIMITS.check_s
+        assert probed.asks_nothing()  # no prompt was sent since
+        probed.prompts += 1
+        caller, start = probed.asked()
+        assert start > 1 << 63
+        callers.add(caller)
+        probed.answer(caller)
+        eventually(lambda: probed.made._links[0].probed_s is None)
+    probed.now_s += LIMITS.idle_check_s - 0.1
+    assert probed.asks_nothing()
+    probed.now_s += 0.1
+    callers.add(probed.asked()[0])
+    assert len(callers) == 1
+    row = totals(probed.made)
+    assert (row["probes_total"], row["replays_total"], row["repeats_total"]) == (4, 1, 0)
+
+
+def test_a_replay_that_was_given_up_is_asked_for_again_once_the_node_answers(liar: Liar) -> None:
+    probed = Probed(liar)
+    try:
+        probed.asked()
+        probed.now_s += 5.0  # replay_s
+        caller, start = probed.asked()
+        assert start > 1 << 63
+        assert probed.is_mute
+        probed.answer(caller)
+        caller, start = probed.asked()
+        assert start == 0
+        probed.answer(caller, (0, held(TOLD)))
+        eventually(lambda: in_pool(probed.indexes, TOLD) == len(TOLD))
+        assert not probed.is_mute
+        probed.now_s += LIMITS.check_s
+        assert probed.asks_nothing()  # and then it is like any other
+    finally:
+        probed.made.stop()
 
 
 def test_without_a_replay_a_gap_forgets(liar: Liar) -> None:
