@@ -114,7 +114,7 @@ class Proxy:
             clock=lambda: self.relay.now(),
             handover=settings.handover,
             admission=settings.admission,
-            hidden_pool=HiddenPool(lambda: self._streams.hears_pool, self._pool_remedy),
+            hidden_pool=HiddenPool(self._pool_remedy),
             policy_name=settings.policy,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
@@ -390,6 +390,9 @@ class Proxy:
         return PoolDiscovery(PoolSearch(settings.pool, by_hand), streams)
 
     def _pool_remedy(self) -> str:
+        """What to do where engines get blocks that no event explains. On any thread."""
+        if (remedy := self._streams.remedy()) is not None:
+            return remedy
         if self._pool_discovery is None:
             return "let it look for nodes (--pool auto), or name each with --pool-events NAME=ENDPOINT"
         return self._pool_discovery.remedy()

@@ -16,8 +16,9 @@ ANSWER_TOKENS = 256  # assumed length of an answer whose request sets no limit
 
 class Request(NamedTuple):
     """tokens: of the prompt, 0 when not known; own: by a worker's place, how many leading tokens lie in
-    its own cache; pool: how many leading tokens the pool holds; holder: the sender of them, None when not
-    known; answer_tokens: the most it may answer.
+    its own cache; pool: how many leading tokens the pool holds; presumed: the last of them, which no event
+    reports (hidden_pool.py); holder: the sender of them, None when not known; answer_tokens: the most it may
+    answer.
 
     tenant: whose request it is, "" for none in particular; priority: higher is more urgent; session: a
     conversation whose requests share their beginning, "" when not known. gap_s: wanted between two tokens of
@@ -37,6 +38,7 @@ class Request(NamedTuple):
     gap_s: float = math.inf
     one: bool = True
     draws: bool = True
+    presumed: int = 0
 
     @property
     def urgency(self) -> float:

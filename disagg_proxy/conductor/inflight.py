@@ -307,7 +307,8 @@ class InflightTracker:
         own = asked.own_at(computes)
         same = observation.prompt_tokens == asked.tokens
         if same and self._hears(computes.place):
-            found = self.hidden_pool.report(asked.tokens, own, cached)
+            explained = max(own, asked.pool - asked.presumed)
+            found = self.hidden_pool.report(asked.tokens, explained, cached)
             if found is not None:
                 _log.warning("%s", found)
         predicted = max(own, asked.pool)

@@ -36,8 +36,10 @@ class Intake:
         answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
         pool, hidden = match.pool, self._scheduler.inflight.hidden_pool
         if hidden.seen:
-            pool = self._reachable(request, match)
-        return Request(len(ids) // 4, match.own, pool, answer_tokens, holder=self._pool), match
+            pool = max(pool, self._reachable(request, match))
+        presumed = pool - match.pool
+        asked = Request(len(ids) // 4, match.own, pool, answer_tokens, holder=self._pool, presumed=presumed)
+        return asked, match
 
     def pending(
         self, request: ProxyRequest, asked: Request, match: PrefixMatch | None, able: EligibleWorkers

@@ -52,8 +52,6 @@ class StreamWatch:
     unheard_since: place -> when an engine without live events first got a prompt; None: it has not.
     clock:         the clock of these times, in seconds.
     prompts:       number of prompts of some length that were sent to engines.
-
-    hears_pool: whether a node of the pool tells what it holds, as of the last ``look``. Any thread reads it.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class StreamWatch:
         clock: Callable[[], float],
         prompts: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.hears_pool = False
         self._subscriber = subscriber
         self._unheard_since = unheard_since
         self._clock = clock
@@ -94,6 +91,19 @@ class StreamWatch:
             if each.source.pool
         ]
 
+    def remedy(self) -> str | None:
+        """What to do where engines get blocks that no event explains although nodes report some: the rest of
+        a sentence. None: no node reports any. On any thread."""
+        heard = [row.name for row in self.of_pool() if row.state == "live"]
+        if not heard:
+            return None
+        named = ", ".join(heard[:_NAMED_MAX]) + (", ..." if len(heard) > _NAMED_MAX else "")
+        return (
+            f"the nodes that report blocks ({named}) are not all of the engines' pool, or not of it; "
+            f"GET /engines has each node that is followed and its state; name further ones with "
+            f"--pool-events NAME=ENDPOINT or by their master with --master"
+        )
+
     def look(self) -> None:
         """Logs changes of states. Called periodically."""
         if self._subscriber is None:
@@ -101,7 +111,6 @@ class StreamWatch:
         states = self._subscriber.states()
         for each in states:
             self._look_at(each, self._state(each))
-        self.hears_pool = any(each.heard for each in states if each.source.pool)
         self._look_at_empty_pool([each for each in states if each.source.pool])
         names = {each.source.name for each in states}
         self._told = {name: state for name, state in self._told.items() if name in names}
@@ -109,7 +118,7 @@ class StreamWatch:
     def _look_at_empty_pool(self, nodes: Sequence[StreamState]) -> None:
         """Warns once where engines got prompts, and none of the nodes that answer has a block."""
         answering = [each for each in nodes if each.lost_s is None and not each.mute]
-        if self._empty_told or self.hears_pool or not answering:
+        if self._empty_told or any(each.heard for each in nodes) or not answering:
             self._prompts_before = self._prompted_s = None
             return
         if self._prompts_before is None:

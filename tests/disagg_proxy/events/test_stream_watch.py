@@ -84,11 +84,20 @@ def test_a_node_that_does_not_answer_is_silent(caplog: pytest.LogCaptureFixture)
         "the KV events of n: tcp://h:1 is connected, and has answered nothing in 5 s, so it is not known "
         "what the pool holds there (docs/events.md)"
     ]
-    assert not watch.hears_pool
+    assert watch.remedy() is None
     streams._states[0] = streams._states[0]._replace(mute=False, heard=True)
     watch.look()
     assert watch.rows()[0].state == "live"
-    assert watch.hears_pool
+    assert "the nodes that report blocks (n) are not all" in str(watch.remedy())
+    streams._states[0] = streams._states[0]._replace(mute=True)  # its blocks still count
+    for _ in range(2):
+        watch.look()
+    assert watch.rows()[0].state == "silent"
+    assert watch.remedy() is None
+    assert caplog.messages[1:] == [
+        "the KV events of n: tcp://h:1 is connected, and has answered nothing in 5 s, so what it reported "
+        "before counts, and may no longer be true (docs/events.md)"
+    ]
 
 
 def test_nodes_without_a_block_are_said_once_engines_got_prompts(caplog: pytest.LogCaptureFixture) -> None:
