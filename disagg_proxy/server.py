@@ -386,7 +386,10 @@ class Proxy:
         if settings.pool is None:
             return None
         by_hand = [source.endpoint for source in settings.events if source.pool]
-        streams = None if self._subscriber is None else self._further_streams
+        if self._subscriber is None:
+            return PoolDiscovery(PoolSearch(settings.pool, by_hand), None)
+        # A master may tell of any number of nodes: half of the holders stays for publishers that register.
+        streams = self._further_streams.part((self._further_streams.free + 1) // 2)
         return PoolDiscovery(PoolSearch(settings.pool, by_hand), streams)
 
     def _pool_remedy(self) -> str:
