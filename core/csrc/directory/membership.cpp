@@ -32,6 +32,18 @@ bool prints(std::string_view text) {
     return std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
 }
 
+// Endpoints of KV events help proxies alone: where one is unfit, the node joins without both.
+NodeIdentity with_fit_events(NodeIdentity who) {
+    constexpr size_t kEndpointMax = 256;
+    for (std::string_view text : {std::string_view(who.events), std::string_view(who.events_replay)}) {
+        if (text.size() <= kEndpointMax && prints(text)) continue;
+        who.events.clear();
+        who.events_replay.clear();
+        break;
+    }
+    return who;
+}
+
 }  // namespace
 
 // Names go to logs, metrics and other nodes: bounded and printable. The socket path may have
@@ -45,9 +57,7 @@ std::string unfit_names(const NodeIdentity& who) {
     };
     const Row rows[] = {{"name (node.name)", who.name, kNameMax},
                         {"host id (node.host_id)", who.host_id, kHostMax},
-                        {"address (node.advertise)", who.address, kAddressMax},
-                        {"address of KV events (node.events)", who.events, kAddressMax},
-                        {"address of KV events (node.events_replay)", who.events_replay, kAddressMax}};
+                        {"address (node.advertise)", who.address, kAddressMax}};
     for (const Row& row : rows) {
         if (row.text.size() <= row.bytes_max && prints(row.text)) continue;
         return std::string("a node's ") + row.what + " must be at most " + std::to_string(row.bytes_max) +
@@ -89,9 +99,9 @@ std::optional<NodeId> Membership::free_id(const std::function<bool(NodeId)>& usa
 }
 
 // All checks come before the first change: a refused JOIN leaves everything as it was.
-Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity& identity,
-                                            const NodeLoad& load, LinkId link,
-                                            const std::function<bool(NodeId)>& usable) {
+Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity& who, const NodeLoad& load,
+                                            LinkId link, const std::function<bool(NodeId)>& usable) {
+    const NodeIdentity identity = with_fit_events(who);
     if (std::string why = unfit_names(identity); !why.empty()) return Error{Code::kInvalidArgument, why};
     std::string whole_name = identity.name + " on host " + identity.host_id;
     for (const Past& past : past_) {

@@ -55,7 +55,7 @@ class Membership {
     explicit Membership(MembershipOptions options) : options_(options) {}
 
     // usable(id): whether the directory is done with what an earlier incarnation left under that number.
-    Result<Joined> join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load, LinkId link,
+    Result<Joined> join(uint64_t now_ms, const NodeIdentity& who, const NodeLoad& load, LinkId link,
                         const std::function<bool(NodeId)>& usable);
     void heard(uint64_t now_ms, NodeId id, LinkId link);
     void beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load);

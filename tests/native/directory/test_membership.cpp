@@ -57,6 +57,24 @@ TEST_CASE("membership: silence makes a suspect, a word makes it alive again, lon
     CHECK(m.check_integrity());
 }
 
+TEST_CASE("membership: a node whose event endpoints are unfit joins without them") {
+    Membership m({});
+    NodeIdentity who = identity("a", 1);
+    who.events = "tcp://10.0.0.1:5559";
+    who.events_replay = "tcp://10.0.0.1:" + std::string(300, '5');
+    joined(m, 0, who, 1);
+    REQUIRE(m.current(2).rows.size() == 1);
+    CHECK(m.current(2).rows[0].identity.events.empty());
+    CHECK(m.current(2).rows[0].identity.events_replay.empty());
+    who.events_replay = "tcp://10.0.0.1:5560";
+    joined(m, 1, who, 2);
+    CHECK(m.current(2).rows[0].identity.events == "tcp://10.0.0.1:5559");
+    CHECK(m.current(2).rows[0].identity.events_replay == who.events_replay);
+    who.events = "tcp://10.0.0.1\n";
+    joined(m, 2, who, 3);
+    CHECK(m.current(2).rows[0].identity.events.empty());
+}
+
 TEST_CASE("membership: a broken connection makes a suspect at once, but not that of an older link") {
     Membership m({});
     NodeId a = joined(m, 0, identity("a", 1), 1);
