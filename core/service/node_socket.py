@@ -98,7 +98,9 @@ class Claim:
         for told in (paths.socket_token, paths.socket_tls, paths.socket_events):
             told(self.path).unlink(missing_ok=True)
         for stream in paths.socket_event_streams(self.path):  # ZMQ leaves them behind
-            stream.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if stat.S_ISSOCK(stream.lstat().st_mode):  # anything else is another program's
+                    stream.unlink()
 
     def _remove_stale_socket(self) -> None:
         try:

@@ -216,6 +216,20 @@ def test_a_configured_token_stands_beside_the_socket_for_clients(
     serving(without)
 
 
+def test_a_claim_removes_sockets_alone(runtime: Path) -> None:
+    """Files of an operator that have the names of the streams stay."""
+    path = runtime / "node-a.sock"
+    for name in (".pub", ".replay"):
+        Path(f"{path}{name}").write_text("mine")
+    Claim(path).release()
+    assert all(Path(f"{path}{name}").read_text() == "mine" for name in (".pub", ".replay"))
+    Path(f"{path}.pub").unlink()
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(f"{path}.pub")
+    Claim(path).release()
+    assert not Path(f"{path}.pub").exists()
+
+
 def test_a_server_that_cannot_start_leaves_nothing_behind(runtime: Path) -> None:
     with pytest.raises(Unavailable, match="no memory"):
         asyncio.run(Node(settings(), make_server=Failing).start())
