@@ -448,6 +448,8 @@ def test_nobody_tells_what_nobody_looks_at(runtime: Path, vllm: str, text: str, 
     engine = f'[[up.engine]]\nmodel = "m"\nexecutable = "{vllm}"\n'
     plan = plan_of(runtime, text + engine)
     assert ("--kv-events-config" in spec_of(plan, "engine-0").command) is expected
+    if "policy" not in text:  # else the file says it; a proxy that starts again keeps the choice
+        assert options_of(spec_of(plan, "proxy"), "--policy") == ["conductor"] * expected
 
 
 def test_one_table_is_one_node_and_old_forms_stand(runtime: Path) -> None:

@@ -112,10 +112,10 @@ class _Planner:
         self._names = {"proxy"}
         self._master = str(master_address(config) or "")  # what the nodes join
         self._nodes: dict[str, str] = {}  # name of the node -> its socket
-        policy = policy_of(
+        self._policy = policy_of(
             config.proxy, (engine.role for engine in config.up.engine), has_pool=_has_pool(config)
         )
-        self._looks = config.up.proxy and make_policy(policy).uses_tokens
+        self._looks = config.up.proxy and make_policy(self._policy).uses_tokens
         self._events = list(config.proxy.events)  # as the proxy takes them
 
     def all(self) -> list[Spec]:
@@ -369,6 +369,9 @@ class _Planner:
             ours = [f"{e.name}={e.url}" for e, its in zip(engines, roles, strict=True) if its == role]
             for engine in (*urls, *ours):
                 command += [option, engine]
+        if self._looks and given.policy == "auto":
+            # A proxy that is started again while no node runs would choose another one.
+            command += ["--policy", self._policy]
         for option, streams in (("--events", self._events), ("--pool-events", given.pool_events)):
             for stream in streams:
                 command += [option, stream]
