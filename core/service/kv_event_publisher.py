@@ -144,6 +144,7 @@ class KvEventPublisher:
         that has an inventory.
 
     far: the endpoints at ``beyond``, for events and for replays, with their ports; "" without it.
+    asks_token: whether ``endpoint`` and ``replay`` require the token.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class KvEventPublisher:
             zmq_curve.authenticate(self._context, zmq_curve.EVENTS, token) if token else None
         )
         near_token = b"" if beyond else token
+        self.asks_token = bool(near_token)
         self._pub = self._socket(zmq.XPUB, near_token)
         self._pub.set_hwm(SUBSCRIBER_MESSAGES_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)

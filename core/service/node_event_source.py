@@ -132,15 +132,25 @@ def _publisher_beside(config: Config, server: _native.Server, socket: Path) -> K
     loopback, at two free ports there under the cluster token, which the wire needs, too."""
     near, replay = (f"ipc://{check_socket_path(path)}" for path in socket_event_streams(socket))
     wire = None if config.node.listen == OFF else parse_address(config.node.listen, "node.listen")
-    beyond = "" if wire is None or wire.is_loopback else f"tcp://{Address(wire.host, 0)}"
-    return KvEventPublisher(
-        NodeEventSource(server),
-        near,
-        replay=replay,
-        token=config.read_token() if beyond else b"",
-        beyond=beyond,
-        only_followed=True,
-    )
+
+    def publisher(beyond: str) -> KvEventPublisher:
+        return KvEventPublisher(
+            NodeEventSource(server),
+            near,
+            replay=replay,
+            token=config.read_token() if beyond else b"",
+            beyond=beyond,
+            only_followed=True,
+        )
+
+    if wire is None or wire.is_loopback:
+        return publisher("")
+    try:
+        return publisher(f"tcp://{Address(wire.host, 0)}")
+    except ConfigError as error:
+        beside = publisher("")
+        _log.warning("KV events are published on this host alone: %s", error)
+        return beside
 
 
 def published_by(publisher: KvEventPublisher, *, advertise: str, master: str) -> PublishedEvents:
@@ -148,18 +158,25 @@ def published_by(publisher: KvEventPublisher, *, advertise: str, master: str) ->
     master: "host:port", or "".
     """
     host = parse_address(advertise, "node.advertise").host if advertise else ""
-    far = publisher.far
-    if not far[0]:
-        far = publisher.endpoint, publisher.replay  # as they were given
-    elif Address(host, 0).is_loopback:
-        far = "", ""  # this host has no other address, so that no other host comes
+    if Address(host, 0).is_loopback:
+        host = ""  # no other host comes that way
+    if publisher.far[0]:  # at the address of the wire: others reach both in the same way
+        far = [_elsewhere(each, host) if each and host else "" for each in publisher.far]
+    else:  # as they were given
+        far = [_from_others(each, host) for each in (publisher.endpoint, publisher.replay)]
     return PublishedEvents(
         events=_from_here(publisher.endpoint),
         replay=_from_here(publisher.replay),
-        far_events=_from_others(far[0], host),
-        far_replay=_from_others(far[1], host),
+        far_events=far[0],
+        far_replay=far[1],
         master=master,
+        token=publisher.asks_token,
     )
+
+
+def _elsewhere(endpoint: str, host: str) -> str:
+    """The same port of another host."""
+    return f"tcp://{Address(host, parse_address(endpoint.removeprefix('tcp://'), 'node.events').port)}"
 
 
 def _from_here(endpoint: str) -> str:
@@ -168,10 +185,13 @@ def _from_here(endpoint: str) -> str:
 
 
 def _from_others(endpoint: str, advertised: str) -> str:
-    """Where other hosts reach it; "": nowhere."""
+    """Where other hosts reach it; "": nowhere. What is given as a loopback is told as such: others of this
+    host, and those at the end of a tunnel, may use it; it asks for no token, unlike one of all addresses."""
     if not endpoint.startswith("tcp://"):
         return ""
-    return _at(endpoint, lambda host: advertised or advertised_address(host, None))
+    found = _at(endpoint, lambda host: advertised or advertised_address(host, None))
+    reaches = found == endpoint or not parse_address(found.removeprefix("tcp://"), "node.events").is_loopback
+    return found if reaches else ""
 
 
 def _at(endpoint: str, named: Callable[[str], str]) -> str:

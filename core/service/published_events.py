@@ -26,6 +26,7 @@ class PublishedEvents(msgspec.Struct, frozen=True, omit_defaults=True):
     """Endpoints of ZMQ, such as ``ipc://path`` and ``tcp://host:port``; "": none.
 
     events, replay:         for processes of this host.
+    token:                  whether these two ask for the cluster token.
     far_events, far_replay: for other hosts, as the master tells them.
     master:                 host:port of the master that the node joins; "": none.
     """
@@ -35,6 +36,7 @@ class PublishedEvents(msgspec.Struct, frozen=True, omit_defaults=True):
     far_events: str = ""
     far_replay: str = ""
     master: str = ""
+    token: bool = False
 
 
 def publishes_events(config: Config) -> bool:

@@ -19,10 +19,10 @@ from moonpool import _native
 from moonpool.core.config.config import Config, load
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import ConfigError
-from moonpool.core.service import kv_event_publisher
+from moonpool.core.service import kv_event_publisher, node_event_source
 from moonpool.core.service.kv_event_publisher import AllBlocksCleared, BlockStored, KvEventPublisher
 from moonpool.core.service.node import Node
-from moonpool.core.service.node_event_source import NodeEventSource, publisher_of_node
+from moonpool.core.service.node_event_source import NodeEventSource, published_by, publisher_of_node
 from moonpool.core.service.published_events import PublishedEvents, local_nodes
 from moonpool.core.store.keys import Ranges, block_digests, block_name
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
@@ -371,6 +371,57 @@ async def test_beyond_loopback_it_publishes_twice_and_asks_for_the_token_there(
             assert not any(follower.stats()[name]["connected"] for name in ("stranger", "wrong"))
         finally:
             await asyncio.to_thread(follower.stop)
+
+
+@with_deadline
+async def test_a_node_that_cannot_publish_for_other_hosts_publishes_beside_its_socket(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: KvEventPublisher, address: str, token: bytes) -> tuple[str, str]:
+        raise ConfigError(f"KV events cannot be published at {address!r}", operation="events")
+
+    monkeypatch.setattr(KvEventPublisher, "_bind_beyond", refuse)
+    secret = tmp_path / "token"
+    secret.touch(0o600)
+    secret.write_bytes(TOKEN)
+    arguments = {"cluster.token_file": str(secret), "node.dram": 4 * MIB}
+    arguments |= {"node.http": "off", "node.listen": "0.0.0.0:0"}
+    async with running(load(arguments=arguments, env={})) as node:
+        assert node.stat()["events"] == [f"ipc://{node.socket}.pub", f"ipc://{node.socket}.replay"]
+        assert node.stat()["events_far"] == []
+        (found,) = local_nodes()
+        assert not found.published.token
+        assert "KV events are published on this host alone" in caplog.text
+
+
+class At:
+    """A publisher's endpoints."""
+
+    def __init__(self, endpoint: str, far: tuple[str, str] = ("", ""), *, asks_token: bool = False) -> None:
+        self.endpoint, self.replay, self.far, self.asks_token = endpoint, "", far, asks_token
+
+
+@pytest.mark.parametrize(
+    ("publisher", "advertise", "expected"),
+    [
+        # A bound address of an inner network, behind one that others know.
+        (At("ipc://x", ("tcp://172.17.0.2:5", "tcp://172.17.0.2:6")), "10.0.0.1:7710", "tcp://10.0.0.1:5"),
+        (At("ipc://x", ("tcp://0.0.0.0:5", "tcp://0.0.0.0:6")), "host.example:7710", "tcp://host.example:5"),
+        (At("ipc://x", ("tcp://0.0.0.0:5", "tcp://0.0.0.0:6")), "127.0.0.1:7710", ""),
+        (At("tcp://127.0.0.1:5"), "", "tcp://127.0.0.1:5"),
+        (At("tcp://172.17.0.2:5", asks_token=True), "10.0.0.1:7710", "tcp://172.17.0.2:5"),  # as it was given
+        (At("tcp://0.0.0.0:5", asks_token=True), "10.0.0.1:7710", "tcp://10.0.0.1:5"),
+        (At("tcp://0.0.0.0:5", asks_token=True), "", ""),  # there is no other address than a loopback
+        (At("ipc://x"), "10.0.0.1:7710", ""),
+    ],
+)
+def test_what_other_hosts_are_told(
+    publisher: At, advertise: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_event_source, "advertised_address", lambda *of: "127.0.0.1")
+    told = published_by(publisher, advertise=advertise, master="")  # type: ignore[arg-type]
+    assert told.far_events == expected
+    assert told.token is publisher.asks_token
 
 
 def test_without_a_subscriber_nothing_is_made(runtime: Path) -> None:
