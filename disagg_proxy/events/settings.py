@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address
 
-_ENDPOINT = re.compile(r"(tcp://[^\s,]+:\d{1,5}|ipc://[^\s,]+|inproc://[^\s,]+)")
+_ENDPOINT = re.compile(r"(tcp://[^\s,]+:\d{1,5}|ipc://[^\0-\x1f\x7f]+|inproc://[^\s,]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -164,10 +165,21 @@ class PyDirectoryClient {
             return client_->locate(array.span(), LocateOptions{prefix, width, suspects, holders_max});
         });
     }
-    // A copy: the client goes on replacing its own list.
-    std::pair<uint64_t, std::vector<Member>> members(bool fresh) {
+    // A copy: the client goes on replacing its own list. former: while a restarted master fills, also the
+    // members that its predecessor told of and that it does not list, yet.
+    std::pair<uint64_t, std::vector<Member>> members(bool fresh, bool former) {
         std::shared_ptr<const Members> members = call("members", [&] { return client_->members(fresh); });
-        return {members->epoch, members->rows};
+        std::vector<Member> rows = members->rows;
+        if (former && members->before != nullptr) {
+            for (const Member& member : members->before->rows) {
+                auto is_it = [&](const Member& row) {
+                    return row.identity.name == member.identity.name &&
+                           row.identity.host_id == member.identity.host_id;
+                };
+                if (std::ranges::none_of(members->rows, is_it)) rows.push_back(member);
+            }
+        }
+        return {members->epoch, std::move(rows)};
     }
     std::vector<NodeId> place(uint64_t bytes, uint16_t n, std::vector<NodeId> avoid_nodes,
                               std::vector<std::string> avoid_hosts, bool evict) {
@@ -278,7 +290,9 @@ void bind_directory(py::module_& m) {
              py::arg("interface") = "", py::arg("tls") = py::none())
         .def("locate", &PyDirectoryClient::locate, py::arg("hashes"), py::arg("prefix") = false,
              py::arg("width") = 1, py::arg("suspects") = false, py::arg("holders_max") = 0)
-        .def("members", &PyDirectoryClient::members, py::arg("fresh") = false)
+        .def("members", &PyDirectoryClient::members, py::arg("fresh") = false, py::arg("former") = false,
+             "(epoch, rows by id). former: behind them, while a restarted master fills, the members that it "
+             "had before and does not list, yet; their ids mean nothing")
         .def("place", &PyDirectoryClient::place, py::arg("bytes"), py::arg("n") = 1,
              py::arg("avoid_nodes") = std::vector<NodeId>{},
              py::arg("avoid_hosts") = std::vector<std::string>{}, py::arg("evict") = false)

@@ -7,17 +7,20 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import moonpool
 from moonpool.core.config.config import load
+from moonpool.core.service.listen_addresses import host_id
 from moonpool.core.service.node import Node
 from moonpool.core.store.keys import Ranges, block_digests, block_name
 from moonpool.disagg_proxy.events import pool_discovery
@@ -315,6 +318,212 @@ def test_what_is_no_endpoint_is_passed_over(runtime: Path) -> None:
             (runtime / "node-x.sock.events").write_text(text)
             assert bool(PoolSearch(PoolSettings()).look().sources) is (text == '{"events": "ipc:///x"}')
     assert not PoolSearch(PoolSettings()).look().sources  # nothing serves its socket
+
+
+class Told(NamedTuple):
+    """What a master tells of a node."""
+
+    name: str = "x"
+    address: str = "10.0.0.1:7710"
+    host_id: str = "another"
+    socket_path: str = ""
+    events: str = ""
+    events_replay: str = ""
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (Told(events="ipc:///var/run/docker.sock"), "only tcp://host:port is taken"),
+        (Told(events="tcp://10.0.0.1:1", events_replay="ipc:///var/run/docker.sock"), "only tcp://host:port"),
+        (Told(events="inproc://x"), "only tcp://host:port"),
+        (Told(events="tcp://127.0.0.1:1"), "loopback of another host"),
+        (Told(events="tcp://10.0.0.1:1", events_replay="tcp://127.0.0.1:1"), "loopback of another host"),
+        (Told(events="tcp://10.0.0.1:x"), "an event stream is at tcp://host:port"),
+        (Told(), "--pool-events NAME=ENDPOINT"),  # of an earlier version
+        (Told(events="tcp://10.0.0.1:1", events_replay="tcp://10.0.0.1:2"), ""),
+        (Told(events="tcp://127.0.0.1:1", host_id=host_id()), ""),
+    ],
+)
+def test_of_a_master_only_addresses_that_can_be_meant_are_taken(
+    runtime: Path, told: Told, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A master, or a node that joins it, may tell anything; what is not taken is said once."""
+    search = PoolSearch(PoolSettings("10.0.0.9:7700", TOKEN))
+    search.look_here()
+    search._masters["10.0.0.9:7700"].members = [told]  # type: ignore[list-item]
+    search._masters["10.0.0.9:7700"].token = TOKEN
+    found = search.found()
+    if why:
+        assert not found.sources
+        assert why in found.unfollowed["node:x@10.0.0.1:7710"]
+        discovery = PoolDiscovery(search, NoRoom(1))
+        for _ in range(3):
+            discovery.apply(found)
+        assert [message for message in caplog.messages if why in message] == caplog.messages
+        assert len(caplog.messages) == 1
+        assert why in discovery.remedy()
+    else:
+        assert not found.unfollowed
+        (source,) = found.sources.values()
+        assert source.token == (b"" if "127.0.0.1" in told.events else TOKEN)
+
+
+def test_the_token_for_members_is_that_of_their_master(runtime: Path) -> None:
+    """The node beside it may stop at any moment, and its file is gone then."""
+    search = PoolSearch(PoolSettings("10.0.0.9:7700"))
+    search.look_here()
+    search._masters["10.0.0.9:7700"].members = [Told(events="tcp://10.0.0.1:1")]  # type: ignore[list-item]
+    search._masters["10.0.0.9:7700"].token = TOKEN
+    (source,) = search.found().sources.values()
+    assert source.token == TOKEN
+
+
+@with_deadline
+async def test_a_node_at_all_addresses_is_followed_by_a_proxy_of_its_host(
+    runtime: Path, tmp_path: Path
+) -> None:
+    """It asks for the token there, although the proxy connects to a loopback."""
+    secret = tmp_path / "token"
+    secret.touch(0o600)
+    secret.write_bytes(TOKEN)
+    arguments = {"node.events": "tcp://0.0.0.0:0", "node.events_replay": "tcp://0.0.0.0:0"}
+    arguments |= {"cluster.token_file": str(secret), "node.name": "a", "node.listen": "off"}
+    arguments |= {"node.dram": 8 * MIB, "node.http": "off"}  # type: ignore[dict-item]
+    made = Node(load(arguments=arguments, env={}))
+    await made.start()
+    try:
+        async with bed(1, **LATER) as b:
+            await put(made.socket, tokens(0), TOKEN)
+            await until(lambda: in_pool(b, tokens(0)) == 4 * BLOCK)
+            assert await pool_rows(b) == {"node:a": "live"}
+    finally:
+        await made.stop()
+
+
+@with_deadline
+async def test_a_runtime_folder_with_a_space_and_a_comma(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runtime / "a b,c"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("MOONPOOL_RUNTIME_DIR", str(folder))
+    async with node() as a, bed(1, **LATER) as b:
+        await put(a.socket, tokens(0))
+        await until(lambda: in_pool(b, tokens(0)) == 4 * BLOCK)
+
+
+def test_a_master_that_starts_again_keeps_its_nodes(elsewhere: dict[str, str], runtime: Path) -> None:
+    """Its first answers lack the nodes that have not joined it yet."""
+    master = MasterProcess(env=elsewhere)
+    port = master.address
+    search = PoolSearch(PoolSettings(port, TOKEN))
+    nodes = []
+    try:
+        for name in ("a", "b"):
+            more = ("--listen", "0.0.0.0:0", "--master", port, "--host-id", name)
+            nodes.append(NodeProcess(name, *more, env=elsewhere))
+        wait_until(lambda: len(search.look().sources) == 2, 30.0)
+        nodes[1].process.send_signal(signal.SIGSTOP)  # it does not join again, yet
+        master.close()
+        assert len(search.look().sources) == 2
+        master = MasterProcess(env=elsewhere, listen=port)
+        few = set()
+
+        def answered() -> bool:
+            found = search.look()
+            assert len(found.sources) == 2
+            few.add(len(search._masters[port].client.members(fresh=True)[1]) if not found.problems else 0)  # type: ignore[union-attr]
+            return 1 in few
+
+        wait_until(answered, 30.0)
+        nodes[1].process.send_signal(signal.SIGCONT)
+    finally:
+        search.close()
+        for made in nodes:
+            made.kill()
+        master.close()
+
+
+@with_deadline
+async def test_a_master_that_answers_late_delays_no_node_of_the_host(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    asked: list[str] = []
+
+    def ask(self: PoolSearch, address: str, master: object) -> None:
+        asked.append(address)
+        go_on.wait()
+
+    monkeypatch.setattr(PoolSearch, "_ask", ask)
+    search = PoolSearch(PoolSettings("10.0.0.9:7700", TOKEN))
+    discovery = PoolDiscovery(search, NoRoom(9))
+    discovery.start()
+    try:
+        for name in "ab":  # the second one while the master is being asked
+            async with node(name):
+                await until(lambda name=name: f"node:{name}" in discovery._followed)
+                await until(lambda: bool(asked))
+        assert len(asked) == 1
+    finally:
+        go_on.set()
+        await discovery.close()
+
+
+def test_a_search_that_ends_asks_no_further_master(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    search = PoolSearch(PoolSettings("10.0.0.9:7700", TOKEN))
+
+    def ask(self: PoolSearch, address: str, master: object) -> None:
+        asked.append(address)
+        search.stop_soon()
+
+    monkeypatch.setattr(PoolSearch, "_ask", ask)
+    (runtime / "node-x.sock.events").write_text('{"events": "ipc:///x", "master": "10.0.0.8:7700"}')
+    with moonpool_socket(runtime / "node-x.sock"):
+        found = search.look()
+    assert found.places[1:] == ("at the master 10.0.0.9:7700", "at the master 10.0.0.8:7700")
+    assert asked == ["10.0.0.9:7700"]
+
+
+def test_what_breaks_at_one_master_or_node_leaves_the_others(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file for TLS that is cut off, a token that vanishes."""
+    (runtime / "node-x.sock.tls").write_text('{"tls_con')
+    (runtime / "node-x.sock.events").write_text('{"events": "ipc:///x", "master": "10.0.0.9:7700"}')
+    (runtime / "node-y.sock.events").write_text('{"events": "ipc:///y", "token": true}')
+
+    def token(socket: Path) -> bytes:
+        if "node-y" in str(socket):
+            raise FileNotFoundError("node-y.sock.token")
+        return TOKEN
+
+    monkeypatch.setattr("moonpool.core.config.paths.client_token", token)
+    with moonpool_socket(runtime / "node-x.sock"), moonpool_socket(runtime / "node-y.sock"):
+        discovery = PoolDiscovery(search := PoolSearch(PoolSettings()), NoRoom(9))
+        for _ in range(3):
+            found = search.look()
+            discovery.apply(found)
+    assert list(found.sources) == ["node:x"]
+    assert "JSONDecodeError" in found.problems["at the master 10.0.0.9:7700"]
+    assert "FileNotFoundError" in found.unfollowed["node:y"]
+    assert len(caplog.messages) == 2, caplog.messages
+
+
+def test_the_remedy_may_be_asked_for_while_nodes_come_and_go() -> None:
+    """The policy asks on a thread of its own."""
+    discovery = PoolDiscovery(PoolSearch(PoolSettings()), NoRoom(9))
+
+    class Leaves:
+        @property
+        def endpoint(self) -> str:
+            discovery._followed.pop("a", None)  # as the event loop does meanwhile
+            return "tcp://h:1"
+
+    discovery._followed = {name: (Leaves(), 0) for name in "ab"}  # type: ignore[misc]
+    assert "(a at tcp://h:1, b at tcp://h:1)" in discovery.remedy()
 
 
 class moonpool_socket:  # noqa: N801
