@@ -58,8 +58,8 @@ def test_every_row_of_a_quick_run_has_its_figures(
     load: Any, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load("conductor.whole_engines"), "SETTLED_S", 1.0)  # the traces last eleven seconds
-    parts = ("first_token", "short_prompts", "whole_engines", "late_reports", "proxies", "end_to_end")
-    for part in (*parts, "overload", "hit_rate"):
+    parts = ("first_token", "short_prompts", "whole_engines", "late_reports", "proxies", "pool_links")
+    for part in (*parts, "end_to_end", "overload", "hit_rate"):
         for row in load(f"conductor.{part}").rows(made):
             json.dumps(
                 asdict(row), allow_nan=part == "overload"
