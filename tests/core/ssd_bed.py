@@ -37,7 +37,7 @@ class Bed:
         return node
 
     def store(self, **options: Any) -> Store:
-        return Store(str(self.socket), token=TOKEN, **options)
+        return Store(str(self.socket), token=TOKEN, **{"timeout_s": 10.0, **options})  # the machine may pause
 
     def close(self) -> None:
         for node in self.nodes:

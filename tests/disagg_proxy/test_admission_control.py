@@ -1,8 +1,8 @@
 """A real proxy with mock engines whose prefill takes as long as the test wants: who is taken, who waits, who
 is refused, and that nobody is forgotten.
 
-An engine's model knows nothing yet: 10,000 tokens are predicted to take 11 s, 20,000 take 24 s. (Ten times
-the proxy's own first guess: a test that is held up still finds an engine as busy as it is meant to be.)
+An engine's model predicts 11 s for 10,000 tokens and 24 s for 20,000, and has no doubt of it. (Ten times the
+proxy's own first guess: a test that is held up still finds an engine as busy as it is meant to be.)
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def _slow_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.regression.start([10.0 * each for each in model.regression.coefficients])
 
     monkeypatch.setattr(PrefillModel, "__init__", slower)
+    monkeypatch.setattr(PrefillModel, "doubt_s", lambda model, *of, **how: 0.0)  # else no guess refuses any
 
 
 def body(tokens: int, first: int = 1) -> bytes:
