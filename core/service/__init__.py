@@ -4,6 +4,7 @@ node, node_socket                the node, its Unix socket
 service_process                  start, HTTP endpoints, signals and stop of node and master
 node_event_source                the node's KV events
 kv_event_publisher               publishes KV events; event_replays, zmq_curve: replays and encryption
+zmq_liveness                     notices over ZMQ that a host vanished
 master, cluster                  the master, and a client's list of its nodes
 admin_http, metrics, probes      HTTP endpoints, metrics, /livez and /readyz
 http_tls, control_tls            TLS of HTTP endpoints, and of connections to the master

@@ -25,6 +25,7 @@ import zmq
 from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
 from moonpool.core.service.event_replays import Message, ReplayBuffer, ReplayServer
+from moonpool.core.service.zmq_liveness import notice_vanished_host
 
 TOPIC = "kv"
 BUFFER_BATCHES = 10_000
@@ -35,7 +36,7 @@ BATCH_BLOCKS_MAX = 1024  # of one event
 MESSAGE_BLOCKS_MAX = 4096  # of the events of one message: some 150 KiB
 SUBSCRIBER_MESSAGES_MAX = 2_000  # queued for one subscriber; what is beyond it asks for a replay
 SUBSCRIPTION_BYTES_MAX = 4096
-HEARTBEAT_MS = 2000  # of ZMQ: notices a subscriber or caller that vanished
+VANISHED_S = 6.0  # until the host of a subscriber or caller counts as gone
 _SUBSCRIPTIONS_AT_ONCE = 256  # looked at before events are sent again
 # Between two publications of a node: each wakes this thread and those of all subscribers, and each put would.
 _REST_S = 0.005
@@ -272,8 +273,7 @@ class KvEventPublisher:
 
     def _socket(self, kind: int, token: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        notice_vanished_host(socket, VANISHED_S)
         if token:
             zmq_curve.serve(socket, zmq_curve.EVENTS, token)
         return socket

@@ -56,7 +56,7 @@ class EventLimits:
     idle_check_s: float = 15.0  # the same without prompts, and for a node that did not answer the last probe
     lost_s: float = 5.0  # time without a connection after which the blocks no longer count
     gone_s: float = 10.0  # time out of the rotation after which the blocks are removed
-    heartbeat_s: float = 2.0  # of ZMQ, to detect a host that vanished
+    vanished_s: float = 6.0  # until the host of a publisher counts as gone
 
 
 def parse_event_sources(

@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from moonpool import _native
 from moonpool.core.errors import Error
 from moonpool.core.service import zmq_curve
+from moonpool.core.service.zmq_liveness import notice_vanished_host
 from moonpool.disagg_proxy.events.prefix_indexes import HOLDERS_MAX, PrefixIndexes
 from moonpool.disagg_proxy.events.settings import EventLimits, EventSource
 from moonpool.disagg_proxy.events.stream import ByteBudget, Stream
@@ -572,8 +573,7 @@ class Subscriber:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
         socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._limits.heartbeat_s * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._limits.heartbeat_s * 3000))
+        notice_vanished_host(socket, self._limits.vanished_s)
         return socket
 
     def _close(self) -> None:

@@ -27,6 +27,7 @@ import zmq
 from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
 from moonpool.core.service.addresses import Address
+from moonpool.core.service.zmq_liveness import notice_vanished_host
 from moonpool.disagg_proxy.peers.peer_clock import PeerClock
 from moonpool.disagg_proxy.peers.settings import PeerSettings, endpoint
 from moonpool.disagg_proxy.peers.wire import (
@@ -410,8 +411,7 @@ class PeerBus:
         socket_.setsockopt(zmq.IPV6, 1)
         socket_.setsockopt(zmq.RECONNECT_IVL, 50)
         socket_.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket_.setsockopt(zmq.HEARTBEAT_IVL, int(settings.beat_s * 1000))
-        socket_.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.silent_s * 1000))
+        notice_vanished_host(socket_, settings.silent_s)
 
     def _end(self) -> None:
         if self._authenticator is not None:
