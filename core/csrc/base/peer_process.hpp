@@ -12,8 +12,8 @@ namespace moonpool {
 pid_t pid_behind(int socket);
 
 // A pidfd, also of a process of another pid namespace; none where the kernel gives none. Before Linux 6.5 it
-// is found by its id, which a process that has ended leaves to another one: whoever has to be sure looks
-// afterwards whether the socket is still connected.
+// is found by its id, which a process that has ended leaves to another one: a caller that has to be sure
+// looks afterwards whether the socket is still connected.
 Fd process_behind(int socket);
 
 // process: a valid pidfd.
