@@ -31,10 +31,8 @@ SPLIT_TOKENS_MIN = 256  # tokens to compute; fewer are computed by the decode wo
 class Group(tuple[Worker, ...]):
     """Workers to choose among. candidates: the same in C++, to be weighed in one call."""
 
-    _delay = 0.0
-    _delay_at_s = -inf
-    _unseen = 0.0
-    _unseen_at_s = -inf
+    _delay = _unseen = 0.0
+    _known_at_s = -inf
 
     @cached_property
     def candidates(self) -> Candidates:
@@ -43,18 +41,20 @@ class Group(tuple[Worker, ...]):
 
     def marginal_delay(self, now_s: float) -> float:
         """What ``arrival_rate.marginal_delay`` says of them, up to DELAY_EVERY_S old."""
-        if not 0.0 <= now_s - self._delay_at_s < DELAY_EVERY_S:
-            self._delay_at_s = now_s
-            self._delay = marginal_delay([worker.arrival_rate for worker in self], now_s)
+        self._refresh(now_s)
         return self._delay
 
     def unseen_s(self, now_s: float) -> float:
         """Seconds of prefill that other proxies are expected to have sent to them and have not reported yet,
         up to DELAY_EVERY_S old."""
-        if not 0.0 <= now_s - self._unseen_at_s < DELAY_EVERY_S:
-            self._unseen_at_s = now_s
-            self._unseen = sum(worker.remote_arrivals.unseen_s(now_s) for worker in self)
+        self._refresh(now_s)
         return self._unseen
+
+    def _refresh(self, now_s: float) -> None:
+        if not 0.0 <= now_s - self._known_at_s < DELAY_EVERY_S:
+            self._known_at_s = now_s
+            self._delay = marginal_delay([worker.arrival_rate for worker in self], now_s)
+            self._unseen = sum(worker.remote_arrivals.unseen_s(now_s) for worker in self)
 
 
 class Groups(NamedTuple):
