@@ -177,7 +177,7 @@ def test_a_machine_is_found_from_its_steps(load: Any, rng: random.Random) -> Non
     """Also where some steps took twice as long, because something else ran."""
     fits = load("conductor.machine_fit")
     figures = (0.01, 2e-4, 1e-7, 0.005, 4e-4, 1e-6)
-    machine = replace(fits.BASE, **dict(zip(fits.FITTED, figures, strict=True)))
+    machine = replace(fits.BASE, **dict(zip(fits.COMPUTED, figures, strict=True)))
 
     def step() -> Any:
         decoding = tuple(rng.randrange(10, 3000) for _ in range(rng.choice((0, 0, 1, 5, 20))))
@@ -188,7 +188,7 @@ def test_a_machine_is_found_from_its_steps(load: Any, rng: random.Random) -> Non
         return replace(made, seconds=fits.step_s(machine, made) * times)
 
     found = fits.fit([step() for _ in range(400)])
-    for name in fits.FITTED:
+    for name in fits.COMPUTED:
         assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=0.15), name
 
 

@@ -8,20 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moonpool.disagg_proxy.tools.simulator.decoding import Decoding
-from moonpool.disagg_proxy.tools.simulator.machine import Machine
+from moonpool.disagg_proxy.tools.simulator.machine import COMPUTED, Machine
 
-FITTED = (
-    "prefill_s",
-    "prefill_token_s",
-    "prefill_token2_s",
-    "step_s",
-    "step_request_s",
-    "step_token_s",
-)
 TINY_S = 1e-9
 ROUNDS = 8
 BASE = Machine(
-    **dict.fromkeys(FITTED, TINY_S),
+    **dict.fromkeys(COMPUTED, TINY_S),
     reuse_token_s=0.0,
     kv_bytes=1,
     cache_tokens=1 << 30,
@@ -57,7 +49,7 @@ def fit(steps: Sequence[Step]) -> Machine:
     errors. A step's seconds are linear in the machine's, except where the larger of two constants counts,
     so a few rounds suffice."""
     taken_s = np.array([step.seconds for step in steps])
-    values = np.full(len(FITTED), TINY_S)
+    values = np.full(len(COMPUTED), TINY_S)
     weights = 1 / taken_s
     for _ in range(ROUNDS):
         slopes = _slopes(values, steps)
@@ -68,15 +60,15 @@ def fit(steps: Sequence[Step]) -> Machine:
 
 
 def _machine(values: np.ndarray) -> Machine:
-    return replace(BASE, **dict(zip(FITTED, map(float, values), strict=True)))
+    return replace(BASE, **dict(zip(COMPUTED, map(float, values), strict=True)))
 
 
 def _slopes(values: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
-    """(steps, FITTED): seconds of each step for a second more of each figure."""
+    """(steps, COMPUTED): seconds of each step for a second more of each figure."""
     machine = _machine(values)
     base_s = np.array([step_s(machine, step) for step in steps])
-    slopes = np.empty((len(steps), len(FITTED)))
-    for column, name in enumerate(FITTED):
+    slopes = np.empty((len(steps), len(COMPUTED)))
+    for column, name in enumerate(COMPUTED):
         by = max(getattr(machine, name) * 1e-3, TINY_S)
         more = replace(machine, **{name: getattr(machine, name) + by})
         slopes[:, column] = (np.array([step_s(more, step) for step in steps]) - base_s) / by

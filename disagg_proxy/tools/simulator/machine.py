@@ -15,6 +15,16 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 
+# The figures of a machine that are seconds of computing; the others are of links and memory.
+COMPUTED = (
+    "prefill_s",
+    "prefill_token_s",
+    "prefill_token2_s",
+    "step_s",
+    "step_request_s",
+    "step_token_s",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -81,15 +91,7 @@ class Machine:
 
     def faster(self, times: float) -> Machine:
         """The same machine with so many times the compute; links and memory stay."""
-        names = (
-            "prefill_s",
-            "prefill_token_s",
-            "prefill_token2_s",
-            "step_s",
-            "step_request_s",
-            "step_token_s",
-        )
-        return replace(self, **{name: getattr(self, name) / times for name in names})
+        return replace(self, **{name: getattr(self, name) / times for name in COMPUTED})
 
 
 _PAPER = Machine(
