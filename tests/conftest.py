@@ -7,6 +7,7 @@ of them. Randomness comes from the fixture ``rng`` only; a failing run is repeat
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ from tests.ports import held_ports
 ROOT = Path(__file__).resolve().parent.parent
 SEED_VARIABLE = "MOONPOOL_TEST_SEED"
 ENGINES = ("MOONPOOL_VLLM_PYTHON", "MOONPOOL_SGLANG_PYTHON", "MOONPOOL_LMCACHE_PYTHON")
+LOG_LEVEL = logging.root.level
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 31))
 
 
@@ -83,6 +85,16 @@ def _own_runtime_folder() -> Iterator[None]:
     os.environ["MOONPOOL_RUNTIME_DIR"] = folder
     yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _logging_of_this_test_alone() -> Iterator[None]:
+    """A program that a test runs in this process sets the root logger up, and the next test would see more."""
+    handlers = logging.root.handlers[:]
+    yield
+    for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+        logging.root.removeHandler(handler)
+    logging.root.setLevel(LOG_LEVEL)
 
 
 @pytest.fixture

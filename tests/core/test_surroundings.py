@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -341,11 +341,8 @@ def test_printable_keeps_what_prints() -> None:
 
 
 @pytest.fixture
-def log_lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], list[str]]]:
-    before = logging.root.handlers[:], logging.root.level
-    yield lambda: capsys.readouterr().err.splitlines()
-    logging.root.handlers[:], level = before
-    logging.root.setLevel(level)
+def log_lines(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    return lambda: capsys.readouterr().err.splitlines()
 
 
 def test_a_record_is_one_line_of_a_bounded_length(log_lines: Callable[[], list[str]]) -> None:
