@@ -310,6 +310,19 @@ def test_a_quick_run_without_peers_gives_rows(words: list[str], tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+def test_transfers_beside_each_other_are_rows(tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    parts = ["--parts", "beside_long_ones,several_connections"]
+    command = [sys.executable, "-m", "benchmarks.transfer_shared", *parts, "--quick", "--json", str(result)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(result.read_text())["rows"]
+    assert [row["unit"] for row in rows] == ["ms", "x"]
+    assert "0 of 20 failed" in rows[0]["work"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_the_proxys_memory_is_flat() -> None:
     """40,000 requests, in the long form 100,000; a million takes minutes and is run by hand."""
     requests = "100000" if os.environ.get("HEAVY") else "40000"
