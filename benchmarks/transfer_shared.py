@@ -209,7 +209,7 @@ def beside_stopped_peers(bench: Bench) -> Iterator[Row]:
         finally:
             os.kill(stopped.process.pid, signal.SIGCONT)
         yield Row(
-            f"submitted read of 1 MiB by {transports[0]} beside {STOPPED} reads of peers that stand still, p99 "
+            f"submitted read of 1 MiB by {transports[0]} beside {STOPPED} reads of stopped peers, p99 "
             f"[2 MiB; {failed} of {calls} failed; those ended {late_s:.1f} s after their deadline]",
             p99(beside),
             "ms",

@@ -57,7 +57,7 @@ def main() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         arguments = (listener, (host, int(port)), float(rate))
         threading.Thread(target=accept, args=arguments, daemon=True).start()
-        return "127.0.0.1:%d" % listener.getsockname()[1], lambda request: None
+        return f"127.0.0.1:{listener.getsockname()[1]}", lambda request: None
 
     serve(descriptor, start)
     os._exit(0)
