@@ -89,7 +89,7 @@ def _own_runtime_folder() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logging_of_this_test_alone() -> Iterator[None]:
-    """A program that a test runs in this process sets the root logger up, and the next test would see more."""
+    """A program that a test runs in this process sets the root logger up: the next test would log more."""
     handlers = logging.root.handlers[:]
     yield
     for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
