@@ -13,105 +13,26 @@ import mmap
 import os
 import signal
 import statistics
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.options import make_parser
-from benchmarks.processes import START_TIMEOUT_S, Talker, end_on_sigterm
+from benchmarks.processes import end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
-from benchmarks.transfer.drivers.moonpool import TOKEN
+from benchmarks.transfer.bed import TIMEOUT_S, Bench, in_background, p99, timed, verify
+from benchmarks.transfer.cells import KIB, MIB
+from benchmarks.transfer.fates import by_fate
 from benchmarks.transfer.memory import Region as Memory
-from moonpool import Batch, Error, Priority, Region, Segment, TransferEngine
+from moonpool import Batch, Priority, Region, Segment, TransferEngine
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GIB = 1 << 30
 FRAME = 2 * MIB  # of a transfer over TCP
 STOPPED = 48
-TIMEOUT_S = 5.0
 REGIONS = 16_000
 FIRST_TOUCH_MS = 10.0
-
-
-class Bench:
-    def __init__(self, folder: Path, stack: ExitStack, quick: bool) -> None:
-        self.folder, self.stack, self.quick = folder, stack, quick
-        self._children = 0
-
-    def talker(self, module: str, *arguments: object) -> tuple[Talker, object]:
-        self._children += 1
-        log = self.folder / f"{module.rpartition('.')[2]}-{self._children}.log"
-        child = Talker(sys.executable, module, [str(argument) for argument in arguments], log)
-        self.stack.callback(child.close)
-        return child, child.receive(START_TIMEOUT_S)
-
-    def engines(self, count: int, size: int) -> tuple[Talker, list[tuple[str, int]]]:
-        child, told = self.talker("benchmarks.transfer.engines", count, size)
-        assert isinstance(told, list)
-        return child, [(str(address), int(at)) for address, at in told]
-
-    def line(self, address: str, rate: int) -> str:
-        return str(self.talker("benchmarks.transfer.slow_line", address, rate)[1])
-
-    def engine(self, *transports: str, connections: int = 2) -> TransferEngine:
-        made = TransferEngine(
-            token=TOKEN,
-            listen=None,
-            transports=transports or None,
-            connections_per_peer=connections,
-            timeout_s=TIMEOUT_S,
-        )
-        return self.stack.enter_context(made)
-
-
-def verify(region: Region, at: int, length: int, value: int) -> None:
-    """Raises RuntimeError where another byte lies, and spoils the range."""
-    if region.view[at : at + length] != bytes([value]) * length:
-        raise RuntimeError(f"{length} bytes were read that are not the peer's")
-    region.view[at : at + length] = bytes(length)
-
-
-def p99(times: list[float]) -> float:
-    return statistics.quantiles(times, n=100, method="inclusive")[98]
-
-
-def timed(calls: int, call: Callable[[], object]) -> tuple[list[float], int]:
-    """Milliseconds of each call that did not fail, and how many failed."""
-    spent, failed = [], 0
-    for _ in range(calls):
-        began_s = time.perf_counter()
-        try:
-            call()
-            spent.append((time.perf_counter() - began_s) * 1e3)
-        except Error:
-            failed += 1
-    return spent or [float("inf")], failed
-
-
-@contextmanager
-def in_background(count: int, work: Callable[[int], object]) -> Iterator[None]:
-    """``work(number)`` again and again on so many threads, each at least once before this goes on."""
-    over = threading.Event()
-    begun = threading.Barrier(count + 1)
-
-    def again(number: int) -> None:
-        begun.wait()
-        while not over.is_set():
-            work(number)
-
-    threads = [threading.Thread(target=again, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
 
 
 def beside_long_ones(bench: Bench) -> Iterator[Row]:
@@ -119,7 +40,7 @@ def beside_long_ones(bench: Bench) -> Iterator[Row]:
     _, [(address, at)] = bench.engines(1, 3 * long)
     engine = bench.engine("tcp")
     here = engine.allocate(3 * long)
-    peer = engine.open(bench.line(address, rate))
+    peer = engine.open(bench.line(address, rate)[1])
 
     def short() -> None:
         engine.read(peer, here.at(2 * long), at + 2 * long, 4 * KIB)
@@ -151,7 +72,7 @@ def beside_long_ones(bench: Bench) -> Iterator[Row]:
 def on_several_connections(bench: Bench) -> Iterator[Row]:
     size, rate = (16 if bench.quick else 64) * MIB, 16 * MIB
     _, [(address, at)] = bench.engines(1, size)
-    line = bench.line(address, rate)
+    _, line = bench.line(address, rate)
     took_s = {}
     for connections in (1, 4):
         engine = bench.engine("tcp", connections=connections)
@@ -266,6 +187,7 @@ def much_memory(bench: Bench) -> Iterator[Row]:
 
 
 PARTS = {
+    "fates": by_fate,
     "beside_long_ones": beside_long_ones,
     "several_connections": on_several_connections,
     "stopped_peers": beside_stopped_peers,
@@ -278,6 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", default=",".join(PARTS), metavar="NAME,...", help="which of %(default)s; default: all"
     )
+    parser.add_argument("--seeds", type=int, default=50, metavar="N", help="of the part fates; default: 50")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts.split(",") if name not in PARTS]
     if unknown:
@@ -288,7 +211,7 @@ def main() -> None:
         os.environ["MOONPOOL_RUNTIME_DIR"] = folder
         for name in arguments.parts.split(","):
             with ExitStack() as stack:
-                for row in PARTS[name](Bench(Path(folder), stack, arguments.quick)):
+                for row in PARTS[name](Bench(Path(folder), stack, arguments.quick, arguments.seeds)):
                     print_table(name, [row])
                     rows.append(row)
     write_json(arguments.json, rows)
