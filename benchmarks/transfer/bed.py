@@ -1,4 +1,4 @@
-"""What the benchmarks of shared transfers use: processes with engines, slow lines to them, and times of calls."""
+"""What benchmarks of shared transfers use: processes with engines, slow lines to them, times of calls."""
 
 from __future__ import annotations
 

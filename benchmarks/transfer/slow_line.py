@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer.slow_line FD HOST:PORT BYTES_PER_SECOND
 
-FD is a socket: "host:port" out, where it listens; then each line is "stall" (nothing goes through, and nothing
+FD is a socket: "host:port" out, where it listens; then each line is "stall" (nothing goes through, nothing
 ends), "cut" (all connections end), or "go on"; it ends when the socket does.
 """
 
