@@ -31,7 +31,7 @@ from benchmarks.transfer.drivers import DRIVERS
 from benchmarks.transfer.drivers.plain import LIBRARY
 from benchmarks.transfer.rows import TABLES, Outcome, Passes
 
-OURS = ("ours shm", "ours foreign", "ours tcp")
+OURS = ("ours shm", "ours foreign", "ours tcp", "ours tcp reads")
 NEED_PEERS = ("mooncake", "nixl shm", "nixl tcp")
 
 

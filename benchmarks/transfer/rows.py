@@ -115,6 +115,7 @@ OWN = Section("own memory", "ours shm", ("mooncake", "nixl shm"), "memcpy")
 FOREIGN = Section("foreign memory", "ours foreign", ("mooncake", "nixl shm"), "process_vm_readv")
 DROP_IN = Section("drop-in", "drop-in", ("ours foreign",), "")
 TCP = Section("TCP", "ours tcp", ("mooncake", "nixl tcp", "plain C++"), "plain")
+TCP_READS = Section("TCP", "ours tcp reads", TCP.peers, "plain")  # beside writes of the others
 
 
 def own(outcome: Outcome) -> Iterator[Row | None]:
@@ -145,17 +146,27 @@ def drop_in(outcome: Outcome) -> Iterator[Row | None]:
 
 
 def tcp(outcome: Outcome) -> Iterator[Row | None]:
+    yield from _tcp(outcome, TCP, "write")
+
+
+def tcp_reads(outcome: Outcome) -> Iterator[Row | None]:
+    yield from _tcp(outcome, TCP_READS, "read")
+
+
+def _tcp(outcome: Outcome, section: Section, op: str) -> Iterator[Row | None]:
     single = (Bar(1.15, "plain"), Bar(0.6, "mooncake"), Bar(1, "nixl tcp"))
-    batch = (Bar(1 / 7, "mooncake"), Bar(1 / 1.5, "nixl tcp"))
+    batch = (Bar(1 / 7, "mooncake"), Bar(1 / 1.5, "nixl tcp"), Bar(1.3, "plain C++"))
     one, two = (Bar(0.95, "plain"), Bar(1.35, "mooncake")), (Bar(1, "plain"),)
     for cell in SINGLE.values():
-        yield TCP.row(outcome, f"write {human(cell.block)}", cell, "p50_us", single)
+        yield section.row(outcome, f"{op} {human(cell.block)}", cell, "p50_us", single)
     for cell in BATCH.values():
-        yield TCP.row(outcome, "write 128 x 4 KiB", cell, "p50_us", batch)
+        yield section.row(outcome, f"{op} 128 x 4 KiB", cell, "p50_us", batch)
     for cell in STREAM:
-        yield TCP.row(outcome, f"write {human(cell.block)}", cell, "gb_s", two if cell.threads > 1 else one)
+        bars = two if cell.threads > 1 else one
+        yield section.row(outcome, f"{op} {human(cell.block)}", cell, "gb_s", bars)
     for cell in STREAM:
-        yield TCP.row(outcome, f"write {human(cell.block)}, CPU", cell, "cpu_s_gb", (Bar(0.65, "mooncake"),))
+        work = f"{op} {human(cell.block)}, CPU"
+        yield section.row(outcome, work, cell, "cpu_s_gb", (Bar(0.65, "mooncake"),))
 
 
 TABLES: dict[str, tuple[Section, Callable[[Outcome], Iterator[Row | None]]]] = {
@@ -163,4 +174,5 @@ TABLES: dict[str, tuple[Section, Callable[[Outcome], Iterator[Row | None]]]] = {
     "Same host, foreign memory": (FOREIGN, foreign),
     "The drop-in `mooncake`, in the column ours": (DROP_IN, drop_in),
     "TCP over the loopback": (TCP, tcp),
+    "TCP over the loopback: our reads beside the others' writes": (TCP_READS, tcp_reads),
 }

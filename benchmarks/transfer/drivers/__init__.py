@@ -62,6 +62,7 @@ DRIVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ours shm": ("moonpool", {"transport": "shm", "own": True}),
     "ours foreign": ("moonpool", {"transport": "shm", "own": False}),
     "ours tcp": ("moonpool", {"transport": "tcp", "own": False}),
+    "ours tcp reads": ("moonpool", {"transport": "tcp", "own": False, "reads": True}),
     "drop-in": ("drop_in", {}),
     "mooncake": ("mooncake", {}),
     "nixl shm": ("nixl", {"transport": "shm"}),

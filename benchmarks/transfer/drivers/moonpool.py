@@ -34,19 +34,27 @@ def memory(made: Any, size: int, own: bool) -> Region:
 
 
 class Target:
-    def __init__(self, size: int, transport: str, own: bool) -> None:
+    def __init__(self, size: int, transport: str, own: bool, reads: bool = False) -> None:
         self._engine = engine("target", transport)
         self.region = memory(self._engine, size, own)
         self.about = {"address": self._engine.addresses[0], "pid": os.getpid()}
 
 
 class Initiator:
-    def __init__(self, size: int, remote: int, about: dict[str, Any], transport: str, own: bool) -> None:
+    def __init__(
+        self,
+        size: int,
+        remote: int,
+        about: dict[str, Any],
+        transport: str,
+        own: bool,
+        reads: bool = False,
+    ) -> None:
         self._engine = engine("initiator", transport)
         self.region, self._remote, self._pid = memory(self._engine, size, own), remote, about["pid"]
         self._segment = self._engine.open(about["address"])
         foreign = transport == "shm" and not own
-        self.op = "read" if foreign else "write"
+        self.op = "read" if foreign or reads else "write"
         self.limit = "process_vm_readv" if foreign else "memcpy" if own else ""
         self._shared = mapped(self._pid, remote, size) if own else None
         if own and self._shared is None:
