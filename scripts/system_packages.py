@@ -44,6 +44,8 @@ def _has_doctest() -> bool:
     return Path("/usr/include/doctest/doctest.h").exists()
 
 
+BUSYBOX = ("/usr/bin/busybox", "/bin/busybox")
+DEPMOD = "/usr/sbin/depmod"
 # Debian package -> is what we need from it already there (from whatever source)?
 CHECKS: dict[str, Callable[[], bool]] = {
     "python3-venv": _has_venv,
@@ -56,15 +58,21 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery
     "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
     "ccache": lambda: shutil.which("ccache") is not None,
+    "qemu-system-x86": lambda: shutil.which("qemu-system-x86_64") is not None,
+    "busybox-static": lambda: any(Path(name).exists() for name in BUSYBOX),
+    "kmod": lambda: Path(DEPMOD).exists(),
+    "ibverbs-providers": lambda: any(Path("/usr/lib").glob("*/libibverbs/librxe-*.so")),
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
 TEST = ("doctest-dev", "iproute2", "etcd-server")
+VM = ("qemu-system-x86", "busybox-static", "kmod", "ibverbs-providers")
 # Package -> what is so without it.
 TEST_WISHES = {
     "chromium": "the tests that want it are skipped",
     "ccache": "each new checkout compiles the whole core",
+    **dict.fromkeys(VM, "the tests in a virtual machine are skipped"),
 }
 
 

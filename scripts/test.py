@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from scripts import engine_choice, environments, system_packages
+from scripts import engine_choice, environments, guest_kernel, system_packages
 from scripts.environments import ROOT
 from scripts.lint import lint
 from scripts.progress import Progress
@@ -66,6 +66,9 @@ def main() -> None:
     if not options.no_engine:
         nixl = environments.alone(progress, engine_choice.nixl(engine_choice.NIXL_VERSION))
         env["MOONPOOL_NIXL_PYTHON"] = str(nixl.python)
+    kernel = guest_kernel.prepare(progress)
+    if kernel is not None:
+        env["MOONPOOL_VM_KERNEL"] = str(kernel)
     if options.heavy:
         env["HEAVY"] = "1"
 

@@ -51,6 +51,7 @@ def pytest_configure() -> None:
             SEED_VARIABLE,
             *ENGINES,
             "MOONPOOL_CACHE",
+            "MOONPOOL_VM_KERNEL",
             "MOONPOOL_WERROR",
         )
         if not kept:

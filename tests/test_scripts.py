@@ -242,6 +242,7 @@ def test_make_test_hands_real_engines_to_pytest(
 
     for name in ("tools", "engine", "alone"):
         monkeypatch.setattr(test.environments, name, made)
+    monkeypatch.setattr(test.guest_kernel, "prepare", lambda _: Path("kernel"))
     handed: list[dict[str, str]] = []
     monkeypatch.setattr(test, "in_two", lambda command, env, log: handed.append(env))
     monkeypatch.setattr("os.chdir", lambda _: None)
@@ -259,6 +260,7 @@ def test_make_test_hands_real_engines_to_pytest(
         "MOONPOOL_NIXL_PYTHON": "nixl-1.5.1",
     }
     assert found == (expected if engines else {})
+    assert handed[0]["MOONPOOL_VM_KERNEL"] == "kernel"
 
 
 @pytest.mark.parametrize("codes", [(0, 0, 0), (3, 0, 3), (0, 4, 4), (3, 4, 3)])

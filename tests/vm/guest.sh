@@ -1,0 +1,25 @@
+# What commands in the guest may use.
+
+# So many pairs of network cards with soft RoCE, a0 and b0 and so on, joined by a cable each: devices ra0 and rb0, addresses
+# 10.8.0.1 and 10.8.0.2. Both ends are this machine's; rules make the traffic between them take the cable.
+rails() {
+    modprobe veth; modprobe rdma_rxe; modprobe ib_uverbs
+    sysctl -qw net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0 net.ipv4.conf.all.accept_local=1 \
+        net.ipv4.conf.all.arp_ignore=1
+    ip rule add pref 100 lookup local; ip rule del pref 0
+    local i near far
+    for ((i = 0; i < $1; i++)); do
+        near=10.8.$i.1 far=10.8.$i.2
+        ip link add a$i mtu 9000 type veth peer name b$i mtu 9000
+        ip address add $near/24 dev a$i; ip address add $far/24 dev b$i
+        ip link set a$i up; ip link set b$i up
+        sysctl -qw net.ipv4.conf.a$i.rp_filter=0 net.ipv4.conf.b$i.rp_filter=0
+        ip rule add pref 5 iif a$i lookup local; ip rule add pref 5 iif b$i lookup local
+        ip route add 10.8.$i.0/24 dev a$i src $near table $((200 + 2 * i))
+        ip route add 10.8.$i.0/24 dev b$i src $far table $((201 + 2 * i))
+        ip rule add pref 10 from $near to $far lookup $((200 + 2 * i))
+        ip rule add pref 10 from $far to $near lookup $((201 + 2 * i))
+        rdma link add ra$i type rxe netdev a$i
+        rdma link add rb$i type rxe netdev b$i
+    done
+}
