@@ -1,4 +1,4 @@
-"""The smallest HTTP client: one GET of a small page of one of our processes, within a deadline."""
+"""The smallest HTTP client: one request for a small page, within a deadline."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import io
 import socket
 import ssl
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
 from moonpool.core.errors import Unavailable
+from moonpool.core.service.dial import dial
 from moonpool.core.service.http_tls import own_child_context
 
 ANSWER_BYTES_MAX = 4 << 20
@@ -85,22 +87,62 @@ def _get(
     url: str, give_up_s: float, timeout_s: float, tls: ssl.SSLContext | None, token: bytes = b""
 ) -> bytes:
     """Raises Unavailable for another answer than 200, OSError, HTTPException and ValueError."""
+    headers = {"Authorization": f"Bearer {token.decode('ascii')}"} if token else {}
+    left_s = min(timeout_s, give_up_s - time.monotonic())
+    answer = exchange("GET", url, headers=headers, timeout_s=left_s, tls=tls)
+    if answer.status != 200:
+        raise Unavailable(f"GET {url} answered {answer.status}", operation="get", peer=url)
+    return answer.body
+
+
+class Answer(NamedTuple):
+    """What an HTTP server answered."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+def exchange(
+    method: str,
+    url: str,
+    *,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 2.0,
+    tls: ssl.SSLContext | None = None,
+    answer_bytes_max: int = ANSWER_BYTES_MAX,
+) -> Answer:
+    """One request on a connection of its own, within ``timeout_s`` seconds altogether. Raises OSError
+    (TimeoutError at the deadline), HTTPException, and ValueError for an answer of more than
+    ``answer_bytes_max`` bytes.
+
+    tls: the trusted authorities where ``url`` is https; None: the system's.
+    """
+    give_up_s = time.monotonic() + timeout_s
     parts = urlsplit(url)
     is_https = parts.scheme == "https"
     host = parts.hostname or ""
-    shown = b"Authorization: Bearer " + token + b"\r\n" if token else b""
-    head = f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    given = {"Host": parts.netloc.rpartition("@")[2], "Connection": "close", **(headers or {})}
+    if body or method in ("PUT", "POST"):
+        given["Content-Length"] = str(len(body))
+    head = f"{method} {target} HTTP/1.1\r\n" + "".join(
+        f"{name}: {value}\r\n" for name, value in given.items()
+    )
     with ExitStack() as stack:
-        connected = stack.enter_context(
-            socket.create_connection((host, parts.port or (443 if is_https else 80)), timeout_s)
-        )
+        connected = stack.enter_context(dial(host, parts.port or (443 if is_https else 80), timeout_s))
         if is_https:
+            connected.settimeout(max(give_up_s - time.monotonic(), 0.001))
             context = tls or ssl.create_default_context()
             connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
-        connected.sendall(head.encode("ascii") + shown + b"\r\n")
-        response = http.client.HTTPResponse(cast(socket.socket, TimedReader(connected, give_up_s)))
+        connected.settimeout(max(give_up_s - time.monotonic(), 0.001))
+        connected.sendall(head.encode("ascii") + b"\r\n" + body)
+        response = http.client.HTTPResponse(
+            cast(socket.socket, TimedReader(connected, give_up_s)), method=method
+        )
         response.begin()
-        body = response.read(ANSWER_BYTES_MAX)
-        if response.status != 200:
-            raise Unavailable(f"GET {url} answered {response.status}", operation="get", peer=url)
-        return body
+        found = response.read(answer_bytes_max + 1)
+        if len(found) > answer_bytes_max:
+            raise ValueError(f"the answer has more than {answer_bytes_max} bytes")
+        return Answer(response.status, response.headers, found)
