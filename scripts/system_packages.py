@@ -55,7 +55,8 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "libssl-dev": _has_openssl_headers,  # SGLang compiles its page hash when it starts
     "doctest-dev": _has_doctest,
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
-    "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery
+    "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery, metadata by name
+    "redis-server": lambda: shutil.which("redis-server") is not None,  # metadata by name
     "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
     "ccache": lambda: shutil.which("ccache") is not None,
     "qemu-system-x86": lambda: shutil.which("qemu-system-x86_64") is not None,
@@ -66,7 +67,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
-TEST = ("doctest-dev", "iproute2", "etcd-server")
+TEST = ("doctest-dev", "iproute2", "etcd-server", "redis-server")
 VM = ("qemu-system-x86", "busybox-static", "kmod", "ibverbs-providers")
 # Package -> what is so without it.
 TEST_WISHES = {

@@ -60,7 +60,7 @@ def main() -> None:
 
     parent, nbytes, kind = sys.argv[1:]
     die_with_parent(int(parent), signal.SIGKILL)
-    with TransferEngine("bench-peer") as engine:
+    with TransferEngine("bench-peer", metadata="") as engine:
         serve(
             engine,
             int(nbytes),

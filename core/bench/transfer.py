@@ -374,7 +374,7 @@ def in_process(token: bytes | None, nbytes: int, foreign: bool) -> Iterator[str]
     """A peer that is another engine of this process, for the transport loopback. -> its address"""
     import threading
 
-    with TransferEngine("bench-peer", token=token) as engine:
+    with TransferEngine("bench-peer", token=token, metadata="") as engine:
         block = engine.allocate(control.CONTROL_BYTES, control.CONTROL)
         control.start(block.view)
         peer.fill(peer.data_region(engine, nbytes, foreign).view)

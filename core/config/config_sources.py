@@ -140,11 +140,11 @@ def _from_file(
             if key not in keys:
                 raise _unknown("key", key, f"the config file {path}", keys)
             if extra_of(keys[key].type).get("secret"):
-                raise _error(
-                    f"{key} must not stand in the config file {path}; put it into a 0600 file and "
-                    f"name that as {key}_file, or set {PREFIX}{key.replace('.', '_').upper()}",
-                    key,
+                in_file = f"put it into a 0600 file and name that as {key}_file, or " * (
+                    f"{key}_file" in keys
                 )
+                variable = f"{PREFIX}{key.replace('.', '_').upper()}"
+                raise _error(f"{key} must not stand in the config file {path}; {in_file}set {variable}", key)
             found[key] = value
     return [(Origin("file", path), found)]
 

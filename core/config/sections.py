@@ -43,6 +43,20 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "nodes; empty: none; on another host: needs a cluster token"
         ),
     ] = ""
+    metadata: Annotated[
+        str,
+        about(
+            "where transfer engines find each other by name: http://host:port/metadata of a master, "
+            "etcd://host:2379,host:2379 or redis://host:6379; empty: nowhere, they are opened by address"
+        ),
+    ] = ""
+    metadata_password: Annotated[
+        Secret,
+        about(
+            "the password of that store, where metadata has none; only from the environment, "
+            "MOONPOOL_CLUSTER_METADATA_PASSWORD"
+        ),
+    ] = ""
     tls_cert: Annotated[
         str,
         about(
@@ -324,4 +338,4 @@ SECTIONS: dict[str, type[Section]] = {
 TABLES: dict[str, type[Section]] = {"up.engine": Engine, "up.node": UpNode}
 
 # Never in a file and never in the schema of one.
-SECRETS = ("cluster.token", "cluster.admin_token")
+SECRETS = ("cluster.token", "cluster.admin_token", "cluster.metadata_password")

@@ -41,6 +41,7 @@ class AdminServer:
 
     private: routes that get their request, once is_allowed(its Authorization header, or "") is true. A path
     may be "POST /path".
+    own: routes of all methods that get their request and check it by themselves.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class AdminServer:
         tls: ssl.SSLContext | None = None,
         private: Mapping[str, AnswerTo] | None = None,
         is_allowed: Callable[[str], bool] = lambda authorization: False,
+        own: Mapping[str, AnswerTo] | None = None,
     ) -> None:
         self.address = address
+        self._own = dict(own or {})
         self._private = dict(private or {})
         self._is_allowed = is_allowed
         self._tls = tls
@@ -79,6 +82,8 @@ class AdminServer:
             method, _, place = path.rpartition(" ")
             add = app.router.add_post if method == "POST" else app.router.add_get
             add(place, _closing(self._guarded(private)))
+        for path, own in self._own.items():
+            app.router.add_route("*", path, _closing(own))
         self._runner = web.AppRunner(
             app,
             access_log=None,

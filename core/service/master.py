@@ -6,7 +6,7 @@ its HTTP pages.
 
 Nothing is written to disk: nodes report what they hold to a new master. The data plane runs in the server's
 own threads and never enters Python; this module's event loop only answers HTTP and waits for a signal.
-/health and /metrics need no token, the other pages need the admin token.
+/health and /metrics need no token, /metadata the cluster token, the other pages the admin token.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
 from moonpool.core.service.http_tls import server_context
 from moonpool.core.service.listen_addresses import explain_bind_errors, listen_address, require_token
+from moonpool.core.service.metadata_page import MetadataPage
 from moonpool.core.service.service_process import (
     ServiceProcess,
     json_response,
@@ -111,7 +112,8 @@ class Master(ServiceProcess["_native.MasterServer"]):
         self._begin(server, _log)
         if http is not None:
             private = {"/nodes": self._nodes, "/keys": self._keys, "/stat": self._stat}
-            await self._serve_http(http, master, tls, private, self._is_allowed)
+            own = {"/metadata": MetadataPage(token).answer}
+            await self._serve_http(http, master, tls, private, self._is_allowed, own)
 
     def _is_allowed(self, authorization: str) -> bool:
         return bearer_is(authorization, self._admin_token)

@@ -117,8 +117,11 @@ class ServiceProcess(Generic[S]):
         tls: ssl.SSLContext | None,
         private: Mapping[str, AnswerTo],
         is_allowed: Callable[[str], bool],
+        own: Mapping[str, AnswerTo] | None = None,
     ) -> None:
-        """Serves metrics, probes and ``private``: path -> answer, for requests that ``is_allowed`` admits."""
+        """Serves metrics, probes and ``private``: path -> answer, for requests that ``is_allowed`` admits.
+
+        own: routes that check their requests by themselves."""
         assert self._server is not None
         probes = Probes(
             self._server, reasons=self._reasons, facts=self._facts, is_stopping=lambda: self._stopping
@@ -137,6 +140,7 @@ class ServiceProcess(Generic[S]):
             tls=tls,
             private=private,
             is_allowed=is_allowed,
+            own=own,
         )
         await self._http.start()
         self.http_url = self._http.url

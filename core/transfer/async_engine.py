@@ -11,7 +11,16 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moonpool.core.errors import Closed
-from moonpool.core.transfer.engine import _LOOPBACK, EngineFacts, open_engine, slices_of, submit
+from moonpool.core.transfer.engine import (
+    _LOOPBACK,
+    EngineFacts,
+    name_engine,
+    open_engine,
+    slices_of,
+    submit,
+)
+from moonpool.core.transfer.metadata.backend import Metadata
+from moonpool.core.transfer.metadata.naming import Naming, engine_name, store_of
 from moonpool.core.transfer.region import Region, RegionTable
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import Columns, TransferBase, columns_of
@@ -73,6 +82,8 @@ class AsyncTransferEngine(EngineFacts):
         transports: Sequence[str] | None = None,
         interface: str = "",
         host_id: str = "",
+        metadata: str | Metadata | None = None,
+        advertise: str = "",
         io_threads: int = 2,
         connections_per_peer: int = 2,
         timeout_s: float = 5.0,
@@ -89,6 +100,9 @@ class AsyncTransferEngine(EngineFacts):
             "connections_per_peer": connections_per_peer,
             "timeout_s": timeout_s,
         }
+        self._metadata = metadata
+        self._advertise = advertise
+        self._naming: Naming | None = None
         self._open: _native.Engine | None = None
         self._regions: RegionTable | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,11 +116,21 @@ class AsyncTransferEngine(EngineFacts):
         return await cls(*arguments, **keywords).__aenter__()
 
     async def __aenter__(self) -> AsyncTransferEngine:
-        self._open = await asyncio.to_thread(lambda: open_engine(**self._arguments))
-        self._regions = RegionTable(self._open)
+        native, self._naming = await asyncio.to_thread(self._begin)
+        self._open = native
+        self._regions = RegionTable(native)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._open.eventfd, self._collect)
+        self._loop.add_reader(native.eventfd, self._collect)
         return self
+
+    def _begin(self) -> tuple[_native.Engine, Naming]:
+        given = self._arguments
+        store = store_of(self._metadata, given["token"])
+        native = open_engine(**given | {"name": engine_name(given["name"], store)})
+        naming = name_engine(
+            native, store, tenant=given["tenant"], host_id=given["host_id"], advertise=self._advertise
+        )
+        return native, naming
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
@@ -120,6 +144,8 @@ class AsyncTransferEngine(EngineFacts):
         self._closed = True
         assert self._loop is not None
         self._loop.remove_reader(native.eventfd)
+        assert self._naming is not None
+        await asyncio.to_thread(self._naming.close)
         may_free = await asyncio.to_thread(native.close)
         assert self._regions is not None
         self._regions.close_all(may_free=may_free)
@@ -140,10 +166,11 @@ class AsyncTransferEngine(EngineFacts):
 
     # ---- peers
 
-    async def open(self, address: str) -> Segment:
+    async def open(self, name: str) -> Segment:
         """See TransferEngine.open."""
-        native = self._native
-        return await asyncio.to_thread(lambda: Segment(native, native.open(address)))
+        self._native  # noqa: B018  raises when it is closed
+        assert self._naming is not None
+        return await asyncio.to_thread(self._naming.open, name)
 
     async def refresh(self, segment: Segment) -> None:
         """``segment.refresh()``, which asks the peer, on a thread."""

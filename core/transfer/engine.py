@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from moonpool.core.config import paths
 from moonpool.core.errors import Closed, ConfigError, InvalidArgument
 from moonpool.core.service.addresses import parse_address
+from moonpool.core.transfer.metadata.backend import Metadata
+from moonpool.core.transfer.metadata.naming import Naming, engine_name, store_of
 from moonpool.core.transfer.region import Region, RegionTable
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
@@ -43,6 +44,7 @@ class EngineFacts:
     """An engine's description of itself, for the blocking facade and for asyncio."""
 
     _native: _native.Engine
+    _naming: Naming | None
 
     @property
     def name(self) -> str:
@@ -65,7 +67,13 @@ class EngineFacts:
 
     def metrics(self) -> dict[str, int]:
         """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
-        return self._native.metrics()
+        return self._native.metrics() | ({} if self._naming is None else self._naming.metrics())
+
+    @property
+    def publication_problem(self) -> str:
+        """ "" while this engine's name is published, or where it is to be published nowhere; else why it is
+        not, in one sentence. The engine goes on trying."""
+        return "" if self._naming is None else self._naming.problem
 
     def has_abandoned_copies(self) -> bool:
         """Whether a card may still make copies of a transfer that failed, as when it hangs. Until it does
@@ -85,10 +93,14 @@ class TransferEngine(EngineFacts):
     transports: which may be used, of "loopback", "shm", "cuda_ipc" and "tcp"; None: all that work here.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
+    metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
+                "": none, peers are opened by address. None: the configured one (cluster.metadata).
+    advertise:  "host" or "host:port" that is published there; "": the addresses that this engine listens on.
     io_threads: threads for TCP. connections_per_peer: TCP connections to each peer.
     timeout_s:  the longest wait without progress of every call that gives no ``deadline_s``.
 
-    Raises ConfigError for an address in use or not allowed. After ``close()`` every call raises Closed; in a
+    Raises ConfigError for an address in use or not allowed, and for a name that another engine has published;
+    AuthError where the store of names refuses us. After ``close()`` every call raises Closed; in a
     child of fork() every call raises Forked.
     """
 
@@ -102,12 +114,15 @@ class TransferEngine(EngineFacts):
         transports: Sequence[str] | None = None,
         interface: str = "",
         host_id: str = "",
+        metadata: str | Metadata | None = None,
+        advertise: str = "",
         io_threads: int = 2,
         connections_per_peer: int = 2,
         timeout_s: float = 5.0,
     ) -> None:
+        store = store_of(metadata, token)
         self._native = native = open_engine(
-            name,
+            engine_name(name, store),
             listen=listen,
             token=token,
             tenant=tenant,
@@ -119,6 +134,7 @@ class TransferEngine(EngineFacts):
             timeout_s=timeout_s,
         )
         self._closed = False
+        self._naming: Naming = name_engine(native, store, tenant=tenant, host_id=host_id, advertise=advertise)
         self._abandoned = Abandoned(native)
         self._regions = RegionTable(native)
         # Looked up once: with 4 KiB over shared memory each attribute counts.
@@ -134,6 +150,7 @@ class TransferEngine(EngineFacts):
     def close(self) -> None:
         """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""
         self._closed = True
+        self._naming.close()
         self._regions.close_all(may_free=self._native.close())
 
     def __del__(self) -> None:
@@ -179,13 +196,16 @@ class TransferEngine(EngineFacts):
 
     # ---- peers
 
-    def open(self, address: str) -> Segment:
-        """A peer's memory, by handshake with its engine at "host:port".
+    def open(self, name: str) -> Segment:
+        """A peer's memory, by handshake with its engine: at "host:port", or, with ``metadata``, of this name.
 
-        Raises Unavailable when no process listens there, AuthError for another token or tenant, Timeout when
-        it says nothing within ``timeout_s``, ProtocolError when it is no engine.
+        A name is looked up in the store; the answer is remembered, and holds while the store is away.
+
+        Raises Unavailable when no process listens there or no engine has the name, AuthError for another
+        token or tenant, Timeout when it says nothing within ``timeout_s``, ProtocolError when it is no
+        engine.
         """
-        return Segment(self._native, self._native.open(address))
+        return self._naming.open(name)
 
     # ---- moving bytes
 
@@ -302,12 +322,23 @@ def open_engine(
     for address in addresses:
         _check_listen(address, token)
     return _native.Engine(
-        name or f"{socket.gethostname()}-{os.getpid()}",
+        name,
         addresses,
         token or paths.read_or_create_token(),
         transports=None if transports is None else list(transports),
         **options,
     )
+
+
+def name_engine(
+    native: _native.Engine, store: Metadata | None, *, tenant: str, host_id: str, advertise: str
+) -> Naming:
+    """The naming of both facades; the engine is closed when it fails."""
+    try:
+        return Naming(native, store, tenant=tenant, host_id=host_id, advertise=advertise)
+    except BaseException:
+        native.close()
+        raise
 
 
 def _check_listen(address: str, token: bytes | None) -> None:

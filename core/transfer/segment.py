@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from moonpool.core.errors import Closed, InvalidArgument
+from moonpool.core.errors import Closed, InvalidArgument, Timeout, Unavailable
 from moonpool.core.transfer.types import RemoteRegion
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class Segment:
     """A peer that was opened. Its fields are of the time of ``open()`` or of the last ``refresh()``.
 
-    handle:  names it in this engine.
+    handle:  names it in this engine; another one after a ``refresh()`` that found the peer elsewhere.
     name:    what the peer calls itself.
     id:      16 bytes, random for each engine: the same address with another id is another engine.
     host_id: of the peer's host; equal to ours when both can share memory.
@@ -23,11 +24,13 @@ class Segment:
     regions: what it registered, by ascending address.
     """
 
-    __slots__ = ("_closed", "_native", "address", "handle", "host_id", "id", "name", "regions")
+    __slots__ = ("_closed", "_find", "_native", "address", "handle", "host_id", "id", "name", "regions")
 
-    def __init__(self, native: _native.Engine, handle: int) -> None:
+    def __init__(self, native: _native.Engine, handle: int, find: Callable[[], int] | None = None) -> None:
+        """find: opens the engine that has the peer's name now; None: it was opened by address."""
         self._native = native
         self._closed = False
+        self._find = find
         self.handle = handle
         self.name: str = ""
         self.id: bytes = b""
@@ -37,7 +40,13 @@ class Segment:
         self.refresh()
 
     def refresh(self) -> None:
-        """Asks the peer again. Raises Unavailable or Timeout."""
+        """Asks the peer again. One that was opened by name and is not there any more, or is another engine
+        now, is looked up anew: its process may have restarted at another address. Raises Unavailable or
+        Timeout."""
+        if self._find is not None and self.id and not self._is_there():
+            found, old = self._find(), self.handle
+            self.handle = found
+            self._native.close_segment(old)
         self.name, self.id, self.host_id, self.address, rows, transports = self._native.segment(self.handle)
         self.regions = tuple(
             sorted(
@@ -45,6 +54,12 @@ class Segment:
                 for (address, length, kind, location), transport in zip(rows, transports, strict=True)
             )
         )
+
+    def _is_there(self) -> bool:
+        try:
+            return bool(self._native.segment(self.handle)[1] == self.id)
+        except (Unavailable, Timeout):
+            return False
 
     @property
     def transport(self) -> str:

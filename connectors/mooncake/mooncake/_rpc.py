@@ -132,7 +132,7 @@ class RpcInterface:
         try:
             if listen is not None:
                 parse_address(listen, "listen_address")
-            self._engine = moonpool.TransferEngine(listen=listen, timeout_s=timeout_s)
+            self._engine = moonpool.TransferEngine(listen=listen, timeout_s=timeout_s, metadata="")
         except Error as error:
             code_of(error, "initialize_rpc")
             return False

@@ -169,7 +169,10 @@ def _listening(hostname: str, settings: Settings) -> moonpool.TransferEngine:
     for port in settings.ports:
         try:
             return moonpool.TransferEngine(
-                listen=str(Address(host, port)), transports=settings.transports, timeout_s=TIMEOUT_S
+                listen=str(Address(host, port)),
+                transports=settings.transports,
+                timeout_s=TIMEOUT_S,
+                metadata="",
             )
         except ConfigError:
             raise  # no token, or a transport that does not exist: no port will help

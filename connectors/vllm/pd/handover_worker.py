@@ -111,7 +111,11 @@ class HandoverWorker:
         self._block_bytes = sum(row[2] for column in memory.rows for row in column)
         self._tables: dict[int, tuple[Description, tuple[Table, ...]]] = {}
         self._engine = TransferEngine(
-            f"vllm-{memory.engine_id}-{memory.rank}", listen=listen, transports=transports, tenant=tenant
+            f"vllm-{memory.engine_id}-{memory.rank}",
+            listen=listen,
+            transports=transports,
+            tenant=tenant,
+            metadata="",
         )
         for address, length in memory.spans:
             self._engine.register((address, length))

@@ -106,7 +106,7 @@ def transfer(
         raise typer.BadParameter(f"--direction is read or write, not {direction}")
     if serve:
         size_bytes = _size(memory, "--memory")
-        with TransferEngine("bench-server", listen=listen, token=token) as engine:
+        with TransferEngine("bench-server", listen=listen, token=token, metadata="") as engine:
             peer.serve(engine, size_bytes, foreign, lambda found: _say_served(found, size_bytes))
         return 0
 
@@ -128,6 +128,7 @@ def transfer(
                 token=token,
                 transports=names,
                 interface=interface,
+                metadata="",
                 io_threads=io_threads,
                 connections_per_peer=connections,
             )
