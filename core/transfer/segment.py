@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from moonpool.core.errors import Closed, InvalidArgument, Timeout, Unavailable
+from moonpool.core.errors import AuthError, Closed, InvalidArgument, ProtocolError, Timeout, Unavailable
 from moonpool.core.transfer.types import RemoteRegion
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Segment:
     def _is_there(self) -> bool:
         try:
             return bool(self._native.segment(self.handle)[1] == self.id)
-        except (Unavailable, Timeout):
+        except (Unavailable, Timeout, AuthError, ProtocolError):  # the latter two of whoever has the port now
             return False
 
     @property

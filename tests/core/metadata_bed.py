@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -22,6 +23,7 @@ from moonpool import Error, TransferEngine
 from moonpool.core.service.http_get import exchange
 from moonpool.core.transfer.metadata import Metadata, SegmentRecord
 from moonpool.core.transfer.metadata.connection_string import metadata_of
+from moonpool.core.transfer.metadata.http_metadata import bearer_of
 from tests.ports import held_ports
 
 from .master_bed import MasterProcess
@@ -44,6 +46,10 @@ class Server(ABC):
 
     @abstractmethod
     def start(self, *more: str) -> None: ...
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Removes an entry, as an operator would."""
 
     def kill(self) -> None:
         self.process.kill()
@@ -86,6 +92,10 @@ class Http(Server):
         self.process = self.master.process
         self.url = f"{self.master.http}/metadata"
 
+    def delete(self, key: str) -> None:
+        headers = {"Authorization": f"Bearer {bearer_of(TOKEN)}"}
+        assert exchange("DELETE", f"{self.url}?key={quote(key)}", headers=headers).status == 200
+
 
 class Etcd(Server):
     def start(self, *more: str) -> None:
@@ -107,6 +117,9 @@ class Etcd(Server):
         self.kill()
         shutil.rmtree(self.folder / "etcd")
         self.start()
+
+    def delete(self, key: str) -> None:
+        assert self.ask("kv/deleterange", key=b64(key.encode()))["deleted"] == "1"
 
     def ask(self, path: str, **body: Any) -> Any:
         answer = exchange("POST", f"http://127.0.0.1:{self.port}/v3/{path}", body=json.dumps(body).encode())
@@ -137,6 +150,9 @@ class Redis(Server):
             env=env,
         )
         self._waits_for_an_answer()
+
+    def delete(self, key: str) -> None:
+        assert self.ask("DEL", key) == "1"
 
     def ask(self, *words: str) -> str:
         done = subprocess.run(

@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 
 from moonpool import AuthError, ConfigError, Error, ProtocolError, Timeout, TransferEngine, Unavailable
-from moonpool.core.transfer.metadata import Metadata
+from moonpool.core.transfer.metadata import Metadata, NameTaken
 from moonpool.core.transfer.metadata.connection_string import metadata_of
+from moonpool.core.transfer.metadata.publication import Publication
 from moonpool.core.transfer.metadata.record import decode, key_of
 
 from .master_bed import MasterProcess
@@ -101,6 +102,26 @@ def test_a_store_that_lost_its_data_gets_the_names_again(server: Any) -> None:
         until(lambda: server.store().resolve("default", "wiped") is not None, 30)
         until(lambda: gives.publication_problem == "", 30)
         assert first_byte(takes, peer) == 42
+
+
+def test_an_entry_that_was_removed_is_written_again(server: Any) -> None:
+    """Its lease may be alive, as in etcd: each renewal looks at the entry, too."""
+    with engine(server.store(), "removed") as one:
+        server.delete(key_of("default", "removed"))
+        until(lambda: server.store().resolve("default", "removed") is not None, 30)
+        assert one.publication_problem == ""
+
+
+EXITS = """
+import sys
+from moonpool import TransferEngine
+engine = TransferEngine("exits", token=sys.argv[2].encode(), metadata=sys.argv[1])
+"""
+
+
+def test_a_program_that_ends_without_close_withdraws_its_name(server: Any) -> None:
+    subprocess.run([sys.executable, "-c", EXITS, server.url, TOKEN.decode()], check=True, timeout=60)
+    assert server.store().resolve("default", "exits") is None
 
 
 def test_an_engine_that_lost_its_name_says_so_and_takes_it_when_it_is_free(
@@ -286,6 +307,8 @@ def test_a_store_that_answers_anything(kind: str, answer: str) -> None:
                 said = str(error)
             assert "\n" not in said
             assert len(said) < 1000
+        if answer == "2 MiB" and kind != "redis":
+            assert "the answer has more than 1048576 bytes" in said
         with engine(store, "beside") as one:
             assert one.publication_problem
         print(f"{answer}: {time.monotonic() - began_s:.2f} s for five calls of 0.5 s")
@@ -424,6 +447,31 @@ class Plain(Metadata):
 
     def resolve(self, tenant: str, name: str) -> Any:
         return self.rows.get((tenant, name))
+
+
+class Scripted(Plain):
+    """Refuses the name as often as ``left_s`` has rows."""
+
+    def __init__(self, *left_s: float) -> None:
+        super().__init__()
+        self.lease_s = 8.0
+        self.left_s = list(left_s)
+
+    def publish(self, one: Any, *, dead: str = "") -> None:
+        if self.left_s:
+            raise NameTaken("taken", held=record("x", "b"), left_s=self.left_s.pop(0))
+        super().publish(one)
+
+
+def test_whether_the_holder_of_a_name_lives() -> None:
+    """A lease of which more is left than before was renewed."""
+    lives = Scripted(7.0, 6.9, 8.0, 7.9)
+    with pytest.raises(NameTaken):
+        Publication(lives, record("x", "a")).claim()
+    assert lives.left_s == [7.9]
+    ends = Scripted(0.7, 0.4, 0.4, 0.1)
+    Publication(ends, record("x", "a")).claim()
+    assert ends.rows
 
 
 def test_a_store_of_the_caller_s_own() -> None:

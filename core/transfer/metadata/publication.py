@@ -8,11 +8,12 @@ store lost its data, and after this process was stopped for longer than a lease,
 
 from __future__ import annotations
 
+import atexit
 import logging
-import os
 import random
 import threading
 import time
+import weakref
 
 from moonpool.core.errors import AuthError, ConfigError, Error
 from moonpool.core.transfer.metadata.backend import Metadata, NameTaken
@@ -36,7 +37,6 @@ class Publication:
         self._renew_s = store.lease_s / RENEWALS_PER_LEASE
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moonpool-metadata", daemon=True)
-        self._pid = os.getpid()
         self._failures = 0  # in a row
         self.problem = f"{record.name} is not published yet"
         self.publishes = 0
@@ -67,13 +67,16 @@ class Publication:
 
     def start(self) -> None:
         """Begins to renew."""
+        _RUNNING.add(self)
         self._thread.start()
 
     def close(self) -> None:
-        """Withdraws the name and ends the thread. Does nothing in a child of fork(), and the second time."""
-        if os.getpid() != self._pid or self._stop.is_set():
+        """Withdraws the name and ends the thread. Does nothing the second time, and in a child of fork(),
+        which has no such thread."""
+        if self._stop.is_set():
             return
         self._stop.set()
+        _RUNNING.discard(self)
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
@@ -122,3 +125,13 @@ class Publication:
                 error,
             )
         self.problem = str(error)
+
+
+# At the end of the interpreter the threads that close() waits for stand still: so it comes before.
+_RUNNING: weakref.WeakSet[Publication] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for publication in list(_RUNNING):
+        publication.close()
