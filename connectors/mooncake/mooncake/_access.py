@@ -33,6 +33,8 @@ from moonpool.core.store.store import Store
 
 from ._codes import NoNode
 from ._hosts import address_of, is_ip, is_ip6, is_of_this_host
+from ._metadata import P2P, check_metadata_server
+from ._protocols import check_for_pool
 from ._segment_names import PORTS, SegmentNames, free_ports, node_name, segment_of
 from ._ssd import ssd_bytes, ssd_path_of
 
@@ -100,7 +102,10 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
             raise InvalidArgument(f"setup: the configuration has no {names[0]}", key=names[0])
         return found
 
-    first("metadata_server", default="P2PHANDSHAKE")
+    check_metadata_server(str(first("metadata_server", default=P2P)))
+    check_for_pool(
+        str(first("protocol", default="tcp")), str(first("rdma_devices", "device_name", default=""))
+    )
     return Settings(
         local_hostname=str(first("local_hostname")),
         master=str(first("master_server_addr", "master_server_address")),

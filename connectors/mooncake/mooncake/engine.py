@@ -5,7 +5,8 @@
     engine.register_memory(address, length)
     engine.transfer_sync_write("10.0.0.3:41234", address, peer_address, length)
 
-A peer is named by its session id, "host:port" with the port of its get_rpc_port(). Codes are 0 and below; the
+A peer is named by its session id, "host:port" with the port of its get_rpc_port(), or where engines have a
+metadata server by the local_hostname that it was given. Codes are 0 and below; the
 sentence of what went wrong is in the log.
 """
 
@@ -21,7 +22,7 @@ from typing import Literal
 import msgspec
 
 import moonpool
-from moonpool.core.errors import Closed, ConfigError, Error, InvalidArgument, TransferError, Unavailable
+from moonpool.core.errors import Closed, Error, InvalidArgument, TransferError, Unavailable
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.transfer.peers import Peers
 from moonpool.core.transfer.region import Region
@@ -29,12 +30,13 @@ from moonpool.core.transfer.transfer import Transfer
 from moonpool.core.transfer.types import Batch, TransferState
 
 from ._codes import code_of, coded, logger
-from ._hosts import address_of, session_of
+from ._hosts import address_of, is_ip, session_of
 from ._memory import number, same_length
+from ._metadata import WITHOUT_SCHEME, store_named
+from ._protocols import engine_options
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
 
-P2P = "P2PHANDSHAKE"
 FAILED = -1
 NOT_REGISTERED = -3
 OVERLAPPED = -7
@@ -107,18 +109,39 @@ class TransferEngine:
         """0; FAILED with a sentence in the log when peers could not reach this engine.
 
         local_hostname:  the address that peers use, with a port or without ("host:port" listens there).
-        metadata_server: "P2PHANDSHAKE". With any other the hostname must have a port, since engines find
-        each other by address alone.
-        protocol, device_name: not used; moonpool chooses the transport.
+        metadata_server: "P2PHANDSHAKE": peers open "host:port". Else a store in which this engine publishes
+                         local_hostname as its name, and looks others up: "http://host:port/metadata",
+                         "etcd://host:2379", "redis://:password@host:6379/0"; without a scheme it is etcd.
+        protocol:        what moves bytes between hosts; TCP where that is not available, with a warning.
+        device_name:     "a,b", of that protocol; "": all.
         """
-        for text in (local_hostname, metadata_server, protocol, device_name):
+        return self._initialize(local_hostname, metadata_server, protocol, device_name)
+
+    def _initialize(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str,
+        kind: str = WITHOUT_SCHEME,
+    ) -> int:
+        for text in (local_hostname, metadata_server, protocol, device_name, kind):
             if not isinstance(text, str):
                 raise TypeError(f"initialize: expected a str, got {text!r:.80}")
-
         if self._engine is None:
-            self._engine = moonpool.TransferEngine(listen=listen_address(local_hostname, metadata_server))
+            host, store = local_hostname or "127.0.0.1", store_named(metadata_server, kind)
+            address = address_of(host, "local_hostname")
+            is_name = not is_ip(address.host) and address.host != "localhost"
+            self._engine = moonpool.TransferEngine(
+                session_of(host) if store else "",
+                listen=str(address),
+                metadata=store,
+                advertise=address.host if is_name else "",
+                **engine_options(protocol, device_name),
+            )
         return 0
 
+    @coded("initialize", floor=FAILED)
     def initialize_ext(
         self,
         local_hostname: str,
@@ -128,8 +151,8 @@ class TransferEngine:
         metadata_type: str,
         /,
     ) -> int:
-        """As initialize(). metadata_type: not used."""
-        return self.initialize(local_hostname, metadata_server, protocol, device_name)
+        """As initialize(). metadata_type: of a metadata_server without a scheme: "http", "etcd", "redis"."""
+        return self._initialize(local_hostname, metadata_server, protocol, device_name, metadata_type)
 
     def get_rpc_port(self) -> int:
         """The port of session ids; 0 before initialize()."""
@@ -575,19 +598,6 @@ def verb_of(opcode: object) -> Verb:
         return _VERB[opcode]
     except KeyError:
         raise TypeError(f"opcode is a TransferOpcode, not {opcode!r:.80}") from None
-
-
-def listen_address(hostname: str, metadata_server: str) -> str:
-    """Where an engine listens so that peers reach it by ``hostname``. Raises ConfigError."""
-    address = address_of(hostname or "127.0.0.1", "local_hostname")
-    if metadata_server != P2P and address.port == 0:
-        raise ConfigError(
-            f"metadata_server = {metadata_server} would give {hostname} an address; moonpool's engines find "
-            f"each other by host:port: pass P2PHANDSHAKE, or a local_hostname with a port",
-            operation="initialize",
-            key="metadata_server",
-        )
-    return str(address)
 
 
 def slices(

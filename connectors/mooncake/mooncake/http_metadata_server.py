@@ -2,8 +2,9 @@
 
     GET, PUT, DELETE /metadata?key=KEY      the body is the value
 
-Moonpool's engines need no such server: they find each other by address. Any client may write, so it
-listens on 127.0.0.1 unless another address is given. Connections, heads and bodies are bounded (_http).
+Engines that are given its URL as metadata_server publish their names here, with leases (moonpool's
+core/transfer/metadata/http_metadata.py). Any client may write, so it listens on 127.0.0.1 unless another
+address is given. Connections, heads and bodies are bounded (_http).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from aiohttp import web
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.exit_codes import guarded
+from moonpool.core.transfer.metadata.leased_values import LeasedValues, page_of
 
 from ._codes import logger
 from ._http import CONNECTIONS_HELP, BoundedHttp, HttpLimits
 
 VALUE_BYTES_MAX = 1 << 20
 TOTAL_BYTES_MAX = 256 << 20
-ENTRY_BYTES = 256  # overhead of an entry, beside its key and its value
 START_TIMEOUT_S = 10.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -39,8 +40,7 @@ class MetadataServer:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 8080, connections_max: int | None = None) -> None:
         self._host, self._port = host, port
-        self._values: dict[str, bytes] = {}
-        self._bytes = 0
+        self._values = LeasedValues(TOTAL_BYTES_MAX)
         app = web.Application()
         app.router.add_route("*", "/metadata", self._handle)
         app.router.add_get("/health", self._health)
@@ -67,35 +67,11 @@ class MetadataServer:
         return web.Response(text="OK")
 
     async def _handle(self, request: web.Request) -> web.Response:
-        key = request.query.get("key", "")
-        if request.method not in ("GET", "PUT", "DELETE"):
-            return said("Method not allowed", 405)
-        if not key:
-            return said("metadata key is required", 400)
-        if request.method == "PUT":
-            return self._put(key, bytes(await self.http.body(request)))
-        value = self._values.get(key)
-        if value is None:
-            return said("metadata not found", 404)
-        if request.method == "GET":
-            return web.Response(body=value, content_type="application/json")
-        self._drop(key)
-        return said("metadata deleted")
-
-    def _put(self, key: str, value: bytes) -> web.Response:
-        size = size_of(key, value)
-        old = self._values.get(key)
-        if self._bytes - (0 if old is None else size_of(key, old)) + size > TOTAL_BYTES_MAX:
-            return said("no room for more metadata", 507)  # and the old value stays
-        self._drop(key)
-        self._values[key] = value
-        self._bytes += size
-        return said("metadata updated")
-
-    def _drop(self, key: str) -> None:
-        value = self._values.pop(key, None)
-        if value is not None:
-            self._bytes -= size_of(key, value)
+        body = bytes(await self.http.body(request)) if request.method == "PUT" else b""
+        page = page_of(self._values, request.method, request.query, body)
+        return web.Response(
+            status=page.status, body=page.body, content_type="application/json", headers=page.headers
+        )
 
 
 class KVPoll(Enum):
@@ -158,16 +134,6 @@ class KVBootstrapServer:
             self._state = KVPoll.Failed
             self._settled.set()
             await server.close()
-
-
-def size_of(key: str, value: bytes) -> int:
-    """Bytes that an entry counts for, with its share of the dict."""
-    return len(key.encode()) + len(value) + ENTRY_BYTES
-
-
-def said(text: str, status: int = 200) -> web.Response:
-    """A response of a text, in the content type that clients expect."""
-    return web.Response(text=text, status=status, content_type="application/json")
 
 
 def main() -> None:

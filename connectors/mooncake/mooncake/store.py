@@ -23,11 +23,13 @@ from ._access import Beside, Settings, access_of, is_on, settings_of, size_of
 from ._allocator import MooncakeHostMemAllocator, bind_to_numa_node, get_alloc_func_addr, get_free_func_addr
 from ._codes import Code, code_of
 from ._engram import EngramStore, EngramStoreConfig
+from ._metadata import check_metadata_server
 from ._no_f import MooncakeDistributedNoFRegister
 from ._objects import BufferHandle
 from ._parallel import Parallel
 from ._parts import Parts
 from ._pool import BufferLease, BufferLeaseView, BufferPool
+from ._protocols import check_for_pool
 from ._replicas import Replicas
 from ._segments import Segments
 from ._ssd import ssd_path_of
@@ -119,7 +121,8 @@ class MooncakeDistributedStore(Parallel, Segments, Replicas, Parts):
         global_segment_size: bytes that this process gives the pool. 0: it uses other processes' memory.
         tenant_id: tenants share nothing. enable_client_http_server: /metrics and /health at client_http_port.
         engine: a transfer engine that listens at local_hostname already; the segment gets a port of its own.
-        metadata_server, local_buffer_size, protocol and rdma_devices: not used.
+        metadata_server, protocol and rdma_devices: looked at, and not needed: the nodes of a pool find each
+        other through the master, and bytes take shared memory and TCP. local_buffer_size: not used.
 
         A TypeError for keywords that there are not; a code and a sentence in the log for what does not work.
         Without a master that answers (RPC_FAIL, RPC_TIMEOUT) the store goes on looking for it: once it is
@@ -164,6 +167,8 @@ class MooncakeDistributedStore(Parallel, Segments, Replicas, Parts):
                 raise TypeError(f"setup: sizes are int, got {size!r:.80}")
 
         def made() -> Access:
+            check_for_pool(protocol, rdma_devices)
+            check_metadata_server(metadata_server)
             size = size_of(global_segment_size, "global_segment_size")
             path = ssd_path_of(enable_ssd_offload, ssd_offload_path)
             settings = Settings(local_hostname, master_server_addr, size, tenant_id or "default", path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 
-from .engine import P2P, TransferEngine
+from ._metadata import P2P
+from .engine import TransferEngine
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from mooncake import cli_bench, http_metadata_server
+from mooncake import cli_bench
 from mooncake.http_metadata_server import KVBootstrapServer, KVPoll
 from mooncake.store import (
     MooncakeDistributedNoFRegister,
@@ -131,25 +131,6 @@ def test_names_of_expert_parallelism_are_there() -> None:
     ):
         with pytest.raises(ImportError, match="moonpool has none"):
             refused()
-
-
-def test_a_metadata_server_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replaced and deleted counts no more."""
-    monkeypatch.setattr(http_metadata_server, "TOTAL_BYTES_MAX", 100)
-    monkeypatch.setattr(http_metadata_server, "ENTRY_BYTES", 0)
-    server = http_metadata_server.MetadataServer()
-    assert server._put("a", bytes(90)).status == 200
-    assert server._put("b", bytes(20)).status == 507
-    assert server._put("a", bytes(10)).status == 200
-    assert server._put("b", bytes(88)).status == 200
-    server._drop("b")
-    assert server._put("b", bytes(88)).status == 200
-    assert server._put("b", bytes(90)).status == 507
-    assert server._values["b"] == bytes(88)  # what is refused replaces nothing
-    # Many small ones take memory, too.
-    monkeypatch.setattr(http_metadata_server, "ENTRY_BYTES", 30)
-    many = http_metadata_server.MetadataServer()
-    assert [many._put(key, b"").status for key in "abcd"] == [200, 200, 200, 507]
 
 
 def test_a_metadata_server_where_somebody_listens(free_port: int) -> None:

@@ -1,0 +1,102 @@
+"""The arguments ``protocol`` and ``device_name`` of the original's API, as transports of moonpool.
+
+A protocol names what moves bytes between hosts. Within a host bytes never touch a network, whatever it is,
+and TCP is the last resort: a machine without the hardware works, and says so once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import moonpool
+from moonpool.core.errors import InvalidArgument
+from moonpool.core.printable import printable
+
+from ._codes import logger
+
+NEAR = ("loopback", "shm", "cuda_ipc")
+LAST = "tcp"
+
+
+class Protocol(NamedTuple):
+    """transport: its name in moonpool; "": moonpool has none.
+    devices: the keyword of TransferEngine that takes the devices; "": it takes none.
+    """
+
+    transport: str
+    devices: str = ""
+
+
+# A transport that moonpool has is in its registry under this name; until then the row says what to expect.
+PROTOCOLS = {
+    "tcp": Protocol("tcp"),
+    "rdma": Protocol("rdma"),
+    "efa": Protocol("efa"),
+    "cxl": Protocol("cxl"),
+    "nvlink": Protocol("cuda_ipc"),
+    "nvlink_intra": Protocol("cuda_ipc"),
+    "rpc_only": Protocol("tcp"),  # for a store of no memory
+    "nvmeof": Protocol(""),
+    "ascend": Protocol(""),
+    "barex": Protocol(""),
+    "hip": Protocol(""),
+    "musa": Protocol(""),
+    "ub": Protocol(""),
+}
+
+
+def engine_options(protocol: str, devices: str) -> dict[str, Any]:
+    """Keywords of TransferEngine for a protocol and its devices ("a,b"; "": all); no protocol is all of them.
+
+    Logs a warning for what is not available here. Raises InvalidArgument for a protocol that is none.
+    """
+    row = _row(protocol)
+    if row is None:
+        return {}
+    here = _transports_here()
+    why = here.get(row.transport, "this moonpool has no such transport")
+    if why:
+        logger.warning("protocol = %s is not available here: %s; bytes take TCP", protocol, why)
+    names = [one for one in devices.split(",") if one.strip()]
+    if names and (why or not row.devices):
+        logger.warning("device_name = %s is not used: %s", printable(devices), _why_no_devices(protocol, why))
+        names = []
+    wanted = dict.fromkeys((*NEAR, row.transport, LAST))
+    return {"transports": [one for one in wanted if one in here]} | ({row.devices: names} if names else {})
+
+
+def check_for_pool(protocol: str, devices: str) -> None:
+    """What setup() is given: a pool's nodes reach each other over TCP, and by shared memory on one host. Logs
+    a warning for anything else. Raises InvalidArgument for a protocol that is none."""
+    row = _row(protocol)
+    if row is not None and row.transport != LAST:
+        logger.warning("protocol = %s: the pool's bytes take TCP between hosts", protocol)
+    if devices.strip():
+        logger.warning("rdma_devices = %s is not used: TCP goes as the system routes", printable(devices))
+
+
+def _row(protocol: str) -> Protocol | None:
+    name = protocol.strip().lower()
+    if not name:
+        return None
+    if name not in PROTOCOLS:
+        raise InvalidArgument(
+            f"protocol = {printable(protocol, characters_max=80)} is none; there are {', '.join(PROTOCOLS)}",
+            operation="initialize",
+            key="protocol",
+        )
+    return PROTOCOLS[name]
+
+
+def _why_no_devices(protocol: str, why: str) -> str:
+    if why:
+        return f"{protocol} is not available here"
+    return f"{protocol} takes no devices; the address in local_hostname chooses the network card"
+
+
+@functools.cache
+def _transports_here() -> dict[str, str]:
+    """Each transport of this moonpool -> "" when it works on this host, else the reason."""
+    with moonpool.TransferEngine("transports", listen=None, metadata="") as probe:
+        return probe.transports()

@@ -1,0 +1,193 @@
+"""metadata_server, protocol and device_name: names in a real etcd, Redis and the drop-in's own server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mooncake import _protocols
+from mooncake.engine import TransferEngine
+from mooncake.http_metadata_server import KVBootstrapServer
+from mooncake.store import MooncakeDistributedStore
+
+from tests.core.master_bed import MasterProcess
+from tests.core.metadata_bed import running
+from tests.core.store_bed import MIB, until
+from tests.ports import free_port as a_free_port
+
+HOST, P2P = "127.0.0.1", "P2PHANDSHAKE"
+
+
+@pytest.fixture(scope="module", params=["http", "etcd", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param != "http":
+        with running(request.param, tmp_path_factory.mktemp("store")) as server:
+            yield server.url
+        return
+    server = KVBootstrapServer(a_free_port())
+    server.run()
+    yield f"http://{HOST}:{server.port}/metadata"
+    server.close()
+
+
+def made(name: str, url: str, protocol: str = "tcp", devices: str = "") -> TransferEngine:
+    engine = TransferEngine()
+    assert engine.initialize(name, url, protocol, devices) == 0
+    return engine
+
+
+def close(*engines: TransferEngine) -> None:
+    for engine in engines:
+        assert engine._engine is not None
+        engine._engine.close()
+
+
+PEER = """
+import sys, numpy as np
+from mooncake.engine import TransferEngine
+engine = TransferEngine()
+assert engine.initialize(sys.argv[1], sys.argv[2], "tcp", "") == 0
+array = np.full(4096, int(sys.argv[3]), np.uint8)
+assert engine.register_memory(array.ctypes.data, 4096) == 0
+print(array.ctypes.data, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_peer(name: str, url: str, value: int) -> tuple[subprocess.Popen[str], int]:
+    command = [sys.executable, "-c", PEER, name, url, str(value)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.wait()
+    return process, int(line)
+
+
+def test_engines_find_each_other_by_local_hostname(url: str, free_port: int) -> None:
+    name = f"{HOST}:{free_port}"
+    first, there = start_peer(name, url, 1)
+    taker = made(f"{HOST}:0", url)
+    here = np.zeros(4096, np.uint8)
+    assert taker.register_memory(here.ctypes.data, 4096) == 0
+    try:
+        assert taker.send_probe(name) == 0
+        assert taker.get_first_buffer_address(name) == there
+        assert taker.transfer_sync_read(name, here.ctypes.data, there, 4096) == 0
+        assert set(here) == {1}
+        assert taker.send_probe("10.0.0.1x") == -102
+        taken = TransferEngine()
+        assert taken.initialize(name, url, "tcp", "") == -1  # the port is taken
+    finally:
+        first.kill()
+        first.communicate()
+        close(taker)
+
+
+def test_a_name_without_a_port_is_followed_to_a_new_one(url: str) -> None:
+    """The port is a free one each time; a second living engine of the name is refused."""
+    first, there = start_peer("localhost", url, 1)
+    taker = made(f"{HOST}:0", url)
+    here = np.zeros(4096, np.uint8)
+    assert taker.register_memory(here.ctypes.data, 4096) == 0
+    second = None
+    try:
+        assert taker.transfer_sync_read("localhost", here.ctypes.data, there, 4096) == 0
+        refused = TransferEngine()
+        assert refused.initialize("localhost", url, "tcp", "") == -1
+        first.kill()
+        second, there = start_peer("localhost", url, 2)  # waits for the end of the dead one's lease
+        until(lambda: taker.send_probe("localhost") == 0, 30)
+        assert taker.transfer_sync_read("localhost", here.ctypes.data, there, 4096) == 0
+        assert set(here) == {2}
+    finally:
+        close(taker)
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.communicate()
+
+
+def test_a_metadata_server_without_a_scheme(url: str, free_port: int) -> None:
+    kind, _, place = url.partition("://")
+    one = TransferEngine()
+    assert one.initialize_ext("one.example", place, "tcp", "", kind) == -1  # no address of this host
+    assert one.initialize_ext(f"localhost:{free_port}", place, "tcp", "", kind) == 0
+    other = made(HOST, url)
+    assert other.send_probe(f"localhost:{free_port}") == 0
+    close(one, other)
+    if kind == "etcd":
+        third = made(f"{HOST}:0", place)  # as the original has it
+        close(third)
+
+
+def test_protocols_that_this_machine_has_not(caplog: pytest.LogCaptureFixture) -> None:
+    for protocol in ("rdma", "RDMA ", "efa", "ascend", "nvmeof"):
+        caplog.clear()
+        engine = made(HOST, P2P, protocol, "mlx5_0")
+        assert f"protocol = {protocol} is not available here: " in caplog.text
+        assert "device_name = mlx5_0 is not used" in caplog.text
+        assert engine._engine is not None
+        assert engine._engine.transports()["tcp"] == ""
+        close(engine)
+    caplog.clear()
+    for protocol, devices in (("tcp", ""), ("", ""), ("rpc_only", "")):
+        close(made(HOST, P2P, protocol, devices))
+    assert caplog.text == ""
+    close(made(HOST, P2P, "tcp", "mlx5_0"))
+    assert "tcp takes no devices; the address in local_hostname chooses the network card" in caplog.text
+    engine = TransferEngine()
+    assert engine.initialize(HOST, P2P, "carrier pigeon", "") == -1
+    assert "protocol = carrier pigeon is none; there are tcp, rdma, " in caplog.text
+    close(made(HOST, P2P, "tcp", ""))
+
+
+def test_a_protocol_chooses_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dict.fromkeys(("loopback", "shm", "cuda_ipc", "rdma", "efa", "cxl", "tcp"), "")
+    monkeypatch.setattr(_protocols, "_transports_here", lambda: here)
+    monkeypatch.setitem(_protocols.PROTOCOLS, "rdma", _protocols.Protocol("rdma", "devices"))
+    near = ["loopback", "shm", "cuda_ipc"]
+    for protocol, devices, options in (
+        ("tcp", "", {"transports": [*near, "tcp"]}),
+        ("rdma", "", {"transports": [*near, "rdma", "tcp"]}),
+        ("rdma", "a,b", {"transports": [*near, "rdma", "tcp"], "devices": ["a", "b"]}),
+        ("efa", "", {"transports": [*near, "efa", "tcp"]}),
+        ("cxl", "", {"transports": [*near, "cxl", "tcp"]}),
+        ("nvlink", "", {"transports": [*near, "tcp"]}),
+        ("", "", {}),
+    ):
+        assert _protocols.engine_options(protocol, devices) == options
+    here["rdma"] = "no device"
+    assert "devices" not in _protocols.engine_options("rdma", "a")
+
+
+def test_the_arguments_of_a_store(caplog: pytest.LogCaptureFixture, master: MasterProcess) -> None:
+    good: dict[str, Any] = {
+        "local_hostname": HOST,
+        "metadata_server": P2P,
+        "global_segment_size": 16 * MIB,
+        "local_buffer_size": 0,
+        "protocol": "tcp",
+        "rdma_devices": "",
+        "master_server_addr": master.address,
+    }
+    for wrong, said in (
+        ({"protocol": "pigeon"}, "protocol = pigeon is none"),
+        ({"metadata_server": "ftp://x"}, "metadata_server = ftp://x names no store"),
+        ({"metadata_server": "redis://:s3cret@x:y"}, "names no store"),
+    ):
+        caplog.clear()
+        assert MooncakeDistributedStore().setup(**good | wrong) == -600
+        assert MooncakeDistributedStore().setup(good | wrong) == -600
+        assert said in caplog.text
+        assert "s3cret" not in caplog.text
+    caplog.clear()
+    store = MooncakeDistributedStore()
+    given = {"protocol": "rdma", "rdma_devices": "mlx5_0", "metadata_server": "http://127.0.0.1:1/metadata"}
+    assert store.setup(**good | given) == 0
+    assert "protocol = rdma: the pool's bytes take TCP between hosts" in caplog.text
+    assert "rdma_devices = mlx5_0 is not used" in caplog.text
+    store.close()
