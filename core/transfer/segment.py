@@ -44,9 +44,12 @@ class Segment:
         now, is looked up anew: its process may have restarted at another address. Raises Unavailable or
         Timeout."""
         if self._find is not None and self.id and not self._is_there():
-            found, old = self._find(), self.handle
-            self.handle = found
-            self._native.close_segment(old)
+            found = self._find()
+            if self._is_there():  # it was slow: transfers under way keep their handle
+                self._native.close_segment(found)
+            else:
+                self.handle, old = found, self.handle
+                self._native.close_segment(old)
         self.name, self.id, self.host_id, self.address, rows, transports = self._native.segment(self.handle)
         self.regions = tuple(
             sorted(

@@ -5,6 +5,7 @@ All over a real master, etcd and Redis; a server of the test answers where these
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moonpool.core.transfer.metadata import Metadata, NameTaken
 from moonpool.core.transfer.metadata.connection_string import metadata_of
 from moonpool.core.transfer.metadata.publication import Publication
 from moonpool.core.transfer.metadata.record import decode, key_of
+from moonpool.core.transfer.metadata.redis_metadata import RedisError, _reply
 
 from .master_bed import MasterProcess
 from .metadata_bed import (
@@ -428,6 +430,56 @@ def test_records_that_are_none(rng: random.Random) -> None:
         except ProtocolError as error:
             said = str(error)
         assert said.isprintable()
+
+
+def test_replies_that_are_none(rng: random.Random) -> None:
+    """Whatever the bytes, a value or an error that requests expect."""
+    good = b"*2\r\n:7990\r\n$12\r\n" + b'{"id":"aaaa"}'[:12] + b"\r\n+OK\r\n-ERR no\r\n*0\r\n$-1\r\n"
+    for _ in range(5000):
+        text = bytearray(good)
+        for _ in range(rng.randrange(4)):
+            place = rng.randrange(len(text))
+            text[place : place + rng.randrange(3)] = rng.choice(
+                (rng.randbytes(rng.randrange(4)), b"*9\r\n", b"$99\r\n", b"\r\n", b"-", b"9" * 30)
+            )
+        reader = io.BufferedReader(io.BytesIO(bytes(text)))  # type: ignore[arg-type]
+        with suppress(ValueError, ConnectionError, RedisError):
+            for _ in range(6):
+                _reply(reader, 1 << 20)
+
+
+class SlowOnce:
+    """A native engine whose peer is silent for one question."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.silent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def segment(self, handle: int) -> Any:
+        if self.silent:
+            self.silent -= 1
+            raise Timeout("silent")
+        return self._native.segment(handle)
+
+
+def test_a_peer_that_was_slow_keeps_its_handle() -> None:
+    """Another one would end the transfers that are under way with it."""
+    store = Plain()
+    with engine(store, "slow") as gives, engine(store) as takes:
+        gives.allocate(4096)
+        peer = takes.open("slow")
+        before = peer.handle
+        peer._native = SlowOnce(peer._native)
+        peer._native.silent = 1
+        peer.refresh()
+        assert peer.handle == before
+        peer._native.silent = 2
+        peer.refresh()
+        assert peer.handle != before
+        assert first_byte(takes, peer) == 0
 
 
 class Plain(Metadata):
