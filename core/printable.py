@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 # str.isprintable() refuses control characters (C0, C1, DEL), line separators, surrogates, and the marks that
@@ -26,3 +27,8 @@ def printable_all(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [printable_all(item) for item in value]
     return value
+
+
+def without_password(url: str) -> str:
+    """A URL for logs and errors: without what stands before its last @."""
+    return re.sub("//.*@", "//***@", url)

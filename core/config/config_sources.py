@@ -23,6 +23,7 @@ from moonpool.core.config.foreign_variables import is_foreign, meant, warn
 from moonpool.core.config.setting import Section, Setting, extra_of, made_of, settings_of
 from moonpool.core.config.units import format_size, parse_duration, parse_size
 from moonpool.core.errors import ConfigError
+from moonpool.core.printable import without_password
 
 CONFIG_VARIABLE = "MOONPOOL_CONFIG"
 PREFIX = "MOONPOOL_"
@@ -98,6 +99,8 @@ def show_value(kind: inspect.Type, value: object) -> str:
     extra = extra_of(kind)
     if extra.get("secret"):
         return "(set)" if value else '""'
+    if extra.get("userinfo"):
+        value = without_password(str(value))
     if extra.get("unit") == "seconds":
         return f'"{value:g}s"'
     if extra.get("unit") in _SIZES and isinstance(value, int):

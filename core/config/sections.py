@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import Annotated
 
 from moonpool.core.config.proxy_section import Proxy
-from moonpool.core.config.setting import ArenaSize, Count, Duration, Port, Secret, Section, Share, Size, about
+from moonpool.core.config.setting import (
+    ArenaSize,
+    Count,
+    Duration,
+    Port,
+    Secret,
+    Section,
+    Share,
+    Size,
+    StoreUrl,
+    about,
+)
 from moonpool.core.config.units import parse_size
 
 
@@ -44,7 +55,7 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = ""
     metadata: Annotated[
-        str,
+        StoreUrl,
         about(
             "where transfer engines find each other by name: http://host:port/metadata of a master, "
             "etcd://host:2379,host:2379 or redis://host:6379; empty: nowhere, they are opened by address"

@@ -45,6 +45,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Secret = Annotated[str, msgspec.Meta(extra={"secret": "yes"})]
+# It may name a user and a password before an @; they are not shown.
+StoreUrl = Annotated[str, msgspec.Meta(extra={"userinfo": "hidden"})]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

@@ -198,6 +198,15 @@ def test_the_admin_token_has_the_same_sources_and_a_file_of_its_own(runtime: Pat
         config.load(written(runtime, '[cluster]\nadmin_token = "x"\n'), env={})
 
 
+def test_rows_do_not_show_the_password_of_a_store(runtime: Path) -> None:
+    url, variable = "redis://:s3@cret@h:1/2", "MOONPOOL_CLUSTER_METADATA"
+    loaded = config.load(env={variable: url, f"{variable}_PASSWORD": "s3cret"})
+    rows = {key: value for key, value, _ in loaded.rows()}
+    assert rows["cluster.metadata"] == '"redis://***@h:1/2"'
+    assert rows["cluster.metadata_password"] == "(set)"
+    assert loaded.cluster.metadata == url
+
+
 def test_rows_show_all_keys_and_never_the_secret(runtime: Path) -> None:
     rows = list(config.load(env={"MOONPOOL_CLUSTER_TOKEN": "s3cret", "MOONPOOL_NODE_DRAM": "1536MiB"}).rows())
     assert "s3cret" not in str(rows)

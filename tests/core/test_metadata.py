@@ -14,9 +14,10 @@ import pytest
 
 import moonpool
 from moonpool import AsyncTransferEngine, ConfigError, InvalidArgument, TransferEngine, Unavailable
+from moonpool.core.printable import without_password
 from moonpool.core.transfer.metadata import NameTaken
 from moonpool.core.transfer.metadata.backend import LEASE_S as DEFAULT_LEASE_S
-from moonpool.core.transfer.metadata.connection_string import metadata_of, without_password
+from moonpool.core.transfer.metadata.connection_string import metadata_of
 
 from .metadata_bed import KINDS, NamedPeer, engine, first_byte, record, running
 from .store_bed import TOKEN, until

@@ -13,6 +13,7 @@ import ssl
 from urllib.parse import unquote, urlsplit
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.printable import without_password
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.transfer.metadata.backend import Metadata
 from moonpool.core.transfer.metadata.etcd_metadata import EtcdMetadata
@@ -53,11 +54,6 @@ def metadata_of(
             operation="config",
             key=key,
         ) from error
-
-
-def without_password(text: str) -> str:
-    """For logs and errors."""
-    return re.sub("//.*@", "//***@", text)
 
 
 def _page(url: str) -> str:
