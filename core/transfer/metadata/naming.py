@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from moonpool.core.transfer.segment import Segment
 if TYPE_CHECKING:
     from moonpool import _native
 
+_log = logging.getLogger("moonpool.transfer.metadata")
 VARIABLE = "MOONPOOL_CLUSTER_METADATA"
 AUTHORITIES_VARIABLE = "MOONPOOL_CLUSTER_TLS_CA"
 
@@ -87,6 +89,7 @@ class Naming:
                 host_id=host_id or this_host(),
                 lease_s=store.lease_s,
             )
+            _warn_of_loopback(record, store)
             publication = Publication(store, record)
             publication.claim()
             publication.start()
@@ -119,11 +122,23 @@ class Naming:
             self._publication.close()
 
 
+def _warn_of_loopback(record: SegmentRecord, store: Metadata) -> None:
+    """Engines listen on loopback unless they are told otherwise."""
+    places = [parse_address(one, "listen") for one in record.addresses]
+    if not store.towards.is_loopback and all(one.is_loopback for one in places):
+        _log.warning(
+            "the name %s is published as %s, which engines of other hosts cannot reach; for them, listen on "
+            "an address of this host, such as 0.0.0.0:0",
+            record.name,
+            ", ".join(record.addresses),
+        )
+
+
 def _addresses(listening: list[str], advertise: str, towards: Address) -> tuple[str, ...]:
     """What peers are told, without repetition. Raises ConfigError."""
     real = [parse_address(one, "listen") for one in listening]
     if advertise:
-        has_port = advertise.endswith("]") is False and advertise.rpartition(":")[2].isdigit()
+        has_port = not advertise.endswith("]") and advertise.rpartition(":")[2].isdigit()
         given = parse_address(advertise if has_port else f"{advertise}:0", "advertise")
         if given.host in ("0.0.0.0", "::"):
             raise ConfigError(

@@ -91,12 +91,12 @@ class Publication:
         while not self._stop.wait(self._pause_s()):
             try:
                 self._publish()
-            except Error as error:
+            except Exception as error:  # of a caller's own store, too: a thread that ends would lose the name
                 self._failed(error)
         if not self.problem:
             try:
                 self._store.withdraw(self._record)
-            except Error as error:
+            except Exception as error:
                 _log.info("%s: the name %s stays until its lease ends", error, self._record.name)
 
     def _pause_s(self) -> float:
@@ -114,7 +114,7 @@ class Publication:
         self._failures = 0
         self.problem = ""
 
-    def _failed(self, error: Error) -> None:
+    def _failed(self, error: Exception) -> None:
         """Told once for each outage."""
         self.failures += 1
         self._failures += 1
@@ -124,7 +124,7 @@ class Publication:
                 self._record.name,
                 error,
             )
-        self.problem = str(error)
+        self.problem = str(error) or type(error).__name__
 
 
 # At the end of the interpreter the threads that close() waits for stand still: so it comes before.
