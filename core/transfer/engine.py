@@ -31,7 +31,15 @@ from moonpool.core.transfer.metadata.naming import Naming, engine_name, store_of
 from moonpool.core.transfer.region import Region, RegionTable
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
-from moonpool.core.transfer.types import Batch, Column, Local, Notification, Slice, TransferOptions
+from moonpool.core.transfer.types import (
+    Batch,
+    Column,
+    Local,
+    Notification,
+    PeerPath,
+    Slice,
+    TransferOptions,
+)
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -64,6 +72,11 @@ class EngineFacts:
     def transports(self) -> dict[str, str]:
         """Each transport, best first -> "" when it works here, else a sentence with the reason."""
         return self._native.transports()
+
+    def paths(self, segment: Segment) -> list[PeerPath]:
+        """How each transport reaches that peer, or why it does not, in the order in which a transfer tries
+        them. Asks nothing of the peer."""
+        return [PeerPath(*row) for row in self._native.paths(segment.handle)]
 
     def metrics(self) -> dict[str, int]:
         """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""

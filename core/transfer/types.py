@@ -52,6 +52,21 @@ class Slice(NamedTuple):
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class PeerPath:
+    """How one transport reaches a peer.
+
+    path:      for people, as "tcp 10.0.0.7:7720"; "": there is none, and ``why`` says the reason.
+    unreached: kinds of the peer's memory ("host", "host_arena", "device") that the path does not reach, each
+               with the reason.
+    """
+
+    transport: str
+    path: str
+    why: str
+    unreached: dict[str, str]
+
+
 class TransferOptions(TypedDict, total=False):
     """How slices are moved; every verb that moves bytes takes these keywords.
 

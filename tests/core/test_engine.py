@@ -377,6 +377,29 @@ def test_only_the_listed_transports_are_used(engines: Callable[..., TransferEngi
         engines(transports=["carrier pigeon"])
 
 
+def test_the_paths_to_a_peer(engines: Callable[..., TransferEngine], own: Peer) -> None:
+    """Each transport has a path or a reason, and says which kinds of memory the path does not reach."""
+    engine = engines()
+    paths = {path.transport: path for path in engine.paths(engine.open(own.address))}
+    assert list(paths) == ["loopback", "shm", "cuda_ipc", "tcp"]
+    assert (paths["loopback"].path, paths["loopback"].unreached) == ("", {})
+    assert "process" in paths["loopback"].why
+    for name in ("shm", "tcp"):
+        assert paths[name].path.startswith(name)
+        assert not paths[name].why
+    assert set(paths["shm"].unreached) == {"device"}
+    assert "shared memory does not reach" in paths["shm"].unreached["device"]
+    assert paths["tcp"].unreached == {}
+    alone = engines(transports=["tcp"])
+    paths = {path.transport: path for path in alone.paths(alone.open(own.address))}
+    assert paths["shm"].why == "it is not among the transports of this engine"
+    assert not paths["shm"].path
+    segment = engine.open(own.address)
+    segment.close()
+    with pytest.raises(InvalidArgument, match=r"no segment .* is open"):
+        engine.paths(segment)
+
+
 def test_transports_that_cannot_reach_a_peer_say_so(
     engines: Callable[..., TransferEngine], own: Peer
 ) -> None:

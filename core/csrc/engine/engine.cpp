@@ -134,22 +134,27 @@ Result<uint32_t> Engine::open(const std::string& address) {
     Result<transport::Contact> contact = core.carrier->call(address);
     if (!contact) return contact.error();
     std::vector<engine::Route> routes;
-    std::string reasons;
+    std::vector<engine::NoRoute> no_routes;
     for (const Core::Entry& entry : core.transports) {
         Result<std::shared_ptr<transport::Link>> link = core.connect(entry, *contact);
         if (link) {
             // In the order of the registry, which is the order in which a transfer tries them.
             routes.push_back({entry.name, std::move(*link)});
         } else {
-            reasons += (reasons.empty() ? "" : "; ") + std::string(entry.name) + ": " + link.error().text;
+            no_routes.push_back({entry.name, link.error().text});
         }
     }
     if (routes.empty()) {
+        std::string reasons;
+        for (const engine::NoRoute& none : no_routes) {
+            reasons += (reasons.empty() ? "" : "; ") + std::string(none.transport) + ": " + none.why;
+        }
         return Error{Code::kUnavailable, "no transport reaches " + address + ": " + reasons};
     }
     // Looked at before the dialling, for the message; several threads that open at once may go beyond it
     // by their number.
-    auto peer = std::make_shared<Peer>(std::move(*contact), std::move(routes), core.counters);
+    auto peer =
+        std::make_shared<Peer>(std::move(*contact), std::move(routes), std::move(no_routes), core.counters);
     MutexLock lock(core.peers_mutex);
     uint32_t number = core.next_peer++;
     core.peers[number] = std::move(peer);
@@ -198,6 +203,16 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
             {row.address, row.length, row.kind, row.location, peer.transport_for(row.kind)});
     }
     return info;
+}
+
+Result<std::vector<SegmentPath>> Engine::paths(uint32_t segment) {
+    Core::Call call(*core_);
+    if (!call.ok()) return call.error();
+    Result<std::shared_ptr<Peer>> peer = core_->find_peer(segment);
+    if (!peer) return peer.error();
+    std::vector<SegmentPath> paths;
+    for (const Core::Entry& entry : core_->transports) paths.push_back((*peer)->path_of(entry.name));
+    return paths;
 }
 
 namespace {

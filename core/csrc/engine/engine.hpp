@@ -98,6 +98,15 @@ struct SegmentInfo {
     std::vector<SegmentRegion> regions;
 };
 
+// How one transport reaches a peer, or why it does not.
+struct SegmentPath {
+    std::string transport;
+    std::string path{};  // for people; empty: none
+    std::string why{};   // there is none
+    // Kinds of the peer's memory that the path does not reach, and why.
+    std::vector<std::pair<MemoryKind, std::string>> unreached{};
+};
+
 class Engine {
    public:
     static Result<std::shared_ptr<Engine>> create(EngineOptions options);
@@ -123,6 +132,8 @@ class Engine {
     Result<uint32_t> open(const std::string& address);
     Status close_segment(uint32_t segment);
     Result<SegmentInfo> segment(uint32_t segment);  // asked of the peer
+    // Of all transports, in the order in which a transfer tries them. Asks nothing of the peer.
+    Result<std::vector<SegmentPath>> paths(uint32_t segment);
 
     // The bytes moved; fails when any slice failed, and then tells in `status`, when one is given, how far it
     // came. A status that was left waiting means that nothing was begun.

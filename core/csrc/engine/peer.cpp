@@ -33,6 +33,22 @@ std::string Peer::transport_for(MemoryKind kind) const {
     return "";
 }
 
+SegmentPath Peer::path_of(std::string_view transport) const {
+    SegmentPath path{.transport = std::string(transport)};
+    for (const NoRoute& missing : no_routes_) {
+        if (missing.transport == transport) path.why = missing.why;
+    }
+    for (const Route& route : routes_) {
+        if (route.transport != transport) continue;
+        path.path = route.link->path();
+        for (MemoryKind kind : {MemoryKind::kHost, MemoryKind::kHostArena, MemoryKind::kDevice}) {
+            std::string why;
+            if (!route.link->reaches(kind, &why)) path.unreached.emplace_back(kind, why);
+        }
+    }
+    return path;
+}
+
 bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) const {
     outcome.last = &link;
     if (job.waiting == 0 || job.stopped()) {

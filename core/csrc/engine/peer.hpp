@@ -28,14 +28,22 @@ struct Route {
     std::shared_ptr<transport::Link> link;
 };
 
+// A transport that has no link to a peer.
+struct NoRoute {
+    std::string_view transport;
+    std::string why;
+};
+
 class Peer : public std::enable_shared_from_this<Peer> {
    public:
     // routes: at least one, in the order in which they are tried.
-    Peer(transport::Contact contact, std::vector<Route> routes, transport::Counters& counters)
+    Peer(transport::Contact contact, std::vector<Route> routes, std::vector<NoRoute> no_routes,
+         transport::Counters& counters)
         : info_(std::move(contact.info)),
           control_(std::move(contact.control)),
           routes_(std::move(routes)),
           card_routes_(routes_),
+          no_routes_(std::move(no_routes)),
           counters_(counters) {
         // Those that reach a local card themselves before those to which its bytes have to be copied first.
         std::ranges::stable_partition(card_routes_, [](const Route& r) { return r.link->copies_by_card(); });
@@ -47,6 +55,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     bool runs_on_caller() const { return routes_.front().link->runs_on_caller(); }
     // The transport that is tried first for memory of that kind, "" for none.
     std::string transport_for(MemoryKind kind) const;
+    SegmentPath path_of(std::string_view transport) const;
 
     // Carries the job on the calling thread.
     Outcome run(transport::Job& job);
@@ -77,6 +86,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     std::shared_ptr<transport::Control> control_;
     const std::vector<Route> routes_;
     std::vector<Route> card_routes_;  // the same, for jobs with local memory of cards
+    const std::vector<NoRoute> no_routes_;
     transport::Counters& counters_;
 };
 

@@ -332,6 +332,19 @@ class PyEngine {
         return py::make_tuple(info.name, id_bytes(info.id), info.host_id, info.address, regions, chosen);
     }
 
+    // (transport, path or "", why there is none, {kind of the peer's memory: why it does not reach it})
+    py::list paths(uint32_t segment) {
+        py::list rows;
+        for (const SegmentPath& path : unwrap(engine_->paths(segment), "paths")) {
+            py::dict unreached;
+            for (const auto& [kind, why] : path.unreached) {
+                unreached[py::str(moonpool::kind_name(kind))] = why;
+            }
+            rows.append(py::make_tuple(path.transport, path.path, path.why, unreached));
+        }
+        return rows;
+    }
+
     uint64_t transfer(const TransferRequest& request) {
         TicketStatus status;
         Result<uint64_t> bytes = without_gil([&] { return engine_->transfer(request, &status); });
@@ -459,6 +472,7 @@ void bind_engine(py::module_& m) {
         .def("open", &PyEngine::open, py::arg("address"))
         .def("close_segment", &PyEngine::close_segment, py::arg("segment"))
         .def("segment", &PyEngine::segment, py::arg("segment"))
+        .def("paths", &PyEngine::paths, py::arg("segment"))
         .def("wait", &PyEngine::wait, py::arg("ticket"), py::arg("timeout_s"))
         .def("status", &PyEngine::status, py::arg("ticket"))
         .def("cancel", &PyEngine::cancel, py::arg("ticket"))
