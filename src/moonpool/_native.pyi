@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Mark', 'MasterServer', 'Member', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -652,6 +652,148 @@ class CardCopies:
         """
         Each source, a buffer or (address, length), to the target at the same place, which is as long. All targets or all sources are of the host. The bytes are there on return.
         """
+class MemoryNode:
+    """
+    A NUMA node; without CPUs it is memory alone. Sizes in bytes.
+    """
+    @property
+    def cpus(self) -> list[int]:
+        ...
+    @property
+    def distances(self) -> list[tuple[int, int]]:
+        """
+        (node, distance); 10 is the node itself.
+        """
+    @property
+    def free_bytes(self) -> int:
+        ...
+    @property
+    def id(self) -> int:
+        ...
+    @property
+    def total_bytes(self) -> int:
+        ...
+class Gid:
+    """
+    An entry of an RDMA port's table of addresses.
+    """
+    @property
+    def address(self) -> str:
+        ...
+    @property
+    def index(self) -> int:
+        ...
+    @property
+    def net(self) -> str:
+        ...
+    @property
+    def type(self) -> str:
+        ...
+class RdmaPort:
+    """
+    A port of an RDMA device. What cannot be read is "" or 0.
+    """
+    @property
+    def gbit_per_s(self) -> float:
+        ...
+    @property
+    def gids(self) -> list[Gid]:
+        ...
+    @property
+    def lid(self) -> int:
+        ...
+    @property
+    def link_layer(self) -> str:
+        ...
+    @property
+    def number(self) -> int:
+        ...
+    @property
+    def physical(self) -> str:
+        ...
+    @property
+    def state(self) -> str:
+        ...
+class NetDevice:
+    """
+    A network device; mbit_per_s is -1 where the kernel does not tell it.
+    """
+    @property
+    def mbit_per_s(self) -> int:
+        ...
+    @property
+    def mtu(self) -> int:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def state(self) -> str:
+        ...
+class MachineDevice:
+    """
+    A NIC, GPU, NVMe drive or DAX device, and where it is plugged in.
+    """
+    @property
+    def bridges(self) -> list[str]:
+        ...
+    @property
+    def bytes(self) -> int:
+        ...
+    @property
+    def kind(self) -> str:
+        ...
+    @property
+    def model(self) -> str:
+        ...
+    @property
+    def name(self) -> str:
+        ...
+    @property
+    def nets(self) -> list[NetDevice]:
+        ...
+    @property
+    def node(self) -> int:
+        """
+        -1: unknown.
+        """
+    @property
+    def pci(self) -> str:
+        ...
+    @property
+    def ports(self) -> list[RdmaPort]:
+        ...
+    @property
+    def state(self) -> str:
+        ...
+class Machine:
+    """
+    Memory, CPUs and devices of a machine, as its kernel describes them.
+    """
+    def __init__(self, root: str = '') -> None:
+        """
+        root: a prefix of /sys and /proc. What cannot be read is left out.
+        """
+    def near_device(self, device: MachineDevice, kind: str) -> list[tuple[MachineDevice, str, int, bool]]:
+        """
+        The same for memory of a device.
+        """
+    def near_node(self, node: typing.SupportsInt | typing.SupportsIndex, kind: str) -> list[tuple[MachineDevice, str, int, bool]]:
+        """
+        (device, "switch", "root port", "node" or "far", NUMA distance or -1, whether it is as near as the first), the near ones first.
+        """
+    @property
+    def allowed_cpus(self) -> list[int]:
+        ...
+    @property
+    def allowed_nodes(self) -> list[int]:
+        ...
+    @property
+    def devices(self) -> list[MachineDevice]:
+        ...
+    @property
+    def nodes(self) -> list[MemoryNode]:
+        ...
 class Ingested:
     """
     What a batch of KV events came to, in blocks.

@@ -25,6 +25,7 @@ COMMANDS = [
     ["proxy"],
     ["up"],
     ["status"],
+    ["topology"],
     ["put"],
     ["get"],
     ["ls"],

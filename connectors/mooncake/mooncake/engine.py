@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 import moonpool
+from moonpool.core import topology
 from moonpool.core.errors import Closed, Error, InvalidArgument, TransferError, Unavailable
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.transfer.peers import Peers
@@ -167,13 +168,22 @@ class TransferEngine:
         return 0
 
     def get_local_topology(self, device_name: str | None = None) -> str:
-        """The transports that work here, as JSON: moonpool's paths and no list of network cards."""
-        works = (
-            []
-            if self._engine is None
-            else [name for name, why in self._engine.transports().items() if not why]
-        )
-        return json.dumps({"cpu:0": [works, []]})
+        """The matrix of this machine as JSON: for each memory ("cpu:0" of NUMA node 0, "cuda:0" of a GPU, in
+        the order of PCI addresses) the names of the NICs near it, and of the others.
+
+        device_name: names with commas between them, of which alone the matrix is made; none: all.
+        """
+        if not isinstance(device_name, str | None):
+            raise TypeError(f"get_local_topology: expected a str, got {device_name!r:.80}")
+        wanted = {name.strip() for name in (device_name or "").split(",") if name.strip()}
+        rows: dict[str, list[list[str]]] = {}
+        for memory, near in topology.matrix(topology.read()).items():
+            nics = [row for row in near if not wanted or row.nic in wanted]
+            nearest = nics[0].rank if nics else None
+            preferred = [row.nic for row in nics if row.rank == nearest]
+            others = [row.nic for row in nics if row.rank != nearest]
+            rows[memory.replace("gpu", "cuda:")] = [preferred, others]
+        return json.dumps(rows)
 
     # ---- memory
 

@@ -73,6 +73,7 @@ void bind_core(py::module_& m) {
     bind_ssd(m);
     bind_ranges(m);
     bind_card_memory(m);
+    bind_topology(m);
 
     m.def("block_digests", &digests, py::arg("token_ids"), py::arg("block_tokens"),
           py::arg("seed") = py::bytes(), py::arg("previous") = py::bytes(),

@@ -23,6 +23,7 @@ void bind_ssd(py::module_& m);
 void bind_tls(py::module_& m);
 void bind_ranges(py::module_& m);
 void bind_card_memory(py::module_& m);
+void bind_topology(py::module_& m);
 
 inline py::bytes to_bytes(const void* data, size_t size) {
     return py::bytes(static_cast<const char*>(data), size);

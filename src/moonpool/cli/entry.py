@@ -21,6 +21,7 @@ from moonpool.cli import (
     sglang,
     simulate,
     status,
+    topology,
     up,
     vllm,
 )
@@ -46,7 +47,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     serving = (node, master, proxy, mock_engine, up, vllm, sglang)
-    for module in (*serving, status, objects, bench, simulate, replay, plan, configuration):
+    for module in (*serving, status, topology, objects, bench, simulate, replay, plan, configuration):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")

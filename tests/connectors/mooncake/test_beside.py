@@ -12,10 +12,12 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mooncake import cli_bench
+from mooncake.engine import TransferEngine
 from mooncake.http_metadata_server import KVBootstrapServer, KVPoll
 from mooncake.store import (
     MooncakeDistributedNoFRegister,
@@ -24,8 +26,10 @@ from mooncake.store import (
     get_free_func_addr,
 )
 
+from moonpool.core import topology
 from moonpool.core.errors import ConfigError
 
+from ... import machines
 from .commands import Command
 
 
@@ -177,7 +181,29 @@ def test_the_topology() -> None:
         [sys.executable, "-c", "from mooncake.transfer_engine_topology_dump import main; main()"],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert "tcp" in json.loads(done.stdout.partition(":")[2])["cpu:0"][0]
+    rows = json.loads(done.stdout.partition(":")[2])
+    matrix = topology.matrix(topology.read())
+    assert list(rows) == list(matrix)
+    near, others = rows["cpu:0"]
+    assert [row.nic for row in matrix["cpu:0"]] == [*near, *others]
+
+
+def test_the_topology_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its users read it: lists of near and of other NICs for each memory."""
+    dgx = topology.read(str(machines.build("dgx_h100", tmp_path)))
+    monkeypatch.setattr(topology, "read", lambda: dgx)
+    rows = json.loads(TransferEngine().get_local_topology())
+    assert list(rows) == ["cpu:0", "cpu:1", *(f"cuda:{number}" for number in range(8))]
+    near, others = rows["cuda:5"]
+    assert near == ["mlx5_9"]
+    assert others[:3] == ["mlx5_6", "mlx5_7", "mlx5_8"]
+    assert len(others) == 12
+    rows = json.loads(TransferEngine().get_local_topology("mlx5_0, mlx5_11"))
+    assert rows["cuda:5"] == [["mlx5_11"], ["mlx5_0"]]
+    assert rows["cpu:0"] == [["mlx5_0"], ["mlx5_11"]]
+    assert json.loads(TransferEngine().get_local_topology("none"))["cpu:0"] == [[], []]
+    with pytest.raises(TypeError):
+        TransferEngine().get_local_topology(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["allocator", "pg", "ep"])
