@@ -26,6 +26,7 @@ COMMANDS = [
     ["up"],
     ["status"],
     ["topology"],
+    ["doctor"],
     ["put"],
     ["get"],
     ["ls"],

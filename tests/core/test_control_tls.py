@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from typing import Any
 import pytest
 
 from moonpool import Store, _native
-from moonpool.core.config import config, paths
-from moonpool.core.config.config import Config
+from moonpool.core.config import paths
 from moonpool.core.config.native_settings import master_settings, node_settings
 from moonpool.core.errors import (
     AuthError,
@@ -47,37 +45,12 @@ from ..launch.hosts import TWO_HOSTS
 from ..launch.up_bed import Command
 from .master_bed import MasterProcess, environment
 from .store_bed import MIB, TOKEN, until
+from .tls_bed import control, made, pem, variables
 
-CERTIFICATES = Path(__file__).parent / "certificates"
+__all__ = ["control", "pem"]
+
 START_S = 60.0
 MAGIC = b"MPL1"
-
-
-@pytest.fixture
-def pem(tmp_path: Path) -> Callable[[str], str]:
-    """The path of a certificate of the tests; the key is private, as git does not keep it."""
-    shutil.copytree(CERTIFICATES, tmp_path / "pem")
-    (tmp_path / "pem" / "test-key.pem").chmod(0o600)
-    return lambda name: str(tmp_path / "pem" / f"{name}.pem")
-
-
-@pytest.fixture
-def control(pem: Callable[[str], str]) -> dict[str, str]:
-    """[cluster] of a master and of who dials it, without mutual proof."""
-    return {
-        "tls_control": "on",
-        "tls_cert": pem("master"),
-        "tls_key": pem("test-key"),
-        "tls_ca": pem("authority"),
-    }
-
-
-def made(cluster: dict[str, str]) -> Config:
-    return config.load(env={}, arguments={f"cluster.{name}": value for name, value in cluster.items()})
-
-
-def variables(cluster: dict[str, str]) -> dict[str, str]:
-    return {f"MOONPOOL_CLUSTER_{name.upper()}": value for name, value in cluster.items()}
 
 
 class Sniffer:

@@ -11,6 +11,7 @@ import typer
 from moonpool.cli import (
     bench,
     configuration,
+    doctor,
     master,
     mock_engine,
     node,
@@ -47,7 +48,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     serving = (node, master, proxy, mock_engine, up, vllm, sglang)
-    for module in (*serving, status, topology, objects, bench, simulate, replay, plan, configuration):
+    for module in (*serving, status, topology, doctor, objects, bench, simulate, replay, plan, configuration):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")

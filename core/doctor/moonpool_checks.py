@@ -1,0 +1,71 @@
+"""The configuration, the runtime folder and the token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from moonpool.core.config import paths
+from moonpool.core.config.config import Config
+from moonpool.core.doctor.finding import Finding, absent, broken, weak, works
+from moonpool.core.errors import ConfigError
+
+FREE_BYTES_MIN = 1 << 20
+
+
+def check(config: Config | ConfigError) -> Iterator[Finding]:
+    """All checks of this file. config: or why it cannot be read."""
+    if isinstance(config, ConfigError):
+        yield broken("configuration", str(config), "moonpool config show; docs/configuration.md")
+    else:
+        yield works("configuration", "it can be read")
+    yield from _runtime_folder()
+    if not isinstance(config, ConfigError):
+        yield from _token(config)
+
+
+def _runtime_folder() -> Iterator[Finding]:
+    remedy = f"set {paths.RUNTIME_DIR_VARIABLE} to a folder of yours with mode 0700"
+    try:
+        folder = paths.runtime_dir(ensure=True)
+        space = os.statvfs(folder)
+    except ConfigError as error:
+        yield broken("runtime folder", str(error), remedy)
+        return
+    except OSError as error:
+        yield broken("runtime folder", f"it cannot be looked at: {error}", remedy)
+        return
+    is_read_only = bool(space.f_flag & os.ST_RDONLY)
+    if is_read_only or not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        yield broken("runtime folder", f"{folder} cannot be written", remedy)
+    elif space.f_blocks and space.f_bavail * space.f_frsize < FREE_BYTES_MIN:
+        yield broken("runtime folder", f"the disk of {folder} is full", f"make room there, or {remedy}")
+    else:
+        yield works("runtime folder", f"{folder}")
+
+
+def _token(config: Config) -> Iterator[Finding]:
+    try:
+        configured = config.token_is_configured
+        if not configured and not (paths.runtime_dir() / "token").exists():
+            yield absent(
+                "token",
+                f"none is configured: the first process of this user makes one for this host; other hosts "
+                f"need {paths.TOKEN_FILE_VARIABLE}",
+            )
+            return
+        token = config.read_token()
+    except ConfigError as error:
+        yield broken(
+            "token",
+            str(error),
+            "openssl rand -hex 32 > token; chmod 600 token; the same file on each host, named by "
+            f"{paths.TOKEN_FILE_VARIABLE}",
+        )
+        return
+    if len(token) < paths.TOKEN_BYTES_GOOD:
+        yield weak("token", f"the token has {len(token)} bytes: it can be guessed", "openssl rand -hex 32")
+    elif configured:
+        yield works("token", "a token is configured")
+    else:
+        yield works("token", "that of this user and host; other hosts need a configured one")
