@@ -17,6 +17,7 @@ from moonpool.core.topology import as_json, matrix, memories, read, usable_nics
 from moonpool.core.topology.gids import best_gid, gid_text, is_ethernet, is_routable
 
 from .. import machines
+from ..machines import __main__ as recorder
 
 NIC_OF_GPU = ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"]
 RDMA_PORT = "/sys/class/infiniband/mlx5_0/ports/1"
@@ -85,6 +86,14 @@ def test_memory_without_cpus_says_so(tmp_path: Path) -> None:
     machines.write(tmp_path, "/proc/self/status", "Cpus_allowed_list:\t0-7\nMems_allowed_list:\t0")
     text = shown(read(str(tmp_path)))
     assert "this process may use CPUs 0-7; it may take memory of nodes 0" in text
+
+
+def test_a_recording_of_this_machine_shows_this_machine(tmp_path: Path) -> None:
+    recorded = "\n".join(recorder.lines())
+    of_recording, here = (as_json(read(root)) for root in (str(machines.build_text(recorded, tmp_path)), ""))
+    for node in (*of_recording["nodes"], *here["nodes"]):
+        del node["free_bytes"]  # it changes
+    assert of_recording == here
 
 
 def test_no_machine_at_all(tmp_path: Path) -> None:

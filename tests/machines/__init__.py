@@ -2,7 +2,7 @@
 
 A recording is a text: a line "/sys/... = text" for a file, with \\n for line ends in it, "/sys/... -> target"
 for a link, and lines that begin with "#". `python -m tests.machines` records the machine that runs it;
-virtio_vm.txt is one, the others are written by hand after such machines.
+virtio_vm.txt and rxe_vm.txt were made so, the others are written by hand after such machines.
 tests/native/topology/test_topology.cpp reads the same files.
 """
 
@@ -17,7 +17,12 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 def build(name: str, root: Path) -> Path:
     """The recorded machine ``name`` as files below ``root``, which it returns."""
-    for line in (FOLDER / f"{name}.txt").read_text().splitlines():
+    return build_text((FOLDER / f"{name}.txt").read_text(), root)
+
+
+def build_text(recording: str, root: Path) -> Path:
+    """The same of a recording that is no file."""
+    for line in recording.splitlines():
         if line and not line.startswith("#"):
             _make(line, root)
     return root

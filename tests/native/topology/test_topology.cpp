@@ -203,6 +203,23 @@ TEST_CASE("topology: virtual machines, with PCI and without") {
     CHECK(nic->nets[0].mtu == 1400);
 }
 
+TEST_CASE("topology: soft RoCE on NICs of two nodes, as a real kernel shows it") {
+    Recorded recorded("rxe_vm");
+    Machine machine = recorded.machine();
+    REQUIRE(machine.nodes.size() == 3);
+    CHECK(machine.nodes[2].cpus.empty());
+    CHECK(names(rank(machine, origin_of_node(1), DeviceKind::kNic), false) ==
+          Names{"rxe1", "rxe3", "rxe0", "rxe2"});
+    CHECK(names(rank(machine, origin_of_node(2), DeviceKind::kNic)) == Names{"rxe0", "rxe2"});
+    const Device* nic = machine.device(DeviceKind::kNic, "rxe1");
+    REQUIRE(nic != nullptr);
+    CHECK(nic->place.pci == "0000:41:00.0");
+    CHECK(nic->nets[0].name == "eth0");
+    REQUIRE(nic->ports.size() == 1);
+    CHECK(nic->ports[0].gids.back().address == "0000:0000:0000:0000:0000:ffff:0a07:0002");
+    CHECK(nic->ports[0].gids.back().type == "RoCE v2");
+}
+
 TEST_CASE("topology: the machine that runs this") {
     Machine machine = read_machine();
     CHECK_FALSE(machine.nodes.empty());
