@@ -198,8 +198,7 @@ Status Engine::Core::close() {
     in_use = !settle(end);
     // From here on no call or transfer of this process begins anything with a region; now the peers.
     std::vector<std::shared_ptr<Region>> gone;
-    std::shared_ptr<const Regions> last = regions->all();
-    for (const auto& region : *last) {
+    for (const auto& region : regions->all()->list()) {
         if (Result<std::shared_ptr<Region>> removed = regions->remove(region->address)) {
             gone.push_back(std::move(*removed));
         }

@@ -80,15 +80,25 @@ std::vector<std::byte> regions_question(const PeerInfo& peer) {
     return body;
 }
 
-std::optional<uint16_t> decode_regions_question(Reader r) {
-    if (r.done()) return uint16_t{1};
-    auto version = r.number<uint16_t>();
-    // A later version may append fields.
-    if (!r.ok() || version < kVersionWithCards) return std::nullopt;
-    return version;
+std::vector<std::byte> regions_question(const PeerInfo& peer, uint64_t edition) {
+    std::vector<std::byte> body = regions_question(peer);
+    // A peer that knows no editions reads no further, and answers with the list.
+    if (!body.empty()) Writer(body).number(edition);
+    return body;
 }
 
-void encode_regions(Writer& w, const Regions& regions, uint16_t version) {
+std::optional<RegionsQuestion> decode_regions_question(Reader r) {
+    RegionsQuestion question;
+    if (r.done()) return question;
+    question.version = r.number<uint16_t>();
+    if (!r.ok() || question.version < kVersionWithCards) return std::nullopt;
+    if (!r.done()) question.edition = r.number<uint64_t>();
+    // A later version may append fields.
+    if (!r.ok()) return std::nullopt;
+    return question;
+}
+
+void encode_regions(Writer& w, const RegionList& regions, uint16_t version) {
     // Before it, a list with another kind than those of the host was unreadable.
     auto shown = [&](const auto& region) { return version >= kVersionWithCards || !region->on_card(); };
     w.number(static_cast<uint32_t>(std::ranges::count_if(regions, shown)));
@@ -102,7 +112,9 @@ void encode_regions(Writer& w, const Regions& regions, uint16_t version) {
     }
 }
 
-std::optional<std::vector<RegionRow>> decode_regions(Reader r) {
+namespace {
+
+std::optional<std::vector<RegionRow>> decode_rows(Reader& r) {
     auto n = r.number<uint32_t>();
     if (!r.ok() || n > kRegionsMax) return std::nullopt;
     std::vector<RegionRow> rows;
@@ -123,8 +135,45 @@ std::optional<std::vector<RegionRow>> decode_regions(Reader r) {
         row.kind = static_cast<MemoryKind>(kind);
         rows.push_back(std::move(row));
     }
-    if (!r.done()) return std::nullopt;
+    if (!r.ok()) return std::nullopt;
     return rows;
+}
+
+}  // namespace
+
+std::optional<std::vector<RegionRow>> decode_regions(Reader r) {
+    std::optional<std::vector<RegionRow>> rows = decode_rows(r);
+    return r.done() ? rows : std::nullopt;
+}
+
+void encode_changes(Writer& w, const RegionChanges& changes, uint16_t version) {
+    encode_regions(w, changes.added, version);
+    w.number(changes.edition);
+    w.number(static_cast<uint8_t>(changes.whole ? 1 : 0));
+    w.number(static_cast<uint32_t>(changes.removed.size()));
+    for (const RegionChanges::Removed& removed : changes.removed) {
+        w.number(removed.id);
+        w.number(removed.address);
+    }
+}
+
+std::optional<ChangedRows> decode_changes(Reader r) {
+    ChangedRows changes;
+    std::optional<std::vector<RegionRow>> rows = decode_rows(r);
+    if (!rows) return std::nullopt;
+    changes.added = std::move(*rows);
+    if (r.done()) return changes;  // of a peer that knows no editions
+    changes.edition = r.number<uint64_t>();
+    changes.whole = r.number<uint8_t>() != 0;
+    auto n = r.number<uint32_t>();
+    if (!r.ok() || n > RegionTable::kChangesKept || (changes.whole && n != 0)) return std::nullopt;
+    for (uint32_t i = 0; i < n; ++i) {
+        auto id = r.number<uint64_t>();
+        changes.removed.push_back({id, r.number<uint64_t>()});
+    }
+    // A later version may append fields.
+    if (!r.ok()) return std::nullopt;
+    return changes;
 }
 
 std::string read_boot_id() {

@@ -52,11 +52,25 @@ struct RegionRow {
 };
 // Asks a peer of that version for its regions: the question's body.
 std::vector<std::byte> regions_question(const PeerInfo& peer);
-// The version of the initiator that asks; nothing: the body breaks the format.
-std::optional<uint16_t> decode_regions_question(Reader r);
+// Of shared memory: the same for what has changed since that edition of the list; 0: for all of it.
+std::vector<std::byte> regions_question(const PeerInfo& peer, uint64_t edition);
+struct RegionsQuestion {
+    uint16_t version = 1;             // of the initiator
+    std::optional<uint64_t> edition;  // that it knows; nothing: it asks for the list alone
+};
+std::optional<RegionsQuestion> decode_regions_question(Reader r);
 // Those that an initiator of that version can read.
-void encode_regions(Writer& w, const Regions& regions, uint16_t version);
+void encode_regions(Writer& w, const RegionList& regions, uint16_t version);
 std::optional<std::vector<RegionRow>> decode_regions(Reader r);
+// The answer to a question with an edition.
+void encode_changes(Writer& w, const RegionChanges& changes, uint16_t version);
+struct ChangedRows {
+    uint64_t edition = 0;  // 0: the peer has none, and must not be asked for changes
+    bool whole = true;     // as in RegionChanges
+    std::vector<RegionRow> added;
+    std::vector<RegionChanges::Removed> removed;
+};
+std::optional<ChangedRows> decode_changes(Reader r);
 
 // TRANSFER: u32 rows, u32 zero, rows, the bytes of the writes in the order of their rows.
 struct TransferRow {

@@ -17,13 +17,6 @@ std::string range_text(uint64_t address, uint64_t length) {
 
 }  // namespace
 
-const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes) {
-    auto it = std::ranges::upper_bound(regions, address, {}, [](const auto& r) { return r->address; });
-    if (it == regions.begin()) return nullptr;
-    --it;
-    return (*it)->contains(address, bytes) ? &*it : nullptr;
-}
-
 Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t length,
                                                  const std::string& location, RegionMemory memory) {
     if (address == 0 || length == 0 || address + length < address) {
@@ -42,16 +35,10 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
         return Error{Code::kTooLarge, "this engine already has " + std::to_string(kRegionsMax) +
                                           " regions, the limit; register larger ranges"};
     }
-    auto next = std::ranges::upper_bound(*regions_, address, {}, [](const auto& r) { return r->address; });
-    const Region* clash = nullptr;
-    if (next != regions_->end() && (*next)->address < address + length) clash = next->get();
-    if (next != regions_->begin()) {
-        const Region& before = **std::prev(next);
-        if (before.address + before.length > address) clash = &before;
-    }
+    const std::shared_ptr<Region>* clash = regions_->overlapping(address, length);
     if (clash != nullptr) {
         return Error{Code::kInvalidArgument, "the region " + range_text(address, length) + " overlaps " +
-                                                 range_text(clash->address, clash->length) +
+                                                 range_text((*clash)->address, (*clash)->length) +
                                                  ", which is registered; deregister that one first"};
     }
     auto region = std::make_shared<Region>();
@@ -61,26 +48,53 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
     region->location = location;
     static_cast<RegionMemory&>(*region) = std::move(memory);
     if (region->on_card()) ever_on_card_ = true;
-    auto regions = std::make_shared<Regions>(*regions_);
-    regions->insert(regions->begin() + (next - regions_->begin()), region);
-    regions_ = std::move(regions);
+    regions_ = std::make_shared<const Regions>(regions_->with(region));
+    addresses_[region->id] = address;
+    note(*region, true);
     return region;
 }
 
 Result<std::shared_ptr<Region>> RegionTable::remove(uint64_t address) {
     MutexLock lock(mutex_);
-    auto it = std::ranges::lower_bound(*regions_, address, {}, [](const auto& r) { return r->address; });
-    if (it == regions_->end() || (*it)->address != address) {
+    const std::shared_ptr<Region>* found = regions_->at(address);
+    if (found == nullptr) {
         char text[32];
         std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(address));
         return Error{Code::kInvalidArgument, std::string("no region is registered at ") + text};
     }
-    std::shared_ptr<Region> region = *it;
-    auto regions = std::make_shared<Regions>(*regions_);
-    regions->erase(regions->begin() + (it - regions_->begin()));
-    regions_ = std::move(regions);
+    std::shared_ptr<Region> region = *found;
+    regions_ = std::make_shared<const Regions>(regions_->without(address));
+    addresses_.erase(region->id);
+    note(*region, false);
     region->close();
     return region;
+}
+
+void RegionTable::note(const Region& region, bool added) {
+    ++edition_;
+    log_.push_back({region.id, region.address, added});
+    if (log_.size() > kChangesKept) log_.pop_front();
+}
+
+RegionChanges RegionTable::changes(uint64_t since) const {
+    MutexLock lock(mutex_);
+    RegionChanges changes;
+    changes.edition = edition_;
+    if (since == 0 || since > edition_ || edition_ - since > log_.size()) {
+        changes.added = regions_->list();
+        return changes;
+    }
+    changes.whole = false;
+    for (size_t i = log_.size() - (edition_ - since); i < log_.size(); ++i) {
+        const Change& change = log_[i];
+        if (!change.added) {
+            changes.removed.push_back({change.id, change.address});
+        } else if (addresses_.contains(change.id)) {
+            changes.added.push_back(*regions_->at(change.address));
+        }
+    }
+    std::ranges::sort(changes.added, {}, [](const auto& region) { return region->address; });
+    return changes;
 }
 
 std::shared_ptr<const Regions> RegionTable::all() const {
@@ -89,23 +103,26 @@ std::shared_ptr<const Regions> RegionTable::all() const {
 }
 
 std::shared_ptr<Region> RegionTable::by_id(uint64_t id) const {
-    std::shared_ptr<const Regions> regions = all();
-    for (const auto& region : *regions) {
-        if (region->id == id) return region;
-    }
-    return nullptr;
+    MutexLock lock(mutex_);
+    auto found = addresses_.find(id);
+    return found == addresses_.end() ? nullptr : *regions_->at(found->second);
 }
 
 bool RegionTable::check_integrity() const {
-    std::shared_ptr<const Regions> regions = all();
+    MutexLock lock(mutex_);
     uint64_t end = 0;
-    for (const auto& region : *regions) {
+    RegionList list = regions_->list();
+    for (const auto& region : list) {
         if (region->length == 0 || region->address < end || region->closing()) return false;
         if ((region->kind == MemoryKind::kHostArena) != (region->memory != nullptr)) return false;
         if ((region->kind == MemoryKind::kDevice) != region->on_card()) return false;
+        auto named = addresses_.find(region->id);
+        if (named == addresses_.end() || named->second != region->address) return false;
+        const std::shared_ptr<Region>* found = regions_->find(region->address, region->length);
+        if (found == nullptr || *found != region) return false;
         end = region->address + region->length;
     }
-    return regions->size() <= kRegionsMax;
+    return list.size() == regions_->size() && list.size() == addresses_.size() && list.size() <= kRegionsMax;
 }
 
 }  // namespace moonpool::transport

@@ -22,8 +22,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/mutex.hpp"
@@ -31,6 +33,7 @@
 #include "device/card_copier.hpp"
 #include "memory/kind_name.hpp"
 #include "transport/memory.hpp"
+#include "transport/range_tree.hpp"
 
 namespace moonpool::transport {
 
@@ -80,8 +83,8 @@ struct Region : RegionMemory {
     std::atomic<bool> closing_{false};
 };
 
-// Regions sorted by address, which never change once they are in here.
-using Regions = std::vector<std::shared_ptr<Region>>;
+using Regions = RangeTree<Region>;
+using RegionList = std::vector<std::shared_ptr<Region>>;  // by ascending address
 
 // What is said when Visit::reach() finds a piece outside: a fault of ours, which costs a slice or a
 // connection, never memory.
@@ -89,10 +92,26 @@ inline constexpr const char* kOutsideText =
     "internal error: a piece lies outside of its slice; none of it was touched";
 
 // The region that holds all of [address, address + bytes), or null.
-const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes);
+inline const std::shared_ptr<Region>* find_region(const Regions& regions, uint64_t address, uint64_t bytes) {
+    return regions.find(address, bytes);
+}
+
+// How a table came from one edition to a later one.
+struct RegionChanges {
+    struct Removed {
+        uint64_t id = 0, address = 0;
+    };
+
+    uint64_t edition = 0;          // the later one
+    bool whole = true;             // `added` is all that is registered, and `removed` is empty
+    RegionList added;              // and still there
+    std::vector<Removed> removed;  // before what was added: an address may have both
+};
 
 class RegionTable {
    public:
+    static constexpr size_t kChangesKept = 4096;
+
     // Refuses empty ranges, ranges that wrap, and ranges that overlap a registered one.
     Result<std::shared_ptr<Region>> add(uint64_t address, uint64_t length, const std::string& location,
                                         RegionMemory memory);
@@ -101,6 +120,8 @@ class RegionTable {
 
     std::shared_ptr<const Regions> all() const;
     std::shared_ptr<Region> by_id(uint64_t id) const;
+    // Since that edition of this table; of an edition that is not remembered, and of 0, all of it.
+    RegionChanges changes(uint64_t since) const;
     // Whether one of them is, or was, memory of a card.
     bool ever_on_card() const { return ever_on_card_.load(std::memory_order_relaxed); }
     bool check_integrity() const;
@@ -110,6 +131,15 @@ class RegionTable {
     mutable Mutex mutex_;
     uint64_t next_id_ GUARDED_BY(mutex_) = 1;
     std::shared_ptr<const Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();
+    std::unordered_map<uint64_t, uint64_t> addresses_ GUARDED_BY(mutex_);  // by id
+    // The last kChangesKept; each makes an edition, of which the first is 1.
+    struct Change {
+        uint64_t id, address;
+        bool added;
+    };
+    void note(const Region& region, bool added) REQUIRES(mutex_);
+    std::deque<Change> log_ GUARDED_BY(mutex_);
+    uint64_t edition_ GUARDED_BY(mutex_) = 0;
 };
 
 // The regions that one posted operation may touch without a thread of this process. A transport makes it

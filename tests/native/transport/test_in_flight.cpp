@@ -300,7 +300,7 @@ TEST_CASE("in flight: visits and operations of a region are counted apart, and n
     transport::RegionTable table;
     REQUIRE(table.add(4096, 4096, "", {}).ok());
     std::shared_ptr<const transport::Regions> regions = table.all();
-    Region& region = *regions->front();
+    Region& region = **regions->at(4096);
     Operation first(regions), second(regions);
     CHECK(first.hold(region));
     CHECK(first.hold(region));  // once

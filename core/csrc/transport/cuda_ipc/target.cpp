@@ -96,10 +96,10 @@ Result<host::Passed> Target::answer(Kind kind, Reader question, Writer& answered
         return Error{Code::kProtocol, "no question of CUDA IPC"};
     }
     answered.number(generation());
-    std::shared_ptr<const Regions> all = table_->all();
+    RegionList all = table_->all()->list();
     MutexLock lock(rows_mutex_);
-    answered.number(static_cast<uint32_t>(all->size()));
-    for (const auto& region : *all) {
+    answered.number(static_cast<uint32_t>(all.size()));
+    for (const auto& region : all) {
         Row row;
         row.id = region->id;
         row.address = region->address;

@@ -4,13 +4,14 @@
 // Threads: run() on the caller's thread or one of the engine's copying threads, several at a time. Nothing
 // waits for the peer, but for open() and a refresh of the view.
 //
-// Between two calls: client_, path_ and regions_question_ are set by open() and never change. view_ is
-// the peer's list of regions of one generation, never changed once it is there: a thread takes a reference
-// and keeps it for its job. No thread is inside the gate or a local region except in the middle of
-// Carrier::run(), and there for kAccessBytesMax at a time. Once alive() is false the peer has ended, and no
-// memory of it is touched.
+// Between two calls: client_, path_ and peer_ are set by open() and never change. view_ is the peer's list of
+// regions of one generation, never changed once it is there: a thread takes a reference and keeps it for its
+// job. A refresh asks only for what has changed, and the two views share the rest. No thread is inside the
+// gate or a local region except in the middle of Carrier::run(), and there for kAccessBytesMax at a time.
+// Once alive() is false the peer has ended, and no memory of it is touched.
 //
-// Locks: mutex_ (the refresh) before view_mutex_ (which view is the newest; held for a copy of a pointer).
+// Locks: mutex_ (the refresh) before view_mutex_ (which view is the newest; held for a copy of a pointer). A
+// Place's own is taken with neither: who maps one region makes nobody wait who needs another.
 #include "transport/shm/link.hpp"
 
 #include <fcntl.h>
@@ -37,19 +38,12 @@ Error lost() { return Error{Code::kUnavailable, "the peer's process is gone"}; }
 
 }  // namespace
 
-const Link::Place* Link::View::find(uint64_t address, uint64_t bytes) const {
-    auto it = std::ranges::upper_bound(places, address, {}, [](const Place& p) { return p.row.address; });
-    if (it == places.begin()) return nullptr;
-    --it;
-    return it->row.contains(address, bytes) ? &*it : nullptr;
-}
-
 Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     if (peer.shm.socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
     if (Status status = client_.open(peer.shm, peer, self, timeout_ms); !status) return status;
     probe_process_vm();
     path_ = "shm (process " + std::to_string(client_.process()) + ")";
-    regions_question_ = regions_question(peer);
+    peer_ = peer;
     return success();
 }
 
@@ -87,65 +81,72 @@ bool Link::reaches(MemoryKind kind, std::string* why) const {
     return text.empty();
 }
 
-Result<std::shared_ptr<Mapping>> Link::map(const RegionRow& row) {
+// kInvalidArgument: the peer has deregistered it.
+Status Link::map(Place& place) {
+    MutexLock lock(place.mutex);
+    if (place.mapped != nullptr) return success();  // another thread was faster
     std::vector<std::byte> question, answer;
-    Writer(question).number(row.id);
+    Writer(question).number(place.id);
     Fd passed;
-    if (Status status = client_.ask(Kind::kShmMap, question, answer, &passed); !status) return status.error();
+    if (Status status = client_.ask(Kind::kShmMap, question, answer, &passed); !status) return status;
     struct stat info {};
     int seals = passed.valid() ? ::fcntl(passed.get(), F_GET_SEALS) : -1;
     // Memory that could shrink under a reader would kill it.
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(passed.get(), &info) != 0 ||
-        static_cast<uint64_t>(info.st_size) < row.length) {
+        static_cast<uint64_t>(info.st_size) < place.length) {
         return Error{Code::kProtocol, "the peer passed memory that is not sealed"};
     }
-    Result<Mapping> mapping = Mapping::map(passed.get(), round_up_to_page(row.length), true);
+    Result<Mapping> mapping = Mapping::map(passed.get(), round_up_to_page(place.length), true);
     if (!mapping) return mapping.error();
-    // Page faults now, once, and not in the first transfer.
-    mapping->populate_for_write(0, mapping->size());
-    return std::make_shared<Mapping>(std::move(*mapping));
+    place.mapped = std::make_unique<PeerMemory>(std::move(*mapping));
+    place.ready.store(place.mapped.get(), std::memory_order_release);
+    return success();
 }
 
-// The peer's regions as known, or asked for anew. Mappings of regions that stay are kept.
-Result<std::shared_ptr<const Link::View>> Link::view(bool fresh) {
-    std::shared_ptr<const View> old;
-    {
+// Regions that stay keep their Place, and with it their mapping.
+Result<Link::Places> Link::changed(const Places& old, ChangedRows changes) {
+    Places next = changes.whole ? Places() : old;
+    for (const RegionChanges::Removed& removed : changes.removed) {
+        const std::shared_ptr<Place>* place = next.at(removed.address);
+        if (place != nullptr && (*place)->id == removed.id) next = next.without(removed.address);
+    }
+    for (RegionRow& row : changes.added) {
+        const std::shared_ptr<Place>* known = old.at(row.address);
+        // Ids are never used twice, so the same id at the same place is the same memory.
+        bool same = known != nullptr && (*known)->id == row.id && (*known)->length == row.length;
+        if (next.overlapping(row.address, row.length) != nullptr || next.size() == kRegionsMax) {
+            return Error{Code::kProtocol, "the peer sent a list of regions that contradicts itself"};
+        }
+        next = next.with(same ? *known : std::make_shared<Place>(std::move(row)));
+    }
+    return next;
+}
+
+// The peer's regions as known; what has changed is asked for when that is no newer than `fresher_than`.
+Result<std::shared_ptr<const Link::View>> Link::view(const View* fresher_than) {
+    auto known = [&] {
         MutexLock lock(view_mutex_);
-        old = view_;
-    }
-    // The usual way: no system call, and no lock but the one above.
-    if (old != nullptr && !fresh) return old;
+        return view_;
+    };
+    // The usual way: no system call, and no lock but that one.
+    std::shared_ptr<const View> old = known();
+    if (old != nullptr && old.get() != fresher_than) return old;
     MutexLock lock(mutex_);
-    {
-        MutexLock inner(view_mutex_);
-        if (view_ != old) return view_;  // another thread has just asked
-    }
+    if (std::shared_ptr<const View> now = known(); now != old) return now;  // another thread has just asked
+    std::vector<std::byte> question = regions_question(peer_, old == nullptr ? 0 : old->edition);
     std::vector<std::byte> answer;
-    if (Status status = client_.ask(Kind::kEngineRegions, regions_question_, answer, nullptr); !status) {
+    if (Status status = client_.ask(Kind::kEngineRegions, question, answer, nullptr); !status) {
         return status.error();
     }
     Reader r(answer);
     auto next = std::make_shared<View>();
     next->generation = r.number<uint64_t>();
-    std::optional<std::vector<RegionRow>> rows = decode_regions(r);
-    if (!rows) return Error{Code::kProtocol, "the peer sent an unreadable list of regions"};
-    for (RegionRow& row : *rows) {
-        Place place{row, nullptr};
-        if (row.kind == MemoryKind::kHostArena) {
-            const Place* known = old == nullptr ? nullptr : old->find(row.address, row.length);
-            // Ids are never used twice, so the same id at the same place is the same memory.
-            if (known != nullptr && known->row.id == row.id) {
-                place.mapping = known->mapping;
-            } else {
-                Result<std::shared_ptr<Mapping>> mapping = map(row);
-                // Deregistered since it was listed: the generation tells, and the list is asked for again.
-                if (!mapping && mapping.error().code == Code::kInvalidArgument) continue;
-                if (!mapping) return mapping.error();
-                place.mapping = std::move(*mapping);
-            }
-        }
-        next->places.push_back(std::move(place));
-    }
+    std::optional<ChangedRows> changes = decode_changes(r);
+    if (!changes) return Error{Code::kProtocol, "the peer sent an unreadable list of regions"};
+    next->edition = changes->edition;
+    Result<Places> places = changed(old == nullptr ? Places() : old->places, std::move(*changes));
+    if (!places) return places.error();
+    next->places = std::move(*places);
     MutexLock inner(view_mutex_);
     view_ = next;
     return std::shared_ptr<const View>(next);
@@ -157,7 +158,7 @@ class Link::Carrier {
     Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_) {}
 
     Status run() {
-        Result<std::shared_ptr<const View>> view = link_.view(false);
+        Result<std::shared_ptr<const View>> view = link_.view(nullptr);
         if (!view) return view.error();
         view_ = *view;
         for (size_t i = 0; i < job_.slices.size(); ++i) {
@@ -168,8 +169,9 @@ class Link::Carrier {
         leave();
         if (!link_.client_.alive()) return lost();
         if (job_.waiting == 0) return success();
-        std::string why;
         // Slices are left that this path cannot carry; the sentence says why.
+        if (unmapped_) return *unmapped_;
+        std::string why;
         (void)link_.reaches(unreached_, &why);
         return Error{Code::kUnavailable, why};
     }
@@ -188,7 +190,7 @@ class Link::Carrier {
             if (job_.stopped()) return Error{Code::kClosed, "stopped"};
             // Again before every piece: it is what ends a visit that has lasted long enough.
             if (Status status = enter(); !status) return status;
-            const Place* place = place_of(slice.remote + at, slice.length - at);
+            Place* place = place_of(slice.remote + at, slice.length - at);
             if (place == nullptr) {
                 // The peer may have registered it since the view was taken: asked for once in a job.
                 if (!refreshed_) {
@@ -199,10 +201,16 @@ class Link::Carrier {
                 fail(i, "the range " + range_text(slice) + " lies in no registered region of the peer");
                 return success();
             }
-            const Mapping* mapping = place->mapping.get();
+            PeerMemory* memory = place->memory();
+            if (memory == nullptr && place->kind == MemoryKind::kHostArena) {
+                Result<bool> mapped = map(*place);
+                if (!mapped) return mapped.error();
+                if (*mapped) continue;
+                return success();  // waits
+            }
             // Left waiting, not failed: the next link of the peer may reach it.
-            if (mapping == nullptr && !(place->row.kind == MemoryKind::kHost && link_.process_vm_)) {
-                unreached_ = place->row.kind;
+            if (memory == nullptr && !(place->kind == MemoryKind::kHost && link_.process_vm_)) {
+                unreached_ = place->kind;
                 return success();  // waits
             }
             uint64_t n = std::min(slice.length - at, kAccessBytesMax - held_);
@@ -211,15 +219,17 @@ class Link::Carrier {
                 fail(i, "the local region was deregistered");
                 return success();
             }
-            bool mapped = mapping == nullptr || place->row.length <= mapping->size();
-            if (mine == Visit::Access::kOutside || !place->row.contains(slice.remote + at, n) || !mapped) {
+            bool mapped = memory == nullptr || place->length <= memory->size();
+            if (mine == Visit::Access::kOutside || !place->contains(slice.remote + at, n) || !mapped) {
                 job_.fail(i, Code::kProtocol, kOutsideText);
                 return success();
             }
             held_ += n;
             auto* local = reinterpret_cast<std::byte*>(slice.local + at);
-            if (mapping != nullptr) {
-                std::byte* remote = mapping->data() + (slice.remote + at - place->row.address);
+            if (memory != nullptr) {
+                uint64_t offset = slice.remote + at - place->address;
+                memory->fill(offset, n);
+                std::byte* remote = memory->data() + offset;
                 moonpool::copy(write ? remote : local, write ? local : remote, n);
                 at += n;
                 if (at == slice.length) done(i);
@@ -240,11 +250,27 @@ class Link::Carrier {
         return success();
     }
 
-    const Place* place_of(uint64_t address, uint64_t bytes) {
-        if (place_ == nullptr || !place_->row.contains(address, bytes)) {
-            place_ = view_->find(address, bytes);
+    Place* place_of(uint64_t address, uint64_t bytes) {
+        if (place_ == nullptr || !place_->contains(address, bytes)) {
+            const std::shared_ptr<Place>* found = view_->places.find(address, bytes);
+            place_ = found == nullptr ? nullptr : found->get();
         }
         return place_;
+    }
+
+    // Outside of the gate, since the peer is asked. True: look at the slice again; false: it waits.
+    Result<bool> map(Place& place) {
+        if (Status status = flush(); !status) return status.error();
+        leave();
+        Status mapped = link_.map(place);  // view_ keeps the place
+        if (mapped) return true;
+        if (mapped.error().code == Code::kInvalidArgument && !refreshed_) {
+            refreshed_ = true;  // deregistered since it was listed
+            if (Status status = refresh(); !status) return status.error();
+            return true;
+        }
+        unmapped_ = mapped.error();
+        return false;
     }
 
     // Inside the gate, with a view that is still true. Leaves it now and then, so that no thread waits long
@@ -266,7 +292,7 @@ class Link::Carrier {
     Status refresh() {
         if (Status status = flush(); !status) return status;
         leave();
-        Result<std::shared_ptr<const View>> view = link_.view(true);
+        Result<std::shared_ptr<const View>> view = link_.view(view_.get());
         if (!view) return view.error();
         view_ = *view;
         return success();
@@ -345,13 +371,14 @@ class Link::Carrier {
     Job& job_;
     Tally tally_;
     std::shared_ptr<const View> view_;
-    const Place* place_ = nullptr;
+    Place* place_ = nullptr;
     std::optional<host::Pass> pass_;
     Visit here_;
     uint64_t held_ = 0;
     bool refreshed_ = false;
     bool write_ = false;
     MemoryKind unreached_ = MemoryKind::kHost;  // of a slice that waits for another path
+    std::optional<Error> unmapped_;             // why such a slice's region was not mapped
     std::vector<iovec> local_, remote_;
     std::vector<Piece> pieces_;
 };

@@ -1,8 +1,9 @@
-// A peer on this host: its kHostArena memory is mapped here and copied by the calling thread; its kHost
-// memory is moved by process_vm_readv and process_vm_writev, many ranges in one call, where the kernel
-// permits that.
+// A peer on this host: its kHostArena memory is mapped here, each region when it is first touched, and copied
+// by the calling thread; its kHost memory is moved by process_vm_readv and process_vm_writev, many ranges in
+// one call, where the kernel permits that.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -12,6 +13,8 @@
 #include "transport/frames.hpp"
 #include "transport/host/client.hpp"
 #include "transport/link.hpp"
+#include "transport/range_tree.hpp"
+#include "transport/shm/peer_memory.hpp"
 
 namespace moonpool::transport::shm {
 
@@ -28,25 +31,33 @@ class Link final : public transport::Link {
     Status run(Job& job) override;
 
    private:
-    // A peer's region and, of kHostArena, where it is mapped here.
-    struct Place {
-        RegionRow row;
-        std::shared_ptr<Mapping> mapping;
+    // A peer's region. The views in which it is share it.
+    struct Place : RegionRow {
+        explicit Place(RegionRow row) : RegionRow(std::move(row)) {}
+
+        // Of kHostArena: null until it is mapped.
+        PeerMemory* memory() const { return ready.load(std::memory_order_acquire); }
+
+        Mutex mutex;  // one thread maps it
+        std::unique_ptr<PeerMemory> mapped GUARDED_BY(mutex);
+        std::atomic<PeerMemory*> ready{nullptr};
     };
+    using Places = RangeTree<Place>;
     struct View {
         uint64_t generation = 0;
-        std::vector<Place> places;  // sorted by address
-        const Place* find(uint64_t address, uint64_t bytes) const;
+        uint64_t edition = 0;  // of the peer's list
+        Places places;
     };
     class Carrier;
 
     void probe_process_vm();
-    Result<std::shared_ptr<const View>> view(bool fresh);
-    Result<std::shared_ptr<Mapping>> map(const RegionRow& row) REQUIRES(mutex_);
+    Result<std::shared_ptr<const View>> view(const View* fresher_than);
+    Status map(Place& place) EXCLUDES(mutex_);
+    static Result<Places> changed(const Places& old, ChangedRows changes);
 
     TransportCounters& counters_;
     std::string path_;
-    std::vector<std::byte> regions_question_;
+    PeerInfo peer_;
     host::Client client_;
     std::string no_process_vm_;  // why kHost memory is out of reach, empty: it is not
     std::atomic<bool> process_vm_{false};

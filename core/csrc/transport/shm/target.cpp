@@ -18,10 +18,14 @@ Result<host::Passed> Target::answer(const RegionTable& table, Kind kind, Reader 
 
 Result<host::Passed> Target::list_regions(const RegionTable& table, uint64_t generation, Reader question,
                                           Writer& answered) {
-    std::optional<uint16_t> version = decode_regions_question(question);
-    if (!version) return Error{Code::kProtocol, "an unreadable question"};
+    std::optional<RegionsQuestion> asked = decode_regions_question(question);
+    if (!asked) return Error{Code::kProtocol, "an unreadable question"};
     answered.number(generation);
-    encode_regions(answered, *table.all(), *version);
+    if (asked->edition) {
+        encode_changes(answered, table.changes(*asked->edition), asked->version);
+    } else {
+        encode_regions(answered, table.all()->list(), asked->version);
+    }
     return host::Passed{};
 }
 

@@ -519,12 +519,12 @@ bool Connection::serve(const FrameHeader& header, Reader body) {
         case Kind::kEngineHello:
             return on_hello(header, body);
         case Kind::kEngineRegions: {
-            std::optional<uint16_t> version = decode_regions_question(body);
-            if (!version) return false;
+            std::optional<RegionsQuestion> question = decode_regions_question(body);
+            if (!question) return false;
             std::vector<std::byte> out;
             Writer w(out);
             w.number(uint64_t{0});  // only shared memory has generations
-            encode_regions(w, *target_.context().regions->all(), *version);
+            encode_regions(w, target_.context().regions->all()->list(), question->version);
             answer(header, out);
             return true;
         }
