@@ -106,9 +106,11 @@ class TransferError(Error):
     bytes_done: how many bytes are where they should be, in whole slices.
     states:     one byte a slice: 0 waiting, 1 done, 2 failed, 3 cancelled (see moonpool.SliceState); empty
                 when nothing was started. A slice that is not done may have been written in part.
+    settled:    whether no byte of it can reach memory any more: the peer has confirmed it where a write
+                failed. False: bytes may still land, over newer ones.
     """
 
-    _fields = (*Error._fields, "path", "bytes_done", "states")
+    _fields = (*Error._fields, "path", "bytes_done", "states", "settled")
 
     def __init__(
         self,
@@ -117,12 +119,14 @@ class TransferError(Error):
         path: str | None = None,
         bytes_done: int = 0,
         states: bytes = b"",
+        settled: bool = True,
         **fields: Any,
     ) -> None:
         super().__init__(message, **fields)
         self.path = path
         self.bytes_done = bytes_done
         self.states = states
+        self.settled = settled
 
 
 __all__ = [

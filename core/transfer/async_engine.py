@@ -135,24 +135,25 @@ class AsyncTransferEngine(EngineFacts):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""
+    async def close(self) -> bool:
+        """See TransferEngine.close."""
         native = self._open
-        if self._closed or native is None:
+        if native is None:
             self._closed = True
-            return
-        self._closed = True
+            return True
         assert self._loop is not None
-        self._loop.remove_reader(native.eventfd)
-        assert self._naming is not None
-        await asyncio.to_thread(self._naming.close)
-        may_free = await asyncio.to_thread(native.close)
         assert self._regions is not None
-        self._regions.close_all(may_free=may_free)
+        assert self._naming is not None
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(native.eventfd)
+            await asyncio.to_thread(self._naming.close)
+        may_free = self._regions.close_all(may_free=await asyncio.to_thread(native.close))
         for transfer in self._waiting.values():
             transfer._abandon(Closed("this engine was closed", operation="transfer"))
         self._waiting.clear()
         self._message.set()
+        return may_free
 
     # ---- memory
 
@@ -175,6 +176,14 @@ class AsyncTransferEngine(EngineFacts):
     async def refresh(self, segment: Segment) -> None:
         """``segment.refresh()``, which asks the peer, on a thread."""
         await asyncio.to_thread(segment.refresh)
+
+    async def shut_out(self, segment_id: bytes) -> None:
+        """See TransferEngine.shut_out."""
+        await asyncio.to_thread(self._native.shut_out, segment_id)
+
+    def admit(self, segment_id: bytes) -> None:
+        """See TransferEngine.admit."""
+        self._native.admit(segment_id)
 
     # ---- moving bytes
 

@@ -28,7 +28,7 @@ from moonpool.core.errors import Closed, ConfigError, InvalidArgument
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.transfer.metadata.backend import Metadata
 from moonpool.core.transfer.metadata.naming import Naming, engine_name, store_of
-from moonpool.core.transfer.region import Region, RegionTable
+from moonpool.core.transfer.region import Region, RegionTable, check_text
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
 from moonpool.core.transfer.types import (
@@ -160,14 +160,20 @@ class TransferEngine(EngineFacts):
             while self.has_abandoned_copies():
                 time.sleep(ABANDONED_LOOK_S)
 
-    def close(self) -> None:
-        """Cancels all transfers, deregisters all memory and disconnects all peers. May be called twice."""
+    def close(self) -> bool:
+        """Cancels all transfers, deregisters all memory and disconnects all peers -> whether nothing accesses
+        that memory any more.
+
+        False: a peer that was stopped in the middle of a copy, or a device, may. The engine keeps the memory
+        alive, and a further close() waits again.
+        """
         self._closed = True
         self._naming.close()
-        self._regions.close_all(may_free=self._native.close())
+        return self._regions.close_all(may_free=self._native.close())
 
     def __del__(self) -> None:
-        if hasattr(self, "_regions"):  # the constructor raised: no native engine exists
+        # Not set: the constructor raised, and no native engine exists.
+        if not getattr(self, "_closed", True):
             self.close()  # before the memory is freed
 
     def __enter__(self) -> TransferEngine:
@@ -288,6 +294,21 @@ class TransferEngine(EngineFacts):
         ticket = submit(self._native, columns, **options)
         return Transfer(self._native, ticket, columns.asked, self._abandoned)
 
+    # ---- peers that are kept out
+
+    def shut_out(self, segment_id: bytes) -> None:
+        """Keeps the engine with that ``segment_id`` out of this one's memory, over every path: when it
+        returns, no byte lands of what that engine had under way, and its transfers to this one fail.
+
+        It lasts until ``admit``. A new engine of that process has another ``segment_id``. Raises Timeout when
+        the peer was stopped in the middle of a copy: it begins no other, and a further call waits again.
+        """
+        self._native.shut_out(segment_id)
+
+    def admit(self, segment_id: bytes) -> None:
+        """Takes back an engine that was shut out. Until it opens this one anew, it reaches it by TCP alone."""
+        self._native.admit(segment_id)
+
     # ---- messages
 
     def notify(self, segment: Segment, message: bytes) -> None:
@@ -331,6 +352,9 @@ def open_engine(
 
     if not options["timeout_s"] > 0:  # NaN is not either
         raise InvalidArgument(f"timeout_s must be above 0, not {options['timeout_s']}", operation="engine")
+    for what in ("tenant", "host_id", "interface"):
+        check_text(options[what], f"the {what} of an engine")
+    check_text(name, "the name of an engine")
     addresses = [] if listen is None else [listen] if isinstance(listen, str) else list(listen)
     for address in addresses:
         _check_listen(address, token)

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
-from moonpool.core.errors import Closed, InvalidArgument
+from moonpool.core.errors import Closed, InvalidArgument, Timeout
 from moonpool.core.store.buffers import memory_of
 from moonpool.core.store.device_memory import device_memory_of
 from moonpool.core.store.types import BufferRange
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from moonpool import _native
 
 _log = logging.getLogger(__name__)
-_never_freed: list[BufferRange] = []  # of engines that were closed too early for their peers
+_unfinished: set[RegionTable] = set()  # of engines that were closed too early for their peers
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises InvalidArgument for text that peers could not read: a str may hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what} must be UTF-8, and {text!r} is not", operation="engine") from None
 
 
 class Region:
@@ -44,7 +52,7 @@ class Region:
 
         Slices that need it fail. Does nothing the second time, and after the engine's close. Raises Timeout
         when a stopped peer is accessing it: no new access begins, but the memory must not be freed yet. A
-        further close() waits again.
+        further close() waits again; where the engine's close() returned False, a further one of that.
         """
         self._table.close(self)
 
@@ -83,6 +91,7 @@ class RegionTable:
     def __init__(self, native: _native.Engine) -> None:
         self._native = native
         self._regions: set[Region] = set()
+        self._kept: dict[Region, BufferRange] = {}  # after a close() of the engine that was not the end
 
     def register(self, memory: Any, location: str) -> Region:
         """See TransferEngine.register."""
@@ -94,6 +103,7 @@ class RegionTable:
                 f"bytearray or a writable array",
                 operation="register",
             )
+        check_text(location, "a location")
         if not location or on_card:
             kind, card = self._native.describe(found.address, found.length)
             if on_card and kind != "device":  # of another vendor's card, for example
@@ -110,33 +120,44 @@ class RegionTable:
         """See TransferEngine.allocate."""
         if not 0 < nbytes < 1 << 62:
             raise InvalidArgument(f"cannot allocate {nbytes} bytes", operation="allocate")
+        check_text(location, "a location")
         return self._keep(memory_of(memoryview(self._native.allocate(nbytes, location))), location)
 
     def close(self, region: Region) -> None:
         """See Region.close."""
         with region._closing:  # of two closes the second waits, too, for the end of all access
+            if region in self._kept:
+                raise Timeout(
+                    "the engine of this region is closed, and a peer or a device may still access the memory: "
+                    "close the engine again to wait for that",
+                    operation="deregister",
+                )
             if region in self._regions:
                 self._native.deregister(region.address)
                 self._regions.discard(region)  # unless the engine was closed meanwhile
             region._memory = None
 
-    def close_all(self, *, may_free: bool) -> None:
-        """After the native engine's close: drops the references to all memory.
+    def close_all(self, *, may_free: bool) -> bool:
+        """After the native engine's close, each time: drops the references to all memory -> may_free.
 
-        may_free: what that close returned. Without it the memory stays alive until this process ends, since
-        a peer that was stopped in the middle of a copy, or a device, may still access it.
+        may_free: what that close returned. Without it the memory stays alive until a later one returns True,
+        since a peer that was stopped in the middle of a copy, or a device, may still access it.
         """
         regions = list(self._regions)  # other threads may close their regions meanwhile
         if not may_free:
             _log.warning(
-                "an engine was closed while some of its transfers had not ended; its %d regions stay in "
-                "memory until this process ends",
-                len(regions),
+                "an engine was closed while something still accessed its memory; its regions stay in memory "
+                "until a further close() of it returns True, or this process ends"
             )
-            _never_freed.extend(region._memory for region in regions if region._memory is not None)
+            self._kept.update((region, region._memory) for region in regions if region._memory is not None)
+            _unfinished.add(self)
         for region in regions:
             region._memory = None
         self._regions.clear()
+        if may_free:
+            self._kept.clear()
+            _unfinished.discard(self)
+        return may_free
 
     def _keep(self, memory: BufferRange, location: str) -> Region:
         region = Region(self, memory, location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -132,6 +133,7 @@ class Status(NamedTuple):
     path: str
     peer: str
     cause: str
+    settled: bool
 
 
 class TransferBase:
@@ -183,6 +185,7 @@ class TransferBase:
             bytes=self.bytes_total,
             bytes_done=status.bytes_done,
             states=status.states,
+            settled=status.settled,
             cause=status.cause or None,
         )
 
@@ -249,7 +252,8 @@ class Transfer(TransferBase):
         self._abandoned = abandoned
 
     def __del__(self) -> None:
-        if self._final is None:
+        # When the interpreter ends, its engine ends with it, and an error could not be made any more.
+        if self._final is None and not sys.is_finalizing():
             self._abandoned.add(self._ticket)
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -8,7 +8,10 @@ import ctypes
 import gc
 import mmap
 import os
+import pickle
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,7 +31,15 @@ from moonpool import (
     TransferError,
     TransferState,
 )
-from moonpool.core.errors import Closed, ConfigError, InvalidArgument, Timeout, TooLarge, Unavailable
+from moonpool.core.errors import (
+    AuthError,
+    Closed,
+    ConfigError,
+    InvalidArgument,
+    Timeout,
+    TooLarge,
+    Unavailable,
+)
 from moonpool.core.store.buffers import memory_of
 
 from .engine_bed import Peer, Relay, moved
@@ -201,12 +212,16 @@ def test_an_engine_that_ends_before_its_transfers_frees_no_memory(
     memory = bytearray(4096)
     region = engine.register(memory)
     engine._native.close()
-    engine._regions.close_all(may_free=False)
+    assert not engine._regions.close_all(may_free=False)
+    assert "its regions stay in memory" in caplog.text
+    with pytest.raises(Timeout, match="close the engine again"):
+        region.close()
     del region
     gc.collect()
     with pytest.raises(BufferError):
         memory.extend(b"x")
-    assert "its 1 regions stay in memory" in caplog.text
+    assert engine.close()  # nothing is left
+    memory.extend(b"x")
 
 
 def test_a_region_and_its_engine_are_closed_at_once(
@@ -822,6 +837,86 @@ def test_other_hosts_need_a_token_that_was_chosen(monkeypatch: pytest.MonkeyPatc
 def test_a_wait_of_no_time_can_only_fail(timeout_s: float) -> None:
     with pytest.raises(InvalidArgument, match="timeout_s must be above 0"):
         TransferEngine(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("what", ["name", "tenant", "host_id", "interface"])
+def test_text_that_peers_could_not_read_is_refused(what: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"the {what} of an engine must be UTF-8"):
+        TransferEngine(token=TOKEN, **{what: "\udcff"})  # type: ignore[arg-type]
+
+
+def test_a_location_that_peers_could_not_read_is_refused(engine: TransferEngine, own: Peer) -> None:
+    for call in (lambda: engine.allocate(4096, "\udcff"), lambda: engine.register(bytearray(10), "\udcff")):
+        with pytest.raises(InvalidArgument, match="a location must be UTF-8"):
+            call()
+    assert engine.metrics()["regions"] == 0
+    with pytest.raises(InvalidArgument, match="NUL"):
+        engine.open(own.address.replace(":", "\0.example:"))
+
+
+def test_an_engine_that_was_shut_out(engines: Callable[..., TransferEngine]) -> None:
+    owner, writer, other = engines(name="owner"), engines(name="writer"), engines(name="other")
+    memory = owner.allocate(4096)
+    region = writer.allocate(4096)
+    segment = writer.open(owner.addresses[0])
+    assert writer.write(segment, region, segment.at(0)) == 4096
+    owner.shut_out(writer.segment_id)
+    owner.shut_out(writer.segment_id)  # again is the same
+    with pytest.raises(TransferError, match="shut out"):
+        writer.write(segment, region, segment.at(0))
+    with pytest.raises(AuthError):
+        writer.open(owner.addresses[0])
+    there = other.open(owner.addresses[0])
+    assert other.read(there, other.allocate(4096), there.at(0)) == 4096
+    owner.admit(writer.segment_id)
+    segment = writer.open(owner.addresses[0])
+    assert writer.write(segment, region, segment.at(0)) == 4096
+    assert memory.length == 4096
+    for call in (owner.shut_out, owner.admit):
+        with pytest.raises(InvalidArgument, match="16 bytes"):
+            call(b"short")
+
+
+def test_a_failed_write_says_whether_it_is_settled(engines: Callable[..., TransferEngine], own: Peer) -> None:
+    engine = engines(transports=["tcp"])
+    relay = Relay(own.address)
+    region = engine.allocate(SIZE)
+    segment = engine.open(relay.address)
+    outside = segment.at(0) + SIZE
+    with pytest.raises(TransferError) as caught:
+        engine.write(segment, region.at(0), outside, 10)
+    assert caught.value.settled  # the peer has refused it
+    relay.stall()
+    with pytest.raises(TransferError) as caught:
+        engine.write(segment, region, segment.at(0), deadline_s=0.3)
+    assert not caught.value.settled
+    assert not pickle.loads(pickle.dumps(caught.value)).settled
+    transfer = engine.submit([Slice("write", segment, region, segment.at(0), 10)], deadline_s=0.3)
+    assert transfer.wait(20)
+    assert transfer.error is not None
+    assert not transfer.error.settled
+    relay.close()
+
+
+def test_a_transfer_that_is_dropped_at_the_very_end_says_nothing(own: Peer) -> None:
+    program = (
+        "import sys, moonpool\n"
+        "engine = moonpool.TransferEngine(token=sys.argv[1].encode(), transports=['tcp'])\n"
+        "segment = engine.open(sys.argv[2])\n"
+        "region = engine.allocate(4096)\n"
+        "transfer = engine.submit([moonpool.Slice('read', segment, region, segment.at(0), 4096)])\n"
+        "sys.modules['kept until all modules are gone'] = transfer\n"
+        "if len(sys.argv) > 3: engine.close()\n"
+    )
+    for more in ([], ["closed"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, TOKEN.decode(), own.address, *more],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stderr == ""
 
 
 def test_the_default_name_and_token(runtime_dir: Any) -> None:

@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "base/mutex.hpp"
+#include "base/utf8.hpp"
 #include "capi/message.hpp"
 #include "capi/surroundings.hpp"
 #include "engine/engine.hpp"
@@ -423,6 +424,9 @@ MOONPOOL_EXPORT int registerLocalMemory(transfer_engine_t engine, void* address,
             return handle.say(kInvalid, "registerLocalMemory", memory.error().text);
         }
         std::string place = given(location);
+        if (!is_utf8(place)) {
+            return handle.say(kInvalid, "registerLocalMemory", "the location is not UTF-8");
+        }
         Status done = handle.engine().register_region(start, length, place == "*" ? "" : place);
         return done ? 0 : handle.say(kOverlapped, "registerLocalMemory", done.error().text);
     });

@@ -1,6 +1,7 @@
 #include "device/driver.hpp"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include <memory>
 #include <vector>
@@ -49,6 +50,17 @@ class Lookup {
     ByVersion12 by_version_12_ = nullptr;
 };
 
+// How many libraries this process has ever loaded.
+uint64_t libraries_loaded() {
+    uint64_t loaded = 0;
+    auto look = [](dl_phdr_info* info, size_t, void* out) {
+        *static_cast<uint64_t*>(out) = info->dlpi_adds;
+        return 1;  // the count is the same in all of them
+    };
+    (void)::dl_iterate_phdr(look, &loaded);
+    return loaded;
+}
+
 // The library in use and its table, which is made once and kept.
 class Library {
    public:
@@ -57,6 +69,7 @@ class Library {
         path_ = path;
         table_ = nullptr;
         initialised_ = false;
+        absent_at_ = 0;
     }
     // mode: RTLD_NOLOAD, or 0.
     Result<const Driver*> table(int mode) EXCLUDES(mutex_) {
@@ -85,6 +98,12 @@ class Library {
    private:
     Result<const Driver*> table_locked(int mode) REQUIRES(mutex_) {
         if (table_ != nullptr) return table_;
+        // Looking for what is not loaded takes 20 us, and each registration of memory looks.
+        uint64_t libraries = (mode & RTLD_NOLOAD) == 0 ? 0 : libraries_loaded();
+        if (libraries != 0 && libraries == absent_at_) {
+            return no_driver("there is no CUDA driver here (not loaded)");
+        }
+        absent_at_ = libraries;
         // Never closed again: the driver has threads of its own.
         void* library = ::dlopen(path_.empty() ? kLibrary : path_.c_str(), RTLD_NOW | RTLD_LOCAL | mode);
         if (library == nullptr) {
@@ -103,6 +122,8 @@ class Library {
     std::string path_ GUARDED_BY(mutex_);
     const Driver* table_ GUARDED_BY(mutex_) = nullptr;
     bool initialised_ GUARDED_BY(mutex_) = false;
+    // It is not loaded as long as no library is; 0: that is not known.
+    uint64_t absent_at_ GUARDED_BY(mutex_) = 0;
     ForkGuard forked_ GUARDED_BY(mutex_);  // of the process that initialised it
     std::vector<std::unique_ptr<Driver>> tables_ GUARDED_BY(mutex_);
 };

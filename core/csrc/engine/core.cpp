@@ -26,6 +26,22 @@ namespace {
 constexpr int kCloseMsMin = 3000;
 constexpr std::chrono::milliseconds kLeave{200};
 
+// Whether it is so by then. The condition may need a mutex that the caller holds.
+template <class Condition>
+bool wait_until(std::chrono::steady_clock::time_point end, Condition condition) NO_THREAD_SAFETY_ANALYSIS {
+    for (int round = 0;; ++round) {
+        if (condition()) return true;
+        if (std::chrono::steady_clock::now() > end) return false;
+        // A visit ends within microseconds; what takes longer is a peer's, which may take its whole
+        // timeout.
+        if (round < 100) {
+            std::this_thread::yield();
+        } else {
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+    }
+}
+
 }  // namespace
 
 Status Engine::Core::start() {
@@ -106,6 +122,7 @@ Status Engine::Core::start_transports() {
     transport::Context context{
         .identity = identity,
         .regions = regions,
+        .shut_out = shut_out,
         .counters = counters,
         .deliver = [this](const std::string& peer,
                           std::span<const std::byte> message) { return deliver(peer, message); },
@@ -169,17 +186,47 @@ Service Engine::Core::service() {
     return service;
 }
 
+int Engine::Core::close_ms() const { return std::max(options.timeout_ms, kCloseMsMin); }
+
 // One deadline for all of it. Each step is done also when the one before ran out of time: nothing new begins,
-// and what has not ended keeps what it uses.
-Status Engine::Core::close() {
+// and what has not ended keeps what it uses. A repeated call waits for that.
+Status Engine::Core::close(int again_ms) {
     if (fork.in_child()) return success();
     MutexLock lock(close_mutex);
-    if (closed) return *closed;
-    const auto end = std::chrono::steady_clock::now() +
-                     std::chrono::milliseconds(std::max(options.timeout_ms, kCloseMsMin));
+    if (closed) return success();
+    const auto end =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(close_begun ? again_ms : close_ms());
+    if (!close_begun) begin_close();
+    close_begun = true;
+    in_use = !end_calls(end);
+    // From here on no call or transfer of this process begins anything with a region; now the peers.
+    if (!regions_taken) take_regions();
+    regions_taken = true;
+    bool drained = wait_until(end, [this] {
+        MutexLock inner(undrained_mutex);
+        std::erase_if(undrained, [this](const Leaving& leaving) { return has_left(leaving); });
+        return undrained.empty();
+    });
+    if (in_use) {  // the loops stay, too: a late completion finds them
+        return Error{Code::kTimeout,
+                     "the engine is closed, but some of its transfers have not ended; the memory that they "
+                     "use must not be freed before they have: close it again to wait for that"};
+    }
+    if (!drained) {  // the loops stay: they hear of the end of a peer
+        return Error{Code::kTimeout,
+                     "the engine is closed, but a peer or a device is still inside of its memory, which must "
+                     "not be freed before it has left: close the engine again to wait for that"};
+    }
+    for (const auto& loop : loops) loop->stop();
+    cards.clear();
+    closed = true;
+    return success();
+}
+
+// From the outside to the inside: first no peer finds this engine, then callers leave, then transfers end,
+// then peers lose the regions, and the threads go last.
+void Engine::Core::begin_close() {
     closing = true;
-    // From the outside to the inside: first no peer finds this engine, then callers leave, then transfers
-    // end, then peers lose the regions, and the threads go last.
     for (const Entry& entry : transports) entry.transport->withdraw();
     {
         MutexLock inner(reception->mutex);
@@ -195,33 +242,21 @@ Status Engine::Core::close() {
     }
     // Without the lock: it wakes callers, which may want it.
     for (const auto& peer : all) peer->close();
-    in_use = !settle(end);
-    // From here on no call or transfer of this process begins anything with a region; now the peers.
-    std::vector<std::shared_ptr<Region>> gone;
+}
+
+void Engine::Core::take_regions() {
     for (const auto& region : regions->all()->list()) {
-        if (Result<std::shared_ptr<Region>> removed = regions->remove(region->address)) {
-            gone.push_back(std::move(*removed));
-        }
+        Result<std::shared_ptr<Region>> removed = regions->remove(region->address);
+        if (!removed) continue;
+        Leaving leaving = begin_revoke(std::move(*removed));
+        MutexLock inner(undrained_mutex);
+        undrained.push_back(std::move(leaving));
     }
     for (const Entry& entry : transports) entry.transport->close();
-    Status drained = success();
-    for (const auto& region : gone) {
-        if (Status status = revoke(*region, end); !status) drained = std::move(status);
-    }
-    if (in_use) {  // the loops stay, too: a late completion finds them
-        drained = Error{Code::kTimeout,
-                        "the engine is closed, but some of its transfers have not ended; the memory that "
-                        "they use must not be freed before this process ends"};
-    } else {
-        for (const auto& loop : loops) loop->stop();
-        cards.clear();
-    }
-    closed = std::move(drained);
-    return *closed;
 }
 
 // Until no call, ticket or working thread of this engine is left. False: it is not so at `end`.
-bool Engine::Core::settle(std::chrono::steady_clock::time_point end) {
+bool Engine::Core::end_calls(std::chrono::steady_clock::time_point end) {
     // In this order: callers may wait for tickets, tickets for the functions of the working threads.
     bool quiet = end_tickets(end);
     // A caller that waited for a ticket has its answer now, and needs a moment to leave.
@@ -238,15 +273,18 @@ bool Engine::Core::settle(std::chrono::steady_clock::time_point end) {
 
 // A ticket that runs at `end` is over for its callers. Its job is not: it keeps the regions that it holds.
 bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
-    bool all = true;
     for (const auto& ticket : tickets.running()) {
         if (ticket->wait(end)) continue;
-        all = false;
+        unended.push_back(ticket);
         TransferFailure failure;
         failure.error = Error{Code::kClosed, "the engine was closed before the transfer ended"};
+        failure.settled = false;
         tickets.end(*ticket, TicketState::kCancelled, std::move(failure));
     }
-    return all;
+    return wait_until(end, [this]() REQUIRES(close_mutex) {
+        std::erase_if(unended, [](const auto& ticket) { return ticket->over.load(); });
+        return unended.empty();
+    });
 }
 
 Result<transport::RegionMemory> Engine::Core::memory_of(const MemoryRef& memory) {
@@ -280,52 +318,61 @@ Status Engine::Core::add_region(uint64_t address, uint64_t length, const std::st
 
 Status Engine::Core::remove_region(uint64_t address) {
     Result<std::shared_ptr<Region>> region = regions->remove(address);
-    if (!region) {
+    Leaving leaving;
+    if (region) {
+        leaving = begin_revoke(std::move(*region));
+    } else {
         MutexLock lock(undrained_mutex);
         // A deregistration that timed out is asked for again by the same address.
-        auto it = std::ranges::find(undrained, address, &Region::address);
+        auto it = std::ranges::find(undrained, address, [](const Leaving& l) { return l.region->address; });
         if (it == undrained.end()) return region.error();
-        region = std::move(*it);
+        leaving = std::move(*it);
         undrained.erase(it);
     }
-    Status status =
-        revoke(**region, std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms));
-    if (!status) {
-        MutexLock lock(undrained_mutex);
-        if (undrained.size() < transport::kRegionsMax) undrained.push_back(std::move(*region));
-    }
-    return status;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms);
+    if (wait_until(end, [&] { return has_left(leaving); })) return success();
+    MutexLock lock(undrained_mutex);
+    if (undrained.size() < transport::kRegionsMax) undrained.push_back(std::move(leaving));
+    return Error{Code::kTimeout,
+                 "a peer is still inside of the region after " + std::to_string(options.timeout_ms) +
+                     " ms; nothing new reaches it, but its memory must not be freed before the peer is gone"};
 }
 
-// Waits until no thread, here or in a peer, is inside of what was taken out of the table, and no operation on
-// it is in flight.
-Status Engine::Core::revoke(const Region& region, std::chrono::steady_clock::time_point end) {
-    // Every transport begins to take it back before any is waited for.
-    std::vector<uint64_t> revocations;
-    for (const Entry& entry : transports) revocations.push_back(entry.transport->revoke(region));
-    auto drained = [&] {
-        if (!region.drained()) return false;
-        for (size_t i = 0; i < transports.size(); ++i) {
-            if (!transports[i].transport->drained(revocations[i])) return false;
-        }
-        return true;
-    };
-    for (int round = 0;; ++round) {
-        if (drained()) return success();
-        if (std::chrono::steady_clock::now() > end) {
-            return Error{
-                Code::kTimeout,
-                "a peer is still inside of the region after " + std::to_string(options.timeout_ms) +
-                    " ms; nothing new reaches it, but its memory must not be freed before the peer is gone"};
-        }
-        // A visit ends within microseconds; what takes longer is a peer's, which may take its whole
-        // timeout.
-        if (round < 100) {
-            std::this_thread::yield();
-        } else {
-            std::this_thread::sleep_for(std::chrono::microseconds(100));
-        }
+Engine::Core::Leaving Engine::Core::begin_revoke(std::shared_ptr<Region> region) {
+    Leaving leaving{std::move(region), {}};
+    for (const Entry& entry : transports) {
+        leaving.revocations.push_back(entry.transport->revoke(*leaving.region));
     }
+    return leaving;
+}
+
+// Whether no thread, here or in a peer, is inside of it, and no operation on it is in flight.
+bool Engine::Core::has_left(const Leaving& leaving) {
+    if (!leaving.region->drained()) return false;
+    for (size_t i = 0; i < transports.size(); ++i) {
+        if (!transports[i].transport->drained(leaving.revocations[i])) return false;
+    }
+    return true;
+}
+
+Status Engine::Core::shut_out_peer(const transport::SegmentId& segment) {
+    if (segment == identity.segment) {
+        return Error{Code::kInvalidArgument, "an engine does not shut out itself; close it"};
+    }
+    if (Status added = shut_out->add(segment); !added) return added;
+    for (const Entry& entry : transports) entry.transport->shut_out(segment);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(options.timeout_ms);
+    bool out = wait_until(end, [&] {
+        return std::ranges::all_of(transports,
+                                   [&](const Entry& entry) { return entry.transport->is_out(segment); });
+    });
+    if (out) return success();
+    return Error{Code::kTimeout,
+                 "the peer begins nothing any more, but is still inside of this engine's "
+                 "memory after " +
+                     std::to_string(options.timeout_ms) +
+                     " ms, as when it was stopped or a card hangs; shut it out again to wait "
+                     "for that"};
 }
 
 }  // namespace moonpool

@@ -74,7 +74,11 @@ struct Engine::Core {
     std::atomic<bool> closing{false};
     std::atomic<int> calls{0};  // inside of us
     Mutex close_mutex;
-    std::optional<Status> closed GUARDED_BY(close_mutex);  // how close() ended
+    bool close_begun GUARDED_BY(close_mutex) = false;
+    bool regions_taken GUARDED_BY(close_mutex) = false;
+    bool closed GUARDED_BY(close_mutex) = false;  // and nothing is left
+    // Tickets that had not ended when close() told their callers so: their jobs go on.
+    std::vector<std::shared_ptr<Ticket>> unended GUARDED_BY(close_mutex);
     // close() has not seen the end of all that runs: threads and devices still use this object, which is
     // never freed then.
     std::atomic<bool> in_use{false};
@@ -82,10 +86,15 @@ struct Engine::Core {
     transport::Counters counters;
     transport::Identity identity;
     std::shared_ptr<transport::RegionTable> regions = std::make_shared<transport::RegionTable>();
+    std::shared_ptr<transport::ShutOut> shut_out = std::make_shared<transport::ShutOut>();
     std::vector<std::string> addresses;
+    // Out of the table, but something may still touch it.
+    struct Leaving {
+        std::shared_ptr<Region> region;
+        std::vector<uint64_t> revocations;  // of each transport
+    };
     Mutex undrained_mutex;
-    // Out of the table, but something still touches them.
-    std::vector<std::shared_ptr<Region>> undrained GUARDED_BY(undrained_mutex);
+    std::vector<Leaving> undrained GUARDED_BY(undrained_mutex);
     device::CardCopiers cards;  // of which memory was registered
     engine::Inbox inbox;
     engine::Tickets tickets;
@@ -109,9 +118,13 @@ struct Engine::Core {
     Status check_transports() const;
     Status start_transports();
     Service service();
-    Status close();
-    bool settle(std::chrono::steady_clock::time_point end);
-    bool end_tickets(std::chrono::steady_clock::time_point end);
+    // Idempotent, and may be repeated after kTimeout. again_ms: how long a repeated one waits.
+    Status close(int again_ms);
+    void begin_close();
+    void take_regions() REQUIRES(close_mutex);
+    bool end_calls(std::chrono::steady_clock::time_point end) REQUIRES(close_mutex);
+    bool end_tickets(std::chrono::steady_clock::time_point end) REQUIRES(close_mutex);
+    int close_ms() const;
     bool allows(const transport::Factory& row) const {
         if (!options.transports) return true;
         return std::ranges::find(*options.transports, row.name) != options.transports->end();
@@ -125,7 +138,10 @@ struct Engine::Core {
                       transport::RegionMemory memory);
     // Waits until nothing touches the memory. After kTimeout it may be asked for again, to wait further.
     Status remove_region(uint64_t address);
-    Status revoke(const Region& region, std::chrono::steady_clock::time_point end);
+    // By all transports, before any of them is waited for.
+    Leaving begin_revoke(std::shared_ptr<Region> region);
+    bool has_left(const Leaving& leaving);
+    Status shut_out_peer(const transport::SegmentId& segment);
     Status deliver(const std::string& peer, std::span<const std::byte> message) {
         std::string text(reinterpret_cast<const char*>(message.data()), message.size());
         Status status = inbox.put(peer, std::move(text));
@@ -150,10 +166,13 @@ struct Engine::Core {
     Result<std::shared_ptr<Ticket>> make_ticket(const TransferRequest& request);
     void launch(const std::shared_ptr<Ticket>& ticket);
     void end_share(const std::shared_ptr<Ticket>& ticket);
+    void conclude(const std::shared_ptr<Ticket>& ticket, Share& share, bool whole);
     void end_ticket(const std::shared_ptr<Ticket>& ticket);
-    Status tell(Peer& peer, std::string_view message);
+    bool may_be_unsettled(const Peer& peer, const Job& job);
+    bool settle(Peer& peer, const Job& job);
+    Status tell(Peer& peer, std::string_view message, int timeout_ms);
     static TransferFailure untold(Peer& peer, const Error& error) {
-        return TransferFailure{error, peer.info().address, peer.control().path(), error.text};
+        return TransferFailure{error, peer.info().address, peer.control().path(), error.text, true};
     }
 };
 

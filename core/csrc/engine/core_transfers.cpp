@@ -19,6 +19,7 @@ namespace moonpool {
 
 namespace {
 
+constexpr int kSettleMs = 300;  // a peer that is reached answers in less; twice, when a connection was dead
 constexpr uint64_t kInlineBytesMax = 256u
                                      << 10;  // of a submitted copy: done at once, as cheap as handing over
 
@@ -139,22 +140,42 @@ Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
     if (job.waiting != 0) outcome = peer->run(job);
     // Slices may be left because a link has seen close(): then its reason says nothing about the peer.
     if (job.waiting != 0 && closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
-    if (job.waiting != 0 || job.refused) return report(job, peer->explain(job, outcome), status);
+    if (job.waiting != 0 || job.refused) {
+        TransferFailure failure = peer->explain(job, outcome);
+        failure.settled = settle(*peer, job);
+        return report(job, std::move(failure), status);
+    }
     // Behind the bytes: the peer that reads the message finds them there.
     if (request.notify) {
-        if (Status told = tell(*peer, *request.notify); !told) {
+        if (Status told = tell(*peer, *request.notify, job.timeout_ms); !told) {
             return report(job, untold(*peer, told.error()), status);
         }
     }
     return job.bytes_done.load();
 }
 
-Status Engine::Core::tell(Peer& peer, std::string_view message) {
+// Whether bytes of a job that has ended badly may still land somewhere. Never waits.
+bool Engine::Core::may_be_unsettled(const Peer& peer, const Job& job) {
+    if (cards.has_abandoned()) return true;
+    for (size_t i = 0; i < job.slices.size(); ++i) {
+        bool done = job.states[i].load(std::memory_order_relaxed) == SliceState::kDone;
+        if (!done && job.slices[i].direction == transport::Direction::kWrite) return !peer.settled();
+    }
+    return false;
+}
+
+// Whether none of them does, after the peer was asked for it.
+bool Engine::Core::settle(Peer& peer, const Job& job) {
+    if (!may_be_unsettled(peer, job)) return true;
+    return peer.settle(kSettleMs) && !cards.has_abandoned();
+}
+
+Status Engine::Core::tell(Peer& peer, std::string_view message, int timeout_ms) {
     if (Status sound = engine::check_message(message); !sound) return sound;
     if (closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
     auto bytes = std::as_bytes(std::span(message.data(), message.size()));
     Result<std::vector<std::byte>> answer = peer.control().ask(
-        Kind::kEngineNotify, std::vector<std::byte>(bytes.begin(), bytes.end()), options.timeout_ms);
+        Kind::kEngineNotify, std::vector<std::byte>(bytes.begin(), bytes.end()), timeout_ms);
     if (!answer) {
         return Error{answer.error().code, "the notification for engine \"" + peer.info().name + "\" at " +
                                               peer.info().address + " failed: " + answer.error().text};
@@ -244,9 +265,31 @@ void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
     for (const auto& share : ticket->shares) {
         whole = whole && share->job->waiting == 0 && !share->job->refused;
     }
-    // The message waits for an answer: not on a thread that others wait for.
-    if (whole && ticket->notify) return waiters.post(false, [this, ticket] { end_ticket(ticket); });
-    end_ticket(ticket);
+    // Messages and fences wait for answers: not on a thread that others wait for, and each peer by itself.
+    std::vector<Share*> waits;
+    for (const auto& share : ticket->shares) {
+        bool asks = whole ? ticket->notify.has_value() : may_be_unsettled(*share->peer, *share->job);
+        if (!asks) continue;
+        if (!closing) waits.push_back(share.get());
+        // Until it is known, and when it is not asked any more.
+        share->settled = whole;
+        if (whole) share->told = Error{Code::kClosed, "this engine was closed meanwhile"};
+    }
+    if (waits.empty()) return end_ticket(ticket);
+    ticket->conclusions_left = waits.size();
+    for (Share* share : waits) {
+        waiters.post(false, [this, ticket, share, whole] { conclude(ticket, *share, whole); });
+    }
+}
+
+// Tells the peer, or asks it to let nothing more in; the last one ends the ticket.
+void Engine::Core::conclude(const std::shared_ptr<Ticket>& ticket, Share& share, bool whole) {
+    if (whole) {
+        share.told = tell(*share.peer, *ticket->notify, share.job->timeout_ms);
+    } else {
+        share.settled = settle(*share.peer, *share.job);
+    }
+    if (ticket->conclusions_left.fetch_sub(1) == 1) end_ticket(ticket);
 }
 
 void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
@@ -274,17 +317,16 @@ void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
             if (job.is_waiting(i)) job.states[i].store(rest, std::memory_order_relaxed);
         }
     }
-    if (state == TicketState::kDone && ticket->notify) {
-        for (const auto& share : ticket->shares) {
-            Status status = tell(*share->peer, *ticket->notify);
-            if (status) continue;
-            state = TicketState::kFailed;
-            failure = untold(*share->peer, status.error());
-        }
+    for (const auto& share : ticket->shares) {
+        failure.settled = failure.settled && share->settled;
+        if (share->told || state != TicketState::kDone) continue;
+        state = TicketState::kFailed;
+        failure = untold(*share->peer, share->told.error());
     }
     counters.transfers_total.fetch_add(1);
     if (state == TicketState::kFailed) counters.transfers_failed_total.fetch_add(1);
     tickets.end(*ticket, state, std::move(failure));
+    ticket->over = true;
 }
 
 }  // namespace moonpool

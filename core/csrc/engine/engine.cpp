@@ -33,6 +33,10 @@ Status check(const TransferRequest& request) {
     if (request.segments.size() != 1 && request.segments.size() != request.slices.size()) {
         return Error{Code::kInvalidArgument, "a transfer needs one segment, or one for each slice"};
     }
+    if (request.timeout_ms < 0) {
+        return Error{Code::kInvalidArgument, "the timeout of a transfer must not be below 0 ms, and is " +
+                                                 std::to_string(request.timeout_ms)};
+    }
     return request.notify ? engine::check_message(*request.notify) : success();
 }
 
@@ -53,13 +57,13 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
 Engine::Engine(std::unique_ptr<Core> core) : core_(std::move(core)) {}
 
 Engine::~Engine() {
-    (void)close();
+    (void)core_->close(0);  // after a close() that timed out it only looks
     // In a child of fork() the threads and locks are the parent's: its memory is left as it is. So it is when
     // transfers have outlived close().
     if (core_->fork.in_child() || core_->in_use) (void)core_.release();
 }
 
-Status Engine::close() { return core_->close(); }
+Status Engine::close() { return core_->close(core_->close_ms()); }
 
 const std::string& Engine::name() const { return core_->options.name; }
 const transport::SegmentId& Engine::segment_id() const { return core_->identity.segment; }
@@ -117,6 +121,19 @@ Status Engine::deregister_region(uint64_t address) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
     return core_->remove_region(address);
+}
+
+Status Engine::shut_out(const transport::SegmentId& segment) {
+    Core::Call call(*core_);
+    if (!call.ok()) return call.error();
+    return core_->shut_out_peer(segment);
+}
+
+Status Engine::admit(const transport::SegmentId& segment) {
+    Core::Call call(*core_);
+    if (!call.ok()) return call.error();
+    core_->shut_out->remove(segment);
+    return success();
 }
 
 Result<uint32_t> Engine::open(const std::string& address) {
@@ -373,7 +390,7 @@ Status Engine::notify(uint32_t segment, std::string_view message) {
     if (!call.ok()) return call.error();
     Result<std::shared_ptr<Peer>> peer = core_->find_peer(segment);
     if (!peer) return peer.error();
-    return core_->tell(**peer, message);
+    return core_->tell(**peer, message, core_->options.timeout_ms);
 }
 
 Result<std::vector<std::pair<std::string, std::string>>> Engine::notifications() {

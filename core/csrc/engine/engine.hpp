@@ -73,6 +73,9 @@ struct TransferFailure {
     std::string peer;  // as it was opened
     std::string path;  // that was tried last
     std::string cause;
+    // No byte of it can reach memory any more, of a peer or of this process: each peer whose writes failed
+    // has confirmed it. False: some may still, as those in the buffers of a connection that was given up.
+    bool settled = true;
 };
 
 struct TicketStatus {
@@ -126,8 +129,17 @@ class Engine {
     Result<MemoryRef> describe(uint64_t address, uint64_t length) const;
     // location: empty: "cpu:0", or "cuda:" and the card's ordinal here.
     Status register_region(uint64_t address, uint64_t length, const std::string& location);
-    // When it returns success, no transfer of any peer touches the memory any more.
+    // When it returns success, no transfer of any peer touches the memory any more. After kTimeout something
+    // still does; it may be called again, to wait further.
     Status deregister_region(uint64_t address);
+
+    // The engine of that segment reaches nothing here any more, by any path: it has to be admitted, or to be
+    // made anew, which gives it another segment. When it returns success, no byte of what it had under way
+    // comes in; after kTimeout some still may, and it may be called again. What this engine does with the
+    // other's memory goes on.
+    Status shut_out(const transport::SegmentId& segment);
+    // Takes it back. The other engine opens this one again, and until then reaches it by TCP alone.
+    Status admit(const transport::SegmentId& segment);
 
     Result<uint32_t> open(const std::string& address);
     Status close_segment(uint32_t segment);
@@ -165,7 +177,8 @@ class Engine {
     std::vector<std::pair<std::string, uint64_t>> metrics() const;  // none in a child: its locks are lost
     bool check_integrity() const;
     // Ends what runs, at the latest after timeout_ms, or 3 s if that is more. kTimeout: a device or a peer
-    // may still touch registered memory, which must not be freed.
+    // may still touch registered memory, which must not be freed. It may be called again, to wait further for
+    // these: what it began the first time is not begun anew.
     Status close();
 
    private:

@@ -63,6 +63,14 @@ class Peer : public std::enable_shared_from_this<Peer> {
     using Finished = std::function<void(Outcome)>;
     void post(std::shared_ptr<transport::Job> job, transport::Workers& workers, Finished finished);
 
+    // As Link, over all links: what one left undone may have gone over any.
+    bool settled() const {
+        return std::ranges::all_of(routes_, [](const Route& r) { return r.link->settled(); });
+    }
+    bool settle(int timeout_ms) {
+        return std::ranges::all_of(routes_, [&](const Route& r) { return r.link->settle(timeout_ms); });
+    }
+
     void close() {
         control_->close();
         for (const Route& route : routes_) route.link->close();

@@ -26,6 +26,8 @@ struct Share {
     std::vector<size_t> places;  // of each slice in the request; empty: the same
     std::shared_ptr<transport::Job> job;
     Outcome outcome;
+    Status told = success();
+    bool settled = true;
 };
 
 struct Ticket {
@@ -34,6 +36,8 @@ struct Ticket {
     size_t slices = 0;
     std::optional<std::string> notify;
     std::atomic<size_t> shares_left{0};
+    std::atomic<size_t> conclusions_left{0};
+    std::atomic<bool> over{false};  // no thread does anything more for it
 
     Mutex mutex;
     CondVar ended;

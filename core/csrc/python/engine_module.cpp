@@ -249,7 +249,8 @@ py::bytes slice_bytes(const TicketStatus& status) {
     py::object exception =
         type(failure.error.text, py::arg("operation") = "transfer", py::arg("peer") = failure.peer,
              py::arg("bytes") = asked, py::arg("cause") = failure.cause, py::arg("path") = failure.path,
-             py::arg("bytes_done") = status.bytes_done, py::arg("states") = slice_bytes(status));
+             py::arg("bytes_done") = status.bytes_done, py::arg("states") = slice_bytes(status),
+             py::arg("settled") = failure.settled);
     PyErr_SetObject(type.ptr(), exception.ptr());
     throw py::error_already_set();
 }
@@ -283,7 +284,10 @@ class PyEngine {
         engine_ = unwrap(without_gil([&] { return Engine::create(std::move(options)); }), "engine");
     }
     // Threads of the engine end here, without the GIL, before Python's memory that they may copy goes.
-    ~PyEngine() { close(); }
+    ~PyEngine() {
+        py::gil_scoped_release nogil;
+        engine_.reset();
+    }
 
     Engine& engine() { return *engine_; }
 
@@ -314,6 +318,12 @@ class PyEngine {
     void deregister(uint64_t address) {
         unwrap(without_gil([&] { return engine_->deregister_region(address); }), "deregister");
     }
+
+    void shut_out(const py::bytes& segment) {
+        transport::SegmentId id = segment_of(segment);
+        unwrap(without_gil([&] { return engine_->shut_out(id); }), "shut_out");
+    }
+    void admit(const py::bytes& segment) { unwrap(engine_->admit(segment_of(segment)), "admit"); }
 
     uint32_t open(const std::string& address) {
         return unwrap(without_gil([&] { return engine_->open(address); }), "open", address);
@@ -369,7 +379,7 @@ class PyEngine {
         TicketStatus status = unwrap(engine_->status(ticket), "status");
         const TransferFailure& failure = status.failure;
         return py::make_tuple(text_of(status.state), status.bytes_done, slice_bytes(status),
-                              failure.error.text, failure.path, failure.peer, failure.cause);
+                              failure.error.text, failure.path, failure.peer, failure.cause, failure.settled);
     }
     void cancel(uint64_t ticket) { unwrap(engine_->cancel(ticket), "cancel"); }
     void release(uint64_t ticket) {
@@ -406,6 +416,17 @@ class PyEngine {
    private:
     static py::bytes id_bytes(const transport::SegmentId& id) {
         return py::bytes(reinterpret_cast<const char*>(id.data()), id.size());
+    }
+    static transport::SegmentId segment_of(const py::bytes& bytes) {
+        std::string_view text(bytes);
+        transport::SegmentId id{};
+        if (text.size() != id.size()) {
+            raise(Error{Code::kInvalidArgument, "a segment id has " + std::to_string(id.size()) +
+                                                    " bytes, not " + std::to_string(text.size())},
+                  "shut_out");
+        }
+        std::ranges::copy(text, reinterpret_cast<char*>(id.data()));
+        return id;
     }
 
     std::shared_ptr<Engine> engine_;
@@ -469,6 +490,8 @@ void bind_engine(py::module_& m) {
         .def("register", &PyEngine::register_region, py::arg("address"), py::arg("length"),
              py::arg("location") = "")
         .def("deregister", &PyEngine::deregister, py::arg("address"))
+        .def("shut_out", &PyEngine::shut_out, py::arg("segment_id"))
+        .def("admit", &PyEngine::admit, py::arg("segment_id"))
         .def("open", &PyEngine::open, py::arg("address"))
         .def("close_segment", &PyEngine::close_segment, py::arg("segment"))
         .def("segment", &PyEngine::segment, py::arg("segment"))
@@ -485,7 +508,7 @@ void bind_engine(py::module_& m) {
         .def("close", &PyEngine::close,
              "Ends what runs. False: a device or a stopped peer may still access registered memory, which "
              "must "
-             "not be freed.");
+             "not be freed; a further call waits again.");
 
 // In the form of pybind11's signatures, from which the stub is made.
 #define MOONPOOL_ARGUMENTS                                                                                   \

@@ -15,8 +15,9 @@
 
 namespace moonpool::transport {
 
-inline constexpr uint16_t kEngineVersion = 2;
-inline constexpr uint16_t kVersionWithCards = 2;  // lists regions of kDevice, and asks for them
+inline constexpr uint16_t kEngineVersion = 3;
+inline constexpr uint16_t kVersionWithCards = 2;      // lists regions of kDevice, and asks for them
+inline constexpr uint16_t kVersionWithInitiator = 3;  // SHM_OPEN names the initiator
 inline constexpr size_t kNameBytesMax = 256;
 inline constexpr uint32_t kRowsMax = 512;               // ranges of one TRANSFER
 inline constexpr uint64_t kPayloadBytesMax = 8u << 20;  // bytes of its writes, and of its reads

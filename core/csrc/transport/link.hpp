@@ -105,6 +105,15 @@ class Link {
         return false;
     }
 
+    // Whether nothing that jobs wrote by this path before they ended can still reach the peer's memory. Never
+    // waits.
+    virtual bool settled() const { return true; }
+    // Asks the peer to let nothing more of it in, and waits that long at most; whether it is settled.
+    virtual bool settle(int timeout_ms) {
+        (void)timeout_ms;
+        return settled();
+    }
+
     // The peer was closed: jobs that wait for it end soon. Idempotent.
     virtual void close() {}
 };

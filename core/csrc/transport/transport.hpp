@@ -27,6 +27,7 @@
 #include "transport/identity.hpp"
 #include "transport/link.hpp"
 #include "transport/region.hpp"
+#include "transport/shut_out.hpp"
 #include "transport/workers.hpp"
 
 namespace moonpool::transport {
@@ -43,6 +44,7 @@ struct ConnectOptions {
 struct Context {
     const Identity& identity;
     std::shared_ptr<RegionTable> regions;
+    std::shared_ptr<const ShutOut> shut_out;
     Counters& counters;  // of the engine, over all transports
     std::function<Status(const std::string& peer, std::span<const std::byte> message)> deliver;
     // What copies to and from the card of that ordinal; an error: why there is none.
@@ -84,6 +86,14 @@ class Transport {
     }
     virtual bool drained(uint64_t revocation) {
         (void)revocation;
+        return true;
+    }
+
+    // That engine is among those that are shut out: it begins nothing more by this transport, and what it has
+    // open ends. Once is_out(), nothing of it reaches a region any more.
+    virtual void shut_out(const SegmentId& segment) { (void)segment; }
+    virtual bool is_out(const SegmentId& segment) {
+        (void)segment;
         return true;
     }
 

@@ -137,6 +137,15 @@ TEST_CASE("capi: batches of what failed are forgotten, and no others") {
     CHECK(freeBatchID(here.self, last) == 0);
 }
 
+TEST_CASE("capi: a location that peers could not read is refused") {
+    Engine here, there;
+    std::vector<unsigned char> memory(4096);
+    CHECK(registerLocalMemory(here.self, memory.data(), memory.size(), "\xff\xfe", 1) == -600);
+    CHECK(unregisterLocalMemory(here.self, memory.data()) == -3);  // nothing was registered
+    CHECK(registerLocalMemory(here.self, memory.data(), memory.size(), "cpu:0", 1) == 0);
+    CHECK(openSegment(there.self, here.address.c_str()) >= 0);
+}
+
 TEST_CASE("capi: which hosts are this one") {
     using moonpool::capi::is_loopback;
     for (const char* host : {"127.0.0.1", "127.9.9.9", "localhost", "::1"}) CHECK(is_loopback(host));

@@ -105,7 +105,11 @@ TEST_CASE("device: a question about an address opens no library") {
     CHECK(device::must(device::classify(reinterpret_cast<uint64_t>(&here), sizeof(here))).kind ==
           device::AddressKind::kUnknown);
     CHECK(Driver::if_loaded() == nullptr);
+    CHECK(Driver::if_loaded() == nullptr);  // known without a look
     CHECK_FALSE(mapped(name));
+    // The application loads it, and the next question finds it.
+    REQUIRE(::dlopen(name, RTLD_NOW | RTLD_LOCAL) != nullptr);
+    CHECK(Driver::if_loaded() != nullptr);
     CHECK(Driver::get().ok());
     CHECK(mapped(name));
     CHECK(Driver::if_loaded() != nullptr);

@@ -292,7 +292,7 @@ TEST_CASE(
     CHECK(status.error().code == Code::kTimeout);
     CHECK(status.error().text.find("must not be freed") != std::string::npos);
     CHECK(mine.back() == std::byte{7});
-    CHECK(bed.pair->here->close().error() == status.error());
+    CHECK(bed.pair->here->close().ok());  // nothing is left to wait for
     CHECK(bed.pair->here->submit({}).error().code == Code::kClosed);
 }
 

@@ -182,8 +182,7 @@ TEST_CASE("regions: a question with an edition is understood by peers that know 
     transport::PeerInfo peer;
     peer.version = transport::kEngineVersion;
     std::vector<std::byte> question = transport::regions_question(peer, 77);
-    std::optional<transport::RegionsQuestion> read =
-        transport::decode_regions_question(Reader(question));
+    std::optional<transport::RegionsQuestion> read = transport::decode_regions_question(Reader(question));
     REQUIRE(read.has_value());
     CHECK(read->edition == std::optional<uint64_t>(77));
     question.resize(2);  // what such a peer reads of it

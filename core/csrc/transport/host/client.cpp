@@ -54,7 +54,7 @@ Status Client::open(const HostOffer& offer, const PeerInfo& peer, const Identity
         return Error{Code::kUnavailable, std::string("the peer's socket is not in this network namespace (") +
                                              std::strerror(errno) + ")"};
     }
-    if (Status proved = prove(offer, self); !proved) return proved;
+    if (Status proved = prove(offer, peer, self); !proved) return proved;
     ucred named{};
     size = sizeof(named);
     if (::getsockopt(fd_.get(), SOL_SOCKET, SO_PEERCRED, &named, &size) == 0) process_ = named.pid;
@@ -63,12 +63,14 @@ Status Client::open(const HostOffer& offer, const PeerInfo& peer, const Identity
     return success();
 }
 
-Status Client::prove(const HostOffer& offer, const Identity& self) {
+Status Client::prove(const HostOffer& offer, const PeerInfo& peer, const Identity& self) {
     std::vector<std::byte> question, answer;
     Writer w(question);
     w.bytes(offer.cookie.data(), offer.cookie.size());
     w.text16(self.host_id);
     w.text16(self.boot_id);
+    // Those before it take no byte more.
+    if (peer.version >= kVersionWithInitiator) w.bytes(self.segment.data(), self.segment.size());
     Fd passed;
     if (Status status = ask(Kind::kShmOpen, question, answer, &passed); !status) return status;
     Reader r(answer);

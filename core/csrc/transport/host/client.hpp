@@ -47,7 +47,7 @@ class Client {
    private:
     class Watch;
 
-    Status prove(const HostOffer& offer, const Identity& self);
+    Status prove(const HostOffer& offer, const PeerInfo& peer, const Identity& self);
 
     EventLoop& loop_;
     std::shared_ptr<std::atomic<bool>> alive_ = std::make_shared<std::atomic<bool>>(true);

@@ -11,7 +11,10 @@
 // grows, and every gate has it. A region is out of the table before revoke() is called: a list that is
 // made afterwards, with the new generation, does not name it.
 //
-// Locks: mutex_ alone. The answer to an open is sent with it held: the socket's buffer takes it at once.
+// No answer waits for its reader: what the socket does not take stays in the session, which reads no further
+// question meanwhile and ends when nothing is read of it for too long.
+//
+// Locks: mutex_ alone.
 #include "transport/host/server.hpp"
 
 #include <sys/epoll.h>
@@ -29,13 +32,14 @@
 #include "transport/host/unix_frame.hpp"
 #include "wire/auth.hpp"
 #include "wire/frame_reader.hpp"
+#include "wire/limits.hpp"
 
 namespace moonpool::transport::host {
 
 namespace {
 
 constexpr uint32_t kFrameBytesMax = 4096;  // of a question
-constexpr size_t kBacklogBytesMax = 4u << 20;
+constexpr size_t kAnswerBytesMax = 4u << 20;
 
 std::string hex(std::span<const uint8_t> bytes) {
     static const char digits[] = "0123456789abcdef";
@@ -80,22 +84,32 @@ class Server::Session final : public EventHandler {
     int fd() const { return fd_.get(); }
 
     bool on_events(uint32_t) override {
-        for (;;) {
+        bool was_unread = unread();
+        if (!flush() || (was_unread && !serve())) return false;
+        while (!unread()) {
             std::span<std::byte> room = in_.room(4096);
             ssize_t n = ::recv(fd_.get(), room.data(), room.size(), MSG_DONTWAIT);
             if (n == 0) return false;
             if (n < 0) {
                 if (errno == EINTR) continue;
-                return errno == EAGAIN;
+                if (errno != EAGAIN) return false;
+                break;
             }
             in_.received(static_cast<size_t>(n));
             if (!serve()) return false;
         }
+        uint32_t events = unread() ? EPOLLOUT : EPOLLIN;
+        if (events != watched_) server_.loop_.watch(fd_.get(), events);
+        watched_ = events;
+        return true;
     }
+    bool on_tick(uint64_t now) override { return !unread() || now - moved_ms_ <= Limits{}.stalled_frame_ms; }
 
    private:
     bool serve() {
-        while (std::optional<FrameHeader> header = in_.header()) {
+        while (!unread()) {
+            std::optional<FrameHeader> header = in_.header();
+            if (!header) return true;
             bool fits = !unfit(*header, kFrameBytesMax, "engine", "");
             std::optional<Reader> body = fits ? in_.body(*header) : std::nullopt;
             if (fits && !body) return true;
@@ -120,14 +134,20 @@ class Server::Session final : public EventHandler {
             return refuse(header, passed.error().code, passed.error().text);
         }
         begin(header).bytes(answered.data(), answered.size());
-        return finish(passed->fd);
+        return finish(std::move(*passed));
     }
 
     bool open(const FrameHeader& header, Reader body) {
         std::string_view cookie = body.bytes(32);
         std::string_view host_id = body.text16();
         std::string_view boot_id = body.text16();
-        if (!body.done()) return false;
+        SegmentId initiator{};
+        if (body.left() != 0) {  // initiators of the version before end here
+            std::string_view segment = body.bytes(initiator.size());
+            if (segment.size() == initiator.size()) std::ranges::copy(segment, initiator.begin());
+        }
+        // A later version may append fields.
+        if (!body.ok()) return false;
         const Identity& self = server_.context_.identity;
         auto bytes = std::span(reinterpret_cast<const uint8_t*>(cookie.data()), cookie.size());
         if (!equal_constant_time(server_.cookie_, bytes)) {
@@ -137,7 +157,13 @@ class Server::Session final : public EventHandler {
             return refuse(header, Code::kUnavailable, "the two processes are on different hosts");
         }
         MutexLock lock(server_.mutex_);
+        // Under the mutex: shut_out() finds the gate, or this finds that its initiator is shut out.
+        const ShutOut& outside = *server_.context_.shut_out;
+        if (outside.has(initiator) || (initiator == SegmentId{} && outside.any())) {
+            return refuse(header, ShutOut::error().code, ShutOut::error().text);
+        }
         Entry entry;
+        entry.initiator = initiator;
         if (server_.outlives_socket_) {
             if (pid_behind(fd_.get()) != 0) entry.process = process_behind(fd_.get());
             if (!entry.process.valid()) {
@@ -162,7 +188,7 @@ class Server::Session final : public EventHandler {
         // Where the initiator looks into this process by process_vm_readv, to learn whether it may, and
         // whether this is the process that it means.
         w.number(reinterpret_cast<uint64_t>(&shared->page()));
-        return finish(shared->fd());
+        return finish({.fd = shared->fd(), .owner = shared});
     }
 
     bool refuse(const FrameHeader& header, Code code, const std::string& text) {
@@ -171,19 +197,34 @@ class Server::Session final : public EventHandler {
         Writer w = begin(error);
         w.number(static_cast<uint16_t>(code));
         w.text16(text);
-        return finish(-1);
+        return finish({});
     }
 
     Writer begin(const FrameHeader& header) {
         out_.clear();
+        sent_ = 0;
         begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
         return Writer(out_);
     }
-    // An initiator asks one question at a time and reads the answer at once; the socket's buffer takes it, or
-    // the initiator is not one of ours.
-    bool finish(int passed) {
+    bool finish(Passed passed) {
         finish_frame(out_, 0);
-        return out_.size() <= kBacklogBytesMax && send_frame(fd_.get(), out_, passed).ok();
+        passed_ = std::move(passed);
+        moved_ms_ = now_ms();
+        return out_.size() <= kAnswerBytesMax && flush();
+    }
+    // Whether some of the last answer is still here.
+    bool unread() const { return sent_ < out_.size(); }
+    // Sends what the socket takes. False: the initiator has gone.
+    bool flush() {
+        while (unread()) {
+            ssize_t n = send_part(fd_.get(), out_, sent_, passed_.fd, MSG_DONTWAIT);
+            if (n < 0 && errno == EINTR) continue;
+            if (n < 0) return errno == EAGAIN;
+            sent_ += static_cast<size_t>(n);
+            moved_ms_ = now_ms();
+        }
+        passed_ = {};
+        return true;
     }
 
     Server& server_;
@@ -191,7 +232,11 @@ class Server::Session final : public EventHandler {
     ClosedInChildren closed_in_children_{fd_};
     uint64_t id_ = 0;
     FrameReader in_;
-    std::vector<std::byte> out_;
+    std::vector<std::byte> out_;  // the last answer, of which sent_ bytes have gone
+    size_t sent_ = 0;
+    Passed passed_;
+    uint64_t moved_ms_ = 0;
+    uint32_t watched_ = EPOLLIN;
 };
 
 class Server::Listener final : public EventHandler {
@@ -204,9 +249,6 @@ class Server::Listener final : public EventHandler {
             Fd fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC));
             if (!fd.valid()) return true;
             if (!same_user(fd.get())) continue;
-            // Answers are sent blocking, so a reader that does not read is cut off soon.
-            timeval tv{0, 200000};
-            ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
             int number = fd.get();
             server_.loop_.add(number, EPOLLIN, std::make_shared<Session>(server_, std::move(fd)));
         }
@@ -255,13 +297,31 @@ uint64_t Server::generation() {
     return generation_;
 }
 
-bool Server::drained(uint64_t generation) {
-    MutexLock lock(mutex_);
+void Server::drop_ended() {
     std::erase_if(gates_, [](const auto& row) {
         const Entry& entry = row.second;
         return entry.left && (!entry.gate->occupied() || has_ended(entry.process));
     });
+}
+
+bool Server::drained(uint64_t generation) {
+    MutexLock lock(mutex_);
+    drop_ended();
     return std::ranges::all_of(gates_, [&](const auto& row) { return row.second.gate->drained(generation); });
+}
+
+void Server::shut_out(const SegmentId& segment) {
+    MutexLock lock(mutex_);
+    for (auto& [id, entry] : gates_) {
+        if (may_be(entry, segment)) entry.gate->close();
+    }
+}
+
+bool Server::is_out(const SegmentId& segment) {
+    MutexLock lock(mutex_);
+    drop_ended();
+    return std::ranges::none_of(
+        gates_, [&](const auto& row) { return may_be(row.second, segment) && row.second.gate->occupied(); });
 }
 
 void Server::close() {

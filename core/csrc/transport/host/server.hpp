@@ -56,6 +56,10 @@ class Server {
     bool drained(uint64_t generation);
     void close();  // every initiator finds its gate closed
 
+    // As Transport. An initiator that does not name itself may be any: its gate is closed as well.
+    void shut_out(const SegmentId& segment);
+    bool is_out(const SegmentId& segment);
+
     // Read before the list of regions: one that is newer than it is only asked for once more.
     uint64_t generation();
 
@@ -65,9 +69,16 @@ class Server {
     friend class Session;
     struct Entry {
         std::shared_ptr<Gate> gate;
-        Fd process;         // of the initiator, where it may be inside without a socket
-        bool left = false;  // its socket has closed
+        SegmentId initiator{};  // zeros: one of an older version, which does not say it
+        Fd process;             // of the initiator, where it may be inside without a socket
+        bool left = false;      // its socket has closed
     };
+
+    static bool may_be(const Entry& entry, const SegmentId& segment) {
+        return entry.initiator == segment || entry.initiator == SegmentId{};
+    }
+
+    void drop_ended() REQUIRES(mutex_);
 
     // The gates, which the I/O thread opens and a thread that deregisters walks.
     Mutex mutex_;

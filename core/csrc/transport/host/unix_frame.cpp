@@ -7,24 +7,27 @@
 
 namespace moonpool::transport::host {
 
-Status send_frame(int fd, const std::vector<std::byte>& frame, int passed) {
-    size_t sent = 0;
-    while (sent < frame.size()) {
-        iovec part{const_cast<std::byte*>(frame.data()) + sent, frame.size() - sent};
-        msghdr message{};
-        message.msg_iov = &part;
-        message.msg_iovlen = 1;
-        alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-        if (passed >= 0 && sent == 0) {
-            message.msg_control = control;
-            message.msg_controllen = sizeof(control);
-            cmsghdr* c = CMSG_FIRSTHDR(&message);
-            c->cmsg_level = SOL_SOCKET;
-            c->cmsg_type = SCM_RIGHTS;
-            c->cmsg_len = CMSG_LEN(sizeof(int));
-            std::memcpy(CMSG_DATA(c), &passed, sizeof(int));
-        }
-        ssize_t n = ::sendmsg(fd, &message, MSG_NOSIGNAL);
+ssize_t send_part(int fd, const std::vector<std::byte>& frame, size_t from, int passed, int flags) {
+    iovec part{const_cast<std::byte*>(frame.data()) + from, frame.size() - from};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    if (passed >= 0 && from == 0) {
+        message.msg_control = control;
+        message.msg_controllen = sizeof(control);
+        cmsghdr* c = CMSG_FIRSTHDR(&message);
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_RIGHTS;
+        c->cmsg_len = CMSG_LEN(sizeof(int));
+        std::memcpy(CMSG_DATA(c), &passed, sizeof(int));
+    }
+    return ::sendmsg(fd, &message, MSG_NOSIGNAL | flags);
+}
+
+Status send_frame(int fd, const std::vector<std::byte>& frame) {
+    for (size_t sent = 0; sent < frame.size();) {
+        ssize_t n = send_part(fd, frame, sent, -1, 0);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return Error{Code::kUnavailable, std::string("the socket: ") + std::strerror(errno)};
         sent += static_cast<size_t>(n);

@@ -59,8 +59,7 @@ Status Link::copy_by_card(Job& job, size_t i, const std::shared_ptr<Region>& rem
         return success();
     }
     for (uint64_t at = 0; at < slice.length;) {
-        if (job.stopped()) return Error{Code::kClosed, "stopped"};
-        if (target_->closed) return Error{Code::kUnavailable, "the peer has closed"};
+        if (Status may = may_go_on(job); !may) return may;
         if (Status ready = cards.prepare(local.on_card() ? local.card : remote->card); !ready) return ready;
         bool mine = cards.batch().hold(local);
         if (!mine || !cards.theirs().hold(*remote)) {
@@ -78,7 +77,21 @@ Status Link::copy_by_card(Job& job, size_t i, const std::shared_ptr<Region>& rem
     return success();
 }
 
+// Before each piece.
+Status Link::may_go_on(const Job& job) const {
+    if (job.stopped()) return Error{Code::kClosed, "stopped"};
+    if (target_->closed) return Error{Code::kUnavailable, "the peer has closed"};
+    return target_->refuses(*self_) ? Status(ShutOut::error()) : success();
+}
+
 Status Link::run(Job& job) {
+    self_->inside.fetch_add(1);
+    Status status = carry(job);
+    self_->inside.fetch_sub(1);
+    return status;
+}
+
+Status Link::carry(Job& job) {
     std::shared_ptr<const Regions> regions = target_->regions->all();
     const std::shared_ptr<Region>* region = nullptr;
     uint64_t held = 0;
@@ -105,8 +118,7 @@ Status Link::run(Job& job) {
             continue;
         }
         for (uint64_t at = 0; at < slice.length;) {
-            if (job.stopped()) return Error{Code::kClosed, "stopped"};
-            if (target_->closed) return Error{Code::kUnavailable, "the peer has closed"};
+            if (Status may = may_go_on(job); !may) return may;
             // Leave now and then, so that no thread waits long to deregister.
             if (held >= kAccessBytesMax) {
                 here.end();

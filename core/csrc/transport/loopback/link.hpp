@@ -9,8 +9,8 @@ namespace moonpool::transport::loopback {
 
 class Link final : public transport::Link {
    public:
-    Link(std::shared_ptr<Target> target, TransportCounters& counters)
-        : target_(std::move(target)), counters_(counters) {}
+    Link(std::shared_ptr<Target> target, std::shared_ptr<Guest> self, TransportCounters& counters)
+        : target_(std::move(target)), self_(std::move(self)), counters_(counters) {}
 
     std::string path() const override { return "loopback"; }
     bool reaches(MemoryKind kind, std::string* why) const override {
@@ -22,9 +22,12 @@ class Link final : public transport::Link {
 
    private:
     class Cards;
+    Status carry(Job& job);
+    Status may_go_on(const Job& job) const;
     Status copy_by_card(Job& job, size_t slice, const std::shared_ptr<Region>& remote, Cards& cards);
 
     std::shared_ptr<Target> target_;
+    std::shared_ptr<Guest> self_;
     TransportCounters& counters_;
 };
 

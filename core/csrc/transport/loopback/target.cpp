@@ -1,5 +1,6 @@
 #include "transport/loopback/target.hpp"
 
+#include <algorithm>
 #include <map>
 
 #include "base/fork_fresh.hpp"
@@ -17,6 +18,23 @@ struct Directory {
 ForkFresh<Directory> directory;
 
 }  // namespace
+
+std::shared_ptr<Guest> Target::welcome(const SegmentId& initiator) {
+    auto guest = std::make_shared<Guest>();
+    guest->segment = initiator;
+    MutexLock lock(mutex_);
+    std::erase_if(guests_, [](const auto& known) { return known.expired(); });
+    guests_.push_back(guest);
+    return guest;
+}
+
+bool Target::is_out(const SegmentId& initiator) {
+    MutexLock lock(mutex_);
+    return std::ranges::none_of(guests_, [&](const auto& known) {
+        std::shared_ptr<Guest> guest = known.lock();
+        return guest != nullptr && guest->segment == initiator && guest->inside.load() != 0;
+    });
+}
 
 void enlist(const std::shared_ptr<Target>& target) {
     Directory& d = directory.get();

@@ -7,6 +7,7 @@ namespace moonpool::transport::loopback {
 Transport::Transport(const Context& context) : target_(std::make_shared<Target>()) {
     target_->identity = context.identity;
     target_->regions = context.regions;
+    target_->shut_out = context.shut_out;
 }
 
 Status Transport::start() {
@@ -21,7 +22,9 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
     if (target->identity.tenant != target_->identity.tenant) {
         return Error{Code::kAuth, "the peer belongs to another tenant"};
     }
-    return std::shared_ptr<transport::Link>(std::make_shared<Link>(std::move(target), counters_));
+    std::shared_ptr<Guest> guest = target->welcome(target_->identity.segment);
+    return std::shared_ptr<transport::Link>(
+        std::make_shared<Link>(std::move(target), std::move(guest), counters_));
 }
 
 void Transport::withdraw() {

@@ -14,6 +14,7 @@ class Transport final : public transport::Transport {
     Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer,
                                                      const std::shared_ptr<Control>& control,
                                                      int timeout_ms) override;
+    bool is_out(const SegmentId& segment) override { return target_->is_out(segment); }
     void withdraw() override;
 
    private:

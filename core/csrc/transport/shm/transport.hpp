@@ -18,6 +18,8 @@ class Transport final : public transport::Transport {
                                                      int timeout_ms) override;
     uint64_t revoke(const Region& region) override;
     bool drained(uint64_t revocation) override { return target_.drained(revocation); }
+    void shut_out(const SegmentId& segment) override { target_.shut_out(segment); }
+    bool is_out(const SegmentId& segment) override { return target_.is_out(segment); }
     void close() override { target_.close(); }
 
    private:

@@ -556,6 +556,10 @@ bool Connection::on_hello(const FrameHeader& header, Reader body) {
                      "another engine lives at this address now; open it again");
         return true;
     }
+    if (target_.context().shut_out->has(hello->segment)) {
+        answer_error(header.request_id, Code::kAuth, ShutOut::error().text);
+        return true;
+    }
     Target::Name name{hello->segment, hello->channel};
     if (!target_.enlist(name, shared_from_this())) return false;
     name_ = name;

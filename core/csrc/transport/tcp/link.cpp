@@ -393,6 +393,15 @@ void Link::carry_slowly(std::shared_ptr<Job> job, const Finished& finished, int 
     finished(std::move(job), std::move(last));
 }
 
+// A question needs a connection, and none is had before it has carried the fences: this one asks for nothing
+// besides.
+bool Link::settle(int timeout_ms) {
+    if (settled()) return true;
+    std::vector<std::byte> none;
+    Writer(none).number(uint32_t{0});
+    return ask(Kind::kEngineFence, none, timeout_ms).ok() && settled();
+}
+
 Result<std::vector<std::byte>> Link::ask(Kind kind, const std::vector<std::byte>& body, int timeout_ms) {
     // A connection that was idle may be dead without our knowing; a message is not said twice, since the
     // first may have arrived.

@@ -34,6 +34,9 @@ class Link final : public transport::Link, public Control, public std::enable_sh
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
 
+    bool settled() const override { return pool_.fenced(); }
+    bool settle(int timeout_ms) override;
+
     // Frames of control, over any connection.
     Result<std::vector<std::byte>> ask(Kind kind, const std::vector<std::byte>& body,
                                        int timeout_ms) override;
@@ -56,7 +59,7 @@ class Link final : public transport::Link, public Control, public std::enable_sh
     void post_slowly(std::shared_ptr<Job> job, Finished finished, int tried, Status last);
     void carry_slowly(std::shared_ptr<Job> job, const Finished& finished, int tried, Status last);
 
-    Pool pool_;
+    mutable Pool pool_;
     std::string address_;
     std::vector<EventLoop*> loops_;
     Workers& workers_;

@@ -212,6 +212,11 @@ Status Pool::send_fences(Channel& channel, int timeout_ms) {
     return success();
 }
 
+bool Pool::fenced() {
+    MutexLock lock(mutex_);
+    return fences_.empty();
+}
+
 size_t Pool::open() {
     MutexLock lock(mutex_);
     return open_;

@@ -38,6 +38,7 @@ class Pool {
     // The first connection was made by the handshake of the engine.
     Status adopt(Dialed dialed, int timeout_ms);
 
+    bool fenced();  // no connection was given up whose writes may still arrive
     size_t open();
     bool full();   // every connection there may be is in use
     void close();  // ends what is idle, refuses everything later

@@ -19,6 +19,8 @@ void Target::adopt(AuthenticatedConnection caller) {
 
 bool Target::enlist(const Name& name, const std::shared_ptr<Connection>& connection) {
     MutexLock lock(mutex_);
+    // Under the mutex: shut_out() finds the connection, or this finds that it is shut out.
+    if (context_.shut_out->has(name.segment)) return false;
     auto& place = named_[name];
     if (!place.expired()) return false;
     place = connection;
@@ -48,6 +50,36 @@ CopiesUnderWay Target::fence(const Name& name) {
     if (connection == nullptr) return copying;
     connection->fence();
     return connection->copying();
+}
+
+void Target::shut_out(const SegmentId& segment) {
+    std::vector<std::shared_ptr<Connection>> open;
+    {
+        MutexLock lock(mutex_);
+        for (auto it = named_.lower_bound({segment, 0}); it != named_.end(); ++it) {
+            if (it->first.segment != segment) break;
+            if (std::shared_ptr<Connection> connection = it->second.lock()) open.push_back(connection);
+        }
+    }
+    // Outside of the lock: the last reference to a connection strikes it off.
+    for (const auto& connection : open) connection->fence();
+    context_.counters.fenced_total.fetch_add(open.size());
+}
+
+bool Target::is_out(const SegmentId& segment) {
+    std::vector<std::shared_ptr<Connection>> open;
+    MutexLock lock(mutex_);
+    for (auto it = named_.lower_bound({segment, 0}); it != named_.end(); ++it) {
+        if (it->first.segment != segment) break;
+        open.push_back(it->second.lock());
+        if (open.back() != nullptr && open.back()->copying()->load() != 0) break;
+    }
+    bool busy = !open.empty() && open.back() != nullptr && open.back()->copying()->load() != 0;
+    for (auto it = ended_.lower_bound({segment, 0}); it != ended_.end() && !busy; ++it) {
+        busy = it->first.segment == segment && it->second->load() != 0;
+    }
+    lock.unlock();  // the last reference to a connection strikes it off
+    return !busy;
 }
 
 }  // namespace moonpool::transport::tcp

@@ -45,6 +45,9 @@ class Target {
     void strike_off(const Name& name, const Connection* connection);
     // -> what cards still write of what came over that connection, also when it is gone; null: nothing.
     CopiesUnderWay fence(const Name& name);
+    // All connections of that initiator. is_out: cards write nothing of theirs any more, either.
+    void shut_out(const SegmentId& segment);
+    bool is_out(const SegmentId& segment);
     void closed() { context_.counters.connections.fetch_sub(1); }
 
    private:

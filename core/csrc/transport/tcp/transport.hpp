@@ -13,6 +13,8 @@ class Transport final : public transport::Transport, public ControlCarrier {
     Result<std::shared_ptr<transport::Link>> connect(const PeerInfo& peer,
                                                      const std::shared_ptr<Control>& control,
                                                      int timeout_ms) override;
+    void shut_out(const SegmentId& segment) override { target_.shut_out(segment); }
+    bool is_out(const SegmentId& segment) override { return target_.is_out(segment); }
     void metrics(const std::string& name, Metrics& rows) const override;
 
     ControlCarrier* control() override { return this; }
