@@ -27,6 +27,8 @@ namespace moonpool {
 namespace engine {
 
 inline constexpr uint32_t kWorkersMax = 16;
+// They mostly wait: to dial, one thread for a peer; to carry chunks of memory of cards, two for a peer.
+inline constexpr uint32_t kWaitersMax = 256;
 
 // What the listener calls: it may outlive the engine.
 struct Reception {
@@ -66,7 +68,7 @@ struct Engine::Core {
         : options(std::move(o)),
           inbox(kEngineInboxMessagesMax, kEngineInboxBytesMax),
           workers(engine::kWorkersMax),
-          waiters(engine::kWorkersMax),
+          waiters(engine::kWaitersMax),
           card_waiters(engine::kWorkersMax) {}
 
     EngineOptions options;
@@ -102,8 +104,8 @@ struct Engine::Core {
     std::vector<Entry> transports;                 // in the order in which their links are tried
     transport::ControlCarrier* carrier = nullptr;  // one of them
     std::vector<std::unique_ptr<EventLoop>> loops;
-    transport::Workers workers;  // copy
-    transport::Workers waiters;  // wait for the network: dialling, dead peers, messages; no copy waits behind
+    transport::Workers workers;       // copy, and wait for no peer
+    transport::Workers waiters;       // wait for the network, a few for each peer
     transport::Workers card_waiters;  // what peers ask of cards: it waits for nothing of a peer
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
     std::unique_ptr<Listener> listener;
@@ -166,10 +168,11 @@ struct Engine::Core {
     Result<std::shared_ptr<Ticket>> make_ticket(const TransferRequest& request);
     void launch(const std::shared_ptr<Ticket>& ticket);
     void end_share(const std::shared_ptr<Ticket>& ticket);
-    void conclude(const std::shared_ptr<Ticket>& ticket, Share& share, bool whole);
+    void conclude(const std::shared_ptr<Ticket>& ticket, const std::vector<Share*>& shares, bool whole);
     void end_ticket(const std::shared_ptr<Ticket>& ticket);
     bool may_be_unsettled(const Peer& peer, const Job& job);
     bool settle(Peer& peer, const Job& job);
+    Status check_told(Peer& peer, const Result<std::vector<std::byte>>& answer);
     Status tell(Peer& peer, std::string_view message, int timeout_ms);
     static TransferFailure untold(Peer& peer, const Error& error) {
         return TransferFailure{error, peer.info().address, peer.control().path(), error.text, true};

@@ -39,6 +39,11 @@ struct Desk {
     }
 };
 
+std::vector<std::byte> bytes_of(std::string_view message) {
+    auto bytes = std::as_bytes(std::span(message.data(), message.size()));
+    return {bytes.begin(), bytes.end()};
+}
+
 }  // namespace
 
 Status engine::check_message(std::string_view message) {
@@ -173,9 +178,10 @@ bool Engine::Core::settle(Peer& peer, const Job& job) {
 Status Engine::Core::tell(Peer& peer, std::string_view message, int timeout_ms) {
     if (Status sound = engine::check_message(message); !sound) return sound;
     if (closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
-    auto bytes = std::as_bytes(std::span(message.data(), message.size()));
-    Result<std::vector<std::byte>> answer = peer.control().ask(
-        Kind::kEngineNotify, std::vector<std::byte>(bytes.begin(), bytes.end()), timeout_ms);
+    return check_told(peer, peer.control().ask(Kind::kEngineNotify, bytes_of(message), timeout_ms));
+}
+
+Status Engine::Core::check_told(Peer& peer, const Result<std::vector<std::byte>>& answer) {
     if (!answer) {
         return Error{answer.error().code, "the notification for engine \"" + peer.info().name + "\" at " +
                                               peer.info().address + " failed: " + answer.error().text};
@@ -187,6 +193,7 @@ Status Engine::Core::tell(Peer& peer, std::string_view message, int timeout_ms) 
 Result<std::shared_ptr<Ticket>> Engine::Core::make_ticket(const TransferRequest& request) {
     auto ticket = std::make_shared<Ticket>();
     ticket->slices = request.slices.size();
+    ticket->timeout_ms = request.timeout_ms > 0 ? request.timeout_ms : options.timeout_ms;
     if (request.notify) ticket->notify = std::string(*request.notify);
     // One share for each peer, in the order of their first slices.
     std::unordered_map<uint32_t, Share*> by_segment;
@@ -250,7 +257,7 @@ void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
             share->outcome = share->peer->run(*share->job);
             end_share(ticket);
         } else {
-            share->peer->post(share->job, workers, [this, ticket, share](Outcome outcome) {
+            share->peer->post(share->job, [this, ticket, share](Outcome outcome) {
                 share->outcome = std::move(outcome);
                 end_share(ticket);
             });
@@ -265,7 +272,7 @@ void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
     for (const auto& share : ticket->shares) {
         whole = whole && share->job->waiting == 0 && !share->job->refused;
     }
-    // Messages and fences wait for answers: not on a thread that others wait for, and each peer by itself.
+    // Messages and fences wait for answers, of each peer by itself.
     std::vector<Share*> waits;
     for (const auto& share : ticket->shares) {
         bool asks = whole ? ticket->notify.has_value() : may_be_unsettled(*share->peer, *share->job);
@@ -276,20 +283,31 @@ void Engine::Core::end_share(const std::shared_ptr<Ticket>& ticket) {
         if (whole) share->told = Error{Code::kClosed, "this engine was closed meanwhile"};
     }
     if (waits.empty()) return end_ticket(ticket);
-    ticket->conclusions_left = waits.size();
-    for (Share* share : waits) {
-        waiters.post(false, [this, ticket, share, whole] { conclude(ticket, *share, whole); });
-    }
+    conclude(ticket, waits, whole);
 }
 
-// Tells the peer, or asks it to let nothing more in; the last one ends the ticket.
-void Engine::Core::conclude(const std::shared_ptr<Ticket>& ticket, Share& share, bool whole) {
-    if (whole) {
-        share.told = tell(*share.peer, *ticket->notify, share.job->timeout_ms);
-    } else {
-        share.settled = settle(*share.peer, *share.job);
+// Tells peers, or asks them to let nothing more in, all at the same time; the last answer ends the ticket.
+void Engine::Core::conclude(const std::shared_ptr<Ticket>& ticket, const std::vector<Share*>& shares,
+                            bool whole) {
+    ticket->unconcluded = shares.size();
+    std::vector<std::byte> message = whole ? bytes_of(*ticket->notify) : std::vector<std::byte>();
+    for (Share* share : shares) {
+        auto concluded = [this, ticket] {
+            if (ticket->unconcluded.fetch_sub(1) == 1) end_ticket(ticket);
+        };
+        if (whole) {
+            auto answered = [this, share, concluded](const Result<std::vector<std::byte>>& answer) {
+                share->told = check_told(*share->peer, answer);
+                concluded();
+            };
+            share->peer->control().post(Kind::kEngineNotify, message, ticket->timeout_ms, answered);
+        } else {
+            share->peer->post_settle(kSettleMs, [this, share, concluded](bool settled) {
+                share->settled = settled && !cards.has_abandoned();
+                concluded();
+            });
+        }
     }
-    if (ticket->conclusions_left.fetch_sub(1) == 1) end_ticket(ticket);
 }
 
 void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {

@@ -170,8 +170,8 @@ Result<uint32_t> Engine::open(const std::string& address) {
     }
     // Looked at before the dialling, for the message; several threads that open at once may go beyond it
     // by their number.
-    auto peer =
-        std::make_shared<Peer>(std::move(*contact), std::move(routes), std::move(no_routes), core.counters);
+    auto peer = std::make_shared<Peer>(std::move(*contact), std::move(routes), std::move(no_routes),
+                                       core.counters, core.workers, core.waiters);
     MutexLock lock(core.peers_mutex);
     uint32_t number = core.next_peer++;
     core.peers[number] = std::move(peer);

@@ -81,32 +81,37 @@ size_t Peer::next_route(const std::vector<Route>& routes, size_t from) {
     return from;
 }
 
-void Peer::post(std::shared_ptr<Job> job, transport::Workers& workers, Finished finished) {
+void Peer::post(std::shared_ptr<Job> job, Finished finished) {
     size_t first = next_route(routes_of(*job), 0);
-    post_to(first, std::move(job), workers, Outcome{}, std::move(finished));
+    post_to(first, std::move(job), Outcome{}, std::move(finished));
 }
 
-void Peer::post_to(size_t route, std::shared_ptr<Job> job, transport::Workers& workers, Outcome outcome,
-                   Finished finished) {
+void Peer::post_to(size_t route, std::shared_ptr<Job> job, Outcome outcome, Finished finished) {
     size_t before = job->waiting;
     if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
     const std::vector<Route>& routes = routes_of(*job);
     const std::shared_ptr<Link>& link = routes[route].link;
-    auto next = [self = shared_from_this(), &routes, route, &workers, outcome = std::move(outcome),
+    auto next = [self = shared_from_this(), &routes, route, outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
         bool over = self->account(*ended, *routes[route].link, std::move(status), outcome);
         size_t next = next_route(routes, route + 1);
         if (over || next == routes.size()) return finished(std::move(outcome));
-        self->post_to(next, std::move(ended), workers, std::move(outcome), std::move(finished));
+        self->post_to(next, std::move(ended), std::move(outcome), std::move(finished));
     };
     // Copied into the callback's type once, so that it can be offered twice.
     Link::Finished callback = std::move(next);
     if (!is_staged(*link, *job) && link->post(job, callback)) return;
     bool background = job->background;
-    workers.post(background, [link, job = std::move(job), callback]() mutable {
+    bool only_copies = link->runs_on_caller();
+    auto carries = [link, job = std::move(job), callback]() mutable {
         Status status = carry(*link, *job);
         callback(std::move(job), std::move(status));
-    });
+    };
+    if (only_copies) {
+        workers_.post(background, std::move(carries));
+    } else {
+        waiters_.post(background, std::move(carries));
+    }
 }
 
 TransferFailure Peer::explain(const Job& job, const Outcome& outcome) const {

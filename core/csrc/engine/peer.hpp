@@ -37,14 +37,17 @@ struct NoRoute {
 class Peer : public std::enable_shared_from_this<Peer> {
    public:
     // routes: at least one, in the order in which they are tried.
+    // workers: for what only copies. waiters: for what waits for the peer; it has a few of them.
     Peer(transport::Contact contact, std::vector<Route> routes, std::vector<NoRoute> no_routes,
-         transport::Counters& counters)
+         transport::Counters& counters, transport::Workers& workers, transport::Workers& waiters)
         : info_(std::move(contact.info)),
           control_(std::move(contact.control)),
           routes_(std::move(routes)),
           card_routes_(routes_),
           no_routes_(std::move(no_routes)),
-          counters_(counters) {
+          counters_(counters),
+          workers_(workers),
+          waiters_(waiters, kWaitersMax) {
         // Those that reach a local card themselves before those to which its bytes have to be copied first.
         std::ranges::stable_partition(card_routes_, [](const Route& r) { return r.link->copies_by_card(); });
     }
@@ -61,7 +64,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     Outcome run(transport::Job& job);
     // On other threads; finished() is called once.
     using Finished = std::function<void(Outcome)>;
-    void post(std::shared_ptr<transport::Job> job, transport::Workers& workers, Finished finished);
+    void post(std::shared_ptr<transport::Job> job, Finished finished);
 
     // As Link, over all links: what one left undone may have gone over any.
     bool settled() const {
@@ -69,6 +72,12 @@ class Peer : public std::enable_shared_from_this<Peer> {
     }
     bool settle(int timeout_ms) {
         return std::ranges::all_of(routes_, [&](const Route& r) { return r.link->settle(timeout_ms); });
+    }
+    // The same on a thread for what waits for the peer.
+    void post_settle(int timeout_ms, std::function<void(bool)> settled) {
+        waiters_.post(false, [self = shared_from_this(), timeout_ms, settled = std::move(settled)] {
+            settled(self->settle(timeout_ms));
+        });
     }
 
     void close() {
@@ -80,13 +89,14 @@ class Peer : public std::enable_shared_from_this<Peer> {
     TransferFailure explain(const transport::Job& job, const Outcome& outcome) const;
 
    private:
+    static constexpr uint32_t kWaitersMax = 2;
+
     const std::vector<Route>& routes_of(const transport::Job& job) const {
         return job.on_card ? card_routes_ : routes_;
     }
     // The route from `from` on that a job is offered next; routes.size(): none.
     static size_t next_route(const std::vector<Route>& routes, size_t from);
-    void post_to(size_t route, std::shared_ptr<transport::Job> job, transport::Workers& workers,
-                 Outcome outcome, Finished finished);
+    void post_to(size_t route, std::shared_ptr<transport::Job> job, Outcome outcome, Finished finished);
     // True: nothing is left for other links.
     bool account(transport::Job& job, const transport::Link& link, Status status, Outcome& outcome) const;
 
@@ -96,6 +106,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
     std::vector<Route> card_routes_;  // the same, for jobs with local memory of cards
     const std::vector<NoRoute> no_routes_;
     transport::Counters& counters_;
+    transport::Workers& workers_;
+    transport::Lane waiters_;
 };
 
 }  // namespace moonpool::engine

@@ -26,7 +26,7 @@ struct Share {
     std::vector<size_t> places;  // of each slice in the request; empty: the same
     std::shared_ptr<transport::Job> job;
     Outcome outcome;
-    Status told = success();
+    Status told = success();  // the message
     bool settled = true;
 };
 
@@ -35,9 +35,10 @@ struct Ticket {
     std::vector<std::unique_ptr<Share>> shares;
     size_t slices = 0;
     std::optional<std::string> notify;
+    int timeout_ms = 0;  // without progress
     std::atomic<size_t> shares_left{0};
-    std::atomic<size_t> conclusions_left{0};
-    std::atomic<bool> over{false};  // no thread does anything more for it
+    std::atomic<size_t> unconcluded{0};  // peers whose answers to the message, or to a fence, are awaited
+    std::atomic<bool> over{false};       // no thread does anything more for it
 
     Mutex mutex;
     CondVar ended;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ class Control {
     // is the error. Kind::kEngineNotify is sent once at most, others again when a connection was dead.
     virtual Result<std::vector<std::byte>> ask(Kind kind, const std::vector<std::byte>& body,
                                                int timeout_ms) = 0;
+    // The same without waiting: answered() is called once, on any thread, and must not wait.
+    using Answered = std::function<void(Result<std::vector<std::byte>>)>;
+    virtual void post(Kind kind, const std::vector<std::byte>& body, int timeout_ms, Answered answered) = 0;
     virtual std::string path() const = 0;  // for people
     // Questions that wait fail soon, later ones at once. Idempotent.
     virtual void close() = 0;

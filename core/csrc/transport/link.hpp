@@ -32,7 +32,8 @@ struct Slice {
 
 enum class SliceState : uint8_t { kWaiting = 0, kDone = 1, kFailed = 2, kCancelled = 3 };
 
-// The states are written by the one thread that carries the job, and may be read by others meanwhile.
+// The states are written by one thread at a time, of the link that carries the job, and may be read by others
+// meanwhile.
 struct Job {
     std::span<const Slice> slices;
     std::span<std::atomic<SliceState>> states;

@@ -79,6 +79,31 @@ void Workers::run() {
     if (threads_ == 0) ended_.notify_all();
 }
 
+void Lane::post(bool background, std::function<void()> function) {
+    {
+        MutexLock lock(state_->mutex);
+        (background ? state_->background : state_->foreground).push_back(std::move(function));
+        if (state_->threads == state_->threads_max) return;
+        ++state_->threads;
+    }
+    state_->workers.post(background, [state = state_] { run(state); });
+}
+
+void Lane::run(const std::shared_ptr<State>& state) {
+    MutexLock lock(state->mutex);
+    for (;;) {
+        auto& queue = state->foreground.empty() ? state->background : state->foreground;
+        if (queue.empty()) break;
+        std::function<void()> function = std::move(queue.front());
+        queue.pop_front();
+        lock.unlock();
+        function();
+        function = nullptr;
+        lock.lock();
+    }
+    --state->threads;
+}
+
 bool Workers::stop(std::chrono::steady_clock::time_point end) {
     if (fork_.in_child()) return true;
     MutexLock lock(mutex_);

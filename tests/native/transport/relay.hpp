@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -46,6 +47,8 @@ class Relay {
     }
 
     size_t connections() const { return connections_; }
+    // What connection i has carried from the target.
+    uint64_t brought(size_t connection) const { return brought_[connection]; }
 
    private:
     struct Plan {
@@ -59,6 +62,7 @@ class Relay {
         Plan plan;
         bool held = false;
         bool over = false;
+        size_t number = 0;
         uint64_t bit = 0;  // of its number
     };
 
@@ -104,7 +108,8 @@ class Relay {
         std::lock_guard lock(mutex_);
         size_t number = connections_++;
         if (number < plans_.size()) cable.plan = plans_[number];
-        cable.bit = uint64_t{1} << std::min<size_t>(number, 63);
+        cable.number = std::min<size_t>(number, 63);
+        cable.bit = uint64_t{1} << cable.number;
         cables.push_back(std::move(cable));
     }
 
@@ -120,7 +125,10 @@ class Relay {
         ssize_t n = ::recv(cable.ends[i].get(), out.data(), out.size(), MSG_DONTWAIT);
         out.resize(static_cast<size_t>(std::max<ssize_t>(n, 0)));
         if (n == 0 || (n < 0 && errno != EAGAIN)) cable.over = true;
-        if (i != 0) return;
+        if (i != 0) {
+            brought_[cable.number] += out.size();
+            return;
+        }
         cable.carried += out.size();
         if (cable.carried < cable.plan.bytes) return;
         if (cable.plan.cut) {
@@ -140,6 +148,7 @@ class Relay {
     std::atomic<bool> stopping_{false}, cut_all_{false}, joined_{false};
     std::atomic<uint64_t> cut_{0}, reset_{0};  // a bit for each connection
     std::atomic<size_t> connections_{0};
+    std::array<std::atomic<uint64_t>, 64> brought_{};
     std::mutex mutex_;
     std::vector<Plan> plans_;
     std::thread thread_;

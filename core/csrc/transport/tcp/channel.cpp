@@ -1,5 +1,7 @@
 #include "transport/tcp/channel.hpp"
 
+#include <fcntl.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -7,92 +9,106 @@
 #include <cerrno>
 #include <cstring>
 
-#include "wire/dial.hpp"
+#include "wire/address.hpp"
+#include "wire/congestion.hpp"
+
+#ifndef TCP_RTO_MAX_MS
+#define TCP_RTO_MAX_MS 44
+#endif
 
 namespace moonpool::transport::tcp {
 
 namespace {
 
-constexpr int kLookMs = 50;  // how often a waiting question looks whether it was given up
+constexpr uint32_t kWelcomeBackBytesMax = 4096;  // a version, or why not
 
-struct Patience {
-    int timeout_ms;
-    const std::atomic<bool>* given_up;
+// A target knows a connection by its engine and this number, and one engine may open a peer more than once.
+uint32_t next_channel() {
+    static std::atomic<uint32_t> last{0};
+    return last.fetch_add(1) + 1;
+}
 
-    Status await(int fd, short events) const {
-        for (int left_ms = timeout_ms; left_ms > 0; left_ms -= kLookMs) {
-            if (given_up != nullptr && given_up->load()) {
-                return Error{Code::kClosed, "the segment was closed"};
-            }
-            pollfd waiting{fd, events, 0};
-            if (::poll(&waiting, 1, std::min(left_ms, kLookMs)) > 0) return success();
+class Greeting {
+   public:
+    Greeting(int fd, const DialOptions& options)
+        : fd_(fd), end_(deadline_in(options.timeout_ms)), given_up_(options.given_up) {}
+
+    Status send(const std::vector<std::byte>& bytes) {
+        for (size_t sent = 0; sent < bytes.size();) {
+            ssize_t n = ::send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (Status status = after(n, POLLOUT); !status) return status;
+            sent += static_cast<size_t>(std::max<ssize_t>(n, 0));
         }
-        return Error{Code::kTimeout, "no answer within " + std::to_string(timeout_ms) + " ms"};
+        return success();
     }
+    Status receive(void* data, size_t size) {
+        auto* at = static_cast<std::byte*>(data);
+        while (size != 0) {
+            ssize_t n = ::recv(fd_, at, size, MSG_DONTWAIT);
+            if (n == 0) return Error{Code::kUnavailable, "the peer closed the connection"};
+            if (Status status = after(n, POLLIN); !status) return status;
+            at += std::max<ssize_t>(n, 0);
+            size -= static_cast<size_t>(std::max<ssize_t>(n, 0));
+        }
+        return success();
+    }
+
+   private:
+    // Of a system call: waits when it has to be made again.
+    Status after(ssize_t n, short events) const {
+        if (n >= 0 || errno == EINTR) return success();
+        if (errno != EAGAIN) {
+            return Error{Code::kUnavailable, std::string("the connection is lost: ") + std::strerror(errno)};
+        }
+        Result<bool> ready = wait_for(fd_, events, end_, given_up_);
+        if (!ready) return ready.error();
+        return *ready ? success() : Status(Error{Code::kTimeout, "the peer did not answer the greeting in time"});
+    }
+
+    int fd_;
+    Deadline end_;
+    const std::atomic<bool>* given_up_;
 };
-
-Error lost() {
-    return Error{Code::kUnavailable, std::string("the connection is lost: ") + std::strerror(errno)};
-}
-
-Status receive(Channel& channel, void* data, size_t size, const Patience& patience) {
-    auto* at = static_cast<std::byte*>(data);
-    while (size != 0) {
-        ssize_t n = ::recv(channel.fd.get(), at, size, MSG_DONTWAIT);
-        if (n == 0) return Error{Code::kUnavailable, "the peer closed the connection"};
-        if (n < 0) {
-            if (errno == EINTR) continue;
-            if (errno != EAGAIN) return lost();
-            if (Status status = patience.await(channel.fd.get(), POLLIN); !status) return status;
-            continue;
-        }
-        at += n;
-        size -= static_cast<size_t>(n);
-    }
-    return success();
-}
 
 }  // namespace
 
-Result<std::vector<std::byte>> exchange(Channel& channel, Kind kind, const std::vector<std::byte>& body,
-                                        int timeout_ms, const std::atomic<bool>* given_up) {
-    const Patience patience{timeout_ms, given_up};
-    uint64_t id = channel.next_request++;
+Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dialed) {
+    int fd = dialed.fd.get();
+    ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
+    leave_bbr_when_near(fd);
+    // A cable that was out for seconds is noticed to be back within one (Linux 6.15; others double the pause
+    // each time).
+    int rto_max_ms = 1000;
+    (void)::setsockopt(fd, IPPROTO_TCP, TCP_RTO_MAX_MS, &rto_max_ms, sizeof(rto_max_ms));
+    Hello hello;
+    hello.segment = options.self;
+    hello.expected = options.peer;
+    hello.name = options.self_name;
+    hello.channel = next_channel();
+    auto channel =
+        std::make_unique<Channel>(std::move(dialed.fd), hello.channel,
+                                  local_address(fd) + " -> " + peer_address(fd), options.frame_bytes);
     std::vector<std::byte> frame;
-    begin_frame(frame, kind, 0, id);
-    Writer(frame).bytes(body.data(), body.size());
+    uint64_t id = channel->next_request++;
+    begin_frame(frame, Kind::kEngineHello, 0, id);
+    Writer w(frame);
+    encode(w, hello);
     finish_frame(frame, 0);
-    for (size_t sent = 0; sent < frame.size();) {
-        ssize_t n =
-            ::send(channel.fd.get(), frame.data() + sent, frame.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0) {
-            if (errno == EINTR) continue;
-            if (errno != EAGAIN) return lost();
-            if (Status status = patience.await(channel.fd.get(), POLLOUT); !status) return status.error();
-            continue;
-        }
-        sent += static_cast<size_t>(n);
-    }
+    Greeting greeting(fd, options.dial);
+    if (Status status = greeting.send(frame); !status) return status.error();
     FrameHeader header;
-    if (Status status = receive(channel, &header, sizeof(header), patience); !status) return status.error();
-    if (header.magic != kMagic || header.version != kVersion || header.length > kControlBytesMax) {
+    if (Status status = greeting.receive(&header, sizeof(header)); !status) return status.error();
+    if (header.magic != kMagic || header.version != kVersion || header.length > kWelcomeBackBytesMax) {
         return Error{Code::kProtocol, "the peer does not speak the engine's protocol"};
     }
-    std::vector<std::byte> answer;
-    while (answer.size() < header.length) {  // memory follows the bytes that came
-        size_t have = answer.size();
-        size_t n = std::min<size_t>(header.length - have, 256u << 10);
-        answer.resize(have + n);
-        if (Status status = receive(channel, answer.data() + have, n, patience); !status) {
-            return status.error();
-        }
-    }
+    std::vector<std::byte> answer(header.length);
+    if (Status status = greeting.receive(answer.data(), answer.size()); !status) return status.error();
     Reader reader(answer);
     if (header.kind == Kind::kError) return read_error(reader);
-    if (header.kind != kind || header.request_id != id) {
+    if (header.kind != Kind::kEngineHello || header.request_id != id) {
         return Error{Code::kProtocol, "the peer sent an answer that does not fit the question"};
     }
-    return answer;
+    return channel;
 }
 
 }  // namespace moonpool::transport::tcp

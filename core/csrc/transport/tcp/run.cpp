@@ -1,13 +1,12 @@
-// Run: cuts jobs into frames, sends them, and takes the answers apart.
+// Run: gives frames of the queue their heads, sends them, and takes the answers apart.
 //
-// Thread: the one that owns the channel at the time, a caller that drives it or an I/O thread; Run has no
-// lock. No call blocks.
+// Thread: the one that drives the channel at the time, a caller or an I/O thread; Run has no lock. No call
+// blocks.
 //
 // Between two calls: frames_[0, sent_) are sent and unanswered, frames_[sent_] may be half sent, and no
 // later one has begun. part_ and have_ say how far the answer to frames_.front() has come; nothing of an
-// answer lies anywhere but in head_, body_, ahead_ or at its destination. A task's `frames` are those of
-// frames_ that are its own; it ends when it has asked for everything and has none. `partial` is what
-// job.bytes_done counts of a slice that is not done, and is taken back when the slice fails.
+// answer lies anywhere but in head_, body_, ahead_ or at its destination. A frame with bytes of writes has its
+// task until it is answered; any other may have lost it, and its answer is thrown away.
 //
 // Memory is entered for each system call by itself (place), after a check that the piece lies in its slice
 // and the slice in its region: the arithmetic of this file is not trusted with users' memory.
@@ -20,7 +19,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
+#include <iterator>
 
 #include "wire/dial.hpp"
 
@@ -28,147 +29,108 @@ namespace moonpool::transport::tcp {
 
 namespace {
 
-// What a foreground frame may wait behind is a few frames, those of the background smaller than others.
-constexpr uint64_t kBackgroundShare = 4;
 constexpr size_t kWindowFrames = 8;
 constexpr size_t kWindowFramesBackground = 2;
-constexpr uint64_t kCancelNs = 1000000000;  // then a cancelled job takes the connection with it
 constexpr int kIovecsMax = 1024;            // in one system call, the kernel's limit
 constexpr uint32_t kErrorBytesMin = 4;      // u16 code, text16
 constexpr uint32_t kErrorBytesMax = 65600;
-constexpr size_t kRefusalBytesMin = 4;  // behind the byte of each row: u16 code, text16
-constexpr uint64_t kOverlapBytes = 64;  // a line of the cache: what follows stays as aligned as it was
+constexpr size_t kRefusalBytesMin = 4;      // behind the byte of each row: u16 code, text16
+constexpr int kFenceMs = 10000;             // the peer waits for its cards before it answers
+constexpr uint64_t kSilentNs = 200000000;   // of a connection to which others are preferred
+constexpr size_t kAnswerStepBytes = 256u << 10;
+
+// Where bytes go that no task wants any more.
+constexpr size_t kScratchBytes = 65536;
+std::byte* nowhere() {
+    static thread_local std::byte bytes[kScratchBytes];
+    return bytes;
+}
 
 }  // namespace
 
-void Run::add(std::shared_ptr<Job> job, Finished finished) {
-    auto task = std::make_shared<Task>();
-    task->job = std::move(job);
-    task->finished = std::move(finished);
-    if (jobs() == 0) moved_ns_ = now_ns();
-    (task->job->background ? background_ : foreground_).push_back(std::move(task));
-}
-
 short Run::wants() const { return static_cast<short>(sending() ? POLLIN | POLLOUT : POLLIN); }
+
+bool Run::is_silent(uint64_t now) const {
+    return frames_open() != 0 && now > moved_ns_ + kSilentNs;
+}
 
 // Sends before it receives: the peer works while the answers to earlier frames are read.
 Run::Step Run::step() {
     bool moved = false;
-    if (!send_some(moved) || !receive_some(moved)) return Step::kFailed;
-    end_jobs(foreground_);
-    end_jobs(background_);
-    if (jobs() == 0) return Step::kFinished;
+    if (!send_some(moved)) return Step::kFailed;
+    if (frames_.empty()) return Step::kNothing;
+    if (!receive_some(moved)) return Step::kFailed;
     return moved ? Step::kMoved : Step::kIdle;
 }
 
 // ---- out
 
-// The next frame of the foreground, else of the background. False: nothing to ask for, or the window is full.
-// The window bounds what a connection that fails has to repeat, and what a job of the foreground waits
-// behind.
+// The window bounds what a connection that fails has to repeat, and what a job of the foreground waits behind:
+// that is why the background has a smaller one.
 bool Run::make_frame() {
-    if (frames_.size() >= kWindowFrames || bytes_open_ >= kWindowFrames * channel_.frame_bytes) return false;
-    for (const auto& task : foreground_) {
-        if (make_frame(task)) return true;
-    }
-    if (frames_.size() >= kWindowFramesBackground) return false;
-    for (const auto& task : background_) {
-        if (make_frame(task)) return true;
-    }
-    return false;
-}
-
-bool Run::make_frame(const std::shared_ptr<Task>& task) {
-    Job& job = *task->job;
-    if (task->asked_all) return false;
-    if (job.stopped()) {
-        task->asked_all = true;
-        return false;
-    }
+    bool full = frames_.size() >= kWindowFrames || bytes_open() >= kWindowFrames * channel_.frame_bytes;
+    if (full && !full_) wants_help_ = queue_.share(connection_);
+    full_ = full;
     Frame frame;
     if (!spare_.empty()) {
         frame = std::move(spare_.back());
         spare_.pop_back();
     }
-    uint64_t room = channel_.frame_bytes / (job.background ? kBackgroundShare : 1);
-    while (task->slice < job.slices.size() && frame.pieces.size() < kRowsMax && room != 0) {
-        const Slice& slice = job.slices[task->slice];
-        if (!job.is_waiting(task->slice)) {  // refused, perhaps when only a part of it was asked for
-            ++task->slice;
-            task->at = 0;
-            continue;
-        }
-        uint64_t n = std::min(slice.length - task->at, room);
-        // See the header: the target finds the pieces of one slice in one region by their overlap.
-        uint64_t back = std::min(task->at, kOverlapBytes);
-        bool last = task->at + n == slice.length;
-        frame.pieces.push_back({static_cast<uint32_t>(task->slice), static_cast<uint32_t>(back + n),
-                                task->at - back, static_cast<uint32_t>(back), last});
-        (slice.direction == Direction::kWrite ? frame.write_bytes : frame.read_bytes) += back + n;
-        room -= n;
-        task->at += n;
-        if (last) {
-            ++task->slice;
-            task->at = 0;
-        }
-    }
-    if (task->slice == job.slices.size()) task->asked_all = true;
-    if (frame.pieces.empty()) {
+    Queue::Room room{channel_.frame_bytes, !full, !full && frames_.size() < kWindowFramesBackground, fencing_};
+    if (!queue_.fill(frame, connection_, room)) {
         spare_.push_back(std::move(frame));
         return false;
     }
     frame.id = channel_.next_request++;
-    frame.task = task;
-    frame.head.resize(kTransferHeadBytes + frame.pieces.size() * sizeof(TransferRow));
-    FrameHeader header;
-    header.kind = Kind::kEngineTransfer;
-    header.request_id = frame.id;
-    header.length = static_cast<uint32_t>(frame.total() - sizeof(header));
-    auto rows = static_cast<uint32_t>(frame.pieces.size());
-    uint32_t zero = 0;
-    std::byte* out = frame.head.data();
-    std::memcpy(out, &header, sizeof(header));
-    std::memcpy(out + sizeof(header), &rows, sizeof(rows));
-    std::memcpy(out + sizeof(header) + 4, &zero, sizeof(zero));
-    out += kTransferHeadBytes;
-    for (const Piece& piece : frame.pieces) {
-        const Slice& slice = job.slices[piece.slice];
-        TransferRow row{slice.remote + piece.at, piece.length, static_cast<uint32_t>(slice.direction)};
-        std::memcpy(out, &row, sizeof(row));
-        out += sizeof(row);
-    }
+    write_head(frame);
     // From here on the frame counts as under way, though none of it is sent.
-    ++task->frames;
-    bytes_open_ += frame.bytes();
+    if (frames_.empty()) moved_ns_ = now_ns();
+    if (frame.kind == Frame::Kind::kFence) fencing_ = true;
+    bytes_open_.fetch_add(frame.bytes(), std::memory_order_relaxed);
     // Set before the first byte: a connection that carried a write is fenced when it is given up.
     if (frame.write_bytes != 0) channel_.wrote = true;
     frames_.push_back(std::move(frame));
+    frames_open_.store(frames_.size(), std::memory_order_relaxed);
     return true;
 }
 
-bool Run::place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& visit, iovec& part) {
-    const Job& job = *frame.task->job;
+void Run::write_head(Frame& frame) {
+    if (frame.kind == Frame::Kind::kTransfer) {
+        frame.head.resize(kTransferHeadBytes + frame.pieces.size() * sizeof(TransferRow));
+        auto rows = static_cast<uint32_t>(frame.pieces.size());
+        uint32_t zero = 0;
+        std::byte* out = frame.head.data() + sizeof(FrameHeader);
+        std::memcpy(out, &rows, sizeof(rows));
+        std::memcpy(out + 4, &zero, sizeof(zero));
+        out += kTransferHeadBytes - sizeof(FrameHeader);
+        for (const Piece& piece : frame.pieces) {
+            const Slice& slice = Queue::job(*frame.task).slices[piece.slice];
+            TransferRow row{slice.remote + piece.at, piece.length, static_cast<uint32_t>(slice.direction)};
+            std::memcpy(out, &row, sizeof(row));
+            out += sizeof(row);
+        }
+    }
+    FrameHeader header;
+    header.kind = frame.kind == Frame::Kind::kTransfer ? Kind::kEngineTransfer : frame.wire;
+    header.request_id = frame.id;
+    header.length = static_cast<uint32_t>(frame.total() - sizeof(header));
+    std::memcpy(frame.head.data(), &header, sizeof(header));
+}
+
+Visit::Access Run::place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& visit, iovec& part) {
+    const Job& job = Queue::job(*frame.task);
     const Slice& slice = job.slices[piece.slice];
     uint64_t bytes = piece.length - skip;
-    switch (visit.reach(*job.locals[piece.slice], slice.local, slice.length, piece.at + skip, bytes)) {
-        case Visit::Access::kGranted:
-            part = {reinterpret_cast<void*>(slice.local + piece.at + skip), bytes};
-            return true;
-        case Visit::Access::kClosing:
-            // The bytes were promised to the peer by the frame's head, so the connection is of no use any
-            // more. The link fails the slices of that region and repeats the others elsewhere.
-            return broken(Code::kInvalidArgument, "the local region was deregistered");
-        case Visit::Access::kOutside:
-            break;
-    }
-    return broken(Code::kProtocol, kOutsideText);
+    part = {reinterpret_cast<void*>(slice.local + piece.at + skip), bytes};
+    auto access = visit.reach(*job.locals[piece.slice], slice.local, slice.length, piece.at + skip, bytes);
+    if (access == Visit::Access::kOutside) (void)broken(Code::kProtocol, kOutsideText);
+    return access;
 }
 
 bool Run::send_some(bool& moved) {
     for (;;) {
         if (sent_ == frames_.size() && !make_frame()) return true;
         Frame& frame = frames_[sent_];
-        Job& job = *frame.task->job;
         iovec parts[kIovecsMax];
         size_t count = 0;
         uint64_t skip = frame.sent;
@@ -179,15 +141,25 @@ bool Run::send_some(bool& moved) {
             skip -= frame.head.size();
         }
         Visit visit;
+        auto access = Visit::Access::kGranted;
         for (const Piece& piece : frame.pieces) {
-            const Slice& slice = job.slices[piece.slice];
-            if (slice.direction != Direction::kWrite) continue;
+            if (piece.read) continue;
             if (skip >= piece.length) {
                 skip -= piece.length;
                 continue;
             }
-            if (!place(frame, piece, skip, visit, parts[count++])) return false;
+            access = place(frame, piece, skip, visit, parts[count++]);
+            if (access != Visit::Access::kGranted) break;
             skip = 0;
+        }
+        if (access == Visit::Access::kOutside) return false;
+        if (access == Visit::Access::kClosing) {
+            // Bytes that were promised to the peer: the connection is of no use any more.
+            if (frame.sent != 0) return broken(Code::kUnavailable, "a local region was deregistered");
+            visit.end();
+            queue_.take_back(frame);  // which fails the slices of that region, and asks for the others again
+            drop(sent_);
+            continue;
         }
         msghdr message{};
         message.msg_iov = parts;
@@ -229,9 +201,10 @@ bool Run::receive_some(bool& moved) {
         progress(frame);
         have_ += static_cast<uint64_t>(n);
         if (!judge(frame)) return false;
-        if (part_ == Part::kPayload && have_ == payload_bytes_) {
-            settle(frame);
-            drop_front();
+        if ((part_ == Part::kPayload || part_ == Part::kAnswer) && have_ == payload_bytes_) {
+            if (part_ == Part::kAnswer && !judge_answer(frame)) return false;
+            if (part_ == Part::kPayload) queue_.settle(frame, body_, refusal_);
+            drop(0);
             // Bytes behind the last answer that was asked for answer nothing.
             if (frames_.empty() && ahead_begin_ != ahead_end_) return misfit();
         }
@@ -240,25 +213,38 @@ bool Run::receive_some(bool& moved) {
 }
 
 // What the socket has of this part. -1: errno; -2: error().
-ssize_t Run::receive_bytes(const Frame& frame) {
+ssize_t Run::receive_bytes(Frame& frame) {
     if (part_ == Part::kHead) return receive_head(frame);
-    if (part_ != Part::kPayload) {
-        iovec rest{body_.data() + have_, body_.size() - have_};
-        return pull(&rest, 1);
+    if (part_ == Part::kPayload) return receive_payload(frame);
+    if (part_ == Part::kAnswer) {  // memory follows the bytes that came
+        body_.resize(std::min<uint64_t>(payload_bytes_, have_ + kAnswerStepBytes));
     }
+    iovec rest{body_.data() + have_, body_.size() - have_};
+    return pull(&rest, 1);
+}
+
+ssize_t Run::receive_payload(Frame& frame) {
     iovec parts[kIovecsMax];
     size_t count = 0;
-    const Job& job = *frame.task->job;
     Visit visit;
     uint64_t skip = have_;
     for (size_t i = 0; i < frame.pieces.size(); ++i) {
-        const Piece& piece = frame.pieces[i];
-        if (job.slices[piece.slice].direction != Direction::kRead || is_refused(i)) continue;
+        Piece& piece = frame.pieces[i];
+        if (!piece.read || is_refused(i)) continue;
         if (skip >= piece.length) {
             skip -= piece.length;
             continue;
         }
-        if (!place(frame, piece, skip, visit, parts[count++])) return -2;
+        if (frame.task != nullptr && !piece.lost) {
+            auto access = place(frame, piece, skip, visit, parts[count]);
+            if (access == Visit::Access::kOutside) return -2;
+            piece.lost = access == Visit::Access::kClosing;
+        }
+        uint64_t left = piece.length - skip;
+        if (frame.task == nullptr || piece.lost) {
+            parts[count] = {nowhere(), std::min<uint64_t>(left, kScratchBytes)};
+        }
+        if (parts[count++].iov_len != left) break;
         skip = 0;
     }
     return pull(parts, count);
@@ -266,7 +252,8 @@ ssize_t Run::receive_bytes(const Frame& frame) {
 
 // With the payload, when it is small: one system call less.
 ssize_t Run::receive_head(const Frame& frame) {
-    size_t rest = kAnswerHeadBytes - have_;
+    bool question = frame.kind != Frame::Kind::kTransfer;
+    size_t rest = (question ? sizeof(FrameHeader) : kAnswerHeadBytes) - have_;
     // The payload may not go to its destination yet: whether these bytes are payload only the head will
     // tell. At most a page is copied once more for that.
     iovec parts[2] = {{reinterpret_cast<std::byte*>(&head_) + have_, rest}, {ahead_, frame.read_bytes}};
@@ -319,6 +306,7 @@ bool Run::judge(Frame& frame) {
         case Part::kWhy:
             return have_ < body_.size() || judge_refusals(frame);
         case Part::kPayload:
+        case Part::kAnswer:
             return true;
     }
     return true;
@@ -329,6 +317,17 @@ bool Run::judge_head(Frame& frame) {
     const FrameHeader& header = head_.header;
     if (header.magic != kMagic || header.version != kVersion) {
         return broken(Code::kProtocol, "the peer does not speak the engine's protocol");
+    }
+    if (frame.kind != Frame::Kind::kTransfer) {
+        // An ERROR without its number is the connection's last.
+        bool error = header.kind == Kind::kError && (header.request_id == frame.id || header.request_id == 0);
+        bool fits = header.kind == frame.wire && header.request_id == frame.id &&
+                    (header.flags & kFlagAnswer) != 0 && header.length <= kControlBytesMax;
+        if (sent_ == 0 || !(error ? header.length <= kErrorBytesMax : fits)) return misfit();
+        have_ = 0;
+        part_ = Part::kAnswer;
+        payload_bytes_ = header.length;
+        return true;
     }
     if (header.kind == Kind::kError) {  // it may be shorter than the head of a good answer
         if (header.length > kErrorBytesMax || header.length < kErrorBytesMin) {
@@ -368,9 +367,7 @@ bool Run::judge_refusals(Frame& frame) {
     std::string why(reader.text16());
     uint64_t bytes = 0;
     for (size_t i = 0; i < frame.pieces.size(); ++i) {
-        const Piece& piece = frame.pieces[i];
-        bool read = frame.task->job->slices[piece.slice].direction == Direction::kRead;
-        if (read && !is_refused(i)) bytes += piece.length;
+        if (frame.pieces[i].read && !is_refused(i)) bytes += frame.pieces[i].length;
     }
     if (!reader.done() || head_.header.length != 8 + body_.size() + bytes) {
         return broken(Code::kProtocol, "the peer sent an unreadable refusal");
@@ -384,45 +381,35 @@ bool Run::judge_refusals(Frame& frame) {
     return true;
 }
 
-// The frame was answered.
-void Run::settle(Frame& frame) {
-    Task& task = *frame.task;
-    Job& job = *task.job;
-    Tally tally(counters_);
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < frame.pieces.size(); ++i) {
-        const Piece& piece = frame.pieces[i];
-        // Pieces are settled in the order in which they were asked for, so the pieces of one slice follow
-        // each other.
-        if (!job.is_waiting(piece.slice)) continue;  // an earlier piece of it was refused
-        if (is_refused(i)) {
-            job.fail(piece.slice, refusal_.code, refusal_.text);
-            bytes -= task.partial;
-            task.partial = 0;
-            continue;
+// Of a question or a fence, all of it.
+bool Run::judge_answer(Frame& frame) {
+    body_.resize(payload_bytes_);
+    if (head_.header.kind != Kind::kError) {
+        if (frame.kind == Frame::Kind::kFence) {
+            queue_.fenced(frame);
+        } else {
+            queue_.answer(frame, std::move(body_));
         }
-        const Slice& slice = job.slices[piece.slice];
-        bytes += piece.length - piece.back;
-        task.partial += piece.length - piece.back;
-        if (!piece.last) continue;
-        if (task.partial != slice.length) {  // whatever was asked for, a slice with a hole is not done
-            job.fail(piece.slice, Code::kProtocol, "internal error: bytes of the slice were left out");
-            bytes -= task.partial;
-            task.partial = 0;
-            continue;
-        }
-        // Every piece was answered, also the ones before this: it is the last of its slice.
-        tally.count(slice.direction == Direction::kWrite, slice.length);
-        task.partial = 0;
-        job.done(piece.slice);
+        return true;
     }
-    job.bytes_done.fetch_add(bytes, std::memory_order_relaxed);
+    Reader reader(body_);
+    Error error = read_error(reader);
+    if (frame.kind == Frame::Kind::kFence || head_.header.request_id == 0) return broken(error.code, error.text);
+    queue_.answer(frame, std::move(error));
+    return true;
 }
 
-void Run::drop_front() {
-    Frame& frame = frames_.front();
-    --frame.task->frames;
-    bytes_open_ -= frame.bytes();
+// Answered, or not begun.
+void Run::drop(size_t number) {
+    Frame& frame = frames_[number];
+    bytes_open_.fetch_sub(frame.bytes(), std::memory_order_relaxed);
+    if (frame.kind == Frame::Kind::kFence) fencing_ = false;
+    if (number < sent_) {
+        --sent_;
+        part_ = Part::kHead;
+        have_ = 0;
+        body_.clear();
+    }
     if (spare_.size() < kWindowFrames) {
         frame.task.reset();
         frame.head.clear();
@@ -430,46 +417,19 @@ void Run::drop_front() {
         frame.write_bytes = frame.read_bytes = frame.sent = 0;
         spare_.push_back(std::move(frame));
     }
-    frames_.pop_front();
-    --sent_;
-    part_ = Part::kHead;
-    have_ = 0;
-    body_.clear();
+    frames_.erase(frames_.begin() + static_cast<ptrdiff_t>(number));
+    frames_open_.store(frames_.size(), std::memory_order_relaxed);
 }
 
 // ---- ends
 
-void Run::end_jobs(std::deque<std::shared_ptr<Task>>& tasks) {
-    for (size_t i = 0; i < tasks.size();) {
-        std::shared_ptr<Task> task = tasks[i];
-        // A cancelled job waits for the answers to what it has asked: the peer may be writing its bytes.
-        if (!task->asked_all && task->job->stopped()) task->asked_all = true;
-        if (!task->asked_all || task->frames != 0) {
-            ++i;
-            continue;
-        }
-        tasks.erase(tasks.begin() + static_cast<ptrdiff_t>(i));
-        if (task->finished) task->finished(task->job, success());
-    }
-}
-
 void Run::progress(const Frame& frame) {
-    moved_ns_ = now_ns();
-    frame.task->job->progress_ns.store(moved_ns_, std::memory_order_relaxed);
+    uint64_t now = now_ns();
+    moved_ns_.store(now, std::memory_order_relaxed);
+    queue_.progress(frame, now);
 }
 
-bool Run::check(uint64_t now, int stall_ms) {
-    for (auto* tasks : {&foreground_, &background_}) {
-        for (const auto& task : *tasks) {
-            if (!task->job->stopped()) continue;
-            task->asked_all = true;
-            if (task->stopped_ns == 0) task->stopped_ns = now;
-            // A peer that does not answer would hold a cancelled job for the whole timeout. Giving up the
-            // connection fails the jobs beside it, which the link repeats on another one.
-            if (task->job->closing->load() || now - task->stopped_ns > kCancelNs)
-                return broken(Code::kUnavailable, "cancelled");
-        }
-    }
+bool Run::check(uint64_t now) {
     // Bytes that the peer's kernel acknowledged are progress, too, though we see nothing of it otherwise.
     int left = 0;
     if (::ioctl(channel_.fd.get(), SIOCOUTQ, &left) == 0 && left != unacknowledged_) {
@@ -478,22 +438,42 @@ bool Run::check(uint64_t now, int stall_ms) {
         }
         unacknowledged_ = left;
     }
-    if (moved_ns_ > now || now - moved_ns_ <= static_cast<uint64_t>(stall_ms) * 1000000) return true;
-    return broken(Code::kTimeout, "no progress within " + std::to_string(stall_ms) + " ms");
+    uint64_t moved_ns = moved_ns_;
+    int patience_ms = INT_MAX;
+    for (size_t i = 0; i < frames_.size();) {
+        Frame& frame = frames_[i];
+        int wait_ms = frame.kind == Frame::Kind::kFence ? kFenceMs : INT_MAX;
+        if (frame.task != nullptr) {
+            Queue::State state = queue_.state_of(*frame.task, now, moved_ns);
+            bool begun = i < sent_ || frame.sent != 0;
+            if (state == Queue::State::kGoesOn) {
+                // Half of its time: when this connection is stuck, another still has a chance.
+                wait_ms = std::max(Queue::timeout_ms(*frame.task) / 2, kStillMs);
+            } else if (frame.write_bytes == 0 || !begun) {
+                queue_.abandon(frame);
+                if (!begun) {
+                    drop(i);
+                    continue;
+                }
+            } else if (state == Queue::State::kClosing) {
+                return broken(Code::kUnavailable, "cancelled");
+            } else {
+                wait_ms = kStillMs;
+            }
+        }
+        patience_ms = std::min(patience_ms, wait_ms);
+        ++i;
+    }
+    if (patience_ms == INT_MAX) patience_ms = kStillMs;  // answers that are of no use to any job
+    if (frames_.empty() || moved_ns > now || (now - moved_ns) / 1000000 < static_cast<uint64_t>(patience_ms)) return true;
+    return broken(Code::kTimeout, "nothing moved for " + std::to_string((now - moved_ns) / 1000000) + " ms");
 }
 
-void Run::fail() {
-    std::deque<std::shared_ptr<Task>> tasks = std::move(foreground_);
-    tasks.insert(tasks.end(), background_.begin(), background_.end());
-    foreground_.clear();
-    background_.clear();
+void Run::fail(const Error& error) {
+    std::vector<Frame> frames(std::make_move_iterator(frames_.begin()), std::make_move_iterator(frames_.end()));
     frames_.clear();
     sent_ = 0;
-    for (const auto& task : tasks) {
-        // What came of a slice that is not whole does not count: another connection moves all of it.
-        task->job->bytes_done.fetch_sub(task->partial, std::memory_order_relaxed);
-        if (task->finished) task->finished(task->job, error_);
-    }
+    queue_.give_back(frames, error);
 }
 
 bool Run::misfit() {

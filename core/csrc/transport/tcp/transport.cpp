@@ -9,33 +9,34 @@ Transport::Transport(const Context& context) : context_(context), target_(contex
 
 Result<Contact> Transport::call(const std::string& address) {
     const ConnectOptions& options = context_.options;
-    PoolOptions pool;
-    pool.dial = DialOptions{address,
+    LinkOptions made;
+    ChannelOptions& channel = made.channel;
+    channel.dial = DialOptions{address,
                             options.token,
                             context_.identity.tenant,
                             std::string(kServiceEngine),
                             options.timeout_ms,
                             options.interface};
-    pool.dial.given_up = &context_.closing;
+    channel.dial.given_up = &context_.closing;
     context_.counters.dials_total.fetch_add(1);
-    Result<Dialed> dialed = dial(pool.dial);
+    Result<Dialed> dialed = dial(channel.dial);
     if (!dialed) return dialed.error();
     std::optional<PeerInfo> info = decode_welcome(dialed->welcome);
     if (!info) return Error{Code::kProtocol, address + " sent an unreadable welcome"};
     info->address = address;
-    pool.self = context_.identity.segment;
-    pool.self_name = context_.identity.name;
-    pool.peer = info->segment;
-    pool.connections_max = options.connections_per_peer;
-    if (options.frame_bytes != 0) pool.frame_bytes = options.frame_bytes;
-    auto link = std::make_shared<Link>(pool, context_.loops, context_.waiters, counters_, context_.counters);
-    if (Status status = link->pool().adopt(std::move(*dialed), options.timeout_ms); !status) {
+    channel.self = context_.identity.segment;
+    channel.self_name = context_.identity.name;
+    channel.peer = info->segment;
+    made.connections_max = options.connections_per_peer;
+    if (options.frame_bytes != 0) channel.frame_bytes = options.frame_bytes;
+    auto link = std::make_shared<Link>(made, context_.loops, context_.waiters, counters_, context_.counters);
+    if (Status status = link->adopt(std::move(*dialed)); !status) {
         return status.error();
     }
     return Contact{std::move(*info), std::move(link)};
 }
 
-// Slices travel over the connections of the control channel: a peer has one pool of them.
+// Slices travel over the connections of the control channel: a peer has one set of them.
 Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo&,
                                                             const std::shared_ptr<Control>& control, int) {
     auto link = std::dynamic_pointer_cast<Link>(control);
