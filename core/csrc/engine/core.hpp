@@ -27,7 +27,7 @@ namespace moonpool {
 namespace engine {
 
 inline constexpr uint32_t kWorkersMax = 16;
-// They mostly wait: to dial, one thread for a peer; to carry chunks of memory of cards, two for a peer.
+// They mostly wait: to dial, one thread for a peer; to carry memory of cards through slots, four for a peer.
 inline constexpr uint32_t kWaitersMax = 256;
 
 // What the listener calls: it may outlive the engine.

@@ -89,7 +89,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     TransferFailure explain(const transport::Job& job, const Outcome& outcome) const;
 
    private:
-    static constexpr uint32_t kWaitersMax = 2;
+    static constexpr uint32_t kWaitersMax = 4;
 
     const std::vector<Route>& routes_of(const transport::Job& job) const {
         return job.on_card ? card_routes_ : routes_;

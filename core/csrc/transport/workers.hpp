@@ -1,9 +1,9 @@
-// Workers: threads for what may block. Foreground before background. As many threads as there is work, up to a
-// maximum; idle ones end. What only copies and what waits for a peer have threads of their own, so that no copy
-// waits behind a peer that stands still.
+// Workers: threads for what may block. Foreground before background. As many threads as there is work, up to
+// a maximum; idle ones end. What only copies and what waits for a peer have threads of their own, so that no
+// copy waits behind a peer that stands still.
 //
-// Lane: what concerns one peer on such threads. It holds a few of them at most, so that a peer that stands still
-// leaves the others to the rest.
+// Lane: what concerns one peer on such threads. It holds a few of them at most, so that a peer that stands
+// still leaves the others to the rest.
 #pragma once
 
 #include <chrono>
@@ -47,8 +47,7 @@ class Workers {
 
 class Lane {
    public:
-    Lane(Workers& workers, uint32_t threads_max)
-        : state_(std::make_shared<State>(workers, threads_max)) {}
+    Lane(Workers& workers, uint32_t threads_max) : state_(std::make_shared<State>(workers, threads_max)) {}
 
     // As of Workers; in their order within each priority.
     void post(bool background, std::function<void()> function);

@@ -172,7 +172,8 @@ TEST_CASE("sharing: a cancelled job and a closed region take nothing from their 
         Shared bed(1);
         Memory other(*bed.here, 4 * kShareMiB, MemoryKind::kHostArena);
         bed.relay->cut(0);
-        std::vector<Slice> into_other = {{other.address(), bed.theirs->address(), 4 * kShareMiB, Direction::kRead}};
+        std::vector<Slice> into_other = {
+            {other.address(), bed.theirs->address(), 4 * kShareMiB, Direction::kRead}};
         uint64_t gone = *bed.here->submit(bed.request(into_other, 600000));
         uint64_t neighbour = bed.submit(0, 8 * kShareMiB, 600000);
         if (cancelled) {

@@ -62,7 +62,8 @@ class Greeting {
         }
         Result<bool> ready = wait_for(fd_, events, end_, given_up_);
         if (!ready) return ready.error();
-        return *ready ? success() : Status(Error{Code::kTimeout, "the peer did not answer the greeting in time"});
+        return *ready ? success()
+                      : Status(Error{Code::kTimeout, "the peer did not answer the greeting in time"});
     }
 
     int fd_;

@@ -38,8 +38,8 @@ struct Channel {
     bool wrote = false;  // it carried bytes of writes: to be fenced when it is given up
 };
 
-// Greets the target on a new connection. Waits, on the calling thread, for options.dial.timeout_ms at most, and
-// not once options.dial.given_up is set.
+// Greets the target on a new connection. Waits, on the calling thread, for options.dial.timeout_ms at most,
+// and not once options.dial.given_up is set.
 Result<std::unique_ptr<Channel>> greet(const ChannelOptions& options, Dialed dialed);
 
 }  // namespace moonpool::transport::tcp

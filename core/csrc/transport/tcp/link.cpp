@@ -1,12 +1,13 @@
 // Which connection carries what callers want, and what follows when one fails.
 //
-// Threads: any. mutex_ guards the list of connections and who drives each; it is not held while a connection is
-// dialled or driven, nor while a callback runs.
+// Threads: any. mutex_ guards the list of connections and who drives each; it is not held while a connection
+// is dialled or driven, nor while a callback runs.
 //
-// Between two calls: a stream of streams_ is dialling, at most one at a time, or nobody drives it, or a caller, or
-// its loop. At most connections_max are in it. What is in the queue is seen: whoever adds looks for a
-// stream afterwards (wake), and whoever lets go of one looks into the queue afterwards (idle), both under mutex_.
-// A stream that is lost leaves the list and is fenced before what it carried is asked for again.
+// Between two calls: a stream of streams_ is dialling, at most one at a time, or is driven by no thread, or a
+// caller, or its loop. At most connections_max are in it. What is in the queue is seen: whoever adds looks
+// for a stream afterwards (wake), and whoever lets go of one looks into the queue afterwards (idle), both
+// under mutex_. A stream that is lost leaves the list and is fenced before what it carried is asked for
+// again.
 #include "transport/tcp/link.hpp"
 
 #include <algorithm>
@@ -95,8 +96,9 @@ void Link::carry(const std::shared_ptr<Stream>& mine, Task& task) {
 std::shared_ptr<Stream> Link::claim_idle() {
     MutexLock lock(mutex_);
     for (const auto& stream : streams_) {
-        if (stream->dialling || stream->driver != Stream::Driver::kNobody) continue;
+        if (stream->dialling || stream->driver != Stream::Driver::kNone) continue;
         stream->driver = Stream::Driver::kCaller;
+        stream->waker = Stream::waker_of_this_thread();
         return stream;
     }
     return nullptr;
@@ -115,20 +117,21 @@ void Link::wake(Spread spread) {
         for (const auto& stream : streams_) {
             if (stream->dialling) {
                 dialling = true;
-            } else if (stream->driver == Stream::Driver::kNobody) {
+            } else if (stream->driver == Stream::Driver::kNone) {
                 if (idle == nullptr) idle = stream;
             } else if (least == nullptr || stream->load(now) < least->load(now)) {
                 least = stream;
             }
         }
         if (least != nullptr && spread == Spread::kOntoOne && least->carries_little(now)) {
-            return least->nudge(least->driver);
+            return least->nudge();
         }
         if (idle != nullptr) {
             idle->driver = Stream::Driver::kLoop;
             return idle->start(shared_from_this());
         }
-        if (least != nullptr) least->nudge(least->driver);
+        // One without room looks into the queue when it has some.
+        if (least != nullptr && (spread != Spread::kForHelp || least->has_room())) least->nudge();
         bool may = streams_.size() < options_.connections_max && (least == nullptr || now >= dial_again_ns_);
         if (!dialling && may) fresh = add_dialling();
     }
@@ -166,7 +169,7 @@ bool Link::idle(Stream& stream, bool busy) {
         stream.driver = Stream::Driver::kLoop;
         return false;
     }
-    stream.driver = Stream::Driver::kNobody;
+    stream.driver = Stream::Driver::kNone;
     if (closed_) std::erase_if(streams_, [&](const auto& each) { return each.get() == &stream; });
     return true;
 }
@@ -189,9 +192,10 @@ void Link::lost(const std::shared_ptr<Stream>& stream, const Error& error) {
         MutexLock lock(mutex_);
         // The idle ones lead to the same peer, and would fail one after the other.
         for (const auto& each : streams_) {
-            if (!each->dialling && each->driver == Stream::Driver::kNobody) gone.push_back(each);
+            if (!each->dialling && each->driver == Stream::Driver::kNone) gone.push_back(each);
         }
-        std::erase_if(streams_, [&](const auto& each) { return std::ranges::find(gone, each) != gone.end(); });
+        std::erase_if(streams_,
+                      [&](const auto& each) { return std::ranges::find(gone, each) != gone.end(); });
     }
     std::vector<uint32_t> fences;
     for (const auto& each : gone) {
@@ -205,15 +209,10 @@ void Link::lost(const std::shared_ptr<Stream>& stream, const Error& error) {
 void Link::close() {
     closed_ = true;
     queue_.close();
-    std::vector<std::pair<std::shared_ptr<Stream>, Stream::Driver>> driven;
-    {
-        MutexLock lock(mutex_);
-        std::erase_if(streams_, [](const auto& each) {
-            return !each->dialling && each->driver == Stream::Driver::kNobody;
-        });
-        for (const auto& each : streams_) driven.emplace_back(each, each->driver);
-    }
-    for (const auto& [stream, driver] : driven) stream->nudge(driver);
+    MutexLock lock(mutex_);
+    std::erase_if(streams_,
+                  [](const auto& each) { return !each->dialling && each->driver == Stream::Driver::kNone; });
+    for (const auto& each : streams_) each->nudge();
 }
 
 }  // namespace moonpool::transport::tcp

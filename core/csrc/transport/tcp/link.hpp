@@ -1,8 +1,8 @@
-// A peer over TCP: a link for slices and the control channel, over the same few connections. What callers want
-// goes into one queue, from which each connection takes what it has room for: foreground first, each job in turn.
-// A caller that waits drives an idle connection itself, so that a small transfer costs what a plain request and
-// its answer cost; everything else is driven by I/O threads. A connection that fails is fenced, and what it had not
-// answered goes over another.
+// A peer over TCP: a link for slices and the control channel, over the same few connections. What callers
+// want goes into one queue, from which each connection takes what it has room for: foreground first, each job
+// in turn. A caller that waits drives an idle connection itself, so that a small transfer costs what a plain
+// request and its answer cost; everything else is driven by I/O threads. A connection that fails is fenced,
+// and what it had not answered goes over another.
 //
 // No thread here waits for a connection: where there is none, one is dialled, on a thread of its own.
 #pragma once
@@ -56,11 +56,12 @@ class Link final : public transport::Link, public Control, public std::enable_sh
 
     // ---- for its streams
 
-    // The queue has something that no connection may have seen: an idle one is started, a busy one told, a further
-    // one dialled. kOntoOne: one that is driven and has room is preferred, since it carries many jobs at once.
-    enum class Spread : uint8_t { kOntoOne, kOverConnections };
+    // The queue has something that no connection may have seen: an idle one is started, a busy one told, a
+    // further one dialled. kOntoOne: one that is driven and has room is preferred, since it carries many jobs
+    // at once. kForHelp: a connection has no more room, and others may have none either.
+    enum class Spread : uint8_t { kOntoOne, kOverConnections, kForHelp };
     void wake(Spread spread);
-    // It has nothing to do, as its driver has seen it. False: it has; its loop is to drive it (on).
+    // Its driver lets go of it; busy: with frames under way. False: its loop is to drive it from here on.
     bool idle(Stream& stream, bool busy);
     void opened(Stream& stream);
     void not_dialled(const std::shared_ptr<Stream>& stream, const Error& error);

@@ -1,14 +1,15 @@
 // The order in which what callers want is sent, and the books of what became of it.
 //
-// Threads: callers and the drivers of all connections. mutex_ guards the lists, the tasks, and what is written
-// of their jobs; it is held for one frame's books at most, and while no callback runs: those of tasks that ended
-// are called by deliver(), without it.
+// Threads: callers and the drivers of all connections. mutex_ guards the lists, the tasks, and what is
+// written of their jobs; it is held for one frame's books at most, and while no callback runs: those of tasks
+// that ended are called by deliver(), without it.
 //
-// Between two calls: a task is in all_ until it has ended, and in the list of its kind while it has something to
-// ask for (asks_). frames_ counts its frames that connections have; a task that is over is in no list, and ends
-// when frames_ is 0. Each byte of a waiting slice is in exactly one place: behind slice_/at_, in again_, in a
-// frame, or answered (answered_, while the slice has others). job.bytes_done counts those that are answered,
-// also of slices that are not whole; they are taken back when the slice fails and when the job ends.
+// Between two calls: a task is in all_ until it has ended, and in the list of its kind while it has something
+// to ask for (asks_). frames_ counts its frames that connections have; a task that is over is in no list, and
+// ends when frames_ is 0. Each byte of a waiting slice is in exactly one place: behind slice_/at_, in again_,
+// in a frame, or answered (answered_, while the slice has others). job.bytes_done counts those that are
+// answered, also of slices that are not whole; they are taken back when the slice fails and when the job
+// ends.
 #include "transport/tcp/queue.hpp"
 
 #include <algorithm>
@@ -100,7 +101,8 @@ bool Queue::fill(Frame& frame, const void* connection, const Room& room) {
     } else if (!fences_.empty() && (!questions_.empty() || !foreground_.empty() || !background_.empty())) {
         frame.kind = Frame::Kind::kFence;
         frame.wire = Kind::kEngineFence;
-        frame.fenced.assign(fences_.begin(), fences_.begin() + std::min<ptrdiff_t>(kFencesMax, std::ssize(fences_)));
+        frame.fenced.assign(fences_.begin(),
+                            fences_.begin() + std::min<ptrdiff_t>(kFencesMax, std::ssize(fences_)));
         Writer w(frame.head);
         w.number(FrameHeader{});
         w.number(static_cast<uint32_t>(frame.fenced.size()));
@@ -226,7 +228,8 @@ bool Queue::all_fenced() const {
 
 void Queue::fenced(const Frame& frame) {
     MutexLock lock(mutex_);
-    std::erase_if(fences_, [&](uint32_t n) { return std::ranges::find(frame.fenced, n) != frame.fenced.end(); });
+    std::erase_if(fences_,
+                  [&](uint32_t n) { return std::ranges::find(frame.fenced, n) != frame.fenced.end(); });
 }
 
 // ---- what became of it

@@ -1,14 +1,14 @@
 // Queue: the jobs and questions of all callers to one peer, from which each of its connections takes its next
-// frame when it has room. So callers share the connections, a large job is carried by several of them, and what
-// one that fails has not been answered goes over the others.
+// frame when it has room. So callers share the connections, a large job is carried by several of them, and
+// what one that fails has not been answered goes over the others.
 //
 //   add(), ask() ──► questions   ┐
-//                    foreground  ├─ fill() ──► a frame of a connection ──► settle(), answer(): its answer came
-//                    background  ┘                       └──────────────► give_back(): the connection failed
+//                    foreground  ├─ fill() ──► a frame of a connection ──► settle(), answer(): answered
+//                    background  ┘                        └──► give_back(): the connection failed
 //
 // Jobs of one priority take turns, a frame each. A deadline is a job's own: it runs while no byte of the job
-// moves, nor any other byte of the connections that carry it. A job that is over (its time has run out, it was
-// cancelled, the peer was closed) asks for nothing more, and ends when nothing of it is under way.
+// moves, nor any other byte of the connections that carry it. A job that is over (its time has run out, it
+// was cancelled, the peer was closed) asks for nothing more, and ends when nothing of it is under way.
 //
 // Thread-safe. It knows no socket and waits for none, but in wait().
 #pragma once
@@ -117,7 +117,7 @@ class Queue {
     // The next frame, but for its head. False: nothing for this connection.
     bool fill(Frame& frame, const void* connection, const Room& room);
     bool has_work(const void* connection);
-    // Its driver has no more room for a foreground job of its own: others may take of it. False: there is none.
+    // It has no more room: others may take of the jobs that were its own. False: there are none.
     bool share(const void* connection);
     // Of connections that were given up: no byte is asked for before they are fenced.
     void fence(std::span<const uint32_t> channels);

@@ -5,8 +5,8 @@
 //
 // Between two calls: frames_[0, sent_) are sent and unanswered, frames_[sent_] may be half sent, and no
 // later one has begun. part_ and have_ say how far the answer to frames_.front() has come; nothing of an
-// answer lies anywhere but in head_, body_, ahead_ or at its destination. A frame with bytes of writes has its
-// task until it is answered; any other may have lost it, and its answer is thrown away.
+// answer lies anywhere but in head_, body_, ahead_ or at its destination. A frame with bytes of writes has
+// its task until it is answered; any other may have lost it, and its answer is thrown away.
 //
 // Memory is entered for each system call by itself (place), after a check that the piece lies in its slice
 // and the slice in its region: the arithmetic of this file is not trusted with users' memory.
@@ -31,12 +31,12 @@ namespace {
 
 constexpr size_t kWindowFrames = 8;
 constexpr size_t kWindowFramesBackground = 2;
-constexpr int kIovecsMax = 1024;            // in one system call, the kernel's limit
-constexpr uint32_t kErrorBytesMin = 4;      // u16 code, text16
+constexpr int kIovecsMax = 1024;        // in one system call, the kernel's limit
+constexpr uint32_t kErrorBytesMin = 4;  // u16 code, text16
 constexpr uint32_t kErrorBytesMax = 65600;
-constexpr size_t kRefusalBytesMin = 4;      // behind the byte of each row: u16 code, text16
-constexpr int kFenceMs = 10000;             // the peer waits for its cards before it answers
-constexpr uint64_t kSilentNs = 200000000;   // of a connection to which others are preferred
+constexpr size_t kRefusalBytesMin = 4;     // behind the byte of each row: u16 code, text16
+constexpr int kFenceMs = 10000;            // the peer waits for its cards before it answers
+constexpr uint64_t kSilentNs = 200000000;  // of a connection to which others are preferred
 constexpr size_t kAnswerStepBytes = 256u << 10;
 
 // Where bytes go that no task wants any more.
@@ -50,9 +50,11 @@ std::byte* nowhere() {
 
 short Run::wants() const { return static_cast<short>(sending() ? POLLIN | POLLOUT : POLLIN); }
 
-bool Run::is_silent(uint64_t now) const {
-    return frames_open() != 0 && now > moved_ns_ + kSilentNs;
+bool Run::has_room() const {
+    return frames_open() < kWindowFrames && bytes_open() < kWindowFrames * channel_.frame_bytes;
 }
+
+bool Run::is_silent(uint64_t now) const { return frames_open() != 0 && now > moved_ns_ + kSilentNs; }
 
 // Sends before it receives: the peer works while the answers to earlier frames are read.
 Run::Step Run::step() {
@@ -65,10 +67,10 @@ Run::Step Run::step() {
 
 // ---- out
 
-// The window bounds what a connection that fails has to repeat, and what a job of the foreground waits behind:
-// that is why the background has a smaller one.
+// The window bounds what a connection that fails has to repeat, and what a job of the foreground waits
+// behind: that is why the background has a smaller one.
 bool Run::make_frame() {
-    bool full = frames_.size() >= kWindowFrames || bytes_open() >= kWindowFrames * channel_.frame_bytes;
+    bool full = !has_room();
     if (full && !full_) wants_help_ = queue_.share(connection_);
     full_ = full;
     Frame frame;
@@ -76,7 +78,8 @@ bool Run::make_frame() {
         frame = std::move(spare_.back());
         spare_.pop_back();
     }
-    Queue::Room room{channel_.frame_bytes, !full, !full && frames_.size() < kWindowFramesBackground, fencing_};
+    Queue::Room room{channel_.frame_bytes, !full, !full && frames_.size() < kWindowFramesBackground,
+                     fencing_};
     if (!queue_.fill(frame, connection_, room)) {
         spare_.push_back(std::move(frame));
         return false;
@@ -394,7 +397,8 @@ bool Run::judge_answer(Frame& frame) {
     }
     Reader reader(body_);
     Error error = read_error(reader);
-    if (frame.kind == Frame::Kind::kFence || head_.header.request_id == 0) return broken(error.code, error.text);
+    if (frame.kind == Frame::Kind::kFence || head_.header.request_id == 0)
+        return broken(error.code, error.text);
     queue_.answer(frame, std::move(error));
     return true;
 }
@@ -465,12 +469,14 @@ bool Run::check(uint64_t now) {
         ++i;
     }
     if (patience_ms == INT_MAX) patience_ms = kStillMs;  // answers that are of no use to any job
-    if (frames_.empty() || moved_ns > now || (now - moved_ns) / 1000000 < static_cast<uint64_t>(patience_ms)) return true;
+    if (frames_.empty() || moved_ns > now || (now - moved_ns) / 1000000 < static_cast<uint64_t>(patience_ms))
+        return true;
     return broken(Code::kTimeout, "nothing moved for " + std::to_string((now - moved_ns) / 1000000) + " ms");
 }
 
 void Run::fail(const Error& error) {
-    std::vector<Frame> frames(std::make_move_iterator(frames_.begin()), std::make_move_iterator(frames_.end()));
+    std::vector<Frame> frames(std::make_move_iterator(frames_.begin()),
+                              std::make_move_iterator(frames_.end()));
     frames_.clear();
     sent_ = 0;
     queue_.give_back(frames, error);

@@ -1,6 +1,6 @@
-// Run: the frames on their way over one channel, as a state machine without a thread: the thread that drives the
-// channel calls step() when the socket may move, and waits as wants() says. Several frames are under way at a time
-// and are answered in their order.
+// Run: the frames on their way over one channel, as a state machine without a thread: the thread that drives
+// the channel calls step() when the socket may move, and waits as wants() says. Several frames are under way
+// at a time and are answered in their order.
 //
 //   queue ──► frames of at most kRowsMax ranges and frame_bytes ─► one sendmsg each: head, ranges, payload
 //             sent, unanswered: at most kWindowFrames             ◄── the head, then one recvmsg: payload in
@@ -52,6 +52,7 @@ class Run {
     // Any thread, as a moment's view.
     uint64_t bytes_open() const { return bytes_open_.load(std::memory_order_relaxed); }
     size_t frames_open() const { return frames_open_.load(std::memory_order_relaxed); }
+    bool has_room() const;  // for a frame of a job
     bool is_silent(uint64_t now) const;
     // The window is full, and a foreground job of the queue has more: other channels may help. Once.
     bool wants_help() { return std::exchange(wants_help_, false); }
@@ -107,7 +108,7 @@ class Run {
     static_assert(sizeof(head_) == kAnswerHeadBytes);
     // Of an ERROR or of the answer to a question; or, where rows were refused, a byte for each row and why.
     std::vector<std::byte> body_;
-    uint64_t have_ = 0;            // bytes of this part
+    uint64_t have_ = 0;  // bytes of this part
     uint64_t payload_bytes_ = 0;
     Error refusal_;
     static constexpr size_t kAheadBytes = 4096;

@@ -1,8 +1,8 @@
 // How a connection is driven.
 //
 // Threads: the one that the link's mutex says in `driver` is the only one that uses run_ and channel_, and
-// changes hands by the link's idle() alone. start(), dialled() and nudge() post to the loop; what they posted may
-// come late, so on_loop_, which is the loop's own, says whether it drives.
+// changes hands by the link's idle() alone. start(), dialled() and nudge() post to the loop; what they posted
+// may come late, so on_loop_, which is the loop's own, says whether it drives.
 #include "transport/tcp/stream.hpp"
 
 #include <poll.h>
@@ -34,8 +34,18 @@ constexpr uint64_t kBytesLittle = 4u << 20;
 
 }  // namespace
 
-Stream::Stream(Queue& queue, EventLoop& loop)
-    : queue_(queue), loop_(loop), wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+Stream::Stream(Queue& queue, EventLoop& loop) : queue_(queue), loop_(loop) {}
+
+// A thread waits for one socket at a time, so that one descriptor a thread is enough.
+int Stream::waker_of_this_thread() {
+    struct Waker {
+        ForkGuard fork;
+        Fd fd{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+    };
+    static thread_local std::optional<Waker> waker;
+    if (!waker || waker->fork.in_child()) waker.emplace();
+    return waker->fd.get();
+}
 
 void Stream::open(std::unique_ptr<Channel> channel) {
     channel_ = std::move(channel);
@@ -58,11 +68,12 @@ void Stream::fail(const Error& error) {
 
 void Stream::drive(Link& link, const Task& task) {
     static const uint64_t spin_ns = std::thread::hardware_concurrency() < 2 ? 0 : kSpinNs;
+    const int wake = waker_of_this_thread();
     uint64_t now = now_ns();
     uint64_t next_check = now + kCheckMs * 1000000ull, spin_until = now + spin_ns;
     for (;;) {
         Run::Step step = run_->step();
-        if (run_->wants_help()) link.wake(Link::Spread::kOverConnections);
+        if (run_->wants_help()) link.wake(Link::Spread::kForHelp);
         if (step == Run::Step::kFailed) return link.lost(shared_from_this(), run_->error());
         if (step == Run::Step::kNothing || task.ended()) break;
         now = now_ns();
@@ -71,10 +82,10 @@ void Stream::drive(Link& link, const Task& task) {
         } else if (now < spin_until && !run_->sending() && run_->bytes_open() <= kSpinBytesMax) {
             ::sched_yield();  // the peer may wait for this very core
         } else {
-            pollfd waiting[2] = {{channel_->fd.get(), run_->wants(), 0}, {wake_.get(), POLLIN, 0}};
+            pollfd waiting[2] = {{channel_->fd.get(), run_->wants(), 0}, {wake, POLLIN, 0}};
             (void)::poll(waiting, 2, kCheckMs);
             uint64_t count;
-            if (waiting[1].revents != 0) (void)!::read(wake_.get(), &count, sizeof(count));
+            if (waiting[1].revents != 0) (void)!::read(wake, &count, sizeof(count));
             now = now_ns();
         }
         if (queue_.closed()) {
@@ -91,6 +102,7 @@ void Stream::drive(Link& link, const Task& task) {
 // ---- by the loop
 
 void Stream::start(std::shared_ptr<Link> link) {
+    if (!run_) handle_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     auto begun = [self = shared_from_this(), link]() mutable {
         self->link_ = std::move(link);
         self->begin();
@@ -102,15 +114,16 @@ void Stream::start(std::shared_ptr<Link> link) {
 void Stream::begin() {
     on_loop_ = true;
     watched_ = EPOLLIN;
-    if (!loop_.add(run_ ? channel_->fd.get() : wake_.get(), EPOLLIN, shared_from_this())) return lose();
+    if (!loop_.add(run_ ? channel_->fd.get() : handle_.get(), EPOLLIN, shared_from_this())) return lose();
     if (run_) go();
 }
 
 void Stream::dialled(Result<std::unique_ptr<Channel>> channel) {
     auto made = std::make_shared<Result<std::unique_ptr<Channel>>>(std::move(channel));
     bool posted = loop_.post([self = shared_from_this(), made] {
-        auto handler = self->loop_.remove(self->wake_.get());
-        if (!self->on_loop_) return;
+        if (!self->on_loop_) return;  // it could not begin
+        auto handler = self->loop_.remove(self->handle_.get());
+        self->handle_.reset();
         std::shared_ptr<Link> link = self->link_;
         if (!*made) {
             self->on_loop_ = false;
@@ -124,15 +137,19 @@ void Stream::dialled(Result<std::unique_ptr<Channel>> channel) {
     if (!posted) queue_.close();
 }
 
-void Stream::nudge(Driver by) {
-    if (by == Driver::kCaller) {
+void Stream::nudge() {
+    if (driver == Driver::kCaller) {
         uint64_t one = 1;
-        (void)!::write(wake_.get(), &one, sizeof(one));
-    } else if (by == Driver::kLoop) {
-        loop_.post([self = shared_from_this()] {
-            if (self->on_loop_ && self->run_) self->go();
-        });
+        (void)!::write(waker, &one, sizeof(one));
+    } else if (driver == Driver::kLoop) {
+        go_on();
     }
+}
+
+void Stream::go_on() {
+    loop_.post([self = shared_from_this()] {
+        if (self->on_loop_ && self->run_) self->go();
+    });
 }
 
 bool Stream::on_events(uint32_t) { return on_loop_ && run_ && go(); }
@@ -153,7 +170,7 @@ bool Stream::go() {
     std::shared_ptr<Link> link = link_;  // it may let go of it
     for (int round = 0; round < kRoundsMax; ++round) {
         Run::Step step = run_->step();
-        if (run_->wants_help()) link->wake(Link::Spread::kOverConnections);
+        if (run_->wants_help()) link->wake(Link::Spread::kForHelp);
         if (queue_.closed() || step == Run::Step::kFailed) {
             lose();
             return false;
@@ -165,7 +182,7 @@ bool Stream::go() {
         }
     }
     watch();
-    nudge(Driver::kLoop);  // what the queue has moves no socket
+    go_on();  // what the queue has moves no socket
     return true;
 }
 
@@ -190,12 +207,12 @@ bool Stream::rest() {
 }
 
 void Stream::lose() {
-    auto handler = loop_.remove(run_ ? channel_->fd.get() : wake_.get());
+    auto handler = loop_.remove(run_ ? channel_->fd.get() : handle_.get());
     on_loop_ = false;
     std::shared_ptr<Link> link = std::move(link_);
-    Error why = queue_.closed()   ? Error{Code::kClosed, "the segment was closed"}
+    Error why = queue_.closed()                       ? Error{Code::kClosed, "the segment was closed"}
                 : run_ && !run_->error().text.empty() ? run_->error()
-                                  : Error{Code::kOs, "epoll takes no more descriptors"};
+                                                      : Error{Code::kOs, "epoll takes no more descriptors"};
     link->lost(shared_from_this(), why);
 }
 

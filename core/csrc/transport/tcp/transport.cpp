@@ -12,11 +12,11 @@ Result<Contact> Transport::call(const std::string& address) {
     LinkOptions made;
     ChannelOptions& channel = made.channel;
     channel.dial = DialOptions{address,
-                            options.token,
-                            context_.identity.tenant,
-                            std::string(kServiceEngine),
-                            options.timeout_ms,
-                            options.interface};
+                               options.token,
+                               context_.identity.tenant,
+                               std::string(kServiceEngine),
+                               options.timeout_ms,
+                               options.interface};
     channel.dial.given_up = &context_.closing;
     context_.counters.dials_total.fetch_add(1);
     Result<Dialed> dialed = dial(channel.dial);
