@@ -47,8 +47,9 @@ class Relay {
     }
 
     size_t connections() const { return connections_; }
-    // What connection i has carried from the target.
+    // What connection i has carried from the target, and to it.
     uint64_t brought(size_t connection) const { return brought_[connection]; }
+    uint64_t took(size_t connection) const { return took_[connection]; }
 
    private:
     struct Plan {
@@ -130,6 +131,7 @@ class Relay {
             return;
         }
         cable.carried += out.size();
+        took_[cable.number] += out.size();
         if (cable.carried < cable.plan.bytes) return;
         if (cable.plan.cut) {
             cable.held = true;
@@ -148,7 +150,7 @@ class Relay {
     std::atomic<bool> stopping_{false}, cut_all_{false}, joined_{false};
     std::atomic<uint64_t> cut_{0}, reset_{0};  // a bit for each connection
     std::atomic<size_t> connections_{0};
-    std::array<std::atomic<uint64_t>, 64> brought_{};
+    std::array<std::atomic<uint64_t>, 64> brought_{}, took_{};
     std::mutex mutex_;
     std::vector<Plan> plans_;
     std::thread thread_;

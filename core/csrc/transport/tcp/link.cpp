@@ -19,6 +19,12 @@ namespace {
 // For so long after a further connection could not be made the others do alone.
 constexpr uint64_t kDialAgainNs = 1000000000;
 
+// The first connections of several peers are driven by several loops.
+size_t next_link() {
+    static std::atomic<size_t> last{0};
+    return last.fetch_add(1);
+}
+
 }  // namespace
 
 Link::Link(LinkOptions options, std::vector<EventLoop*> loops, Workers& waiters, TransportCounters& moved,
@@ -27,7 +33,8 @@ Link::Link(LinkOptions options, std::vector<EventLoop*> loops, Workers& waiters,
       loops_(std::move(loops)),
       waiters_(waiters),
       counters_(counters),
-      queue_(moved, counters) {}
+      queue_(moved, counters),
+      next_loop_(next_link()) {}
 
 Link::~Link() = default;
 

@@ -81,7 +81,7 @@ class Link final : public transport::Link, public Control, public std::enable_sh
     mutable Mutex mutex_;  // before the queue's
     std::vector<std::shared_ptr<Stream>> streams_ GUARDED_BY(mutex_);
     std::string path_ GUARDED_BY(mutex_);
-    size_t next_loop_ GUARDED_BY(mutex_) = 0;
+    size_t next_loop_ GUARDED_BY(mutex_);
     uint64_t dial_again_ns_ GUARDED_BY(mutex_) = 0;  // a further one; the last could not be made
     std::atomic<bool> closed_{false};                // seen by a thread that dials
 };

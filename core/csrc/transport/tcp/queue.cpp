@@ -208,12 +208,27 @@ bool Queue::has_work(const void* connection) {
            std::ranges::any_of(background_, takes);
 }
 
-bool Queue::share(const void* connection) {
+bool Queue::share(const void* connection, uint64_t bytes_left) {
     MutexLock lock(mutex_);
+    bool any = false;
     for (const auto& task : foreground_) {
-        if (task->home_ == connection) task->home_ = nullptr;
+        bool others = task->home_ != nullptr && task->home_ != connection;
+        if (others || !has_left(*task, bytes_left)) continue;
+        task->home_ = nullptr;
+        any = true;
     }
-    return !foreground_.empty();
+    return any;
+}
+
+// More than so many bytes that were not asked for, or were by a connection that failed.
+bool Queue::has_left(const Task& task, uint64_t bytes) {
+    uint64_t left = 0;
+    for (const Piece& piece : task.again_) left += piece.length - piece.back;
+    const auto& slices = task.job_->slices;
+    for (size_t i = task.slice_; i < slices.size() && left <= bytes; ++i) {
+        left += slices[i].length - (i == task.slice_ ? task.at_ : 0);
+    }
+    return left > bytes;
 }
 
 void Queue::fence(std::span<const uint32_t> channels) {
@@ -235,7 +250,8 @@ void Queue::fenced(const Frame& frame) {
 // ---- what became of it
 
 void Queue::progress(const Frame& frame, uint64_t now) {
-    moved_ns_.store(now, std::memory_order_relaxed);
+    // A fence brings no job on, however often it is answered.
+    if (frame.kind != Frame::Kind::kFence) moved_ns_.store(now, std::memory_order_relaxed);
     if (frame.task != nullptr && frame.task->job_ != nullptr) {
         frame.task->job_->progress_ns.store(now, std::memory_order_relaxed);
     }
@@ -372,6 +388,13 @@ bool Queue::is_late(const Task& task, uint64_t now, uint64_t moved_ns) {
     const Job* job = task.job_.get();
     uint64_t last = std::max(moved_ns, job == nullptr ? task.asked_ns_ : job->progress_ns.load());
     return now > last && (now - last) / 1000000 >= static_cast<uint64_t>(task.timeout_ms_);
+}
+
+int Queue::patience_ms(const Task& task) {
+    // It is not said twice: no other connection would help.
+    if (task.job_ == nullptr && task.kind_ == Kind::kEngineNotify) return task.timeout_ms_;
+    // Half of its time: when this connection is stuck, another still has a chance.
+    return std::max(task.timeout_ms_ / 2, kStillMs);
 }
 
 void Queue::look(uint64_t now) {

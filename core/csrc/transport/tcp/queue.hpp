@@ -117,8 +117,9 @@ class Queue {
     // The next frame, but for its head. False: nothing for this connection.
     bool fill(Frame& frame, const void* connection, const Room& room);
     bool has_work(const void* connection);
-    // It has no more room: others may take of the jobs that were its own. False: there are none.
-    bool share(const void* connection);
+    // It takes no more for now: others may take of its foreground jobs that have more than so many bytes
+    // left. False: there are none.
+    bool share(const void* connection, uint64_t bytes_left);
     // Of connections that were given up: no byte is asked for before they are fenced.
     void fence(std::span<const uint32_t> channels);
     void fenced(const Frame& frame);
@@ -142,7 +143,8 @@ class Queue {
     enum class State { kGoesOn, kOver, kClosing };
     // Of a task with frames on a connection where something moved at moved_ns.
     State state_of(Task& task, uint64_t now, uint64_t moved_ns);
-    static int timeout_ms(const Task& task) { return task.timeout_ms_; }
+    // For how long nothing may move on a connection that carries it, before another is tried.
+    static int patience_ms(const Task& task);
     static const Job& job(const Task& task) { return *task.job_; }
     // A byte of the frame moved.
     void progress(const Frame& frame, uint64_t now);
@@ -159,6 +161,7 @@ class Queue {
     void ask_again(const std::shared_ptr<Task>& task) REQUIRES(mutex_);
     bool fill_from(Tasks& tasks, Frame& frame, const void* connection, uint64_t room) REQUIRES(mutex_);
     bool take_pieces(Task& task, Frame& frame, uint64_t room) REQUIRES(mutex_);
+    static bool has_left(const Task& task, uint64_t bytes);
     void fail_slice(Task& task, uint32_t slice, const Error& why) REQUIRES(mutex_);
     uint64_t forget(Task& task, uint32_t slice) REQUIRES(mutex_);
     bool is_late(const Task& task, uint64_t now, uint64_t moved_ns) REQUIRES(mutex_);

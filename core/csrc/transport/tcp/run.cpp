@@ -71,8 +71,7 @@ Run::Step Run::step() {
 // behind: that is why the background has a smaller one.
 bool Run::make_frame() {
     bool full = !has_room();
-    if (full && !full_) wants_help_ = queue_.share(connection_);
-    full_ = full;
+    if (full) ask_for_help(channel_.frame_bytes);
     Frame frame;
     if (!spare_.empty()) {
         frame = std::move(spare_.back());
@@ -92,9 +91,14 @@ bool Run::make_frame() {
     bytes_open_.fetch_add(frame.bytes(), std::memory_order_relaxed);
     // Set before the first byte: a connection that carried a write is fenced when it is given up.
     if (frame.write_bytes != 0) channel_.wrote = true;
+    asked_for_help_ = false;
     frames_.push_back(std::move(frame));
     frames_open_.store(frames_.size(), std::memory_order_relaxed);
     return true;
+}
+
+void Run::ask_for_help(uint64_t bytes_left) {
+    if (!std::exchange(asked_for_help_, true)) wants_help_ = queue_.share(connection_, bytes_left);
 }
 
 void Run::write_head(Frame& frame) {
@@ -172,7 +176,11 @@ bool Run::send_some(bool& moved) {
         visit.end();
         if (n < 0) {
             if (error == EINTR) continue;
-            if (error == EAGAIN) return true;
+            if (error == EAGAIN) {
+                // The socket takes no more of a write: what a window holds is better left to this channel.
+                ask_for_help(kWindowFrames * channel_.frame_bytes);
+                return true;
+            }
             // What the peer said before it closed is worth more than the broken pipe.
             // The peer closes after an ERROR, and our send may find the closed socket before we have read
             // why.
@@ -451,8 +459,7 @@ bool Run::check(uint64_t now) {
             Queue::State state = queue_.state_of(*frame.task, now, moved_ns);
             bool begun = i < sent_ || frame.sent != 0;
             if (state == Queue::State::kGoesOn) {
-                // Half of its time: when this connection is stuck, another still has a chance.
-                wait_ms = std::max(Queue::timeout_ms(*frame.task) / 2, kStillMs);
+                wait_ms = Queue::patience_ms(*frame.task);
             } else if (frame.write_bytes == 0 || !begun) {
                 queue_.abandon(frame);
                 if (!begun) {

@@ -54,7 +54,7 @@ class Run {
     size_t frames_open() const { return frames_open_.load(std::memory_order_relaxed); }
     bool has_room() const;  // for a frame of a job
     bool is_silent(uint64_t now) const;
-    // The window is full, and a foreground job of the queue has more: other channels may help. Once.
+    // A large foreground job has more than this channel takes for now: others may help. Once for each frame.
     bool wants_help() { return std::exchange(wants_help_, false); }
 
     // Called now and then, also when nothing moves. False: nothing has moved for longer than a job here can
@@ -67,6 +67,7 @@ class Run {
    private:
     bool make_frame();
     void write_head(Frame& frame);
+    void ask_for_help(uint64_t bytes_left);
     bool send_some(bool& moved);
     // A part of a piece's bytes as the next of a system call's, if it may be.
     Visit::Access place(const Frame& frame, const Piece& piece, uint64_t skip, Visit& visit, iovec& part);
@@ -93,7 +94,7 @@ class Run {
     std::vector<Frame> spare_;
     size_t sent_ = 0;
     bool fencing_ = false;  // a FENCE is among them
-    bool full_ = false, wants_help_ = false;
+    bool asked_for_help_ = false, wants_help_ = false;
     std::atomic<uint64_t> bytes_open_{0};
     std::atomic<size_t> frames_open_{0};
 
