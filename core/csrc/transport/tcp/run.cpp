@@ -23,6 +23,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "base/tsan.hpp"
 #include "wire/dial.hpp"
 
 namespace moonpool::transport::tcp {
@@ -246,6 +247,11 @@ ssize_t Run::receive_payload(Frame& frame) {
             skip -= piece.length;
             continue;
         }
+        // The piece before it brings these, perhaps over another connection and at this moment.
+        if (skip < piece.back) {
+            parts[count++] = {nowhere(), piece.back - skip};
+            skip = piece.back;
+        }
         if (frame.task != nullptr && !piece.lost) {
             auto access = place(frame, piece, skip, visit, parts[count]);
             if (access == Visit::Access::kOutside) return -2;
@@ -258,6 +264,7 @@ ssize_t Run::receive_payload(Frame& frame) {
         if (parts[count++].iov_len != left) break;
         skip = 0;
     }
+    OrderedByThePeer scope;  // slices may share a destination
     return pull(parts, count);
 }
 
