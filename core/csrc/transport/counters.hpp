@@ -42,7 +42,8 @@ class Tally {
 
 // Of an engine, over all of its transports.
 struct Counters {
-    std::atomic<uint64_t> retries_total{0};  // slices or parts of them that went on to another connection or path
+    std::atomic<uint64_t> retries_total{
+        0};  // slices or parts of them that went on to another connection or path
     std::atomic<uint64_t> transfers_total{0};
     std::atomic<uint64_t> transfers_failed_total{0};
     std::atomic<uint64_t> slices_refused_total{0};  // as the target
