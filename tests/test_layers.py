@@ -41,24 +41,27 @@ FACADE = "moonpool"
 BASE = ("base",)
 WIRE = ("wire", *BASE)
 DEVICE = ("device", *BASE)
-TRANSPORT = ("memory", *DEVICE, *WIRE)
+TRANSPORT = ("memory", "io", *DEVICE, *WIRE)
 CPP = {
     "core/base": (),
     "core/device": ("device/kernels", *BASE),
     "core/device/kernels": (),
     "core/memory": DEVICE,
     "core/wire": BASE,
-    "core/ssd": BASE,
+    "core/io": BASE,
+    "core/ssd": ("io", *BASE),
     "core/topology": BASE,
     "core/directory": WIRE,
     "core/transport": TRANSPORT,
     "core/transport/loopback": ("transport", *TRANSPORT),
     "core/transport/host": ("transport", *TRANSPORT),
     "core/transport/shm": ("transport/host", "transport", *TRANSPORT),
+    "core/transport/file": ("transport", *TRANSPORT),
     "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
         "transport/cuda_ipc",
+        "transport/file",
         "transport/loopback",
         "transport/shm",
         "transport/tcp",

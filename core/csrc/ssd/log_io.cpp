@@ -8,7 +8,8 @@ Status LogIo::open_queue() {
     const LogOptions& options = log_.options;
     uint32_t depth = 2 * options.depth + 8;  // reads, writes, and what goes with segments
     if (options.io != "threads") {
-        Result<std::unique_ptr<IoQueue>> ring = ring_queue(*file_, depth);
+        Result<std::unique_ptr<io::Queue>> ring = Error{Code::kUnavailable, "this file has no descriptor"};
+        if (file_->fd() >= 0) ring = io::ring_queue(depth);
         if (ring) {
             queue_ = std::move(*ring);
         } else if (options.io == "io_uring") {
@@ -17,14 +18,17 @@ Status LogIo::open_queue() {
             queue_reason_ = ring.error().text;
         }
     }
-    if (!queue_) queue_ = thread_queue(*file_, depth);
+    if (queue_) return success();
+    Result<std::unique_ptr<io::Queue>> threads = io::thread_queue(depth);
+    if (!threads) return threads.error();
+    queue_ = std::move(*threads);
     return success();
 }
 
 void LogIo::reap(int wait_ms) {
     done_.clear();
     queue_->reap(done_, wait_ms);
-    for (const IoDone& done : std::exchange(done_, {})) {
+    for (const io::Done& done : std::exchange(done_, {})) {
         auto it = in_flight_.find(done.tag);
         if (it == in_flight_.end()) continue;
         Ended then = std::move(it->second);
@@ -34,20 +38,20 @@ void LogIo::reap(int wait_ms) {
     }
 }
 
-void LogIo::submit(IoOperation::Kind kind, uint64_t offset, std::byte* data, uint64_t bytes, Ended done) {
+void LogIo::submit(io::Operation::Kind kind, uint64_t offset, std::byte* data, uint64_t bytes, Ended done) {
     uint64_t tag = next_tag_++;
     in_flight_.emplace(tag, std::move(done));
-    if (kind == IoOperation::Kind::kWrite) {
+    if (kind == io::Operation::Kind::kWrite) {
         writes_in_flight_.insert(writes_in_flight_.end(), tag);
         last_write_tag_ = tag;
         dirty_ = true;
     }
-    queue_->submit(IoOperation{kind, offset, data, static_cast<uint32_t>(bytes), tag});
+    queue_->submit(io::Operation{kind, file_.get(), offset, data, static_cast<uint32_t>(bytes), tag});
 }
 
 void LogIo::write_block(uint64_t offset, std::shared_ptr<std::byte> memory, uint64_t bytes, Ended done) {
     std::byte* data = memory.get();
-    submit(IoOperation::Kind::kWrite, offset, data, bytes,
+    submit(io::Operation::Kind::kWrite, offset, data, bytes,
            [memory, done = std::move(done)](int error) { done(error); });
 }
 
@@ -69,7 +73,7 @@ void LogIo::step_barriers() {
 }
 
 void LogIo::sync_file(Ended done) {
-    submit(IoOperation::Kind::kSync, 0, nullptr, 0, [this, done = std::move(done)](int error) {
+    submit(io::Operation::Kind::kSync, 0, nullptr, 0, [this, done = std::move(done)](int error) {
         {
             MutexLock lock(log_.mutex);
             ++log_.counters.syncs;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/clock.hpp"
-#include "ssd/io_queue.hpp"
+#include "io/queue.hpp"
 #include "ssd/log_state.hpp"
 
 namespace moonpool::ssd {
@@ -30,7 +30,7 @@ class LogIo {
     void close_file() { file_.reset(); }
     void abandon_queue() { (void)queue_.release(); }  // in a child of fork(): it is the parent's
 
-    void submit(IoOperation::Kind kind, uint64_t offset, std::byte* data, uint64_t bytes, Ended done);
+    void submit(io::Operation::Kind kind, uint64_t offset, std::byte* data, uint64_t bytes, Ended done);
     void write_block(uint64_t offset, std::shared_ptr<std::byte> memory, uint64_t bytes, Ended done);
     // Calls `run` once the writes that are in flight now have ended.
     void after_writes(std::function<void()> run);
@@ -53,11 +53,11 @@ class LogIo {
 
     LogState& log_;
     std::unique_ptr<File> file_;
-    std::unique_ptr<IoQueue> queue_;
+    std::unique_ptr<io::Queue> queue_;
     std::string queue_reason_;                       // why it is not io_uring, when that was to be tried
     std::unordered_map<uint64_t, Ended> in_flight_;  // by tag
     std::set<uint64_t> writes_in_flight_;
-    std::vector<IoDone> done_;
+    std::vector<io::Done> done_;
     std::vector<Barrier> barriers_;
     uint64_t next_tag_ = 1, last_write_tag_ = 0;
     bool dirty_ = false, sync_in_flight_ = false;

@@ -50,7 +50,8 @@ Result<Superblock> load_superblock(File& file, const LogOptions& options) {
                                                      " is no SSD log of moonpool; give another directory, "
                                                      "or remove the file"};
         }
-        if (int error = file.read(0, block.get(), kBlockBytes)) return os_error("reading " + path, error);
+        if (int error = file.read(0, block.get(), kBlockBytes).error)
+            return os_error("reading " + path, error);
         blank = std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
     }
     if (!blank) {

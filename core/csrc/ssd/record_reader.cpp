@@ -42,7 +42,7 @@ void RecordReader::submit_piece(const ReadJobPtr& job) {
     uint64_t from = job->submitted;
     job->submitted += bytes;
     ++job->ios;
-    io_.submit(IoOperation::Kind::kRead, from, buffer, bytes, [this, job, from, buffer, bytes](int error) {
+    io_.submit(io::Operation::Kind::kRead, from, buffer, bytes, [this, job, from, buffer, bytes](int error) {
         --job->ios;
         if (error != 0 && job->error == 0) job->error = error;
         if (job->error != 0) {

@@ -4,7 +4,7 @@
 #include <deque>
 #include <memory>
 
-#include "ssd/buffers.hpp"
+#include "io/buffers.hpp"
 #include "ssd/log_io.hpp"
 #include "ssd/log_state.hpp"
 
@@ -27,7 +27,7 @@ class RecordReader {
 
     LogState& log_;
     LogIo& io_;
-    Buffers buffers_;
+    io::Buffers buffers_;
     std::deque<ReadJobPtr> reads_;
     uint32_t errors_in_row_ = 0;
 };

@@ -119,7 +119,7 @@ class Scanner {
     bool read(uint64_t offset, std::byte* to, uint64_t bytes) {
         while (bytes != 0) {
             uint64_t piece = std::min(bytes, kReadBytes);
-            if (file_.read(offset, to, piece) != 0) return false;
+            if (file_.read(offset, to, piece).error != 0) return false;
             bytes_read_ += piece;
             offset += piece;
             to += piece;

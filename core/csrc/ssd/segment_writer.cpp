@@ -274,7 +274,7 @@ void SegmentWriter::send_batch() {
 
 void SegmentWriter::submit_batch(Batch batch) {
     auto shared = std::make_shared<Batch>(std::move(batch));
-    io_.submit(IoOperation::Kind::kWrite, shared->offset, shared->buffer, shared->used,
+    io_.submit(io::Operation::Kind::kWrite, shared->offset, shared->buffer, shared->used,
                [this, shared](int error) {
                    if (error != 0) {
                        on_write_error(shared->jobs.front()->place.slot, error);

@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "ssd/buffers.hpp"
+#include "io/buffers.hpp"
 #include "ssd/log_io.hpp"
 #include "ssd/log_state.hpp"
 #include "ssd/segments.hpp"
@@ -91,7 +91,7 @@ class SegmentWriter {
     LogIo& io_;
     SegmentTable& segments_;
     std::function<bool()> free_one_at_once_;
-    Buffers buffers_;
+    io::Buffers buffers_;
     std::deque<WriteJobPtr> writes_, internal_writes_;  // the collector's copies, and removals
     Head head_;
     Batch batch_;

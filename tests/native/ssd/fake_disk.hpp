@@ -154,15 +154,15 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
             std::lock_guard lock(disk_->mutex_);
             if (locked_) disk_->locked_ = false;
         }
-        int read(uint64_t offset, std::byte* to, size_t bytes) override {
+        io::ReadResult read(uint64_t offset, std::byte* to, size_t bytes) override {
             std::unique_lock lock(disk_->mutex_);
             disk_->released_.wait(lock, [&] { return !disk_->reads_held_; });
-            if (disk_->dead_) return EIO;
-            if (int error = disk_->fault_ ? disk_->fault_(false, offset, bytes) : 0) return error;
-            if (offset + bytes > disk_->image.size()) return EIO;
+            if (disk_->dead_) return {EIO};
+            if (int error = disk_->fault_ ? disk_->fault_(false, offset, bytes) : 0) return {error};
+            if (offset + bytes > disk_->image.size()) return {EIO};
             std::memcpy(to, disk_->image.data() + offset, bytes);
             disk_->read_bytes += bytes;
-            return 0;
+            return {0, bytes};
         }
         int write(uint64_t offset, const std::byte* from, size_t bytes) override {
             std::unique_lock lock(disk_->mutex_);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace moonpool::ssd {
+namespace moonpool::io {
 
 class Buffers {
    public:
@@ -40,4 +40,4 @@ class Buffers {
     std::vector<std::byte*> free_;
 };
 
-}  // namespace moonpool::ssd
+}  // namespace moonpool::io

@@ -2,14 +2,14 @@
 // writes the tail of completions and the head of submissions; we write the other two. A read of an eventfd is
 // always in the ring, so that wake() ends a wait for completions.
 //
-// The caller (LogIo) decides how many operations are in flight and what an error means, not this file. The
-// log's thread alone calls submit() and reap(); wake() may come from any thread and touches nothing but the
+// The caller decides how many operations are in flight and what an error means, not this file. One thread
+// alone calls submit() and reap(); wake() may come from any thread and touches nothing but the
 // eventfd.
 //
 // An operation is in exactly one of three places: written to the ring but not yet given to the kernel
 // (counted by pending_), at the kernel, or finished and handed out. in_flight_ keeps its description until
 // the last, since a short transfer is submitted again for what is left.
-#include "ssd/io_queue.hpp"
+#include "io/queue.hpp"
 
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
@@ -26,7 +26,7 @@
 #include <deque>
 #include <unordered_map>
 
-namespace moonpool::ssd {
+namespace moonpool::io {
 
 namespace {
 
@@ -68,11 +68,10 @@ void store(uint32_t* to, uint32_t value) {
     std::atomic_ref<uint32_t>(*to).store(value, std::memory_order_release);
 }
 
-class RingQueue : public IoQueue {
+class Ring : public Queue {
    public:
-    static Result<std::unique_ptr<IoQueue>> create(File& file, uint32_t depth) {
-        if (file.fd() < 0) return Error{Code::kUnavailable, "this file has no descriptor"};
-        auto queue = std::unique_ptr<RingQueue>(new RingQueue(file, depth));
+    static Result<std::unique_ptr<Queue>> create(uint32_t depth) {
+        auto queue = std::unique_ptr<Ring>(new Ring(depth));
         io_uring_params params{};
         queue->ring_.reset(
             static_cast<int>(::syscall(SYS_io_uring_setup, std::bit_ceil(depth + 2), &params)));
@@ -83,7 +82,7 @@ class RingQueue : public IoQueue {
                                      "the container's seccomp profile)"
                                    : std::string("io_uring is not available: ") + std::strerror(errno)};
         }
-        // Without NODROP the kernel loses completions when their ring is full, and the log would wait
+        // Without NODROP the kernel loses completions when their ring is full, and the caller would wait
         // forever for them. Both features together date the kernel: READ and WRITE opcodes came with 5.6 as
         // well.
         if ((params.features & IORING_FEAT_NODROP) == 0 || (params.features & IORING_FEAT_RW_CUR_POS) == 0) {
@@ -103,17 +102,17 @@ class RingQueue : public IoQueue {
         queue->sq_offsets_ = params.sq_off;
         queue->cq_offsets_ = params.cq_off;
         queue->arm_wake();
-        return std::unique_ptr<IoQueue>(std::move(queue));
+        return std::unique_ptr<Queue>(std::move(queue));
     }
 
-    void submit(const IoOperation& operation) override {
-        in_flight_.emplace(operation.tag, operation);
+    void submit(const Operation& operation) override {
+        in_flight_.emplace(operation.tag, InFlight{operation});
         push(operation);
     }
 
     // Collects first: a wait would be wrong when something has ended already. A wake() that came between
     // two calls is not lost, because its eventfd read has then completed, and awake_ says so.
-    void reap(std::vector<IoDone>& done, int wait_ms) override {
+    void reap(std::vector<Done>& done, int wait_ms) override {
         size_t before = done.size();
         collect(done);
         bool wait = wait_ms != 0 && done.size() == before && !awake_;
@@ -130,9 +129,9 @@ class RingQueue : public IoQueue {
     uint32_t depth() const override { return depth_; }
     const char* name() const override { return "io_uring"; }
 
-    ~RingQueue() override {
+    ~Ring() override {
         // The eventfd's read must not outlive the number that it writes to.
-        std::vector<IoDone> done;
+        std::vector<Done> done;
         wake();
         // The kernel writes to wake_value_ when the read ends, and to buffers of the caller; the former is
         // ours to wait for, the latter the caller has waited for.
@@ -140,22 +139,22 @@ class RingQueue : public IoQueue {
     }
 
    private:
-    RingQueue(File& file, uint32_t depth) : file_(file), depth_(depth) {}
+    explicit Ring(uint32_t depth) : depth_(depth) {}
 
-    void reap_once(std::vector<IoDone>& done) {
+    void reap_once(std::vector<Done>& done) {
         enter(true, 1000);
         collect(done);
     }
 
-    void push(const IoOperation& operation) {
+    void push(const Operation& operation) {
         io_uring_sqe sqe{};
-        sqe.fd = file_.fd();
+        sqe.fd = operation.file->fd();
         sqe.user_data = operation.tag;
-        if (operation.kind == IoOperation::Kind::kSync) {
+        if (operation.kind == Operation::Kind::kSync) {
             sqe.opcode = IORING_OP_FSYNC;
             sqe.fsync_flags = IORING_FSYNC_DATASYNC;
         } else {
-            sqe.opcode = operation.kind == IoOperation::Kind::kRead ? IORING_OP_READ : IORING_OP_WRITE;
+            sqe.opcode = operation.kind == Operation::Kind::kRead ? IORING_OP_READ : IORING_OP_WRITE;
             sqe.addr = reinterpret_cast<uint64_t>(operation.data);
             sqe.len = operation.bytes;
             sqe.off = operation.offset;
@@ -203,13 +202,13 @@ class RingQueue : public IoQueue {
         ::poll(&readable, 1, wait_ms);
     }
 
-    void collect(std::vector<IoDone>& done) {
+    void collect(std::vector<Done>& done) {
         uint32_t* head = cq_.at<uint32_t>(cq_offsets_.head);
         uint32_t mask = *cq_.at<uint32_t>(cq_offsets_.ring_mask);
         uint32_t at = *head;
         uint32_t tail = load(cq_.at<uint32_t>(cq_offsets_.tail));
         const io_uring_cqe* cqes = cq_.at<io_uring_cqe>(cq_offsets_.cqes);
-        std::vector<IoOperation> again;
+        std::vector<Operation> again;
         for (; at != tail; ++at) {
             const io_uring_cqe& cqe = cqes[at & mask];
             if (cqe.user_data == kWakeTag) {
@@ -219,31 +218,38 @@ class RingQueue : public IoQueue {
             }
             auto it = in_flight_.find(cqe.user_data);
             if (it == in_flight_.end()) continue;
-            IoOperation& operation = it->second;
-            bool moved_some = operation.kind != IoOperation::Kind::kSync && cqe.res > 0;
+            InFlight& one = it->second;
+            Operation& operation = one.left;
+            const bool sync = operation.kind == Operation::Kind::kSync;
             if (cqe.res == -EAGAIN || cqe.res == -EINTR) {
                 again.push_back(operation);
-            } else if (moved_some && static_cast<uint32_t>(cqe.res) < operation.bytes) {
-                // The kernel may stop early, as read() and write() may. The contract of IoQueue is all or
-                // an error.
-                operation.offset += static_cast<uint32_t>(cqe.res);
-                operation.data += cqe.res;
-                operation.bytes -= static_cast<uint32_t>(cqe.res);
-                again.push_back(operation);
-            } else {
-                // A read or write that moves no byte, at an offset inside the reserved file, is an error of
-                // the disk.
-                bool nothing = operation.kind != IoOperation::Kind::kSync && cqe.res == 0;
-                done.push_back(IoDone{cqe.user_data, cqe.res < 0 ? -cqe.res : nothing ? EIO : 0});
-                in_flight_.erase(it);
+                continue;
             }
+            if (!sync && cqe.res > 0) {
+                auto moved = static_cast<uint32_t>(cqe.res);
+                one.moved += moved;
+                operation.offset += moved;
+                operation.data += moved;
+                operation.bytes -= moved;
+            }
+            // The kernel may stop early, as read() and write() may. The contract of Queue is all or an error.
+            const bool read = operation.kind == Operation::Kind::kRead;
+            bool ends = !sync && operation.bytes != 0 && cqe.res >= 0 &&
+                        (cqe.res == 0 || (read && stopped_at_the_end(*operation.file, one.moved)));
+            if (!sync && cqe.res > 0 && operation.bytes != 0 && !ends) {
+                again.push_back(operation);
+                continue;
+            }
+            // A write that moves no byte is an error of the disk.
+            int error = cqe.res < 0 ? -cqe.res : !ends ? 0 : read ? kFileEnds : EIO;
+            done.push_back(Done{cqe.user_data, error, one.moved});
+            in_flight_.erase(it);
         }
         // Only now may the kernel write over the entries that were read above.
         store(head, at);
-        for (const IoOperation& operation : again) push(operation);
+        for (const Operation& operation : again) push(operation);
     }
 
-    File& file_;
     uint32_t depth_;
     Fd ring_, wake_;
     Map sq_, cq_, sqes_;
@@ -252,25 +258,27 @@ class RingQueue : public IoQueue {
     uint32_t pending_ = 0;  // pushed, not yet given to the kernel
     bool awake_ = false, wake_armed_ = false;
     uint64_t wake_value_ = 0;
-    std::unordered_map<uint64_t, IoOperation> in_flight_;
+    struct InFlight {
+        Operation left;  // what was not moved yet
+        uint32_t moved = 0;
+    };
+    std::unordered_map<uint64_t, InFlight> in_flight_;
 };
 
 }  // namespace
 
-Result<std::unique_ptr<IoQueue>> ring_queue(File& file, uint32_t depth) {
-    return RingQueue::create(file, depth);
-}
+Result<std::unique_ptr<Queue>> ring_queue(uint32_t depth) { return Ring::create(depth); }
 
-}  // namespace moonpool::ssd
+}  // namespace moonpool::io
 
 #else
 
-namespace moonpool::ssd {
+namespace moonpool::io {
 
-Result<std::unique_ptr<IoQueue>> ring_queue(File&, uint32_t) {
+Result<std::unique_ptr<Queue>> ring_queue(uint32_t) {
     return Error{Code::kUnavailable, "moonpool was built without the kernel's header of io_uring"};
 }
 
-}  // namespace moonpool::ssd
+}  // namespace moonpool::io
 
 #endif
