@@ -7,6 +7,7 @@ messages arrive. Calls that wait for a peer's answer (open, notify) run on a thr
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,6 +17,7 @@ from moonpool.core.transfer.engine import (
     EngineFacts,
     name_engine,
     open_engine,
+    open_file,
     slices_of,
     submit,
 )
@@ -172,6 +174,13 @@ class AsyncTransferEngine(EngineFacts):
         self._native  # noqa: B018  raises when it is closed
         assert self._naming is not None
         return await asyncio.to_thread(self._naming.open, name)
+
+    async def open_file(
+        self, path: str | os.PathLike[str], *, size: int | None = None, writable: bool = True
+    ) -> Segment:
+        """See TransferEngine.open_file."""
+        native = self._native
+        return await asyncio.to_thread(lambda: Segment(native, open_file(native, path, size, writable)))
 
     async def refresh(self, segment: Segment) -> None:
         """``segment.refresh()``, which asks the peer, on a thread."""

@@ -103,7 +103,7 @@ class TransferEngine(EngineFacts):
     token:      the cluster token; None: the configured one (MOONPOOL_CLUSTER_TOKEN or
                 MOONPOOL_CLUSTER_TOKEN_FILE), else the one that this user's processes on this host share.
     tenant:     only engines of the same tenant reach each other's memory.
-    transports: which may be used, of "loopback", "shm", "cuda_ipc" and "tcp"; None: all that work here.
+    transports: which may be used, of "loopback", "shm", "cuda_ipc", "tcp" and "file"; None: all that work here.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
@@ -146,10 +146,10 @@ class TransferEngine(EngineFacts):
             connections_per_peer=connections_per_peer,
             timeout_s=timeout_s,
         )
-        self._closed = False
         self._naming: Naming = name_engine(native, store, tenant=tenant, host_id=host_id, advertise=advertise)
         self._abandoned = Abandoned(native)
         self._regions = RegionTable(native)
+        self._closed = False
         # Looked up once: with 4 KiB over shared memory each attribute counts.
         self._transfer = native.transfer
 
@@ -216,7 +216,8 @@ class TransferEngine(EngineFacts):
     # ---- peers
 
     def open(self, name: str) -> Segment:
-        """A peer's memory, by handshake with its engine: at "host:port", or, with ``metadata``, of this name.
+        """A peer's memory, by handshake with its engine: at "host:port", or, with ``metadata``, of this name. Or
+        a file, by "file:///path".
 
         A name is looked up in the store; the answer is remembered, and holds while the store is away.
 
@@ -225,6 +226,26 @@ class TransferEngine(EngineFacts):
         engine.
         """
         return self._naming.open(name)
+
+    def open_file(
+        self, path: str | os.PathLike[str], *, size: int | None = None, writable: bool = True
+    ) -> Segment:
+        """A file or a block device of this host, as a segment: its one region is the file, ``at(offset)`` the
+        byte at that offset. No other process takes part.
+
+        size:     bytes; the file is made when there is none, and made longer (by a hole) when it is shorter.
+                  None: it is there, and stays as long as it is.
+        writable: False: writes are refused. True, and the system lets it only be read: each write fails with
+                  the reason.
+
+        ``open("file:///path")`` is the same without options. Done means that readers on this host find the
+        bytes in the file, not that they survive a power failure. Multiples of 4,096 bytes at such offsets go
+        past the page cache; other ranges cost more. Files take no messages.
+
+        Raises InvalidArgument with the system's reason, or for what is neither a file nor a block device;
+        TooLarge for a device that is shorter than ``size``.
+        """
+        return Segment(self._native, open_file(self._native, path, size, writable))
 
     # ---- moving bytes
 
@@ -376,6 +397,18 @@ def name_engine(
     except BaseException:
         native.close()
         raise
+
+
+def open_file(native: _native.Engine, path: str | os.PathLike[str], size: int | None, writable: bool) -> int:
+    """See TransferEngine.open_file; returns the segment's handle."""
+    if size is not None and not 0 <= size < 1 << 62:
+        raise InvalidArgument(f"no file has {size} bytes", operation="open_file")
+    name = os.fsdecode(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"the path {name!r} is not UTF-8", operation="open_file") from None
+    return native.open_file(os.path.abspath(name) if name else "", size=size, writable=writable)
 
 
 def _check_listen(address: str, token: bytes | None) -> None:

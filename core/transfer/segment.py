@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Segment:
-    """A peer that was opened. Its fields are of the time of ``open()`` or of the last ``refresh()``.
+    """A peer or a file that was opened. Its fields are of the time of ``open()`` or of the last ``refresh()``.
 
     handle:  names it in this engine; another one after a ``refresh()`` that found the peer elsewhere.
     name:    what the peer calls itself.
     id:      16 bytes, random for each engine: the same address with another id is another engine.
     host_id: of the peer's host; equal to ours when both can share memory.
-    address: where it was reached, "ip:port".
+    address: where it was reached, "ip:port" or "file:///path".
     regions: what it registered, by ascending address.
     """
 

@@ -100,7 +100,8 @@ class RemoteRegion(NamedTuple):
     """Memory that a peer registered.
 
     kind:      "host_arena" for memory that its engine allocated, which others on its host can map; "host" for
-               other memory. Later versions may list more kinds, which nothing here reaches.
+               other memory; "file" for a file, in which addresses are offsets. Later versions may list more
+               kinds, which nothing here reaches.
     location:  a label: text of its owner, such as "cpu:0". No transport reads it.
     transport: what moves bytes between here and there, "" for nothing.
     """

@@ -61,6 +61,11 @@ Status Engine::Core::start() {
         return Error{Code::kInvalidArgument, "the timeout of an engine must be above 0 ms, not " +
                                                  std::to_string(options.timeout_ms)};
     }
+    if (options.file_io != "auto" && options.file_io != "io_uring" && options.file_io != "threads") {
+        return Error{
+            Code::kInvalidArgument,
+            "files are read and written by auto, io_uring or threads, not by \"" + options.file_io + "\""};
+    }
     if (options.io_threads == 0 || options.io_threads > 64) {
         return Error{Code::kInvalidArgument, "an engine has 1 to 64 I/O threads"};
     }
@@ -135,11 +140,12 @@ Status Engine::Core::start_transports() {
                     .interface = options.interface,
                     .connections_per_peer = options.connections_per_peer,
                     .frame_bytes = options.frame_bytes,
+                    .file_io = options.file_io,
                     .timeout_ms = options.timeout_ms}};
     for (const transport::Factory& row : options.registry) {
         // A transport that is not allowed is made all the same: it may be the one by which engines find
         // each other.
-        Entry entry{row.name, row.make(context), allows(row), row.viable(context), ""};
+        Entry entry{row.name, row.make(context), allows(row), row.of_files, row.viable(context), ""};
         if (!entry.allowed) {
             entry.unavailable = "it is not among the transports that this engine was given";
         } else if (!entry.not_viable.empty()) {
@@ -285,6 +291,47 @@ bool Engine::Core::end_tickets(std::chrono::steady_clock::time_point end) {
         std::erase_if(unended, [](const auto& ticket) { return ticket->over.load(); });
         return unended.empty();
     });
+}
+
+// Looked at before the dialling, for the message; several threads that open at once may go beyond it by their
+// number.
+Status Engine::Core::check_room_for_peer() {
+    MutexLock lock(peers_mutex);
+    if (peers.size() < kEngineSegmentsMax) return success();
+    return Error{Code::kTooLarge, "this engine already has " + std::to_string(kEngineSegmentsMax) +
+                                      " segments open, the limit; close those that are not used"};
+}
+
+// By every transport that reaches it.
+Result<uint32_t> Engine::Core::add_peer(transport::Contact contact) {
+    std::vector<engine::Route> routes;
+    std::vector<engine::NoRoute> no_routes;
+    for (const Entry& entry : transports) {
+        if (entry.of_files != (contact.info.file != nullptr)) {
+            no_routes.push_back({entry.name, entry.of_files ? "it moves files only" : "it moves no files"});
+            continue;
+        }
+        Result<std::shared_ptr<transport::Link>> link = connect(entry, contact);
+        if (link) {
+            // In the order of the registry, which is the order in which a transfer tries them.
+            routes.push_back({entry.name, std::move(*link)});
+        } else {
+            no_routes.push_back({entry.name, link.error().text});
+        }
+    }
+    if (routes.empty()) {
+        std::string reasons;
+        for (const engine::NoRoute& none : no_routes) {
+            reasons += (reasons.empty() ? "" : "; ") + std::string(none.transport) + ": " + none.why;
+        }
+        return Error{Code::kUnavailable, "no transport reaches " + contact.info.address + ": " + reasons};
+    }
+    auto peer = std::make_shared<Peer>(std::move(contact), std::move(routes), std::move(no_routes), counters,
+                                       workers, waiters);
+    MutexLock lock(peers_mutex);
+    uint32_t number = next_peer++;
+    peers[number] = std::move(peer);
+    return number;
 }
 
 Result<transport::RegionMemory> Engine::Core::memory_of(const MemoryRef& memory) {

@@ -37,6 +37,7 @@ struct Reception {
 };
 
 Status check_message(std::string_view message);
+Error takes_no_message(const Peer& peer);
 
 inline Error forked() {
     return Error{Code::kForked, "this engine belongs to the parent process; make a new one after fork"};
@@ -60,6 +61,7 @@ struct Engine::Core {
         std::string_view name;
         std::unique_ptr<transport::Transport> transport;
         bool allowed = false;     // by the options
+        bool of_files = false;    // it reaches files, and no peers
         std::string not_viable;   // why it cannot work on this host; empty: it can
         std::string unavailable;  // why it does not serve, in one sentence; empty: it does
     };
@@ -160,6 +162,8 @@ struct Engine::Core {
 
     class Call;
     Result<std::shared_ptr<transport::Link>> connect(const Entry& entry, const transport::Contact& contact);
+    Status check_room_for_peer();
+    Result<uint32_t> add_peer(transport::Contact contact);
     Result<std::shared_ptr<Peer>> find_peer(uint32_t segment);
     Status place_locals(std::span<const Slice> slices, const Regions& known, std::span<Region*> locals);
     void prepare(Job& job, const TransferRequest& request);
@@ -175,7 +179,8 @@ struct Engine::Core {
     Status check_told(Peer& peer, const Result<std::vector<std::byte>>& answer);
     Status tell(Peer& peer, std::string_view message, int timeout_ms);
     static TransferFailure untold(Peer& peer, const Error& error) {
-        return TransferFailure{error, peer.info().address, peer.control().path(), error.text, true};
+        std::string path = peer.control() == nullptr ? "" : peer.control()->path();
+        return TransferFailure{error, peer.info().address, path, error.text, true};
     }
 };
 

@@ -52,6 +52,10 @@ Status engine::check_message(std::string_view message) {
                                       " bytes, not " + std::to_string(message.size())};
 }
 
+Error engine::takes_no_message(const Peer& peer) {
+    return Error{Code::kInvalidArgument, peer.who() + " takes no message"};
+}
+
 Result<std::shared_ptr<Peer>> Engine::Core::find_peer(uint32_t segment) {
     MutexLock lock(peers_mutex);
     auto it = peers.find(segment);
@@ -131,6 +135,7 @@ Result<uint64_t> Engine::Core::transfer_alone(const TransferRequest& request,
     // Safe because a job that is run on the caller's thread ends before the call does, and no link begins
     // another transfer meanwhile.
     static thread_local Desk desk;
+    if (request.notify && peer->control() == nullptr) return engine::takes_no_message(*peer);
     desk.prepare(request.slices.size());
     Job job;
     job.slices = request.slices;
@@ -178,13 +183,14 @@ bool Engine::Core::settle(Peer& peer, const Job& job) {
 Status Engine::Core::tell(Peer& peer, std::string_view message, int timeout_ms) {
     if (Status sound = engine::check_message(message); !sound) return sound;
     if (closing) return Error{Code::kClosed, "this engine was closed meanwhile"};
-    return check_told(peer, peer.control().ask(Kind::kEngineNotify, bytes_of(message), timeout_ms));
+    if (peer.control() == nullptr) return engine::takes_no_message(peer);
+    return check_told(peer, peer.control()->ask(Kind::kEngineNotify, bytes_of(message), timeout_ms));
 }
 
 Status Engine::Core::check_told(Peer& peer, const Result<std::vector<std::byte>>& answer) {
     if (!answer) {
-        return Error{answer.error().code, "the notification for engine \"" + peer.info().name + "\" at " +
-                                              peer.info().address + " failed: " + answer.error().text};
+        return Error{answer.error().code,
+                     "the notification for " + peer.who() + " failed: " + answer.error().text};
     }
     counters.notifications_sent_total.fetch_add(1);
     return success();
@@ -201,6 +207,7 @@ Result<std::shared_ptr<Ticket>> Engine::Core::make_ticket(const TransferRequest&
         if (auto it = by_segment.find(segment); it != by_segment.end()) return it->second;
         Result<std::shared_ptr<Peer>> peer = find_peer(segment);
         if (!peer) return peer.error();
+        if (request.notify && (*peer)->control() == nullptr) return engine::takes_no_message(**peer);
         ticket->shares.push_back(std::make_unique<Share>());
         Share* share = ticket->shares.back().get();
         share->peer = std::move(*peer);
@@ -300,7 +307,7 @@ void Engine::Core::conclude(const std::shared_ptr<Ticket>& ticket, const std::ve
                 share->told = check_told(*share->peer, answer);
                 concluded();
             };
-            share->peer->control().post(Kind::kEngineNotify, message, ticket->timeout_ms, answered);
+            share->peer->control()->post(Kind::kEngineNotify, message, ticket->timeout_ms, answered);
         } else {
             share->peer->post_settle(kSettleMs, [this, share, concluded](bool settled) {
                 share->settled = settled && !cards.has_abandoned();

@@ -24,6 +24,8 @@ namespace moonpool {
 
 namespace {
 
+constexpr std::string_view kFileScheme = "file://";
+
 // Before anything is moved.
 Status check(const TransferRequest& request) {
     if (request.slices.size() > kEngineSlicesMax) {
@@ -140,42 +142,33 @@ Result<uint32_t> Engine::open(const std::string& address) {
     Core& core = *core_;
     Core::Call call(core);
     if (!call.ok()) return call.error();
-    {
-        MutexLock lock(core.peers_mutex);
-        if (core.peers.size() >= kEngineSegmentsMax) {
-            return Error{Code::kTooLarge, "this engine already has " + std::to_string(kEngineSegmentsMax) +
-                                              " segments open, the limit; close those that are not used"};
-        }
+    if (Status room = core.check_room_for_peer(); !room) return room.error();
+    if (address.starts_with(kFileScheme)) {
+        std::string path = address.substr(kFileScheme.size());
+        if (path.starts_with('/')) return open_file(path);
+        return Error{Code::kInvalidArgument, address + " names no file of this host; file:///PATH does"};
     }
     // Without a lock: a peer that hangs stops only the call that wants it.
     Result<transport::Contact> contact = core.carrier->call(address);
     if (!contact) return contact.error();
-    std::vector<engine::Route> routes;
-    std::vector<engine::NoRoute> no_routes;
-    for (const Core::Entry& entry : core.transports) {
-        Result<std::shared_ptr<transport::Link>> link = core.connect(entry, *contact);
-        if (link) {
-            // In the order of the registry, which is the order in which a transfer tries them.
-            routes.push_back({entry.name, std::move(*link)});
-        } else {
-            no_routes.push_back({entry.name, link.error().text});
-        }
-    }
-    if (routes.empty()) {
-        std::string reasons;
-        for (const engine::NoRoute& none : no_routes) {
-            reasons += (reasons.empty() ? "" : "; ") + std::string(none.transport) + ": " + none.why;
-        }
-        return Error{Code::kUnavailable, "no transport reaches " + address + ": " + reasons};
-    }
-    // Looked at before the dialling, for the message; several threads that open at once may go beyond it
-    // by their number.
-    auto peer = std::make_shared<Peer>(std::move(*contact), std::move(routes), std::move(no_routes),
-                                       core.counters, core.workers, core.waiters);
-    MutexLock lock(core.peers_mutex);
-    uint32_t number = core.next_peer++;
-    core.peers[number] = std::move(peer);
-    return number;
+    return core.add_peer(std::move(*contact));
+}
+
+Result<uint32_t> Engine::open_file(const std::string& path, const io::OpenOptions& options) {
+    Core& core = *core_;
+    Core::Call call(core);
+    if (!call.ok()) return call.error();
+    if (Status room = core.check_room_for_peer(); !room) return room.error();
+    Result<std::shared_ptr<io::OpenedFile>> file = core.options.open_file(path, options);
+    if (!file) return file.error();
+    transport::Contact contact;
+    contact.info.name = path;
+    contact.info.address = std::string(kFileScheme) + path;
+    contact.info.segment = random_incarnation();
+    contact.info.host_id = core.identity.host_id;
+    contact.info.boot_id = core.identity.boot_id;
+    contact.info.file = std::move(*file);
+    return core.add_peer(std::move(contact));
 }
 
 Status Engine::close_segment(uint32_t segment) {
@@ -198,11 +191,21 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
     Result<std::shared_ptr<Peer>> found = core_->find_peer(segment);
     if (!found) return found.error();
     Peer& peer = **found;
-    Result<std::vector<std::byte>> answer = peer.control().ask(
+    SegmentInfo info;
+    info.name = peer.info().name;
+    info.id = peer.info().segment;
+    info.host_id = peer.info().host_id;
+    info.address = peer.info().address;
+    if (peer.info().file != nullptr) {
+        Result<uint64_t> bytes = peer.info().file->look();
+        if (!bytes) return bytes.error();
+        info.regions.push_back({0, *bytes, MemoryKind::kFile, "", peer.transport_for(MemoryKind::kFile)});
+        return info;
+    }
+    Result<std::vector<std::byte>> answer = peer.control()->ask(
         Kind::kEngineRegions, transport::regions_question(peer.info()), core_->options.timeout_ms);
     auto failed = [&](const Error& error) {
-        return Error{error.code, "engine \"" + peer.info().name + "\" at " + peer.info().address +
-                                     " does not tell its regions: " + error.text};
+        return Error{error.code, peer.who() + " does not tell its regions: " + error.text};
     };
     if (!answer) return failed(answer.error());
     Reader r(*answer);
@@ -210,11 +213,6 @@ Result<SegmentInfo> Engine::segment(uint32_t segment) {
     (void)r.number<uint64_t>();
     std::optional<std::vector<transport::RegionRow>> rows = transport::decode_regions(r);
     if (!rows) return failed(Error{Code::kProtocol, "the list is unreadable"});
-    SegmentInfo info;
-    info.name = peer.info().name;
-    info.id = peer.info().segment;
-    info.host_id = peer.info().host_id;
-    info.address = peer.info().address;
     for (const transport::RegionRow& row : *rows) {
         info.regions.push_back(
             {row.address, row.length, row.kind, row.location, peer.transport_for(row.kind)});

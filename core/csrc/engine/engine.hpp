@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/result.hpp"
+#include "io/opened_file.hpp"
 #include "transport/memory.hpp"
 #include "transport/registry/registry.hpp"
 #include "wire/listener.hpp"
@@ -52,7 +53,9 @@ struct EngineOptions {
     std::string interface;  // for connections to peers
     std::string host_id;    // engines with different ones never share memory
     int timeout_ms = 5000;
-    uint64_t frame_bytes = 0;  // of TCP; 0: its own choice. Tests make frames small, to have many borders
+    uint64_t frame_bytes = 0;      // of TCP; 0: its own choice. Tests make frames small, to have many borders
+    std::string file_io = "auto";  // of files: io_uring, threads; auto: threads where io_uring is forbidden
+    io::OpenForTransfers open_file = io::OpenedFile::open;                 // tests give files that fail
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
     Listener* listener = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
@@ -141,7 +144,10 @@ class Engine {
     // Takes it back. The other engine opens this one again, and until then reaches it by TCP alone.
     Status admit(const transport::SegmentId& segment);
 
+    // A peer at "host:port", or a file by its URL, "file:///path", as open_file() without options.
     Result<uint32_t> open(const std::string& address);
+    // A file or a block device of this host: one region, of the kind "file", in which addresses are offsets.
+    Result<uint32_t> open_file(const std::string& path, const io::OpenOptions& options = {});
     Status close_segment(uint32_t segment);
     Result<SegmentInfo> segment(uint32_t segment);  // asked of the peer
     // Of all transports, in the order in which a transfer tries them. Asks nothing of the peer.

@@ -26,6 +26,11 @@ Status carry(Link& link, Job& job) {
 
 }  // namespace
 
+std::string Peer::who() const {
+    if (info_.file != nullptr) return "the file " + info_.name;
+    return "engine \"" + info_.name + "\" at " + info_.address;
+}
+
 std::string Peer::transport_for(MemoryKind kind) const {
     for (const Route& route : routes_) {
         if (route.link->reaches(kind, nullptr)) return std::string(route.transport);
@@ -128,9 +133,8 @@ TransferFailure Peer::explain(const Job& job, const Outcome& outcome) const {
         why = Error{Code::kTimeout, "nothing moved for " + seconds_text(job.timeout_ms) + "; " + why.text};
     }
     failure.cause = why.text;
-    std::string text = "the transfer with engine \"" + info_.name + "\" at " + info_.address +
-                       " failed after " + std::to_string(job.bytes_done.load()) + " of " +
-                       std::to_string(total) + " bytes: ";
+    std::string text = "the transfer with " + who() + " failed after " +
+                       std::to_string(job.bytes_done.load()) + " of " + std::to_string(total) + " bytes: ";
     // A path that could not do it names itself; a refusal does not.
     if (job.refused && !failure.path.empty()) text += failure.path + ": ";
     failure.error = Error{why.code, text + why.text};

@@ -53,7 +53,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
     }
 
     const transport::PeerInfo& info() const { return info_; }
-    transport::Control& control() { return *control_; }
+    // Null: it is a file, which nothing can be asked or told.
+    transport::Control* control() { return control_.get(); }
+    std::string who() const;  // for people
     // Whether run() begins with a copy that waits for no peer.
     bool runs_on_caller() const { return routes_.front().link->runs_on_caller(); }
     // The transport that is tried first for memory of that kind, "" for none.
@@ -81,7 +83,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     }
 
     void close() {
-        control_->close();
+        if (control_ != nullptr) control_->close();
         for (const Route& route : routes_) route.link->close();
     }
 

@@ -328,6 +328,10 @@ class PyEngine {
     uint32_t open(const std::string& address) {
         return unwrap(without_gil([&] { return engine_->open(address); }), "open", address);
     }
+    uint32_t open_file(const std::string& path, std::optional<uint64_t> size, bool writable) {
+        io::OpenOptions options{writable, size};
+        return unwrap(without_gil([&] { return engine_->open_file(path, options); }), "open_file");
+    }
     void close_segment(uint32_t segment) {
         unwrap(without_gil([&] { return engine_->close_segment(segment); }), "close_segment");
     }
@@ -493,6 +497,8 @@ void bind_engine(py::module_& m) {
         .def("shut_out", &PyEngine::shut_out, py::arg("segment_id"))
         .def("admit", &PyEngine::admit, py::arg("segment_id"))
         .def("open", &PyEngine::open, py::arg("address"))
+        .def("open_file", &PyEngine::open_file, py::arg("path"), py::kw_only(), py::arg("size") = py::none(),
+             py::arg("writable") = true)
         .def("close_segment", &PyEngine::close_segment, py::arg("segment"))
         .def("segment", &PyEngine::segment, py::arg("segment"))
         .def("paths", &PyEngine::paths, py::arg("segment"))

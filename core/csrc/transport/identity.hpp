@@ -3,7 +3,10 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
+
+#include "io/opened_file.hpp"
 
 namespace moonpool::transport {
 
@@ -34,6 +37,7 @@ struct PeerInfo {
     std::string boot_id;
     HostOffer shm;
     HostOffer cuda_ipc;
+    std::shared_ptr<io::OpenedFile> file;  // not null: it is a file, and no engine answers for it
 };
 
 // "" where the kernel does not tell: then no two processes are on one host.

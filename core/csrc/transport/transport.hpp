@@ -36,8 +36,9 @@ struct ConnectOptions {
     std::string token;
     std::string interface;  // network device of connections to peers, empty: the route decides
     uint32_t connections_per_peer = 2;
-    uint64_t frame_bytes = 0;  // of TCP; 0: its own choice
-    int timeout_ms = 5000;     // without progress
+    uint64_t frame_bytes = 0;      // of TCP; 0: its own choice
+    std::string file_io = "auto";  // io_uring, threads
+    int timeout_ms = 5000;         // without progress
 };
 
 // What an engine gives to each of its transports; it outlives them.
@@ -125,6 +126,7 @@ struct Factory {
     std::string_view name;                          // as users and metrics name it
     std::string (*viable)(const Context& context);  // why it cannot work on this host; empty: it can
     std::unique_ptr<Transport> (*make)(const Context& context);
+    bool of_files = false;  // it reaches files, and no peers
 };
 
 }  // namespace moonpool::transport

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moonpool import _native
 
 KNOWN_MAX = 4096
+FILE = "file://"  # a segment that is a file of this host: no engine has such a name
 
 
 class Names:
@@ -37,7 +38,7 @@ class Names:
 
     def open(self, name: str) -> int:
         """The handle of the engine of a name, or at an address "host:port" that is no name. Raises Error."""
-        if self._store is None:
+        if self._store is None or name.startswith(FILE):
             return self._native.open(name)
         trouble: Error | None = None
         try:

@@ -15,7 +15,7 @@ from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.listen_addresses import advertised_address
 from moonpool.core.service.listen_addresses import host_id as this_host
 from moonpool.core.transfer.metadata.backend import Metadata
-from moonpool.core.transfer.metadata.names import Names
+from moonpool.core.transfer.metadata.names import FILE, Names
 from moonpool.core.transfer.metadata.publication import Publication
 from moonpool.core.transfer.metadata.record import SegmentRecord, check_name
 from moonpool.core.transfer.segment import Segment
@@ -97,7 +97,7 @@ class Naming:
 
     def open(self, name: str) -> Segment:
         """See TransferEngine.open."""
-        find = (lambda: self._names.open(name)) if self._names.by_name else None
+        find = (lambda: self._names.open(name)) if self._names.by_name and not name.startswith(FILE) else None
         return Segment(self._native, self._names.open(name), find)
 
     @property

@@ -1,6 +1,7 @@
 #include "transport/registry/registry.hpp"
 
 #include "transport/cuda_ipc/transport.hpp"
+#include "transport/file/transport.hpp"
 #include "transport/loopback/transport.hpp"
 #include "transport/shm/transport.hpp"
 #include "transport/tcp/transport.hpp"
@@ -24,6 +25,7 @@ constexpr Factory kTransports[] = {
     {"shm", shm::Transport::viable, make<shm::Transport>},
     {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>},
     {"tcp", everywhere, make<tcp::Transport>},
+    {"file", everywhere, make<file::Transport>, true},
 };
 
 }  // namespace
