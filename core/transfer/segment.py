@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Segment:
-    """A peer or a file that was opened. Its fields are of the time of ``open()`` or of the last ``refresh()``.
+    """A peer or a file that was opened. Its fields are of the time of its opening or of the last
+    ``refresh()``.
 
     handle:  names it in this engine; another one after a ``refresh()`` that found the peer elsewhere.
     name:    what the peer calls itself.
