@@ -56,11 +56,13 @@ CPP = {
     "core/transport/loopback": ("transport", *TRANSPORT),
     "core/transport/host": ("transport", *TRANSPORT),
     "core/transport/shm": ("transport/host", "transport", *TRANSPORT),
+    "core/transport/cufile": ("transport", *TRANSPORT),
     "core/transport/file": ("transport", *TRANSPORT),
     "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
         "transport/cuda_ipc",
+        "transport/cufile",
         "transport/file",
         "transport/loopback",
         "transport/shm",

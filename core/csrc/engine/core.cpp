@@ -319,7 +319,7 @@ Result<uint32_t> Engine::Core::add_peer(transport::Contact contact) {
             no_routes.push_back({entry.name, link.error().text});
         }
     }
-    if (routes.empty()) {
+    if (std::ranges::all_of(routes, [](const auto& route) { return route.link->is_for_cards(); })) {
         std::string reasons;
         for (const engine::NoRoute& none : no_routes) {
             reasons += (reasons.empty() ? "" : "; ") + std::string(none.transport) + ": " + none.why;

@@ -36,14 +36,14 @@ struct NoRoute {
 
 class Peer : public std::enable_shared_from_this<Peer> {
    public:
-    // routes: at least one, in the order in which they are tried.
+    // routes: in the order in which they are tried; at least one is not for cards only.
     // workers: for what only copies. waiters: for what waits for the peer; it has a few of them.
     Peer(transport::Contact contact, std::vector<Route> routes, std::vector<NoRoute> no_routes,
          transport::Counters& counters, transport::Workers& workers, transport::Workers& waiters)
         : info_(std::move(contact.info)),
           control_(std::move(contact.control)),
-          routes_(std::move(routes)),
-          card_routes_(routes_),
+          routes_(for_host(routes)),
+          card_routes_(std::move(routes)),
           no_routes_(std::move(no_routes)),
           counters_(counters),
           workers_(workers),
@@ -84,7 +84,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
 
     void close() {
         if (control_ != nullptr) control_->close();
-        for (const Route& route : routes_) route.link->close();
+        for (const Route& route : card_routes_) route.link->close();
     }
 
     // What to say of a job that did not go well.
@@ -93,6 +93,10 @@ class Peer : public std::enable_shared_from_this<Peer> {
    private:
     static constexpr uint32_t kWaitersMax = 4;
 
+    static std::vector<Route> for_host(std::vector<Route> routes) {
+        std::erase_if(routes, [](const Route& route) { return route.link->is_for_cards(); });
+        return routes;
+    }
     const std::vector<Route>& routes_of(const transport::Job& job) const {
         return job.on_card ? card_routes_ : routes_;
     }
@@ -105,7 +109,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     transport::PeerInfo info_;
     std::shared_ptr<transport::Control> control_;
     const std::vector<Route> routes_;
-    std::vector<Route> card_routes_;  // the same, for jobs with local memory of cards
+    std::vector<Route> card_routes_;  // all of them, for jobs with local memory of cards
     const std::vector<NoRoute> no_routes_;
     transport::Counters& counters_;
     transport::Workers& workers_;

@@ -90,6 +90,9 @@ class Link {
     // slot of pinned memory in its place.
     virtual bool copies_by_card() const { return false; }
 
+    // Whether it is for local memory of a card only: jobs without any are not offered to it.
+    virtual bool is_for_cards() const { return false; }
+
     // Whether run() only copies, without waiting for the peer: then a small job is done at once on the thread
     // that submits it.
     virtual bool runs_on_caller() const = 0;

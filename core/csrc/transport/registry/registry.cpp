@@ -1,6 +1,7 @@
 #include "transport/registry/registry.hpp"
 
 #include "transport/cuda_ipc/transport.hpp"
+#include "transport/cufile/transport.hpp"
 #include "transport/file/transport.hpp"
 #include "transport/loopback/transport.hpp"
 #include "transport/shm/transport.hpp"
@@ -26,6 +27,7 @@ constexpr Factory kTransports[] = {
     {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>},
     {"tcp", everywhere, make<tcp::Transport>},
     {"file", everywhere, make<file::Transport>, true},
+    {"cufile", cufile::Transport::viable, make<cufile::Transport>, true},
 };
 
 }  // namespace
