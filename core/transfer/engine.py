@@ -103,8 +103,8 @@ class TransferEngine(EngineFacts):
     token:      the cluster token; None: the configured one (MOONPOOL_CLUSTER_TOKEN or
                 MOONPOOL_CLUSTER_TOKEN_FILE), else the one that this user's processes on this host share.
     tenant:     only engines of the same tenant reach each other's memory.
-    transports: which may be used, of "loopback", "shm", "cuda_ipc", "tcp", "file" and "cufile"; None: all
-                that work here.
+    transports: which may be used, of "loopback", "shm", "cuda_ipc", "rdma", "tcp", "file" and "cufile";
+                None: all that work here.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;

@@ -132,6 +132,12 @@ Status Engine::Core::start_transports() {
         .deliver = [this](const std::string& peer,
                           std::span<const std::byte> message) { return deliver(peer, message); },
         .card = [this](int ordinal) { return cards.at(ordinal); },
+        .ask = [this](std::string_view transport, const transport::SegmentId& peer,
+                      Reader question) { return ask(transport, peer, question); },
+        .left =
+            [this](const transport::SegmentId& peer) {
+                for (const Entry& entry : transports) entry.transport->peer_left(peer);
+            },
         .loops = std::move(all),
         .waiters = waiters,
         .card_waiters = card_waiters,
@@ -141,7 +147,8 @@ Status Engine::Core::start_transports() {
                     .connections_per_peer = options.connections_per_peer,
                     .frame_bytes = options.frame_bytes,
                     .file_io = options.file_io,
-                    .timeout_ms = options.timeout_ms}};
+                    .timeout_ms = options.timeout_ms,
+                    .rdma = options.rdma}};
     for (const transport::Factory& row : options.registry) {
         // A transport that is not allowed is made all the same: it may be the one by which engines find
         // each other.
@@ -193,6 +200,15 @@ Service Engine::Core::service() {
 }
 
 int Engine::Core::close_ms() const { return std::max(options.timeout_ms, kCloseMsMin); }
+
+Result<std::vector<std::byte>> Engine::Core::ask(std::string_view name, const transport::SegmentId& peer,
+                                                 Reader question) {
+    for (const Entry& entry : transports) {
+        if (entry.name == name && entry.unavailable.empty()) return entry.transport->answer(peer, question);
+    }
+    return Error{Code::kUnavailable,
+                 "this engine does not serve the transport \"" + std::string(name) + "\""};
+}
 
 // One deadline for all of it. Each step is done also when the one before ran out of time: nothing new begins,
 // and what has not ended keeps what it uses. A repeated call waits for that.

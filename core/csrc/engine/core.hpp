@@ -108,7 +108,7 @@ struct Engine::Core {
     std::vector<std::unique_ptr<EventLoop>> loops;
     transport::Workers workers;       // copy, and wait for no peer
     transport::Workers waiters;       // wait for the network, a few for each peer
-    transport::Workers card_waiters;  // what peers ask of cards: it waits for nothing of a peer
+    transport::Workers card_waiters;  // what peers ask of cards and NICs: it waits for nothing of a peer
     std::shared_ptr<engine::Reception> reception = std::make_shared<engine::Reception>();
     std::unique_ptr<Listener> listener;
 
@@ -122,6 +122,8 @@ struct Engine::Core {
     Status check_transports() const;
     Status start_transports();
     Service service();
+    Result<std::vector<std::byte>> ask(std::string_view transport, const transport::SegmentId& peer,
+                                       Reader question);
     // Idempotent, and may be repeated after kTimeout. again_ms: how long a repeated one waits.
     Status close(int again_ms);
     void begin_close();

@@ -74,6 +74,7 @@ Outcome Peer::run(Job& job) {
         size_t before = job.waiting;
         if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
         Link& link = *routes[i].link;
+        job.last_path = i + 1 == routes.size();
         Status status = carry(link, job);
         if (account(job, link, std::move(status), outcome)) break;
     }
@@ -96,6 +97,7 @@ void Peer::post_to(size_t route, std::shared_ptr<Job> job, Outcome outcome, Fini
     if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
     const std::vector<Route>& routes = routes_of(*job);
     const std::shared_ptr<Link>& link = routes[route].link;
+    job->last_path = route + 1 == routes.size();
     auto next = [self = shared_from_this(), &routes, route, outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
         bool over = self->account(*ended, *routes[route].link, std::move(status), outcome);

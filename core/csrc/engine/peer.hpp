@@ -50,6 +50,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
           waiters_(waiters, kWaitersMax) {
         // Those that reach a local card themselves before those to which its bytes have to be copied first.
         std::ranges::stable_partition(card_routes_, [](const Route& r) { return r.link->copies_by_card(); });
+        auto carries = [](const Route& r) { return r.link->copies_by_card() || r.link->takes_slots(); };
+        if (std::ranges::any_of(card_routes_, carries)) std::erase_if(card_routes_, std::not_fn(carries));
     }
 
     const transport::PeerInfo& info() const { return info_; }

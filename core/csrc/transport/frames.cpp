@@ -36,6 +36,13 @@ std::vector<std::byte> encode_welcome(const PeerInfo& info) {
     w.text16(info.boot_id);
     encode(w, info.shm);
     encode(w, info.cuda_ipc);
+    if (info.offers.empty()) return out;
+    w.number(static_cast<uint8_t>(info.offers.size()));
+    for (const auto& [name, offer] : info.offers) {
+        w.text16(name);
+        w.number(static_cast<uint16_t>(offer.size()));
+        w.bytes(offer.data(), offer.size());
+    }
     return out;
 }
 
@@ -50,6 +57,15 @@ std::optional<PeerInfo> decode_welcome(std::span<const std::byte> body) {
     info.boot_id = r.text16();
     info.shm = decode_offer(r);
     if (!r.done()) info.cuda_ipc = decode_offer(r);  // engines of the version before end here
+    auto offers = r.done() ? uint8_t{0} : r.number<uint8_t>();
+    if (offers > kOffersMax) return std::nullopt;
+    for (uint8_t i = 0; i < offers && r.ok(); ++i) {
+        std::string name(r.text16());
+        std::string_view offer = r.bytes16();
+        if (offer.size() > kOfferBytesMax) return std::nullopt;
+        auto bytes = std::as_bytes(std::span(offer.data(), offer.size()));
+        info.offers[std::move(name)].assign(bytes.begin(), bytes.end());
+    }
     // A later version may append fields.
     if (!r.ok() || version == 0 || info.name.size() > kNameBytesMax) return std::nullopt;
     return info;

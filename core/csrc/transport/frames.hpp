@@ -24,6 +24,8 @@ inline constexpr uint64_t kPayloadBytesMax = 8u << 20;  // bytes of its writes, 
 inline constexpr uint32_t kNotifyBytesMax = 1u << 20;   // one message
 inline constexpr uint32_t kControlBytesMax = 4u << 20;  // any other frame of the engine
 inline constexpr uint32_t kFencesMax = 64;
+inline constexpr size_t kOffersMax = 32;  // of WELCOME
+inline constexpr size_t kOfferBytesMax = 4096;
 
 // What WELCOME says behind the proof.
 std::vector<std::byte> encode_welcome(const PeerInfo& info);

@@ -2,9 +2,13 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "io/opened_file.hpp"
 
@@ -38,6 +42,8 @@ struct PeerInfo {
     HostOffer shm;
     HostOffer cuda_ipc;
     std::shared_ptr<io::OpenedFile> file;  // not null: it is a file, and no engine answers for it
+    // What further transports say, in a form of their own, by their names in the registry.
+    std::map<std::string, std::vector<std::byte>, std::less<>> offers;
 };
 
 // "" where the kernel does not tell: then no two processes are on one host.

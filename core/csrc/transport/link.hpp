@@ -41,8 +41,9 @@ struct Job {
     std::shared_ptr<const Regions> regions;
 
     bool background = false;
-    bool on_card = false;   // a local region is memory of a card
-    int timeout_ms = 5000;  // without progress
+    bool on_card = false;    // a local region is memory of a card
+    bool last_path = false;  // no other link gets what this one leaves waiting
+    int timeout_ms = 5000;   // without progress
     std::atomic<bool> cancelled{false};
     const std::atomic<bool>* closing = nullptr;  // of the engine
     const Job* whole = nullptr;                  // of which this one is a part
@@ -92,6 +93,9 @@ class Link {
 
     // Whether it is for local memory of a card only: jobs without any are not offered to it.
     virtual bool is_for_cards() const { return false; }
+
+    // Whether run() takes local memory that is no region: slots of pinned memory.
+    virtual bool takes_slots() const { return true; }
 
     // Whether run() only copies, without waiting for the peer: then a small job is done at once on the thread
     // that submits it.

@@ -18,6 +18,7 @@ class PartialJob {
    public:
     PartialJob(const Job& whole, std::shared_ptr<const Regions> regions) {
         job_.background = whole.background;
+        job_.last_path = whole.last_path;
         job_.timeout_ms = whole.timeout_ms;
         job_.closing = whole.closing;
         job_.whole = &whole;

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.hpp"
 #include "base/event_loop.hpp"
 #include "base/result.hpp"
 #include "transport/control.hpp"
@@ -32,6 +33,16 @@
 
 namespace moonpool::transport {
 
+struct RdmaOptions {
+    std::string library;                // libibverbs; empty: the system's, where the kernel has a device
+    std::vector<std::string> devices;   // by name; none: all
+    uint64_t chunk_bytes = 1ull << 30;  // of memory that has one key
+    uint64_t piece_bytes = 256u << 10;  // into which large slices are cut
+    uint64_t window_bytes = 4u << 20;   // under way on one rail
+    int silence_ms = 150;               // then a rail is given up
+    uint64_t (*clock_ns)() = now_ns;    // of rails; a test has one of its own
+};
+
 struct ConnectOptions {
     std::string token;
     std::string interface;  // network device of connections to peers, empty: the route decides
@@ -39,6 +50,7 @@ struct ConnectOptions {
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice
     std::string file_io = "auto";  // io_uring, threads
     int timeout_ms = 5000;         // without progress
+    RdmaOptions rdma;
 };
 
 // What an engine gives to each of its transports; it outlives them.
@@ -50,9 +62,16 @@ struct Context {
     std::function<Status(const std::string& peer, std::span<const std::byte> message)> deliver;
     // What copies to and from the card of that ordinal; an error: why there is none.
     std::function<Result<std::shared_ptr<device::CardCopier>>(int ordinal)> card;
-    std::vector<EventLoop*> loops;     // at least one: they serve peers and carry posted jobs
-    Workers& waiters;                  // threads that may wait for the network
-    Workers& card_waiters;             // threads that wait for cards, and for nothing of a peer
+    // A question of a peer for one transport, which may wait; and that the last connection of a peer has
+    // ended.
+    std::function<Result<std::vector<std::byte>>(std::string_view transport, const SegmentId& peer,
+                                                 Reader question)>
+        ask;
+    std::function<void(const SegmentId& peer)> left;
+    std::vector<EventLoop*> loops;  // at least one: they serve peers and carry posted jobs
+    Workers& waiters;               // threads that may wait for the network
+    Workers&
+        card_waiters;  // threads that wait for what peers ask of cards and NICs, and for nothing of a peer
     const std::atomic<bool>& closing;  // the engine's
     ConnectOptions options;
 };
@@ -97,6 +116,15 @@ class Transport {
         (void)segment;
         return true;
     }
+
+    // A question of a peer's transport of this name (Kind::kEngineAsk), on a thread that may wait for this
+    // host.
+    virtual Result<std::vector<std::byte>> answer(const SegmentId& peer, Reader question) {
+        (void)peer, (void)question;
+        return Error{Code::kProtocol, "this transport answers no questions"};
+    }
+    // No connection of that peer is left: it has gone, or is out of reach. On an I/O thread.
+    virtual void peer_left(const SegmentId& peer) { (void)peer; }
 
     // The engine begins to close: no new peer finds this transport, and peers in this process leave it.
     virtual void withdraw() {}

@@ -64,6 +64,7 @@ enum class Kind : uint8_t {
     kShmOpen = 53,         // over the Unix socket: proves the host, answers with the gate's descriptor
     kShmMap = 54,          // over the Unix socket: the descriptor of one region's memory
     kCudaRegions = 55,     // over the Unix socket: the handles of memory of cards
+    kEngineAsk = 56,       // a question for one transport of the target
 };
 inline constexpr uint16_t kFlagAnswer = 1;
 inline constexpr uint16_t kFlagOneWay = 2;

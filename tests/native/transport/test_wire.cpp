@@ -9,6 +9,7 @@
 
 #include "../device/bed.hpp"
 #include "transport/frames.hpp"
+#include "transport/rdma/messages.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
@@ -112,6 +113,25 @@ TEST_CASE("engine wire: the examples of the page") {
                      w.number(uint32_t{1});
                      w.number(uint32_t{3});
                  })) == example("FENCE of"));
+    CHECK(framed(Kind::kEngineAsk, 0, 6, rdma::end_question(3)) == example("END of"));
+}
+
+TEST_CASE("engine wire: offers stand behind what older engines read, and one without any is as theirs") {
+    PeerInfo info;
+    info.name = "A";
+    std::vector<std::byte> before = encode_welcome(info);
+    CHECK(decode_welcome(before)->offers.empty());
+    info.offers["rdma"] = {std::byte{1}, std::byte{2}};
+    info.offers["later"] = {};
+    std::vector<std::byte> body = encode_welcome(info);
+    CHECK(std::equal(before.begin(), before.end(), body.begin()));
+    CHECK(decode_welcome(body)->offers == info.offers);
+    body.push_back(std::byte{7});  // of a later version
+    CHECK(decode_welcome(body)->offers == info.offers);
+    body.pop_back();
+    for (size_t size = before.size() + 1; size < body.size(); ++size) {
+        CHECK_FALSE(decode_welcome(std::span(body).first(size)).has_value());
+    }
 }
 
 TEST_CASE("engine wire: a region of a kind that is not known here is listed, and no link reaches it") {

@@ -12,7 +12,7 @@ namespace moonpool::transport {
 // In the order in which an engine tries their links.
 std::span<const Factory> registry();
 
-// "loopback, shm, cuda_ipc, tcp, file and cufile", for people.
+// "loopback, shm, cuda_ipc, rdma, tcp, file and cufile", for people.
 std::string names_text(std::span<const Factory> transports);
 
 }  // namespace moonpool::transport

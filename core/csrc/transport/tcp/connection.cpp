@@ -541,6 +541,8 @@ bool Connection::serve(const FrameHeader& header, Reader body) {
         }
         case Kind::kEngineFence:
             return on_fence(header, body);
+        case Kind::kEngineAsk:
+            return on_ask(header, body);
         default:
             return false;
     }
@@ -603,6 +605,32 @@ bool Connection::on_fence(const FrameHeader& header, Reader body) {
             self->go_on();
         });
     });
+    return true;
+}
+
+// Another transport of this engine answers.
+bool Connection::on_ask(const FrameHeader& header, Reader body) {
+    std::string transport(body.text16());
+    if (!body.ok()) return false;
+    std::string_view rest = body.bytes(body.left());
+    auto bytes = std::as_bytes(std::span(rest.data(), rest.size()));
+    awaits_fence_ = true;
+    target_.context().card_waiters.post(
+        false, [self = shared_from_this(), header, transport = std::move(transport),
+                question = std::vector<std::byte>(bytes.begin(), bytes.end())] {
+            Result<std::vector<std::byte>> answer =
+                self->target_.context().ask(transport, self->name_.segment, Reader(question));
+            self->loop_.post([self, header, answer = std::move(answer)] {
+                self->awaits_fence_ = false;
+                if (self->over_) return;
+                if (answer) {
+                    self->answer(header, *answer);
+                } else {
+                    self->answer_error(header.request_id, answer.error().code, answer.error().text);
+                }
+                self->go_on();
+            });
+        });
     return true;
 }
 

@@ -98,6 +98,7 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     bool serve(const FrameHeader& header, Reader body);
     bool on_hello(const FrameHeader& header, Reader body);
     bool on_fence(const FrameHeader& header, Reader body);
+    bool on_ask(const FrameHeader& header, Reader body);
     static void free_slot(Answer& answer);
     Status wait_until_drained(const std::vector<CopiesUnderWay>& fenced) const;
     void answer(const FrameHeader& header, const std::vector<std::byte>& body);
@@ -129,7 +130,7 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     size_t card_reads_ = 0;      // of card_work_, those with reads
     bool wants_slot_ = false;    // the payload of incoming_ is not read before it has a slot
     bool awaits_slot_ = false;   // a thread waits for it
-    bool awaits_fence_ = false;  // a thread waits for other connections; the next question is not read
+    bool awaits_fence_ = false;  // a thread waits for other connections or a transport; no question is read
     bool over_ = false;          // the loop does not know this connection any more
     std::deque<Answer> out_;
     std::vector<Answer> spare_;

@@ -34,7 +34,12 @@ void Target::strike_off(const Name& name, const Connection* connection) {
     auto it = named_.find(name);
     if (it == named_.end()) return;
     std::shared_ptr<Connection> current = it->second.lock();
-    if (current == nullptr || current.get() == connection) named_.erase(it);
+    if (current != nullptr && current.get() != connection) return;
+    named_.erase(it);
+    auto of_peer = named_.lower_bound({name.segment, 0});
+    bool left = of_peer == named_.end() || of_peer->first.segment != name.segment;
+    lock.unlock();
+    if (left) context_.left(name.segment);
 }
 
 CopiesUnderWay Target::fence(const Name& name) {

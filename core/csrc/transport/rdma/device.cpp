@@ -1,0 +1,209 @@
+#include "transport/rdma/device.hpp"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace moonpool::transport::rdma {
+
+namespace {
+
+bool is_mapped_ipv4(const Gid& gid) {
+    return std::all_of(gid.begin(), gid.begin() + 10, [](uint8_t b) { return b == 0; }) && gid[10] == 0xff &&
+           gid[11] == 0xff;
+}
+bool is_link_local(const Gid& gid) { return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80; }
+
+// The device list, freed with the scope.
+class DeviceList {
+   public:
+    explicit DeviceList(const Verbs& verbs) : verbs_(verbs), list_(verbs.get_device_list(&count_)) {
+        if (list_ == nullptr) error_ = errno;
+    }
+    ~DeviceList() {
+        if (list_ != nullptr) verbs_.free_device_list(list_);
+    }
+    DeviceList(const DeviceList&) = delete;
+
+    Status sound() const {
+        if (list_ != nullptr && count_ > 0) return success();
+        // A kernel without the module of user verbs says that the function is not implemented.
+        std::string why = list_ != nullptr ? "" : std::string(" (") + std::strerror(error_) + ")";
+        return Error{Code::kUnavailable, "libibverbs finds no RDMA device on this host" + why};
+    }
+    int count() const { return count_; }
+    ib::Device* at(int i) const { return list_[i]; }
+
+   private:
+    const Verbs& verbs_;
+    int count_ = 0;
+    int error_ = 0;
+    ib::Device** list_;
+};
+
+double speed_gbit_s(const ib::PortAttr& port) {
+    double lanes = port.active_width == 1 ? 1 : port.active_width == 16 ? 2 : port.active_width == 2 ? 4 : 8;
+    switch (port.active_speed) {
+        case 1:
+            return lanes * 2.5;
+        case 2:
+            return lanes * 5;
+        case 4:
+        case 8:
+            return lanes * 10;
+        case 16:
+            return lanes * 14;
+        case 32:
+            return lanes * 25;
+        case 64:
+            return lanes * 50;
+        case 128:
+            return lanes * 100;
+        default:
+            return 0;
+    }
+}
+
+// The GID by which peers reach a RoCE port: version 2 over IPv4 before IPv6. Why each other one is not taken
+// stands in port.rejected.
+bool choose_gid(const Verbs& verbs, Port& port, int entries) {
+    int best = 0;
+    auto reject = [&](int index, const Gid& gid, const char* why) {
+        port.rejected += (port.rejected.empty() ? "" : "; ") + std::string("GID ") + std::to_string(index) +
+                         " (" + gid_text(gid) + ") " + why;
+    };
+    for (int i = 0; i < entries && i < 256; ++i) {
+        ib::GidEntry entry{};
+        bool typed = verbs.query_gid_ex != nullptr &&
+                     verbs.query_gid_ex(port.device->context, port.number, static_cast<uint32_t>(i), &entry,
+                                        0, sizeof(entry)) == 0;
+        if (!typed && verbs.query_gid(port.device->context, port.number, i, &entry.gid) != 0) continue;
+        Gid gid;
+        std::memcpy(gid.data(), entry.gid.raw, gid.size());
+        if (std::all_of(gid.begin(), gid.end(), [](uint8_t b) { return b == 0; })) continue;  // a hole
+        if (typed && entry.type == ib::kGidRoce1) {
+            reject(i, gid, "is RoCE v1, which no router forwards");
+            continue;
+        }
+        int rank = is_mapped_ipv4(gid) ? 3 : is_link_local(gid) ? 1 : 2;
+        if (rank <= best) {
+            reject(i, gid, "comes behind another one");
+            continue;
+        }
+        if (best != 0) reject(port.gid_index, port.address.gid, "comes behind another one");
+        best = rank;
+        port.gid_index = static_cast<uint8_t>(i);
+        port.address.gid = gid;
+    }
+    return best != 0;
+}
+
+// -> why the port is of no use; empty: it is.
+std::string look_at(const Verbs& verbs, Port& port) {
+    ib::PortAttr facts{};
+    if (int code = verbs.query_port(port.device->context, port.number, &facts); code != 0) {
+        return std::string("cannot be asked (") + std::strerror(code) + ")";
+    }
+    if (facts.state != ib::kPortActive) return "is not active";
+    port.address.infiniband = facts.link_layer == ib::kInfiniBand;
+    port.address.mtu = static_cast<uint8_t>(facts.active_mtu);
+    port.address.lid = facts.lid;
+    port.gbit_s = speed_gbit_s(facts);
+    if (!port.address.infiniband) {
+        if (choose_gid(verbs, port, facts.gid_tbl_len)) return "";
+        return "has no GID of use" + (port.rejected.empty() ? "" : ": " + port.rejected);
+    }
+    ib::Gid gid{};
+    if (verbs.query_gid(port.device->context, port.number, 0, &gid) == 0) {
+        std::memcpy(port.address.gid.data(), gid.raw, sizeof(gid.raw));
+    }
+    return port.address.lid != 0 ? "" : "has no LID: no subnet manager has given it one";
+}
+
+}  // namespace
+
+std::string gid_text(const Gid& gid) {
+    char text[INET6_ADDRSTRLEN] = {};
+    if (is_mapped_ipv4(gid)) {
+        ::inet_ntop(AF_INET, gid.data() + 12, text, sizeof(text));
+    } else {
+        ::inet_ntop(AF_INET6, gid.data(), text, sizeof(text));
+    }
+    return text;
+}
+
+std::string verb_error_text(int code) {
+    std::string text = std::strerror(code);
+    return code == ENOMEM ? text + "; raise the limit of locked memory (ulimit -l)" : text;
+}
+
+std::string Port::text() const {
+    return name + " " + (address.infiniband ? "LID " + std::to_string(address.lid) : gid_text(address.gid));
+}
+
+Device::Device(const Verbs& v, ib::Context* c, ib::Pd* p, std::string n)
+    : verbs(v), context(c), pd(p), name(std::move(n)), commands_(c->cmd_fd), events_(c->async_fd) {
+    // An event is asked for when the descriptor says so, on a thread that must not wait.
+    ::fcntl(c->async_fd, F_SETFL, ::fcntl(c->async_fd, F_GETFL) | O_NONBLOCK);
+}
+
+Device::~Device() {
+    (void)commands_.release();  // the library closes them
+    (void)events_.release();
+    (void)verbs.dealloc_pd(pd);
+    (void)verbs.close_device(context);
+}
+
+Status has_device(const Verbs& verbs) { return DeviceList(verbs).sound(); }
+
+Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names) {
+    DeviceList list(verbs);
+    if (Status sound = list.sound(); !sound) return sound.error();
+    Nics nics;
+    auto leave_out = [&](const std::string& name, const std::string& why) {
+        nics.why_not += (nics.why_not.empty() ? "" : "; ") + name + " " + why;
+    };
+    for (int i = 0; i < list.count(); ++i) {
+        std::string name = verbs.get_device_name(list.at(i));
+        if (!names.empty() && std::ranges::find(names, name) == names.end()) {
+            leave_out(name, "is not among the devices of this engine");
+            continue;
+        }
+        ib::Context* context = verbs.open_device(list.at(i));
+        if (context == nullptr) {
+            leave_out(name, std::string("cannot be opened (") + std::strerror(errno) + ")");
+            continue;
+        }
+        ib::Pd* pd = verbs.alloc_pd(context);
+        if (pd == nullptr) {
+            leave_out(name, std::string("gives no protection domain (") + std::strerror(errno) + ")");
+            (void)verbs.close_device(context);
+            continue;
+        }
+        auto device = std::make_shared<Device>(verbs, context, pd, name);
+        if (int code = verbs.query_device(context, &device->facts); code != 0) {
+            leave_out(name, std::string("cannot be asked (") + std::strerror(code) + ")");
+            continue;
+        }
+        size_t before = nics.ports.size();
+        for (uint8_t number = 1; number <= device->facts.ports; ++number) {
+            auto port = std::make_shared<Port>();
+            port->device = device;
+            port->device_index = nics.devices.size();
+            port->number = number;
+            port->name = name + ":" + std::to_string(number);
+            if (std::string why = look_at(verbs, *port); !why.empty()) {
+                leave_out(port->name, why);
+            } else {
+                nics.ports.push_back(std::move(port));
+            }
+        }
+        if (nics.ports.size() != before) nics.devices.push_back(std::move(device));
+    }
+    if (nics.ports.empty()) return Error{Code::kUnavailable, "no RDMA port is of use: " + nics.why_not};
+    return nics;
+}
+
+}  // namespace moonpool::transport::rdma

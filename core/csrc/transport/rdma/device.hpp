@@ -1,0 +1,77 @@
+// The NICs of this host, as one engine opens them: Device, with its protection domain; Port, one of its ports
+// by which peers are reached.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "base/fork.hpp"
+#include "base/result.hpp"
+#include "transport/rdma/verbs.hpp"
+
+namespace moonpool::transport::rdma {
+
+using Gid = std::array<uint8_t, 16>;
+
+// How the other side reaches a port.
+struct PortAddress {
+    bool infiniband = false;  // by LID; else RoCE, by GID
+    uint8_t mtu = 0;          // as in the ABI: 1 is 256 bytes, 5 is 4,096
+    uint16_t lid = 0;
+    Gid gid{};
+};
+
+class Device {
+   public:
+    Device(const Verbs& verbs, ib::Context* context, ib::Pd* pd, std::string name);
+    ~Device();
+    Device(const Device&) = delete;
+
+    const Verbs& verbs;
+    ib::Context* const context;
+    ib::Pd* const pd;
+    const std::string name;
+    ib::DeviceAttr facts{};
+    std::atomic<int> queue_pairs{0};
+
+   private:
+    // Closed in children of fork(): a queue pair ends with the process that made it.
+    Fd commands_, events_;
+    ClosedInChildren commands_closed_{commands_}, events_closed_{events_};
+};
+
+struct Port {
+    std::shared_ptr<Device> device;
+    size_t device_index = 0;  // among the engine's
+    uint8_t number = 1;
+    std::string name;  // "mlx5_0:1"
+    PortAddress address;
+    uint8_t gid_index = 0;
+    double gbit_s = 0;
+    std::string rejected;  // GIDs, each with the reason
+    std::atomic<bool> up{true};
+
+    std::string text() const;  // "mlx5_0:1 10.0.0.7"
+};
+
+struct Nics {
+    std::vector<std::shared_ptr<Device>> devices;  // that have a port
+    std::vector<std::shared_ptr<Port>> ports;      // active, with an address
+    std::string why_not;                           // of ports that are not among them
+};
+
+// An error: this host has no device, or none can be opened.
+// names: those that may be used; none: all.
+Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names = {});
+// Whether it has a device; opens none.
+Status has_device(const Verbs& verbs);
+
+std::string gid_text(const Gid& gid);
+// Of a verb that failed; of memory with what an operator can do.
+std::string verb_error_text(int code);
+
+}  // namespace moonpool::transport::rdma

@@ -1,0 +1,162 @@
+#include "transport/rdma/keys.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+
+#include "base/clock.hpp"
+
+namespace moonpool::transport::rdma {
+
+namespace {
+
+constexpr int kThreads = 4;  // that pin memory at a time
+// So long own transfers, which are ending, may use the keys of a region that is taken back.
+constexpr uint64_t kOwnNs = 200'000'000;
+
+ib::Mr* register_memory(const Device& device, uint64_t address, uint64_t bytes) {
+    const Verbs& verbs = device.verbs;
+    auto* at = reinterpret_cast<void*>(address);
+    constexpr int kAccess = ib::kLocalWrite | ib::kRemoteWrite | ib::kRemoteRead;
+    // A message never relies on the order of writes: a read behind them comes first (link.hpp).
+    if (verbs.reg_mr_iova2 != nullptr) {
+        ib::Mr* relaxed = verbs.reg_mr_iova2(device.pd, at, bytes, address, kAccess | ib::kRelaxedOrdering);
+        if (relaxed != nullptr || errno != EINVAL) return relaxed;
+    }
+    return verbs.reg_mr(device.pd, at, bytes, kAccess);
+}
+
+}  // namespace
+
+KeyedRegion::KeyedRegion(std::shared_ptr<Region> r, uint64_t bytes, size_t n)
+    : region(std::move(r)),
+      chunk_bytes(bytes),
+      devices(n),
+      states_((region->length + bytes - 1) / bytes * n),
+      keys_(states_.size()),
+      registered_(states_.size()) {}
+
+Key KeyedRegion::key(size_t chunk, size_t device) const {
+    size_t at = chunk * devices + device;
+    Key key{states_[at].load(std::memory_order_acquire)};
+    uint64_t both = keys_[at].load(std::memory_order_relaxed);
+    key.local = static_cast<uint32_t>(both >> 32);
+    key.remote = static_cast<uint32_t>(both);
+    return key;
+}
+
+std::string KeyedRegion::why_refused() const {
+    MutexLock lock(mutex_);
+    return why_refused_;
+}
+
+Keys::~Keys() {
+    std::map<uint64_t, std::shared_ptr<KeyedRegion>> left;
+    {
+        MutexLock lock(mutex_);
+        left.swap(regions_);
+    }
+    for (const auto& [id, keyed] : left) (void)release(*keyed);
+}
+
+// Memory of a card is reached by other paths.
+void Keys::add(std::shared_ptr<Region> region) {
+    if (region == nullptr || region->on_card()) return;
+    auto keyed = std::make_shared<KeyedRegion>(std::move(region), chunk_bytes_, devices_.size());
+    int begin = 0;
+    {
+        MutexLock lock(mutex_);
+        regions_[keyed->region->id] = keyed;
+        for (size_t chunk = 0; chunk < keyed->chunks(); ++chunk) waiting_.push_back({keyed, chunk});
+        begin = std::min<int>(kThreads - threads_, static_cast<int>(keyed->chunks()));
+        threads_ += begin;
+    }
+    for (int i = 0; i < begin; ++i) workers_.post(true, [this] { key_chunks(); });
+}
+
+void Keys::key_chunks() {
+    for (;;) {
+        Work work;
+        {
+            MutexLock lock(mutex_);
+            if (waiting_.empty() || closing_) {
+                --threads_;
+                return;
+            }
+            work = std::move(waiting_.front());
+            waiting_.pop_front();
+            work.keyed->busy_.fetch_add(1);
+        }
+        if (!work.keyed->revoked_.load()) key_chunk(*work.keyed, work.chunk);
+        work.keyed->busy_.fetch_sub(1);
+    }
+}
+
+void Keys::key_chunk(KeyedRegion& keyed, size_t chunk) {
+    uint64_t at = keyed.region->address + chunk * keyed.chunk_bytes;
+    uint64_t bytes = std::min(keyed.chunk_bytes, keyed.region->address + keyed.region->length - at);
+    for (size_t d = 0; d < keyed.devices; ++d) {
+        size_t place = chunk * keyed.devices + d;
+        ib::Mr* made = register_memory(*devices_[d], at, bytes);
+        const int code = errno;
+        KeyState state = KeyState::kKeyed;
+        if (made == nullptr) {
+            state = KeyState::kRefused;
+            std::string why = devices_[d]->name + " does not take " + std::to_string(bytes) + " bytes at 0x";
+            char address[24];
+            std::snprintf(address, sizeof(address), "%llx", static_cast<unsigned long long>(at));
+            why += address + std::string(": ") + verb_error_text(code);
+            MutexLock lock(keyed.mutex_);
+            if (keyed.why_refused_.empty()) keyed.why_refused_ = std::move(why);
+        } else {
+            keyed.registered_[place] = made;
+            keyed.keys_[place].store(uint64_t{made->lkey} << 32 | made->rkey, std::memory_order_relaxed);
+        }
+        keyed.states_[place].store(state, std::memory_order_release);
+    }
+}
+
+std::shared_ptr<KeyedRegion> Keys::find(uint64_t region_id) const {
+    MutexLock lock(mutex_);
+    auto it = regions_.find(region_id);
+    return it == regions_.end() ? nullptr : it->second;
+}
+
+void Keys::revoke(uint64_t region_id) {
+    std::shared_ptr<KeyedRegion> keyed = find(region_id);
+    if (keyed == nullptr || keyed->revoked_.load()) return;
+    keyed->revoked_ns_ = now_ns();
+    keyed->revoked_ = true;  // both sides write before they read: no chunk is keyed behind release()
+    MutexLock lock(mutex_);
+    std::erase_if(waiting_, [&](const Work& work) { return work.keyed == keyed; });
+}
+
+bool Keys::released(uint64_t region_id) {
+    std::shared_ptr<KeyedRegion> keyed = find(region_id);
+    if (keyed == nullptr) return true;
+    if (keyed->busy_.load() != 0) return false;
+    // Own transfers that end within moments would lose their queue pair with the key.
+    if (!keyed->region->drained() && now_ns() - keyed->revoked_ns_ < kOwnNs) return false;
+    if (!release(*keyed)) return false;
+    MutexLock lock(mutex_);
+    regions_.erase(region_id);
+    return true;
+}
+
+// Ending a key waits for the NIC: nothing lands behind it.
+bool Keys::release(KeyedRegion& keyed) {
+    bool all = true;
+    for (size_t i = 0; i < keyed.registered_.size(); ++i) {
+        ib::Mr*& made = keyed.registered_[i];
+        if (made == nullptr) continue;
+        keyed.states_[i].store(KeyState::kRefused, std::memory_order_release);
+        if (devices_[i % keyed.devices]->verbs.dereg_mr(made) == 0) {
+            made = nullptr;
+        } else {
+            all = false;
+        }
+    }
+    return all;
+}
+
+}  // namespace moonpool::transport::rdma

@@ -1,0 +1,88 @@
+// Keys: the memory of this engine's regions, as its NICs know it. Threads in the background pin it in chunks
+// and get the NICs' keys, so that registering a region costs nothing; a chunk without a key is reached by
+// other paths. A key serves both sides: as the local one of own transfers, and as that of peers.
+//
+// A region is taken back by ending its keys: when the NIC has confirmed that, no peer reaches the memory.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.hpp"
+#include "transport/rdma/device.hpp"
+#include "transport/region.hpp"
+#include "transport/workers.hpp"
+
+namespace moonpool::transport::rdma {
+
+enum class KeyState : uint8_t { kPending = 0, kKeyed = 1, kRefused = 2 };
+
+struct Key {
+    KeyState state = KeyState::kPending;
+    uint32_t local = 0, remote = 0;
+};
+
+// The keys of one region: of each chunk, one for each device.
+class KeyedRegion {
+   public:
+    KeyedRegion(std::shared_ptr<Region> region, uint64_t chunk_bytes, size_t devices);
+
+    const std::shared_ptr<Region> region;
+    const uint64_t chunk_bytes;
+    const size_t devices;
+
+    size_t chunks() const { return states_.size() / devices; }
+    // Never waits.
+    Key key(size_t chunk, size_t device) const;
+    std::string why_refused() const;
+
+   private:
+    friend class Keys;
+    // Of chunk c for device d at [c * devices + d]. The state is written last, and read first.
+    std::vector<std::atomic<KeyState>> states_;
+    std::vector<std::atomic<uint64_t>> keys_;  // local in the upper half
+    std::vector<ib::Mr*> registered_;  // null: none. Of the thread that keys the chunk, then of release()
+    std::atomic<int> busy_{0};         // threads that key
+    std::atomic<bool> revoked_{false};
+    uint64_t revoked_ns_ = 0;
+    mutable Mutex mutex_;
+    std::string why_refused_ GUARDED_BY(mutex_);
+};
+
+class Keys {
+   public:
+    Keys(std::vector<std::shared_ptr<Device>> devices, uint64_t chunk_bytes, Workers& workers,
+         const std::atomic<bool>& closing)
+        : devices_(std::move(devices)), chunk_bytes_(chunk_bytes), workers_(workers), closing_(closing) {}
+    ~Keys();
+
+    void add(std::shared_ptr<Region> region);
+    std::shared_ptr<KeyedRegion> find(uint64_t region_id) const;
+    // Starts to take a region back; released() says whether no NIC reaches it any more.
+    void revoke(uint64_t region_id);
+    bool released(uint64_t region_id);
+
+   private:
+    struct Work {
+        std::shared_ptr<KeyedRegion> keyed;
+        size_t chunk;
+    };
+    void key_chunks();
+    void key_chunk(KeyedRegion& keyed, size_t chunk);
+    bool release(KeyedRegion& keyed);
+
+    const std::vector<std::shared_ptr<Device>> devices_;
+    const uint64_t chunk_bytes_;
+    Workers& workers_;
+    const std::atomic<bool>& closing_;
+    mutable Mutex mutex_;
+    std::map<uint64_t, std::shared_ptr<KeyedRegion>> regions_ GUARDED_BY(mutex_);
+    std::deque<Work> waiting_ GUARDED_BY(mutex_);
+    int threads_ GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace moonpool::transport::rdma

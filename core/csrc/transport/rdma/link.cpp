@@ -1,0 +1,629 @@
+#include "transport/rdma/link.hpp"
+
+#include <sched.h>
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "base/clock.hpp"
+
+namespace moonpool::transport::rdma {
+
+namespace {
+
+constexpr uint64_t kWholeBytes = 128u << 10;       // a slice up to here is not cut
+constexpr uint64_t kBackgroundBytes = 512u << 10;  // open on one rail beside foreground tasks
+constexpr uint64_t kSpinNs = 200'000;              // a caller polls, before it sleeps
+constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
+constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
+constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
+constexpr uint64_t kIdleNs = 60'000'000'000;       // then its queue pair goes
+constexpr uint64_t kKeylessNs = 2'000'000;         // memory that gets its keys is looked at again
+constexpr int kFaultsMax = 3;                      // of rails, in one task without another path
+constexpr int kRefusedMax = 3;                     // of one slice
+constexpr std::chrono::milliseconds kSleep{50}, kNap{2};
+
+}  // namespace
+
+// Completions of a rail, on an I/O thread.
+class Link::Watcher final : public EventHandler {
+   public:
+    Watcher(std::weak_ptr<Link> link, std::shared_ptr<Completions> completions)
+        : link_(std::move(link)), completions_(std::move(completions)) {}
+
+    bool on_events(uint32_t) override {
+        completions_->take_events();
+        std::shared_ptr<Link> link = link_.lock();
+        if (link == nullptr) return false;
+        link->on_completions();
+        return true;
+    }
+    bool on_tick(uint64_t) override {
+        std::shared_ptr<Link> link = link_.lock();
+        if (link == nullptr) return false;
+        link->on_tick();
+        return true;
+    }
+
+   private:
+    const std::weak_ptr<Link> link_;
+    const std::shared_ptr<Completions> completions_;
+};
+
+Link::Link(const Context& context, TransportCounters& counters, std::shared_ptr<Keys> keys,
+           std::vector<std::unique_ptr<Rail>> rails, std::shared_ptr<Control> control, int timeout_ms)
+    : context_(context),
+      counters_(counters),
+      keys_(std::move(keys)),
+      control_(std::move(control)),
+      timeout_ms_(timeout_ms),
+      rails_(std::move(rails)) {}
+
+Link::~Link() = default;
+
+std::string Link::path() const {
+    const Rail& first = *rails_.front();
+    const OfferedPort& peer = first.peer;
+    std::string text =
+        "rdma " + first.port->text() + " to " + peer.name + " " +
+        (peer.address.infiniband ? "LID " + std::to_string(peer.address.lid) : gid_text(peer.address.gid));
+    return rails_.size() == 1 ? text : text + " and " + std::to_string(rails_.size() - 1) + " more";
+}
+
+bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
+
+// While every rail waits for its next try, jobs go another way at once.
+bool Link::reaches_nothing() const {
+    MutexLock lock(mutex_);
+    uint64_t now = clock();
+    return std::ranges::none_of(rails_, [&](const auto& rail) {
+        return rail->state != Rail::State::kDown || (rail->port->up && rail->retry_ns <= now);
+    });
+}
+
+Status Link::run(Job& job) {
+    MutexLock lock(mutex_);
+    if (closed_) return Error{Code::kUnavailable, "the segment was closed"};
+    tasks_.push_back(std::make_unique<Task>(job, nullptr, nullptr));
+    Task* task = tasks_.back().get();
+    uint64_t spin_until = now_ns() + kSpinNs;
+    while (!task->over) {
+        if (drive()) spin_until = now_ns() + kSpinNs;
+        if (task->over) break;
+        if (now_ns() < spin_until) {
+            tell_ended();
+            lock.unlock();
+            ::sched_yield();  // the other side may be on this core
+            lock.lock();
+            continue;
+        }
+        drive_armed();
+        tell_ended();
+        if (task->over) break;
+        changed_.wait_for(lock, task->keyless.empty() ? kSleep : kNap,
+                          [&]() REQUIRES(mutex_) { return task->over; });
+    }
+    Status status = std::move(task->status);
+    std::erase_if(ended_, [&](const auto& ended) { return ended.get() == task; });
+    tell_ended();
+    return status;
+}
+
+bool Link::post(const std::shared_ptr<Job>& job, const Finished& finished) {
+    MutexLock lock(mutex_);
+    if (closed_) return false;  // run() says why
+    tasks_.push_back(std::make_unique<Task>(*job, job, finished));
+    (void)drive();
+    drive_armed();
+    tell_ended();
+    return true;
+}
+
+void Link::close() {
+    MutexLock lock(mutex_);
+    closed_ = true;
+    (void)drive();
+    tell_ended();
+}
+
+void Link::on_completions() {
+    MutexLock lock(mutex_);
+    (void)drive();
+    drive_armed();
+    tell_ended();
+}
+
+void Link::on_tick() {
+    MutexLock lock(mutex_);
+    uint64_t now = clock();
+    for (const auto& rail : rails_) {
+        if (rail->state != Rail::State::kUp) continue;
+        if (rail->faults > 0 && now - rail->good_since_ns > kGoodNs) {
+            --rail->faults;
+            rail->good_since_ns = now;
+        }
+        if (!rail->busy() && now - rail->progress_ns() > kIdleNs) stop(*rail, "it was idle", false);
+    }
+    (void)drive();
+    drive_armed();
+    tell_ended();
+}
+
+// What completed before the arming is told by no event; what completes later is, also when this looks first.
+void Link::drive_armed() {
+    for (const auto& rail : rails_) {
+        if (rail->state == Rail::State::kUp) rail->completions()->arm();
+    }
+    (void)drive();
+}
+
+// Of a task of run() its caller takes the status.
+void Link::tell_ended() {
+    Ended posted;
+    for (auto& task : ended_) {
+        if (task->owned != nullptr) posted.push_back(std::move(task));
+    }
+    std::erase(ended_, nullptr);
+    if (posted.empty()) return;
+    mutex_.unlock();
+    for (auto& task : posted) task->finished(task->owned, std::move(task->status));
+    posted.clear();
+    mutex_.lock();
+}
+
+bool Link::drive() {
+    uint64_t now = clock();
+    bool settled = false;
+    for (const auto& rail : rails_) settled = settle(*rail, now) || settled;
+    for (const auto& rail : rails_) watch(*rail, now);
+    if (now >= keyless_until_ns_) {
+        for (const auto& task : tasks_) {
+            task->again.insert(task->again.end(), task->keyless.begin(), task->keyless.end());
+            task->keyless.clear();
+        }
+    }
+    for (const auto& rail : rails_) fill(*rail, now);
+    bool ended = false;
+    for (auto it = tasks_.begin(); it != tasks_.end();) {
+        if (!may_end(**it, now)) {
+            ++it;
+            continue;
+        }
+        (*it)->held.end();
+        (*it)->over = ended = true;
+        ended_.push_back(std::move(*it));
+        it = tasks_.erase(it);
+    }
+    if (ended) changed_.notify_all();
+    if (!helping_ && needs_help(now)) {
+        helping_ = true;
+        context_.waiters.post(false, [self = shared_from_this()] { self->help(); });
+    }
+    return settled;
+}
+
+bool Link::settle(Rail& rail, uint64_t now) {
+    bool any = false;
+    std::optional<Rail::Fault> fault = rail.poll(now, [&](std::span<const Piece> pieces) REQUIRES(mutex_) {
+        any = true;
+        uint64_t progress_ns = now_ns();
+        for (const Piece& piece : pieces) {
+            piece.task->job.progress_ns.store(progress_ns, std::memory_order_relaxed);
+            piece_done(piece);
+        }
+    });
+    if (fault) on_fault(rail, *fault);
+    return any || fault;
+}
+
+void Link::piece_done(const Piece& piece) {
+    Task& task = *piece.task;
+    Job& job = task.job;
+    --task.open;
+    if (!job.is_waiting(piece.slice)) return;
+    const Slice& slice = job.slices[piece.slice];
+    if (piece.bytes != slice.length) {
+        uint64_t& rest = task.rest.try_emplace(piece.slice, slice.length).first->second;
+        rest -= piece.bytes;
+        if (rest != 0) return;
+        task.rest.erase(piece.slice);
+    }
+    job.bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
+    job.done(piece.slice);
+    (slice.direction == Direction::kWrite ? counters_.write : counters_.read).add(1, slice.length);
+}
+
+void Link::on_fault(Rail& rail, const Rail::Fault& fault) {
+    std::string why = std::string(rail.port->device->verbs.wc_status_str(fault.status)) + " (" +
+                      std::to_string(fault.status) + ")";
+    bool of_path = true;
+    if (fault.piece) {
+        Task& task = *fault.piece->task;
+        const Slice& slice = task.job.slices[fault.piece->slice];
+        if (fault.status == ib::kRemoteAccess) {
+            // The peer may have deregistered the region: it is asked for again.
+            of_path = false;
+            std::erase_if(known_, [&](const auto& row) {
+                return row.second.contains(slice.remote + fault.piece->at, fault.piece->bytes);
+            });
+            ++task.refused[fault.piece->slice];
+        } else if (fault.status <= ib::kLocalProtection) {
+            of_path = !task.job.locals[fault.piece->slice]->closing();
+        }
+    }
+    stop(rail, why, of_path);
+}
+
+void Link::watch(Rail& rail, uint64_t now) {
+    if (rail.state != Rail::State::kUp) return;
+    if (!rail.port->up) return stop(rail, "the port " + rail.port->name + " is down", true);
+    if (closed_) return stop(rail, "the segment was closed", false);
+    if (!rail.busy()) return;
+    uint64_t silent_ns = std::max(static_cast<uint64_t>(context_.options.rdma.silence_ms) * 1'000'000,
+                                  std::min(8 * rail.expected_ns(), kSilentNsMax));
+    if (now > rail.progress_ns() + silent_ns) {
+        stop(rail, "nothing moved for " + std::to_string((now - rail.progress_ns()) / 1'000'000) + " ms",
+             true);
+    }
+}
+
+void Link::stop(Rail& rail, const std::string& why, bool of_path) {
+    bool writes = false;
+    std::vector<Piece> open = rail.stop(writes);
+    rail.state = Rail::State::kEnding;
+    rail.why = why;
+    if (of_path) {
+        int shift = std::min(rail.faults++, 7);
+        rail.retry_ns = clock() + std::min(kBackOffNs << shift, kBackOffNsMax);
+        for (const auto& task : tasks_) ++task->faults;
+    }
+    // Not before the peer has ended its side: closed, it does so when the connections to it are.
+    if (writes && !closed_) {
+        rail.fenced = std::move(open);
+        return;
+    }
+    for (const Piece& piece : open) put_back(piece);
+}
+
+void Link::put_back(const Piece& piece) {
+    --piece.task->open;
+    if (piece.task->job.is_waiting(piece.slice)) {
+        piece.task->again.push_back({piece.slice, piece.at, piece.bytes});
+        context_.counters.retries_total.fetch_add(1, std::memory_order_relaxed);
+    }
+}
+
+// Foreground first; a batch of each task in turn.
+void Link::fill(Rail& rail, uint64_t now) {
+    if (rail.state != Rail::State::kUp || tasks_.empty()) return;
+    bool foreground = std::ranges::any_of(tasks_, [](const auto& task) { return !task->job.background; });
+    for (bool background : {false, true}) {
+        for (bool posted = true; posted;) {
+            posted = false;
+            for (const auto& task : tasks_) {
+                if (task->job.background != background || task->job.stopped() || closed_) continue;
+                if (background && foreground && rail.bytes_open() > kBackgroundBytes) continue;
+                bool added = false;
+                while (rail.has_room() && !last_to_end(rail) && take_piece(rail, *task)) added = true;
+                if (!added) continue;
+                posted = true;
+                if (Status status = rail.post(now); !status) return stop(rail, status.error().text, true);
+            }
+        }
+    }
+    if (tasks_.size() > 1) tasks_.splice(tasks_.end(), tasks_, tasks_.begin());
+}
+
+// Whether another rail would have carried all that is open before this one had another piece: then the last
+// pieces of a transfer do not wait for the slowest rail.
+bool Link::last_to_end(const Rail& rail) const {
+    if (rails_.size() == 1 || rail.bytes_per_ns() <= 0) return false;
+    double piece = static_cast<double>(context_.options.rdma.piece_bytes);
+    double own = (static_cast<double>(rail.bytes_open()) + piece) / rail.bytes_per_ns();
+    double rest = 0;  // to be posted
+    for (const auto& task : tasks_) {
+        for (const Task::Range& range : task->again) rest += static_cast<double>(range.bytes);
+        if (rest > 64 * piece) return false;
+        for (size_t i = task->next; i < task->job.slices.size() && rest <= 64 * piece; ++i) {
+            rest += static_cast<double>(task->job.slices[i].length);
+        }
+    }
+    return std::ranges::any_of(rails_, [&](const auto& other) {
+        if (other.get() == &rail || other->state != Rail::State::kUp || other->bytes_per_ns() <= 0)
+            return false;
+        return (static_cast<double>(other->bytes_open()) + rest) / other->bytes_per_ns() < own;
+    });
+}
+
+Task::Range* Link::next_range(Task& task) {
+    while (!task.again.empty() && !task.job.is_waiting(task.again.front().slice)) task.again.pop_front();
+    if (!task.again.empty()) return &task.again.front();
+    const Job& job = task.job;
+    while (task.next < job.slices.size() && !job.is_waiting(task.next)) ++task.next;
+    if (task.next == job.slices.size()) return nullptr;
+    task.again.push_back({task.next, 0, job.slices[task.next].length});
+    ++task.next;
+    return &task.again.front();
+}
+
+const RemoteRegion* Link::find_remote(uint64_t address, uint64_t bytes) const {
+    auto it = known_.upper_bound(address);
+    if (it == known_.begin()) return nullptr;
+    const RemoteRegion& row = std::prev(it)->second;
+    return row.contains(address, bytes) ? &row : nullptr;
+}
+
+// Whether the rail has another piece of the task to carry.
+bool Link::take_piece(Rail& rail, Task& task) {
+    Job& job = task.job;
+    while (Task::Range* range = next_range(task)) {
+        const size_t i = range->slice;
+        const Slice& slice = job.slices[i];
+        auto leave = [&](std::string why) {
+            task.left_undone = Error{Code::kUnavailable, std::move(why)};
+            task.again.pop_front();
+        };
+        Region& local = *job.locals[i];
+        if (local.on_card()) {
+            leave("no NIC of this process reaches memory of a card");
+            continue;
+        }
+        if (!local.contains(slice.local, slice.length)) {
+            job.fail(i, Code::kProtocol, kOutsideText);
+            continue;
+        }
+        // Of the whole slice: it lies in one region.
+        const RemoteRegion* remote = find_remote(slice.remote, slice.length);
+        if (remote == nullptr) {
+            task.unknown.push_back(*range);
+            task.again.pop_front();
+            continue;
+        }
+        std::string why;
+        if (!reaches(remote->kind, &why)) {
+            leave(std::move(why));
+            continue;
+        }
+        if (auto found = task.refused.find(i); found != task.refused.end() && found->second >= kRefusedMax) {
+            leave("the peer's NIC refuses memory that the peer lists");
+            continue;
+        }
+        std::shared_ptr<KeyedRegion>& keyed = task.keyed[&local];
+        if (keyed == nullptr) keyed = keys_->find(local.id);
+        if (local.closing()) {
+            job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
+            continue;
+        }
+        if (keyed == nullptr) {  // of a slot, which is no region
+            leave("no NIC has a key for the local memory");
+            continue;
+        }
+        const uint64_t from = slice.local + range->at - local.address;
+        const uint64_t to = slice.remote + range->at - remote->address;
+        Key here = keyed->key(from / keyed->chunk_bytes, rail.port->device_index), there;
+        if (remote->devices > rail.peer.device) {
+            there = remote->keys[to / remote->chunk_bytes * remote->devices + rail.peer.device];
+        } else if (remote->devices != 0) {
+            there.state = KeyState::kRefused;
+        }
+        if (here.state == KeyState::kRefused || there.state == KeyState::kRefused) {
+            leave(here.state == KeyState::kRefused ? keyed->why_refused()
+                                                   : "the peer's NIC has no key: " + remote->why_refused);
+            continue;
+        }
+        if (here.state == KeyState::kPending || there.state == KeyState::kPending) {
+            if (!job.last_path) {
+                leave("the memory is getting its keys");
+            } else {
+                task.keyless.push_back(*range);
+                task.again.pop_front();
+                keyless_until_ns_ = clock() + kKeylessNs;
+            }
+            // Asked for again.
+            if (there.state == KeyState::kPending) known_.erase(remote->address);
+            continue;
+        }
+        if (!task.held.hold(local)) {
+            job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
+            continue;
+        }
+        uint64_t n = range->bytes <= kWholeBytes ? range->bytes
+                                                 : std::min(range->bytes, context_.options.rdma.piece_bytes);
+        n = std::min({n, keyed->chunk_bytes - from % keyed->chunk_bytes,
+                      remote->chunk_bytes - to % remote->chunk_bytes});
+        rail.add({&task, i, range->at, n}, slice.direction == Direction::kWrite,
+                 {slice.local + range->at, here.local}, {slice.remote + range->at, there.remote});
+        ++task.open;
+        range->at += n;
+        range->bytes -= n;
+        if (range->bytes == 0) task.again.pop_front();
+        return true;
+    }
+    return false;
+}
+
+bool Link::wants_rail(const Task& task) const {
+    return !task.job.stopped() && task.job.waiting != 0 &&
+           (!task.again.empty() || task.next < task.job.slices.size());
+}
+
+bool Link::may_connect(const Rail& rail, uint64_t now) const {
+    if (rail.state != Rail::State::kDown || !rail.port->up || closed_) return false;
+    return rail.retry_ns <= now || std::ranges::any_of(tasks_, [](const auto& task) {
+               return task->job.last_path && task->faults < kFaultsMax;
+           });
+}
+
+bool Link::may_end(Task& task, uint64_t now) {
+    if (task.open != 0) return false;
+    Job& job = task.job;
+    if (job.waiting == 0) return true;
+    auto end = [&](Code code, std::string why) {
+        task.status = Error{code, std::move(why)};
+        return true;
+    };
+    if (closed_) return end(Code::kUnavailable, "the segment was closed");
+    if (job.stopped()) return end(Code::kClosed, "stopped");
+    if (now_ns() - job.progress_ns.load(std::memory_order_relaxed) >
+        static_cast<uint64_t>(job.timeout_ms) * 1'000'000) {
+        return end(Code::kTimeout, rails_.front()->why);
+    }
+    if (!task.unknown.empty() || !task.keyless.empty()) return false;
+    if (!wants_rail(task)) {
+        task.status = task.left_undone;
+        return true;
+    }
+    const Rail* tried = nullptr;
+    for (const auto& rail : rails_) {
+        if (rail->state != Rail::State::kDown || may_connect(*rail, now)) return false;
+        if (tried == nullptr || rail->faults > tried->faults) tried = rail.get();
+    }
+    return end(Code::kUnavailable,
+               tried->port->up ? tried->why : "the port " + tried->port->name + " is down");
+}
+
+bool Link::needs_help(uint64_t now) const {
+    bool wanted =
+        std::ranges::any_of(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); });
+    return std::ranges::any_of(tasks_, [](const auto& task) { return !task->unknown.empty(); }) ||
+           std::ranges::any_of(rails_, [&](const auto& rail) REQUIRES(mutex_) {
+               return rail->state == Rail::State::kEnding || (wanted && may_connect(*rail, now));
+           });
+}
+
+// One at a time; on a thread that may wait. What it waits for is never another thread of this engine.
+void Link::help() {
+    MutexLock lock(mutex_);
+    while (end_pair() || ask_keys() || connect_rail()) {
+        (void)drive();
+        drive_armed();
+        tell_ended();
+    }
+    helping_ = false;
+}
+
+bool Link::end_pair() {
+    auto it = std::ranges::find(rails_, Rail::State::kEnding, [](const auto& rail) { return rail->state; });
+    if (it == rails_.end()) return false;
+    Rail& rail = **it;
+    Status ended = success();
+    if (!closed_) {
+        mutex_.unlock();
+        Result<std::vector<std::byte>> answer =
+            control_->ask(Kind::kEngineAsk, end_question(rail.number), timeout_ms_);
+        if (!answer) ended = answer.error();
+        mutex_.lock();
+    }
+    rail.state = Rail::State::kDown;
+    std::vector<Piece> fenced = std::move(rail.fenced);
+    rail.fenced.clear();
+    for (const Piece& piece : fenced) {
+        // What may still arrive is repeated over no path.
+        if (!ended && !closed_ && piece.task->job.is_waiting(piece.slice)) {
+            piece.task->job.fail(piece.slice, Code::kUnavailable,
+                                 rail.port->name + ": " + rail.why +
+                                     "; the peer did not end the queue pair: " + ended.error().text);
+        }
+        put_back(piece);
+    }
+    return true;
+}
+
+bool Link::connect_rail() {
+    uint64_t now = clock();
+    if (std::ranges::none_of(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); })) {
+        return false;
+    }
+    auto it = std::ranges::find_if(
+        rails_, [&](const auto& rail) REQUIRES(mutex_) { return may_connect(*rail, now); });
+    if (it == rails_.end()) return false;
+    Rail& rail = **it;
+    rail.state = Rail::State::kConnecting;
+    Result<std::unique_ptr<QueuePair>> made = rail.make_pair();
+    if (made) {
+        mutex_.unlock();
+        made = connected(rail, std::move(*made));
+        mutex_.lock();
+    }
+    if (!made) {
+        rail.state = Rail::State::kDown;
+        rail.why = made.error().text;
+        rail.retry_ns = clock() + std::min(kBackOffNs << std::min(rail.faults++, 7), kBackOffNsMax);
+        for (const auto& task : tasks_) ++task->faults;
+        return true;
+    }
+    rail.begin(std::move(*made), clock());
+    if (watched_.insert(&rail).second) {
+        EventLoop& loop = *context_.loops[rail.number % context_.loops.size()];
+        auto watcher = std::make_shared<Watcher>(weak_from_this(), rail.completions());
+        loop.post([&loop, watcher, fd = rail.completions()->fd()] { loop.add(fd, EPOLLIN, watcher); });
+    }
+    return true;
+}
+
+// Without the lock.
+Result<std::unique_ptr<QueuePair>> Link::connected(const Rail& rail, std::unique_ptr<QueuePair> pair) {
+    Connect connect{rail.number, rail.peer_port, pair->endpoint()};
+    Result<std::vector<std::byte>> answer =
+        control_->ask(Kind::kEngineAsk, connect_question(connect), timeout_ms_);
+    if (!answer) return Error{Code::kUnavailable, "no queue pair of the peer: " + answer.error().text};
+    Reader r(*answer);
+    Endpoint peer = decode_endpoint(r);
+    if (!r.ok()) return Error{Code::kProtocol, "the peer sent an unreadable answer about its queue pair"};
+    if (Status way = pair->connect(peer, true); !way) return way.error();
+    return pair;
+}
+
+bool Link::ask_keys() {
+    std::vector<Range> ranges;
+    std::set<std::pair<uint64_t, uint64_t>> asked;
+    for (const auto& task : tasks_) {
+        for (const Task::Range& range : task->unknown) {
+            const Slice& slice = task->job.slices[range.slice];
+            if (ranges.size() == kRangesMax) break;
+            if (asked.emplace(slice.remote, slice.length).second)
+                ranges.push_back({slice.remote, slice.length});
+        }
+    }
+    if (ranges.empty()) return false;
+    mutex_.unlock();
+    Result<std::vector<std::byte>> answer =
+        control_->ask(Kind::kEngineAsk, keys_question(ranges), timeout_ms_);
+    std::optional<std::vector<RemoteRegion>> rows;
+    if (answer) rows = decode_keys(Reader(*answer));
+    mutex_.lock();
+    for (size_t i = 0; rows && i < rows->size(); ++i) {
+        RemoteRegion& row = (*rows)[i];
+        // What it overlaps is not registered any more.
+        std::erase_if(known_, [&](const auto& old) {
+            return old.second.address < row.address + row.length &&
+                   row.address < old.second.address + old.second.length;
+        });
+        known_[row.address] = std::move(row);
+    }
+    for (const auto& task : tasks_) {
+        std::deque<Task::Range> unknown = std::move(task->unknown);
+        task->unknown.clear();
+        for (const Task::Range& range : unknown) {
+            const Slice& slice = task->job.slices[range.slice];
+            if (!asked.contains({slice.remote, slice.length})) {
+                task->unknown.push_back(range);
+            } else if (!rows) {
+                task->left_undone =
+                    answer ? Error{Code::kProtocol, "the peer sent an unreadable list of its keys"}
+                           : answer.error();
+            } else if (find_remote(slice.remote, slice.length) != nullptr) {
+                task->again.push_back(range);
+            } else if (task->job.is_waiting(range.slice)) {
+                task->job.fail(
+                    range.slice, Code::kInvalidArgument,
+                    "the range " + range_text(slice) + " lies in no registered region of the peer");
+            }
+        }
+    }
+    return true;
+}
+
+}  // namespace moonpool::transport::rdma

@@ -1,0 +1,133 @@
+// A peer over RDMA: the NICs of both hosts move the bytes, and neither process copies one.
+//
+//   jobs --> tasks --> pieces, cut at 256 KiB and where keys end --> rails --> NIC
+//                         ^ again, when a rail fails                  |
+//   done <-- all pieces of a slice <---------------- completions <----'
+//
+// Rails pull pieces as they complete others, so that each carries what it is fast enough for. Any thread
+// drives all of it, under one lock: a caller of run() while it waits, else the I/O thread that the
+// completions wake. What waits for the peer or for the kernel (connecting, asking for keys, ending a queue
+// pair at the peer) is done by one helper at a time, on a thread for such.
+//
+// A task ends only when none of its pieces is under way. A rail that fails loses its queue pair at once,
+// after which its NIC touches no local memory; writes that it had sent may still arrive, so they are
+// repeated, here or over another path, only when the peer has ended its side, too.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/event_loop.hpp"
+#include "base/mutex.hpp"
+#include "transport/link.hpp"
+#include "transport/rdma/rail.hpp"
+#include "transport/transport.hpp"
+
+namespace moonpool::transport::rdma {
+
+// A job that the link carries.
+struct Task {
+    struct Range {
+        size_t slice = 0;
+        uint64_t at = 0, bytes = 0;
+    };
+
+    Task(Job& j, std::shared_ptr<Job> kept, Link::Finished f)
+        : job(j), owned(std::move(kept)), finished(std::move(f)), held(j.regions) {}
+
+    Job& job;
+    const std::shared_ptr<Job> owned;  // null: of a caller that waits
+    const Link::Finished finished;
+    Operation held;                   // the local regions
+    size_t next = 0;                  // slices from here on were not begun
+    std::deque<Range> again;          // before those
+    std::deque<Range> unknown;        // in memory of the peer whose keys are not known here
+    std::deque<Range> keyless;        // whose memory gets its keys at this moment
+    size_t open = 0;                  // pieces under way, or behind a fence
+    std::map<size_t, uint64_t> rest;  // of slices that were cut: bytes that are not done
+    std::unordered_map<const Region*, std::shared_ptr<KeyedRegion>> keyed;
+    int faults = 0;                 // rails that failed meanwhile
+    std::map<size_t, int> refused;  // by a NIC, though the peer lists the memory
+    Error left_undone{Code::kUnavailable, "left undone"};
+    bool over = false;
+    Status status = success();
+};
+
+class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
+   public:
+    Link(const Context& context, TransportCounters& counters, std::shared_ptr<Keys> keys,
+         std::vector<std::unique_ptr<Rail>> rails, std::shared_ptr<Control> control, int timeout_ms);
+    ~Link() override;
+
+    std::string path() const override;
+    bool reaches(MemoryKind kind, std::string* why) const override;
+    bool reaches_nothing() const override;
+    bool takes_slots() const override { return false; }     // NICs have keys for regions only
+    bool runs_on_caller() const override { return false; }  // it waits for a NIC
+    Status run(Job& job) override;
+    bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
+    void close() override;
+
+   private:
+    class Watcher;
+    using Ended = std::vector<std::unique_ptr<Task>>;
+
+    uint64_t clock() const { return context_.options.rdma.clock_ns(); }
+
+    // Carries all tasks on, without waiting. Whether something has completed.
+    bool drive() REQUIRES(mutex_);
+    void drive_armed() REQUIRES(mutex_);
+    // Before the lock is left: tells owners of the tasks that have ended, without it.
+    void tell_ended() REQUIRES(mutex_);
+    void on_completions();
+    void on_tick();
+
+    bool settle(Rail& rail, uint64_t now) REQUIRES(mutex_);
+    void piece_done(const Piece& piece) REQUIRES(mutex_);
+    void on_fault(Rail& rail, const Rail::Fault& fault) REQUIRES(mutex_);
+    void watch(Rail& rail, uint64_t now) REQUIRES(mutex_);
+    // of_path: the rail waits before it is tried again.
+    void stop(Rail& rail, const std::string& why, bool of_path) REQUIRES(mutex_);
+    void put_back(const Piece& piece) REQUIRES(mutex_);
+    void fill(Rail& rail, uint64_t now) REQUIRES(mutex_);
+    bool last_to_end(const Rail& rail) const REQUIRES(mutex_);
+    bool take_piece(Rail& rail, Task& task) REQUIRES(mutex_);
+    Task::Range* next_range(Task& task) REQUIRES(mutex_);
+    const RemoteRegion* find_remote(uint64_t address, uint64_t bytes) const REQUIRES(mutex_);
+    bool may_end(Task& task, uint64_t now) REQUIRES(mutex_);
+    bool wants_rail(const Task& task) const REQUIRES(mutex_);
+    bool may_connect(const Rail& rail, uint64_t now) const REQUIRES(mutex_);
+
+    // The helper; without the lock while it waits.
+    bool needs_help(uint64_t now) const REQUIRES(mutex_);
+    void help();
+    bool end_pair() REQUIRES(mutex_);
+    bool connect_rail() REQUIRES(mutex_);
+    bool ask_keys() REQUIRES(mutex_);
+    Result<std::unique_ptr<QueuePair>> connected(const Rail& rail, std::unique_ptr<QueuePair> pair);
+
+    const Context context_;
+    TransportCounters& counters_;
+    const std::shared_ptr<Keys> keys_;
+    const std::shared_ptr<Control> control_;
+    const int timeout_ms_;
+
+    mutable Mutex mutex_;
+    CondVar changed_;
+    const std::vector<std::unique_ptr<Rail>> rails_;  // what they point to is guarded by mutex_
+    std::list<std::unique_ptr<Task>> tasks_ GUARDED_BY(mutex_);
+    Ended ended_ GUARDED_BY(mutex_);
+    std::map<uint64_t, RemoteRegion> known_ GUARDED_BY(mutex_);  // of the peer, by address
+    std::set<const Rail*> watched_ GUARDED_BY(mutex_);           // whose completions an I/O thread sees
+    uint64_t keyless_until_ns_ GUARDED_BY(mutex_) = 0;
+    bool helping_ GUARDED_BY(mutex_) = false;
+    bool closed_ GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace moonpool::transport::rdma

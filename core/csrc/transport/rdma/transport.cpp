@@ -1,0 +1,163 @@
+#include "transport/rdma/transport.hpp"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "transport/rdma/link.hpp"
+
+namespace moonpool::transport::rdma {
+
+namespace {
+
+constexpr size_t kRailsMax = 8;  // to one peer
+
+// Bits at the front that two addresses share: ports of one subnet have most.
+int shared_bits(const Gid& a, const Gid& b) {
+    int bits = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+        auto differing = static_cast<uint8_t>(a[i] ^ b[i]);
+        bits += std::countl_zero(differing);
+        if (differing != 0) break;
+    }
+    return bits;
+}
+
+bool is_ipv4(const Gid& gid) { return gid[10] == 0xff && gid[11] == 0xff && gid[0] == 0; }
+
+// Port i here and port i there, unless another one of the peer is nearer.
+std::vector<std::unique_ptr<Rail>> pair_ports(const std::vector<std::shared_ptr<Port>>& own,
+                                              const std::vector<OfferedPort>& peer,
+                                              std::atomic<uint32_t>& next, uint64_t window_bytes) {
+    std::vector<std::unique_ptr<Rail>> rails;
+    std::vector<bool> taken(peer.size());
+    for (size_t i = 0; i < own.size() && rails.size() < kRailsMax; ++i) {
+        const PortAddress& here = own[i]->address;
+        std::optional<size_t> best;
+        int most = -1;
+        for (size_t k = 0; k < peer.size(); ++k) {
+            const PortAddress& there = peer[k].address;
+            if (taken[k] || here.infiniband != there.infiniband) continue;
+            if (!here.infiniband && is_ipv4(here.gid) != is_ipv4(there.gid)) continue;
+            int bits = 2 * shared_bits(here.gid, there.gid) + (i == k ? 1 : 0);
+            if (bits <= most) continue;
+            most = bits;
+            best = k;
+        }
+        if (!best) continue;
+        taken[*best] = true;
+        rails.push_back(std::make_unique<Rail>(own[i], static_cast<uint8_t>(*best), peer[*best],
+                                               next.fetch_add(1), window_bytes));
+    }
+    return rails;
+}
+
+}  // namespace
+
+// What a NIC says by itself: ports that go down and come back.
+class Transport::PortEvents final : public EventHandler {
+   public:
+    PortEvents(std::shared_ptr<Device> device, std::vector<std::shared_ptr<Port>> ports)
+        : device_(std::move(device)), ports_(std::move(ports)) {}
+
+    bool on_events(uint32_t) override {
+        ib::AsyncEvent event{};
+        while (device_->verbs.get_async_event(device_->context, &event) == 0) {
+            auto number = static_cast<int>(reinterpret_cast<uintptr_t>(event.element) & 0xffffffff);
+            for (const auto& port : ports_) {
+                if (event.type == ib::kEventFatal) port->up = false;
+                if (port->number != number) continue;
+                if (event.type == ib::kEventPortError) port->up = false;
+                if (event.type == ib::kEventPortActive) port->up = true;
+            }
+            device_->verbs.ack_async_event(&event);
+        }
+        return true;
+    }
+
+   private:
+    const std::shared_ptr<Device> device_;
+    const std::vector<std::shared_ptr<Port>> ports_;
+};
+
+std::string Transport::viable(const Context& context) {
+    Result<const Verbs*> verbs = open_verbs(context.options.rdma.library);
+    if (!verbs) return verbs.error().text;
+    Status found = has_device(**verbs);
+    return found ? "" : found.error().text;
+}
+
+Status Transport::start() {
+    Result<const Verbs*> verbs = open_verbs(context_.options.rdma.library);
+    if (!verbs) return verbs.error();
+    Result<Nics> nics = open_nics(**verbs, context_.options.rdma.devices);
+    if (!nics) return nics.error();
+    if (nics->ports.size() > kPortsMax) nics->ports.resize(kPortsMax);
+    nics_ = std::move(*nics);
+    keys_ = std::make_shared<Keys>(nics_.devices, context_.options.rdma.chunk_bytes, context_.waiters,
+                                   context_.closing);
+    target_.emplace(context_, nics_.ports, keys_);
+    EventLoop& loop = *context_.loops.front();
+    for (const auto& device : nics_.devices) {
+        std::vector<std::shared_ptr<Port>> ports;
+        std::ranges::copy_if(nics_.ports, std::back_inserter(ports),
+                             [&](const auto& port) { return port->device == device; });
+        auto events = std::make_shared<PortEvents>(device, std::move(ports));
+        loop.post([&loop, events, fd = device->context->async_fd] { loop.add(fd, EPOLLIN, events); });
+    }
+    return success();
+}
+
+void Transport::offer(PeerInfo& self) const { self.offers[kName] = encode_offer(nics_.ports); }
+
+Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer,
+                                                            const std::shared_ptr<Control>& control,
+                                                            int timeout_ms) {
+    if (keys_ == nullptr) return Error{Code::kUnavailable, "no RDMA port is of use here"};
+    auto offer = peer.offers.find(kName);
+    if (offer == peer.offers.end()) return Error{Code::kUnavailable, "the peer does not offer RDMA"};
+    std::optional<std::vector<OfferedPort>> ports = decode_offer(offer->second);
+    if (!ports) return Error{Code::kProtocol, "the peer's offer of RDMA is unreadable"};
+    std::vector<std::unique_ptr<Rail>> rails =
+        pair_ports(nics_.ports, *ports, next_rail_, context_.options.rdma.window_bytes);
+    if (rails.empty()) {
+        return Error{
+            Code::kUnavailable,
+            "no port here and of the peer are of one kind (InfiniBand, RoCE over IPv4, RoCE over IPv6)"};
+    }
+    return std::shared_ptr<transport::Link>(
+        std::make_shared<Link>(context_, counters_, keys_, std::move(rails), control, timeout_ms));
+}
+
+Status Transport::add_region(Region& region) {
+    if (keys_ == nullptr) return success();
+    std::shared_ptr<const Regions> all = context_.regions->all();
+    const std::shared_ptr<Region>* found = find_region(*all, region.address, region.length);
+    if (found != nullptr && found->get() == &region) keys_->add(*found);
+    return success();
+}
+
+uint64_t Transport::revoke(const Region& region) {
+    if (keys_ == nullptr) return 0;
+    keys_->revoke(region.id);
+    return region.id;
+}
+
+bool Transport::drained(uint64_t revocation) { return revocation == 0 || keys_->released(revocation); }
+
+Result<std::vector<std::byte>> Transport::answer(const SegmentId& peer, Reader question) {
+    if (!target_) return Error{Code::kUnavailable, "this engine does not serve RDMA"};
+    return target_->answer(peer, question);
+}
+
+// Ending a queue pair waits for the NIC.
+void Transport::peer_left(const SegmentId& peer) {
+    if (target_) context_.card_waiters.post(false, [this, peer] { target_->leave(peer); });
+}
+
+void Transport::close() {
+    if (target_) target_->close();
+}
+
+}  // namespace moonpool::transport::rdma
