@@ -8,12 +8,14 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "../device/bed.hpp"
 #include "../random.hpp"
 #include "engine/engine.hpp"
+#include "verbs_bed.hpp"
 
 namespace moonpool::testing {
 
@@ -27,12 +29,20 @@ inline EngineOptions engine_options(const std::string& name, const std::string& 
     options.listen = {"127.0.0.1:0"};
     options.token = "secret";
     options.timeout_ms = 10000;
+    if (VerbsBed::in_use()) {
+        if (!real_verbs()) options.rdma.library = soft_verbs_library();
+        if (real_verbs() && name == "here") options.rdma.devices = {"ra0", "ra1"};
+        if (real_verbs() && name == "there") options.rdma.devices = {"rb0", "rb1"};
+        options.rdma.chunk_bytes = 1u << 20;  // many borders
+        options.rdma.silence_ms = 3000;       // of a machine that is busy
+    }
     if (!transport.empty()) options.transports = std::vector<std::string>{transport};
     return options;
 }
 
-// The transports of the registry that reach peers and work on this host.
+// The transports of the registry that reach peers and work on this host, with the software libibverbs.
 inline std::vector<std::string> transports_here() {
+    VerbsBed nics;
     Result<std::shared_ptr<Engine>> engine = Engine::create(engine_options("asked", ""));
     REQUIRE_MESSAGE(engine.ok(), (engine.ok() ? "" : engine.error().text));
     std::vector<std::string> names;
@@ -54,6 +64,11 @@ inline Bed*& cards_there() {
 inline void each_transport(const std::function<void(const std::string&)>& body) {
     for (const std::string& transport : transports_here()) {
         CAPTURE(transport);
+        if (transport == "rdma") {
+            VerbsBed nics("devices=2 relaxed");
+            body(transport);
+            continue;
+        }
         if (transport != "cuda_ipc") {
             body(transport);
             continue;
@@ -69,7 +84,10 @@ inline void each_transport(const std::function<void(const std::string&)>& body) 
 inline void each_host_transport(const std::function<void(const std::string&)>& body) {
     for (const std::string& transport : transports_here()) {
         CAPTURE(transport);
-        if (transport != "cuda_ipc") body(transport);
+        if (transport == "cuda_ipc") continue;
+        std::optional<VerbsBed> nics;
+        if (transport == "rdma") nics.emplace("devices=2 relaxed");
+        body(transport);
     }
 }
 
@@ -158,6 +176,8 @@ inline void each_kinds(const std::string& transport,
           Sides{kDevice, kHost}, Sides{kHostArena, kDevice, Policy::kEarly}}) {
         if (transport == "shm" && sides.theirs == kDevice) continue;  // another path's
         if (transport == "cuda_ipc" && sides.theirs != kDevice) continue;
+        if (transport == "rdma" && (sides.mine == kDevice || sides.theirs == kDevice))
+            continue;                                                 // of other paths
         if (cards_there() != nullptr) cards_there()->device.reset();  // each has a software device of its own
         CAPTURE(kind_name(sides.mine));
         CAPTURE(kind_name(sides.theirs));

@@ -223,6 +223,7 @@ TEST_CASE("transport: memory that the CPU may not touch is refused, and no peer 
 TEST_CASE("transport: pages that their owner took away without a word cost the slices that need them") {
     each_host_transport([](const std::string& transport) {
         if (transport == "loopback") return;  // in one process a copy touches them
+        if (transport == "rdma") return;      // a NIC keeps the pages that it has pinned
         Pair pair(transport);
         constexpr size_t kSize = 4 * kMiB;
         Memory mine(*pair.here, kSize, MemoryKind::kHostArena), theirs(*pair.there, kSize, MemoryKind::kHost);

@@ -1,0 +1,843 @@
+// A software libibverbs: the symbols and structures of the real one, reliable connections that read and write
+// memory of this process and, over a file that both map, of others. Tests only.
+//
+// All of it is under one lock, which processes share. A registration ends under that lock, too: no byte lands
+// behind it, as behind a real NIC's. Queue pairs and keys are rows of the shared table; completion queues and
+// requests under way are the process's own.
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/tsan.hpp"
+#include "controls.hpp"
+#include "transport/rdma/abi.hpp"
+
+// Declared before their definitions, for the compiler's sake.
+extern "C" {
+#define MOONPOOL_DECLARE(result, name, arguments) result name arguments;
+MOONPOOL_SOFT_VERBS_CONTROLS(MOONPOOL_DECLARE)
+#undef MOONPOOL_DECLARE
+}
+
+namespace {
+
+using namespace moonpool::transport::rdma::ib;
+using moonpool::OrderedByThePeer;
+
+constexpr int kDevicesMax = 8;
+constexpr int kReset = 0;
+
+struct PairRow {
+    bool used;
+    pid_t pid;
+    uint32_t number, dest;
+    int state, device;
+    Gid peer;
+    uint16_t peer_lid;
+};
+struct KeyRow {
+    bool used;
+    pid_t pid;
+    uint32_t key;
+    int access;
+    uint64_t address, length;
+};
+// What all processes share.
+struct Shared {
+    pthread_mutex_t mutex;
+    int ready;
+    uint32_t next_pair, next_key;
+    bool down[kDevicesMax], silent[kDevicesMax];
+    PairRow pairs[4096];
+    KeyRow keys[32768];
+};
+
+struct Script {
+    int devices = 2;
+    bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false;
+    std::string gids = "v4";
+    int mtu[kDevicesMax];
+    uint64_t speed[kDevicesMax] = {};
+    std::map<uint64_t, int> fail;
+    std::set<uint64_t> lost, late, full, no_memory;
+    uint64_t no_memory_from = UINT64_MAX;
+};
+
+struct SoftDevice {
+    char name[16];
+    int index;
+};
+struct SoftChannel : Channel {};
+struct SoftCq : Cq {
+    std::deque<Wc> done;
+    bool armed = false;
+    int pairs = 0;
+};
+struct SoftContext : Context {
+    std::deque<AsyncEvent> events;
+    int index = 0;
+    int objects = 0;
+};
+// Bytes of a write that have left the sender.
+struct InWire {
+    uint32_t pair, dest;
+    uint32_t key;
+    uint64_t address;
+    std::vector<char> bytes;
+};
+struct SoftQp : Qp {
+    PairRow* row = nullptr;
+    bool all_signaled = false;
+    bool lost = false;  // nothing of it completes any more
+    uint32_t open = 0, requests_max = 0;
+};
+struct Request {
+    uint64_t due_ns;
+    uint32_t pair;
+    SendWr wr;
+    Sge sge;
+    std::vector<char> inlined;
+    uint64_t ordinal;
+};
+
+struct State {
+    Shared* shared = nullptr;
+    Script script;
+    SoftDevice devices[kDevicesMax];
+    std::vector<SoftContext*> contexts;
+    std::map<uint32_t, SoftQp*> pairs;  // of this process
+    std::vector<InWire> wire;
+    std::deque<Request> under_way[kDevicesMax];
+    uint64_t busy_until[kDevicesMax] = {};
+    uint64_t virtual_ns = 1, idle_polls = 0;
+    uint64_t requests = 0, posts = 0, registrations = 0, objects = 0, violations = 0, landed_late = 0,
+             dropped_late = 0, cqs = 0;
+    bool thread = false;
+};
+State* state_now = nullptr;
+
+uint64_t clock_ns(const State& s) {
+    if (s.script.is_virtual) return s.virtual_ns;
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+void read_script(State& s, const char* text) {
+    s.script = Script{};
+    for (int& mtu : s.script.mtu) mtu = 5;
+    std::fill_n(s.shared->down, kDevicesMax, false);
+    std::fill_n(s.shared->silent, kDevicesMax, false);
+    s.requests = s.posts = s.registrations = s.landed_late = s.dropped_late = 0;
+    s.wire.clear();
+    s.virtual_ns = 1;
+    std::fill_n(s.busy_until, kDevicesMax, 0);
+    std::istringstream words(text);
+    for (std::string word; words >> word;) {
+        std::string name = word.substr(0, word.find('='));
+        std::string value = word.find('=') == std::string::npos ? "" : word.substr(word.find('=') + 1);
+        uint64_t number = std::strtoull(value.c_str(), nullptr, 10);
+        size_t device = static_cast<size_t>(name.back() - '0') % kDevicesMax;
+        if (name == "devices")
+            s.script.no_kernel = value == "none", s.script.devices = static_cast<int>(number);
+        if (name == "ib") s.script.infiniband = true;
+        if (name == "virtual") s.script.is_virtual = true;
+        if (name == "relaxed") s.script.relaxed = true;
+        if (name == "gids") s.script.gids = value;
+        if (name.starts_with("mtu")) s.script.mtu[device] = static_cast<int>(number);
+        if (name.starts_with("down")) s.shared->down[device] = true;
+        if (name.starts_with("speed")) s.script.speed[device] = number;
+        if (name == "fail") s.script.fail[number] = std::atoi(value.substr(value.find(':') + 1).c_str());
+        if (name == "lost") s.script.lost.insert(number);
+        if (name == "late") s.script.late.insert(number);
+        if (name == "full") s.script.full.insert(number);
+        if (name == "nomem") s.script.no_memory.insert(number);
+        if (name == "nomem" && value.back() == '+') s.script.no_memory_from = number;
+    }
+}
+
+State& state() {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, [] {
+        auto* made = new State;
+        const char* path = std::getenv("MOONPOOL_SOFT_VERBS_FILE");
+        int fd = path == nullptr ? -1 : ::open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+        if (fd >= 0 && ::ftruncate(fd, sizeof(Shared)) != 0) std::abort();
+        void* at = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
+                          fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+        if (at == MAP_FAILED) std::abort();
+        made->shared = static_cast<Shared*>(at);
+        // The parent of a test's processes is the first here, before it starts another.
+        if (made->shared->ready == 0) {
+            pthread_mutexattr_t attr;
+            pthread_mutexattr_init(&attr);
+            pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
+            pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+            pthread_mutex_init(&made->shared->mutex, &attr);
+            made->shared->next_pair = 16;
+            made->shared->next_key = 1;
+            made->shared->ready = 1;
+        }
+        const char* script = std::getenv("MOONPOOL_SOFT_VERBS");
+        read_script(*made, script == nullptr ? "" : script);
+        for (int i = 0; i < kDevicesMax; ++i) {
+            std::snprintf(made->devices[i].name, sizeof(made->devices[i].name), "soft%d", i);
+            made->devices[i].index = i;
+        }
+        state_now = made;
+    });
+    return *state_now;
+}
+
+class Lock {
+   public:
+    explicit Lock(State& s) : s_(s) {
+        // Of a process that was killed: its pairs and keys stay, and no process answers behind them.
+        if (pthread_mutex_lock(&s.shared->mutex) == EOWNERDEAD) pthread_mutex_consistent(&s.shared->mutex);
+    }
+    ~Lock() { pthread_mutex_unlock(&s_.shared->mutex); }
+
+   private:
+    State& s_;
+};
+
+KeyRow* find_key(State& s, uint32_t key) {
+    size_t at = (key >> 8) % std::size(s.shared->keys);
+    KeyRow& row = s.shared->keys[at];
+    return row.used && row.key == key ? &row : nullptr;
+}
+PairRow* find_pair(State& s, uint32_t number) {
+    PairRow& row = s.shared->pairs[number % std::size(s.shared->pairs)];
+    return row.used && row.number == number ? &row : nullptr;
+}
+bool alive(pid_t pid) { return pid == ::getpid() || ::kill(pid, 0) == 0; }
+
+// Between this process and `pid`'s memory. Whether all of it was there.
+bool copy(pid_t pid, void* here, uint64_t there, size_t bytes, bool write) {
+    auto* other = reinterpret_cast<void*>(there);
+    if (pid == ::getpid()) {
+        OrderedByThePeer scope;
+        std::memmove(write ? other : here, write ? here : other, bytes);
+        return true;
+    }
+    iovec mine{here, bytes}, theirs{other, bytes};
+    ssize_t n = write ? ::process_vm_writev(pid, &mine, 1, &theirs, 1, 0)
+                      : ::process_vm_readv(pid, &mine, 1, &theirs, 1, 0);
+    return n == static_cast<ssize_t>(bytes);
+}
+
+void add_completion(State& s, SoftCq& cq, const Wc& wc) {
+    if (cq.done.size() >= static_cast<size_t>(cq.cqe)) {
+        ++s.violations;
+        std::fprintf(stderr, "soft_verbs: a completion queue overran\n");
+    }
+    cq.done.push_back(wc);
+    if (!cq.armed || cq.channel == nullptr) return;
+    cq.armed = false;
+    uint64_t one = 1;
+    (void)!::write(cq.channel->fd, &one, sizeof(one));
+}
+
+void complete(State& s, SoftQp& qp, const SendWr& wr, int status) {
+    if (status == 0 && !qp.all_signaled && (wr.send_flags & kSignaled) == 0) return;
+    Wc wc{};
+    wc.wr_id = wr.wr_id;
+    wc.status = status;
+    wc.qp_num = qp.qp_num;
+    add_completion(s, static_cast<SoftCq&>(*qp.send_cq), wc);
+    if (status == 0) qp.open = 0;  // in order: all before it are over, too
+}
+
+// What a target's NIC says to bytes that arrive.
+int land(State& s, uint32_t pair, uint32_t dest, uint32_t key, uint64_t address, void* bytes, size_t size,
+         bool write) {
+    PairRow* target = find_pair(s, dest);
+    bool answers = target != nullptr && (target->state == kReadyToReceive || target->state == kReadyToSend) &&
+                   target->dest == pair && alive(target->pid);
+    if (!answers) return kRetriesOver;
+    KeyRow* row = find_key(s, key);
+    int right = write ? kRemoteWrite : kRemoteRead;
+    bool inside = row != nullptr && row->pid == target->pid && (row->access & right) != 0 &&
+                  address >= row->address && size <= row->length &&
+                  address - row->address <= row->length - size;
+    if (!inside || !copy(target->pid, bytes, address, size, write)) return kRemoteAccess;
+    return 0;
+}
+
+bool land_late(State& s, InWire& late) {
+    return land(s, late.pair, late.dest, late.key, late.address, late.bytes.data(), late.bytes.size(),
+                true) == 0;
+}
+
+void flush_relaxed(State& s, uint32_t pair) {
+    for (size_t i = s.wire.size(); i-- > 0;) {
+        if (s.wire[i].pair != pair) continue;
+        (void)land_late(s, s.wire[i]);
+        s.wire.erase(s.wire.begin() + static_cast<long>(i));
+    }
+}
+
+void fail_pair(State& s, SoftQp& qp, const SendWr& wr, int status) {
+    qp.row->state = kError;
+    qp.state = kError;
+    complete(s, qp, wr, status);
+}
+
+void execute(State& s, Request& request) {
+    auto it = s.pairs.find(request.pair);
+    if (it == s.pairs.end()) return;  // the queue pair was destroyed
+    SoftQp& qp = *it->second;
+    SendWr& wr = request.wr;
+    if (qp.row->state == kError) return complete(s, qp, wr, kFlushed);
+    if (qp.lost || s.script.lost.contains(request.ordinal)) {
+        qp.lost = true;
+        return;
+    }
+    PairRow* target = find_pair(s, qp.row->dest);
+    bool silent = s.shared->down[qp.row->device] || s.shared->silent[qp.row->device] ||
+                  (target != nullptr && (s.shared->down[target->device] || s.shared->silent[target->device]));
+    if (silent) {  // as soft RoCE: no completion at all
+        qp.lost = true;
+        return;
+    }
+    if (auto fault = s.script.fail.find(request.ordinal); fault != s.script.fail.end()) {
+        return fail_pair(s, qp, wr, fault->second);
+    }
+    const Sge& sge = request.sge;
+    bool write = wr.opcode == kWrite;
+    char* local = request.inlined.empty() ? reinterpret_cast<char*>(sge.addr) : request.inlined.data();
+    KeyRow* own = find_key(s, sge.lkey);
+    bool sound = own != nullptr && own->pid == ::getpid() && sge.addr >= own->address &&
+                 sge.length <= own->length && sge.addr - own->address <= own->length - sge.length &&
+                 (write || (own->access & kLocalWrite) != 0);
+    if (request.inlined.empty() && !sound) return fail_pair(s, qp, wr, kLocalProtection);
+    const bool late = s.script.late.contains(request.ordinal);
+    if (write && (late || s.script.relaxed)) {
+        InWire left{qp.qp_num, qp.row->dest, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, {}};
+        {
+            OrderedByThePeer scope;
+            left.bytes.assign(local, local + sge.length);
+        }
+        s.wire.push_back(std::move(left));
+        if (late) return fail_pair(s, qp, wr, kRetriesOver);
+        return complete(s, qp, wr, 0);
+    }
+    if (!write) flush_relaxed(s, qp.qp_num);
+    int status =
+        land(s, qp.qp_num, qp.row->dest, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, local, sge.length, write);
+    if (status != 0) return fail_pair(s, qp, wr, status);
+    complete(s, qp, wr, 0);
+}
+
+// Executes what is due.
+void run_due(State& s, uint64_t now) {
+    for (auto& queue : s.under_way) {
+        while (!queue.empty() && queue.front().due_ns <= now) {
+            Request request = std::move(queue.front());
+            queue.pop_front();
+            execute(s, request);
+        }
+    }
+}
+
+uint64_t next_due(const State& s) {
+    uint64_t next = UINT64_MAX;
+    for (const auto& queue : s.under_way) {
+        if (!queue.empty()) next = std::min(next, queue.front().due_ns);
+    }
+    return next;
+}
+
+// Time passes when no caller has anything to do.
+void idle(State& s) {
+    if (!s.script.is_virtual || ++s.idle_polls < 2 * s.cqs + 2) return;
+    s.idle_polls = 0;
+    uint64_t next = next_due(s);
+    s.virtual_ns = next == UINT64_MAX ? s.virtual_ns + 100'000 : std::max(s.virtual_ns, next);
+    run_due(s, s.virtual_ns);
+}
+
+// Of devices with a speed, by the real clock.
+void run_nic() {
+    State& s = state();
+    for (;;) {
+        {
+            Lock lock(s);
+            if (!s.script.is_virtual) run_due(s, clock_ns(s));
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+
+int poll_cq(Cq* raw, int n, Wc* out) {
+    State& s = state();
+    Lock lock(s);
+    auto& cq = static_cast<SoftCq&>(*raw);
+    if (cq.done.empty()) idle(s);
+    int count = 0;
+    while (count < n && !cq.done.empty()) {
+        out[count++] = cq.done.front();
+        cq.done.pop_front();
+    }
+    if (count != 0) s.idle_polls = 0;
+    return count;
+}
+
+int req_notify_cq(Cq* raw, int) {
+    State& s = state();
+    Lock lock(s);
+    static_cast<SoftCq&>(*raw).armed = true;
+    return 0;
+}
+
+int post_send(Qp* raw, SendWr* wr, SendWr** bad) {
+    State& s = state();
+    Lock lock(s);
+    auto& qp = static_cast<SoftQp&>(*raw);
+    s.idle_polls = 0;
+    if (s.script.full.contains(++s.posts)) {
+        *bad = wr;
+        return ENOMEM;
+    }
+    for (; wr != nullptr; wr = wr->next) {
+        if (qp.row->state != kReadyToSend && qp.row->state != kError) {
+            *bad = wr;
+            return EINVAL;
+        }
+        if (++qp.open > qp.requests_max) {
+            *bad = wr;
+            return ENOMEM;
+        }
+        Request request{0, qp.qp_num, *wr, *wr->sg_list, {}, ++s.requests};
+        if ((wr->send_flags & kInline) != 0) {
+            const char* from = reinterpret_cast<const char*>(wr->sg_list->addr);
+            OrderedByThePeer scope;
+            request.inlined.assign(from, from + wr->sg_list->length);
+        }
+        int device = qp.row->device;
+        uint64_t speed = s.script.speed[device];
+        if (speed == 0 && s.under_way[device].empty()) {
+            execute(s, request);
+            continue;
+        }
+        uint64_t now = clock_ns(s);
+        s.busy_until[device] =
+            std::max(s.busy_until[device], now) + wr->sg_list->length * 1000 / std::max<uint64_t>(speed, 1);
+        request.due_ns = s.busy_until[device];
+        s.under_way[device].push_back(std::move(request));
+        if (!s.thread && !s.script.is_virtual) {
+            s.thread = true;
+            std::thread(run_nic).detach();
+        }
+    }
+    return 0;
+}
+
+Gid address_of(int device, const std::string& kind) {
+    Gid gid{};
+    if (kind == "v4") {
+        gid.raw[10] = gid.raw[11] = 0xff;
+        const uint8_t ip[] = {10, 8, static_cast<uint8_t>(device), 1};
+        std::memcpy(gid.raw + 12, ip, sizeof(ip));
+    } else if (kind == "v6") {
+        gid.raw[0] = 0xfd;
+        gid.raw[15] = static_cast<uint8_t>(device + 1);
+    } else {
+        gid.raw[0] = 0xfe;
+        gid.raw[1] = 0x80;
+        gid.raw[15] = static_cast<uint8_t>(device + 1);
+    }
+    return gid;
+}
+
+SoftContext& of(Context* context) { return static_cast<SoftContext&>(*context); }
+
+}  // namespace
+
+extern "C" {
+
+#pragma GCC diagnostic ignored "-Wmissing-declarations"
+
+Device** ibv_get_device_list(int* n) {
+    State& s = state();
+    Lock lock(s);
+    if (s.script.no_kernel) {
+        errno = ENOSYS;
+        return nullptr;
+    }
+    auto** list = static_cast<Device**>(std::calloc(kDevicesMax + 1, sizeof(Device*)));
+    for (int i = 0; i < s.script.devices; ++i) list[i] = reinterpret_cast<Device*>(&s.devices[i]);
+    *n = s.script.devices;
+    return list;
+}
+void ibv_free_device_list(Device** list) { std::free(list); }
+const char* ibv_get_device_name(Device* device) { return reinterpret_cast<SoftDevice*>(device)->name; }
+
+Context* ibv_open_device(Device* device) {
+    State& s = state();
+    Lock lock(s);
+    auto* context = new SoftContext{};
+    context->device = device;
+    context->index = reinterpret_cast<SoftDevice*>(device)->index;
+    context->ops.poll_cq = poll_cq;
+    context->ops.req_notify_cq = req_notify_cq;
+    context->ops.post_send = post_send;
+    context->cmd_fd = ::eventfd(0, EFD_CLOEXEC);
+    context->async_fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    context->num_comp_vectors = 1;
+    s.contexts.push_back(context);
+    ++s.objects;
+    return context;
+}
+int ibv_close_device(Context* context) {
+    State& s = state();
+    Lock lock(s);
+    if (of(context).objects != 0) {
+        ++s.violations;
+        return EBUSY;
+    }
+    std::erase(s.contexts, &of(context));
+    ::close(context->cmd_fd);
+    ::close(context->async_fd);
+    delete &of(context);
+    --s.objects;
+    return 0;
+}
+int ibv_query_device(Context*, DeviceAttr* out) {
+    out->max_qp = 4096;
+    out->max_qp_wr = 8192;
+    out->max_qp_rd_atom = out->max_qp_init_rd_atom = 16;
+    out->ports = 1;
+    return 0;
+}
+int ibv_query_port(Context* context, uint8_t, PortAttr* out) {
+    State& s = state();
+    Lock lock(s);
+    int index = of(context).index;
+    out->state = s.shared->down[index] ? 1 : kPortActive;
+    out->max_mtu = 5;
+    out->active_mtu = s.script.mtu[index];
+    out->gid_tbl_len = 8;
+    out->lid = s.script.infiniband ? static_cast<uint16_t>(index + 1) : 0;
+    out->link_layer = s.script.infiniband ? kInfiniBand : 2;
+    out->active_width = 2;
+    out->active_speed = 32;
+    return 0;
+}
+int _ibv_query_gid_ex(Context* context, uint32_t, uint32_t index, GidEntry* out, uint32_t, size_t) {
+    State& s = state();
+    Lock lock(s);
+    int device = of(context).index;
+    const std::string& kind = s.script.gids;
+    *out = {};
+    out->index = index;
+    out->type = 2;
+    if (s.script.infiniband && index == 0) {
+        out->type = 0;
+        out->gid = address_of(device, "v6");
+        return 0;
+    }
+    if (kind == "none") return ENODATA;
+    if (index == 0) {
+        out->gid = address_of(device, "local");
+        out->type = 1;
+        return 0;
+    }
+    if (kind == "v1") return ENODATA;
+    if (index == 2) out->gid = address_of(device, "local");
+    if (index == 3) out->gid = address_of(device, kind);
+    return index == 2 || index == 3 ? 0 : ENODATA;  // 1 is a hole
+}
+int ibv_query_gid(Context* context, uint8_t port, int index, Gid* out) {
+    GidEntry entry;
+    int code = _ibv_query_gid_ex(context, port, static_cast<uint32_t>(index), &entry, 0, sizeof(entry));
+    *out = entry.gid;
+    return code;
+}
+
+Pd* ibv_alloc_pd(Context* context) {
+    State& s = state();
+    Lock lock(s);
+    ++of(context).objects;
+    ++s.objects;
+    return new Pd{context, 1};
+}
+int ibv_dealloc_pd(Pd* pd) {
+    State& s = state();
+    Lock lock(s);
+    --of(pd->context).objects;
+    --s.objects;
+    delete pd;
+    return 0;
+}
+
+Mr* ibv_reg_mr_iova2(Pd* pd, void* at, size_t bytes, uint64_t, unsigned access) {
+    State& s = state();
+    Lock lock(s);
+    ++s.registrations;
+    if (s.script.no_memory.contains(s.registrations) || s.registrations >= s.script.no_memory_from) {
+        errno = ENOMEM;
+        return nullptr;
+    }
+    uint32_t number = s.shared->next_key;
+    while (s.shared->keys[number % std::size(s.shared->keys)].used) ++number;
+    s.shared->next_key = (number + 1) & 0xffffff;
+    KeyRow& row = s.shared->keys[number % std::size(s.shared->keys)];
+    row = {true, ::getpid(), number << 8, static_cast<int>(access), reinterpret_cast<uint64_t>(at), bytes};
+    ++of(pd->context).objects;
+    ++s.objects;
+    return new Mr{pd->context, pd, at, bytes, number, row.key, row.key};
+}
+Mr* ibv_reg_mr(Pd* pd, void* at, size_t bytes, int access) {
+    return ibv_reg_mr_iova2(pd, at, bytes, 0, static_cast<unsigned>(access));
+}
+int ibv_dereg_mr(Mr* mr) {
+    State& s = state();
+    Lock lock(s);
+    if (KeyRow* row = find_key(s, mr->lkey)) row->used = false;
+    --of(mr->context).objects;
+    --s.objects;
+    delete mr;
+    return 0;
+}
+
+Channel* ibv_create_comp_channel(Context* context) {
+    State& s = state();
+    Lock lock(s);
+    ++of(context).objects;
+    ++s.objects;
+    auto* channel = new SoftChannel{};
+    channel->context = context;
+    channel->fd = ::eventfd(0, EFD_CLOEXEC);
+    return channel;
+}
+int ibv_destroy_comp_channel(Channel* channel) {
+    State& s = state();
+    Lock lock(s);
+    --of(channel->context).objects;
+    --s.objects;
+    ::close(channel->fd);
+    delete static_cast<SoftChannel*>(channel);
+    return 0;
+}
+Cq* ibv_create_cq(Context* context, int entries, void* user, Channel* channel, int) {
+    State& s = state();
+    Lock lock(s);
+    auto* cq = new SoftCq{};
+    cq->context = context;
+    cq->channel = channel;
+    cq->cq_context = user;
+    cq->cqe = entries;
+    ++of(context).objects;
+    ++s.objects;
+    if (channel != nullptr) ++s.cqs;
+    return cq;
+}
+int ibv_destroy_cq(Cq* raw) {
+    State& s = state();
+    Lock lock(s);
+    auto* cq = static_cast<SoftCq*>(raw);
+    if (cq->pairs != 0) {
+        ++s.violations;
+        return EBUSY;
+    }
+    if (cq->channel != nullptr) --s.cqs;
+    --of(cq->context).objects;
+    --s.objects;
+    delete cq;
+    return 0;
+}
+int ibv_get_cq_event(Channel* channel, Cq** cq, void** user) {
+    uint64_t n;
+    if (::read(channel->fd, &n, sizeof(n)) != sizeof(n)) return -1;
+    *cq = nullptr;
+    *user = nullptr;
+    return 0;
+}
+void ibv_ack_cq_events(Cq*, unsigned) {}
+
+Qp* ibv_create_qp(Pd* pd, QpInit* init) {
+    State& s = state();
+    Lock lock(s);
+    uint32_t number = s.shared->next_pair, tried = 0;
+    while (s.shared->pairs[number % std::size(s.shared->pairs)].used) {
+        if (++tried == std::size(s.shared->pairs)) {
+            errno = ENOMEM;
+            return nullptr;
+        }
+        ++number;
+    }
+    s.shared->next_pair = number + 1;
+    auto* qp = new SoftQp{};
+    qp->context = pd->context;
+    qp->pd = pd;
+    qp->send_cq = init->send_cq;
+    qp->recv_cq = init->recv_cq;
+    qp->qp_num = number;
+    qp->all_signaled = init->sq_sig_all != 0;
+    qp->requests_max = init->cap.max_send_wr;
+    qp->row = &s.shared->pairs[number % std::size(s.shared->pairs)];
+    *qp->row = {};
+    qp->row->used = true;
+    qp->row->pid = ::getpid();
+    qp->row->number = number;
+    qp->row->device = of(pd->context).index;
+    s.pairs[number] = qp;
+    ++static_cast<SoftCq*>(init->send_cq)->pairs;
+    ++of(pd->context).objects;
+    ++s.objects;
+    return qp;
+}
+int ibv_modify_qp(Qp* raw, QpAttr* attr, int fields) {
+    State& s = state();
+    Lock lock(s);
+    auto* qp = static_cast<SoftQp*>(raw);
+    if (attr->qp_state == kReadyToReceive) {
+        if ((fields & kDest) == 0 || qp->row->state != kInit) return EINVAL;
+        if (attr->path_mtu < 1 || attr->path_mtu > s.script.mtu[qp->row->device]) return EINVAL;
+        // A GID that no port has is looked for, and not found.
+        bool known = s.script.infiniband;
+        for (int i = 0; i < kDevicesMax && !known; ++i) {
+            Gid gid = address_of(i, s.script.gids);
+            known = std::memcmp(gid.raw, attr->ah_attr.grh.dgid.raw, sizeof(gid.raw)) == 0;
+        }
+        if (!known) return ETIMEDOUT;
+        qp->row->dest = attr->dest_qp_num;
+    }
+    if (attr->qp_state == kReadyToSend && qp->row->state != kReadyToReceive) return EINVAL;
+    if (attr->qp_state == kReadyToSend && attr->retry_cnt > 6) ++s.violations;  // for ever, to soft RoCE
+    qp->state = qp->row->state = attr->qp_state;
+    if (attr->qp_state == kReset) qp->lost = false;
+    return 0;
+}
+int ibv_destroy_qp(Qp* raw) {
+    State& s = state();
+    Lock lock(s);
+    auto* qp = static_cast<SoftQp*>(raw);
+    for (auto& queue : s.under_way) {
+        std::erase_if(queue, [&](const Request& request) { return request.pair == qp->qp_num; });
+    }
+    auto& cq = static_cast<SoftCq&>(*qp->send_cq);
+    --cq.pairs;
+    s.pairs.erase(qp->qp_num);
+    qp->row->used = false;
+    --of(qp->context).objects;
+    --s.objects;
+    delete qp;
+    return 0;
+}
+
+int ibv_get_async_event(Context* context, AsyncEvent* out) {
+    State& s = state();
+    Lock lock(s);
+    SoftContext& soft = of(context);
+    if (soft.events.empty()) {
+        uint64_t n;
+        (void)!::read(context->async_fd, &n, sizeof(n));
+        errno = EAGAIN;
+        return -1;
+    }
+    *out = soft.events.front();
+    soft.events.pop_front();
+    return 0;
+}
+void ibv_ack_async_event(AsyncEvent*) {}
+const char* ibv_wc_status_str(int status) {
+    static const char* const kTexts[] = {"success",
+                                         "local length error",
+                                         "local QP operation error",
+                                         "local EE context operation error",
+                                         "local protection error",
+                                         "Work Request Flushed Error",
+                                         "memory management operation error",
+                                         "bad response error",
+                                         "local access error",
+                                         "remote invalid request error",
+                                         "remote access error",
+                                         "remote operation error",
+                                         "transport retry counter exceeded",
+                                         "RNR retry counter exceeded"};
+    return status >= 0 && status < 14 ? kTexts[status] : "unknown";
+}
+int ibv_fork_init() { return 0; }
+int ibv_is_fork_initialized() { return 2; }
+
+// ---- controls
+
+void soft_verbs_script(const char* script) {
+    State& s = state();
+    Lock lock(s);
+    read_script(s, script);
+}
+void soft_verbs_port(int device, int up) {
+    State& s = state();
+    Lock lock(s);
+    s.shared->down[device] = up == 0;
+    for (SoftContext* context : s.contexts) {
+        if (context->index != device) continue;
+        AsyncEvent event{reinterpret_cast<void*>(uintptr_t{1}), up != 0 ? kEventPortActive : kEventPortError};
+        context->events.push_back(event);
+        uint64_t one = 1;
+        (void)!::write(context->async_fd, &one, sizeof(one));
+    }
+}
+void soft_verbs_silent(int device, int silent) {
+    State& s = state();
+    Lock lock(s);
+    s.shared->silent[device] = silent != 0;
+}
+int soft_verbs_release() {
+    State& s = state();
+    Lock lock(s);
+    int landed = 0;
+    for (InWire& late : s.wire) {
+        if (land_late(s, late)) {
+            ++landed;
+            ++s.landed_late;
+        } else {
+            ++s.dropped_late;
+        }
+    }
+    s.wire.clear();
+    return landed;
+}
+uint64_t soft_verbs_count(const char* what) {
+    State& s = state();
+    Lock lock(s);
+    std::string name = what;
+    return name == "objects"         ? s.objects
+           : name == "violations"    ? s.violations
+           : name == "requests"      ? s.requests
+           : name == "posts"         ? s.posts
+           : name == "registrations" ? s.registrations
+           : name == "pairs"         ? s.pairs.size()
+           : name == "in_wire"       ? s.wire.size()
+           : name == "dropped_late"  ? s.dropped_late
+                                     : s.landed_late;
+}
+uint64_t soft_verbs_now() {
+    State& s = state();
+    Lock lock(s);
+    return clock_ns(s);
+}
+
+}  // extern "C"

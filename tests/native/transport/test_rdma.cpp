@@ -1,0 +1,383 @@
+// RDMA over the software libibverbs: what it says of hosts without NICs, and what becomes of transfers when
+// requests fail, vanish, arrive late, when queues are full, memory gets no key, ports go down. That bytes
+// arrive at all is the conformance suite's.
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "bed.hpp"
+#include "transport/rdma/messages.hpp"
+
+using namespace moonpool;
+using namespace moonpool::testing;
+using namespace moonpool::transport::rdma;
+
+namespace {
+
+constexpr size_t kMiB = 1u << 20;
+
+std::string why_not(const EngineOptions& options) {
+    std::shared_ptr<Engine> engine = make_engine(options);
+    for (auto& [name, why] : engine->transports()) {
+        if (name == "rdma") return why;
+    }
+    return "not in the registry";
+}
+
+// Two engines of which the first has these transports, each with memory of random bytes.
+struct Nodes {
+    explicit Nodes(std::vector<std::string> transports, size_t size = 4 * kMiB,
+                   const std::function<void(EngineOptions&)>& change = nullptr)
+        : pair(options("here", transports, change), options("there", {}, change)),
+          mine(*pair.here, size, MemoryKind::kHost),
+          theirs(*pair.there, size, MemoryKind::kHostArena) {
+        Random random(901);
+        mine.fill(random);
+        theirs.fill(random);
+    }
+    static EngineOptions options(const char* name, const std::vector<std::string>& transports,
+                                 const std::function<void(EngineOptions&)>& change) {
+        EngineOptions made = engine_options(name, "");
+        if (!transports.empty()) made.transports = transports;
+        if (change) change(made);
+        return made;
+    }
+    uint64_t moved_by(const std::string& transport) {
+        return metric(*pair.here, transport + "_write_bytes_total") +
+               metric(*pair.here, transport + "_read_bytes_total");
+    }
+    // The memory has its keys: what comes goes by RDMA.
+    void warm_up() {
+        for (size_t at = 0; at < mine.size(); at += kMiB) {
+            for (uint64_t before = moved_by("rdma"); moved_by("rdma") == before;) {
+                REQUIRE(
+                    pair.transfer({{mine.address() + at, theirs.address() + at, 1, Direction::kRead}}).ok());
+            }
+        }
+    }
+    // Writes to the first half and reads to the second, and what both sides have afterwards.
+    void check_transfer(Random& random) {
+        size_t half = mine.size() / 2;
+        std::vector<std::byte> a = mine.bytes(), b = theirs.bytes();
+        std::vector<Slice> slices;
+        for (size_t at = 0; at < half;) {
+            size_t n = std::min<size_t>(half - at,
+                                        random.one_in(3) ? random.between(1, kMiB) : random.between(1, 5000));
+            bool write = random.one_in(2);
+            size_t from = at + (write ? 0 : half);
+            slices.push_back({mine.address() + from, theirs.address() + from, n,
+                              write ? Direction::kWrite : Direction::kRead});
+            std::memcpy(write ? &b[from] : &a[from], write ? &a[from] : &b[from], n);
+            at += n;
+        }
+        Result<uint64_t> moved = pair.transfer(slices);
+        REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+        REQUIRE(mine.bytes() == a);
+        REQUIRE(theirs.bytes() == b);
+    }
+
+    Pair pair;
+    Memory mine, theirs;
+};
+
+}  // namespace
+
+TEST_CASE("rdma: a host without it says why in one sentence, and the engine works") {
+    struct Host {
+        const char* script;
+        std::vector<const char*> says;
+    };
+    for (const Host& host :
+         std::vector<Host>{{"devices=none", {"finds no RDMA device", "Function not implemented"}},
+                           {"devices=0", {"finds no RDMA device"}},
+                           {"down0 down1", {"soft0:1 is not active", "soft1:1 is not active"}},
+                           {"gids=none devices=1", {"soft0:1 has no GID of use"}},
+                           {"gids=v1 devices=1",
+                            {"has no GID of use: GID 0 (fe80::1) is RoCE v1, which no router forwards"}}}) {
+        CAPTURE(host.script);
+        VerbsBed bed(host.script);
+        std::string why = why_not(engine_options("asked", ""));
+        for (const char* text : host.says) CHECK_MESSAGE(why.find(text) != std::string::npos, why);
+        Nodes nodes({"rdma", "tcp"}, kMiB);
+        Random random(902);
+        nodes.check_transfer(random);
+        CHECK(nodes.moved_by("rdma") == 0);
+    }
+    VerbsBed bed;
+    EngineOptions options = engine_options("asked", "");
+    options.rdma.library = "no-such-libibverbs.so.1";
+    CHECK(why_not(options).find("there is no libibverbs here (no-such-libibverbs.so.1") == 0);
+    options.rdma.library = soft_library();  // of something else
+    CHECK(why_not(options).find("libsoftcuda.so lacks ibv_get_device_list") != std::string::npos);
+    CHECK(why_not(engine_options("asked", "")).empty());
+    Result<const Verbs*> none = open_verbs("");
+    if (!none.ok()) CHECK(none.error().text.find("this host has no RDMA device") == 0);
+}
+
+TEST_CASE("rdma: an address of a port is IPv4 before IPv6, and the others keep their reasons") {
+    const Verbs& verbs = **open_verbs(soft_verbs_library());
+    {
+        VerbsBed bed("devices=1 mtu0=3");
+        Result<Nics> nics = open_nics(verbs);
+        REQUIRE(nics.ok());
+        REQUIRE(nics->ports.size() == 1);
+        const Port& port = *nics->ports[0];
+        CHECK(port.text() == "soft0:1 10.8.0.1");
+        CHECK(port.gid_index == 3);
+        CHECK(port.address.mtu == 3);
+        CHECK(port.gbit_s == 100);
+        CHECK(
+            port.rejected ==
+            "GID 0 (fe80::1) is RoCE v1, which no router forwards; GID 2 (fe80::1) comes behind another one");
+    }
+    for (const char* script : {"ib devices=1", "gids=v6", "gids=v4 devices=3 mtu0=1 mtu1=3"}) {
+        CAPTURE(script);
+        VerbsBed bed(script);
+        Nodes nodes({"rdma"});
+        Random random(903);
+        nodes.check_transfer(random);
+        CHECK(nodes.moved_by("rdma") != 0);
+    }
+}
+
+TEST_CASE("rdma: each status at each request costs no byte, with another path and without") {
+    Random random(904);
+    for (const std::vector<std::string>& transports :
+         std::vector<std::vector<std::string>>{{"rdma"}, {"rdma", "tcp"}}) {
+        for (int status : {1, 2, 4, 5, 9, 10, 11, 12, 13}) {
+            CAPTURE(status);
+            VerbsBed bed("devices=1");
+            Nodes nodes(transports, kMiB);
+            nodes.warm_up();
+            for (uint64_t at : {1, 2, 7, 20}) {
+                CAPTURE(at);
+                soft_verbs().soft_verbs_script(
+                    ("devices=1 fail=" + std::to_string(at) + ":" + std::to_string(status)).c_str());
+                nodes.check_transfer(random);
+            }
+        }
+    }
+}
+
+TEST_CASE("rdma: what a dead queue pair has sent never lands over newer bytes") {
+    for (const char* path : {"", "tcp"}) {
+        VerbsBed bed("devices=1");
+        Nodes nodes(*path == 0 ? std::vector<std::string>{"rdma"} : std::vector<std::string>{"rdma", path});
+        nodes.warm_up();
+        for (int at = 1; at <= 4; ++at) {
+            std::memset(nodes.mine.data(), 0x11, nodes.mine.size());
+            soft_verbs().soft_verbs_script(("devices=1 late=" + std::to_string(at)).c_str());
+            std::vector<Slice> slices;
+            for (size_t i = 0; i < 4; ++i) {
+                slices.push_back({nodes.mine.address() + i * kMiB, nodes.theirs.address() + i * kMiB, 100'000,
+                                  Direction::kWrite});
+            }
+            REQUIRE(nodes.pair.transfer(slices).ok());
+            REQUIRE(VerbsBed::count("in_wire") == 1);
+            CHECK(nodes.theirs.data()[50] == std::byte{0x11});
+            std::memset(nodes.theirs.data(), 0x22, nodes.theirs.size());  // its owner, told that all is there
+            CHECK(soft_verbs().soft_verbs_release() == 0);
+            CHECK(VerbsBed::count("dropped_late") == 1);
+            CHECK(std::ranges::count(nodes.theirs.bytes(), std::byte{0x22}) ==
+                  static_cast<long>(nodes.theirs.size()));
+            soft_verbs().soft_verbs_script("devices=1");
+            if (*path != 0) break;  // the rail is left alone for a while
+        }
+    }
+}
+
+TEST_CASE(
+    "rdma: a request that never completes, a full queue, and one that is taken in part go another way") {
+    Random random(905);
+    for (const char* fault : {"lost=1", "lost=3", "full=1", "full=2"}) {
+        CAPTURE(fault);
+        VerbsBed bed("devices=1");
+        Nodes nodes({"rdma", "tcp"}, 4 * kMiB, [](EngineOptions& options) { options.rdma.silence_ms = 200; });
+        nodes.warm_up();
+        uint64_t before = nodes.moved_by("tcp");
+        soft_verbs().soft_verbs_script((std::string("devices=1 ") + fault).c_str());
+        nodes.check_transfer(random);
+        CHECK(nodes.moved_by("tcp") > before);
+        nodes.check_transfer(random);  // the rail waits, TCP carries it
+    }
+}
+
+TEST_CASE("rdma: memory that the NIC does not take is reached by other paths, and the reason is told") {
+    VerbsBed bed("devices=1 nomem=1+");
+    {
+        Nodes nodes({"rdma", "tcp"});
+        Random random(906);
+        nodes.check_transfer(random);
+        CHECK(nodes.moved_by("rdma") == 0);
+        CHECK(nodes.moved_by("tcp") == 2 * kMiB);
+    }
+    Nodes alone({"rdma"});
+    Result<uint64_t> moved =
+        alone.pair.transfer({{alone.mine.address(), alone.theirs.address(), 4096, Direction::kRead}});
+    REQUIRE_FALSE(moved.ok());
+    CHECK(moved.error().code == Code::kUnavailable);
+    CHECK_MESSAGE(moved.error().text.find("ulimit -l") != std::string::npos, moved.error().text);
+    // One chunk of many.
+    soft_verbs().soft_verbs_script("devices=1 nomem=3 nomem=7");
+    Nodes holes({"rdma", "tcp"});
+    Random random(907);
+    for (int round = 0; round < 4; ++round) holes.check_transfer(random);
+    CHECK(holes.moved_by("rdma") != 0);
+}
+
+TEST_CASE("rdma: a port that goes down costs nothing while another is up, and TCP carries on without any") {
+    VerbsBed bed("devices=2 speed0=2000 speed1=2000");
+    Nodes nodes({"rdma", "tcp"}, 16 * kMiB, [](EngineOptions& options) { options.rdma.silence_ms = 300; });
+    nodes.warm_up();
+    Random random(908);
+    for (int round = 0; round < 3; ++round) {
+        std::atomic<bool> over{false};
+        std::thread breaker([&] {
+            while (!over && VerbsBed::count("requests") < 200u * (static_cast<unsigned>(round) + 1))
+                std::this_thread::yield();
+            soft_verbs().soft_verbs_port(round == 1 ? 1 : 0, 0);
+            if (round == 2) soft_verbs().soft_verbs_port(1, 0);
+        });
+        nodes.check_transfer(random);
+        over = true;
+        breaker.join();
+        nodes.check_transfer(random);
+        soft_verbs().soft_verbs_port(0, 1);
+        soft_verbs().soft_verbs_port(1, 1);
+    }
+}
+
+TEST_CASE("rdma: rails carry what they are fast enough for") {
+    VerbsBed bed("devices=3 virtual speed0=100 speed1=200 speed2=400");
+    Nodes nodes({"rdma"}, 16 * kMiB, [](EngineOptions& options) {
+        options.rdma.clock_ns = soft_verbs().soft_verbs_now;
+        options.rdma.window_bytes = 256u << 10;
+        options.rdma.piece_bytes = 64u << 10;
+    });
+    nodes.warm_up();
+    Random random(911);
+    nodes.check_transfer(random);  // connects them all
+    for (Direction direction : {Direction::kWrite, Direction::kRead}) {
+        std::vector<Slice> slices = {
+            {nodes.mine.address(), nodes.theirs.address(), nodes.mine.size(), direction}};
+        uint64_t before = soft_verbs().soft_verbs_now();
+        REQUIRE(nodes.pair.transfer(slices).ok());
+        auto taken_us = static_cast<double>(soft_verbs().soft_verbs_now() - before) / 1e3;
+        CHECK(nodes.mine.bytes() == nodes.theirs.bytes());
+        double share = static_cast<double>(nodes.mine.size()) / 700 / taken_us;  // of the rails' sum
+        MESSAGE("16 MiB over rails of 1:2:4: " << share << " of their sum");
+        CHECK(share > 0.9);  // by the stub's clock
+    }
+}
+
+TEST_CASE("rdma: a rail that falls silent is left within 50 ms of the stub's clock") {
+    VerbsBed bed("devices=2 virtual speed0=1000 speed1=1000");
+    Nodes nodes({"rdma"}, 16 * kMiB, [](EngineOptions& options) {
+        options.rdma.clock_ns = soft_verbs().soft_verbs_now;
+        options.rdma.silence_ms = 30;
+    });
+    nodes.warm_up();
+    soft_verbs().soft_verbs_silent(0, 1);
+    uint64_t before = soft_verbs().soft_verbs_now();
+    std::vector<Slice> slices = {
+        {nodes.mine.address(), nodes.theirs.address(), nodes.mine.size(), Direction::kWrite}};
+    REQUIRE(nodes.pair.transfer(slices).ok());
+    CHECK(nodes.mine.bytes() == nodes.theirs.bytes());
+    auto taken_us = static_cast<double>(soft_verbs().soft_verbs_now() - before) / 1e3;
+    MESSAGE("16 MiB, one rail silent from the start: " << taken_us / 1e3
+                                                       << " ms, of which 16.8 ms on the other rail");
+    CHECK(taken_us < 16'800 + 50'000);
+}
+
+TEST_CASE("rdma: a peer in another process is read and written, and its death ends transfers") {
+#if !defined(__SANITIZE_THREAD__)
+    VerbsBed bed("devices=2");
+    for (bool killed : {false, true}) {
+        CAPTURE(killed);
+        int told[2], ends[2];
+        REQUIRE(::pipe(told) == 0);
+        REQUIRE(::pipe(ends) == 0);
+        pid_t child = ::fork();
+        if (child == 0) {
+            ::close(ends[1]);
+            std::shared_ptr<Engine> engine = *Engine::create(engine_options("there", ""));
+            auto memory = *engine->allocate(8 * kMiB, "");
+            std::memset(memory->data(), 0x33, 8 * kMiB);
+            std::string line = engine->addresses().front() + " " +
+                               std::to_string(reinterpret_cast<uint64_t>(memory->data())) + "\n";
+            (void)!::write(told[1], line.data(), line.size());
+            char end;
+            (void)!::read(ends[0], &end, 1);
+            (void)engine->close();
+            ::_exit(0);
+        }
+        char line[128] = {};
+        REQUIRE(::read(told[0], line, sizeof(line) - 1) > 0);
+        std::string text = line;
+        uint64_t remote = std::stoull(text.substr(text.find(' ') + 1));
+        EngineOptions options = engine_options("here", "rdma");
+        options.timeout_ms = 3000;
+        std::shared_ptr<Engine> here = make_engine(options);
+        uint32_t segment = *here->open(text.substr(0, text.find(' ')));
+        {
+            Memory mine(*here, 8 * kMiB, MemoryKind::kHost);
+            auto transfer = [&](Direction direction, size_t at, size_t bytes) {
+                std::vector<Slice> slices = {{mine.address() + at, remote + at, bytes, direction}};
+                TransferRequest request;
+                request.segments = {&segment, 1};
+                request.slices = slices;
+                return here->transfer(request);
+            };
+            Result<uint64_t> read = transfer(Direction::kRead, 0, 4 * kMiB);
+            REQUIRE_MESSAGE(read.ok(), (read.ok() ? "" : read.error().text));
+            CHECK(std::ranges::count(mine.bytes(), std::byte{0x33}) == 4 * kMiB);
+            std::memset(mine.data(), 0x44, 8 * kMiB);
+            REQUIRE(transfer(Direction::kWrite, 4 * kMiB, 4 * kMiB).ok());
+            std::memset(mine.data(), 0, 8 * kMiB);
+            REQUIRE(transfer(Direction::kRead, 0, 8 * kMiB).ok());
+            CHECK(std::ranges::count(mine.bytes(), std::byte{0x33}) == 4 * kMiB);
+            CHECK(std::ranges::count(mine.bytes(), std::byte{0x44}) == 4 * kMiB);
+            if (killed) {
+                ::kill(child, SIGKILL);
+                ::waitpid(child, nullptr, 0);
+                Result<uint64_t> dead = transfer(Direction::kWrite, 0, kMiB);
+                REQUIRE_FALSE(dead.ok());
+                CHECK(dead.error().code == Code::kUnavailable);
+            }
+        }
+        ::close(ends[1]);
+        if (!killed) ::waitpid(child, nullptr, 0);
+        for (int fd : {told[0], told[1], ends[0]}) ::close(fd);
+    }
+#endif
+}
+
+TEST_CASE("rdma: offers, keys and endpoints of liars are refused") {
+    Random random(909);
+    VerbsBed bed("devices=2");
+    {
+        std::vector<std::byte> offer = encode_offer((*open_nics(**open_verbs(soft_verbs_library()))).ports);
+        REQUIRE(decode_offer(offer).has_value());
+        for (size_t size = 0; size < offer.size(); ++size) {
+            CHECK_FALSE(decode_offer(std::span(offer).first(size)).has_value());
+        }
+        for (int round = 0; round < 2000; ++round) {
+            std::vector<std::byte> bytes(random.below(200));
+            for (std::byte& byte : bytes)
+                byte = std::byte(random.one_in(3) ? random.below(256) : random.below(3));
+            (void)decode_offer(bytes);
+            if (auto rows = decode_keys(Reader(bytes))) {
+                for (const RemoteRegion& row : *rows) CHECK(row.keys.size() <= bytes.size());
+            }
+            Reader r(bytes);
+            (void)decode_endpoint(r);
+        }
+    }
+    Nodes nodes({"rdma"}, kMiB);
+    Random other(910);
+    nodes.check_transfer(other);
+    CHECK(metric(*nodes.pair.there, "protocol_errors_total") == 0);
+}
