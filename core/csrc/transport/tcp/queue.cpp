@@ -159,7 +159,7 @@ bool Queue::take_pieces(Task& task, Frame& frame, uint64_t room) {
         return false;
     }
     // A slice that was refused or whose region is gone needs nothing more, however much of it was asked for.
-    auto is_wanted = [&](uint32_t slice) {
+    auto is_wanted = [&](uint32_t slice) REQUIRES(mutex_) {
         if (!job.is_waiting(slice)) return false;
         if (!job.locals[slice]->closing()) return true;
         fail_slice(task, slice, Error{Code::kInvalidArgument, "the local region was deregistered"});
