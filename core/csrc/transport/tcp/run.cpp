@@ -41,9 +41,9 @@ constexpr uint64_t kSilentNs = 200000000;  // of a connection to which others ar
 constexpr size_t kAnswerStepBytes = 256u << 10;
 
 // Where bytes go that no task wants any more.
-constexpr size_t kScratchBytes = 65536;
+constexpr size_t kNowhereBytes = 65536;
 std::byte* nowhere() {
-    static thread_local std::byte bytes[kScratchBytes];
+    static thread_local std::byte bytes[kNowhereBytes];
     return bytes;
 }
 
@@ -259,7 +259,7 @@ ssize_t Run::receive_payload(Frame& frame) {
         }
         uint64_t left = piece.length - skip;
         if (frame.task == nullptr || piece.lost) {
-            parts[count] = {nowhere(), std::min<uint64_t>(left, kScratchBytes)};
+            parts[count] = {nowhere(), std::min<uint64_t>(left, kNowhereBytes)};
         }
         if (parts[count++].iov_len != left) break;
         skip = 0;

@@ -21,7 +21,7 @@ namespace moonpool::transport::tcp {
 namespace {
 
 constexpr int kCheckMs = 50;
-constexpr int kRoundsMax = 16;  // then it is the turn of others of this loop
+constexpr int kTurnStepsMax = 16;  // then it is the turn of others of this loop
 
 // How long a caller polls for a small answer before it sleeps: a sleeping thread in a virtual machine is
 // woken in 20-50 us, several times what the peer needs to answer.
@@ -168,7 +168,7 @@ bool Stream::on_tick(uint64_t) {
 // False: the loop does not drive it any more.
 bool Stream::go() {
     std::shared_ptr<Link> link = link_;  // it may let go of it
-    for (int round = 0; round < kRoundsMax; ++round) {
+    for (int round = 0; round < kTurnStepsMax; ++round) {
         Run::Step step = run_->step();
         if (run_->wants_help()) link->wake(Link::Spread::kForHelp);
         if (queue_.closed() || step == Run::Step::kFailed) {
