@@ -109,7 +109,7 @@ void Peer::post_to(size_t route, std::shared_ptr<Job> job, Outcome outcome, Fini
     Link::Finished callback = std::move(next);
     if (!is_staged(*link, *job) && link->post(job, callback)) return;
     bool background = job->background;
-    bool only_copies = link->runs_on_caller();
+    bool only_copies = link->runs_on_caller(*job);
     auto carries = [link, job = std::move(job), callback]() mutable {
         Status status = carry(*link, *job);
         callback(std::move(job), std::move(status));

@@ -99,7 +99,7 @@ class Link {
 
     // Whether run() only copies, without waiting for the peer: then a small job is done at once on the thread
     // that submits it.
-    virtual bool runs_on_caller() const = 0;
+    virtual bool runs_on_caller(const Job& job) const = 0;
 
     // Carries the job on the calling thread, until no slice is waiting or this path can do no more; then the
     // error says why.

@@ -119,7 +119,7 @@ class LateLink final : public transport::Link {
     bool reaches(MemoryKind kind, std::string* why) const override {
         return transport::reached_by_cpu(kind, why);
     }
-    bool runs_on_caller() const override { return false; }
+    bool runs_on_caller(const Job&) const override { return false; }
     Status run(Job&) override { return Error{Code::kUnavailable, "it only posts"}; }
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override {
         auto held = std::make_unique<Operation>(job->regions);

@@ -29,7 +29,7 @@ class Link final : public transport::Link {
     bool reaches(MemoryKind kind, std::string* why) const override;
     bool reaches_nothing() const override;
     bool copies_by_card() const override { return true; }
-    bool runs_on_caller() const override { return false; }  // it waits for a card
+    bool runs_on_caller(const Job&) const override { return false; }  // it waits for a card
     Status run(Job& job) override;
 
    private:

@@ -23,7 +23,7 @@ class Link final : public transport::Link {
     bool reaches(MemoryKind kind, std::string* why) const override;
     bool copies_by_card() const override { return true; }
     bool is_for_cards() const override { return true; }
-    bool runs_on_caller() const override { return false; }
+    bool runs_on_caller(const Job&) const override { return false; }
     Status run(Job& job) override;
     void close() override { closed_ = true; }
 

@@ -16,7 +16,7 @@ class Link final : public transport::Link {
 
     std::string path() const override { return "file " + served_->file->path(); }
     bool reaches(MemoryKind kind, std::string* why) const override;
-    bool runs_on_caller() const override { return false; }
+    bool runs_on_caller(const Job&) const override { return false; }
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override {
         pump_->post(job, served_, finished);

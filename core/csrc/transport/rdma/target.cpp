@@ -70,6 +70,7 @@ Result<std::vector<std::byte>> Target::connect(const SegmentId& peer, Reader que
     encode(w, (*pair)->endpoint());
     MutexLock lock(mutex_);
     if (closed_) return Error{Code::kUnavailable, "this engine is closed"};
+    if (context_.shut_out->has(peer)) return ShutOut::error();  // since it asked
     auto from = pairs_.lower_bound({peer, 0}), to = pairs_.upper_bound({peer, UINT32_MAX});
     if (static_cast<size_t>(std::distance(from, to)) >= kPairsOfOneMax) {
         return Error{Code::kTooLarge,

@@ -156,6 +156,11 @@ void Transport::peer_left(const SegmentId& peer) {
     if (target_) context_.card_waiters.post(false, [this, peer] { target_->leave(peer); });
 }
 
+// When it returns, no NIC touches memory for that engine any more.
+void Transport::shut_out(const SegmentId& segment) {
+    if (target_) target_->leave(segment);
+}
+
 void Transport::close() {
     if (target_) target_->close();
 }

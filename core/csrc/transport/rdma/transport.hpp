@@ -28,6 +28,7 @@ class Transport final : public transport::Transport {
     bool drained(uint64_t revocation) override;
     Result<std::vector<std::byte>> answer(const SegmentId& peer, Reader question) override;
     void peer_left(const SegmentId& peer) override;
+    void shut_out(const SegmentId& segment) override;
     void close() override;
 
    private:

@@ -32,6 +32,8 @@ namespace {
 constexpr size_t kRangesMax = 512;   // in one process_vm call; the kernel takes 1,024
 constexpr int kRefreshesMax = 1000;  // of the view in one job: the peer deregisters faster than we can look
 
+constexpr size_t kLookedAtMax = 64;  // slices, before a job is handed to a thread
+
 constexpr const char* kForbidden = "the kernel forbids process_vm_readv of the peer";
 
 Error lost() { return Error{Code::kUnavailable, "the peer's process is gone"}; }
@@ -79,6 +81,23 @@ bool Link::reaches(MemoryKind kind, std::string* why) const {
     }
     if (why != nullptr) *why = text;
     return text.empty();
+}
+
+// Not where the peer would be asked, for its list of regions or for memory: it may stand still.
+bool Link::runs_on_caller(const Job& job) const {
+    std::shared_ptr<const View> known;
+    {
+        MutexLock lock(view_mutex_);
+        known = view_;
+    }
+    if (known == nullptr || client_.gate()->page().generation.load() != known->generation) return false;
+    return std::ranges::all_of(std::span(job.slices).first(std::min(job.slices.size(), kLookedAtMax)),
+                               [&](const Slice& slice) {
+                                   const std::shared_ptr<Place>* place =
+                                       known->places.find(slice.remote, slice.length);
+                                   return place != nullptr && ((*place)->kind != MemoryKind::kHostArena ||
+                                                               (*place)->memory() != nullptr);
+                               });
 }
 
 // kInvalidArgument: the peer has deregistered it.

@@ -27,7 +27,7 @@ class Link final : public transport::Link {
 
     std::string path() const override { return path_; }
     bool reaches(MemoryKind kind, std::string* why) const override;
-    bool runs_on_caller() const override { return true; }
+    bool runs_on_caller(const Job& job) const override;
     Status run(Job& job) override;
 
    private:
@@ -63,7 +63,7 @@ class Link final : public transport::Link {
     std::atomic<bool> process_vm_{false};
 
     Mutex mutex_;  // the refresh of the view; before view_mutex_
-    Mutex view_mutex_;
+    mutable Mutex view_mutex_;
     std::shared_ptr<const View> view_ GUARDED_BY(view_mutex_);
 };
 

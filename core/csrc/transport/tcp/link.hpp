@@ -41,7 +41,7 @@ class Link final : public transport::Link, public Control, public std::enable_sh
     bool reaches(MemoryKind kind, std::string* why) const override {
         return kind == MemoryKind::kDevice || reached_by_cpu(kind, why);
     }
-    bool runs_on_caller() const override { return false; }  // it waits for answers
+    bool runs_on_caller(const Job&) const override { return false; }  // it waits for answers
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
 
