@@ -13,6 +13,7 @@
 #include "engine/engine.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <thread>
 
@@ -25,6 +26,18 @@ namespace moonpool {
 namespace {
 
 constexpr std::string_view kFileScheme = "file://";
+constexpr std::string_view kNodePrefix = "node:";
+
+// The NUMA node that a location names, if it names one.
+Result<std::optional<uint32_t>> node_of(std::string_view location) {
+    if (!location.starts_with(kNodePrefix)) return std::optional<uint32_t>();
+    location.remove_prefix(kNodePrefix.size());
+    uint32_t node = 0;
+    auto [end, error] = std::from_chars(location.begin(), location.end(), node);
+    if (error == std::errc() && end == location.end()) return std::optional(node);
+    return Error{Code::kInvalidArgument,
+                 "\"node:" + std::string(location) + "\" names no NUMA node; \"node:1\" is an example"};
+}
 
 // Before anything is moved.
 Status check(const TransferRequest& request) {
@@ -80,7 +93,10 @@ int Engine::event_fd() const { return core_->tickets.event_fd(); }
 Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, const std::string& location) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    Result<std::shared_ptr<transport::Memory>> memory = transport::Memory::create(bytes);
+    Result<std::optional<uint32_t>> node = node_of(location);
+    if (!node) return node.error();
+    auto ask = [] { return available_memory(); };
+    Result<std::shared_ptr<transport::Memory>> memory = transport::Memory::create(bytes, ask, *node);
     if (!memory) return memory.error();
     // Of the size that was asked for, though the memory is rounded up to pages: peers see no more.
     auto address = reinterpret_cast<uint64_t>((*memory)->data());

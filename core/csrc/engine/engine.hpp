@@ -126,7 +126,8 @@ class Engine {
     // Every transport of this build: why it cannot be used here, empty when it can.
     std::vector<std::pair<std::string, std::string>> transports() const;
 
-    // Memory that peers on this host map: registered from birth.
+    // Memory that peers on this host map: registered from birth. location: "node:2": of that NUMA node; any
+    // other is a label.
     Result<std::shared_ptr<transport::Memory>> allocate(uint64_t bytes, const std::string& location);
     // What the memory at an address of this process is: kHost, kPinned, or kDevice with its card. An error in
     // one sentence: no transfer may touch it.

@@ -2,8 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <string>
 
 namespace moonpool::transport {
 
@@ -34,9 +39,39 @@ Status reserve(int fd, uint64_t bytes, const AskAvailable& ask) {
     return success();
 }
 
+// What a node has free; the kernel ends a process for what is beyond it. Nothing: it does not tell.
+std::optional<uint64_t> free_bytes_of(uint32_t node) {
+    std::ifstream in("/sys/devices/system/node/node" + std::to_string(node) + "/meminfo");
+    std::string word;
+    uint64_t kib = 0;
+    while (in >> word) {
+        if (word == "MemFree:" && in >> kib) return kib << 10;
+    }
+    return std::nullopt;
+}
+
+// By the system call: no libnuma is needed. Shared memory keeps the policy for each process that maps it.
+Status bind_to_node(const Mapping& mapping, uint32_t node) {
+    constexpr unsigned long kBind = 2;  // MPOL_BIND
+    constexpr size_t kBits = 8 * sizeof(unsigned long);
+    unsigned long nodes[1024 / kBits] = {};
+    if (node < 1024) {
+        nodes[node / kBits] = 1ul << (node % kBits);
+        if (::syscall(SYS_mbind, mapping.data(), mapping.size(), kBind, nodes, 1024 + 1, 0) == 0) {
+            return success();
+        }
+    } else {
+        errno = EINVAL;
+    }
+    return Error{Code::kInvalidArgument, "memory of NUMA node " + std::to_string(node) +
+                                             " cannot be had: " + std::strerror(errno) +
+                                             "; /sys/devices/system/node/has_memory lists the nodes"};
+}
+
 }  // namespace
 
-Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailable& ask) {
+Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailable& ask,
+                                               std::optional<uint32_t> node) {
     if (bytes == 0 || bytes > (uint64_t{1} << 46)) {
         return Error{Code::kInvalidArgument, "memory of " + std::to_string(bytes) + " bytes cannot be had"};
     }
@@ -50,10 +85,19 @@ Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailabl
     Result<Mapping> mapping = Mapping::map(memory->fd_.get(), bytes, true);
     if (!mapping) return mapping.error();
     memory->mapping_ = std::move(*mapping);
+    if (node) {
+        if (Status bound = bind_to_node(memory->mapping_, *node); !bound) return bound.error();
+    }
     ::madvise(memory->data(), bytes, MADV_HUGEPAGE);  // before the pages exist; where the system allows it
     // Reserved, not only promised: a page that cannot be had later would be a SIGBUS in the thread that
     // touched it, here or in a peer.
-    if (Status status = reserve(memory->fd_.get(), bytes, ask); !status) return status.error();
+    auto ask_node = [&]() -> std::optional<AvailableMemory> {
+        std::optional<AvailableMemory> found = ask();
+        std::optional<uint64_t> left = node ? free_bytes_of(*node) : std::nullopt;
+        if (!left || (found && found->available_bytes <= *left)) return found;
+        return AvailableMemory{*left, *left, "NUMA node " + std::to_string(*node)};
+    };
+    if (Status status = reserve(memory->fd_.get(), bytes, ask_node); !status) return status.error();
     // Its length is fixed for the same reason.
     if (::fcntl(memory->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
         return os_error("sealing a memfd");

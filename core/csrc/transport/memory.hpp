@@ -17,8 +17,10 @@ using AskAvailable = std::function<std::optional<AvailableMemory>()>;
 class Memory {
    public:
     // kTooLarge when the machine or the control group leaves less. `ask`: tests describe machines.
+    // node: all of it is memory of that NUMA node, which may be one without CPUs (CXL).
     static Result<std::shared_ptr<Memory>> create(
-        uint64_t bytes, const AskAvailable& ask = [] { return available_memory(); });
+        uint64_t bytes, const AskAvailable& ask = [] { return available_memory(); },
+        std::optional<uint32_t> node = {});
 
     std::byte* data() const { return mapping_.data(); }
     uint64_t size() const { return mapping_.size(); }

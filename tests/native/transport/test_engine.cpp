@@ -1,5 +1,6 @@
 // What concerns engines rather than transports: who may speak to whom, paths, several peers, limits.
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <thread>
@@ -274,4 +275,25 @@ TEST_CASE("engine: IPv6") {
     auto here = make_engine(engine_options("here", "tcp"));
     CHECK((*there)->addresses().front().starts_with("[::1]:"));
     CHECK(here->open((*there)->addresses().front()).ok());
+}
+
+TEST_CASE("engine: memory of a NUMA node") {
+    auto engine = make_engine(engine_options("here", ""));
+    Result<std::shared_ptr<transport::Memory>> memory = engine->allocate(1 << 20, "node:0");
+    REQUIRE_MESSAGE(memory.ok(), (memory.ok() ? "" : memory.error().text));
+    int policy = 0;
+    unsigned long nodes[16] = {};
+    constexpr unsigned long kOfAddress = 2;  // MPOL_F_ADDR
+    REQUIRE(::syscall(SYS_get_mempolicy, &policy, nodes, 1025, (*memory)->data(), kOfAddress) == 0);
+    CHECK(policy == 2);  // MPOL_BIND
+    CHECK(nodes[0] == 1);
+    for (const char* wrong : {"node:", "node:x", "node:1x", "node:-1", "node:1023", "node:99999"}) {
+        CAPTURE(wrong);
+        Result<std::shared_ptr<transport::Memory>> none = engine->allocate(4096, wrong);
+        REQUIRE_FALSE(none.ok());
+        CHECK(none.error().code == Code::kInvalidArgument);
+        CHECK(none.error().text.find("node") != std::string::npos);
+    }
+    CHECK(engine->allocate(4096, "nodes").ok());  // a label
+    CHECK(engine->allocate(uint64_t{1} << 45, "node:0").error().code == Code::kTooLarge);
 }
