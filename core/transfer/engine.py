@@ -219,8 +219,8 @@ class TransferEngine(EngineFacts):
     # ---- peers
 
     def open(self, name: str) -> Segment:
-        """A peer's memory, by handshake with its engine: at "host:port", or, with ``metadata``, of this name. Or
-        a file, by "file:///path".
+        """A peer's memory, by handshake with its engine: at "host:port", or, with ``metadata``, of this name;
+        or a file, by "file:///path".
 
         A name is looked up in the store; the answer is remembered, and holds while the store is away.
 
@@ -330,7 +330,7 @@ class TransferEngine(EngineFacts):
         self._native.shut_out(segment_id)
 
     def admit(self, segment_id: bytes) -> None:
-        """Takes back an engine that was shut out. Until it opens this one anew, it reaches it by TCP alone."""
+        """Takes back an engine that was shut out. Until it opens this one anew, TCP alone reaches it."""
         self._native.admit(segment_id)
 
     # ---- messages

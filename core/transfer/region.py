@@ -128,8 +128,8 @@ class RegionTable:
         with region._closing:  # of two closes the second waits, too, for the end of all access
             if region in self._kept:
                 raise Timeout(
-                    "the engine of this region is closed, and a peer or a device may still access the memory: "
-                    "close the engine again to wait for that",
+                    "the engine of this region is closed, and a peer or a device may still access the "
+                    "memory: close the engine again to wait for that",
                     operation="deregister",
                 )
             if region in self._regions:

@@ -260,7 +260,8 @@ void Engine::Core::launch(const std::shared_ptr<Ticket>& ticket) {
         if (share->job->waiting == 0) {
             end_share(ticket);
             // A copy of this size costs about as much as waking a thread for it.
-        } else if (share->peer->runs_on_caller(*share->job) && !share->job->on_card && bytes <= kInlineBytesMax) {
+        } else if (share->peer->runs_on_caller(*share->job) && !share->job->on_card &&
+                   bytes <= kInlineBytesMax) {
             share->outcome = share->peer->run(*share->job);
             end_share(ticket);
         } else {

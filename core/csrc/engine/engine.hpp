@@ -55,7 +55,7 @@ struct EngineOptions {
     int timeout_ms = 5000;
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice. Tests make frames small, to have many borders
     std::string file_io = "auto";  // of files: io_uring, threads; auto: threads where io_uring is forbidden
-    io::OpenForTransfers open_file = io::OpenedFile::open;                 // tests give files that fail
+    io::OpenForTransfers open_file = io::OpenedFile::open;  // tests give files that fail
     transport::RdmaOptions rdma;
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
     Listener* listener = nullptr;  // a port shared with others; offered to before its start(), outlives us

@@ -70,7 +70,9 @@ def transfer(
     direction: Annotated[str, typer.Option(metavar="read|write", help="From the peer, or to it.")] = "read",
     transport: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="loopback, shm, cuda_ipc, rdma, tcp; default: the engine chooses."),
+        typer.Option(
+            metavar="NAME,...", help="loopback, shm, cuda_ipc, rdma, tcp; default: the engine chooses."
+        ),
     ] = "",
     working_set: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory on each side that the slices walk through.")

@@ -68,7 +68,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     std::string path() const override;
     bool reaches(MemoryKind kind, std::string* why) const override;
     bool reaches_nothing() const override;
-    bool takes_slots() const override { return false; }     // NICs have keys for regions only
+    bool takes_slots() const override { return false; }               // NICs have keys for regions only
     bool runs_on_caller(const Job&) const override { return false; }  // it waits for a NIC
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;

@@ -91,13 +91,12 @@ bool Link::runs_on_caller(const Job& job) const {
         known = view_;
     }
     if (known == nullptr || client_.gate()->page().generation.load() != known->generation) return false;
-    return std::ranges::all_of(std::span(job.slices).first(std::min(job.slices.size(), kLookedAtMax)),
-                               [&](const Slice& slice) {
-                                   const std::shared_ptr<Place>* place =
-                                       known->places.find(slice.remote, slice.length);
-                                   return place != nullptr && ((*place)->kind != MemoryKind::kHostArena ||
-                                                               (*place)->memory() != nullptr);
-                               });
+    return std::ranges::all_of(
+        std::span(job.slices).first(std::min(job.slices.size(), kLookedAtMax)), [&](const Slice& slice) {
+            const std::shared_ptr<Place>* place = known->places.find(slice.remote, slice.length);
+            return place != nullptr &&
+                   ((*place)->kind != MemoryKind::kHostArena || (*place)->memory() != nullptr);
+        });
 }
 
 // kInvalidArgument: the peer has deregistered it.

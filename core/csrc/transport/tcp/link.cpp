@@ -83,7 +83,8 @@ void Link::post(Kind kind, const std::vector<std::byte>& body, int timeout_ms, A
     wake(Spread::kOntoOne);
 }
 
-// A question goes over no connection before that one has carried the fences: this one asks for nothing besides.
+// A question goes over no connection before that one has carried the fences: this one asks for nothing
+// besides.
 bool Link::settle(int timeout_ms) {
     if (settled()) return true;
     std::vector<std::byte> none;
