@@ -357,7 +357,7 @@ Result<std::shared_ptr<Engine>> create(const std::string& metadata, const std::s
                                       " can be reached from other hosts, which needs a cluster token: set "
                                       "MOONPOOL_CLUSTER_TOKEN_FILE, or use 127.0.0.1"};
     }
-    EngineOptions options{};
+    EngineOptions options;
     std::array<char, 256> host{};
     // Peers see messages under this name.
     (void)::gethostname(host.data(), host.size() - 1);

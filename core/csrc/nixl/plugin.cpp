@@ -73,7 +73,7 @@ Result<std::shared_ptr<Engine>> open_engine(const NixlSetup& setup) {
                                       " can be reached from other hosts, which needs a cluster token: set "
                                       "MOONPOOL_CLUSTER_TOKEN_FILE"};
     }
-    EngineOptions options{};
+    EngineOptions options;
     options.name = setup.agent;  // messages come from an agent by its name
     options.listen = {listen};
     options.token = token->bytes;
