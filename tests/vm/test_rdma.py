@@ -1,4 +1,4 @@
-"""The transport rdma over a real kernel's soft RoCE: as the software libibverbs of the native tests cannot be."""
+"""The transport rdma over the soft RoCE of a real kernel; native tests have a software libibverbs."""
 
 from __future__ import annotations
 

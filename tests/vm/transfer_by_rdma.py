@@ -1,4 +1,4 @@
-"""In the virtual machine: two engines that may use RDMA alone; bytes there and back, and a message behind them."""
+"""In the virtual machine: two engines that may use RDMA alone; bytes there and back, and a message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def main() -> None:
         ours.view[:] = bytes(SIZE)
         step = SIZE // SLICES
         places = [number * step for number in range(SLICES)]
-        batch = Batch("read", peer, [ours.at(at) for at in places], [theirs.address + at for at in places], step)
+        remote = [theirs.address + at for at in places]
+        batch = Batch("read", peer, [ours.at(at) for at in places], remote, step)
         assert here.submit(batch, notify=b"read").result(60) == SIZE
         assert ours.view == data
         assert [message.message for message in there.notifications(60)] == [b"read"]
