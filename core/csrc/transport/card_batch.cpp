@@ -78,6 +78,9 @@ Status CardBatch::run(Tally& tally, const std::function<Status()>& sound) {
     Result<device::CardCopier::Running> running = copier_->start(copies, kept_);
     if (!running) return running.error();
     if (Status ended = wait_for_copies(*running, job_); !ended) {
+        // That the owner of the memory has ended says more than the driver's error of its copies does.
+        bool over = ended.error().code != Code::kTimeout && ended.error().code != Code::kClosed;
+        if (Status owner = over && sound ? sound() : success(); !owner) return owner;
         std::vector<size_t> slices;
         for (const Piece& piece : pieces_) slices.push_back(piece.slice);
         return give_up(job_, slices, std::move(ended));

@@ -288,7 +288,7 @@ TEST_CASE("cuda ipc: an owner that was killed fails transfers, and this process 
                 }
                 Result<uint64_t> moved = here.transfer(slices);
                 REQUIRE_FALSE(moved.ok());
-                CHECK(moved.error().code == Code::kUnavailable);
+                CHECK_MESSAGE(moved.error().code == Code::kUnavailable, moved.error().text);
                 Owner next;  // what this process has is as good as before
                 Result<uint32_t> segment = here.engine->open(next.address);
                 here.segment = *segment;
