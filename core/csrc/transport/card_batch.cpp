@@ -76,11 +76,17 @@ Status CardBatch::run(Tally& tally, const std::function<Status()>& sound) {
         copies.push_back(copy);
     }
     Result<device::CardCopier::Running> running = copier_->start(copies, kept_);
-    if (!running) return running.error();
+    // That the owner of the memory has ended says more than the driver's error of its copies does.
+    auto check_owner = [&](const Error& why) {
+        bool over = why.code != Code::kTimeout && why.code != Code::kClosed;
+        return over && sound ? sound() : success();
+    };
+    if (!running) {
+        if (Status owner = check_owner(running.error()); !owner) return owner;
+        return running.error();
+    }
     if (Status ended = wait_for_copies(*running, job_); !ended) {
-        // That the owner of the memory has ended says more than the driver's error of its copies does.
-        bool over = ended.error().code != Code::kTimeout && ended.error().code != Code::kClosed;
-        if (Status owner = over && sound ? sound() : success(); !owner) return owner;
+        if (Status owner = check_owner(ended.error()); !owner) return owner;
         std::vector<size_t> slices;
         for (const Piece& piece : pieces_) slices.push_back(piece.slice);
         return give_up(job_, slices, std::move(ended));

@@ -16,20 +16,24 @@ namespace {
 
 constexpr uint64_t kStepBytes = 256u << 20;
 
+Status check_left(uint64_t bytes, uint64_t left, const AskAvailable& ask) {
+    std::optional<AvailableMemory> memory = ask();
+    // Of what is left a little is for the tables of pages and for other processes.
+    if (memory && left > memory->available_bytes - memory->available_bytes / 64) {
+        return Error{Code::kTooLarge,
+                     std::to_string(bytes) + " bytes of memory cannot be had: of " + std::to_string(left) +
+                         " that are still to be reserved " + memory->limited_by + " leaves " +
+                         std::to_string(memory->available_bytes) + "; ask for less, or end what takes it"};
+    }
+    return success();
+}
+
 // The kernel promises more than it has, and ends a process, perhaps another one, when the promise falls due.
 // So it is asked before each step: others take memory, too.
 Status reserve(int fd, uint64_t bytes, const AskAvailable& ask) {
     for (uint64_t done = 0; done < bytes;) {
         uint64_t left = bytes - done;
-        std::optional<AvailableMemory> memory = ask();
-        // Of what is left a little is for the tables of pages and for other processes.
-        if (memory && left > memory->available_bytes - memory->available_bytes / 64) {
-            return Error{Code::kTooLarge, std::to_string(bytes) + " bytes of memory cannot be had: of " +
-                                              std::to_string(left) + " that are still to be reserved " +
-                                              memory->limited_by + " leaves " +
-                                              std::to_string(memory->available_bytes) +
-                                              "; ask for less, or end what takes it"};
-        }
+        if (Status room = check_left(bytes, left, ask); !room) return room;
         uint64_t step = std::min(left, kStepBytes);
         if (::fallocate(fd, 0, static_cast<off_t>(done), static_cast<off_t>(step)) != 0) {
             return os_error("reserving " + std::to_string(bytes) + " bytes of memory");
@@ -76,6 +80,13 @@ Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailabl
         return Error{Code::kInvalidArgument, "memory of " + std::to_string(bytes) + " bytes cannot be had"};
     }
     bytes = round_up_to_page(bytes);
+    auto ask_node = [&]() -> std::optional<AvailableMemory> {
+        std::optional<AvailableMemory> found = ask();
+        std::optional<uint64_t> left = node ? free_bytes_of(*node) : std::nullopt;
+        if (!left || (found && found->available_bytes <= *left)) return found;
+        return AvailableMemory{*left, *left, "NUMA node " + std::to_string(*node)};
+    };
+    if (Status room = check_left(bytes, bytes, ask_node); !room) return room.error();
     auto memory = std::make_shared<Memory>();
     memory->fd_.reset(::memfd_create("moonpool-engine", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!memory->fd_.valid()) return os_error("memfd_create");
@@ -91,12 +102,6 @@ Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailabl
     ::madvise(memory->data(), bytes, MADV_HUGEPAGE);  // before the pages exist; where the system allows it
     // Reserved, not only promised: a page that cannot be had later would be a SIGBUS in the thread that
     // touched it, here or in a peer.
-    auto ask_node = [&]() -> std::optional<AvailableMemory> {
-        std::optional<AvailableMemory> found = ask();
-        std::optional<uint64_t> left = node ? free_bytes_of(*node) : std::nullopt;
-        if (!left || (found && found->available_bytes <= *left)) return found;
-        return AvailableMemory{*left, *left, "NUMA node " + std::to_string(*node)};
-    };
     if (Status status = reserve(memory->fd_.get(), bytes, ask_node); !status) return status.error();
     // Its length is fixed for the same reason.
     if (::fcntl(memory->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
