@@ -68,7 +68,7 @@ def main() -> None:
         env["MOONPOOL_NIXL_PYTHON"] = str(nixl.python)
     kernel = guest_kernel.prepare(progress)
     if kernel is not None:
-        env["MOONPOOL_VM_KERNEL"] = str(kernel)
+        env["GUEST_KERNEL"] = str(kernel)
     if options.heavy:
         env["HEAVY"] = "1"
 

@@ -51,7 +51,6 @@ def pytest_configure() -> None:
             SEED_VARIABLE,
             *ENGINES,
             "MOONPOOL_CACHE",
-            "MOONPOOL_VM_KERNEL",
             "MOONPOOL_WERROR",
         )
         if not kept:

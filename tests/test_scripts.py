@@ -260,7 +260,7 @@ def test_make_test_hands_real_engines_to_pytest(
         "MOONPOOL_NIXL_PYTHON": "nixl-1.5.1",
     }
     assert found == (expected if engines else {})
-    assert handed[0]["MOONPOOL_VM_KERNEL"] == "kernel"
+    assert handed[0]["GUEST_KERNEL"] == "kernel"
 
 
 @pytest.mark.parametrize("codes", [(0, 0, 0), (3, 0, 3), (0, 4, 4), (3, 4, 3)])

@@ -14,7 +14,7 @@ from tests.vm import machine
 @pytest.fixture
 def guest(tmp_path: Path) -> Callable[..., machine.Ended]:
     """Runs a command there and fails with its output where it fails."""
-    found = os.environ.get("MOONPOOL_VM_KERNEL")
+    found = os.environ.get("GUEST_KERNEL")
     kernel = Path(found) if found else None
     if why := machine.why_not(kernel):
         pytest.skip(why)

@@ -104,7 +104,7 @@ def run(kernel: Path, command: str, job: Path, *, timeout_s: float, memory_mib: 
 def why_not(kernel: Path | None) -> str:
     """Why no machine can be started here; "" where it can."""
     if kernel is None:
-        return "needs the kernel of a virtual machine in MOONPOOL_VM_KERNEL; `make test` brings one"
+        return "needs the kernel of a virtual machine in GUEST_KERNEL; `make test` brings one"
     if shutil.which("qemu-system-x86_64") is None:
         return "needs qemu-system-x86_64"
     return ""
