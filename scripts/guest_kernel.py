@@ -10,6 +10,7 @@ A folder of it holds:
 
 from __future__ import annotations
 
+import hashlib
 import lzma
 import os
 import re
@@ -29,17 +30,17 @@ FOLDERS = ("fs", "net", "lib", "block", "crypto", "arch", *(f"drivers/{name}" fo
 MOUNTING = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
 
 INIT = """#!/bin/busybox sh
-B=/bin/busybox
+B=/bin/busybox A=/above R=/root
 $B mount -t proc proc /proc; $B mount -t sysfs sys /sys; $B mount -t devtmpfs dev /dev
 for module in MODULES; do $B insmod /lib/$module || echo "insmod $module failed"; done
 options=trans=virtio,version=9p2000.L,msize=512000
 $B mount -t 9p -o ro,$options,cache=loose host /below
-$B mount -t tmpfs -o size=80% tmpfs /above; $B mkdir /above/upper /above/work
-$B mount -t overlay -o lowerdir=/below,upperdir=/above/upper,workdir=/above/work overlay /root
-for folder in proc sys dev; do $B mount --move /$folder /root/$folder; done
-$B mkdir -p /root/job /root/dev/shm /root/dev/pts
-$B mount -t 9p -o rw,$options,cache=none job /root/job
-exec $B switch_root /root /bin/bash /job/begin.sh
+$B mount -t tmpfs -o size=80% tmpfs $A; $B mkdir $A/upper $A/work
+$B mount -t overlay -o lowerdir=/below,upperdir=$A/upper,workdir=$A/work overlay $R
+for folder in proc sys dev; do $B mount --move /$folder $R/$folder; done
+$B mkdir -p $R/mnt $R/dev/shm $R/dev/pts
+$B mount -t 9p -o rw,$options,cache=none job $R/mnt
+exec $B switch_root $R /bin/bash /mnt/begin.sh
 """
 
 
@@ -56,7 +57,8 @@ def prepare(progress: Progress) -> Path | None:
     if package is None:
         progress.say(f"no virtual machine: apt-cache knows no {KERNEL} ({found.stderr.strip()})")
         return None
-    folder = environments.cache() / "vm" / package[1]
+    made_by = hashlib.sha256(repr((INIT, FOLDERS, MOUNTING)).encode()).hexdigest()[:8]
+    folder = environments.cache() / "vm" / f"{package[1]}-{made_by}"
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ mkdir -p /usr/lib/modules; mount -t tmpfs tmpfs /usr/lib/modules; mkdir /usr/lib
 mount --bind {modules} /usr/lib/modules/{release}
 hostname guest; ip link set lo up
 cd {folder}
-( . {guest}; . /job/command.sh ) < /dev/null > /job/output 2>&1
-echo $? > /job/code
+( . {guest}; . /mnt/command.sh ) < /dev/null > /mnt/output 2>&1
+echo $? > /mnt/code
 sync; busybox poweroff -f
 """
 
@@ -46,7 +46,7 @@ class NeverEnded(Exception):
 def run(kernel: Path, command: str, job: Path, *, timeout_s: float, memory_mib: int = 768) -> Ended:
     """Runs a command of bash there, as root; functions of guest.sh are known to it.
 
-    kernel: a folder made by scripts/guest_kernel.py. job: an empty folder, which the guest sees as /job and
+    kernel: a folder made by scripts/guest_kernel.py. job: an empty folder, which the guest sees as /mnt and
     may write to. Raises NeverEnded.
     """
     [modules] = (kernel / "lib" / "modules").iterdir()
