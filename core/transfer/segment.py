@@ -62,7 +62,7 @@ class Segment:
     def _is_there(self) -> bool:
         try:
             return bool(self._native.segment(self.handle)[1] == self.id)
-        except (Unavailable, Timeout, AuthError, ProtocolError):  # the latter two of whoever has the port now
+        except (Unavailable, Timeout, AuthError, ProtocolError):  # the last two: another process is there
             return False
 
     @property

@@ -1,7 +1,7 @@
 // RangeTree: ranges of addresses that do not overlap, by address. A tree never changes: with() and without()
-// give another one, and the two share all nodes but those on the path to the change. So whoever has a tree
-// looks at it without a lock for as long as it likes, and a change costs O(log n), however many hold the old
-// one.
+// give another one, and the two share all nodes but those on the path to the change. So a thread that has a
+// tree looks at it without a lock for as long as it likes, and a change costs O(log n), however many hold the
+// old one.
 //
 // It is a treap: sorted by address, and a heap by a hash of the address, so that its form depends on what is
 // in it and not on the order in which it came.

@@ -29,7 +29,7 @@ struct Target {
     std::shared_ptr<Guest> welcome(const SegmentId& initiator);
     // No job of that engine is under way.
     bool is_out(const SegmentId& initiator);
-    // Whether that guest, who is inside, has to leave.
+    // Whether that guest, which is inside, has to leave.
     bool refuses(const Guest& guest) const { return shut_out->has(guest.segment); }
 
    private:

@@ -11,7 +11,7 @@
 // Once alive() is false the peer has ended, and no memory of it is touched.
 //
 // Locks: mutex_ (the refresh) before view_mutex_ (which view is the newest; held for a copy of a pointer). A
-// Place's own is taken with neither: who maps one region makes nobody wait who needs another.
+// Place's own is taken with neither: a thread that maps one region holds up none that needs another.
 #include "transport/shm/link.hpp"
 
 #include <fcntl.h>

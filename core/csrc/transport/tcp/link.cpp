@@ -4,10 +4,10 @@
 // is dialled or driven, nor while a callback runs.
 //
 // Between two calls: a stream of streams_ is dialling, at most one at a time, or is driven by no thread, or a
-// caller, or its loop. At most connections_max are in it. What is in the queue is seen: whoever adds looks
-// for a stream afterwards (wake), and whoever lets go of one looks into the queue afterwards (idle), both
-// under mutex_. A stream that is lost leaves the list and is fenced before what it carried is asked for
-// again.
+// caller, or its loop. At most connections_max are in it. What is in the queue is seen: a thread that adds to
+// it looks for a stream afterwards (wake), and one that lets go of a stream looks into the queue afterwards
+// (idle), both under mutex_. A stream that is lost leaves the list and is fenced before what it carried is
+// asked for again.
 #include "transport/tcp/link.hpp"
 
 #include <algorithm>

@@ -7,7 +7,7 @@
 //      └────┐     │ ▼          ▼
 //           └──► an I/O thread drives ──► lost
 //
-// Whoever drives it sends and receives what the queue has, whose job it may be.
+// The thread that drives it sends and receives what the queue has, of any caller.
 #pragma once
 
 #include <atomic>
