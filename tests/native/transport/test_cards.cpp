@@ -199,7 +199,8 @@ TEST_CASE("cards: memory is free once deregister has returned, with copies of ca
                                 Direction d = t % 2 == 0 ? Direction::kRead : Direction::kWrite;
                                 Result<uint64_t> result = pair.transfer({{a, b, kCardMiB, d}});
                                 if (!result.ok()) {
-                                    CHECK(result.error().code == Code::kInvalidArgument);
+                                    CHECK_MESSAGE(result.error().code == Code::kInvalidArgument,
+                                                  path << ": " << result.error().text);
                                     return;
                                 }
                                 ++moved;

@@ -96,8 +96,10 @@ Result<host::Passed> Target::answer(Kind kind, Reader question, Writer& answered
         return Error{Code::kProtocol, "no question of CUDA IPC"};
     }
     answered.number(generation());
-    RegionList all = table_->all()->list();
+    // The rows before the list: a region whose row take_back() has erased is out of the table, too, and is
+    // not taken for one that is just being registered.
     MutexLock lock(rows_mutex_);
+    RegionList all = table_->all()->list();
     answered.number(static_cast<uint32_t>(all.size()));
     for (const auto& region : all) {
         Row row;
