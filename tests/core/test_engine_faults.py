@@ -221,6 +221,33 @@ def test_a_peer_that_stands_still_costs_the_deadline(
     until(lambda: _reads(engine, segment, region), MARGIN_S)
 
 
+@pytest.mark.parametrize("transports", [["shm"], ["shm", "tcp"]])
+def test_a_peer_that_stands_still_before_its_memory_was_touched_costs_the_deadline(
+    engines: Callable[..., TransferEngine], peers: Callable[..., Peer], transports: list[str]
+) -> None:
+    """Shared memory is asked for when it is first touched. The engine's own timeout is no deadline of a
+    transfer; once the peer goes on, its late answers spoil no later question.
+    """
+    peer = peers("host_arena", MIB)
+    engine = engines(transports=transports, timeout_s=20 * MARGIN_S)
+    region = engine.allocate(MIB)
+    segment = engine.open(peer.address)
+    peer.stop()
+    for _ in range(3):
+        timed(
+            "a read with a deadline of 0.3 s",
+            lambda: engine.read(segment, region, segment.at(0), deadline_s=0.3),
+            0.3 * MARGIN_S,
+            TransferError,
+        )
+    peer.resume()
+    peer.poke(b"awake")
+    before = moved(engine).get("shm", 0)
+    assert engine.read(segment, region, segment.at(0)) == MIB
+    assert bytes(region.view[:5]) == b"awake"
+    assert moved(engine)["shm"] == before + MIB
+
+
 def _reads(engine: TransferEngine, segment: Any, region: Any) -> bool:
     try:
         return engine.read(segment, region, segment.at(0), 4096) == 4096

@@ -12,7 +12,7 @@
 // A job that gave up on a card fails the slices under way: no other path may move them while these copies
 // can still end.
 //
-// Locks: mutex_ before view_mutex_.
+// One thread at a time asks the peer, in the client's turn. Locks: mutex_ before view_mutex_.
 #include "transport/cuda_ipc/link.hpp"
 
 #include <unistd.h>
@@ -76,20 +76,22 @@ const Row* Link::View::find(uint64_t address, uint64_t bytes) const {
     return it->contains(address, bytes) ? &*it : nullptr;
 }
 
-Link::Link(const Context& context, TransportCounters& counters, const PeerInfo& peer, int timeout_ms)
-    : context_(context),
-      counters_(counters),
-      peer_(peer),
-      timeout_ms_(timeout_ms),
-      client_(*context.loops.front()) {}
+Link::Link(const Context& context, TransportCounters& counters, const PeerInfo& peer)
+    : context_(context), counters_(counters), peer_(peer), client_(*context.loops.front()) {}
 
-// A peer that refused once is not asked again: another path goes on.
-Status Link::open() {
+// A peer that refused once is not asked again: another path goes on. One that stands still is.
+Status Link::open(const Job& job) {
     if (session_.load() == Session::kOpen) return success();
-    MutexLock lock(mutex_);
+    if (session_.load() == Session::kRefused) return refused_;
+    Result<host::Client::Turn> turn = client_.turn(host::Patience::of(job));
+    if (!turn) return turn.error();
     if (session_.load() == Session::kNone) {
-        Status status = client_.open(peer_.cuda_ipc, peer_, context_.identity, timeout_ms_);
-        if (!status) refused_ = status.error();
+        Status status = turn->open(peer_.cuda_ipc, peer_, context_.identity);
+        if (!status) {
+            Code code = status.error().code;
+            if (code == Code::kTimeout || code == Code::kClosed) return status;
+            refused_ = status.error();
+        }
         session_.store(status ? Session::kOpen : Session::kRefused);
     }
     return session_.load() == Session::kOpen ? success() : Status(refused_);
@@ -130,12 +132,13 @@ std::shared_ptr<const Link::View> Link::known_view() const {
     return view_;
 }
 
-Result<std::shared_ptr<const Link::View>> Link::ask_view(const std::shared_ptr<const View>& old) {
-    MutexLock lock(mutex_);
+Result<std::shared_ptr<const Link::View>> Link::ask_view(const std::shared_ptr<const View>& old,
+                                                         const Job& job) {
+    Result<host::Client::Turn> turn = client_.turn(host::Patience::of(job));
+    if (!turn) return turn.error();
     if (std::shared_ptr<const View> now = known_view(); now != old) return now;  // another thread has asked
-    std::vector<std::byte> answer;
-    if (Status status = client_.ask(Kind::kCudaRegions, {}, answer, nullptr); !status) return status.error();
-    Reader r(answer);
+    if (Status status = turn->ask(Kind::kCudaRegions, {}); !status) return status.error();
+    Reader r(turn->answer());
     auto next = std::make_shared<View>();
     next->generation = r.number<uint64_t>();
     std::optional<std::vector<Row>> rows = decode_rows(r);
@@ -143,6 +146,7 @@ Result<std::shared_ptr<const Link::View>> Link::ask_view(const std::shared_ptr<c
     next->rows = std::move(*rows);
     next->has_cards =
         std::ranges::any_of(next->rows, [](const Row& row) { return row.kind == MemoryKind::kDevice; });
+    MutexLock lock(mutex_);
     keep_listed(*next);
     MutexLock inner(view_mutex_);
     view_ = next;
@@ -223,7 +227,7 @@ class Link::Carrier {
     Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_) {}
 
     Status run() {
-        if (Status status = link_.open(); !status) return status;
+        if (Status status = link_.open(job_); !status) return status;
         view_ = link_.known_view();
         for (size_t i = 0; i < job_.slices.size(); ++i) {
             if (!job_.is_waiting(i)) continue;
@@ -336,7 +340,7 @@ class Link::Carrier {
                 if (inside_->open()) return success();
                 inside_.reset();
             }
-            Result<std::shared_ptr<const View>> view = link_.ask_view(view_);
+            Result<std::shared_ptr<const View>> view = link_.ask_view(view_, job_);
             if (!view) return view.error();
             view_ = *view;
         }
@@ -345,7 +349,7 @@ class Link::Carrier {
 
     Status refresh() {
         if (Status status = flush(); !status) return status;
-        Result<std::shared_ptr<const View>> view = link_.ask_view(view_);
+        Result<std::shared_ptr<const View>> view = link_.ask_view(view_, job_);
         if (!view) return view.error();
         view_ = *view;
         return success();

@@ -23,7 +23,7 @@ namespace moonpool::transport::cuda_ipc {
 class Link final : public transport::Link {
    public:
     // peer: on this host, as it says.
-    Link(const Context& context, TransportCounters& counters, const PeerInfo& peer, int timeout_ms);
+    Link(const Context& context, TransportCounters& counters, const PeerInfo& peer);
 
     std::string path() const override;
     bool reaches(MemoryKind kind, std::string* why) const override;
@@ -58,9 +58,10 @@ class Link final : public transport::Link {
     enum class Session : uint8_t { kNone, kOpen, kRefused };
 
     // Call before any question to the peer.
-    Status open() EXCLUDES(mutex_);
+    Status open(const Job& job);
     std::shared_ptr<const View> known_view() const EXCLUDES(view_mutex_);
-    Result<std::shared_ptr<const View>> ask_view(const std::shared_ptr<const View>& old) EXCLUDES(mutex_);
+    Result<std::shared_ptr<const View>> ask_view(const std::shared_ptr<const View>& old, const Job& job)
+        EXCLUDES(mutex_);
     void keep_listed(const View& view) REQUIRES(mutex_);
     Result<std::shared_ptr<Opened>> opened(const Row& row) EXCLUDES(mutex_);
     Result<std::shared_ptr<Opened>> open_memory(const Row& row, Allocation& allocation) REQUIRES(mutex_);
@@ -70,12 +71,11 @@ class Link final : public transport::Link {
     const Context context_;
     TransportCounters& counters_;
     const PeerInfo peer_;
-    const int timeout_ms_;
     // Shared with copies under way, which may end after the link.
     std::shared_ptr<std::atomic<uint32_t>> inside_ = std::make_shared<std::atomic<uint32_t>>(0);
     std::shared_ptr<std::atomic<bool>> collecting_ = std::make_shared<std::atomic<bool>>(false);
 
-    Mutex mutex_;  // the session's beginning, the refresh of the view, and what is open; before view_mutex_
+    Mutex mutex_;                                                       // what is open; before view_mutex_
     std::map<std::string, Allocation> allocations_ GUARDED_BY(mutex_);  // by card and handle
     mutable Mutex view_mutex_;
     std::shared_ptr<const View> view_ GUARDED_BY(view_mutex_);

@@ -16,10 +16,10 @@ void Transport::offer(PeerInfo& self) const {
 }
 
 Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer,
-                                                            const std::shared_ptr<Control>&, int timeout_ms) {
+                                                            const std::shared_ptr<Control>&, int) {
     if (peer.cuda_ipc.socket.empty()) return Error{Code::kUnavailable, "the peer does not offer CUDA IPC"};
     if (Status here = host::Client::may_be_here(peer, context_.identity); !here) return here.error();
-    return std::shared_ptr<transport::Link>(std::make_shared<Link>(context_, counters_, peer, timeout_ms));
+    return std::shared_ptr<transport::Link>(std::make_shared<Link>(context_, counters_, peer));
 }
 
 // Memory that the driver does not share is registered all the same: other paths reach it.

@@ -19,8 +19,29 @@ ssize_t send_part(int fd, const std::vector<std::byte>& frame, size_t from, int 
 // Sends a whole frame over a blocking socket.
 Status send_frame(int fd, const std::vector<std::byte>& frame);
 
-// Reads one whole frame of at most bytes_max.
-Status receive_frame(int fd, FrameHeader& header, std::vector<std::byte>& body, uint32_t bytes_max,
-                     Fd* passed);
+// Reads frames from a socket without waiting. What has come of a frame stays here, so that whoever stops
+// waiting in the middle of one can go on later.
+class UnixFrameReader {
+   public:
+    explicit UnixFrameReader(uint32_t bytes_max) : bytes_max_(bytes_max) {}
+
+    // True: a frame is here, whole, until the next call. False: its rest has not come yet.
+    Result<bool> read(int fd);
+
+    const FrameHeader& header() const { return header_; }
+    std::vector<std::byte>& body() { return body_; }
+    Fd& passed() { return passed_; }
+
+   private:
+    void begin();
+    Result<bool> fill(int fd, void* data, size_t size);
+
+    uint32_t bytes_max_;
+    bool whole_ = false;
+    size_t at_ = 0;  // bytes of this frame, with its header
+    FrameHeader header_;
+    std::vector<std::byte> body_;
+    Fd passed_;
+};
 
 }  // namespace moonpool::transport::host

@@ -10,8 +10,8 @@
 // gate or a local region except in the middle of Carrier::run(), and there for kAccessBytesMax at a time.
 // Once alive() is false the peer has ended, and no memory of it is touched.
 //
-// Locks: mutex_ (the refresh) before view_mutex_ (which view is the newest; held for a copy of a pointer). A
-// Place's own is taken with neither: a thread that maps one region holds up none that needs another.
+// One thread at a time asks the peer, in the client's turn: for the refresh of the view, or for a region's
+// memory, which it maps then. view_mutex_ (which view is the newest) is held for a copy of a pointer.
 #include "transport/shm/link.hpp"
 
 #include <fcntl.h>
@@ -42,7 +42,9 @@ Error lost() { return Error{Code::kUnavailable, "the peer's process is gone"}; }
 
 Status Link::open(const PeerInfo& peer, const Identity& self, int timeout_ms) {
     if (peer.shm.socket.empty()) return Error{Code::kUnavailable, "the peer does not offer shared memory"};
-    if (Status status = client_.open(peer.shm, peer, self, timeout_ms); !status) return status;
+    Result<host::Client::Turn> turn = client_.turn(host::Patience::until(timeout_ms));
+    if (!turn) return turn.error();
+    if (Status status = turn->open(peer.shm, peer, self); !status) return status;
     probe_process_vm();
     path_ = "shm (process " + std::to_string(client_.process()) + ")";
     peer_ = peer;
@@ -100,13 +102,14 @@ bool Link::runs_on_caller(const Job& job) const {
 }
 
 // kInvalidArgument: the peer has deregistered it.
-Status Link::map(Place& place) {
-    MutexLock lock(place.mutex);
+Status Link::map(Place& place, const Job& job) {
+    Result<host::Client::Turn> turn = client_.turn(host::Patience::of(job));
+    if (!turn) return turn.error();
     if (place.mapped != nullptr) return success();  // another thread was faster
-    std::vector<std::byte> question, answer;
+    std::vector<std::byte> question;
     Writer(question).number(place.id);
-    Fd passed;
-    if (Status status = client_.ask(Kind::kShmMap, question, answer, &passed); !status) return status;
+    if (Status status = turn->ask(Kind::kShmMap, question); !status) return status;
+    const Fd& passed = turn->passed();
     struct stat info {};
     int seals = passed.valid() ? ::fcntl(passed.get(), F_GET_SEALS) : -1;
     // Memory that could shrink under a reader would kill it.
@@ -141,7 +144,7 @@ Result<Link::Places> Link::changed(const Places& old, ChangedRows changes) {
 }
 
 // The peer's regions as known; what has changed is asked for when that is no newer than `fresher_than`.
-Result<std::shared_ptr<const Link::View>> Link::view(const View* fresher_than) {
+Result<std::shared_ptr<const Link::View>> Link::view(const View* fresher_than, const Job& job) {
     auto known = [&] {
         MutexLock lock(view_mutex_);
         return view_;
@@ -149,14 +152,12 @@ Result<std::shared_ptr<const Link::View>> Link::view(const View* fresher_than) {
     // The usual way: no system call, and no lock but that one.
     std::shared_ptr<const View> old = known();
     if (old != nullptr && old.get() != fresher_than) return old;
-    MutexLock lock(mutex_);
+    Result<host::Client::Turn> turn = client_.turn(host::Patience::of(job));
+    if (!turn) return turn.error();
     if (std::shared_ptr<const View> now = known(); now != old) return now;  // another thread has just asked
     std::vector<std::byte> question = regions_question(peer_, old == nullptr ? 0 : old->edition);
-    std::vector<std::byte> answer;
-    if (Status status = client_.ask(Kind::kEngineRegions, question, answer, nullptr); !status) {
-        return status.error();
-    }
-    Reader r(answer);
+    if (Status status = turn->ask(Kind::kEngineRegions, question); !status) return status.error();
+    Reader r(turn->answer());
     auto next = std::make_shared<View>();
     next->generation = r.number<uint64_t>();
     std::optional<ChangedRows> changes = decode_changes(r);
@@ -176,7 +177,7 @@ class Link::Carrier {
     Carrier(Link& link, Job& job) : link_(link), job_(job), tally_(link.counters_) {}
 
     Status run() {
-        Result<std::shared_ptr<const View>> view = link_.view(nullptr);
+        Result<std::shared_ptr<const View>> view = link_.view(nullptr, job_);
         if (!view) return view.error();
         view_ = *view;
         for (size_t i = 0; i < job_.slices.size(); ++i) {
@@ -280,7 +281,7 @@ class Link::Carrier {
     Result<bool> map(Place& place) {
         if (Status status = flush(); !status) return status.error();
         leave();
-        Status mapped = link_.map(place);  // view_ keeps the place
+        Status mapped = link_.map(place, job_);  // view_ keeps the place
         if (mapped) return true;
         if (mapped.error().code == Code::kInvalidArgument && !refreshed_) {
             refreshed_ = true;  // deregistered since it was listed
@@ -310,7 +311,7 @@ class Link::Carrier {
     Status refresh() {
         if (Status status = flush(); !status) return status;
         leave();
-        Result<std::shared_ptr<const View>> view = link_.view(view_.get());
+        Result<std::shared_ptr<const View>> view = link_.view(view_.get(), job_);
         if (!view) return view.error();
         view_ = *view;
         return success();

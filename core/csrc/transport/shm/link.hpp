@@ -38,8 +38,7 @@ class Link final : public transport::Link {
         // Of kHostArena: null until it is mapped.
         PeerMemory* memory() const { return ready.load(std::memory_order_acquire); }
 
-        Mutex mutex;  // one thread maps it
-        std::unique_ptr<PeerMemory> mapped GUARDED_BY(mutex);
+        std::unique_ptr<PeerMemory> mapped;  // written in the client's turn
         std::atomic<PeerMemory*> ready{nullptr};
     };
     using Places = RangeTree<Place>;
@@ -51,8 +50,8 @@ class Link final : public transport::Link {
     class Carrier;
 
     void probe_process_vm();
-    Result<std::shared_ptr<const View>> view(const View* fresher_than);
-    Status map(Place& place) EXCLUDES(mutex_);
+    Result<std::shared_ptr<const View>> view(const View* fresher_than, const Job& job);
+    Status map(Place& place, const Job& job);
     static Result<Places> changed(const Places& old, ChangedRows changes);
 
     TransportCounters& counters_;
@@ -62,7 +61,6 @@ class Link final : public transport::Link {
     std::string no_process_vm_;  // why kHost memory is out of reach, empty: it is not
     std::atomic<bool> process_vm_{false};
 
-    Mutex mutex_;  // the refresh of the view; before view_mutex_
     mutable Mutex view_mutex_;
     std::shared_ptr<const View> view_ GUARDED_BY(view_mutex_);
 };
