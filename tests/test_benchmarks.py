@@ -323,6 +323,22 @@ def test_transfers_beside_each_other_are_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+def test_each_path_of_a_machine_is_measured_or_left_out_with_a_reason(tmp_path: Path) -> None:
+    result = tmp_path / "rows.json"
+    options = ["--dir", str(tmp_path), "--quick", "--json", str(result)]
+    command = [sys.executable, "-m", "benchmarks.transfer_paths", *options]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(result.read_text())["rows"]
+    for name in ("loopback", "shm", "tcp", "file"):
+        assert f"{name}: right bytes in both directions" in ended.stdout
+        assert len([row for row in rows if f" by {name} " in row["work"]]) == 6
+    assert "cuda_ipc: " in ended.stdout
+    assert list(tmp_path.iterdir()) == [result]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_the_proxys_memory_is_flat() -> None:
     """40,000 requests, in the long form 100,000; a million takes minutes and is run by hand."""
     requests = "100000" if os.environ.get("HEAVY") else "40000"

@@ -97,24 +97,19 @@ class Row:
 
 
 class Bench:
-    """A connected client: the engine, its memory and the peer's."""
+    """An engine, its memory, and what it moves bytes to and from."""
 
-    def __init__(self, engine: TransferEngine, address: str, working_set: int, foreign: bool = False) -> None:
+    remote: RemoteRegion
+
+    def __init__(self, engine: TransferEngine, segment: Segment, working_set: int, foreign: bool) -> None:
         self.engine = engine
-        self.segment: Segment = engine.open(address)
-        self._control = self._region(control.CONTROL)
-        self.remote = self._region(control.DATA)
-        if working_set > self.remote.length:
-            raise InvalidArgument(
-                f"the server at {address} offers {self.remote.length} bytes, less than the working set of "
-                f"{working_set}: lower --working-set or start it with --memory",
-                operation="bench",
-                peer=address,
-            )
-        self._block: Region = engine.allocate(control.CONTROL_BYTES, "bench:client")
+        self.segment = segment
         self.local: Region = peer.data_region(engine, working_set, foreign)
-        self._marks = secrets.randbits(48)
         self._seed = secrets.randbits(32)
+
+    def peer_cpu_ns(self) -> int:
+        """The CPU time of the other side, as of now."""
+        raise NotImplementedError
 
     def run(self, plan: Plan, on_second: Callable[[float, int], None]) -> Row:
         """Measures one row. Raises TransferError when the peer is lost, CorruptObject for wrong bytes."""
@@ -154,36 +149,6 @@ class Bench:
             outcome.interrupted,
         )
 
-    def peer_cpu_ns(self) -> int:
-        """The CPU time of the other side, as of now."""
-        self._marks += 1
-        self.engine.notify(self.segment, control.mark_message(self._marks))
-        give_up_s = time.monotonic() + MARK_TIMEOUT_S
-        while True:
-            self.engine.read(self.segment, self._block, self._control.address, 64)
-            found = control.read(self._block.view)
-            if found is None:
-                raise ProtocolError("the server is a bench of another version", peer=self.segment.address)
-            if found[0] == self._marks:
-                return found[1]
-            if time.monotonic() > give_up_s:
-                raise Timeout(
-                    f"the bench server at {self.segment.address} did not answer within {MARK_TIMEOUT_S:g} s",
-                    peer=self.segment.address,
-                )
-            select.select([], [], [], 0.001)
-
-    def _region(self, location: str) -> RemoteRegion:
-        for region in self.segment.regions:
-            if region.location == location:
-                return region
-        raise ProtocolError(
-            f"the engine at {self.segment.address} is no bench server; "
-            f"start one: moonpool bench transfer --serve",
-            operation="bench",
-            peer=self.segment.address,
-        )
-
     def _prepare(self, plan: Plan) -> npt.NDArray[np.uint8]:
         """The bytes that will have been read, or that will be written; they lie in local memory then."""
         if plan.direction == "read":
@@ -221,6 +186,53 @@ class Bench:
             if rest in ("read_bytes_total", "write_bytes_total"):
                 moved[transport] = moved.get(transport, 0) + value
         return moved
+
+
+class EngineBench(Bench):
+    """Between the memory of two engines, of which the other one is a bench server."""
+
+    def __init__(self, engine: TransferEngine, address: str, working_set: int, foreign: bool = False) -> None:
+        super().__init__(engine, engine.open(address), working_set, foreign)
+        self._control = self._region(control.CONTROL)
+        self.remote = self._region(control.DATA)
+        if working_set > self.remote.length:
+            raise InvalidArgument(
+                f"the server at {address} offers {self.remote.length} bytes, less than the working set of "
+                f"{working_set}: lower --working-set or start it with --memory",
+                operation="bench",
+                peer=address,
+            )
+        self._block: Region = engine.allocate(control.CONTROL_BYTES, "bench:client")
+        self._marks = secrets.randbits(48)
+
+    def peer_cpu_ns(self) -> int:
+        self._marks += 1
+        self.engine.notify(self.segment, control.mark_message(self._marks))
+        give_up_s = time.monotonic() + MARK_TIMEOUT_S
+        while True:
+            self.engine.read(self.segment, self._block, self._control.address, 64)
+            found = control.read(self._block.view)
+            if found is None:
+                raise ProtocolError("the server is a bench of another version", peer=self.segment.address)
+            if found[0] == self._marks:
+                return found[1]
+            if time.monotonic() > give_up_s:
+                raise Timeout(
+                    f"the bench server at {self.segment.address} did not answer within {MARK_TIMEOUT_S:g} s",
+                    peer=self.segment.address,
+                )
+            select.select([], [], [], 0.001)
+
+    def _region(self, location: str) -> RemoteRegion:
+        for region in self.segment.regions:
+            if region.location == location:
+                return region
+        raise ProtocolError(
+            f"the engine at {self.segment.address} is no bench server; "
+            f"start one: moonpool bench transfer --serve",
+            operation="bench",
+            peer=self.segment.address,
+        )
 
 
 class _Worker:

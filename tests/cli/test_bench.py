@@ -22,6 +22,7 @@ from moonpool.core.bench.load import Gauge
 from moonpool.core.errors import CorruptObject, Unavailable
 from tests.descriptors import speaks
 
+from ..core.metadata_bed import running
 from ..core.store_bed import MIB, TOKEN, NodeProcess, until
 
 DEADLINE_S = 60
@@ -134,6 +135,50 @@ def test_serve_and_connect(tmp_path: Path, runtime_dir: Path) -> None:
         assert process.wait(20) == 0
 
 
+def test_a_server_by_name(tmp_path: Path, runtime_dir: Path) -> None:
+    with running("redis", tmp_path) as redis, server("--name", "far", "--metadata", redis.url) as (_, said):
+        assert said == redis.url  # of the line with the command for the other side
+        file = tmp_path / "rows.json"
+        connect = ["--connect", "far", "--metadata", redis.url, "--json", str(file)]
+        assert run(["bench", "transfer", *QUICK, *connect, "--verify"]) == 0
+        assert rows_of(file)[0]["verified_bytes"] > 0
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("there", ["directory", "new file"])
+def test_a_file_verified(tmp_path: Path, there: str, direction: str) -> None:
+    file, path = tmp_path / "rows.json", tmp_path / "far"
+    if there == "directory":
+        path.mkdir()
+    options = ["--file", str(path), "--direction", direction, "--depth", "4", "--json", str(file)]
+    assert run(["bench", "transfer", *QUICK, *options, "--size", "64KiB", "--verify"]) == 0
+    (row,) = rows_of(file)
+    assert row["transport"] == "file"
+    assert row["verified_bytes"] > 0
+    assert not (list(path.iterdir()) if there == "directory" else path.exists())
+
+
+def test_a_file_of_a_user_is_read_and_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(b"mine" * (2 * MIB))
+    before = path.read_bytes()
+    assert run(["bench", "transfer", *QUICK, "--file", str(path)]) == 0
+    for writes in (["--direction", "write"], ["--verify"]):
+        assert run(["bench", "transfer", *QUICK, "--file", str(path), *writes]) == 2
+        assert "--overwrite" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert run(["bench", "transfer", "--seconds", "0.2", "--file", str(path)]) == 2  # 64 MiB are not there
+    assert "less than the working set" in capsys.readouterr().err
+    assert run(["bench", "transfer", *QUICK, "--file", str(path), "--verify", "--overwrite"]) == 0
+    assert path.read_bytes() != before
+
+
+def test_no_place_for_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "transfer", *QUICK, "--file", str(tmp_path / "not" / "there")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    assert run(["bench", "transfer", *QUICK, "--file", str(tmp_path), "--serve"]) == 2
+
+
 def test_a_server_with_another_token_or_too_little_memory(
     runtime_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +282,7 @@ def test_verify_finds_one_wrong_byte(direction: str) -> None:
         view[12345] ^= 1
 
     with altered_server(change) as address, TransferEngine(token=TOKEN) as engine:
-        client = transfer.Bench(engine, address, MIB)
+        client = transfer.EngineBench(engine, address, MIB)
         plan = transfer.Plan(65536, direction=direction, working_set=MIB, seconds=0.2, verify=True)
         with pytest.raises(CorruptObject, match="offset 12345 of the memory of"):
             client.run(plan, lambda seconds, operations: None)

@@ -40,6 +40,10 @@ def register(app: typer.Typer) -> None:
             "moonpool bench transfer --size 4KiB --batch 128 --direction write --verify --json rows.json",
             "moonpool bench transfer --serve --listen 0.0.0.0:7720 --token-file token    (on one host)",
             "moonpool bench transfer --connect 10.0.0.7:7720 --token-file token          (on the other)",
+            "moonpool bench transfer --serve --name far --metadata etcd://h1:2379 --listen 0.0.0.0:7720 "
+            "--token-file token",
+            "moonpool bench transfer --connect far --metadata etcd://h1:2379 --token-file token",
+            "moonpool bench transfer --file /mnt/nvme --size 64KiB,1MiB --depth 8",
         )
     )(transfer)
     group.command(
@@ -59,8 +63,28 @@ def transfer(
         str, typer.Option(metavar="HOST:PORT", help="Where --serve is reached.")
     ] = SERVE_ADDRESS,
     connect: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="A server on this or another host, instead of our own.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT|NAME",
+            help="A server on this or another host, instead of our own; by name with --metadata.",
+        ),
     ] = "",
+    metadata: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Where engines publish their names: http, etcd or redis."),
+    ] = "",
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="What --serve publishes with --metadata.")
+    ] = "bench-server",
+    file: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="A file, a block device, or a directory for a file, instead of a peer."
+        ),
+    ] = "",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write to --file although it holds something.")
+    ] = False,
     size: Sizes = "1MiB",
     batch: Annotated[int, typer.Option(min=1, max=65536, help="Slices of one operation.")] = 1,
     depth: Annotated[
@@ -71,7 +95,8 @@ def transfer(
     transport: Annotated[
         str,
         typer.Option(
-            metavar="NAME,...", help="loopback, shm, cuda_ipc, rdma, tcp; default: the engine chooses."
+            metavar="NAME,...",
+            help="loopback, shm, cuda_ipc, rdma, tcp, file, cufile; default: the engine chooses.",
         ),
     ] = "",
     working_set: Annotated[
@@ -90,7 +115,7 @@ def transfer(
     config: ConfigFile = None,
     token_file: TokenFile = None,
 ) -> int:
-    """Move bytes between two engines: two processes of this host, or two hosts.
+    """Move bytes between two engines, two processes of this host or two hosts, or between memory and a file.
 
     GB/s counts 10**9 bytes; an operation is one call of --batch slices; CPU s/GB is of this process and,
     beside it, of the peer.
@@ -99,17 +124,20 @@ def transfer(
 
     from moonpool.core.bench import peer
     from moonpool.core.bench import transfer as bench
+    from moonpool.core.bench.file import FileBench, chosen
     from moonpool.core.transfer.engine import TransferEngine
 
     token = _chosen_token(config, token_file)
-    if serve and connect:
-        raise typer.BadParameter("--serve and --connect exclude each other")
+    if sum(map(bool, (serve, connect, file))) > 1:
+        raise typer.BadParameter("--serve, --connect and --file exclude each other")
     if direction not in ("read", "write"):
         raise typer.BadParameter(f"--direction is read or write, not {direction}")
     if serve:
         size_bytes = _size(memory, "--memory")
-        with TransferEngine("bench-server", listen=listen, token=token, metadata="") as engine:
-            peer.serve(engine, size_bytes, foreign, lambda found: _say_served(found, size_bytes))
+        with TransferEngine(name, listen=listen, token=token, metadata=metadata) as engine:
+            peer.serve(
+                engine, size_bytes, foreign, lambda found: _say_served(found, size_bytes, name, metadata)
+            )
         return 0
 
     walked = _size(working_set, "--working-set")
@@ -118,7 +146,12 @@ def transfer(
     ]
     names = [name.strip() for name in transport.split(",") if name.strip()] or None
     with ExitStack() as stack:
-        if connect:
+        far, writable = Path(file), False
+        if file:
+            writes = verify or direction == "write"
+            far, writable = stack.enter_context(chosen(far, writes, overwrite))
+            address = file
+        elif connect:
             address = connect
         elif names == ["loopback"]:
             address = ""
@@ -130,14 +163,18 @@ def transfer(
                 token=token,
                 transports=names,
                 interface=interface,
-                metadata="",
+                metadata=metadata,
                 io_threads=io_threads,
                 connections_per_peer=connections,
             )
         )
         if not address:
             address = stack.enter_context(bench.in_process(token, walked, foreign))
-        client = bench.Bench(engine, address, walked, foreign)
+        client: bench.Bench
+        if file:
+            client = FileBench(engine, far, walked, foreign, writable=writable)
+        else:
+            client = bench.EngineBench(engine, address, walked, foreign)
         facts = {"peer": client.segment.address, "working_set": walked, "foreign": foreign}
         return _measure("transfer", client, plans, facts, json)
 
@@ -239,12 +276,13 @@ def _title(kind: str, facts: dict[str, Any], plan: Any) -> str:
     return f"node {facts['node']}, {format_size(facts['arena_bytes'])}: {common}"
 
 
-def _say_served(addresses: list[str], nbytes: int) -> None:
+def _say_served(addresses: list[str], nbytes: int, name: str, metadata: str) -> None:
     from moonpool.core.config.units import format_size
 
+    far = f"{name} --metadata {metadata}" if metadata else addresses[0]
     print(
         f"moonpool bench: {format_size(nbytes)} at {', '.join(addresses)}; "
-        f"measure with: moonpool bench transfer --connect {addresses[0]}",
+        f"measure with: moonpool bench transfer --connect {far}",
         flush=True,
     )
 
