@@ -59,6 +59,7 @@ CPP = {
     "core/transport/cufile": ("transport", *TRANSPORT),
     "core/transport/file": ("transport", *TRANSPORT),
     "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
+    "core/transport/outside": ("transport", *TRANSPORT),
     "core/transport/rdma": ("transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
@@ -72,7 +73,7 @@ CPP = {
         "transport",
         *TRANSPORT,
     ),
-    "core/engine": ("transport/registry", "transport", *TRANSPORT),
+    "core/engine": ("transport/outside", "transport/registry", "transport", *TRANSPORT),
     "core/store/shared": TRANSPORT,
     "core/store/node": ("store/shared", "directory", "ssd", *TRANSPORT),
     "core/store/client": ("store/shared", "directory", *TRANSPORT),

@@ -25,6 +25,7 @@ LINKS = ("core", "connectors", "disagg_proxy")
 COMPILERS = {"CC": sysconfig.get_config_var("CC"), "CXX": sysconfig.get_config_var("CXX")}
 # What programs of C and C++ use of the wheel (docs/tensorrt_llm.md, docs/nixl.md).
 C_FILES = (
+    "moonpool/capi/include/moonpool_transport.h",
     "moonpool/capi/include/transfer_engine_c.h",
     "moonpool/capi/lib/libtransfer_engine.so",
     "moonpool/capi/nixl/libplugin_MOONPOOL.so",
@@ -143,6 +144,7 @@ def test_sdist_builds_and_holds_what_the_build_needs(distributions: Path) -> Non
     assert sources <= names
     assert {"LICENSE", "README.md", "setup.py", "pyproject.toml", "src/moonpool/core/__init__.py"} <= names
     assert "src/moonpool/capi/include/transfer_engine_c.h" in names
+    assert "src/moonpool/capi/include/moonpool_transport.h" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
 
 

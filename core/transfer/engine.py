@@ -28,6 +28,7 @@ from moonpool.core.errors import Closed, ConfigError, InvalidArgument
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.transfer.metadata.backend import Metadata
 from moonpool.core.transfer.metadata.naming import Naming, engine_name, store_of
+from moonpool.core.transfer.outside import library_paths
 from moonpool.core.transfer.region import Region, RegionTable, check_text
 from moonpool.core.transfer.segment import Segment
 from moonpool.core.transfer.transfer import WAIT_PIECE_S, Abandoned, Columns, Transfer, columns_of, one_slice
@@ -105,6 +106,8 @@ class TransferEngine(EngineFacts):
     tenant:     only engines of the same tenant reach each other's memory.
     transports: which may be used, of "loopback", "shm", "cuda_ipc", "rdma", "tcp", "file" and "cufile";
                 None: all that work here.
+    outside_transports: libraries with a transport each that is built outside of Moonpool, by their paths, or
+                by the names of entry points in the group "moonpool.transports" of installed packages.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
@@ -126,6 +129,7 @@ class TransferEngine(EngineFacts):
         token: bytes | None = None,
         tenant: str = "default",
         transports: Sequence[str] | None = None,
+        outside_transports: Sequence[str | os.PathLike[str]] = (),
         interface: str = "",
         host_id: str = "",
         metadata: str | Metadata | None = None,
@@ -141,6 +145,7 @@ class TransferEngine(EngineFacts):
             token=token,
             tenant=tenant,
             transports=transports,
+            outside_transports=outside_transports,
             interface=interface,
             host_id=host_id,
             io_threads=io_threads,
@@ -369,6 +374,7 @@ def open_engine(
     listen: str | Sequence[str] | None,
     token: bytes | None,
     transports: Sequence[str] | None,
+    outside_transports: Sequence[str | os.PathLike[str]] = (),
     **options: Any,
 ) -> _native.Engine:
     """The native engine of both facades."""
@@ -387,6 +393,7 @@ def open_engine(
         addresses,
         token or paths.read_or_create_token(),
         transports=None if transports is None else list(transports),
+        outside_transports=library_paths(outside_transports),
         **options,
     )
 

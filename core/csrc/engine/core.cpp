@@ -17,6 +17,7 @@
 
 #include "base/utf8.hpp"
 #include "transport/frames.hpp"
+#include "transport/outside/transport.hpp"
 
 namespace moonpool {
 
@@ -72,6 +73,7 @@ Status Engine::Core::start() {
     if (options.connections_per_peer == 0 || options.connections_per_peer > 64) {
         return Error{Code::kInvalidArgument, "an engine has 1 to 64 connections to a peer"};
     }
+    if (Status opened = open_outside(); !opened) return opened;
     if (Status sound = check_transports(); !sound) return sound;
     identity.name = options.name;
     identity.tenant = options.tenant;
@@ -108,17 +110,42 @@ Status Engine::Core::start() {
     return listener == nullptr ? success() : listener->start();
 }
 
+Status Engine::Core::open_outside() {
+    if (options.outside_transports.size() > kEngineOutsideTransportsMax) {
+        return Error{Code::kTooLarge, "an engine has at most " + std::to_string(kEngineOutsideTransportsMax) +
+                                          " outside transports"};
+    }
+    for (const std::string& path : options.outside_transports) {
+        Result<std::shared_ptr<const transport::outside::Library>> opened =
+            transport::outside::Library::open(path);
+        if (!opened) return opened.error();
+        const std::string& name = (*opened)->name;
+        bool built_in =
+            std::ranges::find(options.registry, name, &transport::Factory::name) != options.registry.end();
+        auto same = [&](const auto& library) { return library->name == name; };
+        if (built_in || std::ranges::any_of(outside, same)) {
+            return Error{
+                Code::kInvalidArgument,
+                "the outside transport " + path + " is not used: its name \"" + name + "\" is " +
+                    (built_in ? "that of a transport of Moonpool's" : "that of another one of this engine")};
+        }
+        outside.push_back(std::move(*opened));
+    }
+    return success();
+}
+
 Status Engine::Core::check_transports() const {
     if (!options.transports) return success();
+    std::vector<std::string> names;
+    for (const transport::Factory& row : options.registry) names.emplace_back(row.name);
+    for (const auto& library : outside) names.push_back(library->name);
     for (const std::string& name : *options.transports) {
-        if (std::ranges::find(options.registry, name, &transport::Factory::name) != options.registry.end())
-            continue;
-        return Error{Code::kInvalidArgument, "there is no transport \"" + name + "\"; there are " +
-                                                 transport::names_text(options.registry)};
+        if (std::ranges::find(names, name) != names.end()) continue;
+        return Error{Code::kInvalidArgument,
+                     "there is no transport \"" + name + "\"; there are " + transport::names_text(names)};
     }
     if (!options.transports->empty()) return success();
-    return Error{Code::kInvalidArgument,
-                 "an engine needs at least one of " + transport::names_text(options.registry)};
+    return Error{Code::kInvalidArgument, "an engine needs at least one of " + transport::names_text(names)};
 }
 
 Status Engine::Core::start_transports() {
@@ -150,18 +177,18 @@ Status Engine::Core::start_transports() {
                     .timeout_ms = options.timeout_ms,
                     .rdma = options.rdma}};
     for (const transport::Factory& row : options.registry) {
+        std::unique_ptr<transport::Transport> made = row.make(context);
+        // Before the one that reaches every peer, and that engines find each other by.
+        if (carrier == nullptr && made->control() != nullptr) {
+            for (const auto& library : outside) {
+                add_transport({library->name,
+                               std::make_unique<transport::outside::Transport>(context, library),
+                               allows(library->name), false, library->viable(), ""});
+            }
+        }
         // A transport that is not allowed is made all the same: it may be the one by which engines find
         // each other.
-        Entry entry{row.name, row.make(context), allows(row), row.of_files, row.viable(context), ""};
-        if (!entry.allowed) {
-            entry.unavailable = "it is not among the transports that this engine was given";
-        } else if (!entry.not_viable.empty()) {
-            entry.unavailable = entry.not_viable;
-        } else if (Status status = entry.transport->start(); !status) {
-            entry.unavailable = status.error().text;
-        }
-        if (carrier == nullptr) carrier = entry.transport->control();
-        transports.push_back(std::move(entry));
+        add_transport({row.name, std::move(made), allows(row.name), row.of_files, row.viable(context), ""});
     }
     if (carrier == nullptr) {
         return Error{Code::kInvalidArgument, "an engine needs a transport that carries its control channel"};
@@ -169,6 +196,18 @@ Status Engine::Core::start_transports() {
     MutexLock lock(reception->mutex);
     reception->carrier = carrier;
     return success();
+}
+
+void Engine::Core::add_transport(Entry entry) {
+    if (!entry.allowed) {
+        entry.unavailable = "it is not among the transports that this engine was given";
+    } else if (!entry.not_viable.empty()) {
+        entry.unavailable = entry.not_viable;
+    } else if (Status status = entry.transport->start(); !status) {
+        entry.unavailable = status.error().text;
+    }
+    if (carrier == nullptr) carrier = entry.transport->control();
+    transports.push_back(std::move(entry));
 }
 
 Service Engine::Core::service() {

@@ -19,6 +19,7 @@
 #include "engine/inbox.hpp"
 #include "engine/peer.hpp"
 #include "engine/tickets.hpp"
+#include "transport/outside/library.hpp"
 #include "transport/transport.hpp"
 #include "wire/listener.hpp"
 
@@ -103,6 +104,7 @@ struct Engine::Core {
     engine::Inbox inbox;
     engine::Tickets tickets;
 
+    std::vector<std::shared_ptr<const transport::outside::Library>> outside;  // before what has their names
     std::vector<Entry> transports;                 // in the order in which their links are tried
     transport::ControlCarrier* carrier = nullptr;  // one of them
     std::vector<std::unique_ptr<EventLoop>> loops;
@@ -119,8 +121,10 @@ struct Engine::Core {
     // ---- life
 
     Status start();
+    Status open_outside();
     Status check_transports() const;
     Status start_transports();
+    void add_transport(Entry entry);
     Service service();
     Result<std::vector<std::byte>> ask(std::string_view transport, const transport::SegmentId& peer,
                                        Reader question);
@@ -131,9 +135,9 @@ struct Engine::Core {
     bool end_calls(std::chrono::steady_clock::time_point end) REQUIRES(close_mutex);
     bool end_tickets(std::chrono::steady_clock::time_point end) REQUIRES(close_mutex);
     int close_ms() const;
-    bool allows(const transport::Factory& row) const {
+    bool allows(std::string_view transport) const {
         if (!options.transports) return true;
-        return std::ranges::find(*options.transports, row.name) != options.transports->end();
+        return std::ranges::find(*options.transports, transport) != options.transports->end();
     }
 
     // ---- regions

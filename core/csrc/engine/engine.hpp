@@ -34,7 +34,8 @@
 namespace moonpool {
 
 // The maxima that are not those of the wire; what is over one is refused and says so.
-inline constexpr size_t kEngineSegmentsMax = 4096;        // open at a time
+inline constexpr size_t kEngineSegmentsMax = 4096;  // open at a time
+inline constexpr size_t kEngineOutsideTransportsMax = 16;
 inline constexpr size_t kEngineTicketsMax = 65536;        // not released
 inline constexpr size_t kEngineSlicesMax = 1u << 20;      // of one transfer
 inline constexpr size_t kEngineSlicesOpenMax = 4u << 20;  // of all that were submitted and still run
@@ -50,6 +51,9 @@ struct EngineOptions {
     uint32_t connections_per_peer = 2;
     // Allowed ones; none given: all but those of the registry that have to be named.
     std::optional<std::vector<std::string>> transports;
+    // Libraries with a transport each that is built outside of this tree (moonpool_transport.h), by their
+    // absolute paths. Their links are tried before those of the transport that reaches every peer, TCP.
+    std::vector<std::string> outside_transports;
     std::string interface;  // for connections to peers
     std::string host_id;    // engines with different ones never share memory
     int timeout_ms = 5000;
@@ -123,7 +127,8 @@ class Engine {
     const std::string& name() const;
     const transport::SegmentId& segment_id() const;
     const std::vector<std::string>& addresses() const;  // with the real ports
-    // Every transport of this build: why it cannot be used here, empty when it can.
+    // Every transport, in the order in which their links are tried at first: why it cannot be used here,
+    // empty when it can.
     std::vector<std::pair<std::string, std::string>> transports() const;
 
     // Memory that peers on this host map: registered from birth. location: "node:2": of that NUMA node; any

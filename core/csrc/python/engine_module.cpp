@@ -10,6 +10,7 @@
 #include "python/engine_module.hpp"
 
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <algorithm>
 #include <cstring>
@@ -268,8 +269,8 @@ class PyEngine {
    public:
     PyEngine(std::string name, std::vector<std::string> listen, const py::bytes& token, std::string tenant,
              uint32_t io_threads, uint32_t connections_per_peer,
-             std::optional<std::vector<std::string>> transports, std::string interface, std::string host_id,
-             double timeout_s) {
+             std::optional<std::vector<std::string>> transports, std::vector<std::string> outside_transports,
+             std::string interface, std::string host_id, double timeout_s) {
         EngineOptions options;
         options.name = std::move(name);
         options.listen = std::move(listen);
@@ -278,6 +279,7 @@ class PyEngine {
         options.io_threads = io_threads;
         options.connections_per_peer = connections_per_peer;
         options.transports = std::move(transports);
+        options.outside_transports = std::move(outside_transports);
         options.interface = std::move(interface);
         options.host_id = std::move(host_id);
         options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
@@ -291,9 +293,10 @@ class PyEngine {
 
     Engine& engine() { return *engine_; }
 
-    std::map<std::string, std::string> transports() {
-        std::map<std::string, std::string> rows;
-        for (auto& [name, why] : engine_->transports()) rows.emplace(name, why);
+    // A dict keeps their order.
+    py::typing::Dict<py::str, py::str> transports() {
+        py::typing::Dict<py::str, py::str> rows;
+        for (auto& [name, why] : engine_->transports()) rows[py::str(name)] = py::str(why);
         return rows;
     }
 
@@ -479,11 +482,12 @@ void bind_engine(py::module_& m) {
     py::class_<PyEngine> engine(m, "Engine", "Moves bytes between registered memory of processes.");
     engine
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
-                      uint32_t, std::optional<std::vector<std::string>>, std::string, std::string, double>(),
+                      uint32_t, std::optional<std::vector<std::string>>, std::vector<std::string>,
+                      std::string, std::string, double>(),
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
-             py::arg("transports") = py::none(), py::arg("interface") = "", py::arg("host_id") = "",
-             py::arg("timeout_s") = 5.0)
+             py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
+             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
         .def_property_readonly("segment_id", &PyEngine::segment_id)

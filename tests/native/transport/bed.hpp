@@ -23,6 +23,19 @@ using transport::Direction;
 using transport::Slice;
 using transport::SliceState;
 
+// While one lives, engines of the test have the example of a transport outside of the tree, too.
+inline constexpr const char* kOutside = "unix_socket";
+class OutsideBed {
+   public:
+    OutsideBed() { in_use() = true; }
+    ~OutsideBed() { in_use() = false; }
+    OutsideBed(const OutsideBed&) = delete;
+    static bool& in_use() {
+        static bool used = false;
+        return used;
+    }
+};
+
 inline EngineOptions engine_options(const std::string& name, const std::string& transport) {
     EngineOptions options;
     options.name = name;
@@ -36,19 +49,22 @@ inline EngineOptions engine_options(const std::string& name, const std::string& 
         options.rdma.chunk_bytes = 1u << 20;  // many borders
         options.rdma.silence_ms = 3000;       // of a machine that is busy
     }
+    if (OutsideBed::in_use()) options.outside_transports = {beside_program("libunix_socket.so")};
     if (!transport.empty()) options.transports = std::vector<std::string>{transport};
     return options;
 }
 
-// The transports of the registry that reach peers and work on this host, with the software libibverbs.
+// The transports of the registry that reach peers and work on this host, with the software libibverbs; and
+// the one outside of the tree.
 inline std::vector<std::string> transports_here() {
     VerbsBed nics;
+    OutsideBed outside;
     Result<std::shared_ptr<Engine>> engine = Engine::create(engine_options("asked", ""));
     REQUIRE_MESSAGE(engine.ok(), (engine.ok() ? "" : engine.error().text));
     std::vector<std::string> names;
     for (auto& [name, why] : (*engine)->transports()) {
         auto row = std::ranges::find(transport::registry(), name, &transport::Factory::name);
-        if (row->of_files) continue;  // test_files.cpp
+        if (row != transport::registry().end() && row->of_files) continue;  // test_files.cpp
         if (why.empty()) names.push_back(name);
         if (!why.empty()) MESSAGE("not tested: " << name << ": " << why);
     }
@@ -66,6 +82,11 @@ inline void each_transport(const std::function<void(const std::string&)>& body) 
         CAPTURE(transport);
         if (transport == "rdma") {
             VerbsBed nics("devices=2 relaxed");
+            body(transport);
+            continue;
+        }
+        if (transport == kOutside) {
+            OutsideBed outside;
             body(transport);
             continue;
         }
@@ -87,6 +108,8 @@ inline void each_host_transport(const std::function<void(const std::string&)>& b
         if (transport == "cuda_ipc") continue;
         std::optional<VerbsBed> nics;
         if (transport == "rdma") nics.emplace("devices=2 relaxed");
+        std::optional<OutsideBed> outside;
+        if (transport == kOutside) outside.emplace();
         body(transport);
     }
 }
@@ -175,6 +198,7 @@ inline void each_kinds(const std::string& transport,
          {Sides{kHostArena, kHostArena}, Sides{kHost, kHost}, Sides{kDevice, kDevice, Policy::kShuffled},
           Sides{kDevice, kHost}, Sides{kHostArena, kDevice, Policy::kEarly}}) {
         if (transport == "shm" && sides.theirs == kDevice) continue;  // another path's
+        if (transport == kOutside && sides.theirs == kDevice) continue;
         if (transport == "cuda_ipc" && sides.theirs != kDevice) continue;
         if (transport == "rdma" && (sides.mine == kDevice || sides.theirs == kDevice))
             continue;                                                 // of other paths

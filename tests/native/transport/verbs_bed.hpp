@@ -13,12 +13,15 @@
 
 namespace moonpool::testing {
 
-inline std::string soft_verbs_library() {
+// The path of a library that the Makefile puts beside the program.
+inline std::string beside_program(const std::string& library) {
     char self[4096] = {};
     REQUIRE(::readlink("/proc/self/exe", self, sizeof(self) - 1) > 0);
     std::string path = self;
-    return path.substr(0, path.rfind('/')) + "/libsoftverbs.so";
+    return path.substr(0, path.rfind('/') + 1) + library;
 }
+
+inline std::string soft_verbs_library() { return beside_program("libsoftverbs.so"); }
 
 // MOONPOOL_TEST_VERBS=real: the suite runs over the NICs of this machine (in a virtual machine: soft RoCE),
 // those named a* for one engine, those named b* for the other.

@@ -37,11 +37,11 @@ constexpr Factory kTransports[] = {
 
 std::span<const Factory> registry() { return kTransports; }
 
-std::string names_text(std::span<const Factory> transports) {
+std::string names_text(std::span<const std::string> names) {
     std::string text;
-    for (size_t i = 0; i < transports.size(); ++i) {
-        if (i != 0) text += i + 1 == transports.size() ? " and " : ", ";
-        text += transports[i].name;
+    for (size_t i = 0; i < names.size(); ++i) {
+        if (i != 0) text += i + 1 == names.size() ? " and " : ", ";
+        text += names[i];
     }
     return text;
 }

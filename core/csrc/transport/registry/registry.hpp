@@ -1,5 +1,6 @@
-// The transports of this build. A new one is a folder beside this one and a row here; the engine, its
-// options, its metrics and the conformance suite know no other list.
+// The transports of this build; an engine may be given others (transport/outside). A new one is a folder
+// beside this one and a row here; the engine, its options, its metrics and the conformance suite know no
+// other list.
 #pragma once
 
 #include <span>
@@ -13,6 +14,6 @@ namespace moonpool::transport {
 std::span<const Factory> registry();
 
 // "loopback, shm, cuda_ipc, rdma, tcp, file and cufile", for people.
-std::string names_text(std::span<const Factory> transports);
+std::string names_text(std::span<const std::string> names);
 
 }  // namespace moonpool::transport

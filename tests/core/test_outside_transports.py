@@ -1,0 +1,96 @@
+"""Transports that are built outside of Moonpool: the example, and how engines are told of a library."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moonpool import InvalidArgument, TransferEngine
+from moonpool.capi import root
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transport_outside"
+COMPILER = shutil.which(os.environ.get("CC", "cc").split()[-1])
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example, built by its own Makefile."""
+    folder = tmp_path_factory.mktemp("outside")
+    for name in ("Makefile", "unix_socket.c"):
+        shutil.copy(EXAMPLE / name, folder)
+    command = ["make", f"HEADERS={root() / 'include'}", f"CC={COMPILER}", "CFLAGS=-O2 -Wall -Wextra -Werror"]
+    subprocess.run(command, cwd=folder, check=True, timeout=100)
+    return folder / "libunix_socket.so"
+
+
+def test_the_example_moves_bytes_between_two_processes(library: Path) -> None:
+    command = [sys.executable, EXAMPLE / "transfer.py", library]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith("hello\n")
+    assert "unix_socket: unix_socket @" in said.stdout
+    assert said.stdout.endswith("65536 bytes by unix_socket\n")
+
+
+@pytest.fixture
+def installed(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package whose entry point "carrier" has the value that is given."""
+
+    def install(value: str) -> None:
+        (tmp_path / "carriers.py").write_text(f"LIBRARY = {str(library)!r}\nCOUNT = 7\n")
+        info = tmp_path / "carriers-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carriers\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[moonpool.transports]\ncarrier = {value}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+def test_a_package_names_its_library_by_an_entry_point(installed: Callable[[str], None]) -> None:
+    installed("carriers:LIBRARY")
+    with (
+        TransferEngine("here", outside_transports=["carrier"], transports=["unix_socket"]) as here,
+        TransferEngine("there", outside_transports=["carrier"]) as there,
+    ):
+        assert here.transports()["unix_socket"] == ""
+        names = list(there.transports())
+        assert names[0] == "loopback"  # in the order in which they are tried, not of the alphabet
+        assert names.index("unix_socket") == names.index("tcp") - 1
+        mine, theirs = here.allocate(4096), there.allocate(4096)
+        here.write(here.open(there.addresses[0]), mine, theirs.address, 4096)
+        assert here.metrics()["unix_socket_write_bytes_total"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("carriers:COUNT", 'the outside transport "carrier" names no path: carriers:COUNT is a int'),
+        ("carriers:MISSING", 'the outside transport "carrier" cannot be found: carriers:MISSING: '),
+        ("no_such_module:LIBRARY", 'the outside transport "carrier" cannot be found: no_such_module:LIBRARY'),
+    ],
+)
+def test_an_entry_point_without_a_library(installed: Callable[[str], None], value: str, said: str) -> None:
+    installed(value)
+    with pytest.raises(InvalidArgument) as error:
+        TransferEngine("here", outside_transports=["carrier"])
+    assert said in str(error.value)
+
+
+def test_a_library_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match='no installed package has an outside transport "pigeon"'):
+        TransferEngine("here", outside_transports=["pigeon"])
+    with pytest.raises(InvalidArgument, match="is a list of libraries, not one"):
+        TransferEngine("here", outside_transports="libx.so")
+    wrong = tmp_path / "libx.so"
+    wrong.write_text("text")
+    with pytest.raises(InvalidArgument, match=r"libx\.so is not used: "):
+        TransferEngine("here", outside_transports=[wrong])
