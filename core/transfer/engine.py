@@ -75,8 +75,8 @@ class EngineFacts:
         return self._native.transports()
 
     def paths(self, segment: Segment) -> list[PeerPath]:
-        """How each transport reaches that peer, or why it does not, in the order in which a transfer tries
-        them. Asks nothing of the peer."""
+        """How each transport reaches that peer, or why it does not, and what it has cost, in the order in
+        which a transfer of small slices tries them. Asks nothing of the peer."""
         return [PeerPath(*row) for row in self._native.paths(segment.handle)]
 
     def metrics(self) -> dict[str, int]:

@@ -59,12 +59,17 @@ class PeerPath:
     path:      for people, as "tcp 10.0.0.7:7720"; "": there is none, and ``why`` says the reason.
     unreached: kinds of the peer's memory ("host", "host_arena", "device") that the path does not reach, each
                with the reason.
+    jobs:      how many transfers were timed to know its cost, which is ``slice_s`` for each slice and
+               ``byte_s`` for each byte, in seconds, of late. With 0 jobs nothing is known.
     """
 
     transport: str
     path: str
     why: str
     unreached: dict[str, str]
+    jobs: int = 0
+    slice_s: float = 0.0
+    byte_s: float = 0.0
 
 
 class TransferOptions(TypedDict, total=False):

@@ -368,7 +368,7 @@ Result<uint32_t> Engine::Core::add_peer(transport::Contact contact) {
         }
         Result<std::shared_ptr<transport::Link>> link = connect(entry, contact);
         if (link) {
-            // In the order of the registry, which is the order in which a transfer tries them.
+            // In the order of the registry, in which a transfer tries them until it knows what they cost.
             routes.push_back({entry.name, std::move(*link)});
         } else {
             no_routes.push_back({entry.name, link.error().text});
@@ -382,7 +382,7 @@ Result<uint32_t> Engine::Core::add_peer(transport::Contact contact) {
         return Error{Code::kUnavailable, "no transport reaches " + contact.info.address + ": " + reasons};
     }
     auto peer = std::make_shared<Peer>(std::move(contact), std::move(routes), std::move(no_routes), counters,
-                                       workers, waiters);
+                                       workers, waiters, options.link_clock_ns);
     MutexLock lock(peers_mutex);
     uint32_t number = next_peer++;
     peers[number] = std::move(peer);

@@ -242,7 +242,13 @@ Result<std::vector<SegmentPath>> Engine::paths(uint32_t segment) {
     Result<std::shared_ptr<Peer>> peer = core_->find_peer(segment);
     if (!peer) return peer.error();
     std::vector<SegmentPath> paths;
-    for (const Core::Entry& entry : core_->transports) paths.push_back((*peer)->path_of(entry.name));
+    std::vector<size_t> with_routes;  // their rows change places among each other
+    std::vector<std::string_view> tried = (*peer)->tried();
+    for (const Core::Entry& entry : core_->transports) {
+        bool has_route = std::ranges::find(tried, entry.name) != tried.end();
+        if (has_route) with_routes.push_back(paths.size());
+        paths.push_back((*peer)->path_of(has_route ? tried[with_routes.size() - 1] : entry.name));
+    }
     return paths;
 }
 

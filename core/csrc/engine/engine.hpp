@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.hpp"
 #include "base/result.hpp"
 #include "io/opened_file.hpp"
 #include "transport/memory.hpp"
@@ -61,6 +62,9 @@ struct EngineOptions {
     std::string file_io = "auto";  // of files: io_uring, threads; auto: threads where io_uring is forbidden
     io::OpenForTransfers open_file = io::OpenedFile::open;  // tests give files that fail
     transport::RdmaOptions rdma;
+    // Of what a peer's links cost, by which they are ordered; null: they are tried in the order of the
+    // registry.
+    uint64_t (*link_clock_ns)() = now_ns;
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
     Listener* listener = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
@@ -114,6 +118,9 @@ struct SegmentPath {
     std::string transport;
     std::string path{};  // for people; empty: none
     std::string why{};   // there is none
+    // What it has cost: a time for each slice and one for each byte, of so many jobs. 0: none was timed.
+    uint64_t jobs = 0;
+    double slice_ns = 0, byte_ns = 0;
     // Kinds of the peer's memory that the path does not reach, and why.
     std::vector<std::pair<MemoryKind, std::string>> unreached{};
 };
@@ -157,7 +164,8 @@ class Engine {
     Result<uint32_t> open_file(const std::string& path, const io::OpenOptions& options = {});
     Status close_segment(uint32_t segment);
     Result<SegmentInfo> segment(uint32_t segment);  // asked of the peer
-    // Of all transports, in the order in which a transfer tries them. Asks nothing of the peer.
+    // Of all transports, in the order in which a transfer of small slices tries them. Asks nothing of the
+    // peer.
     Result<std::vector<SegmentPath>> paths(uint32_t segment);
 
     // The bytes moved; fails when any slice failed, and then tells in `status`, when one is given, how far it

@@ -18,6 +18,8 @@ std::string seconds_text(int ms) {
     return text;
 }
 
+constexpr uint32_t kCopiesTimedEvery = 64;
+
 bool is_staged(const Link& link, const Job& job) { return job.on_card && !link.copies_by_card(); }
 
 Status carry(Link& link, Job& job) {
@@ -43,15 +45,29 @@ SegmentPath Peer::path_of(std::string_view transport) const {
     for (const NoRoute& missing : no_routes_) {
         if (missing.transport == transport) path.why = missing.why;
     }
-    for (const Route& route : routes_) {
+    for (size_t i = 0; i < routes_.size(); ++i) {
+        const Route& route = routes_[i];
         if (route.transport != transport) continue;
         path.path = route.link->path();
+        LinkOrder::Measured measured = order_.measured(i);
+        path.jobs = measured.jobs;
+        path.slice_ns = measured.cost.slice_ns;
+        path.byte_ns = measured.cost.byte_ns;
         for (MemoryKind kind : {MemoryKind::kHost, MemoryKind::kHostArena, MemoryKind::kDevice}) {
             std::string why;
             if (!route.link->reaches(kind, &why)) path.unreached.emplace_back(kind, why);
         }
     }
     return path;
+}
+
+std::vector<std::string_view> Peer::tried() const {
+    LinkOrder::Packed order = order_.order(1, 1);
+    std::vector<std::string_view> names;
+    for (size_t place = 0; place < routes_.size(); ++place) {
+        names.push_back(routes_[LinkOrder::at(order, place)].transport);
+    }
+    return names;
 }
 
 bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) const {
@@ -67,43 +83,85 @@ bool Peer::account(Job& job, const Link& link, Status status, Outcome& outcome) 
     return false;
 }
 
+// The last one is offered every job: its sentence says why the job fails.
+bool Peer::Tries::next(const Job& job) {
+    ++place_;
+    const size_t n = routes_->size();
+    // Nothing goes before a first link that only copies: a job that it carries asks for no order.
+    if (place_ == (peer_->first_copies_ ? 1 : 0)) order_ = peer_->order_of(job);
+    while (place_ + 1 < n && link()->reaches_nothing()) ++place_;
+    return place_ < n;
+}
+
+LinkOrder::Packed Peer::order_of(const Job& job) {
+    if (job.on_card || clock_ns_ == nullptr || !order_.chooses()) return LinkOrder::kAsTheyStand;
+    uint64_t bytes = 0;
+    for (const auto& slice : job.slices) bytes += slice.length;
+    return order_.order_or_probe(job.slices.size(), bytes, clock_ns_());
+}
+
+// Where copies are all that a link does, a look at the clock for each would be felt: one in kCopiesTimedEvery
+// is timed.
+Peer::Timing Peer::begin_timing(size_t route, const Job& job) {
+    if (clock_ns_ == nullptr || job.on_card) return {};
+    Timing timing;
+    timing.alone = routes_[route].link->only_copies();
+    if (timing.alone) {
+        uint32_t n = copied_.load(std::memory_order_relaxed);
+        copied_.store(n + 1, std::memory_order_relaxed);
+        if (n % kCopiesTimedEvery != 0) return {};
+    }
+    timing.timed = true;
+    timing.whole = job.waiting == job.slices.size();
+    timing.began_ns = clock_ns_();
+    if (!timing.alone) order_.began(route, timing.began_ns);
+    return timing;
+}
+
+void Peer::end_timing(const Timing& timing, size_t route, const Job& job) {
+    if (!timing.timed) return;
+    bool whole = timing.whole && job.waiting == 0 && !job.refused;
+    uint64_t slices = whole ? job.slices.size() : 0, bytes = whole ? job.bytes_done.load() : 0;
+    uint64_t now = clock_ns_();
+    if (timing.alone) return order_.carried(route, slices, bytes, now - timing.began_ns);
+    order_.ended(route, slices, bytes, now);
+    if (job.waiting != 0 && !job.stopped()) order_.left_undone(route, now);
+}
+
 Outcome Peer::run(Job& job) {
     Outcome outcome;
-    const std::vector<Route>& routes = routes_of(job);
-    for (size_t i = next_route(routes, 0); i < routes.size(); i = next_route(routes, i + 1)) {
+    Tries tries(*this, job);
+    while (tries.next(job)) {
         size_t before = job.waiting;
         if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-        Link& link = *routes[i].link;
-        job.last_path = i + 1 == routes.size();
+        Link& link = *tries.link();
+        job.last_path = tries.is_last();
+        Timing timing = begin_timing(tries.index(), job);
         Status status = carry(link, job);
+        end_timing(timing, tries.index(), job);
         if (account(job, link, std::move(status), outcome)) break;
     }
     return outcome;
 }
 
-// The last one is offered every job: its sentence says why the job fails.
-size_t Peer::next_route(const std::vector<Route>& routes, size_t from) {
-    while (from + 1 < routes.size() && routes[from].link->reaches_nothing()) ++from;
-    return from;
-}
-
 void Peer::post(std::shared_ptr<Job> job, Finished finished) {
-    size_t first = next_route(routes_of(*job), 0);
-    post_to(first, std::move(job), Outcome{}, std::move(finished));
+    Tries tries(*this, *job);
+    (void)tries.next(*job);
+    post_to(tries, std::move(job), Outcome{}, std::move(finished));
 }
 
-void Peer::post_to(size_t route, std::shared_ptr<Job> job, Outcome outcome, Finished finished) {
+void Peer::post_to(Tries tries, std::shared_ptr<Job> job, Outcome outcome, Finished finished) {
     size_t before = job->waiting;
     if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
-    const std::vector<Route>& routes = routes_of(*job);
-    const std::shared_ptr<Link>& link = routes[route].link;
-    job->last_path = route + 1 == routes.size();
-    auto next = [self = shared_from_this(), &routes, route, outcome = std::move(outcome),
+    const std::shared_ptr<Link>& link = tries.link();
+    job->last_path = tries.is_last();
+    auto next = [self = shared_from_this(), tries, timing = begin_timing(tries.index(), *job),
+                 outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
-        bool over = self->account(*ended, *routes[route].link, std::move(status), outcome);
-        size_t next = next_route(routes, route + 1);
-        if (over || next == routes.size()) return finished(std::move(outcome));
-        self->post_to(next, std::move(ended), std::move(outcome), std::move(finished));
+        self->end_timing(timing, tries.index(), *ended);
+        bool over = self->account(*ended, *tries.link(), std::move(status), outcome);
+        if (over || !tries.next(*ended)) return finished(std::move(outcome));
+        self->post_to(tries, std::move(ended), std::move(outcome), std::move(finished));
     };
     // Copied into the callback's type once, so that it can be offered twice.
     Link::Finished callback = std::move(next);

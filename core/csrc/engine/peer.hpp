@@ -1,14 +1,17 @@
-// Peer: an opened segment: its identity, and the links to it, in the order in which they are tried. What one
-// link leaves waiting goes to the next, within the same transfer.
+// Peer: an opened segment: its identity, and the links to it, in the order of the registry, and in the one in
+// which jobs are offered to them (LinkOrder; for local memory of cards it is fixed). What one link leaves
+// waiting goes to the next, within the same transfer.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "engine/engine.hpp"
+#include "engine/link_order.hpp"
 #include "transport/control.hpp"
 #include "transport/frames.hpp"
 #include "transport/link.hpp"
@@ -36,10 +39,12 @@ struct NoRoute {
 
 class Peer : public std::enable_shared_from_this<Peer> {
    public:
-    // routes: in the order in which they are tried; at least one is not for cards only.
+    // routes: in the order of the registry; at least one is not for cards only.
+    // clock_ns: of what links cost; null: they keep that order.
     // workers: for what only copies. waiters: for what waits for the peer; it has a few of them.
     Peer(transport::Contact contact, std::vector<Route> routes, std::vector<NoRoute> no_routes,
-         transport::Counters& counters, transport::Workers& workers, transport::Workers& waiters)
+         transport::Counters& counters, transport::Workers& workers, transport::Workers& waiters,
+         uint64_t (*clock_ns)())
         : info_(std::move(contact.info)),
           control_(std::move(contact.control)),
           routes_(for_host(routes)),
@@ -47,7 +52,10 @@ class Peer : public std::enable_shared_from_this<Peer> {
           no_routes_(std::move(no_routes)),
           counters_(counters),
           workers_(workers),
-          waiters_(waiters, kWaitersMax) {
+          waiters_(waiters, kWaitersMax),
+          clock_ns_(clock_ns),
+          first_copies_(routes_.front().link->only_copies()),
+          order_(only_copies(routes_)) {
         // Those that reach a local card themselves before those to which its bytes have to be copied first.
         std::ranges::stable_partition(card_routes_, [](const Route& r) { return r.link->copies_by_card(); });
         auto carries = [](const Route& r) { return r.link->copies_by_card() || r.link->takes_slots(); };
@@ -63,6 +71,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
     // The transport that is tried first for memory of that kind, "" for none.
     std::string transport_for(MemoryKind kind) const;
     SegmentPath path_of(std::string_view transport) const;
+    // Of its host routes, in the order in which small slices are offered to them.
+    std::vector<std::string_view> tried() const;
 
     // Carries the job on the calling thread.
     Outcome run(transport::Job& job);
@@ -102,9 +112,40 @@ class Peer : public std::enable_shared_from_this<Peer> {
     const std::vector<Route>& routes_of(const transport::Job& job) const {
         return job.on_card ? card_routes_ : routes_;
     }
-    // The route from `from` on that a job is offered next; routes.size(): none.
-    static size_t next_route(const std::vector<Route>& routes, size_t from);
-    void post_to(size_t route, std::shared_ptr<transport::Job> job, Outcome outcome, Finished finished);
+    static std::vector<bool> only_copies(const std::vector<Route>& routes) {
+        std::vector<bool> rows;
+        for (const Route& route : routes) rows.push_back(route.link->only_copies());
+        return rows;
+    }
+
+    // The routes that a job is offered, one after the other.
+    class Tries {
+       public:
+        Tries(Peer& peer, const transport::Job& job) : peer_(&peer), routes_(&peer.routes_of(job)) {}
+        // False: none is left.
+        bool next(const transport::Job& job);
+        size_t index() const { return LinkOrder::at(order_, place_); }
+        const std::shared_ptr<transport::Link>& link() const { return (*routes_)[index()].link; }
+        bool is_last() const { return place_ + 1 == routes_->size(); }
+
+       private:
+        Peer* peer_;
+        const std::vector<Route>* routes_;
+        LinkOrder::Packed order_ = LinkOrder::kAsTheyStand;
+        size_t place_ = SIZE_MAX;
+    };
+
+    // A job on one link, timed if its cost is to be known.
+    struct Timing {
+        bool timed = false;
+        bool alone = false;  // by its own times, and not by those of the link
+        bool whole = false;  // no other link has carried any of it
+        uint64_t began_ns = 0;
+    };
+    Timing begin_timing(size_t route, const transport::Job& job);
+    void end_timing(const Timing& timing, size_t route, const transport::Job& job);
+    LinkOrder::Packed order_of(const transport::Job& job);
+    void post_to(Tries tries, std::shared_ptr<transport::Job> job, Outcome outcome, Finished finished);
     // True: nothing is left for other links.
     bool account(transport::Job& job, const transport::Link& link, Status status, Outcome& outcome) const;
 
@@ -116,6 +157,10 @@ class Peer : public std::enable_shared_from_this<Peer> {
     transport::Counters& counters_;
     transport::Workers& workers_;
     transport::Lane waiters_;
+    uint64_t (*const clock_ns_)();
+    const bool first_copies_;          // of routes_
+    LinkOrder order_;                  // of routes_
+    std::atomic<uint32_t> copied_{0};  // jobs by such a first link, about
 };
 
 }  // namespace moonpool::engine

@@ -349,7 +349,8 @@ class PyEngine {
         return py::make_tuple(info.name, id_bytes(info.id), info.host_id, info.address, regions, chosen);
     }
 
-    // (transport, path or "", why there is none, {kind of the peer's memory: why it does not reach it})
+    // (transport, path or "", why there is none, {kind of the peer's memory: why it does not reach it}, and
+    // of the jobs that were timed: how many, seconds for each slice, seconds for each byte)
     py::list paths(uint32_t segment) {
         py::list rows;
         for (const SegmentPath& path : unwrap(engine_->paths(segment), "paths")) {
@@ -357,7 +358,8 @@ class PyEngine {
             for (const auto& [kind, why] : path.unreached) {
                 unreached[py::str(moonpool::kind_name(kind))] = why;
             }
-            rows.append(py::make_tuple(path.transport, path.path, path.why, unreached));
+            rows.append(py::make_tuple(path.transport, path.path, path.why, unreached, path.jobs,
+                                       path.slice_ns / 1e9, path.byte_ns / 1e9));
         }
         return rows;
     }

@@ -1,11 +1,11 @@
 // Link: one peer, as one transport reaches it; and Job, what it carries.
 //
 // A Job is one peer's share of a transfer. The engine offers it to the peer's links in the order of the
-// registry. A link leaves every slice in one of three states: done; failed, when the peer refused it, so that
-// no other path would help; or waiting, when this path could not: then the next link gets it. Each byte of a
-// job is touched only while the job is inside its local regions (Visit), so that deregistering never frees
-// memory in use. A link whose peer or device moves bytes by itself holds those regions from post() to the
-// completion (Operation).
+// registry, or in one by what they cost (engine/link_order.hpp). A link leaves every slice in one of three
+// states: done; failed, when the peer refused it, so that no other path would help; or waiting, when this
+// path could not: then the next link gets it. Each byte of a job is touched only while the job is inside its
+// local regions (Visit), so that deregistering never frees memory in use. A link whose peer or device moves
+// bytes by itself holds those regions from post() to the completion (Operation).
 #pragma once
 
 #include <atomic>
@@ -93,6 +93,10 @@ class Link {
 
     // Whether it is for local memory of a card only: jobs without any are not offered to it.
     virtual bool is_for_cards() const { return false; }
+
+    // Whether a CPU of this host copies, and no peer or device is waited for: then it keeps its place among
+    // the links of a peer, whatever it costs.
+    virtual bool only_copies() const { return false; }
 
     // Whether run() takes local memory that is no region: slots of pinned memory.
     virtual bool takes_slots() const { return true; }

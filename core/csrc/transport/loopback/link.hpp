@@ -17,6 +17,7 @@ class Link final : public transport::Link {
         return kind == MemoryKind::kDevice || reached_by_cpu(kind, why);
     }
     bool copies_by_card() const override { return true; }
+    bool only_copies() const override { return true; }
     bool runs_on_caller(const Job&) const override { return !target_->regions->ever_on_card(); }
     Status run(Job& job) override;
 

@@ -27,6 +27,7 @@ class Link final : public transport::Link {
 
     std::string path() const override { return path_; }
     bool reaches(MemoryKind kind, std::string* why) const override;
+    bool only_copies() const override { return true; }
     bool runs_on_caller(const Job& job) const override;
     Status run(Job& job) override;
 
