@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool import InvalidArgument, TransferEngine
+from moonpool import InvalidArgument, TransferEngine, TransferError
 from moonpool.capi import root
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transport_outside"
@@ -94,3 +95,46 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
     wrong.write_text("text")
     with pytest.raises(InvalidArgument, match=r"libx\.so is not used: "):
         TransferEngine("here", outside_transports=[wrong])
+
+
+def test_no_byte_of_a_write_lands_after_the_peer_was_stopped_and_its_end_confirmed(library: Path) -> None:
+    """The peer's process stands still in the middle of a write, which is given up. When it goes on, and has
+    confirmed the end of that write, nothing of it lands any more."""
+    script = (
+        "import sys, moonpool\n"
+        "engine = moonpool.TransferEngine('there', outside_transports=[sys.argv[1]])\n"
+        "region = engine.allocate(64 << 20)\n"
+        "print(engine.addresses[0], flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    if line == 'clear\\n': region.view[:] = bytes(len(region.view))\n"
+        "    print(region.view.tobytes().count(b'x'), flush=True)\n"
+    )
+    command = [sys.executable, "-c", script, library]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+
+        def ask(what: str) -> int:
+            assert peer.stdin is not None
+            assert peer.stdout is not None
+            peer.stdin.write(f"{what}\n")
+            peer.stdin.flush()
+            return int(peer.stdout.readline())
+
+        try:
+            with TransferEngine("here", outside_transports=[library], transports=["unix_socket"]) as engine:
+                segment = engine.open(peer.stdout.readline().strip())
+                local = engine.allocate(64 << 20)
+                local.view[:] = b"x" * len(local.view)
+                engine.write(segment, local, segment.at(0), 4096)
+                assert ask("count") == 4096
+                peer.send_signal(signal.SIGSTOP)
+                with pytest.raises(TransferError) as error:
+                    engine.write(segment, local, segment.at(0), 64 << 20, deadline_s=0.3)
+                assert not error.value.settled
+                peer.send_signal(signal.SIGCONT)
+                engine.read(segment, local, segment.at(0), 4096)  # goes well: all before it is settled
+                assert ask("clear") == 0
+                assert ask("count") == 0
+        finally:
+            peer.kill()

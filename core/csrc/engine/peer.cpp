@@ -34,7 +34,9 @@ std::string Peer::who() const {
 }
 
 std::string Peer::transport_for(MemoryKind kind) const {
-    for (const Route& route : routes_) {
+    LinkOrder::Packed order = order_.order(1, 1);
+    for (size_t place = 0; place < routes_.size(); ++place) {
+        const Route& route = routes_[LinkOrder::at(order, place)];
         if (route.link->reaches(kind, nullptr)) return std::string(route.transport);
     }
     return "";

@@ -68,7 +68,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     std::string who() const;  // for people
     // Whether run() begins with a copy that waits for no peer.
     bool runs_on_caller(const transport::Job& job) const { return routes_.front().link->runs_on_caller(job); }
-    // The transport that is tried first for memory of that kind, "" for none.
+    // The transport that is tried first for small slices of memory of that kind, "" for none.
     std::string transport_for(MemoryKind kind) const;
     SegmentPath path_of(std::string_view transport) const;
     // Of its host routes, in the order in which small slices are offered to them.

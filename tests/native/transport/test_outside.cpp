@@ -291,6 +291,12 @@ TEST_CASE("outside: what it leaves goes another way, but no write whose bytes ma
     says(moved.error().text, "the way is blocked; bytes of it may still arrive");
     CHECK_FALSE(status.failure.settled);
     CHECK(metric(*pair.here, "tcp_write_slices_total") == 2);
+    // Nor does the link carry anything until it is settled.
+    REQUIRE(pair.transfer(write).ok());
+    CHECK(metric(*pair.here, "tcp_write_slices_total") == 3);
+    liar.script("nothing");
+    REQUIRE(pair.transfer(write).ok());
+    CHECK(metric(*pair.here, "liar_write_slices_total") == 1);
 }
 
 TEST_CASE("outside: a batch sees its deadline, its cancellation and the end of its peer") {

@@ -188,6 +188,10 @@ Error Link::end(const std::string& what) {
 
 Status Link::run(Job& job) {
     if (broken_) return end("");
+    // Bytes of earlier writes must not land over those of this job.
+    if (!settle(std::min(job.timeout_ms, kSettleMs))) {
+        return Error{Code::kUnavailable, "the peer has not confirmed the end of earlier writes"};
+    }
     auto running = std::make_shared<RunningBatch>(job, moved_);
     Operation held(job.regions);
     for (size_t i = 0; i < job.slices.size(); ++i) {

@@ -15,6 +15,8 @@ namespace {
 std::string lie;              // of the test that runs
 std::atomic<int> taken_late;  // 1: a verdict of a batch that has ended was taken
 
+std::atomic<bool> wrote;  // a write was given up
+
 bool lies(const char* what) { return lie == what; }
 
 }  // namespace
@@ -91,6 +93,8 @@ int32_t run(moonpool_link* link, const moonpool_batch* batch, char* why) {
     }
     if (lies("silent")) return MOONPOOL_OK;
     if (lies("gone") || lies("unsettled")) {
+        for (uint64_t i = 0; i < batch->count; ++i)
+            wrote = wrote || batch->slices[i].direction == MOONPOOL_WRITE;
         std::snprintf(why, MOONPOOL_WHY_BYTES, "the way is blocked");
         return MOONPOOL_UNAVAILABLE;
     }
@@ -123,7 +127,7 @@ int32_t run(moonpool_link* link, const moonpool_batch* batch, char* why) {
     return MOONPOOL_OK;
 }
 
-int32_t is_settled(moonpool_link*) { return lies("unsettled") ? 0 : 1; }
+int32_t is_settled(moonpool_link*) { return lies("unsettled") && wrote ? 0 : 1; }
 void close_link(moonpool_link* link) { link->closed = true; }
 void destroy_link(moonpool_link* link) { delete link; }
 
@@ -174,6 +178,9 @@ const moonpool_transport_table* moonpool_transport_v1(void) {
     return &table;
 }
 
-void liar_script(const char* script) { lie = script; }
+void liar_script(const char* script) {
+    lie = script;
+    wrote = false;
+}
 int liar_taken_late() { return taken_late; }
 }
