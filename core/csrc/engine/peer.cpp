@@ -105,14 +105,14 @@ LinkOrder::Packed Peer::order_of(const Job& job) {
 // Where copies are all that a link does, a look at the clock for each would be felt: one in kCopiesTimedEvery
 // is timed.
 Peer::Timing Peer::begin_timing(size_t route, const Job& job) {
-    if (clock_ns_ == nullptr || job.on_card) return {};
     Timing timing;
-    timing.alone = routes_[route].link->only_copies();
-    if (timing.alone) {
+    if (route == 0 && first_copies_) {
         uint32_t n = copied_.load(std::memory_order_relaxed);
         copied_.store(n + 1, std::memory_order_relaxed);
-        if (n % kCopiesTimedEvery != 0) return {};
+        if (n % kCopiesTimedEvery != 0) return timing;
     }
+    if (clock_ns_ == nullptr || job.on_card) return timing;
+    timing.alone = routes_[route].link->only_copies();
     timing.timed = true;
     timing.whole = job.waiting == job.slices.size();
     timing.began_ns = clock_ns_();
@@ -121,7 +121,6 @@ Peer::Timing Peer::begin_timing(size_t route, const Job& job) {
 }
 
 void Peer::end_timing(const Timing& timing, size_t route, const Job& job) {
-    if (!timing.timed) return;
     bool whole = timing.whole && job.waiting == 0 && !job.refused;
     uint64_t slices = whole ? job.slices.size() : 0, bytes = whole ? job.bytes_done.load() : 0;
     uint64_t now = clock_ns_();
@@ -140,7 +139,7 @@ Outcome Peer::run(Job& job) {
         job.last_path = tries.is_last();
         Timing timing = begin_timing(tries.index(), job);
         Status status = carry(link, job);
-        end_timing(timing, tries.index(), job);
+        if (timing.timed) end_timing(timing, tries.index(), job);
         if (account(job, link, std::move(status), outcome)) break;
     }
     return outcome;
@@ -160,7 +159,7 @@ void Peer::post_to(Tries tries, std::shared_ptr<Job> job, Outcome outcome, Finis
     auto next = [self = shared_from_this(), tries, timing = begin_timing(tries.index(), *job),
                  outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
-        self->end_timing(timing, tries.index(), *ended);
+        if (timing.timed) self->end_timing(timing, tries.index(), *ended);
         bool over = self->account(*ended, *tries.link(), std::move(status), outcome);
         if (over || !tries.next(*ended)) return finished(std::move(outcome));
         self->post_to(tries, std::move(ended), std::move(outcome), std::move(finished));

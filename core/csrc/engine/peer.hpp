@@ -143,6 +143,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
         uint64_t began_ns = 0;
     };
     Timing begin_timing(size_t route, const transport::Job& job);
+    // Of a job that was timed.
     void end_timing(const Timing& timing, size_t route, const transport::Job& job);
     LinkOrder::Packed order_of(const transport::Job& job);
     void post_to(Tries tries, std::shared_ptr<transport::Job> job, Outcome outcome, Finished finished);

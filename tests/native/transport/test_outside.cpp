@@ -107,8 +107,8 @@ TEST_CASE("outside: what is no such library is refused with one sentence") {
     EngineOptions options = engine_options("here", "");
     options.outside_transports = {"libliar.so"};
     says(why_not(options), "named by the absolute path of its library");
-    options.outside_transports = {"/nowhere/at/all.so"};
-    says(why_not(options), "/nowhere/at/all.so is not used: ");
+    options.outside_transports = {"/dev/no/such.so"};
+    says(why_not(options), "/dev/no/such.so is not used: ");
     options.outside_transports = {soft_verbs_library()};
     says(why_not(options), "it does not export moonpool_transport_v1");
     options.outside_transports = {Liar::path(), Liar::path()};
