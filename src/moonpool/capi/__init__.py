@@ -2,7 +2,7 @@
 
 lib/libtransfer_engine.so, include/transfer_engine_c.h    what they link instead of the original
                                                           `transfer_engine` (docs/tensorrt_llm.md)
-include/moonpool_transport.h                              what a transport of the transfer engine is built against
+include/moonpool_transport.h                              what transports outside are built against
                                                           (docs/outside_transports.md)
 nixl/libplugin_MOONPOOL.so                                the backend plugin for NIXL (docs/nixl.md)
 """
