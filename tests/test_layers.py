@@ -59,8 +59,9 @@ CPP = {
     "core/transport/cufile": ("transport", *TRANSPORT),
     "core/transport/file": ("transport", *TRANSPORT),
     "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
+    "core/transport/nic": ("transport", *TRANSPORT),
     "core/transport/outside": ("transport", *TRANSPORT),
-    "core/transport/rdma": ("transport", *TRANSPORT),
+    "core/transport/rdma": ("transport/nic", "transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
         "transport/cuda_ipc",

@@ -33,14 +33,18 @@
 
 namespace moonpool::transport {
 
-struct RdmaOptions {
-    std::string library;                // libibverbs; empty: the system's, where the kernel has a device
-    std::vector<std::string> devices;   // by name; none: all
+// Of transports whose NICs read and write the memory of both sides (nic/link.hpp).
+struct NicOptions {
     uint64_t chunk_bytes = 1ull << 30;  // of memory that has one key
     uint64_t piece_bytes = 256u << 10;  // into which large slices are cut
     uint64_t window_bytes = 4u << 20;   // under way on one rail
     int silence_ms = 150;               // then a rail is given up
     uint64_t (*clock_ns)() = now_ns;    // of rails; a test has one of its own
+};
+
+struct RdmaOptions : NicOptions {
+    std::string library;               // libibverbs; empty: the system's, where the kernel has a device
+    std::vector<std::string> devices;  // by name; none: all
 };
 
 struct ConnectOptions {

@@ -9,81 +9,14 @@
 #include <thread>
 
 #include "bed.hpp"
+#include "nodes.hpp"
+#include "transport/nic/messages.hpp"
 #include "transport/rdma/messages.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
 using namespace moonpool::transport::rdma;
-
-namespace {
-
-constexpr size_t kMiB = 1u << 20;
-
-std::string why_not(const EngineOptions& options) {
-    std::shared_ptr<Engine> engine = make_engine(options);
-    for (auto& [name, why] : engine->transports()) {
-        if (name == "rdma") return why;
-    }
-    return "not in the registry";
-}
-
-// Two engines of which the first has these transports, each with memory of random bytes.
-struct Nodes {
-    explicit Nodes(std::vector<std::string> transports, size_t size = 4 * kMiB,
-                   const std::function<void(EngineOptions&)>& change = nullptr)
-        : pair(options("here", transports, change), options("there", {}, change)),
-          mine(*pair.here, size, MemoryKind::kHost),
-          theirs(*pair.there, size, MemoryKind::kHostArena) {
-        Random random(901);
-        mine.fill(random);
-        theirs.fill(random);
-    }
-    static EngineOptions options(const char* name, const std::vector<std::string>& transports,
-                                 const std::function<void(EngineOptions&)>& change) {
-        EngineOptions made = engine_options(name, "");
-        if (!transports.empty()) made.transports = transports;
-        if (change) change(made);
-        return made;
-    }
-    uint64_t moved_by(const std::string& transport) {
-        return metric(*pair.here, transport + "_write_bytes_total") +
-               metric(*pair.here, transport + "_read_bytes_total");
-    }
-    // The memory has its keys: what comes goes by RDMA.
-    void warm_up() {
-        for (size_t at = 0; at < mine.size(); at += kMiB) {
-            for (uint64_t before = moved_by("rdma"); moved_by("rdma") == before;) {
-                REQUIRE(
-                    pair.transfer({{mine.address() + at, theirs.address() + at, 1, Direction::kRead}}).ok());
-            }
-        }
-    }
-    // Writes to the first half and reads to the second, and what both sides have afterwards.
-    void check_transfer(Random& random) {
-        size_t half = mine.size() / 2;
-        std::vector<std::byte> a = mine.bytes(), b = theirs.bytes();
-        std::vector<Slice> slices;
-        for (size_t at = 0; at < half;) {
-            size_t n = std::min<size_t>(half - at,
-                                        random.one_in(3) ? random.between(1, kMiB) : random.between(1, 5000));
-            bool write = random.one_in(2);
-            size_t from = at + (write ? 0 : half);
-            slices.push_back({mine.address() + from, theirs.address() + from, n,
-                              write ? Direction::kWrite : Direction::kRead});
-            std::memcpy(write ? &b[from] : &a[from], write ? &a[from] : &b[from], n);
-            at += n;
-        }
-        Result<uint64_t> moved = pair.transfer(slices);
-        REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
-        REQUIRE(mine.bytes() == a);
-        REQUIRE(theirs.bytes() == b);
-    }
-
-    Pair pair;
-    Memory mine, theirs;
-};
-
-}  // namespace
+namespace nic = moonpool::transport::nic;
 
 TEST_CASE("rdma: a host without it says why in one sentence, and the engine works") {
     struct Host {
@@ -99,7 +32,7 @@ TEST_CASE("rdma: a host without it says why in one sentence, and the engine work
                             {"has no GID of use: GID 0 (fe80::1) is RoCE v1, which no router forwards"}}}) {
         CAPTURE(host.script);
         VerbsBed bed(host.script);
-        std::string why = why_not(engine_options("asked", ""));
+        std::string why = why_not(engine_options("asked", ""), "rdma");
         for (const char* text : host.says) CHECK_MESSAGE(why.find(text) != std::string::npos, why);
         Nodes nodes({"rdma", "tcp"}, kMiB);
         Random random(902);
@@ -109,10 +42,10 @@ TEST_CASE("rdma: a host without it says why in one sentence, and the engine work
     VerbsBed bed;
     EngineOptions options = engine_options("asked", "");
     options.rdma.library = "no-such-libibverbs.so.1";
-    CHECK(why_not(options).find("there is no libibverbs here (no-such-libibverbs.so.1") == 0);
+    CHECK(why_not(options, "rdma").find("there is no libibverbs here (no-such-libibverbs.so.1") == 0);
     options.rdma.library = soft_library();  // of something else
-    CHECK(why_not(options).find("libsoftcuda.so lacks ibv_get_device_list") != std::string::npos);
-    CHECK(why_not(engine_options("asked", "")).empty());
+    CHECK(why_not(options, "rdma").find("libsoftcuda.so lacks ibv_get_device_list") != std::string::npos);
+    CHECK(why_not(engine_options("asked", ""), "rdma").empty());
     Result<const Verbs*> none = open_verbs("");
     if (!none.ok()) CHECK(none.error().text.find("this host has no RDMA device") == 0);
 }
@@ -151,7 +84,7 @@ TEST_CASE("rdma: each status at each request costs no byte, with another path an
             CAPTURE(status);
             VerbsBed bed("devices=1");
             Nodes nodes(transports, kMiB);
-            nodes.warm_up();
+            nodes.warm_up("rdma");
             for (uint64_t at : {1, 2, 7, 20}) {
                 CAPTURE(at);
                 soft_verbs().soft_verbs_script(
@@ -166,7 +99,7 @@ TEST_CASE("rdma: what a dead queue pair has sent never lands over newer bytes") 
     for (const char* path : {"", "tcp"}) {
         VerbsBed bed("devices=1");
         Nodes nodes(*path == 0 ? std::vector<std::string>{"rdma"} : std::vector<std::string>{"rdma", path});
-        nodes.warm_up();
+        nodes.warm_up("rdma");
         for (int at = 1; at <= 4; ++at) {
             std::memset(nodes.mine.data(), 0x11, nodes.mine.size());
             soft_verbs().soft_verbs_script(("devices=1 late=" + std::to_string(at)).c_str());
@@ -196,7 +129,7 @@ TEST_CASE(
         CAPTURE(fault);
         VerbsBed bed("devices=1");
         Nodes nodes({"rdma", "tcp"}, 4 * kMiB, [](EngineOptions& options) { options.rdma.silence_ms = 200; });
-        nodes.warm_up();
+        nodes.warm_up("rdma");
         uint64_t before = nodes.moved_by("tcp");
         soft_verbs().soft_verbs_script((std::string("devices=1 ") + fault).c_str());
         nodes.check_transfer(random);
@@ -231,7 +164,7 @@ TEST_CASE("rdma: memory that the NIC does not take is reached by other paths, an
 TEST_CASE("rdma: a port that goes down costs nothing while another is up, and TCP carries on without any") {
     VerbsBed bed("devices=2 speed0=2000 speed1=2000");
     Nodes nodes({"rdma", "tcp"}, 16 * kMiB, [](EngineOptions& options) { options.rdma.silence_ms = 300; });
-    nodes.warm_up();
+    nodes.warm_up("rdma");
     Random random(908);
     for (int round = 0; round < 3; ++round) {
         std::atomic<bool> over{false};
@@ -257,7 +190,7 @@ TEST_CASE("rdma: rails carry what they are fast enough for") {
         options.rdma.window_bytes = 256u << 10;
         options.rdma.piece_bytes = 64u << 10;
     });
-    nodes.warm_up();
+    nodes.warm_up("rdma");
     Random random(911);
     nodes.check_transfer(random);  // connects them all
     for (Direction direction : {Direction::kWrite, Direction::kRead}) {
@@ -279,7 +212,7 @@ TEST_CASE("rdma: a rail that falls silent is left within 50 ms of the stub's clo
         options.rdma.clock_ns = soft_verbs().soft_verbs_now;
         options.rdma.silence_ms = 30;
     });
-    nodes.warm_up();
+    nodes.warm_up("rdma");
     soft_verbs().soft_verbs_silent(0, 1);
     uint64_t before = soft_verbs().soft_verbs_now();
     std::vector<Slice> slices = {
@@ -369,8 +302,8 @@ TEST_CASE("rdma: offers, keys and endpoints of liars are refused") {
             for (std::byte& byte : bytes)
                 byte = std::byte(random.one_in(3) ? random.below(256) : random.below(3));
             (void)decode_offer(bytes);
-            if (auto rows = decode_keys(Reader(bytes))) {
-                for (const RemoteRegion& row : *rows) CHECK(row.keys.size() <= bytes.size());
+            if (auto rows = nic::decode_keys(Reader(bytes), nic::KeySize::k32)) {
+                for (const nic::RemoteRegion& row : *rows) CHECK(row.keys.size() <= bytes.size());
             }
             Reader r(bytes);
             (void)decode_endpoint(r);

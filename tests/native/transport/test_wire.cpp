@@ -9,7 +9,7 @@
 
 #include "../device/bed.hpp"
 #include "transport/frames.hpp"
-#include "transport/rdma/messages.hpp"
+#include "transport/nic/messages.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
@@ -113,7 +113,7 @@ TEST_CASE("engine wire: the examples of the page") {
                      w.number(uint32_t{1});
                      w.number(uint32_t{3});
                  })) == example("FENCE of"));
-    CHECK(framed(Kind::kEngineAsk, 0, 6, rdma::end_question(3)) == example("END of"));
+    CHECK(framed(Kind::kEngineAsk, 0, 6, nic::end_question("rdma", 3)) == example("END of"));
 }
 
 TEST_CASE("engine wire: offers stand behind what older engines read, and one without any is as theirs") {

@@ -206,4 +206,20 @@ Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names
     return nics;
 }
 
+// A message never relies on the order of writes: a read behind them comes first (rail.hpp).
+Result<Device::Made> Device::make_key(uint64_t address, uint64_t bytes) {
+    auto* at = reinterpret_cast<void*>(address);
+    constexpr int kAccess = ib::kLocalWrite | ib::kRemoteWrite | ib::kRemoteRead;
+    ib::Mr* made = nullptr;
+    errno = EINVAL;
+    if (verbs.reg_mr_iova2 != nullptr) {
+        made = verbs.reg_mr_iova2(pd, at, bytes, address, kAccess | ib::kRelaxedOrdering);
+    }
+    if (made == nullptr && errno == EINVAL) made = verbs.reg_mr(pd, at, bytes, kAccess);
+    if (made == nullptr) return Error{Code::kUnavailable, verb_error_text(errno)};
+    return Made{made, made->lkey, made->rkey};
+}
+
+bool Device::end_key(void* handle) { return verbs.dereg_mr(static_cast<ib::Mr*>(handle)) == 0; }
+
 }  // namespace moonpool::transport::rdma

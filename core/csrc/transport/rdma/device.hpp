@@ -11,6 +11,7 @@
 #include "base/fd.hpp"
 #include "base/fork.hpp"
 #include "base/result.hpp"
+#include "transport/nic/keys.hpp"
 #include "transport/rdma/verbs.hpp"
 
 namespace moonpool::transport::rdma {
@@ -25,11 +26,15 @@ struct PortAddress {
     Gid gid{};
 };
 
-class Device {
+class Device final : public nic::KeyMaker {
    public:
     Device(const Verbs& verbs, ib::Context* context, ib::Pd* pd, std::string name);
-    ~Device();
+    ~Device() override;
     Device(const Device&) = delete;
+
+    const std::string& device_name() const override { return name; }
+    Result<Made> make_key(uint64_t address, uint64_t bytes) override;
+    bool end_key(void* handle) override;
 
     const Verbs& verbs;
     ib::Context* const context;

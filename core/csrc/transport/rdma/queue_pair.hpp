@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 
+#include "transport/nic/target.hpp"
 #include "transport/rdma/device.hpp"
 
 namespace moonpool::transport::rdma {
@@ -45,11 +46,11 @@ class Completions {
 inline constexpr int kQueuePairsMax = 4096;     // of a device
 inline constexpr uint32_t kSendRequests = 512;  // at most, that one has open
 
-class QueuePair {
+class QueuePair final : public nic::TargetEnd {
    public:
     static Result<std::unique_ptr<QueuePair>> create(std::shared_ptr<Port> port,
                                                      std::shared_ptr<Completions> completions);
-    ~QueuePair();
+    ~QueuePair() override;
     QueuePair(const QueuePair&) = delete;
 
     // May wait for the kernel to find the way to the peer. `sends`: it begins transfers; else it answers

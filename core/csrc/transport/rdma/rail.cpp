@@ -1,14 +1,58 @@
 #include "transport/rdma/rail.hpp"
 
+#include <sys/epoll.h>
+
 #include <algorithm>
 #include <cstring>
 
-#include "base/clock.hpp"
-
 namespace moonpool::transport::rdma {
 
-Result<std::unique_ptr<QueuePair>> Rail::make_pair() {
-    const std::shared_ptr<Device>& device = port->device;
+namespace {
+
+// What the descriptor of a rail's completions tells, on an I/O thread.
+class CompletionEvents final : public EventHandler {
+   public:
+    CompletionEvents(std::shared_ptr<Completions> completions, std::shared_ptr<EventHandler> watcher)
+        : completions_(std::move(completions)), watcher_(std::move(watcher)) {}
+
+    bool on_events(uint32_t events) override {
+        completions_->take_events();
+        return watcher_->on_events(events);
+    }
+    bool on_tick(uint64_t now) override { return watcher_->on_tick(now); }
+
+   private:
+    const std::shared_ptr<Completions> completions_;
+    const std::shared_ptr<EventHandler> watcher_;
+};
+
+}  // namespace
+
+std::string Rail::path() const {
+    return port_->text() + " to " + peer_.name + " " +
+           (peer_.address.infiniband ? "LID " + std::to_string(peer_.address.lid)
+                                     : gid_text(peer_.address.gid));
+}
+
+Status Rail::connect(const Ask& ask) {
+    if (Status made = make_completions(); !made) return made;
+    Result<std::unique_ptr<QueuePair>> pair = QueuePair::create(port_, completions_);
+    if (!pair) return pair.error();
+    std::vector<std::byte> own;
+    Writer w(own);
+    encode(w, (*pair)->endpoint());
+    Result<std::vector<std::byte>> answer = ask(own);
+    if (!answer) return Error{Code::kUnavailable, "no queue pair of the peer: " + answer.error().text};
+    Reader r(*answer);
+    Endpoint peer = decode_endpoint(r);
+    if (!r.ok()) return Error{Code::kProtocol, "the peer sent an unreadable answer about its queue pair"};
+    if (Status way = (*pair)->connect(peer, true); !way) return way.error();
+    coming_ = std::move(*pair);
+    return success();
+}
+
+Status Rail::make_completions() {
+    const std::shared_ptr<Device>& device = port_->device;
     if (scratch_ == nullptr) {
         auto scratch = std::make_unique<Scratch>();
         scratch->device = device;
@@ -19,25 +63,27 @@ Result<std::unique_ptr<QueuePair>> Rail::make_pair() {
         }
         scratch_ = std::move(scratch);
     }
-    if (completions_ == nullptr) {
-        // Of a queue pair that fails each request completes, also those that were not signalled.
-        Result<std::shared_ptr<Completions>> made =
-            Completions::create(device, static_cast<int>(kSendRequests) + 64, true);
-        if (!made) return made.error();
-        completions_ = std::move(*made);
-    }
-    return QueuePair::create(port, completions_);
+    if (completions_ != nullptr) return success();
+    // Of a queue pair that fails each request completes, also those that were not signalled.
+    Result<std::shared_ptr<Completions>> made =
+        Completions::create(device, static_cast<int>(kSendRequests) + 64, true);
+    if (!made) return made.error();
+    completions_ = std::move(*made);
+    return success();
 }
 
-void Rail::begin(std::unique_ptr<QueuePair> pair, uint64_t now) {
+void Rail::begin_connected() {
     std::array<ib::Wc, 16> old;  // not every NIC takes back what a queue pair left
     while (completions_->poll(old) > 0) {
     }
-    pair_ = std::move(pair);
+    pair_ = std::move(coming_);
     ++life_;
     requests_ = 0;
-    good_since_ns = progress_ns_ = now;
-    state = State::kUp;
+}
+
+void Rail::tell(std::shared_ptr<EventHandler> watcher) {
+    auto events = std::make_shared<CompletionEvents>(completions_, std::move(watcher));
+    loop_.post([&loop = loop_, events, fd = completions_->fd()] { loop.add(fd, EPOLLIN, events); });
 }
 
 bool Rail::has_room() const {
@@ -54,14 +100,14 @@ void Rail::add(const Piece& piece, bool write, const Place& local, const Place& 
         adding_.writes = false;
     }
     size_t i = adding_.pieces.size();
-    sges_[i] = {local.address, static_cast<uint32_t>(piece.bytes), local.key};
+    sges_[i] = {local.address, static_cast<uint32_t>(piece.bytes), static_cast<uint32_t>(local.key)};
     ib::SendWr& wr = wrs_[i];
     wr = {};
     wr.sg_list = &sges_[i];
     wr.num_sge = 1;
     wr.opcode = write ? ib::kWrite : ib::kRead;
     if (write && piece.bytes <= pair_->inline_bytes()) wr.send_flags = ib::kInline;
-    wr.wr.rdma = {remote.address, remote.key};
+    wr.wr.rdma = {remote.address, static_cast<uint32_t>(remote.key)};
     adding_.pieces.push_back(piece);
     adding_.bytes += piece.bytes;
     if (write) {
@@ -79,7 +125,7 @@ Status Rail::post(uint64_t now) {
         wrs_[n].sg_list = &sges_[n];
         wrs_[n].num_sge = 1;
         wrs_[n].opcode = ib::kRead;
-        wrs_[n].wr.rdma = {last_write_.address, last_write_.key};
+        wrs_[n].wr.rdma = {last_write_.address, static_cast<uint32_t>(last_write_.key)};
         ++n;
     }
     for (size_t i = 0; i < n; ++i) {
@@ -99,19 +145,49 @@ Status Rail::post(uint64_t now) {
     ib::SendWr* bad = nullptr;
     int code = pair_->post(wrs_.data(), &bad);
     if (code == 0) return success();
-    return Error{Code::kUnavailable, port->name + " takes no request: " + std::strerror(code)};
+    return Error{Code::kUnavailable, port_->name + " takes no request: " + std::strerror(code)};
 }
 
-void Rail::complete(Batch& batch, uint64_t now) {
-    if (batch.bytes >= kMeasuredBytes) {
-        uint64_t since = std::max(batch.posted_ns, progress_ns_);
-        double rate =
-            static_cast<double>(batch.bytes) / static_cast<double>(std::max<uint64_t>(now - since, 1000));
-        bytes_per_ns_ = bytes_per_ns_ <= 0 ? rate : 0.8 * bytes_per_ns_ + 0.2 * rate;
-    }
-    progress_ns_ = now;
-    bytes_open_ -= batch.bytes;
+void Rail::complete(const Batch& batch, uint64_t now) {
+    note_completed(batch.bytes, batch.posted_ns, now);
     requests_open_ -= batch.last - batch.first + 1;
+}
+
+Rail::Fault Rail::fault(const ib::Wc& wc) const {
+    Fault fault{port_->device->verbs.wc_status_str(wc.status) + (" (" + std::to_string(wc.status) + ")")};
+    if (wc.status == ib::kRemoteAccess) fault.of = Fault::Of::kPeerMemory;
+    if (wc.status <= ib::kLocalProtection) fault.of = Fault::Of::kOwnMemory;
+    uint64_t request = wc.wr_id & ((uint64_t{1} << 40) - 1);
+    if (!batches_.empty() && batches_.front().first <= request) {
+        const Batch& batch = batches_.front();
+        fault.piece = batch.pieces[std::min<size_t>(request - batch.first, batch.pieces.size() - 1)];
+    }
+    return fault;
+}
+
+std::optional<Rail::Fault> Rail::poll(uint64_t now, const Done& done) {
+    std::array<ib::Wc, 16> found;
+    for (;;) {
+        int n = completions_->poll(found);
+        if (n < 0) return Fault{"the completion queue failed"};
+        for (int i = 0; i < n; ++i) {
+            const ib::Wc& wc = found[static_cast<size_t>(i)];
+            if (wc.wr_id >> 40 != life_) continue;
+            uint64_t request = wc.wr_id & ((uint64_t{1} << 40) - 1);
+            // In order: a completion answers for all before it.
+            while (!batches_.empty() && (batches_.front().last < request ||
+                                         (batches_.front().last == request && wc.status == 0))) {
+                Batch batch = std::move(batches_.front());
+                batches_.pop_front();
+                complete(batch, now);
+                done(batch.pieces);
+                batch.pieces.clear();
+                if (spare_.size() < 8) spare_.push_back(std::move(batch));
+            }
+            if (wc.status != 0) return fault(wc);
+        }
+        if (n < static_cast<int>(found.size())) return std::nullopt;
+    }
 }
 
 std::vector<Piece> Rail::stop(bool& writes) {

@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <bit>
 
-#include "transport/rdma/link.hpp"
+#include "transport/nic/link.hpp"
+#include "transport/rdma/rail.hpp"
 
 namespace moonpool::transport::rdma {
 
@@ -27,10 +28,10 @@ int shared_bits(const Gid& a, const Gid& b) {
 bool is_ipv4(const Gid& gid) { return gid[10] == 0xff && gid[11] == 0xff && gid[0] == 0; }
 
 // Port i here and port i there, unless another one of the peer is nearer.
-std::vector<std::unique_ptr<Rail>> pair_ports(const std::vector<std::shared_ptr<Port>>& own,
-                                              const std::vector<OfferedPort>& peer,
-                                              std::atomic<uint32_t>& next, uint64_t window_bytes) {
-    std::vector<std::unique_ptr<Rail>> rails;
+std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared_ptr<Port>>& own,
+                                                   const std::vector<OfferedPort>& peer,
+                                                   std::atomic<uint32_t>& next, const Context& context) {
+    std::vector<std::unique_ptr<nic::Rail>> rails;
     std::vector<bool> taken(peer.size());
     for (size_t i = 0; i < own.size() && rails.size() < kRailsMax; ++i) {
         const PortAddress& here = own[i]->address;
@@ -47,8 +48,10 @@ std::vector<std::unique_ptr<Rail>> pair_ports(const std::vector<std::shared_ptr<
         }
         if (!best) continue;
         taken[*best] = true;
-        rails.push_back(std::make_unique<Rail>(own[i], static_cast<uint8_t>(*best), peer[*best],
-                                               next.fetch_add(1), window_bytes));
+        uint32_t number = next.fetch_add(1);
+        rails.push_back(std::make_unique<Rail>(own[i], static_cast<uint8_t>(*best), peer[*best], number,
+                                               context.options.rdma.window_bytes,
+                                               *context.loops[number % context.loops.size()]));
     }
     return rails;
 }
@@ -95,9 +98,12 @@ Status Transport::start() {
     if (!nics) return nics.error();
     if (nics->ports.size() > kPortsMax) nics->ports.resize(kPortsMax);
     nics_ = std::move(*nics);
-    keys_ = std::make_shared<Keys>(nics_.devices, context_.options.rdma.chunk_bytes, context_.waiters,
-                                   context_.closing);
-    target_.emplace(context_, nics_.ports, keys_);
+    std::vector<std::shared_ptr<nic::KeyMaker>> makers(nics_.devices.begin(), nics_.devices.end());
+    keys_ = std::make_shared<nic::Keys>(std::move(makers), context_.options.rdma.chunk_bytes,
+                                        context_.waiters, context_.closing);
+    target_.emplace(
+        context_, keys_, nic::KeySize::k32,
+        [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
     EventLoop& loop = *context_.loops.front();
     for (const auto& device : nics_.devices) {
         std::vector<std::shared_ptr<Port>> ports;
@@ -107,6 +113,23 @@ Status Transport::start() {
         loop.post([&loop, events, fd = device->context->async_fd] { loop.add(fd, EPOLLIN, events); });
     }
     return success();
+}
+
+Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t number, Reader question,
+                                                         Writer& answer) const {
+    Endpoint initiator = decode_endpoint(question);  // a later version may append
+    if (!question.ok() || number >= nics_.ports.size()) {
+        return Error{Code::kProtocol, "an unreadable question about a queue pair"};
+    }
+    const std::shared_ptr<Port>& port = nics_.ports[number];
+    // No completion comes of what peers do.
+    Result<std::shared_ptr<Completions>> none = Completions::create(port->device, 1, false);
+    if (!none) return none.error();
+    Result<std::unique_ptr<QueuePair>> pair = QueuePair::create(port, std::move(*none));
+    if (!pair) return pair.error();
+    if (Status connected = (*pair)->connect(initiator, false); !connected) return connected.error();
+    encode(answer, (*pair)->endpoint());
+    return std::unique_ptr<nic::TargetEnd>(std::move(*pair));
 }
 
 void Transport::offer(PeerInfo& self) const { self.offers[kName] = encode_offer(nics_.ports); }
@@ -119,15 +142,15 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
     if (offer == peer.offers.end()) return Error{Code::kUnavailable, "the peer does not offer RDMA"};
     std::optional<std::vector<OfferedPort>> ports = decode_offer(offer->second);
     if (!ports) return Error{Code::kProtocol, "the peer's offer of RDMA is unreadable"};
-    std::vector<std::unique_ptr<Rail>> rails =
-        pair_ports(nics_.ports, *ports, next_rail_, context_.options.rdma.window_bytes);
+    std::vector<std::unique_ptr<nic::Rail>> rails = pair_ports(nics_.ports, *ports, next_rail_, context_);
     if (rails.empty()) {
         return Error{
             Code::kUnavailable,
             "no port here and of the peer are of one kind (InfiniBand, RoCE over IPv4, RoCE over IPv6)"};
     }
-    return std::shared_ptr<transport::Link>(
-        std::make_shared<Link>(context_, counters_, keys_, std::move(rails), control, timeout_ms));
+    return std::shared_ptr<transport::Link>(std::make_shared<nic::Link>(
+        context_, nic::LinkOptions{kName, nic::KeySize::k32, context_.options.rdma}, counters_, keys_,
+        std::move(rails), control, timeout_ms));
 }
 
 Status Transport::add_region(Region& region) {

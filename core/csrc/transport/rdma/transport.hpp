@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "transport/nic/keys.hpp"
+#include "transport/nic/target.hpp"
 #include "transport/rdma/device.hpp"
-#include "transport/rdma/keys.hpp"
-#include "transport/rdma/target.hpp"
 #include "transport/transport.hpp"
 
 namespace moonpool::transport::rdma {
@@ -33,11 +33,12 @@ class Transport final : public transport::Transport {
 
    private:
     class PortEvents;
+    Result<std::unique_ptr<nic::TargetEnd>> serve(uint8_t port, Reader question, Writer& answer) const;
 
     const Context context_;
     Nics nics_;  // none before start()
-    std::shared_ptr<Keys> keys_;
-    std::optional<Target> target_;
+    std::shared_ptr<nic::Keys> keys_;
+    std::optional<nic::Target> target_;
     std::atomic<uint32_t> next_rail_{0};
 };
 

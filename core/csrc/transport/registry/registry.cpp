@@ -4,6 +4,7 @@
 #include "transport/cufile/transport.hpp"
 #include "transport/file/transport.hpp"
 #include "transport/loopback/transport.hpp"
+#include "transport/rdma/messages.hpp"
 #include "transport/rdma/transport.hpp"
 #include "transport/shm/transport.hpp"
 #include "transport/tcp/transport.hpp"

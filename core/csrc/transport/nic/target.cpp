@@ -1,14 +1,12 @@
-#include "transport/rdma/target.hpp"
+#include "transport/nic/target.hpp"
 
-#include <set>
-
-namespace moonpool::transport::rdma {
+namespace moonpool::transport::nic {
 
 namespace {
 
-Error unreadable() { return Error{Code::kProtocol, "an unreadable question about RDMA"}; }
+Error unreadable() { return Error{Code::kProtocol, "an unreadable question about a NIC"}; }
 
-constexpr size_t kPairsOfOneMax = 64;  // of one initiator
+constexpr size_t kEndsOfOneMax = 64;  // of one initiator
 
 }  // namespace
 
@@ -17,7 +15,7 @@ Result<std::vector<std::byte>> Target::answer(const SegmentId& peer, Reader ques
     if (!question.ok()) return unreadable();
     switch (static_cast<Question>(what)) {
         case Question::kKeys:
-            return tell_keys(question);
+            return tell_keys(peer, question);
         case Question::kConnect:
             return connect(peer, question);
         case Question::kEnd: {
@@ -30,7 +28,7 @@ Result<std::vector<std::byte>> Target::answer(const SegmentId& peer, Reader ques
     return unreadable();
 }
 
-Result<std::vector<std::byte>> Target::tell_keys(Reader question) const {
+Result<std::vector<std::byte>> Target::tell_keys(const SegmentId& peer, Reader question) {
     auto n = question.number<uint16_t>();
     if (!question.ok() || n > kRangesMax) return unreadable();
     std::shared_ptr<const Regions> all = context_.regions->all();
@@ -43,7 +41,12 @@ Result<std::vector<std::byte>> Target::tell_keys(Reader question) const {
         auto length = question.number<uint64_t>();
         const std::shared_ptr<Region>* region = find_region(*all, address, length);
         if (region == nullptr || !told.insert((*region)->id).second) continue;
-        encode(w, **region, keys_->find((*region)->id).get());
+        {
+            // Before the keys are read: leave_region() finds it, or these are keys that have ended.
+            MutexLock lock(mutex_);
+            told_[peer].insert((*region)->id);
+        }
+        encode(w, **region, keys_->find((*region)->id).get(), key_size_);
     }
     if (!question.done()) return unreadable();
     w.number_at(0, static_cast<uint16_t>(told.size()));
@@ -51,52 +54,53 @@ Result<std::vector<std::byte>> Target::tell_keys(Reader question) const {
 }
 
 Result<std::vector<std::byte>> Target::connect(const SegmentId& peer, Reader question) {
-    Connect asked;
-    asked.rail = question.number<uint32_t>();
-    asked.port = question.number<uint8_t>();
-    asked.initiator = decode_endpoint(question);
-    if (!question.ok() || asked.port >= ports_.size()) return unreadable();  // a later version may append
-    const std::shared_ptr<Port>& port = ports_[asked.port];
-    const Name name{peer, asked.rail};
+    auto rail = question.number<uint32_t>();
+    auto port = question.number<uint8_t>();
+    if (!question.ok()) return unreadable();
+    const Name name{peer, rail};
     end(name);  // also where this one fails
-    // No completion comes of what peers do.
-    Result<std::shared_ptr<Completions>> none = Completions::create(port->device, 1, false);
-    if (!none) return none.error();
-    Result<std::unique_ptr<QueuePair>> pair = QueuePair::create(port, std::move(*none));
-    if (!pair) return pair.error();
-    if (Status connected = (*pair)->connect(asked.initiator, false); !connected) return connected.error();
     std::vector<std::byte> out;
     Writer w(out);
-    encode(w, (*pair)->endpoint());
+    Result<std::unique_ptr<TargetEnd>> made = make_(port, question, w);
+    if (!made) return made.error();
     MutexLock lock(mutex_);
     if (closed_) return Error{Code::kUnavailable, "this engine is closed"};
     if (context_.shut_out->has(peer)) return ShutOut::error();  // since it asked
-    auto from = pairs_.lower_bound({peer, 0}), to = pairs_.upper_bound({peer, UINT32_MAX});
-    if (static_cast<size_t>(std::distance(from, to)) >= kPairsOfOneMax) {
-        return Error{Code::kTooLarge,
-                     "an engine has at most " + std::to_string(kPairsOfOneMax) + " queue pairs to another"};
+    auto from = ends_.lower_bound({peer, 0}), to = ends_.upper_bound({peer, UINT32_MAX});
+    if (static_cast<size_t>(std::distance(from, to)) >= kEndsOfOneMax) {
+        return Error{Code::kTooLarge, "an engine has at most " + std::to_string(kEndsOfOneMax) +
+                                          " connections of NICs to another"};
     }
-    pairs_[name].swap(*pair);  // of two questions with one number the later one's
+    ends_[name].swap(*made);  // of two questions with one number the later one's
     return out;
 }
 
 void Target::end(const Name& name) {
     MutexLock lock(mutex_);
-    auto it = pairs_.find(name);
-    if (it == pairs_.end()) return;
+    auto it = ends_.find(name);
+    if (it == ends_.end()) return;
     // Under the lock: a second question about it is answered when it has ended.
-    pairs_.erase(it);
+    ends_.erase(it);
 }
 
 void Target::leave(const SegmentId& peer) {
     MutexLock lock(mutex_);
-    pairs_.erase(pairs_.lower_bound({peer, 0}), pairs_.upper_bound({peer, UINT32_MAX}));
+    ends_.erase(ends_.lower_bound({peer, 0}), ends_.upper_bound({peer, UINT32_MAX}));
+    told_.erase(peer);
+}
+
+void Target::leave_region(uint64_t region_id) {
+    MutexLock lock(mutex_);
+    for (auto& [peer, regions] : told_) {
+        if (regions.erase(region_id) == 0) continue;
+        ends_.erase(ends_.lower_bound({peer, 0}), ends_.upper_bound({peer, UINT32_MAX}));
+    }
 }
 
 void Target::close() {
     MutexLock lock(mutex_);
     closed_ = true;
-    pairs_.clear();
+    ends_.clear();
 }
 
-}  // namespace moonpool::transport::rdma
+}  // namespace moonpool::transport::nic

@@ -1,15 +1,15 @@
-#include "transport/rdma/link.hpp"
+#include "transport/nic/link.hpp"
 
 #include <sched.h>
-#include <sys/epoll.h>
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 #include <thread>
 
 #include "base/clock.hpp"
 
-namespace moonpool::transport::rdma {
+namespace moonpool::transport::nic {
 
 namespace {
 
@@ -19,7 +19,7 @@ constexpr uint64_t kSpinNs = 200'000;              // a caller polls, before it 
 constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
 constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
 constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
-constexpr uint64_t kIdleNs = 60'000'000'000;       // then its queue pair goes
+constexpr uint64_t kIdleNs = 60'000'000'000;       // then its connection goes
 constexpr uint64_t kKeylessNs = 2'000'000;         // memory that gets its keys is looked at again
 constexpr int kFaultsMax = 3;                      // of rails, in one task without another path
 constexpr int kRefusedMax = 3;                     // of one slice
@@ -27,14 +27,12 @@ constexpr std::chrono::milliseconds kSleep{50}, kNap{2};
 
 }  // namespace
 
-// Completions of a rail, on an I/O thread.
+// What a rail tells.
 class Link::Watcher final : public EventHandler {
    public:
-    Watcher(std::weak_ptr<Link> link, std::shared_ptr<Completions> completions)
-        : link_(std::move(link)), completions_(std::move(completions)) {}
+    explicit Watcher(std::weak_ptr<Link> link) : link_(std::move(link)) {}
 
     bool on_events(uint32_t) override {
-        completions_->take_events();
         std::shared_ptr<Link> link = link_.lock();
         if (link == nullptr) return false;
         link->on_completions();
@@ -49,12 +47,13 @@ class Link::Watcher final : public EventHandler {
 
    private:
     const std::weak_ptr<Link> link_;
-    const std::shared_ptr<Completions> completions_;
 };
 
-Link::Link(const Context& context, TransportCounters& counters, std::shared_ptr<Keys> keys,
-           std::vector<std::unique_ptr<Rail>> rails, std::shared_ptr<Control> control, int timeout_ms)
+Link::Link(const Context& context, const LinkOptions& options, TransportCounters& counters,
+           std::shared_ptr<Keys> keys, std::vector<std::unique_ptr<Rail>> rails,
+           std::shared_ptr<Control> control, int timeout_ms)
     : context_(context),
+      options_(options),
       counters_(counters),
       keys_(std::move(keys)),
       control_(std::move(control)),
@@ -64,11 +63,7 @@ Link::Link(const Context& context, TransportCounters& counters, std::shared_ptr<
 Link::~Link() = default;
 
 std::string Link::path() const {
-    const Rail& first = *rails_.front();
-    const OfferedPort& peer = first.peer;
-    std::string text =
-        "rdma " + first.port->text() + " to " + peer.name + " " +
-        (peer.address.infiniband ? "LID " + std::to_string(peer.address.lid) : gid_text(peer.address.gid));
+    std::string text = std::string(options_.transport) + " " + rails_.front()->path();
     return rails_.size() == 1 ? text : text + " and " + std::to_string(rails_.size() - 1) + " more";
 }
 
@@ -79,7 +74,7 @@ bool Link::reaches_nothing() const {
     MutexLock lock(mutex_);
     uint64_t now = clock();
     return std::ranges::none_of(rails_, [&](const auto& rail) {
-        return rail->state != Rail::State::kDown || (rail->port->up && rail->retry_ns <= now);
+        return rail->state != Rail::State::kDown || (rail->port_up() && rail->retry_ns <= now);
     });
 }
 
@@ -154,7 +149,7 @@ void Link::on_tick() {
 // What completed before the arming is told by no event; what completes later is, also when this looks first.
 void Link::drive_armed() {
     for (const auto& rail : rails_) {
-        if (rail->state == Rail::State::kUp) rail->completions()->arm();
+        if (rail->state == Rail::State::kUp) rail->arm();
     }
     (void)drive();
 }
@@ -205,6 +200,7 @@ bool Link::drive() {
 }
 
 bool Link::settle(Rail& rail, uint64_t now) {
+    if (rail.state != Rail::State::kUp) return false;
     bool any = false;
     std::optional<Rail::Fault> fault = rail.poll(now, [&](std::span<const Piece> pieces) REQUIRES(mutex_) {
         any = true;
@@ -236,32 +232,25 @@ void Link::piece_done(const Piece& piece) {
 }
 
 void Link::on_fault(Rail& rail, const Rail::Fault& fault) {
-    std::string why = std::string(rail.port->device->verbs.wc_status_str(fault.status)) + " (" +
-                      std::to_string(fault.status) + ")";
     bool of_path = true;
     if (fault.piece) {
         Task& task = *fault.piece->task;
-        const Slice& slice = task.job.slices[fault.piece->slice];
-        if (fault.status == ib::kRemoteAccess) {
-            // The peer may have deregistered the region: it is asked for again.
+        if (fault.of == Rail::Fault::Of::kPeerMemory) {
             of_path = false;
-            std::erase_if(known_, [&](const auto& row) {
-                return row.second.contains(slice.remote + fault.piece->at, fault.piece->bytes);
-            });
             ++task.refused[fault.piece->slice];
-        } else if (fault.status <= ib::kLocalProtection) {
+        } else if (fault.of == Rail::Fault::Of::kOwnMemory) {
             of_path = !task.job.locals[fault.piece->slice]->closing();
         }
     }
-    stop(rail, why, of_path);
+    stop(rail, fault.why, of_path);
 }
 
 void Link::watch(Rail& rail, uint64_t now) {
     if (rail.state != Rail::State::kUp) return;
-    if (!rail.port->up) return stop(rail, "the port " + rail.port->name + " is down", true);
+    if (!rail.port_up()) return stop(rail, "the port " + rail.name() + " is down", true);
     if (closed_) return stop(rail, "the segment was closed", false);
     if (!rail.busy()) return;
-    uint64_t silent_ns = std::max(static_cast<uint64_t>(context_.options.rdma.silence_ms) * 1'000'000,
+    uint64_t silent_ns = std::max(static_cast<uint64_t>(options_.nic.silence_ms) * 1'000'000,
                                   std::min(8 * rail.expected_ns(), kSilentNsMax));
     if (now > rail.progress_ns() + silent_ns) {
         stop(rail, "nothing moved for " + std::to_string((now - rail.progress_ns()) / 1'000'000) + " ms",
@@ -274,6 +263,7 @@ void Link::stop(Rail& rail, const std::string& why, bool of_path) {
     std::vector<Piece> open = rail.stop(writes);
     rail.state = Rail::State::kEnding;
     rail.why = why;
+    known_.clear();  // the peer may have deregistered any of it: it is asked for again
     if (of_path) {
         int shift = std::min(rail.faults++, 7);
         rail.retry_ns = clock() + std::min(kBackOffNs << shift, kBackOffNsMax);
@@ -320,7 +310,7 @@ void Link::fill(Rail& rail, uint64_t now) {
 // pieces of a transfer do not wait for the slowest rail.
 bool Link::last_to_end(const Rail& rail) const {
     if (rails_.size() == 1 || rail.bytes_per_ns() <= 0) return false;
-    double piece = static_cast<double>(context_.options.rdma.piece_bytes);
+    double piece = static_cast<double>(options_.nic.piece_bytes);
     double own = (static_cast<double>(rail.bytes_open()) + piece) / rail.bytes_per_ns();
     double rest = 0;  // to be posted
     for (const auto& task : tasks_) {
@@ -402,9 +392,9 @@ bool Link::take_piece(Rail& rail, Task& task) {
         }
         const uint64_t from = slice.local + range->at - local.address;
         const uint64_t to = slice.remote + range->at - remote->address;
-        Key here = keyed->key(from / keyed->chunk_bytes, rail.port->device_index), there;
-        if (remote->devices > rail.peer.device) {
-            there = remote->keys[to / remote->chunk_bytes * remote->devices + rail.peer.device];
+        Key here = keyed->key(from / keyed->chunk_bytes, rail.device), there;
+        if (remote->devices > rail.peer_device) {
+            there = remote->keys[to / remote->chunk_bytes * remote->devices + rail.peer_device];
         } else if (remote->devices != 0) {
             there.state = KeyState::kRefused;
         }
@@ -429,12 +419,13 @@ bool Link::take_piece(Rail& rail, Task& task) {
             job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
             continue;
         }
-        uint64_t n = range->bytes <= kWholeBytes ? range->bytes
-                                                 : std::min(range->bytes, context_.options.rdma.piece_bytes);
+        uint64_t n =
+            range->bytes <= kWholeBytes ? range->bytes : std::min(range->bytes, options_.nic.piece_bytes);
         n = std::min({n, keyed->chunk_bytes - from % keyed->chunk_bytes,
                       remote->chunk_bytes - to % remote->chunk_bytes});
         rail.add({&task, i, range->at, n}, slice.direction == Direction::kWrite,
-                 {slice.local + range->at, here.local}, {slice.remote + range->at, there.remote});
+                 {slice.local + range->at, here.local},
+                 {slice.remote + range->at, there.remote, to % remote->chunk_bytes});
         ++task.open;
         range->at += n;
         range->bytes -= n;
@@ -450,7 +441,7 @@ bool Link::wants_rail(const Task& task) const {
 }
 
 bool Link::may_connect(const Rail& rail, uint64_t now) const {
-    if (rail.state != Rail::State::kDown || !rail.port->up || closed_) return false;
+    if (rail.state != Rail::State::kDown || !rail.port_up() || closed_) return false;
     return rail.retry_ns <= now || std::ranges::any_of(tasks_, [](const auto& task) {
                return task->job.last_path && task->faults < kFaultsMax;
            });
@@ -480,8 +471,7 @@ bool Link::may_end(Task& task, uint64_t now) {
         if (rail->state != Rail::State::kDown || may_connect(*rail, now)) return false;
         if (tried == nullptr || rail->faults > tried->faults) tried = rail.get();
     }
-    return end(Code::kUnavailable,
-               tried->port->up ? tried->why : "the port " + tried->port->name + " is down");
+    return end(Code::kUnavailable, tried->port_up() ? tried->why : "the port " + tried->name() + " is down");
 }
 
 bool Link::needs_help(uint64_t now) const {
@@ -496,7 +486,7 @@ bool Link::needs_help(uint64_t now) const {
 // One at a time; on a thread that may wait. What it waits for is never another thread of this engine.
 void Link::help() {
     MutexLock lock(mutex_);
-    while (end_pair() || ask_keys() || connect_rail()) {
+    while (end_rail() || ask_keys() || connect_rail()) {
         (void)drive();
         drive_armed();
         tell_ended();
@@ -504,7 +494,7 @@ void Link::help() {
     helping_ = false;
 }
 
-bool Link::end_pair() {
+bool Link::end_rail() {
     auto it = std::ranges::find(rails_, Rail::State::kEnding, [](const auto& rail) { return rail->state; });
     if (it == rails_.end()) return false;
     Rail& rail = **it;
@@ -512,7 +502,7 @@ bool Link::end_pair() {
     if (!closed_) {
         mutex_.unlock();
         Result<std::vector<std::byte>> answer =
-            control_->ask(Kind::kEngineAsk, end_question(rail.number), timeout_ms_);
+            control_->ask(Kind::kEngineAsk, end_question(options_.transport, rail.number), timeout_ms_);
         if (!answer) ended = answer.error();
         mutex_.lock();
     }
@@ -522,9 +512,9 @@ bool Link::end_pair() {
     for (const Piece& piece : fenced) {
         // What may still arrive is repeated over no path.
         if (!ended && !closed_ && piece.task->job.is_waiting(piece.slice)) {
-            piece.task->job.fail(piece.slice, Code::kUnavailable,
-                                 rail.port->name + ": " + rail.why +
-                                     "; the peer did not end the queue pair: " + ended.error().text);
+            piece.task->job.fail(
+                piece.slice, Code::kUnavailable,
+                rail.name() + ": " + rail.why + "; the peer did not end its side: " + ended.error().text);
         }
         put_back(piece);
     }
@@ -541,12 +531,13 @@ bool Link::connect_rail() {
     if (it == rails_.end()) return false;
     Rail& rail = **it;
     rail.state = Rail::State::kConnecting;
-    Result<std::unique_ptr<QueuePair>> made = rail.make_pair();
-    if (made) {
-        mutex_.unlock();
-        made = connected(rail, std::move(*made));
-        mutex_.lock();
-    }
+    mutex_.unlock();
+    Status made = rail.connect([&](std::span<const std::byte> initiator) {
+        return control_->ask(Kind::kEngineAsk,
+                             connect_question(options_.transport, rail.number, rail.peer_port, initiator),
+                             timeout_ms_);
+    });
+    mutex_.lock();
     if (!made) {
         rail.state = Rail::State::kDown;
         rail.why = made.error().text;
@@ -554,26 +545,9 @@ bool Link::connect_rail() {
         for (const auto& task : tasks_) ++task->faults;
         return true;
     }
-    rail.begin(std::move(*made), clock());
-    if (watched_.insert(&rail).second) {
-        EventLoop& loop = *context_.loops[rail.number % context_.loops.size()];
-        auto watcher = std::make_shared<Watcher>(weak_from_this(), rail.completions());
-        loop.post([&loop, watcher, fd = rail.completions()->fd()] { loop.add(fd, EPOLLIN, watcher); });
-    }
+    rail.begin(clock());
+    if (!std::exchange(rail.watched, true)) rail.tell(std::make_shared<Watcher>(weak_from_this()));
     return true;
-}
-
-// Without the lock.
-Result<std::unique_ptr<QueuePair>> Link::connected(const Rail& rail, std::unique_ptr<QueuePair> pair) {
-    Connect connect{rail.number, rail.peer_port, pair->endpoint()};
-    Result<std::vector<std::byte>> answer =
-        control_->ask(Kind::kEngineAsk, connect_question(connect), timeout_ms_);
-    if (!answer) return Error{Code::kUnavailable, "no queue pair of the peer: " + answer.error().text};
-    Reader r(*answer);
-    Endpoint peer = decode_endpoint(r);
-    if (!r.ok()) return Error{Code::kProtocol, "the peer sent an unreadable answer about its queue pair"};
-    if (Status way = pair->connect(peer, true); !way) return way.error();
-    return pair;
 }
 
 bool Link::ask_keys() {
@@ -590,9 +564,9 @@ bool Link::ask_keys() {
     if (ranges.empty()) return false;
     mutex_.unlock();
     Result<std::vector<std::byte>> answer =
-        control_->ask(Kind::kEngineAsk, keys_question(ranges), timeout_ms_);
+        control_->ask(Kind::kEngineAsk, keys_question(options_.transport, ranges), timeout_ms_);
     std::optional<std::vector<RemoteRegion>> rows;
-    if (answer) rows = decode_keys(Reader(*answer));
+    if (answer) rows = decode_keys(Reader(*answer), options_.key_size);
     mutex_.lock();
     for (size_t i = 0; rows && i < rows->size(); ++i) {
         RemoteRegion& row = (*rows)[i];
@@ -626,4 +600,4 @@ bool Link::ask_keys() {
     return true;
 }
 
-}  // namespace moonpool::transport::rdma
+}  // namespace moonpool::transport::nic

@@ -13,17 +13,34 @@
 #include <vector>
 
 #include "base/mutex.hpp"
-#include "transport/rdma/device.hpp"
 #include "transport/region.hpp"
 #include "transport/workers.hpp"
 
-namespace moonpool::transport::rdma {
+namespace moonpool::transport::nic {
 
 enum class KeyState : uint8_t { kPending = 0, kKeyed = 1, kRefused = 2 };
 
 struct Key {
     KeyState state = KeyState::kPending;
-    uint32_t local = 0, remote = 0;
+    uint64_t local = 0, remote = 0;  // as the NIC here and that of a peer name it
+};
+
+// A NIC, as keys need it. Thread-safe.
+class KeyMaker {
+   public:
+    struct Made {
+        void* handle = nullptr;
+        uint64_t local = 0, remote = 0;
+    };
+
+    virtual ~KeyMaker() = default;
+    virtual const std::string& device_name() const = 0;
+    // Lets it read and write that memory, also for peers. The error: its reason, for people.
+    virtual Result<Made> make_key(uint64_t address, uint64_t bytes) = 0;
+    // Waits for the NIC: nothing lands behind it. False: it keeps the key.
+    virtual bool end_key(void* handle) = 0;
+    // Whether that is safe while requests of this engine use it: they fail.
+    virtual bool ends_keys_in_use() const { return true; }
 };
 
 // The keys of one region: of each chunk, one for each device.
@@ -44,9 +61,9 @@ class KeyedRegion {
     friend class Keys;
     // Of chunk c for device d at [c * devices + d]. The state is written last, and read first.
     std::vector<std::atomic<KeyState>> states_;
-    std::vector<std::atomic<uint64_t>> keys_;  // local in the upper half
-    std::vector<ib::Mr*> registered_;  // null: none. Of the thread that keys the chunk, then of release()
-    std::atomic<int> busy_{0};         // threads that key
+    std::vector<std::atomic<uint64_t>> local_, remote_;
+    std::vector<void*> registered_;  // null: none. Of the thread that keys the chunk, then of release()
+    std::atomic<int> busy_{0};       // threads that key
     std::atomic<bool> revoked_{false};
     uint64_t revoked_ns_ = 0;
     mutable Mutex mutex_;
@@ -55,7 +72,7 @@ class KeyedRegion {
 
 class Keys {
    public:
-    Keys(std::vector<std::shared_ptr<Device>> devices, uint64_t chunk_bytes, Workers& workers,
+    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, uint64_t chunk_bytes, Workers& workers,
          const std::atomic<bool>& closing)
         : devices_(std::move(devices)), chunk_bytes_(chunk_bytes), workers_(workers), closing_(closing) {}
     ~Keys();
@@ -75,7 +92,7 @@ class Keys {
     void key_chunk(KeyedRegion& keyed, size_t chunk);
     bool release(KeyedRegion& keyed);
 
-    const std::vector<std::shared_ptr<Device>> devices_;
+    const std::vector<std::shared_ptr<KeyMaker>> devices_;
     const uint64_t chunk_bytes_;
     Workers& workers_;
     const std::atomic<bool>& closing_;
@@ -85,4 +102,4 @@ class Keys {
     int threads_ GUARDED_BY(mutex_) = 0;
 };
 
-}  // namespace moonpool::transport::rdma
+}  // namespace moonpool::transport::nic

@@ -1,30 +1,17 @@
-#include "transport/rdma/keys.hpp"
+#include "transport/nic/keys.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 
 #include "base/clock.hpp"
 
-namespace moonpool::transport::rdma {
+namespace moonpool::transport::nic {
 
 namespace {
 
 constexpr int kThreads = 4;  // that pin memory at a time
 // So long own transfers, which are ending, may use the keys of a region that is taken back.
 constexpr uint64_t kOwnNs = 200'000'000;
-
-ib::Mr* register_memory(const Device& device, uint64_t address, uint64_t bytes) {
-    const Verbs& verbs = device.verbs;
-    auto* at = reinterpret_cast<void*>(address);
-    constexpr int kAccess = ib::kLocalWrite | ib::kRemoteWrite | ib::kRemoteRead;
-    // A message never relies on the order of writes: a read behind them comes first (link.hpp).
-    if (verbs.reg_mr_iova2 != nullptr) {
-        ib::Mr* relaxed = verbs.reg_mr_iova2(device.pd, at, bytes, address, kAccess | ib::kRelaxedOrdering);
-        if (relaxed != nullptr || errno != EINVAL) return relaxed;
-    }
-    return verbs.reg_mr(device.pd, at, bytes, kAccess);
-}
 
 }  // namespace
 
@@ -33,15 +20,15 @@ KeyedRegion::KeyedRegion(std::shared_ptr<Region> r, uint64_t bytes, size_t n)
       chunk_bytes(bytes),
       devices(n),
       states_((region->length + bytes - 1) / bytes * n),
-      keys_(states_.size()),
+      local_(states_.size()),
+      remote_(states_.size()),
       registered_(states_.size()) {}
 
 Key KeyedRegion::key(size_t chunk, size_t device) const {
     size_t at = chunk * devices + device;
     Key key{states_[at].load(std::memory_order_acquire)};
-    uint64_t both = keys_[at].load(std::memory_order_relaxed);
-    key.local = static_cast<uint32_t>(both >> 32);
-    key.remote = static_cast<uint32_t>(both);
+    key.local = local_[at].load(std::memory_order_relaxed);
+    key.remote = remote_[at].load(std::memory_order_relaxed);
     return key;
 }
 
@@ -97,20 +84,21 @@ void Keys::key_chunk(KeyedRegion& keyed, size_t chunk) {
     uint64_t bytes = std::min(keyed.chunk_bytes, keyed.region->address + keyed.region->length - at);
     for (size_t d = 0; d < keyed.devices; ++d) {
         size_t place = chunk * keyed.devices + d;
-        ib::Mr* made = register_memory(*devices_[d], at, bytes);
-        const int code = errno;
+        Result<KeyMaker::Made> made = devices_[d]->make_key(at, bytes);
         KeyState state = KeyState::kKeyed;
-        if (made == nullptr) {
+        if (!made) {
             state = KeyState::kRefused;
-            std::string why = devices_[d]->name + " does not take " + std::to_string(bytes) + " bytes at 0x";
+            std::string why =
+                devices_[d]->device_name() + " does not take " + std::to_string(bytes) + " bytes at 0x";
             char address[24];
             std::snprintf(address, sizeof(address), "%llx", static_cast<unsigned long long>(at));
-            why += address + std::string(": ") + verb_error_text(code);
+            why += address + (": " + made.error().text);
             MutexLock lock(keyed.mutex_);
             if (keyed.why_refused_.empty()) keyed.why_refused_ = std::move(why);
         } else {
-            keyed.registered_[place] = made;
-            keyed.keys_[place].store(uint64_t{made->lkey} << 32 | made->rkey, std::memory_order_relaxed);
+            keyed.registered_[place] = made->handle;
+            keyed.local_[place].store(made->local, std::memory_order_relaxed);
+            keyed.remote_[place].store(made->remote, std::memory_order_relaxed);
         }
         keyed.states_[place].store(state, std::memory_order_release);
     }
@@ -135,8 +123,12 @@ bool Keys::released(uint64_t region_id) {
     std::shared_ptr<KeyedRegion> keyed = find(region_id);
     if (keyed == nullptr) return true;
     if (keyed->busy_.load() != 0) return false;
-    // Own transfers that end within moments would lose their queue pair with the key.
-    if (!keyed->region->drained() && now_ns() - keyed->revoked_ns_ < kOwnNs) return false;
+    // Own transfers that end within moments would lose their connection with the key.
+    if (!keyed->region->drained()) {
+        bool may =
+            std::ranges::all_of(devices_, [](const auto& device) { return device->ends_keys_in_use(); });
+        if (!may || now_ns() - keyed->revoked_ns_ < kOwnNs) return false;
+    }
     if (!release(*keyed)) return false;
     MutexLock lock(mutex_);
     regions_.erase(region_id);
@@ -147,10 +139,10 @@ bool Keys::released(uint64_t region_id) {
 bool Keys::release(KeyedRegion& keyed) {
     bool all = true;
     for (size_t i = 0; i < keyed.registered_.size(); ++i) {
-        ib::Mr*& made = keyed.registered_[i];
+        void*& made = keyed.registered_[i];
         if (made == nullptr) continue;
         keyed.states_[i].store(KeyState::kRefused, std::memory_order_release);
-        if (devices_[i % keyed.devices]->verbs.dereg_mr(made) == 0) {
+        if (devices_[i % keyed.devices]->end_key(made)) {
             made = nullptr;
         } else {
             all = false;
@@ -159,4 +151,4 @@ bool Keys::release(KeyedRegion& keyed) {
     return all;
 }
 
-}  // namespace moonpool::transport::rdma
+}  // namespace moonpool::transport::nic

@@ -1,4 +1,5 @@
-// A peer over RDMA: the NICs of both hosts move the bytes, and neither process copies one.
+// A peer by NICs, which read and write the memory of both sides: neither process copies a byte. RDMA and
+// libfabric's reliable datagrams are two kinds of such; each has rails of its own.
 //
 //   jobs --> tasks --> pieces, cut at 256 KiB and where keys end --> rails --> NIC
 //                         ^ again, when a rail fails                  |
@@ -6,10 +7,10 @@
 //
 // Rails pull pieces as they complete others, so that each carries what it is fast enough for. Any thread
 // drives all of it, under one lock: a caller of run() while it waits, else the I/O thread that the
-// completions wake. What waits for the peer or for the kernel (connecting, asking for keys, ending a queue
-// pair at the peer) is done by one helper at a time, on a thread for such.
+// completions wake. What waits for the peer or for the kernel (connecting, asking for keys, ending a
+// connection at the peer) is done by one helper at a time, on a thread for such.
 //
-// A task ends only when none of its pieces is under way. A rail that fails loses its queue pair at once,
+// A task ends only when none of its pieces is under way. A rail that fails loses its connection at once,
 // after which its NIC touches no local memory; writes that it had sent may still arrive, so they are
 // repeated, here or over another path, only when the peer has ended its side, too.
 #pragma once
@@ -18,7 +19,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -26,10 +26,11 @@
 #include "base/event_loop.hpp"
 #include "base/mutex.hpp"
 #include "transport/link.hpp"
-#include "transport/rdma/rail.hpp"
+#include "transport/nic/messages.hpp"
+#include "transport/nic/rail.hpp"
 #include "transport/transport.hpp"
 
-namespace moonpool::transport::rdma {
+namespace moonpool::transport::nic {
 
 // A job that the link carries.
 struct Task {
@@ -59,10 +60,19 @@ struct Task {
     Status status = success();
 };
 
+// What is the transport's, of all of its links.
+struct LinkOptions {
+    const char* transport = "";  // in the registry and on the wire
+    KeySize key_size = KeySize::k64;
+    NicOptions nic;
+};
+
 class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
    public:
-    Link(const Context& context, TransportCounters& counters, std::shared_ptr<Keys> keys,
-         std::vector<std::unique_ptr<Rail>> rails, std::shared_ptr<Control> control, int timeout_ms);
+    // rails: one at least.
+    Link(const Context& context, const LinkOptions& options, TransportCounters& counters,
+         std::shared_ptr<Keys> keys, std::vector<std::unique_ptr<Rail>> rails,
+         std::shared_ptr<Control> control, int timeout_ms);
     ~Link() override;
 
     std::string path() const override;
@@ -78,7 +88,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     class Watcher;
     using Ended = std::vector<std::unique_ptr<Task>>;
 
-    uint64_t clock() const { return context_.options.rdma.clock_ns(); }
+    uint64_t clock() const { return options_.nic.clock_ns(); }
 
     // Carries all tasks on, without waiting. Whether something has completed.
     bool drive() REQUIRES(mutex_);
@@ -107,12 +117,12 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     // The helper; without the lock while it waits.
     bool needs_help(uint64_t now) const REQUIRES(mutex_);
     void help();
-    bool end_pair() REQUIRES(mutex_);
+    bool end_rail() REQUIRES(mutex_);
     bool connect_rail() REQUIRES(mutex_);
     bool ask_keys() REQUIRES(mutex_);
-    Result<std::unique_ptr<QueuePair>> connected(const Rail& rail, std::unique_ptr<QueuePair> pair);
 
     const Context context_;
+    const LinkOptions options_;
     TransportCounters& counters_;
     const std::shared_ptr<Keys> keys_;
     const std::shared_ptr<Control> control_;
@@ -124,10 +134,9 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     std::list<std::unique_ptr<Task>> tasks_ GUARDED_BY(mutex_);
     Ended ended_ GUARDED_BY(mutex_);
     std::map<uint64_t, RemoteRegion> known_ GUARDED_BY(mutex_);  // of the peer, by address
-    std::set<const Rail*> watched_ GUARDED_BY(mutex_);           // whose completions an I/O thread sees
     uint64_t keyless_until_ns_ GUARDED_BY(mutex_) = 0;
     bool helping_ GUARDED_BY(mutex_) = false;
     bool closed_ GUARDED_BY(mutex_) = false;
 };
 
-}  // namespace moonpool::transport::rdma
+}  // namespace moonpool::transport::nic
