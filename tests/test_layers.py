@@ -62,10 +62,12 @@ CPP = {
     "core/transport/nic": ("transport", *TRANSPORT),
     "core/transport/outside": ("transport", *TRANSPORT),
     "core/transport/rdma": ("transport/nic", "transport", *TRANSPORT),
+    "core/transport/efa": ("transport/nic", "transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
         "transport/cuda_ipc",
         "transport/cufile",
+        "transport/efa",
         "transport/file",
         "transport/loopback",
         "transport/rdma",

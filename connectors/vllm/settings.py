@@ -14,7 +14,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import parse_address
 
 PLACE = "kv_connector_extra_config"
-TRANSPORTS = frozenset({"loopback", "shm", "cuda_ipc", "rdma", "tcp"})
+TRANSPORTS = frozenset({"loopback", "shm", "cuda_ipc", "rdma", "efa", "tcp"})
 BOOTSTRAP_VARIABLE = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 BOOTSTRAP_PORT = 8998
 LEASE_S_MAX = 3600.0

@@ -104,8 +104,8 @@ class TransferEngine(EngineFacts):
     token:      the cluster token; None: the configured one (MOONPOOL_CLUSTER_TOKEN or
                 MOONPOOL_CLUSTER_TOKEN_FILE), else the one that this user's processes on this host share.
     tenant:     only engines of the same tenant reach each other's memory.
-    transports: which may be used, of "loopback", "shm", "cuda_ipc", "rdma", "tcp", "file" and "cufile";
-                None: all that work here.
+    transports: which may be used, of "loopback", "shm", "cuda_ipc", "rdma", "efa", "tcp", "file" and
+                "cufile"; None: all that work here.
     outside_transports: libraries with a transport each that is built outside of Moonpool, by their paths, or
                 by the names of entry points in the group "moonpool.transports" of installed packages.
     interface:  the network interface for connections to peers; "": as the system routes.

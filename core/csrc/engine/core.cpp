@@ -175,7 +175,8 @@ Status Engine::Core::start_transports() {
                     .frame_bytes = options.frame_bytes,
                     .file_io = options.file_io,
                     .timeout_ms = options.timeout_ms,
-                    .rdma = options.rdma}};
+                    .rdma = options.rdma,
+                    .fabric = options.fabric}};
     for (const transport::Factory& row : options.registry) {
         std::unique_ptr<transport::Transport> made = row.make(context);
         // Before the one that reaches every peer, and that engines find each other by.

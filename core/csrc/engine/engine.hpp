@@ -62,6 +62,7 @@ struct EngineOptions {
     std::string file_io = "auto";  // of files: io_uring, threads; auto: threads where io_uring is forbidden
     io::OpenForTransfers open_file = io::OpenedFile::open;  // tests give files that fail
     transport::RdmaOptions rdma;
+    transport::FabricOptions fabric;
     // Of what a peer's links cost, by which they are ordered; null: they are tried in the order of the
     // registry.
     uint64_t (*link_clock_ns)() = now_ns;

@@ -47,6 +47,17 @@ struct RdmaOptions : NicOptions {
     std::vector<std::string> devices;  // by name; none: all
 };
 
+struct FabricOptions : NicOptions {
+    FabricOptions() {
+        piece_bytes = 1u << 20;
+        silence_ms = 2000;  // a provider repeats by itself what is lost
+    }
+
+    std::string library = "libfabric.so.1";
+    std::string provider = "efa";
+    std::string source;  // address or name of this host, for providers that have such; empty: none
+};
+
 struct ConnectOptions {
     std::string token;
     std::string interface;  // network device of connections to peers, empty: the route decides
@@ -55,6 +66,7 @@ struct ConnectOptions {
     std::string file_io = "auto";  // io_uring, threads
     int timeout_ms = 5000;         // without progress
     RdmaOptions rdma;
+    FabricOptions fabric;
 };
 
 // What an engine gives to each of its transports; it outlives them.

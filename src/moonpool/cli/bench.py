@@ -96,7 +96,7 @@ def transfer(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="loopback, shm, cuda_ipc, rdma, tcp, file, cufile; default: the engine chooses.",
+            help="loopback, shm, cuda_ipc, rdma, efa, tcp, file, cufile; default: the engine chooses.",
         ),
     ] = "",
     working_set: Annotated[

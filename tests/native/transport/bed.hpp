@@ -15,6 +15,7 @@
 #include "../device/bed.hpp"
 #include "../random.hpp"
 #include "engine/engine.hpp"
+#include "fabric_bed.hpp"
 #include "verbs_bed.hpp"
 
 namespace moonpool::testing {
@@ -51,14 +52,16 @@ inline EngineOptions engine_options(const std::string& name, const std::string& 
         options.rdma.silence_ms = 3000;       // of a machine that is busy
     }
     if (OutsideBed::in_use()) options.outside_transports = {beside_program("libunix_socket.so")};
+    if (FabricBed::in_use()) options.fabric = tcp_fabric();
     if (!transport.empty()) options.transports = std::vector<std::string>{transport};
     return options;
 }
 
-// The transports of the registry that reach peers and work on this host, with the software libibverbs; and
-// the one outside of the tree.
+// The transports of the registry that reach peers and work on this host, with the software libibverbs and
+// libfabric's provider over TCP; and the one outside of the tree.
 inline std::vector<std::string> transports_here() {
     VerbsBed nics;
+    FabricBed fabric;
     OutsideBed outside;
     Result<std::shared_ptr<Engine>> engine = Engine::create(engine_options("asked", ""));
     REQUIRE_MESSAGE(engine.ok(), (engine.ok() ? "" : engine.error().text));
@@ -92,6 +95,8 @@ inline void each_transport(const std::function<void(const std::string&)>& body) 
             continue;
         }
         if (transport != "cuda_ipc") {
+            std::optional<FabricBed> fabric;
+            if (transport == "efa") fabric.emplace();
             body(transport);
             continue;
         }
@@ -108,7 +113,9 @@ inline void each_host_transport(const std::function<void(const std::string&)>& b
         CAPTURE(transport);
         if (transport == "cuda_ipc") continue;
         std::optional<VerbsBed> nics;
+        std::optional<FabricBed> fabric;
         if (transport == "rdma") nics.emplace("devices=2 relaxed");
+        if (transport == "efa") fabric.emplace();
         std::optional<OutsideBed> outside;
         if (transport == kOutside) outside.emplace();
         body(transport);
@@ -201,7 +208,7 @@ inline void each_kinds(const std::string& transport,
         if (transport == "shm" && sides.theirs == kDevice) continue;  // another path's
         if (transport == kOutside && sides.theirs == kDevice) continue;
         if (transport == "cuda_ipc" && sides.theirs != kDevice) continue;
-        if (transport == "rdma" && (sides.mine == kDevice || sides.theirs == kDevice))
+        if ((transport == "rdma" || transport == "efa") && (sides.mine == kDevice || sides.theirs == kDevice))
             continue;                                                 // of other paths
         if (cards_there() != nullptr) cards_there()->device.reset();  // each has a software device of its own
         CAPTURE(kind_name(sides.mine));

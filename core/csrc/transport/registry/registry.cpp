@@ -2,6 +2,8 @@
 
 #include "transport/cuda_ipc/transport.hpp"
 #include "transport/cufile/transport.hpp"
+#include "transport/efa/messages.hpp"
+#include "transport/efa/transport.hpp"
 #include "transport/file/transport.hpp"
 #include "transport/loopback/transport.hpp"
 #include "transport/rdma/messages.hpp"
@@ -22,13 +24,14 @@ std::unique_ptr<Transport> make(const Context& context) {
 
 // The order is fixed: those that touch a byte the fewest times first, and last the one that reaches every
 // peer. Within one process a transfer is one copy and no system call; on one host one copy, or one system
-// call for many ranges; over RDMA the NICs copy once on each side; over TCP the kernels copy twice, and both
-// sides make system calls.
+// call for many ranges; over RDMA and EFA the NICs copy once on each side; over TCP the kernels copy twice,
+// and both sides make system calls.
 constexpr Factory kTransports[] = {
     {"loopback", everywhere, make<loopback::Transport>},
     {"shm", shm::Transport::viable, make<shm::Transport>},
     {"cuda_ipc", cuda_ipc::Transport::viable, make<cuda_ipc::Transport>},
     {rdma::kName, rdma::Transport::viable, make<rdma::Transport>},
+    {efa::kName, efa::Transport::viable, make<efa::Transport>},
     {"tcp", everywhere, make<tcp::Transport>},
     {"file", everywhere, make<file::Transport>, true},
     {"cufile", cufile::Transport::viable, make<cufile::Transport>, true},

@@ -13,7 +13,7 @@ namespace moonpool::transport {
 // In the order in which an engine tries their links.
 std::span<const Factory> registry();
 
-// "loopback, shm, cuda_ipc, rdma, tcp, file and cufile", for people.
+// "loopback, shm, cuda_ipc, rdma, efa, tcp, file and cufile", for people.
 std::string names_text(std::span<const std::string> names);
 
 }  // namespace moonpool::transport

@@ -1,0 +1,156 @@
+#include "transport/efa/transport.hpp"
+
+#include <algorithm>
+
+#include "transport/efa/messages.hpp"
+#include "transport/efa/rail.hpp"
+#include "transport/nic/link.hpp"
+
+namespace moonpool::transport::efa {
+
+namespace {
+
+constexpr size_t kRailsMax = 8;            // to one peer
+constexpr size_t kServedCompletions = 64;  // none comes
+
+// This side of a connection that a peer uses.
+class ServedEndpoint final : public nic::TargetEnd {
+   public:
+    ServedEndpoint(std::shared_ptr<Server> server, std::unique_ptr<Endpoint> endpoint)
+        : server_(std::move(server)), endpoint_(std::move(endpoint)) {
+        server_->add(endpoint_.get());
+    }
+    ~ServedEndpoint() override { server_->remove(endpoint_.get()); }
+
+   private:
+    const std::shared_ptr<Server> server_;
+    const std::unique_ptr<Endpoint> endpoint_;
+};
+
+}  // namespace
+
+Transport::~Transport() {
+    if (progress_ != nullptr) progress_->stop();
+}
+
+std::string Transport::viable(const Context& context) {
+    Status found = has_nic(context.options.fabric);
+    return found ? "" : found.error().text;
+}
+
+Status Transport::start() {
+    const FabricOptions& options = context_.options.fabric;
+    Result<std::vector<std::shared_ptr<Domain>>> domains = Domain::open_all(options);
+    if (!domains) return domains.error();
+    std::vector<std::shared_ptr<Server>> servers;
+    for (const auto& domain : *domains) servers.push_back(std::make_shared<Server>(domain));
+    Result<std::shared_ptr<Progress>> progress = Progress::start(servers);
+    if (!progress) return progress.error();
+    servers_ = std::move(servers);
+    progress_ = std::move(*progress);
+    std::vector<std::shared_ptr<nic::KeyMaker>> makers(domains->begin(), domains->end());
+    keys_ = std::make_shared<nic::Keys>(std::move(makers), options.chunk_bytes, context_.waiters,
+                                        context_.closing);
+    target_.emplace(
+        context_, keys_, nic::KeySize::k64,
+        [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
+    return success();
+}
+
+void Transport::offer(PeerInfo& self) const {
+    if (servers_.empty()) return;
+    Offer offer{context_.options.fabric.provider, {}};
+    for (const auto& server : servers_) offer.nics.push_back(server->domain->device_name());
+    self.offers[kName] = encode_offer(offer);
+}
+
+Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer,
+                                                            const std::shared_ptr<Control>& control,
+                                                            int timeout_ms) {
+    if (keys_ == nullptr) return Error{Code::kUnavailable, "no NIC of libfabric is of use here"};
+    auto found = peer.offers.find(kName);
+    if (found == peer.offers.end()) return Error{Code::kUnavailable, "the peer does not offer EFA"};
+    std::optional<Offer> offer = decode_offer(found->second);
+    if (!offer) return Error{Code::kProtocol, "the peer's offer of EFA is unreadable"};
+    const FabricOptions& options = context_.options.fabric;
+    if (offer->provider != options.provider) {
+        return Error{Code::kUnavailable, "the peer's provider of libfabric is \"" + offer->provider +
+                                             "\", and the one here \"" + options.provider + "\""};
+    }
+    // NIC i here and NIC i there, beginning at another one for each peer.
+    std::vector<std::unique_ptr<nic::Rail>> rails;
+    const size_t n = std::min({kRailsMax, servers_.size(), offer->nics.size()});
+    const uint32_t first = next_rail_.fetch_add(static_cast<uint32_t>(n));
+    for (size_t i = 0; i < n; ++i) {
+        const auto number = static_cast<uint32_t>(first + i);
+        const size_t here = number % servers_.size(), there = number % offer->nics.size();
+        rails.push_back(std::make_unique<Rail>(servers_[here]->domain, here, static_cast<uint8_t>(there),
+                                               offer->nics[there], number, options.window_bytes, progress_));
+    }
+    return std::shared_ptr<transport::Link>(
+        std::make_shared<nic::Link>(context_, nic::LinkOptions{kName, nic::KeySize::k64, options}, counters_,
+                                    keys_, std::move(rails), control, timeout_ms));
+}
+
+Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t port, Reader question,
+                                                         Writer& answer) const {
+    std::optional<PeerEndpoint> initiator = decode_endpoint(question);
+    if (!initiator || port >= servers_.size()) {
+        return Error{Code::kProtocol, "an unreadable question about an endpoint of EFA"};
+    }
+    const std::shared_ptr<Server>& server = servers_[port];
+    Result<std::unique_ptr<Endpoint>> made = Endpoint::create(server->domain, kServedCompletions);
+    if (!made) return made.error();
+    if (Status added = (*made)->add_peer(initiator->address); !added) return added.error();
+    Result<std::vector<std::byte>> own = (*made)->address();
+    if (!own) return own.error();
+    std::vector<std::byte> text = encode_endpoint({server->domain->names_by_address(), std::move(*own)});
+    answer.bytes(text.data(), text.size());
+    auto end = std::make_unique<ServedEndpoint>(server, std::move(*made));
+    progress_->wake_once();
+    return std::unique_ptr<nic::TargetEnd>(std::move(end));
+}
+
+Status Transport::add_region(Region& region) {
+    if (keys_ == nullptr) return success();
+    std::shared_ptr<const Regions> all = context_.regions->all();
+    const std::shared_ptr<Region>* found = find_region(*all, region.address, region.length);
+    if (found != nullptr && found->get() == &region) keys_->add(*found);
+    return success();
+}
+
+uint64_t Transport::revoke(const Region& region) {
+    if (keys_ == nullptr) return 0;
+    keys_->revoke(region.id);
+    return region.id;
+}
+
+// A provider that works in software may be in the middle of a request when its key ends: the endpoints of all
+// that know the key end, too, and their engines connect anew.
+bool Transport::drained(uint64_t revocation) {
+    if (revocation == 0) return true;
+    if (!keys_->released(revocation)) return false;
+    target_->leave_region(revocation);
+    return true;
+}
+
+Result<std::vector<std::byte>> Transport::answer(const SegmentId& peer, Reader question) {
+    if (!target_) return Error{Code::kUnavailable, "this engine does not serve EFA"};
+    return target_->answer(peer, question);
+}
+
+// Ending an endpoint may wait for the NIC.
+void Transport::peer_left(const SegmentId& peer) {
+    if (target_) context_.card_waiters.post(false, [this, peer] { target_->leave(peer); });
+}
+
+// When it returns, nothing of that engine reaches memory any more.
+void Transport::shut_out(const SegmentId& segment) {
+    if (target_) target_->leave(segment);
+}
+
+void Transport::close() {
+    if (target_) target_->close();
+}
+
+}  // namespace moonpool::transport::efa
