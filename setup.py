@@ -40,7 +40,7 @@ NATIVE += [*sorted(glob("disagg_proxy/csrc/**/*.cpp", recursive=True)), "src/moo
 # The C library: the transfer engine without Python, made of the same objects. The NIXL plugin is in it;
 # libplugin_MOONPOOL.so only opens it.
 NIXL_ENTRY = glob("core/csrc/nixl/entry.cpp")
-CAPI_FOLDERS = ("base", "capi", "device", "engine", "io", "memory", "nixl", "transport", "wire")
+CAPI_FOLDERS = ("base", "capi", "device", "engine", "io", "memory", "nixl", "topology", "transport", "wire")
 CAPI = [name for name in SOURCES if name.split("/")[2] in CAPI_FOLDERS and name not in NIXL_ENTRY]
 INCLUDES = ["core/csrc", "disagg_proxy/csrc", "src/moonpool/capi/include"]
 HEADERS = sorted(header for folder in INCLUDES for header in glob(f"{folder}/**/*.h*", recursive=True))

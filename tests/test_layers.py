@@ -61,7 +61,7 @@ CPP = {
     "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
     "core/transport/nic": ("transport", *TRANSPORT),
     "core/transport/outside": ("transport", *TRANSPORT),
-    "core/transport/rdma": ("transport/nic", "transport", *TRANSPORT),
+    "core/transport/rdma": ("transport/nic", "transport", "topology", *TRANSPORT),
     "core/transport/efa": ("transport/nic", "transport", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (

@@ -108,6 +108,7 @@ class TransferEngine(EngineFacts):
                 "cufile"; None: all that work here.
     outside_transports: libraries with a transport each that is built outside of Moonpool, by their paths, or
                 by the names of entry points in the group "moonpool.transports" of installed packages.
+    rdma_devices: names of the RDMA devices to use, as "mlx5_0"; (): all that work here.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
@@ -117,6 +118,7 @@ class TransferEngine(EngineFacts):
     timeout_s:  the longest wait without progress of every call that gives no ``deadline_s``.
 
     Raises ConfigError for an address in use or not allowed, and for a name that another engine has published;
+    InvalidArgument for an RDMA device that this host has not, with the list of those that it has;
     AuthError where the store of names refuses us. After ``close()`` every call raises Closed; in a
     child of fork() every call raises Forked.
     """
@@ -130,6 +132,7 @@ class TransferEngine(EngineFacts):
         tenant: str = "default",
         transports: Sequence[str] | None = None,
         outside_transports: Sequence[str | os.PathLike[str]] = (),
+        rdma_devices: Sequence[str] = (),
         interface: str = "",
         host_id: str = "",
         metadata: str | Metadata | None = None,
@@ -146,6 +149,7 @@ class TransferEngine(EngineFacts):
             tenant=tenant,
             transports=transports,
             outside_transports=outside_transports,
+            rdma_devices=rdma_devices,
             interface=interface,
             host_id=host_id,
             io_threads=io_threads,
@@ -374,7 +378,8 @@ def open_engine(
     listen: str | Sequence[str] | None,
     token: bytes | None,
     transports: Sequence[str] | None,
-    outside_transports: Sequence[str | os.PathLike[str]] = (),
+    outside_transports: Sequence[str | os.PathLike[str]],
+    rdma_devices: Sequence[str],
     **options: Any,
 ) -> _native.Engine:
     """The native engine of both facades."""
@@ -385,6 +390,9 @@ def open_engine(
     for what in ("tenant", "host_id", "interface"):
         check_text(options[what], f"the {what} of an engine")
     check_text(name, "the name of an engine")
+    devices = [rdma_devices] if isinstance(rdma_devices, str) else list(rdma_devices)
+    for device in devices:
+        check_text(device, "the name of an RDMA device")
     addresses = [] if listen is None else [listen] if isinstance(listen, str) else list(listen)
     for address in addresses:
         _check_listen(address, token)
@@ -394,6 +402,7 @@ def open_engine(
         token or paths.read_or_create_token(),
         transports=None if transports is None else list(transports),
         outside_transports=library_paths(outside_transports),
+        rdma_devices=devices,
         **options,
     )
 

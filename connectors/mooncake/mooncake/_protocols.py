@@ -31,7 +31,7 @@ class Protocol(NamedTuple):
 # A transport that moonpool has is in its registry under this name; until then the row says what to expect.
 PROTOCOLS = {
     "tcp": Protocol("tcp"),
-    "rdma": Protocol("rdma"),
+    "rdma": Protocol("rdma", "rdma_devices"),
     "efa": Protocol("efa"),
     "cxl": Protocol("cxl"),
     "nvlink": Protocol("cuda_ipc"),
@@ -58,7 +58,7 @@ def engine_options(protocol: str, devices: str) -> dict[str, Any]:
     why = here.get(row.transport, "this moonpool has no such transport")
     if why:
         logger.warning("protocol = %s is not available here: %s; bytes take TCP", protocol, why)
-    names = [one for one in devices.split(",") if one.strip()]
+    names = [one.strip() for one in devices.split(",") if one.strip()]
     if names and (why or not row.devices):
         logger.warning("device_name = %s is not used: %s", printable(devices), _why_no_devices(protocol, why))
         names = []

@@ -176,20 +176,28 @@ Status Engine::Core::start_transports() {
                     .file_io = options.file_io,
                     .timeout_ms = options.timeout_ms,
                     .rdma = options.rdma,
-                    .fabric = options.fabric}};
+                    .fabric = options.fabric,
+                    .machine = options.machine}};
     for (const transport::Factory& row : options.registry) {
         std::unique_ptr<transport::Transport> made = row.make(context);
         // Before the one that reaches every peer, and that engines find each other by.
         if (carrier == nullptr && made->control() != nullptr) {
             for (const auto& library : outside) {
-                add_transport({library->name,
-                               std::make_unique<transport::outside::Transport>(context, library),
-                               allows(library->name), false, library->viable(), ""});
+                auto adapter = std::make_unique<transport::outside::Transport>(context, library);
+                if (Status added = add_transport({library->name, std::move(adapter), allows(library->name),
+                                                  false, library->viable(), ""});
+                    !added) {
+                    return added;
+                }
             }
         }
         // A transport that is not allowed is made all the same: it may be the one by which engines find
         // each other.
-        add_transport({row.name, std::move(made), allows(row.name), row.of_files, row.viable(context), ""});
+        if (Status added = add_transport(
+                {row.name, std::move(made), allows(row.name), row.of_files, row.viable(context), ""});
+            !added) {
+            return added;
+        }
     }
     if (carrier == nullptr) {
         return Error{Code::kInvalidArgument, "an engine needs a transport that carries its control channel"};
@@ -199,16 +207,27 @@ Status Engine::Core::start_transports() {
     return success();
 }
 
-void Engine::Core::add_transport(Entry entry) {
+Status Engine::Core::add_transport(Entry entry) {
     if (!entry.allowed) {
         entry.unavailable = "it is not among the transports that this engine was given";
     } else if (!entry.not_viable.empty()) {
         entry.unavailable = entry.not_viable;
     } else if (Status status = entry.transport->start(); !status) {
+        // Of options that cannot be: this host has not what they name.
+        if (status.error().code == Code::kInvalidArgument) return status;
         entry.unavailable = status.error().text;
+    }
+    // Named devices are wanted: an engine that left them out for another reason than their ports would keep
+    // silent about it.
+    if (entry.name == "rdma" && !options.rdma.devices.empty() &&
+        (!entry.allowed || !entry.not_viable.empty())) {
+        return Error{Code::kInvalidArgument, "an engine was given the RDMA device " +
+                                                 options.rdma.devices.front() +
+                                                 ", and cannot use it: " + entry.unavailable};
     }
     if (carrier == nullptr) carrier = entry.transport->control();
     transports.push_back(std::move(entry));
+    return success();
 }
 
 Service Engine::Core::service() {

@@ -124,7 +124,7 @@ struct Engine::Core {
     Status open_outside();
     Status check_transports() const;
     Status start_transports();
-    void add_transport(Entry entry);
+    Status add_transport(Entry entry);
     Service service();
     Result<std::vector<std::byte>> ask(std::string_view transport, const transport::SegmentId& peer,
                                        Reader question);

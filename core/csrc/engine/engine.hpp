@@ -66,6 +66,7 @@ struct EngineOptions {
     // Of what a peer's links cost, by which they are ordered; null: they are tried in the order of the
     // registry.
     uint64_t (*link_clock_ns)() = now_ns;
+    std::string machine;  // before /sys and /dev, where DAX devices are looked for; tests have machines
     std::span<const transport::Factory> registry = transport::registry();  // tests add to it
     Listener* listener = nullptr;  // a port shared with others; offered to before its start(), outlives us
 };
@@ -139,8 +140,8 @@ class Engine {
     // empty when it can.
     std::vector<std::pair<std::string, std::string>> transports() const;
 
-    // Memory that peers on this host map: registered from birth. location: "node:2": of that NUMA node; any
-    // other is a label.
+    // Memory that peers on this host map: registered from birth. location: "node:2": of that NUMA node;
+    // "dax:/dev/dax0.0": a piece of that DAX device; any other is a label.
     Result<std::shared_ptr<transport::Memory>> allocate(uint64_t bytes, const std::string& location);
     // What the memory at an address of this process is: kHost, kPinned, or kDevice with its card. An error in
     // one sentence: no transfer may touch it.

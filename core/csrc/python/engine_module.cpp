@@ -270,6 +270,7 @@ class PyEngine {
     PyEngine(std::string name, std::vector<std::string> listen, const py::bytes& token, std::string tenant,
              uint32_t io_threads, uint32_t connections_per_peer,
              std::optional<std::vector<std::string>> transports, std::vector<std::string> outside_transports,
+             std::vector<std::string> rdma_devices,
              std::string interface, std::string host_id, double timeout_s) {
         EngineOptions options;
         options.name = std::move(name);
@@ -280,6 +281,7 @@ class PyEngine {
         options.connections_per_peer = connections_per_peer;
         options.transports = std::move(transports);
         options.outside_transports = std::move(outside_transports);
+        options.rdma.devices = std::move(rdma_devices);
         options.interface = std::move(interface);
         options.host_id = std::move(host_id);
         options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
@@ -489,6 +491,7 @@ void bind_engine(py::module_& m) {
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
              py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
+             py::arg("rdma_devices") = std::vector<std::string>(),
              py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })

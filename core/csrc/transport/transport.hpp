@@ -23,6 +23,7 @@
 #include "base/clock.hpp"
 #include "base/event_loop.hpp"
 #include "base/result.hpp"
+#include "memory/node_of_memory.hpp"
 #include "transport/control.hpp"
 #include "transport/counters.hpp"
 #include "transport/identity.hpp"
@@ -40,6 +41,7 @@ struct NicOptions {
     uint64_t window_bytes = 4u << 20;   // under way on one rail
     int silence_ms = 150;               // then a rail is given up
     uint64_t (*clock_ns)() = now_ns;    // of rails; a test has one of its own
+    int (*node_of)(const void* address) = node_of_memory;
 };
 
 struct RdmaOptions : NicOptions {
@@ -67,6 +69,7 @@ struct ConnectOptions {
     int timeout_ms = 5000;         // without progress
     RdmaOptions rdma;
     FabricOptions fabric;
+    std::string machine;  // before /sys and /dev; "" but in tests
 };
 
 // What an engine gives to each of its transports; it outlives them.

@@ -148,12 +148,11 @@ def test_protocols_that_this_machine_has_not(caplog: pytest.LogCaptureFixture) -
 def test_a_protocol_chooses_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     here = dict.fromkeys(("loopback", "shm", "cuda_ipc", "rdma", "efa", "cxl", "tcp"), "")
     monkeypatch.setattr(_protocols, "_transports_here", lambda: here)
-    monkeypatch.setitem(_protocols.PROTOCOLS, "rdma", _protocols.Protocol("rdma", "devices"))
     near = ["loopback", "shm", "cuda_ipc"]
     for protocol, devices, options in (
         ("tcp", "", {"transports": [*near, "tcp"]}),
         ("rdma", "", {"transports": [*near, "rdma", "tcp"]}),
-        ("rdma", "a,b", {"transports": [*near, "rdma", "tcp"], "devices": ["a", "b"]}),
+        ("rdma", "a, b", {"transports": [*near, "rdma", "tcp"], "rdma_devices": ["a", "b"]}),
         ("efa", "", {"transports": [*near, "efa", "tcp"]}),
         ("cxl", "", {"transports": [*near, "cxl", "tcp"]}),
         ("nvlink", "", {"transports": [*near, "tcp"]}),
@@ -161,7 +160,7 @@ def test_a_protocol_chooses_the_transports(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         assert _protocols.engine_options(protocol, devices) == options
     here["rdma"] = "no device"
-    assert "devices" not in _protocols.engine_options("rdma", "a")
+    assert "rdma_devices" not in _protocols.engine_options("rdma", "a")
 
 
 def test_the_arguments_of_a_store(caplog: pytest.LogCaptureFixture, master: MasterProcess) -> None:

@@ -8,56 +8,15 @@
 #include <fstream>
 
 #include "../random.hpp"
+#include "recorded.hpp"
 #include "topology/machine.hpp"
 #include "topology/tree.hpp"
 
 using namespace moonpool::topology;
-
-namespace {
-
+using moonpool::testing::Recorded;
 namespace fs = std::filesystem;
 
-// A machine's files below a folder of its own.
-class Recorded {
-   public:
-    explicit Recorded(const std::string& name = "") {
-        char folder[] = "/tmp/moonpool-machine-XXXXXX";
-        REQUIRE(::mkdtemp(folder) != nullptr);
-        root_ = folder;
-        if (name.empty()) return;
-        fs::path text = fs::path(__FILE__).parent_path() / "../../machines" / (name + ".txt");
-        std::ifstream lines(text);
-        REQUIRE_MESSAGE(lines, text.string());
-        for (std::string line; std::getline(lines, line);) {
-            if (line.empty() || line[0] == '#') continue;
-            size_t file = line.find(" = ");
-            size_t link = line.find(" -> ");
-            if (file != std::string::npos) {
-                std::string content = line.substr(file + 3);
-                for (size_t at; (at = content.find("\\n")) != std::string::npos;)
-                    content.replace(at, 2, "\n");
-                write(line.substr(0, file), content + "\n");
-            } else {
-                this->link(line.substr(0, link), line.substr(link + 4));
-            }
-        }
-    }
-    ~Recorded() { fs::remove_all(root_); }
-
-    void write(const std::string& path, const std::string& text) {
-        fs::create_directories(fs::path(root_ + path).parent_path());
-        std::ofstream(root_ + path) << text;
-    }
-    void link(const std::string& path, const std::string& target) {
-        fs::create_directories(fs::path(root_ + path).parent_path());
-        fs::create_symlink(target, root_ + path);
-    }
-    Machine machine() const { return read_machine(root_); }
-    const std::string& root() const { return root_; }
-
-   private:
-    std::string root_;
-};
+namespace {
 
 std::vector<std::string> names(const std::vector<Ranked>& ranked, bool preferred_only = true) {
     std::vector<std::string> found;

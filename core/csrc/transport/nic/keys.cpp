@@ -22,7 +22,10 @@ KeyedRegion::KeyedRegion(std::shared_ptr<Region> r, uint64_t bytes, size_t n)
       states_((region->length + bytes - 1) / bytes * n),
       local_(states_.size()),
       remote_(states_.size()),
-      registered_(states_.size()) {}
+      nodes_(states_.size() / n),
+      registered_(states_.size()) {
+    for (auto& node : nodes_) node.store(-1, std::memory_order_relaxed);
+}
 
 Key KeyedRegion::key(size_t chunk, size_t device) const {
     size_t at = chunk * devices + device;
@@ -82,6 +85,7 @@ void Keys::key_chunks() {
 void Keys::key_chunk(KeyedRegion& keyed, size_t chunk) {
     uint64_t at = keyed.region->address + chunk * keyed.chunk_bytes;
     uint64_t bytes = std::min(keyed.chunk_bytes, keyed.region->address + keyed.region->length - at);
+    keyed.nodes_[chunk].store(node_of_(reinterpret_cast<const void*>(at)), std::memory_order_relaxed);
     for (size_t d = 0; d < keyed.devices; ++d) {
         size_t place = chunk * keyed.devices + d;
         Result<KeyMaker::Made> made = devices_[d]->make_key(at, bytes);

@@ -14,6 +14,7 @@
 
 #include "base/mutex.hpp"
 #include "transport/region.hpp"
+#include "transport/transport.hpp"
 #include "transport/workers.hpp"
 
 namespace moonpool::transport::nic {
@@ -53,7 +54,8 @@ class KeyedRegion {
     const size_t devices;
 
     size_t chunks() const { return states_.size() / devices; }
-    // Never waits.
+    // The NUMA node of its memory; -1: not known. Never waits, as key() does not.
+    int node(size_t chunk) const { return nodes_[chunk].load(std::memory_order_relaxed); }
     Key key(size_t chunk, size_t device) const;
     std::string why_refused() const;
 
@@ -62,8 +64,9 @@ class KeyedRegion {
     // Of chunk c for device d at [c * devices + d]. The state is written last, and read first.
     std::vector<std::atomic<KeyState>> states_;
     std::vector<std::atomic<uint64_t>> local_, remote_;
-    std::vector<void*> registered_;  // null: none. Of the thread that keys the chunk, then of release()
-    std::atomic<int> busy_{0};       // threads that key
+    std::vector<std::atomic<int>> nodes_;  // of each chunk, by its first page
+    std::vector<void*> registered_;        // null: none. Of the thread that keys the chunk, then of release()
+    std::atomic<int> busy_{0};             // threads that key
     std::atomic<bool> revoked_{false};
     uint64_t revoked_ns_ = 0;
     mutable Mutex mutex_;
@@ -72,9 +75,13 @@ class KeyedRegion {
 
 class Keys {
    public:
-    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, uint64_t chunk_bytes, Workers& workers,
+    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, const NicOptions& options, Workers& workers,
          const std::atomic<bool>& closing)
-        : devices_(std::move(devices)), chunk_bytes_(chunk_bytes), workers_(workers), closing_(closing) {}
+        : devices_(std::move(devices)),
+          chunk_bytes_(options.chunk_bytes),
+          node_of_(options.node_of),
+          workers_(workers),
+          closing_(closing) {}
     ~Keys();
 
     void add(std::shared_ptr<Region> region);
@@ -94,6 +101,7 @@ class Keys {
 
     const std::vector<std::shared_ptr<KeyMaker>> devices_;
     const uint64_t chunk_bytes_;
+    int (*const node_of_)(const void* address);
     Workers& workers_;
     const std::atomic<bool>& closing_;
     mutable Mutex mutex_;

@@ -23,7 +23,17 @@ constexpr uint64_t kIdleNs = 60'000'000'000;       // then its connection goes
 constexpr uint64_t kKeylessNs = 2'000'000;         // memory that gets its keys is looked at again
 constexpr int kFaultsMax = 3;                      // of rails, in one task without another path
 constexpr int kRefusedMax = 3;                     // of one slice
+// A rail that is far from the memory takes a piece when the near ones would need so many times as long.
+constexpr double kFarTimes = 2;
+constexpr uint64_t kAwayNs = 100'000'000;  // rails are looked at every 50 ms by a process that runs
 constexpr std::chrono::milliseconds kSleep{50}, kNap{2};
+
+bool is_uneven(const std::vector<std::unique_ptr<Rail>>& rails) {
+    const Rail::Tiers* first = rails.front()->tiers();
+    return std::ranges::any_of(rails, [&](const auto& rail) {
+        return rail->tiers() != nullptr && first != nullptr && *rail->tiers() != *first;
+    });
+}
 
 }  // namespace
 
@@ -58,7 +68,8 @@ Link::Link(const Context& context, const LinkOptions& options, TransportCounters
       keys_(std::move(keys)),
       control_(std::move(control)),
       timeout_ms_(timeout_ms),
-      rails_(std::move(rails)) {}
+      rails_(std::move(rails)),
+      uneven_(is_uneven(rails_)) {}
 
 Link::~Link() = default;
 
@@ -172,14 +183,24 @@ bool Link::drive() {
     uint64_t now = clock();
     bool settled = false;
     for (const auto& rail : rails_) settled = settle(*rail, now) || settled;
-    for (const auto& rail : rails_) watch(*rail, now);
+    // Of a process that did not run meanwhile the clock says nothing about its rails.
+    const bool away = now - looked_ns_ > kAwayNs;
+    looked_ns_ = now;
+    for (const auto& rail : rails_) {
+        if (away) rail->excuse(now);
+        watch(*rail, now);
+    }
     if (now >= keyless_until_ns_) {
         for (const auto& task : tasks_) {
             task->again.insert(task->again.end(), task->keyless.begin(), task->keyless.end());
             task->keyless.clear();
         }
     }
-    for (const auto& rail : rails_) fill(*rail, now);
+    for (bool posted = true; posted;) {
+        posted = false;
+        for (const auto& rail : rails_) posted = fill(*rail, now) || posted;
+        if (!uneven_) break;  // else what a rail has left to a nearer one may be that one's no more
+    }
     bool ended = false;
     for (auto it = tasks_.begin(); it != tasks_.end();) {
         if (!may_end(**it, now)) {
@@ -250,7 +271,7 @@ void Link::watch(Rail& rail, uint64_t now) {
     if (!rail.port_up()) return stop(rail, "the port " + rail.name() + " is down", true);
     if (closed_) return stop(rail, "the segment was closed", false);
     if (!rail.busy()) return;
-    uint64_t silent_ns = std::max(static_cast<uint64_t>(options_.nic.silence_ms) * 1'000'000,
+    uint64_t silent_ns = std::max(silence_ns() * rail.patience(),
                                   std::min(8 * rail.expected_ns(), kSilentNsMax));
     if (now > rail.progress_ns() + silent_ns) {
         stop(rail, "nothing moved for " + std::to_string((now - rail.progress_ns()) / 1'000'000) + " ms",
@@ -285,25 +306,61 @@ void Link::put_back(const Piece& piece) {
     }
 }
 
+bool Link::may_take(const Rail& rail, const Task& task) const {
+    if (task.job.stopped() || closed_ || !rail.has_room()) return false;
+    return !task.job.background || rail.bytes_open() <= kBackgroundBytes ||
+           std::ranges::none_of(tasks_, [](const auto& other) { return !other->job.background; });
+}
+
 // Foreground first; a batch of each task in turn.
-void Link::fill(Rail& rail, uint64_t now) {
-    if (rail.state != Rail::State::kUp || tasks_.empty()) return;
-    bool foreground = std::ranges::any_of(tasks_, [](const auto& task) { return !task->job.background; });
+bool Link::fill(Rail& rail, uint64_t now) {
+    if (rail.state != Rail::State::kUp || tasks_.empty()) return false;
+    bool any = false;
     for (bool background : {false, true}) {
         for (bool posted = true; posted;) {
             posted = false;
             for (const auto& task : tasks_) {
-                if (task->job.background != background || task->job.stopped() || closed_) continue;
-                if (background && foreground && rail.bytes_open() > kBackgroundBytes) continue;
+                if (task->job.background != background || !may_take(rail, *task)) continue;
                 bool added = false;
-                while (rail.has_room() && !last_to_end(rail) && take_piece(rail, *task)) added = true;
+                while (rail.has_room() && !hoards(rail, now) && !last_to_end(rail) && take_piece(rail, *task))
+                    added = true;
                 if (!added) continue;
-                posted = true;
-                if (Status status = rail.post(now); !status) return stop(rail, status.error().text, true);
+                any = posted = true;
+                if (Status status = rail.post(now); !status) {
+                    stop(rail, status.error().text, true);
+                    return true;
+                }
             }
         }
     }
     if (tasks_.size() > 1) tasks_.splice(tasks_.end(), tasks_, tasks_.begin());
+    return any;
+}
+
+// Whether a rail that is nearer to memory of that node should carry the bytes: it has room, and as far as was
+// measured it would not end much later.
+bool Link::is_for_nearer(const Rail& rail, const Task& task, int node, uint64_t bytes) const {
+    auto end_ns = [bytes](const Rail& r) {
+        return static_cast<double>(r.bytes_open() + bytes) / r.bytes_per_ns();
+    };
+    const uint64_t now = clock();
+    return std::ranges::any_of(rails_, [&](const auto& other) REQUIRES(mutex_) {
+        if (other->tier(node) >= rail.tier(node)) return false;
+        if (!may_take(*other, task) || last_to_end(*other) || hoards(*other, now)) return false;
+        if (other->bytes_per_ns() <= 0 || rail.bytes_per_ns() <= 0) return true;
+        return end_ns(*other) <= kFarTimes * end_ns(rail);
+    });
+}
+
+// Whether it has enough under way while another rail was not tried yet, which is to have some, too: else the
+// first one would take all of a transfer, and of the next one.
+bool Link::hoards(const Rail& rail, uint64_t now) const {
+    if (rails_.size() == 1 || rail.bytes_open() < Rail::kFirstWindowBytes) return false;
+    return std::ranges::any_of(rails_, [&](const auto& other) REQUIRES(mutex_) {
+        if (other.get() == &rail || other->bytes_per_ns() > 0 || other->faults > 0) return false;
+        return other->state == Rail::State::kUp || other->state == Rail::State::kConnecting ||
+               may_connect(*other, now);
+    });
 }
 
 // Whether another rail would have carried all that is open before this one had another piece: then the last
@@ -311,7 +368,6 @@ void Link::fill(Rail& rail, uint64_t now) {
 bool Link::last_to_end(const Rail& rail) const {
     if (rails_.size() == 1 || rail.bytes_per_ns() <= 0) return false;
     double piece = static_cast<double>(options_.nic.piece_bytes);
-    double own = (static_cast<double>(rail.bytes_open()) + piece) / rail.bytes_per_ns();
     double rest = 0;  // to be posted
     for (const auto& task : tasks_) {
         for (const Task::Range& range : task->again) rest += static_cast<double>(range.bytes);
@@ -320,10 +376,14 @@ bool Link::last_to_end(const Rail& rail) const {
             rest += static_cast<double>(task->job.slices[i].length);
         }
     }
+    // Of less than a piece: else each of two idle rails would leave it to the other.
+    piece = std::min(piece, rest);
+    double own = (static_cast<double>(rail.bytes_open()) + piece) / rail.bytes_per_ns();
     return std::ranges::any_of(rails_, [&](const auto& other) {
         if (other.get() == &rail || other->state != Rail::State::kUp || other->bytes_per_ns() <= 0)
             return false;
-        return (static_cast<double>(other->bytes_open()) + rest) / other->bytes_per_ns() < own;
+        double end = (static_cast<double>(other->bytes_open()) + rest) / other->bytes_per_ns();
+        return end * (uneven_ ? kFarTimes : 1) < own;  // it may be the farther one
     });
 }
 
@@ -415,12 +475,17 @@ bool Link::take_piece(Rail& rail, Task& task) {
             if (there.state == KeyState::kPending) known_.erase(remote->address);
             continue;
         }
+        if (uneven_ && is_for_nearer(rail, task, keyed->node(from / keyed->chunk_bytes),
+                                     std::min(range->bytes, options_.nic.piece_bytes))) {
+            return false;
+        }
         if (!task.held.hold(local)) {
             job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
             continue;
         }
         uint64_t n =
             range->bytes <= kWholeBytes ? range->bytes : std::min(range->bytes, options_.nic.piece_bytes);
+        n = std::min(n, rail.batch_bytes());
         n = std::min({n, keyed->chunk_bytes - from % keyed->chunk_bytes,
                       remote->chunk_bytes - to % remote->chunk_bytes});
         rail.add({&task, i, range->at, n}, slice.direction == Direction::kWrite,

@@ -5,10 +5,11 @@
 //                         ^ again, when a rail fails                  |
 //   done <-- all pieces of a slice <---------------- completions <----'
 //
-// Rails pull pieces as they complete others, so that each carries what it is fast enough for. Any thread
-// drives all of it, under one lock: a caller of run() while it waits, else the I/O thread that the
-// completions wake. What waits for the peer or for the kernel (connecting, asking for keys, ending a
-// connection at the peer) is done by one helper at a time, on a thread for such.
+// Rails pull pieces as they complete others, so that each carries what it is fast enough for. Those that are
+// near the piece's memory come first, as long as they keep up. Any thread drives all of it, under one lock: a
+// caller of run() while it waits, else the I/O thread that the completions wake. What waits for the peer or
+// for the kernel (connecting, asking for keys, ending a connection at the peer) is done by one helper at a
+// time, on a thread for such.
 //
 // A task ends only when none of its pieces is under way. A rail that fails loses its connection at once,
 // after which its NIC touches no local memory; writes that it had sent may still arrive, so they are
@@ -89,6 +90,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     using Ended = std::vector<std::unique_ptr<Task>>;
 
     uint64_t clock() const { return options_.nic.clock_ns(); }
+    uint64_t silence_ns() const { return static_cast<uint64_t>(options_.nic.silence_ms) * 1'000'000; }
 
     // Carries all tasks on, without waiting. Whether something has completed.
     bool drive() REQUIRES(mutex_);
@@ -105,8 +107,12 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     // of_path: the rail waits before it is tried again.
     void stop(Rail& rail, const std::string& why, bool of_path) REQUIRES(mutex_);
     void put_back(const Piece& piece) REQUIRES(mutex_);
-    void fill(Rail& rail, uint64_t now) REQUIRES(mutex_);
+    // Whether it has posted something.
+    bool fill(Rail& rail, uint64_t now) REQUIRES(mutex_);
+    bool may_take(const Rail& rail, const Task& task) const REQUIRES(mutex_);
     bool last_to_end(const Rail& rail) const REQUIRES(mutex_);
+    bool hoards(const Rail& rail, uint64_t now) const REQUIRES(mutex_);
+    bool is_for_nearer(const Rail& rail, const Task& task, int node, uint64_t bytes) const REQUIRES(mutex_);
     bool take_piece(Rail& rail, Task& task) REQUIRES(mutex_);
     Task::Range* next_range(Task& task) REQUIRES(mutex_);
     const RemoteRegion* find_remote(uint64_t address, uint64_t bytes) const REQUIRES(mutex_);
@@ -131,10 +137,12 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     mutable Mutex mutex_;
     CondVar changed_;
     const std::vector<std::unique_ptr<Rail>> rails_;  // what they point to is guarded by mutex_
+    const bool uneven_;                               // some are nearer to memory of a node than others
     std::list<std::unique_ptr<Task>> tasks_ GUARDED_BY(mutex_);
     Ended ended_ GUARDED_BY(mutex_);
     std::map<uint64_t, RemoteRegion> known_ GUARDED_BY(mutex_);  // of the peer, by address
     uint64_t keyless_until_ns_ GUARDED_BY(mutex_) = 0;
+    uint64_t looked_ns_ GUARDED_BY(mutex_) = 0;  // at the rails
     bool helping_ GUARDED_BY(mutex_) = false;
     bool closed_ GUARDED_BY(mutex_) = false;
 };

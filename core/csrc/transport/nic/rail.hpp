@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -70,6 +71,17 @@ class Rail {
     virtual std::string name() const = 0;  // of the port here
     virtual std::string path() const = 0;  // "mlx5_0:1 10.0.0.7 to mlx5_1:1 10.0.0.8"
     virtual bool port_up() const { return true; }
+    // NUMA node -> how many tiers of ports are nearer to its memory; null: nothing is known.
+    using Tiers = std::map<int, int>;
+    virtual const Tiers* tiers() const { return nullptr; }
+    // 0: none is nearer, or nothing is known of that node.
+    int tier(int node) const {
+        const Tiers* known = tiers();
+        auto found = known == nullptr ? Tiers::const_iterator() : known->find(node);
+        return known == nullptr || found == known->end() ? 0 : found->second;
+    }
+    // How many times the silence of a NIC it may be silent.
+    virtual uint64_t patience() const { return 1; }
 
     // Makes a connection; ask() gives the peer what it needs of it, and returns the peer's answer. May wait.
     using Ask = std::function<Result<std::vector<std::byte>>(std::span<const std::byte> question)>;
@@ -91,6 +103,11 @@ class Rail {
     // whether some of it are writes, which may still arrive.
     virtual std::vector<Piece> stop(bool& writes) = 0;
     virtual bool busy() const = 0;
+    // At most so many bytes in a piece. The first ones may be small: on a slow rail a large one would take so
+    // long that the rail seems silent.
+    virtual uint64_t batch_bytes() const { return UINT64_MAX; }
+    // Under way on one rail, while others were not measured yet.
+    static constexpr uint64_t kFirstWindowBytes = 512u << 10;
 
     // From the first begin() on, `watcher` is told on a thread of the transport when something may have
     // completed that arm() was called before, and about ten times a second of the time.
@@ -101,6 +118,8 @@ class Rail {
     uint64_t bytes_open() const { return bytes_open_; }
     double bytes_per_ns() const { return bytes_per_ns_; }
     uint64_t progress_ns() const { return progress_ns_; }
+    // It was not looked at for so long that it cannot be called silent.
+    void excuse(uint64_t now) { progress_ns_ = now; }
     // How long what completes next should take, as measured.
     uint64_t expected_ns() const {
         return bytes_per_ns_ <= 0 ? 0

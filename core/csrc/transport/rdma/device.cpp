@@ -43,6 +43,18 @@ class DeviceList {
     ib::Device** list_;
 };
 
+Status check_names(const Verbs& verbs, const DeviceList& list, const std::vector<std::string>& names) {
+    std::vector<std::string> here;
+    for (int i = 0; i < list.count(); ++i) here.emplace_back(verbs.get_device_name(list.at(i)));
+    for (const std::string& name : names) {
+        if (std::ranges::find(here, name) != here.end()) continue;
+        std::string text = "no RDMA device of this host is called \"" + name + "\"; it has";
+        for (size_t i = 0; i < here.size(); ++i) text += (i == 0 ? " " : ", ") + here[i];
+        return Error{Code::kInvalidArgument, std::move(text)};
+    }
+    return success();
+}
+
 double speed_gbit_s(const ib::PortAttr& port) {
     double lanes = port.active_width == 1 ? 1 : port.active_width == 16 ? 2 : port.active_width == 2 ? 4 : 8;
     switch (port.active_speed) {
@@ -161,6 +173,7 @@ Status has_device(const Verbs& verbs) { return DeviceList(verbs).sound(); }
 Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names) {
     DeviceList list(verbs);
     if (Status sound = list.sound(); !sound) return sound.error();
+    if (Status known = check_names(verbs, list, names); !known) return known.error();
     Nics nics;
     auto leave_out = [&](const std::string& name, const std::string& why) {
         nics.why_not += (nics.why_not.empty() ? "" : "; ") + name + " " + why;

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,8 +43,12 @@ class Device final : public nic::KeyMaker {
     const std::string name;
     ib::DeviceAttr facts{};
     std::atomic<int> queue_pairs{0};
+    // Soft RoCE has the CPU that it shares with everything else: on a busy machine it is late, not silent.
+    bool is_soft() const { return facts.vendor_id == kSoftVendor; }
 
    private:
+    static constexpr uint32_t kSoftVendor = 0xffffff;
+
     // Closed in children of fork(): a queue pair ends with the process that made it.
     Fd commands_, events_;
     ClosedInChildren commands_closed_{commands_}, events_closed_{events_};
@@ -57,9 +62,11 @@ struct Port {
     PortAddress address;
     uint8_t gid_index = 0;
     double gbit_s = 0;
-    std::string rejected;  // GIDs, each with the reason
+    std::string rejected;      // GIDs, each with the reason
+    std::map<int, int> tiers;  // NUMA node -> how many tiers of ports are nearer to its memory
     std::atomic<bool> up{true};
 
+    std::string device_name() const { return name.substr(0, name.rfind(':')); }
     std::string text() const;  // "mlx5_0:1 10.0.0.7"
 };
 
@@ -69,8 +76,8 @@ struct Nics {
     std::string why_not;                           // of ports that are not among them
 };
 
-// An error: this host has no device, or none can be opened.
-// names: those that may be used; none: all.
+// An error: this host has no device, or none can be opened; kInvalidArgument: it has none of one of the
+// names. names: of the devices that may be used; none: all.
 Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names = {});
 // Whether it has a device; opens none.
 Status has_device(const Verbs& verbs);

@@ -15,6 +15,7 @@ constexpr int kReadsMax = 16;
 // A packet is sent again after 67 ms, six times: a silent peer is an error within 0.5 s. Seven would mean
 // "for ever" to soft RoCE.
 constexpr uint8_t kAckTimeout = 14, kSendAgain = 6;
+constexpr uint8_t kSoftAckTimeout = 17;  // 0.5 s
 constexpr uint8_t kHops = 64;
 
 }  // namespace
@@ -128,7 +129,7 @@ Status QueuePair::connect(const Endpoint& peer, bool sends) {
     if (!sends) return success();
     attr = {};
     attr.qp_state = ib::kReadyToSend;
-    attr.timeout = kAckTimeout;
+    attr.timeout = port_->device->is_soft() ? kSoftAckTimeout : kAckTimeout;
     attr.retry_cnt = kSendAgain;
     attr.rnr_retry = kSendAgain;
     attr.sq_psn = psn_;

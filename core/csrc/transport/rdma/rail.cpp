@@ -87,7 +87,7 @@ void Rail::tell(std::shared_ptr<EventHandler> watcher) {
 }
 
 bool Rail::has_room() const {
-    return state == State::kUp && adding_.pieces.size() < kPiecesMax && adding_.bytes < kBatchBytes &&
+    return state == State::kUp && adding_.pieces.size() < kPiecesMax && adding_.bytes < batch_bytes() &&
            bytes_open_ + adding_.bytes < window_bytes_ &&
            requests_open_ + adding_.pieces.size() + 2 <= pair_->requests_max();
 }

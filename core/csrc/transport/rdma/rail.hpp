@@ -10,6 +10,7 @@
 // When it stops, the queue pair ends.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <memory>
@@ -38,6 +39,8 @@ class Rail final : public nic::Rail {
     std::string name() const override { return port_->name; }
     std::string path() const override;
     bool port_up() const override { return port_->up; }
+    const Tiers* tiers() const override { return &port_->tiers; }
+    uint64_t patience() const override { return port_->device->is_soft() ? kSoftPatience : 1; }
     Status connect(const Ask& ask) override;
     bool has_room() const override;
     void add(const Piece& piece, bool write, const Place& local, const Place& remote) override;
@@ -45,11 +48,13 @@ class Rail final : public nic::Rail {
     std::optional<Fault> poll(uint64_t now, const Done& done) override;
     std::vector<Piece> stop(bool& writes) override;
     bool busy() const override { return !batches_.empty(); }
+    uint64_t batch_bytes() const override { return bytes_per_ns_ > 0 ? kBatchBytes : kMeasuredBytes; }
     void tell(std::shared_ptr<EventHandler> watcher) override;
     void arm() override { completions_->arm(); }
 
    private:
-    static constexpr size_t kPiecesMax = 64;  // of one batch
+    static constexpr uint64_t kSoftPatience = 6;  // times the silence of a NIC, of soft RoCE
+    static constexpr size_t kPiecesMax = 64;      // of one batch
     static constexpr uint64_t kBatchBytes = 1u << 20;
 
     struct Batch {

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <bit>
 
+#include "topology/machine.hpp"
 #include "transport/nic/link.hpp"
+#include "transport/rdma/near_ports.hpp"
 #include "transport/rdma/rail.hpp"
 
 namespace moonpool::transport::rdma {
@@ -97,10 +99,11 @@ Status Transport::start() {
     Result<Nics> nics = open_nics(**verbs, context_.options.rdma.devices);
     if (!nics) return nics.error();
     if (nics->ports.size() > kPortsMax) nics->ports.resize(kPortsMax);
+    if (nics->ports.size() > 1) rank_ports(topology::read_machine(context_.options.machine), nics->ports);
     nics_ = std::move(*nics);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(nics_.devices.begin(), nics_.devices.end());
-    keys_ = std::make_shared<nic::Keys>(std::move(makers), context_.options.rdma.chunk_bytes,
-                                        context_.waiters, context_.closing);
+    keys_ = std::make_shared<nic::Keys>(std::move(makers), context_.options.rdma, context_.waiters,
+                                        context_.closing);
     target_.emplace(
         context_, keys_, nic::KeySize::k32,
         [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });

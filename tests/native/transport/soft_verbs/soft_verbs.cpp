@@ -130,6 +130,7 @@ struct State {
     std::deque<Request> under_way[kDevicesMax];
     uint64_t busy_until[kDevicesMax] = {};
     uint64_t virtual_ns = 1, idle_polls = 0;
+    uint64_t bytes[kDevicesMax] = {};  // posted
     uint64_t requests = 0, posts = 0, registrations = 0, objects = 0, violations = 0, landed_late = 0,
              dropped_late = 0, cqs = 0;
     bool thread = false;
@@ -434,6 +435,7 @@ int post_send(Qp* raw, SendWr* wr, SendWr** bad) {
             request.inlined.assign(from, from + wr->sg_list->length);
         }
         int device = qp.row->device;
+        s.bytes[device] += wr->sg_list->length;
         uint64_t speed = s.script.speed[device];
         if (speed == 0 && s.under_way[device].empty()) {
             execute(s, request);
@@ -824,6 +826,7 @@ uint64_t soft_verbs_count(const char* what) {
     State& s = state();
     Lock lock(s);
     std::string name = what;
+    if (name == "bytes0" || name == "bytes1") return s.bytes[name.back() - '0'];
     return name == "objects"         ? s.objects
            : name == "violations"    ? s.violations
            : name == "requests"      ? s.requests

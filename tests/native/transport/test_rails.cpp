@@ -1,0 +1,154 @@
+// Which rail carries what: devices by name, those near the memory first, and none left waiting for another.
+#include <atomic>
+
+#include "../topology/recorded.hpp"
+#include "bed.hpp"
+#include "transport/rdma/near_ports.hpp"
+
+using namespace moonpool;
+using namespace moonpool::testing;
+using transport::rdma::Port;
+
+namespace {
+
+constexpr size_t kMiB = 1u << 20;
+
+std::vector<std::shared_ptr<Port>> ports_of(const std::vector<std::string>& devices) {
+    std::vector<std::shared_ptr<Port>> ports;
+    for (const std::string& device : devices) {
+        ports.push_back(std::make_shared<Port>());
+        ports.back()->name = device + ":1";
+    }
+    return ports;
+}
+
+using Tiers = std::vector<int>;
+
+Tiers tiers(const char* machine, const std::vector<std::string>& devices, int node) {
+    Recorded recorded(machine);
+    std::vector<std::shared_ptr<Port>> ports = ports_of(devices);
+    transport::rdma::rank_ports(recorded.machine(), ports);
+    Tiers found;
+    for (const auto& port : ports) found.push_back(port->tier(node));
+    return found;
+}
+
+std::atomic<int> memory_node{0};
+int told_node(const void*) { return memory_node; }
+
+// Two engines over two rails by the stub's clock, whose devices are plugged in as the NICs of the recorded
+// machine with two sockets: soft0 at node 0, soft1 at node 1.
+struct TwoSockets {
+    explicit TwoSockets(int node) {
+        memory_node = node;
+        recorded.link("/sys/class/infiniband/soft0",
+                      "../../devices/pci0000:30/0000:30:02.0/0000:31:00.0/infiniband/mlx5_0");
+        recorded.link("/sys/class/infiniband/soft1",
+                      "../../devices/pci0000:b0/0000:b0:02.0/0000:b1:00.0/infiniband/mlx5_1");
+        pair.emplace(options("here"), options("there"));
+        mine.emplace(*pair->here, 16 * kMiB, MemoryKind::kHost);
+        theirs.emplace(*pair->there, 16 * kMiB, MemoryKind::kHostArena);
+        // The memory has its keys, and both rails were used and measured.
+        for (size_t at = 0; at < mine->size(); at += kMiB) transfer(at, 1);
+        for (int round = 0; round < 4; ++round) transfer(0, mine->size());
+    }
+    EngineOptions options(const char* name) const {
+        EngineOptions made = engine_options(name, "rdma");
+        made.rdma.clock_ns = soft_verbs().soft_verbs_now;
+        made.machine = recorded.root();
+        made.rdma.node_of = told_node;
+        made.rdma.window_bytes = kMiB;
+        return made;
+    }
+    void transfer(size_t at, size_t bytes) {
+        Result<uint64_t> moved =
+            pair->transfer({{mine->address() + at, theirs->address() + at, bytes, Direction::kWrite}});
+        REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+    }
+    // -> the share that the device carried.
+    double share(int device, int times, size_t bytes) {
+        const char* names[] = {"bytes0", "bytes1"};
+        uint64_t before[] = {VerbsBed::count("bytes0"), VerbsBed::count("bytes1")};
+        for (int i = 0; i < times; ++i) transfer(0, bytes);
+        double moved[] = {static_cast<double>(VerbsBed::count(names[0]) - before[0]),
+                          static_cast<double>(VerbsBed::count(names[1]) - before[1])};
+        return moved[device] / (moved[0] + moved[1]);
+    }
+
+    Recorded recorded{"two_sockets"};
+    std::optional<Pair> pair;
+    std::optional<Memory> mine, theirs;
+};
+
+}  // namespace
+
+TEST_CASE("rdma: devices are chosen by name, and a wrong name is refused with those that there are") {
+    VerbsBed bed("devices=3");
+    EngineOptions options = engine_options("here", "rdma");
+    options.rdma.devices = {"soft2", "soft0"};
+    CHECK(Engine::create(options).ok());
+    auto why = [](const EngineOptions& wrong) {
+        Result<std::shared_ptr<Engine>> made = Engine::create(wrong);
+        REQUIRE(!made.ok());
+        CHECK(made.error().code == Code::kInvalidArgument);
+        return made.error().text;
+    };
+    options.rdma.devices = {"soft1", "mlx5_7"};
+    CHECK(why(options) == "no RDMA device of this host is called \"mlx5_7\"; it has soft0, soft1, soft2");
+    options.transports = {"tcp"};
+    CHECK(
+        why(options).find("given the RDMA device soft1, and cannot use it: it is not among the transports") !=
+        std::string::npos);
+    // A port that is down is no wrong name.
+    soft_verbs().soft_verbs_script("devices=1 down0");
+    options = engine_options("here", "");
+    options.rdma.devices = {"soft0"};
+    CHECK(Engine::create(options).ok());
+    soft_verbs().soft_verbs_script("devices=none");
+    CHECK(why(options).find("and cannot use it: libibverbs finds no RDMA device") != std::string::npos);
+}
+
+TEST_CASE("rdma: ports are near memory as recorded machines say") {
+    const std::vector<std::string> two = {"mlx5_0", "mlx5_1"};
+    CHECK(tiers("two_sockets", two, 0) == Tiers{0, 1});
+    CHECK(tiers("two_sockets", two, 1) == Tiers{1, 0});
+    CHECK(tiers("two_sockets", two, 7) == Tiers{0, 0});   // no such node
+    CHECK(tiers("two_sockets", two, -1) == Tiers{0, 0});  // the kernel does not tell
+    // Of those in use only: a far one may be the nearest.
+    CHECK(tiers("two_sockets", {"mlx5_1"}, 0) == Tiers{0});
+    CHECK(tiers("two_sockets", {"mlx5_1", "of_no_tree"}, 0) == Tiers{0, 1});
+    const std::vector<std::string> eight = {"mlx5_0", "mlx5_3", "mlx5_9", "mlx5_10"};
+    CHECK(tiers("dgx_h100", eight, 0) == Tiers{0, 0, 1, 1});
+    CHECK(tiers("dgx_h100", eight, 1) == Tiers{1, 1, 0, 0});
+    // A node without CPUs, 30 from node 0 and 40 from node 1.
+    const std::vector<std::string> soft = {"rxe0", "rxe1", "rxe2", "rxe3"};
+    Tiers near_0 = tiers("rxe_vm", soft, 0);
+    CHECK(std::ranges::count(near_0, 0) == 2);
+    CHECK(tiers("rxe_vm", soft, 2) == near_0);
+}
+
+TEST_CASE("rdma: the rail near the memory comes first, and the far one helps where that is slow") {
+    for (int near : {0, 1}) {
+        CAPTURE(near);
+        VerbsBed bed("devices=2 virtual speed0=400 speed1=400");
+        TwoSockets nodes(near);
+        CHECK(nodes.share(near, 50, 64u << 10) == 1);
+        double of_large = nodes.share(near, 4, 16 * kMiB);
+        MESSAGE("the near one of two carries " << of_large << " of a large transfer");
+        CHECK(of_large >= 0.45);
+        CHECK(of_large < 0.8);
+        // By the measured rate: what is near and slow is the farther way.
+        soft_verbs().soft_verbs_script(near == 0 ? "devices=2 virtual speed0=20 speed1=400"
+                                                 : "devices=2 virtual speed0=400 speed1=20");
+        (void)nodes.share(near, 20, 256u << 10);
+        CHECK(nodes.share(near, 50, 256u << 10) < 0.1);
+    }
+}
+
+TEST_CASE("rdma: of idle rails one takes a small transfer") {
+    VerbsBed bed("devices=2 virtual speed0=400 speed1=400");
+    TwoSockets nodes(-1);  // no rail is nearer
+    for (size_t bytes : {1, 4096, 65536, 100000, 262144, 300000}) {
+        for (int i = 0; i < 10; ++i) nodes.transfer(0, bytes);
+    }
+}
