@@ -1,16 +1,18 @@
 # What commands in the guest may use.
 
 # So many pairs of network cards with soft RoCE, a0 and b0 and so on, joined by a cable each: devices ra0 and rb0, addresses
-# 10.8.0.1 and 10.8.0.2. Both ends are this machine's; rules make the traffic between them take the cable.
+# 10.8.0.1 and 10.8.0.2. Both ends are this machine's; rules make the traffic between them take the cable. $2: the MTU of the
+# cards. Soft RoCE has 64 packets under way: where a rail is slowed down, smaller ones, or the wait for an answer outlasts the
+# time after which they are sent again, and no answer counts any more.
 rails() {
     modprobe veth; modprobe rdma_rxe; modprobe ib_uverbs
     sysctl -qw net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0 net.ipv4.conf.all.accept_local=1 \
         net.ipv4.conf.all.arp_ignore=1
     ip rule add pref 100 lookup local; ip rule del pref 0
-    local i near far
+    local i near far mtu=${2:-9000}
     for ((i = 0; i < $1; i++)); do
         near=10.8.$i.1 far=10.8.$i.2
-        ip link add a$i mtu 9000 type veth peer name b$i mtu 9000
+        ip link add a$i mtu $mtu type veth peer name b$i mtu $mtu
         ip address add $near/24 dev a$i; ip address add $far/24 dev b$i
         ip link set a$i up; ip link set b$i up
         sysctl -qw net.ipv4.conf.a$i.rp_filter=0 net.ipv4.conf.b$i.rp_filter=0

@@ -9,7 +9,8 @@ import pytest
 
 from tests.vm.machine import Ended
 
-PROGRAM = Path(__file__).with_name("transfer_by_rdma.py")
+FOLDER = Path(__file__).parent
+PROGRAM, FAULTS = FOLDER / "transfer_by_rdma.py", FOLDER / "rails_and_faults.py"
 
 
 @pytest.mark.slow
@@ -17,3 +18,20 @@ PROGRAM = Path(__file__).with_name("transfer_by_rdma.py")
 def test_two_engines_move_bytes_over_two_rails(guest: Callable[..., Ended]) -> None:
     ended = guest(f"rails 2 && ulimit -l unlimited && python {PROGRAM}")
     assert "all bytes came by RDMA" in ended.output
+    assert "no RDMA device of this host is called" in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rails_that_are_slow_or_lost_and_peers_that_die(guest: Callable[..., Ended]) -> None:
+    """One start of the machine for all scenarios, which takes most of the time."""
+    ended = guest(f"rails 3 && ulimit -l unlimited && python {FAULTS}", timeout_s=580)
+    assert "all scenarios passed" in ended.output
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_the_same_again_and_again(guest: Callable[..., Ended]) -> None:
+    ended = guest(f"rails 3 && ulimit -l unlimited && python {FAULTS} --long", timeout_s=1900)
+    assert "all scenarios passed" in ended.output

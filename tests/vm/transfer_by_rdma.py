@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from moonpool import Batch, TransferEngine
+from moonpool.core.errors import InvalidArgument
 
 SIZE = 1 << 20
 SLICES = 64
@@ -12,9 +13,17 @@ SLICES = 64
 
 def main() -> None:
     token = b"of this test"
+    try:
+        TransferEngine("wrong", token=token, rdma_devices=["ra0", "mlx5_0"])
+    except InvalidArgument as error:
+        print(error)
     with (
-        TransferEngine("there", token=token, transports=["rdma"], timeout_s=60) as there,
-        TransferEngine("here", token=token, transports=["rdma"], timeout_s=60) as here,
+        TransferEngine(
+            "there", token=token, transports=["rdma"], rdma_devices=["rb0", "rb1"], timeout_s=60
+        ) as there,
+        TransferEngine(
+            "here", token=token, transports=["rdma"], rdma_devices=["ra0", "ra1"], timeout_s=60
+        ) as here,
     ):
         theirs, ours = there.allocate(SIZE), here.allocate(SIZE)
         peer = here.open(there.addresses[0])

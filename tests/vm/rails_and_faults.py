@@ -1,0 +1,420 @@
+"""In the virtual machine: what becomes of transfers over several rails of soft RoCE, slow, cut, silent, and
+when their peer dies. `python rails_and_faults.py [--long]`, with rails a0-b0, a1-b1, a2-b2 (guest.sh).
+
+Each scenario checks every byte. It prints what it measured, and asserts no speed: the processor is emulated,
+and its host may be busy. Times of faults have a margin of 5.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from moonpool import Batch, Region, Segment, Transfer, TransferEngine
+from moonpool.core.errors import Error, TransferError
+
+TOKEN = b"of this test"
+MIB = 1 << 20
+SLICE = 128 << 10
+SLOW_MBIT = 40  # of a rail whose transfer is to be hit in its middle
+DEADLINE_S = 2.0
+MARGIN = 5  # of a machine that is busy
+PATIENCE_S = 60.0
+TRIES = 10  # to lose the rails in the middle of a transfer
+
+
+def tell(what: str, **figures: object) -> None:
+    print(what, *(f"{name}={value}" for name, value in figures.items()), flush=True)
+
+
+class Shell:
+    """Runs commands in the middle of transfers: a fork of this process would take longer than they do."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            ["bash"], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+
+    def __call__(self, command: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(f"{{ {command}; }} 2>&1; echo; echo ended $?", file=self.process.stdin, flush=True)
+        lines = []
+        for line in self.process.stdout:
+            if line.startswith("ended "):
+                assert line == "ended 0\n", (command, lines)
+                break
+            lines.append(line)
+        return "".join(lines)
+
+
+sh = Shell()
+
+
+# ---- the cables
+
+
+def shape(rates_mbit: Sequence[float]) -> None:
+    """Slows what leaves a0, a1, ... down; the queue is longer than what soft RoCE has under way."""
+    for rail, rate in enumerate(rates_mbit):
+        sh(f"tc qdisc replace dev a{rail} root tbf rate {rate}mbit burst 32kb limit 64mb")
+
+
+def carried(rails: int) -> list[int]:
+    """Bytes that left a0, a1, ... since they were shaped."""
+    return [json.loads(sh(f"tc -s -j qdisc show dev a{rail} root"))[0]["bytes"] for rail in range(rails)]
+
+
+@contextmanager
+def cut(*rails: int) -> Iterator[None]:
+    """The cables are pulled out: both ends see that."""
+    for rail in rails:
+        sh(f"ip link set a{rail} down")
+    try:
+        yield
+    finally:
+        for rail in rails:
+            # With the device its routes went.
+            net, table = f"10.8.{rail}", 200 + 2 * rail
+            sh(f"ip link set a{rail} up && ip route replace {net}.0/24 dev a{rail} src {net}.1 table {table}")
+
+
+@contextmanager
+def deaf(*rails: int) -> Iterator[None]:
+    """The far side drops what arrives; no port goes down, and nothing tells the near side."""
+    for rail in rails:
+        sh(f"tc qdisc add dev b{rail} ingress")
+        sh(f"tc filter add dev b{rail} ingress matchall action drop")
+    try:
+        yield
+    finally:
+        for rail in rails:
+            sh(f"tc qdisc del dev b{rail} ingress")
+
+
+Fault = Callable[..., AbstractContextManager[None]]
+
+
+def name_of(fault: Fault) -> str:
+    return "cut" if fault is cut else "deaf"
+
+
+# ---- the engines
+
+
+def near(rails: int, transports: Sequence[str] = ("rdma", "tcp"), **options: float) -> TransferEngine:
+    devices = [f"ra{rail}" for rail in range(rails)]
+    return TransferEngine("near", token=TOKEN, transports=transports, rdma_devices=devices, **options)
+
+
+def far(rails: int) -> TransferEngine:
+    devices = [f"rb{rail}" for rail in range(rails)]
+    return TransferEngine("far", token=TOKEN, transports=["rdma", "tcp"], rdma_devices=devices)
+
+
+class Bed:
+    """Two engines of this process with a rail or several, and memory of random bytes on the near one."""
+
+    def __init__(self, rails: int, size: int, transports: Sequence[str] = ("rdma", "tcp")) -> None:
+        self.far, self.near = far(rails), near(rails, transports, timeout_s=10.0 * MARGIN)
+        self.size = size
+        self.theirs, self.ours = self.far.allocate(size), self.near.allocate(size)
+        self.peer = self.near.open(self.far.addresses[0])
+        self.fill()
+        # The memory gets its keys in the background; until then bytes take TCP.
+        wait_for(
+            lambda: self.near.write(self.peer, self.ours.at(0), self.theirs.address, 8) and self.moved("rdma")
+        )
+
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.near.close()
+        self.far.close()
+
+    def fill(self) -> None:
+        self.ours.view[:] = random.Random(self.size).randbytes(self.size)
+
+    def moved(self, transport: str) -> int:
+        return self.near.metrics()[f"{transport}_write_bytes_total"]
+
+    def submit(self, **options: float) -> Transfer:
+        return submit(self.near, self.peer, self.ours, self.theirs.address, **options)
+
+    def check(self) -> None:
+        assert self.theirs.view == self.ours.view, "other bytes than those that were written"
+
+    def warm_up(self) -> None:
+        """Each rail was used: its queue pair is there, and its rate is known."""
+        self.submit().result(PATIENCE_S * MARGIN)
+        self.check()
+
+
+def submit(engine: TransferEngine, peer: Segment, ours: Region, remote: int, **options: float) -> Transfer:
+    places = range(0, len(ours), SLICE)
+    local, theirs = [ours.at(at) for at in places], [remote + at for at in places]
+    return engine.submit(Batch("write", peer, local, theirs, SLICE), **options)
+
+
+def wait_for(ready: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_S * MARGIN
+    while not ready():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.002)
+
+
+# ---- the scenarios
+
+
+def rates_of_rails(_: bool) -> None:
+    """Rails carry by their speed. Printed: what two carry beside one, and 1:2:4 beside their sum."""
+    with Bed(1, 4 * MIB) as bed:
+        shape([SLOW_MBIT])
+        bed.warm_up()
+        one_s, _ = timed(bed)
+    with Bed(2, 4 * MIB) as bed:
+        shape([SLOW_MBIT] * 2)
+        bed.warm_up()
+        before = carried(2)
+        two_s, two_beside = timed(bed)
+        first, second = (after - was for after, was in zip(carried(2), before, strict=True))
+        assert two_beside or min(first, second) > (first + second) / 10, (first, second)
+    tell("two rails beside one:", times=f"{one_s / two_s:.2f}", target=1.9, one_s=f"{one_s:.2f}")
+    with Bed(3, 8 * MIB) as bed:
+        rates = [16.0, 32.0, 64.0]
+        shape(rates)
+        bed.warm_up()
+        before = carried(3)
+        took_s, beside = timed(bed)
+        shares = [after - was for after, was in zip(carried(3), before, strict=True)]
+        of_sum = bed.size * 8 / 1e6 / took_s / sum(rates)
+        tell("rails of 1:2:4:", of_their_sum=f"{of_sum:.2f}", target=0.9, carried=shares)
+        assert beside or 0 < shares[0] < shares[2], shares
+
+
+def timed(bed: Bed) -> tuple[float, int]:
+    """(seconds of a transfer, bytes of it that took TCP because rails seemed silent on a busy machine)."""
+    bed.theirs.view[:] = bytes(bed.size)
+    by_tcp = bed.moved("tcp")
+    began_s = time.monotonic()
+    bed.submit().result(PATIENCE_S * MARGIN)
+    took_s = time.monotonic() - began_s
+    bed.check()
+    if beside := bed.moved("tcp") - by_tcp:
+        tell("by TCP, for the machine was too busy:", bytes=beside)
+    return took_s, beside
+
+
+def rail_lost(long: bool) -> None:
+    """A cable is pulled in mid transfer, or its far end falls silent: the other rail carries on."""
+    for fault in (cut, deaf) * (4 if long else 1):
+        one_of_two(fault)
+
+
+def one_of_two(fault: Fault) -> None:
+    with Bed(2, 4 * MIB) as bed:
+        shape([SLOW_MBIT] * 2)
+        bed.warm_up()
+        bed.theirs.view[:] = bytes(bed.size)
+        transfer = bed.submit()
+        wait_for(lambda: transfer.bytes_done)
+        done, began_s = transfer.bytes_done, time.monotonic()
+        assert not transfer.done
+        with fault(0):
+            wait_for(lambda: transfer.bytes_done > done or transfer.done)
+            moved_s = time.monotonic() - began_s
+            assert transfer.result(PATIENCE_S * MARGIN) == bed.size
+            tell(
+                f"one of two rails {name_of(fault)}:",
+                next_bytes_s=f"{moved_s:.2f}",
+                all_s=f"{time.monotonic() - began_s:.2f}",
+                retries=bed.near.metrics()["retries_total"],
+                by_tcp=bed.moved("tcp"),
+            )
+        bed.check()
+
+
+def rails_gone(long: bool) -> None:
+    """All rails are lost: the rest goes by TCP, in the same transfer. Later by RDMA again."""
+    for fault in (cut, deaf) if long else (cut,):
+        all_of_two(fault)
+
+
+def all_of_two(fault: Fault) -> None:
+    with Bed(2, 4 * MIB) as bed:
+        shape([SLOW_MBIT] * 2)
+        bed.warm_up()
+        assert any(lost_in_mid_transfer(bed, fault) for _ in range(TRIES)), "each transfer was too fast"
+
+
+def lost_in_mid_transfer(bed: Bed, fault: Fault) -> bool:
+    bed.theirs.view[:] = bytes(bed.size)
+    tcp, rdma = bed.moved("tcp"), bed.moved("rdma")
+    transfer = bed.submit()
+    wait_for(lambda: bed.moved("rdma") > rdma)
+    with fault(0, 1):
+        assert transfer.result(PATIENCE_S * MARGIN) == bed.size
+    bed.check()
+    by_tcp, by_rdma = bed.moved("tcp") - tcp, bed.moved("rdma") - rdma
+    tell(f"all rails {name_of(fault)}:", by_tcp=by_tcp, by_rdma=by_rdma)
+    wait_for(lambda: bed.submit().result(PATIENCE_S) and bed.moved("rdma") > rdma + by_rdma)
+    bed.check()
+    return by_tcp > 0 and by_rdma > 0
+
+
+def region_closed(long: bool) -> None:
+    """The key of memory that its owner has closed opens nothing: at rest, and in the middle of a transfer."""
+    for _ in range(20 if long else 2):
+        close_in_mid_transfer()
+
+
+def close_in_mid_transfer() -> None:
+    with Bed(1, 4 * MIB, ["rdma"]) as bed:
+        shape([SLOW_MBIT])
+        memory = bytearray(bed.size)
+        region = bed.far.register(memory)
+        address = region.address
+        wait_for(lambda: written(bed, address, 8))
+        transfer = submit(bed.near, bed.peer, bed.ours, address)
+        wait_for(lambda: transfer.bytes_done)
+        region.close()
+        left = bytes(memory)
+        with suppress(TransferError):
+            transfer.result(PATIENCE_S * MARGIN)
+        assert transfer.error is not None, "a transfer to closed memory went well"
+        assert not written(bed, address, 8)
+        assert memory == left, "bytes came in after the region was closed"
+        tell("a region was closed in mid transfer:", done=transfer.bytes_done, why=transfer.error)
+        with bed.far.register(memory) as again:
+            assert again.address == address
+            wait_for(lambda: written(bed, address, bed.size))
+            assert memory == bed.ours.view
+
+
+def written(bed: Bed, address: int, length: int) -> bool:
+    try:
+        return bed.near.write(bed.peer, bed.ours.at(0), address, length) == length
+    except Error:
+        return False
+
+
+class Target:
+    """The far engine in a process of its own."""
+
+    def __init__(self, size: int) -> None:
+        command = [sys.executable, __file__, "--target", str(size)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address, at = self.process.stdout.readline().split()
+        self.memory = int(at)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def serve(size: int) -> None:
+    with far(2) as engine:
+        memory = engine.allocate(size)
+        print(engine.addresses[0], memory.address, flush=True)
+        sys.stdin.read()
+
+
+def target_killed(long: bool) -> None:
+    """The process of the peer is killed, or stopped, in mid transfer: no transfer outlives its deadline."""
+    for number in (signal.SIGKILL, signal.SIGSTOP) * (5 if long else 1):
+        signalled(number)
+
+
+def signalled(number: signal.Signals) -> None:
+    size = 4 * MIB
+    target = Target(size)
+    try:
+        with near(2, timeout_s=10.0 * MARGIN) as engine:
+            shape([SLOW_MBIT / 2] * 2)
+            ours = engine.allocate(size)
+            ours.view[:] = random.Random(number).randbytes(size)
+            peer = engine.open(target.address)
+            submit(engine, peer, ours, target.memory).result(PATIENCE_S * MARGIN)
+            transfer = submit(engine, peer, ours, target.memory, deadline_s=DEADLINE_S)
+            wait_for(lambda: transfer.bytes_done)
+            assert not transfer.done
+            target.signal(number)
+            began_s = time.monotonic()
+            try:
+                transfer.result(PATIENCE_S * MARGIN)
+                how = "done"  # the NIC of a process that stands still goes on
+            except TransferError as error:
+                how = f"failed: {error}"
+            took_s = time.monotonic() - began_s
+            tell(f"the peer got {number.name}:", after_s=f"{took_s:.2f}", deadline_s=DEADLINE_S, it=how)
+            assert took_s < DEADLINE_S + 1.0 * MARGIN
+            assert how != "done" or number == signal.SIGSTOP
+            if number == signal.SIGSTOP:
+                target.signal(signal.SIGCONT)
+                submit(engine, peer, ours, target.memory).result(PATIENCE_S * MARGIN)
+                back = engine.allocate(size)
+                engine.read(peer, back.at(0), target.memory, size)
+                assert back.view == ours.view
+    finally:
+        target.end()
+
+
+def short_cut(_: bool) -> None:
+    """All cables are out for 3 s, with no other path: the transfer waits for them within its deadline, or
+    fails within it."""
+    with Bed(2, 4 * MIB, ["rdma"]) as bed:
+        shape([SLOW_MBIT] * 2)
+        bed.warm_up()
+        transfer = bed.submit(deadline_s=10.0 * MARGIN)
+        wait_for(lambda: transfer.bytes_done)
+        began_s = time.monotonic()
+        with cut(0, 1):
+            time.sleep(3)
+        with suppress(TransferError):
+            transfer.result(PATIENCE_S * MARGIN)
+        tell(
+            "all cables out for 3 s:",
+            after_s=f"{time.monotonic() - began_s:.2f}",
+            it=transfer.error or "done",
+        )
+        wait_for(lambda: written(bed, bed.theirs.address, bed.size))
+        bed.check()
+
+
+SHORT = [rates_of_rails, rail_lost, rails_gone, region_closed, target_killed]
+LONG = [*SHORT, short_cut]
+
+
+def main() -> None:
+    if "--target" in sys.argv:
+        return serve(int(sys.argv[-1]))
+    long = "--long" in sys.argv
+    named = [word for word in sys.argv[1:] if not word.startswith("-")]
+    for scenario in LONG if long or named else SHORT:
+        if named and scenario.__name__ not in named:
+            continue
+        began_s = time.monotonic()
+        scenario(long)
+        tell(f"ok {scenario.__name__}", s=f"{time.monotonic() - began_s:.1f}")
+    tell("all scenarios passed")
+    return None
+
+
+if __name__ == "__main__":
+    assert Path("/sys/class/infiniband/ra0").exists(), "needs rails: see guest.sh"
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()
