@@ -219,7 +219,8 @@ class TransferEngine(EngineFacts):
     def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
         """New registered memory, zeros, page aligned, which engines on this host map: the fastest kind.
 
-        location: "node:2": of that NUMA node, which may have no CPU; any other is a label.
+        location: "node:2": of that NUMA node, which may have no CPU; "dax:/dev/dax0.0": of that DAX device;
+                  any other is a label.
 
         Raises InvalidArgument for a size that cannot be, TooLarge when the system has not that much memory.
         """

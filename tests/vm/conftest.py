@@ -20,8 +20,8 @@ def guest(tmp_path: Path) -> Callable[..., machine.Ended]:
         pytest.skip(why)
     assert kernel is not None
 
-    def run(command: str, timeout_s: float = 280.0) -> machine.Ended:
-        ended = machine.run(kernel, command, tmp_path, timeout_s=timeout_s)
+    def run(command: str, timeout_s: float = 280.0, **memory: int) -> machine.Ended:
+        ended = machine.run(kernel, command, tmp_path, timeout_s=timeout_s, **memory)
         print(f"{ended.seconds:.1f} s\n{ended.output}")
         assert ended.code == 0, ended.output
         return ended

@@ -25,3 +25,29 @@ rails() {
         rdma link add rb$i type rxe netdev b$i
     done
 }
+
+# Waits up to 30 s for a file.
+wait_for_file() {
+    local i
+    for ((i = 0; i < 300; i++)); do
+        [ -e "$1" ] && return
+        sleep 0.1
+    done
+    echo "there is no $1"
+    return 1
+}
+
+# Turns the persistent memory of the machine into /dev/dax0.0, as ndctl does.
+dax_device() {
+    modprobe -a nd_e820 nd_pmem dax_pmem device_dax
+    wait_for_file /dev/pmem0 || return
+    local nd=/sys/bus/nd dax
+    echo namespace0.0 > $nd/drivers/nd_pmem/unbind
+    dax=$(cat $nd/devices/region0/dax_seed)
+    cat /proc/sys/kernel/random/uuid > $nd/devices/$dax/uuid
+    echo ram > $nd/devices/$dax/mode
+    echo 2097152 > $nd/devices/$dax/align
+    echo namespace0.0 > $nd/devices/$dax/namespace
+    echo $dax > $nd/drivers/dax_pmem/bind
+    wait_for_file /dev/dax0.0
+}

@@ -43,11 +43,21 @@ class NeverEnded(Exception):
     """The guest did not end its command in time, or its kernel panicked."""
 
 
-def run(kernel: Path, command: str, job: Path, *, timeout_s: float, memory_mib: int = 768) -> Ended:
+def run(
+    kernel: Path,
+    command: str,
+    job: Path,
+    *,
+    timeout_s: float,
+    memory_mib: int = 768,
+    pmem_mib: int = 0,
+    far_mib: int = 0,
+) -> Ended:
     """Runs a command of bash there, as root; functions of guest.sh are known to it.
 
     kernel: a folder made by scripts/guest_kernel.py. job: an empty folder, which the guest sees as /mnt and
-    may write to. Raises NeverEnded.
+    may write to. pmem_mib: memory that the guest takes for persistent, beside the other. far_mib: memory of
+    a NUMA node without CPUs, node 1, beside the other. Raises NeverEnded.
     """
     [modules] = (kernel / "lib" / "modules").iterdir()
     python = Path(sys.executable).parent
@@ -74,10 +84,17 @@ def run(kernel: Path, command: str, job: Path, *, timeout_s: float, memory_mib: 
         "audit=0",
         "apparmor=0",
     ]
+    if pmem_mib:
+        arguments.append(f"memmap={pmem_mib}M!{memory_mib}M")
+    near_mib = memory_mib + pmem_mib
+    numa = []
+    for node, mib in enumerate([near_mib, far_mib] if far_mib else []):
+        numa += ["-object", f"memory-backend-ram,id=node{node},size={mib}M"]
+        numa += ["-numa", f"node,nodeid={node},memdev=node{node}{',cpus=0-1' if node == 0 else ''}"]
     qemu = [
         "qemu-system-x86_64",
         *("-accel", "tcg,thread=multi,tb-size=256", "-machine", "q35", "-cpu", "max"),
-        *("-smp", "2", "-m", f"{memory_mib}M"),
+        *("-smp", "2", "-m", f"{near_mib + far_mib}M", *numa),
         *("-nodefaults", "-display", "none", "-serial", "stdio", "-no-reboot"),
         *("-kernel", str(kernel / "vmlinux"), "-initrd", str(kernel / "initramfs")),
         *("-append", " ".join(arguments)),

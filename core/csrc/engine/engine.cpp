@@ -27,6 +27,7 @@ namespace {
 
 constexpr std::string_view kFileScheme = "file://";
 constexpr std::string_view kNodePrefix = "node:";
+constexpr std::string_view kDaxPrefix = "dax:";
 
 // The NUMA node that a location names, if it names one.
 Result<std::optional<uint32_t>> node_of(std::string_view location) {
@@ -37,6 +38,20 @@ Result<std::optional<uint32_t>> node_of(std::string_view location) {
     if (error == std::errc() && end == location.end()) return std::optional(node);
     return Error{Code::kInvalidArgument,
                  "\"node:" + std::string(location) + "\" names no NUMA node; \"node:1\" is an example"};
+}
+
+// machine: before /sys and /dev; "" but in tests.
+Result<std::shared_ptr<transport::Memory>> memory_at(std::string_view location, uint64_t bytes,
+                                                     const std::string& machine) {
+    if (location.starts_with(kDaxPrefix)) {
+        Result<DaxDevice> device = DaxDevice::find(location.substr(kDaxPrefix.size()), machine);
+        if (!device) return device.error();
+        return transport::Memory::create_on(*device, bytes);
+    }
+    Result<std::optional<uint32_t>> node = node_of(location);
+    if (!node) return node.error();
+    return transport::Memory::create(
+        bytes, [] { return available_memory(); }, *node);
 }
 
 // Before anything is moved.
@@ -93,10 +108,7 @@ int Engine::event_fd() const { return core_->tickets.event_fd(); }
 Result<std::shared_ptr<transport::Memory>> Engine::allocate(uint64_t bytes, const std::string& location) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
-    Result<std::optional<uint32_t>> node = node_of(location);
-    if (!node) return node.error();
-    auto ask = [] { return available_memory(); };
-    Result<std::shared_ptr<transport::Memory>> memory = transport::Memory::create(bytes, ask, *node);
+    Result<std::shared_ptr<transport::Memory>> memory = memory_at(location, bytes, core_->options.machine);
     if (!memory) return memory.error();
     // Of the size that was asked for, though the memory is rounded up to pages: peers see no more.
     auto address = reinterpret_cast<uint64_t>((*memory)->data());

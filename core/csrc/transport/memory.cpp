@@ -108,6 +108,19 @@ Result<std::shared_ptr<Memory>> Memory::create(uint64_t bytes, const AskAvailabl
         return os_error("sealing a memfd");
     }
     memory->mapping_.populate_for_write(0, bytes);
+    memory->size_ = bytes;
+    return memory;
+}
+
+Result<std::shared_ptr<Memory>> Memory::create_on(const DaxDevice& device, uint64_t bytes) {
+    if (bytes == 0 || bytes > (uint64_t{1} << 46)) {
+        return Error{Code::kInvalidArgument, "memory of " + std::to_string(bytes) + " bytes cannot be had"};
+    }
+    Result<std::unique_ptr<DaxMemory>> dax = DaxMemory::create(device, round_up_to_page(bytes));
+    if (!dax) return dax.error();
+    auto memory = std::make_shared<Memory>();
+    memory->size_ = round_up_to_page(bytes);
+    memory->dax_ = std::move(*dax);
     return memory;
 }
 

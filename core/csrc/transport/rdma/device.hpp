@@ -66,6 +66,11 @@ struct Port {
     std::map<int, int> tiers;  // NUMA node -> how many tiers of ports are nearer to its memory
     std::atomic<bool> up{true};
 
+    // 0: none is nearer, or nothing is known of that node.
+    int tier(int node) const {
+        auto found = tiers.find(node);
+        return found == tiers.end() ? 0 : found->second;
+    }
     std::string device_name() const { return name.substr(0, name.rfind(':')); }
     std::string text() const;  // "mlx5_0:1 10.0.0.7"
 };

@@ -40,6 +40,7 @@ class Rail final : public nic::Rail {
     std::string path() const override;
     bool port_up() const override { return port_->up; }
     const Tiers* tiers() const override { return &port_->tiers; }
+    int tier(int node) const override { return port_->tier(node); }
     uint64_t patience() const override { return port_->device->is_soft() ? kSoftPatience : 1; }
     Status connect(const Ask& ask) override;
     bool has_room() const override;

@@ -36,6 +36,35 @@ constexpr size_t kLookedAtMax = 64;  // slices, before a job is handed to a thre
 
 constexpr const char* kForbidden = "the kernel forbids process_vm_readv of the peer";
 
+// A memfd that the peer passed.
+Result<PeerMemory> map_passed(const Fd& passed, uint64_t bytes) {
+    struct stat info {};
+    int seals = ::fcntl(passed.get(), F_GET_SEALS);
+    // Memory that could shrink under a reader would kill it.
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(passed.get(), &info) != 0 ||
+        static_cast<uint64_t>(info.st_size) < bytes) {
+        return Error{Code::kProtocol, "the peer passed memory that is not sealed"};
+    }
+    Result<Mapping> mapping = Mapping::map(passed.get(), round_up_to_page(bytes), true);
+    if (!mapping) return mapping.error();
+    return PeerMemory(std::move(*mapping));
+}
+
+// A piece of a DAX device, which is opened here by its name.
+Result<PeerMemory> map_dax(const std::vector<std::byte>& answer, uint64_t bytes, const std::string& machine) {
+    Reader r(answer);
+    (void)r.number<uint64_t>();  // its size
+    DaxPlace place;
+    place.device = r.text16();
+    place.offset = r.number<uint64_t>();
+    place.nonce = r.number<uint64_t>();
+    // A later version may append.
+    if (!r.ok()) return Error{Code::kProtocol, "the peer passed no memory"};
+    Result<Mapping> mapping = DaxMemory::map_peers(place, bytes, machine);
+    if (!mapping) return mapping.error();
+    return PeerMemory(std::move(*mapping), place.offset);
+}
+
 Error lost() { return Error{Code::kUnavailable, "the peer's process is gone"}; }
 
 }  // namespace
@@ -110,16 +139,10 @@ Status Link::map(Place& place, const Job& job) {
     Writer(question).number(place.id);
     if (Status status = turn->ask(Kind::kShmMap, question); !status) return status;
     const Fd& passed = turn->passed();
-    struct stat info {};
-    int seals = passed.valid() ? ::fcntl(passed.get(), F_GET_SEALS) : -1;
-    // Memory that could shrink under a reader would kill it.
-    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(passed.get(), &info) != 0 ||
-        static_cast<uint64_t>(info.st_size) < place.length) {
-        return Error{Code::kProtocol, "the peer passed memory that is not sealed"};
-    }
-    Result<Mapping> mapping = Mapping::map(passed.get(), round_up_to_page(place.length), true);
-    if (!mapping) return mapping.error();
-    place.mapped = std::make_unique<PeerMemory>(std::move(*mapping));
+    Result<PeerMemory> mapped =
+        passed.valid() ? map_passed(passed, place.length) : map_dax(turn->answer(), place.length, machine_);
+    if (!mapped) return mapped.error();
+    place.mapped = std::make_unique<PeerMemory>(std::move(*mapped));
     place.ready.store(place.mapped.get(), std::memory_order_release);
     return success();
 }

@@ -20,7 +20,9 @@ namespace moonpool::transport::shm {
 
 class Link final : public transport::Link {
    public:
-    Link(EventLoop& loop, TransportCounters& counters) : counters_(counters), client_(loop) {}
+    // machine: before /sys and /dev; "" but in tests.
+    Link(EventLoop& loop, TransportCounters& counters, std::string machine)
+        : machine_(std::move(machine)), counters_(counters), client_(loop) {}
 
     // Once, before all else.
     Status open(const PeerInfo& peer, const Identity& self, int timeout_ms);
@@ -55,6 +57,7 @@ class Link final : public transport::Link {
     Status map(Place& place, const Job& job);
     static Result<Places> changed(const Places& old, ChangedRows changes);
 
+    const std::string machine_;
     TransportCounters& counters_;
     std::string path_;
     PeerInfo peer_;

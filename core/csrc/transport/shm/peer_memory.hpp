@@ -16,13 +16,14 @@ class PeerMemory {
    public:
     static constexpr uint64_t kStepBytes = 64u << 10;
 
-    explicit PeerMemory(Mapping mapping)
+    // offset: where the memory begins in the mapping, a multiple of pages.
+    explicit PeerMemory(Mapping mapping, uint64_t offset = 0)
         : mapping_(std::move(mapping)),
-          filled_(std::make_unique<std::atomic<uint8_t>[]>((mapping_.size() + kStepBytes - 1) / kStepBytes)) {
-    }
+          offset_(offset),
+          filled_(std::make_unique<std::atomic<uint8_t>[]>((size() + kStepBytes - 1) / kStepBytes)) {}
 
-    std::byte* data() const { return mapping_.data(); }
-    uint64_t size() const { return mapping_.size(); }
+    std::byte* data() const { return mapping_.data() + offset_; }
+    uint64_t size() const { return mapping_.size() - offset_; }
 
     // Before [at, at + bytes) is touched; it lies inside and is not empty. Two threads may do the same at
     // once.
@@ -38,18 +39,19 @@ class PeerMemory {
     // Steps whose pages are in the tables; for tests.
     uint64_t steps_filled() const {
         uint64_t n = 0;
-        for (uint64_t i = 0; i * kStepBytes < mapping_.size(); ++i) n += filled_[i].load();
+        for (uint64_t i = 0; i * kStepBytes < size(); ++i) n += filled_[i].load();
         return n;
     }
 
    private:
     void fill_steps(uint64_t first, uint64_t end) {
         uint64_t from = first * kStepBytes;
-        mapping_.populate_for_write(from, std::min(end * kStepBytes, mapping_.size()) - from);
+        mapping_.populate_for_write(offset_ + from, std::min(end * kStepBytes, size()) - from);
         for (uint64_t step = first; step < end; ++step) filled_[step].store(1, std::memory_order_relaxed);
     }
 
     Mapping mapping_;
+    uint64_t offset_;
     std::unique_ptr<std::atomic<uint8_t>[]> filled_;  // of each step
 };
 

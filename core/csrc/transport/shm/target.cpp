@@ -39,6 +39,13 @@ Result<host::Passed> Target::map_region(const RegionTable& table, Reader questio
     // The region may be deregistered before the initiator has mapped it: the generation has changed then, and
     // the gate refuses it.
     answered.number(region->memory->size());
+    // A device is opened by the initiator itself, which the number behind it proves to be the same one.
+    if (const DaxPlace* place = region->memory->dax_place()) {
+        answered.text16(place->device);
+        answered.number(place->offset);
+        answered.number(place->nonce);
+        return host::Passed{.owner = region->memory};
+    }
     return host::Passed{.fd = region->memory->fd(), .owner = region->memory};
 }
 

@@ -17,7 +17,7 @@ void Transport::offer(PeerInfo& self) const {
 
 Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer,
                                                             const std::shared_ptr<Control>&, int timeout_ms) {
-    auto link = std::make_shared<Link>(*context_.loops.front(), counters_);
+    auto link = std::make_shared<Link>(*context_.loops.front(), counters_, context_.options.machine);
     if (Status status = link->open(peer, context_.identity, timeout_ms); !status) return status.error();
     return std::shared_ptr<transport::Link>(std::move(link));
 }
