@@ -51,3 +51,22 @@ dax_device() {
     echo $dax > $nd/drivers/dax_pmem/bind
     wait_for_file /dev/dax0.0
 }
+
+# A file of so many MiB at the path $1 in memory as the block device /dev/nvme0n1, by NVMe over TCP to this machine itself.
+nvme_over_tcp() {
+    modprobe -a configfs nvmet nvmet-tcp nvme-tcp
+    mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
+    truncate -s "$2"M "$1"
+    local nvmet=/sys/kernel/config/nvmet name=nqn.2026-01.test:vm
+    local subsystem=$nvmet/subsystems/$name port=$nvmet/ports/1
+    mkdir $subsystem $subsystem/namespaces/1 $port
+    echo 1 > $subsystem/attr_allow_any_host
+    echo -n "$1" > $subsystem/namespaces/1/device_path
+    echo 1 > $subsystem/namespaces/1/buffered_io # memory has no O_DIRECT on this kernel
+    echo 1 > $subsystem/namespaces/1/enable
+    echo ipv4 > $port/addr_adrfam; echo tcp > $port/addr_trtype
+    echo 127.0.0.1 > $port/addr_traddr; echo 4420 > $port/addr_trsvcid
+    ln -s $subsystem $port/subsystems/
+    echo "transport=tcp,traddr=127.0.0.1,trsvcid=4420,nqn=$name,nr_io_queues=1" > /dev/nvme-fabrics
+    wait_for_file /dev/nvme0n1
+}
