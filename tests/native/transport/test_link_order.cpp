@@ -240,7 +240,10 @@ TEST_CASE(
     // The same on the engine's threads, several at a time.
     for (Fake& fake : fakes) fake.jobs = 0;
     std::vector<uint64_t> tickets;
-    for (int i = 0; i < 200; ++i) tickets.push_back(*pair.here->submit(pair.request(slices)));
+    for (uint64_t i = 0; i < 200; ++i) {
+        slices = {{mine.address() + 16 * i, theirs.address() + 16 * i, 16, Direction::kRead}};
+        tickets.push_back(*pair.here->submit(pair.request(slices)));
+    }
     for (uint64_t ticket : tickets) {
         REQUIRE(*pair.here->wait(ticket, 60000));
         CHECK(pair.here->status(ticket)->state == TicketState::kDone);
