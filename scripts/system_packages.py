@@ -62,7 +62,6 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "qemu-system-x86": lambda: shutil.which("qemu-system-x86_64") is not None,
     "busybox-static": lambda: any(Path(name).exists() for name in BUSYBOX),
     "kmod": lambda: Path(DEPMOD).exists(),
-    "libfabric1": lambda: any(Path("/usr/lib").glob("*/libfabric.so.1")),
     "ibverbs-providers": lambda: any(Path("/usr/lib").glob("*/libibverbs/librxe-*.so")),
 }
 BUILD = ("python3-venv", "python3-dev", "g++")
@@ -73,7 +72,6 @@ VM = ("qemu-system-x86", "busybox-static", "kmod", "ibverbs-providers")
 # Package -> what is so without it.
 TEST_WISHES = {
     "chromium": "the tests that want it are skipped",
-    "libfabric1": "the tests over libfabric are skipped",
     "ccache": "each new checkout compiles the whole core",
     **dict.fromkeys(VM, "the tests in a virtual machine are skipped"),
 }

@@ -21,6 +21,7 @@ def test_two_engines_move_bytes_over_two_rails(guest: Callable[..., Ended]) -> N
     assert "no RDMA device of this host is called" in ended.output
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rails_that_are_slow_or_lost_and_peers_that_die(guest: Callable[..., Ended]) -> None:
