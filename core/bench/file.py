@@ -35,6 +35,7 @@ class FileBench(Bench):
             engine.write(self.segment, self.local.address, self.remote.address, working_set)
 
     def peer_cpu_ns(self) -> int:
+        """None: there is no other process."""
         return 0
 
 
@@ -52,8 +53,8 @@ def chosen(path: Path, writes: bool, overwrite: bool) -> Iterator[tuple[Path, bo
     if path.exists():
         if writes and not overwrite:
             raise InvalidArgument(
-                f"{path} is there, and --direction write or --verify would overwrite it: name a directory, or "
-                f"say --overwrite",
+                f"{path} is there, and --direction write or --verify would overwrite it: name a directory, "
+                f"or say --overwrite",
                 operation="bench",
             )
         yield path, overwrite

@@ -206,6 +206,7 @@ class EngineBench(Bench):
         self._marks = secrets.randbits(48)
 
     def peer_cpu_ns(self) -> int:
+        """Asked of the server."""
         self._marks += 1
         self.engine.notify(self.segment, control.mark_message(self._marks))
         give_up_s = time.monotonic() + MARK_TIMEOUT_S

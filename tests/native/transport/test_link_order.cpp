@@ -249,5 +249,6 @@ TEST_CASE(
         CHECK(pair.here->status(ticket)->state == TicketState::kDone);
         REQUIRE(pair.here->release(ticket).ok());
     }
-    CHECK(fakes[0].jobs == 200);
+    // Threads move the one fake clock on for each other, so how they are shared out is not known.
+    CHECK(fakes[0].jobs + fakes[1].jobs == 200);
 }

@@ -49,8 +49,7 @@ Status Transport::start() {
     servers_ = std::move(servers);
     progress_ = std::move(*progress);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(domains->begin(), domains->end());
-    keys_ = std::make_shared<nic::Keys>(std::move(makers), options, context_.waiters,
-                                        context_.closing);
+    keys_ = std::make_shared<nic::Keys>(std::move(makers), options, context_.waiters, context_.closing);
     target_.emplace(
         context_, keys_, nic::KeySize::k64,
         [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });

@@ -271,8 +271,8 @@ void Link::watch(Rail& rail, uint64_t now) {
     if (!rail.port_up()) return stop(rail, "the port " + rail.name() + " is down", true);
     if (closed_) return stop(rail, "the segment was closed", false);
     if (!rail.busy()) return;
-    uint64_t silent_ns = std::max(silence_ns() * rail.patience(),
-                                  std::min(8 * rail.expected_ns(), kSilentNsMax));
+    uint64_t silent_ns =
+        std::max(silence_ns() * rail.patience(), std::min(8 * rail.expected_ns(), kSilentNsMax));
     if (now > rail.progress_ns() + silent_ns) {
         stop(rail, "nothing moved for " + std::to_string((now - rail.progress_ns()) / 1'000'000) + " ms",
              true);
