@@ -30,7 +30,7 @@ bool kernel_has_efa() {
     if (folder == nullptr) return false;
     bool found = false;
     while (const dirent* entry = ::readdir(folder)) {
-        std::string driver = std::string(kKernelNics) + "/" + entry->d_name + "/device/driver";
+        std::string driver = std::string(kKernelNics) + "/" + entry->d_name + "/device" + "/driver";
         char target[PATH_MAX] = {};
         if (::readlink(driver.c_str(), target, sizeof(target) - 1) <= 0) continue;
         const char* name = std::strrchr(target, '/');
