@@ -15,6 +15,8 @@ import pytest
 from moonpool import InvalidArgument, TransferEngine, TransferError
 from moonpool.capi import root
 
+from .store_bed import stop_process
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transport_outside"
 COMPILER = shutil.which(os.environ.get("CC", "cc").split()[-1])
 
@@ -128,7 +130,7 @@ def test_no_byte_of_a_write_lands_after_the_peer_was_stopped_and_its_end_confirm
                 local.view[:] = b"x" * len(local.view)
                 engine.write(segment, local, segment.at(0), 4096)
                 assert ask("count") == 4096
-                peer.send_signal(signal.SIGSTOP)
+                stop_process(peer.pid)
                 with pytest.raises(TransferError) as error:
                     engine.write(segment, local, segment.at(0), 64 << 20, deadline_s=0.3)
                 assert not error.value.settled
