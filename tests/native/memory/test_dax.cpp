@@ -1,5 +1,5 @@
-// Memory of DAX devices: what /sys says of them, and who has which piece. Files stand in for the devices;
-// tests/vm has real ones.
+// Memory of DAX devices: what /sys says of them, and which process has which piece. Files stand in for the
+// devices; tests/vm has real ones.
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>

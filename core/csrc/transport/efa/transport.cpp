@@ -31,6 +31,7 @@ class ServedEndpoint final : public nic::TargetEnd {
 
 Transport::~Transport() {
     if (progress_ != nullptr) progress_->stop();
+    end();
 }
 
 std::string Transport::viable(const Context& context) {
@@ -49,10 +50,8 @@ Status Transport::start() {
     servers_ = std::move(servers);
     progress_ = std::move(*progress);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(domains->begin(), domains->end());
-    keys_ = std::make_shared<nic::Keys>(std::move(makers), options, context_.waiters, context_.closing);
-    target_.emplace(
-        context_, keys_, nic::KeySize::k64,
-        [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
+    serve_by(std::move(makers), options, nic::KeySize::k64,
+             [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
     return success();
 }
 
@@ -110,46 +109,12 @@ Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t port, Reader qu
     return std::unique_ptr<nic::TargetEnd>(std::move(end));
 }
 
-Status Transport::add_region(Region& region) {
-    if (keys_ == nullptr) return success();
-    std::shared_ptr<const Regions> all = context_.regions->all();
-    const std::shared_ptr<Region>* found = find_region(*all, region.address, region.length);
-    if (found != nullptr && found->get() == &region) keys_->add(*found);
-    return success();
-}
-
-uint64_t Transport::revoke(const Region& region) {
-    if (keys_ == nullptr) return 0;
-    keys_->revoke(region.id);
-    return region.id;
-}
-
 // A provider that works in software may be in the middle of a request when its key ends: the endpoints of all
 // that know the key end, too, and their engines connect anew.
 bool Transport::drained(uint64_t revocation) {
-    if (revocation == 0) return true;
-    if (!keys_->released(revocation)) return false;
-    target_->leave_region(revocation);
+    if (!nic::Transport::drained(revocation)) return false;
+    if (revocation != 0) target_->leave_region(revocation);
     return true;
-}
-
-Result<std::vector<std::byte>> Transport::answer(const SegmentId& peer, Reader question) {
-    if (!target_) return Error{Code::kUnavailable, "this engine does not serve EFA"};
-    return target_->answer(peer, question);
-}
-
-// Ending an endpoint may wait for the NIC.
-void Transport::peer_left(const SegmentId& peer) {
-    if (target_) context_.card_waiters.post(false, [this, peer] { target_->leave(peer); });
-}
-
-// When it returns, nothing of that engine reaches memory any more.
-void Transport::shut_out(const SegmentId& segment) {
-    if (target_) target_->leave(segment);
-}
-
-void Transport::close() {
-    if (target_) target_->close();
 }
 
 }  // namespace moonpool::transport::efa

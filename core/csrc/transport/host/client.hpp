@@ -36,8 +36,8 @@ struct Patience {
     int step_ms() const;  // until it is to be asked again
 };
 
-// Threads: one at a time asks, who has the Turn; all else on any. The peer answers in the order of the
-// questions. A question whose caller stopped waiting stays in the socket with its answer, which the next
+// Threads: one at a time asks, the one that has the Turn; all else on any. The peer answers in the order of
+// the questions. A question whose caller stopped waiting stays in the socket with its answer, which the next
 // turn reads and drops before it asks.
 class Client {
    public:
@@ -86,7 +86,7 @@ class Client {
     bool taken_ GUARDED_BY(mutex_) = false;  // the turn
     Fd fd_;
     ClosedInChildren closed_in_children_{fd_};
-    // Of whoever has the turn.
+    // Of the thread that has the turn.
     UnixFrameReader reader_;
     uint64_t asked_ = 0, answered_ = 0;  // questions, by number
     Status broken_ = success();          // what the peer sent makes no sense

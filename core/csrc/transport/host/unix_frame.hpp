@@ -19,8 +19,8 @@ ssize_t send_part(int fd, const std::vector<std::byte>& frame, size_t from, int 
 // Sends a whole frame over a blocking socket.
 Status send_frame(int fd, const std::vector<std::byte>& frame);
 
-// Reads frames from a socket without waiting. What has come of a frame stays here, so that whoever stops
-// waiting in the middle of one can go on later.
+// Reads frames from a socket without waiting. What has come of a frame stays here, so that a caller that
+// stops waiting in the middle of one can go on later.
 class UnixFrameReader {
    public:
     explicit UnixFrameReader(uint32_t bytes_max) : bytes_max_(bytes_max) {}

@@ -102,11 +102,8 @@ Status Transport::start() {
     if (nics->ports.size() > 1) rank_ports(topology::read_machine(context_.options.machine), nics->ports);
     nics_ = std::move(*nics);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(nics_.devices.begin(), nics_.devices.end());
-    keys_ = std::make_shared<nic::Keys>(std::move(makers), context_.options.rdma, context_.waiters,
-                                        context_.closing);
-    target_.emplace(
-        context_, keys_, nic::KeySize::k32,
-        [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
+    serve_by(std::move(makers), context_.options.rdma, nic::KeySize::k32,
+             [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
     EventLoop& loop = *context_.loops.front();
     for (const auto& device : nics_.devices) {
         std::vector<std::shared_ptr<Port>> ports;
@@ -154,41 +151,6 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
     return std::shared_ptr<transport::Link>(std::make_shared<nic::Link>(
         context_, nic::LinkOptions{kName, nic::KeySize::k32, context_.options.rdma}, counters_, keys_,
         std::move(rails), control, timeout_ms));
-}
-
-Status Transport::add_region(Region& region) {
-    if (keys_ == nullptr) return success();
-    std::shared_ptr<const Regions> all = context_.regions->all();
-    const std::shared_ptr<Region>* found = find_region(*all, region.address, region.length);
-    if (found != nullptr && found->get() == &region) keys_->add(*found);
-    return success();
-}
-
-uint64_t Transport::revoke(const Region& region) {
-    if (keys_ == nullptr) return 0;
-    keys_->revoke(region.id);
-    return region.id;
-}
-
-bool Transport::drained(uint64_t revocation) { return revocation == 0 || keys_->released(revocation); }
-
-Result<std::vector<std::byte>> Transport::answer(const SegmentId& peer, Reader question) {
-    if (!target_) return Error{Code::kUnavailable, "this engine does not serve RDMA"};
-    return target_->answer(peer, question);
-}
-
-// Ending a queue pair waits for the NIC.
-void Transport::peer_left(const SegmentId& peer) {
-    if (target_) context_.card_waiters.post(false, [this, peer] { target_->leave(peer); });
-}
-
-// When it returns, no NIC touches memory for that engine any more.
-void Transport::shut_out(const SegmentId& segment) {
-    if (target_) target_->leave(segment);
-}
-
-void Transport::close() {
-    if (target_) target_->close();
 }
 
 }  // namespace moonpool::transport::rdma
