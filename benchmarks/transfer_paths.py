@@ -3,20 +3,24 @@
     python -m benchmarks.transfer_paths [--dir DIR] [--quick] [--json FILE]                  # within one host
     moonpool bench transfer --serve --listen 10.0.0.7:7720 --token-file token                # on another one
     python -m benchmarks.transfer_paths --connect 10.0.0.7:7720 --token-file token
+    python -m benchmarks.transfer_paths --efa-provider tcp         # efa without its NICs, beside our own TCP
 
 For a machine with real NICs, an EFA or NVMe: each transport by itself, in both directions, with 128 x 4 KiB,
 64 KiB and 1 MiB. The bytes of each are compared before it is timed. Rates stand beside TCP's (a file's beside
-none), to the same peer in the same run. Memory of cards is measured by benchmarks.gpu_copies.
+none), to the same peer in the same run. Memory of cards is measured by benchmarks.gpu_copies. With
+--efa-provider both engines are in this process, and efa goes over that provider of libfabric.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks.options import make_parser
 from benchmarks.processes import end_on_sigterm
@@ -31,6 +35,7 @@ CELLS = ((4 * KIB, 128), (64 * KIB, 1), (MIB, 1))
 OF_FILES = ("file", "cufile")
 OF_CARDS = ("cuda_ipc", "cufile")
 BESIDE = "tcp"
+EFA_TARGET = 0.7  # of our own TCP, over libfabric's
 
 
 def silent(operations: int, rate: float) -> None:
@@ -55,6 +60,7 @@ def main() -> None:
     parser = make_parser(__doc__, "0.1 s for each figure")
     parser.add_argument("--connect", metavar="HOST:PORT", help="`moonpool bench transfer --serve` elsewhere")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="its token")
+    parser.add_argument("--efa-provider", default="efa", metavar="NAME", help="of libfabric; default: efa")
     parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="for the file; default: here")
     options = parser.parse_args()
     end_on_sigterm()
@@ -66,9 +72,14 @@ def main() -> None:
         os.environ["MOONPOOL_RUNTIME_DIR"] = folder
         if options.connect:
             address, token = options.connect, options.token_file and options.token_file.read_bytes().strip()
+        elif options.efa_provider != "efa":
+            token = secrets.token_hex(16).encode()
+            provider = options.efa_provider
+            address = stack.enter_context(in_process(token, WORKING_SET, False, efa_provider=provider))
         else:
             address, token = stack.enter_context(spawned(WORKING_SET, False))
-        with TransferEngine("asked", token=token, metadata="") as engine:
+        own = {"token": token, "metadata": "", "efa_provider": options.efa_provider}
+        with TransferEngine("asked", **own) as engine:
             transports = engine.transports()
         for name, why in transports.items():
             if name in OF_CARDS:
@@ -80,7 +91,7 @@ def main() -> None:
             else:
                 make = opener(name, address, token, Path(folder))
                 try:
-                    found[name] = one_path(name, make, token, seconds)
+                    found[name] = one_path(name, make, own, seconds)
                 except Error as error:
                     skipped[name] = str(error)
             print(f"{name}: {skipped.get(name, 'right bytes in both directions')}", flush=True)
@@ -94,8 +105,10 @@ def main() -> None:
             if BESIDE in found and name not in OF_FILES
             else {},
             None,
-            "",
-            None,
+            f">= {EFA_TARGET:g}x tcp" if name == "efa" and BESIDE in found else "",
+            rate >= EFA_TARGET * found[BESIDE][direction, size, batch]
+            if name == "efa" and BESIDE in found
+            else None,
         )
         for name, rates in found.items()
         for (direction, size, batch), rate in rates.items()
@@ -123,10 +136,10 @@ def opener(name: str, address: str, token: bytes | None, folder: Path) -> Opener
 
 
 def one_path(
-    name: str, make: Opener, token: bytes | None, seconds: float
+    name: str, make: Opener, own: dict[str, Any], seconds: float
 ) -> dict[tuple[str, int, int], float]:
     with ExitStack() as stack:
-        engine = stack.enter_context(TransferEngine("paths", token=token, transports=[name], metadata=""))
+        engine = stack.enter_context(TransferEngine("paths", transports=[name], **own))
         return measured(make(stack, engine), name, seconds)
 
 

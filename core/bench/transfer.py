@@ -383,11 +383,13 @@ def _hear_address(process: subprocess.Popen[bytes]) -> str:
 
 
 @contextmanager
-def in_process(token: bytes | None, nbytes: int, foreign: bool) -> Iterator[str]:
-    """A peer that is another engine of this process, for the transport loopback. -> its address"""
+def in_process(
+    token: bytes | None, nbytes: int, foreign: bool, *, efa_provider: str = "efa"
+) -> Iterator[str]:
+    """A peer that is another engine of this process. -> its address"""
     import threading
 
-    with TransferEngine("bench-peer", token=token, metadata="") as engine:
+    with TransferEngine("bench-peer", token=token, metadata="", efa_provider=efa_provider) as engine:
         block = engine.allocate(control.CONTROL_BYTES, control.CONTROL)
         control.start(block.view)
         peer.fill(peer.data_region(engine, nbytes, foreign).view)

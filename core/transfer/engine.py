@@ -109,6 +109,8 @@ class TransferEngine(EngineFacts):
     outside_transports: libraries with a transport each that is built outside of Moonpool, by their paths, or
                 by the names of entry points in the group "moonpool.transports" of installed packages.
     rdma_devices: names of the RDMA devices to use, as "mlx5_0"; (): all that work here.
+    efa_provider: the provider of libfabric for "efa"; another than "efa", as "tcp", is for tests, and both
+                engines need it.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
@@ -133,6 +135,7 @@ class TransferEngine(EngineFacts):
         transports: Sequence[str] | None = None,
         outside_transports: Sequence[str | os.PathLike[str]] = (),
         rdma_devices: Sequence[str] = (),
+        efa_provider: str = "efa",
         interface: str = "",
         host_id: str = "",
         metadata: str | Metadata | None = None,
@@ -150,6 +153,7 @@ class TransferEngine(EngineFacts):
             transports=transports,
             outside_transports=outside_transports,
             rdma_devices=rdma_devices,
+            efa_provider=efa_provider,
             interface=interface,
             host_id=host_id,
             io_threads=io_threads,
@@ -388,7 +392,7 @@ def open_engine(
 
     if not options["timeout_s"] > 0:  # NaN is not either
         raise InvalidArgument(f"timeout_s must be above 0, not {options['timeout_s']}", operation="engine")
-    for what in ("tenant", "host_id", "interface"):
+    for what in ("tenant", "host_id", "interface", "efa_provider"):
         check_text(options[what], f"the {what} of an engine")
     check_text(name, "the name of an engine")
     devices = [rdma_devices] if isinstance(rdma_devices, str) else list(rdma_devices)

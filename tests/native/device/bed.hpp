@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../random.hpp"
+#include "../sanitizer.hpp"
 #include "device/device.hpp"
 #include "device/device_memory.hpp"
 #include "device/event.hpp"
@@ -131,9 +132,7 @@ class Pinned {
     unsigned char* data() { return reinterpret_cast<unsigned char*>(memory_.data()); }
     uint64_t address() const { return reinterpret_cast<uint64_t>(memory_.data()); }
     size_t size() const { return bytes_; }
-    void fill(Random& random) {
-        for (size_t i = 0; i < bytes_; ++i) data()[i] = static_cast<unsigned char>(random.next());
-    }
+    void fill(Random& random) { random.fill(data(), bytes_); }
     std::vector<unsigned char> bytes() { return {data(), data() + bytes_}; }
 
    private:

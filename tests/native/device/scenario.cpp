@@ -227,7 +227,7 @@ Result<bool> Scenario::run(const std::shared_ptr<Device>& device) {
     unsigned char *truth = parts.truth(), *seen = parts.seen();
     auto address = [](const void* data) { return reinterpret_cast<uint64_t>(data); };
     Random random(2340);
-    for (uint64_t i = 0; i < kOf; ++i) truth[i] = static_cast<unsigned char>(random.next());
+    random.fill(truth, kOf);
     std::memset(parts.garbage(), 0x99, kOf);
     TRY(upload_tables(parts, parts.host.data() + 3 * kOf));
     TRY(end.record(copies.handle()));

@@ -41,7 +41,7 @@ TEST_CASE("device: a save and a load keep every byte, under every policy") {
     }
 }
 
-TEST_CASE("device: a mistake that is planted is found by the policies that can") {
+TEST_CASE("device: a mistake that is planted is found by the policies that can" * doctest::skip(kUnderTsan)) {
     if (is_real()) return;
     constexpr int kRuns = 3, kShuffledRuns = 30;
     struct Row {

@@ -31,7 +31,7 @@ struct SharedBytes {
             static_cast<unsigned char*>(::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
         begin = static_cast<const std::byte*>(::mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, fd, 0));
         ::close(fd);
-        for (uint64_t i = 0; i < kBytes; ++i) written[i] = static_cast<unsigned char>(random.next());
+        random.fill(written, kBytes);
     }
     ~SharedBytes() {
         ::munmap(written, kBytes);

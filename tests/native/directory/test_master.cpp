@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../random.hpp"
+#include "../sanitizer.hpp"
 #include "directory/master.hpp"
 #include "directory/protocol.hpp"
 
@@ -361,11 +362,7 @@ TEST_CASE("master: no stale copy survives, whatever the order") {
             });
         }
     };
-#if defined(__SANITIZE_THREAD__)
-    constexpr int kSteps = 500;  // there are no threads in this one, and each look at all shards takes long
-#else
-    constexpr int kSteps = 5000;
-#endif
+    constexpr int kSteps = testing::kUnderTsan ? 500 : 5000;
     for (int step = 0; step < kSteps; ++step) {
         now += random.below(40);
         size_t i = random.below(nodes.size());

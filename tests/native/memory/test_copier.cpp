@@ -28,7 +28,7 @@ std::vector<MemoryRef> cut(std::vector<std::byte>& bytes, Random& random) {
 
 std::vector<std::byte> noise(size_t size, Random& random) {
     std::vector<std::byte> bytes(size);
-    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random.below(256));
+    random.fill(bytes.data(), bytes.size());
     return bytes;
 }
 

@@ -24,7 +24,7 @@ constexpr uint64_t kRingSlot = device::CardCopier::kRing.slot_bytes;
 // apart, are alike.
 void fill_with(Random& random, std::span<unsigned char> all) {
     std::vector<unsigned char> block(65521);
-    for (unsigned char& byte : block) byte = static_cast<unsigned char>(random.next());
+    random.fill(block.data(), block.size());
     for (size_t at = 0; at < all.size(); at += block.size()) {
         std::memcpy(&all[at], block.data(), std::min(block.size(), all.size() - at));
     }

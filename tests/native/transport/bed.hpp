@@ -14,6 +14,7 @@
 
 #include "../device/bed.hpp"
 #include "../random.hpp"
+#include "../sanitizer.hpp"
 #include "engine/engine.hpp"
 #include "fabric_bed.hpp"
 #include "verbs_bed.hpp"
@@ -128,6 +129,21 @@ inline std::shared_ptr<Engine> make_engine(const EngineOptions& options) {
     return *engine;
 }
 
+// Compared as a whole: bytes by bytes, as a vector of std::byte is, megabytes take seconds in a test, which
+// is not optimised.
+struct Bytes : std::vector<std::byte> {
+    using std::vector<std::byte>::vector;
+    bool is(const std::vector<std::byte>& other) const {
+        return size() == other.size() && std::memcmp(data(), other.data(), size()) == 0;
+    }
+    friend bool operator==(const Bytes& a, const std::vector<std::byte>& b) { return a.is(b); }
+    friend bool operator==(const Bytes& a, const Bytes& b) { return a.is(b); }
+};
+
+inline bool all_are(std::byte value, const std::byte* data, size_t size) {
+    return size == 0 || (data[0] == value && std::memcmp(data, data + 1, size - 1) == 0);
+}
+
 // Registered memory with a margin that no transfer may touch. Of a card it needs a Bed, whose software device
 // lets the test look at it.
 class Memory {
@@ -166,20 +182,12 @@ class Memory {
     std::byte* data() { return data_; }
     size_t size() const { return size_; }
     bool on_card() const { return card_.address() != 0; }
-    void fill(Random& random) {
-        size_t i = 0;
-        for (; i + 8 <= size_; i += 8) {
-            uint64_t value = random.next();
-            std::memcpy(data_ + i, &value, 8);
-        }
-        for (; i < size_; ++i) data_[i] = std::byte(random.below(256));
-    }
-    std::vector<std::byte> bytes() const { return {data_, data_ + size_}; }
+    void fill(Random& random) { random.fill(data_, size_); }
+    Bytes bytes() const { return {data_, data_ + size_}; }
     void check_margin() {
-        for (size_t i = 1; i <= kMargin && arena_ == nullptr; ++i) {
-            REQUIRE(*(data_ - i) == std::byte{0xEE});
-            REQUIRE(data_[size_ + i - 1] == std::byte{0xEE});
-        }
+        if (arena_ != nullptr) return;
+        REQUIRE(all_are(std::byte{0xEE}, data_ - kMargin, kMargin));
+        REQUIRE(all_are(std::byte{0xEE}, data_ + size_, kMargin));
     }
 
    private:

@@ -304,11 +304,7 @@ void seeded(uint64_t frame, size_t batches, uint64_t salt) {
 // MOONPOOL_TRANSFER_BATCHES=10000 is the long form, over each transport; a few of them then with whole
 // frames.
 TEST_CASE("batches: one slice in ten refused, sizes around the frames: no stray byte, no hole, one verdict") {
-#if defined(__SANITIZE_THREAD__)  // which takes ten times as long, and sees races in few as in many
-    seeded(4096, batches_asked(200), 700);
-#else
-    seeded(4096, batches_asked(1000), 700);
-#endif
+    seeded(4096, batches_asked(kUnderTsan ? 200 : 1000), 700);
 }
 
 TEST_CASE("batches: the same with frames as long as they are") {

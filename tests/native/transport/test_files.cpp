@@ -572,7 +572,7 @@ TEST_CASE("files: many threads at once, each with its own ranges") {
                 if (!filed.engine->register_region(a, 2 * kEach, "")) ++wrong;
                 for (int round = 0; round < 8; ++round) {
                     size_t size = random.between(1, kEach), at = random.below(kEach - size + 1);
-                    for (size_t i = 0; i < size; ++i) memory[i] = std::byte(random.next());
+                    random.fill(memory.data(), size);
                     if (!filed.transfer({{a, t * kEach + at, size, Direction::kWrite}})) ++wrong;
                     if (!filed.transfer({{a + kEach, t * kEach + at, size, Direction::kRead}})) ++wrong;
                     if (std::memcmp(memory.data(), memory.data() + kEach, size) != 0) ++wrong;

@@ -83,7 +83,7 @@ struct Plan {
     Bytes computed(uint64_t lease) const {
         Random random = of(1000 + lease);
         Bytes bytes(this->bytes());
-        for (std::byte& byte : bytes) byte = static_cast<std::byte>(random.next());
+        random.fill(bytes.data(), bytes.size());
         return bytes;
     }
     // That reach the prefill engine's memory.

@@ -1,7 +1,9 @@
 // Which rail carries what: devices by name, those near the memory first, and none left waiting for another.
 #include <atomic>
+#include <thread>
 
 #include "../topology/recorded.hpp"
+#include "base/clock.hpp"
 #include "bed.hpp"
 #include "transport/rdma/near_ports.hpp"
 
@@ -39,7 +41,7 @@ int told_node(const void*) { return memory_node; }
 // Two engines over two rails by the stub's clock, whose devices are plugged in as the NICs of the recorded
 // machine with two sockets: soft0 at node 0, soft1 at node 1.
 struct TwoSockets {
-    explicit TwoSockets(int node) {
+    explicit TwoSockets(int node, bool with_both = true) {
         memory_node = node;
         recorded.link("/sys/class/infiniband/soft0",
                       "../../devices/pci0000:30/0000:30:02.0/0000:31:00.0/infiniband/mlx5_0");
@@ -48,9 +50,10 @@ struct TwoSockets {
         pair.emplace(options("here"), options("there"));
         mine.emplace(*pair->here, 16 * kMiB, MemoryKind::kHost);
         theirs.emplace(*pair->there, 16 * kMiB, MemoryKind::kHostArena);
-        // The memory has its keys, and both rails were used and measured.
+        // The memory has its keys.
         for (size_t at = 0; at < mine->size(); at += kMiB) transfer(at, 1);
-        for (int round = 0; round < 4; ++round) transfer(0, mine->size());
+        // Both rails were used and measured.
+        for (int round = 0; with_both && round < 4; ++round) transfer(0, mine->size());
     }
     EngineOptions options(const char* name) const {
         EngineOptions made = engine_options(name, "rdma");
@@ -142,6 +145,27 @@ TEST_CASE("rdma: the rail near the memory comes first, and the far one helps whe
                                                  : "devices=2 virtual speed0=400 speed1=20");
         (void)nodes.share(near, 20, 256u << 10);
         CHECK(nodes.share(near, 50, 256u << 10) < 0.1);
+    }
+}
+
+TEST_CASE("rdma: of rails that are not connected the best one is, whatever is small enough for one") {
+    for (int near : {0, 1}) {
+        CAPTURE(near);
+        VerbsBed bed("devices=2 virtual speed0=400 speed1=400");
+        {
+            TwoSockets nodes(near, false);
+            CHECK(nodes.share(near, 20, 4096) == 1);
+            CHECK(VerbsBed::count("pairs") == 2);
+        }
+        TwoSockets nodes(near);
+        soft_verbs().soft_verbs_script(near == 0 ? "devices=2 virtual speed0=20 speed1=400"
+                                                 : "devices=2 virtual speed0=400 speed1=20");
+        (void)nodes.share(near, 20, 256u << 10);
+        soft_verbs().soft_verbs_pass(120'000'000'000);  // they were idle: both connections go
+        const uint64_t limit = now_ns() + 60'000'000'000;
+        while (VerbsBed::count("pairs") != 0 && now_ns() < limit) std::this_thread::yield();
+        REQUIRE(VerbsBed::count("pairs") == 0);
+        CHECK(nodes.share(near, 20, 256u << 10) == 0);
     }
 }
 

@@ -157,9 +157,7 @@ TEST_CASE("sharing: a deadline ends its own job, and not the connection") {
             bed.check_done(patient);
             CHECK(bed.same(0, 4 * kShareMiB));
             // The answer that came too late was thrown away, and the connection is the same.
-            for (uint64_t i = 0; i < kShareMiB; ++i) {
-                REQUIRE(bed.mine->data()[8 * kShareMiB + i] == std::byte{0xEE});
-            }
+            REQUIRE(all_are(std::byte{0xEE}, bed.mine->data() + 8 * kShareMiB, kShareMiB));
             CHECK(bed.relay->connections() == 1);
             CHECK(metric(*bed.here, "retries_total") == 0);
         }
@@ -190,7 +188,7 @@ TEST_CASE("sharing: a cancelled job and a closed region take nothing from their 
         REQUIRE(*bed.here->wait(gone, 60000));
         if (!cancelled) {
             CHECK(bed.here->status(gone)->failure.error.code == Code::kInvalidArgument);
-            for (size_t i = 0; i < other.size(); ++i) REQUIRE(other.data()[i] == std::byte{0x55});
+            REQUIRE(all_are(std::byte{0x55}, other.data(), other.size()));
         }
         CHECK(bed.relay->connections() == 1);
         CHECK(metric(*bed.here, "retries_total") == 0);

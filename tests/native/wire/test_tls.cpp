@@ -192,7 +192,8 @@ TEST_CASE("tls: what goes in comes out, however few bytes the sockets move at a 
         size_t total = piece_max == 1 ? 3000 : 300000;
         std::vector<char> sent[2], got[2];
         for (int side : {0, 1}) {
-            for (size_t i = 0; i < total; ++i) sent[side].push_back(static_cast<char>(random.next()));
+            sent[side].resize(total);
+            random.fill(sent[side].data(), total);
         }
         size_t begun[2] = {0, 0};
         for (size_t steps = 0; got[0].size() < total || got[1].size() < total; ++steps) {
@@ -499,7 +500,7 @@ TEST_CASE("tls: half a handshake, a slow one and garbage keep nobody out") {
     REQUIRE(::send(garbage.get(), hello.data(), hello.size(), MSG_NOSIGNAL) > 0);
     Random random(1);
     std::vector<char> noise(5000);
-    for (char& c : noise) c = static_cast<char>(random.next());
+    random.fill(noise.data(), noise.size());
     ::send(garbage.get(), noise.data(), noise.size(), MSG_NOSIGNAL);
     CHECK(dial(house.to(tls_client())).ok());
 }

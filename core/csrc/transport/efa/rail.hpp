@@ -35,7 +35,7 @@ class Rail final : public nic::Rail {
     bool has_room() const override;
     void add(const Piece& piece, bool write, const Place& local, const Place& remote) override;
     Status post(uint64_t now) override;
-    std::optional<Fault> poll(uint64_t now, const Done& done) override;
+    std::optional<Fault> poll(uint64_t (*clock_ns)(), const Done& done) override;
     std::vector<Piece> stop(bool& writes) override;
     bool busy() const override { return !posted_.empty() || !waiting_.empty(); }
     void tell(std::shared_ptr<EventHandler> watcher) override { progress_->watch(std::move(watcher)); }

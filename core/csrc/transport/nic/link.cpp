@@ -180,14 +180,14 @@ void Link::tell_ended() {
 }
 
 bool Link::drive() {
-    uint64_t now = clock();
     bool settled = false;
-    for (const auto& rail : rails_) settled = settle(*rail, now) || settled;
+    for (const auto& rail : rails_) settled = settle(*rail) || settled;
+    const uint64_t now = clock();
     // Of a process that did not run meanwhile the clock says nothing about its rails.
     const bool away = now - looked_ns_ > kAwayNs;
     looked_ns_ = now;
     for (const auto& rail : rails_) {
-        if (away) rail->excuse(now);
+        if (away && rail->busy()) rail->excuse(now);
         watch(*rail, now);
     }
     if (now >= keyless_until_ns_) {
@@ -220,17 +220,18 @@ bool Link::drive() {
     return settled;
 }
 
-bool Link::settle(Rail& rail, uint64_t now) {
+bool Link::settle(Rail& rail) {
     if (rail.state != Rail::State::kUp) return false;
     bool any = false;
-    std::optional<Rail::Fault> fault = rail.poll(now, [&](std::span<const Piece> pieces) REQUIRES(mutex_) {
+    auto done = [&](std::span<const Piece> pieces) REQUIRES(mutex_) {
         any = true;
         uint64_t progress_ns = now_ns();
         for (const Piece& piece : pieces) {
             piece.task->job.progress_ns.store(progress_ns, std::memory_order_relaxed);
             piece_done(piece);
         }
-    });
+    };
+    std::optional<Rail::Fault> fault = rail.poll(options_.nic.clock_ns, done);
     if (fault) on_fault(rail, *fault);
     return any || fault;
 }
@@ -337,6 +338,21 @@ bool Link::fill(Rail& rail, uint64_t now) {
     return any;
 }
 
+// Whether one would carry memory of that node better than another, as far as both are known.
+bool Link::is_better(const Rail& rail, const Rail& other, int node) {
+    const int nearer = other.tier(node) - rail.tier(node);
+    if (rail.bytes_per_ns() <= 0 || other.bytes_per_ns() <= 0) return nearer > 0;
+    return nearer > 0 ? rail.bytes_per_ns() * kFarTimes >= other.bytes_per_ns()
+                      : rail.bytes_per_ns() > other.bytes_per_ns() * kFarTimes;
+}
+
+// Else small transfers would use the rail that happened to be connected first, for ever.
+void Link::note_missed(const Rail& rail, int node) {
+    for (const auto& other : rails_) {
+        if (other->state == Rail::State::kDown && is_better(*other, rail, node)) other->missed = true;
+    }
+}
+
 // Whether a rail that is nearer to memory of that node should carry the bytes: it has room, and as far as was
 // measured it would not end much later.
 bool Link::is_for_nearer(const Rail& rail, const Task& task, int node, uint64_t bytes) const {
@@ -387,7 +403,7 @@ bool Link::last_to_end(const Rail& rail) const {
     });
 }
 
-Task::Range* Link::next_range(Task& task) {
+Task::Range* Link::next_range(Task& task) const {
     while (!task.again.empty() && !task.job.is_waiting(task.again.front().slice)) task.again.pop_front();
     if (!task.again.empty()) return &task.again.front();
     const Job& job = task.job;
@@ -396,6 +412,17 @@ Task::Range* Link::next_range(Task& task) {
     task.again.push_back({task.next, 0, job.slices[task.next].length});
     ++task.next;
     return &task.again.front();
+}
+
+// Of what the task has to move next.
+int Link::node_of(Task& task) const {
+    const Task::Range* range = next_range(task);
+    if (range == nullptr) return -1;
+    const Slice& slice = task.job.slices[range->slice];
+    const Region& local = *task.job.locals[range->slice];
+    std::shared_ptr<KeyedRegion> keyed = keys_->find(local.id);
+    if (keyed == nullptr || !local.contains(slice.local, slice.length)) return -1;
+    return keyed->node((slice.local + range->at - local.address) / keyed->chunk_bytes);
 }
 
 const RemoteRegion* Link::find_remote(uint64_t address, uint64_t bytes) const {
@@ -475,8 +502,8 @@ bool Link::take_piece(Rail& rail, Task& task) {
             if (there.state == KeyState::kPending) known_.erase(remote->address);
             continue;
         }
-        if (uneven_ && is_for_nearer(rail, task, keyed->node(from / keyed->chunk_bytes),
-                                     std::min(range->bytes, options_.nic.piece_bytes))) {
+        const int node = keyed->node(from / keyed->chunk_bytes);
+        if (uneven_ && is_for_nearer(rail, task, node, std::min(range->bytes, options_.nic.piece_bytes))) {
             return false;
         }
         if (!task.held.hold(local)) {
@@ -491,6 +518,7 @@ bool Link::take_piece(Rail& rail, Task& task) {
         rail.add({&task, i, range->at, n}, slice.direction == Direction::kWrite,
                  {slice.local + range->at, here.local},
                  {slice.remote + range->at, there.remote, to % remote->chunk_bytes});
+        note_missed(rail, node);
         ++task.open;
         range->at += n;
         range->bytes -= n;
@@ -544,7 +572,8 @@ bool Link::needs_help(uint64_t now) const {
         std::ranges::any_of(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); });
     return std::ranges::any_of(tasks_, [](const auto& task) { return !task->unknown.empty(); }) ||
            std::ranges::any_of(rails_, [&](const auto& rail) REQUIRES(mutex_) {
-               return rail->state == Rail::State::kEnding || (wanted && may_connect(*rail, now));
+               return rail->state == Rail::State::kEnding ||
+                      ((wanted || rail->missed) && may_connect(*rail, now));
            });
 }
 
@@ -586,15 +615,26 @@ bool Link::end_rail() {
     return true;
 }
 
-bool Link::connect_rail() {
-    uint64_t now = clock();
-    if (std::ranges::none_of(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); })) {
-        return false;
+// The best one of those that may be.
+Rail* Link::rail_to_connect() {
+    const uint64_t now = clock();
+    auto waiting =
+        std::ranges::find_if(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); });
+    const bool wanted = waiting != tasks_.end();
+    const int node = wanted ? node_of(**waiting) : -1;
+    Rail* best = nullptr;
+    for (const auto& rail : rails_) {
+        if (!(wanted || rail->missed) || !may_connect(*rail, now)) continue;
+        if (best == nullptr || is_better(*rail, *best, node)) best = rail.get();
     }
-    auto it = std::ranges::find_if(
-        rails_, [&](const auto& rail) REQUIRES(mutex_) { return may_connect(*rail, now); });
-    if (it == rails_.end()) return false;
-    Rail& rail = **it;
+    return best;
+}
+
+bool Link::connect_rail() {
+    Rail* found = rail_to_connect();
+    if (found == nullptr) return false;
+    Rail& rail = *found;
+    rail.missed = false;
     rail.state = Rail::State::kConnecting;
     mutex_.unlock();
     Status made = rail.connect([&](std::span<const std::byte> initiator) {

@@ -100,7 +100,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     void on_completions();
     void on_tick();
 
-    bool settle(Rail& rail, uint64_t now) REQUIRES(mutex_);
+    bool settle(Rail& rail) REQUIRES(mutex_);
     void piece_done(const Piece& piece) REQUIRES(mutex_);
     void on_fault(Rail& rail, const Rail::Fault& fault) REQUIRES(mutex_);
     void watch(Rail& rail, uint64_t now) REQUIRES(mutex_);
@@ -112,9 +112,12 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     bool may_take(const Rail& rail, const Task& task) const REQUIRES(mutex_);
     bool last_to_end(const Rail& rail) const REQUIRES(mutex_);
     bool hoards(const Rail& rail, uint64_t now) const REQUIRES(mutex_);
+    static bool is_better(const Rail& rail, const Rail& other, int node);
+    void note_missed(const Rail& rail, int node) REQUIRES(mutex_);
     bool is_for_nearer(const Rail& rail, const Task& task, int node, uint64_t bytes) const REQUIRES(mutex_);
     bool take_piece(Rail& rail, Task& task) REQUIRES(mutex_);
-    Task::Range* next_range(Task& task) REQUIRES(mutex_);
+    Task::Range* next_range(Task& task) const REQUIRES(mutex_);
+    int node_of(Task& task) const REQUIRES(mutex_);
     const RemoteRegion* find_remote(uint64_t address, uint64_t bytes) const REQUIRES(mutex_);
     bool may_end(Task& task, uint64_t now) REQUIRES(mutex_);
     bool wants_rail(const Task& task) const REQUIRES(mutex_);
@@ -124,6 +127,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     bool needs_help(uint64_t now) const REQUIRES(mutex_);
     void help();
     bool end_rail() REQUIRES(mutex_);
+    Rail* rail_to_connect() REQUIRES(mutex_);
     bool connect_rail() REQUIRES(mutex_);
     bool ask_keys() REQUIRES(mutex_);
 

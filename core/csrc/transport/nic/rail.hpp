@@ -48,6 +48,7 @@ class Rail {
     int faults = 0;                           // of the path, until it has been good for a while
     uint64_t retry_ns = 0;                    // not before
     uint64_t good_since_ns = 0;
+    bool missed = false;        // it would carry what another one carries better, and is down
     bool watched = false;       // tell() was called
     std::vector<Piece> fenced;  // writes that may still land until the peer has ended its side
 
@@ -94,7 +95,8 @@ class Rail {
     virtual Status post(uint64_t now) = 0;
     // Hands over pieces that are done, under the link's lock, as all of this.
     using Done = std::function<void(std::span<const Piece>)>;
-    virtual std::optional<Fault> poll(uint64_t now, const Done& done) = 0;
+    // The clock is read when completions have been found: they took until then.
+    virtual std::optional<Fault> poll(uint64_t (*clock_ns)(), const Done& done) = 0;
     // Ends the connection: this NIC touches no local memory for it any more. -> what was under way, and
     // whether some of it are writes, which may still arrive.
     virtual std::vector<Piece> stop(bool& writes) = 0;

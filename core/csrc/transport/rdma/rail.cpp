@@ -165,11 +165,13 @@ Rail::Fault Rail::fault(const ib::Wc& wc) const {
     return fault;
 }
 
-std::optional<Rail::Fault> Rail::poll(uint64_t now, const Done& done) {
+std::optional<Rail::Fault> Rail::poll(uint64_t (*clock_ns)(), const Done& done) {
     std::array<ib::Wc, 16> found;
     for (;;) {
         int n = completions_->poll(found);
         if (n < 0) return Fault{"the completion queue failed"};
+        if (n == 0) return std::nullopt;
+        const uint64_t now = clock_ns();
         for (int i = 0; i < n; ++i) {
             const ib::Wc& wc = found[static_cast<size_t>(i)];
             if (wc.wr_id >> 40 != life_) continue;

@@ -46,7 +46,7 @@ class Rail final : public nic::Rail {
     bool has_room() const override;
     void add(const Piece& piece, bool write, const Place& local, const Place& remote) override;
     Status post(uint64_t now) override;
-    std::optional<Fault> poll(uint64_t now, const Done& done) override;
+    std::optional<Fault> poll(uint64_t (*clock_ns)(), const Done& done) override;
     std::vector<Piece> stop(bool& writes) override;
     bool busy() const override { return !batches_.empty(); }
     uint64_t batch_bytes() const override { return bytes_per_ns_ > 0 ? kBatchBytes : kMeasuredBytes; }

@@ -1,18 +1,22 @@
 // What tests ask of the software libibverbs, by dlsym. A script is words with values:
 //
-//     devices=2       that the list has; none: "not implemented", as a kernel without RDMA says; 0: an empty
-//     list ib              ports are InfiniBand's, with LIDs gids=v4         IPv4-mapped RoCE v2 at index 3,
-//     behind a RoCE v1, a hole and a link-local one; v6, v1, none mtu0=3          active MTU of a device's
-//     port, as in the ABI down0           the device's port is not active speed0=100      bytes a microsecond
-//     that a device carries; 0: at once, on the poster's thread virtual         the clock jumps to the next
-//     completion when all queues were polled and are empty fail=5:12       the 5th request gets status 12
-//     (any number of these) lost=5          the 5th request and all behind it on its queue pair never
-//     complete late=5          the 5th request, a write, is in the network: its sender is told that retries
-//     are over, its
-//                     bytes land with soft_verbs_release() if the target's queue pair still takes them
-//     relaxed         bytes of writes land, in reverse order, when a read on their queue pair comes behind
-//     them full=3          the 3rd call to post is refused with ENOMEM nomem=3         the 3rd registration
-//     of memory is refused with ENOMEM; nomem=3+: all from there on
+// - devices=2: that the list has; none: "not implemented", as a kernel without RDMA says; 0: an empty list
+// - ib: ports are InfiniBand's, with LIDs
+// - gids=v4: IPv4-mapped RoCE v2 at index 3, behind a RoCE v1, a hole and a link-local one; or v6, v1, none
+// - mtu0=3: active MTU of a device's port, as in the ABI
+// - down0: the device's port is not active
+// - speed0=100: bytes a microsecond that a device carries; 0: at once, on the poster's thread
+// - virtual: the clock, which never goes back, jumps to the next completion when all queues were polled and
+// are
+//   empty, or were armed: then callers sleep until something completes
+// - fail=5:12: the 5th request gets status 12 (any number of these)
+// - lost=5: the 5th request and all behind it on its queue pair never complete
+// - late=5: the 5th request, a write, is in the network: its sender is told that retries are over, its bytes
+// land
+//   with soft_verbs_release() if the target's queue pair still takes them
+// - relaxed: bytes of writes land, in reverse order, when a read on their queue pair comes behind them
+// - full=3: the 3rd call to post is refused with ENOMEM
+// - nomem=3: the 3rd registration of memory is refused with ENOMEM; nomem=3+: all from there on
 #pragma once
 
 #include <cstdint>
@@ -23,4 +27,5 @@
     X(void, soft_verbs_silent, (int device, int silent)) \
     X(int, soft_verbs_release, ())                       \
     X(uint64_t, soft_verbs_count, (const char* what))    \
-    X(uint64_t, soft_verbs_now, ())
+    X(uint64_t, soft_verbs_now, ())                      \
+    X(void, soft_verbs_pass, (uint64_t ns))

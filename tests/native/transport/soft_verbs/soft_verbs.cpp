@@ -91,6 +91,7 @@ struct SoftChannel : Channel {};
 struct SoftCq : Cq {
     std::deque<Wc> done;
     bool armed = false;
+    uint64_t armed_at = 0;  // as State::acts counts
     int pairs = 0;
 };
 struct SoftContext : Context {
@@ -132,7 +133,10 @@ struct State {
     uint64_t virtual_ns = 1, idle_polls = 0;
     uint64_t bytes[kDevicesMax] = {};  // posted
     uint64_t requests = 0, posts = 0, registrations = 0, objects = 0, violations = 0, landed_late = 0,
-             dropped_late = 0, cqs = 0;
+             dropped_late = 0;
+    std::set<SoftCq*> cqs;  // that tell of their completions
+    // Calls that post, take completions or arm a queue; the last of the first two.
+    uint64_t acts = 0, last_work = 0;
     bool thread = false;
 };
 State* state_now = nullptr;
@@ -150,7 +154,6 @@ void read_script(State& s, const char* text) {
     std::fill_n(s.shared->silent, kDevicesMax, false);
     s.requests = s.posts = s.registrations = s.landed_late = s.dropped_late = 0;
     s.wire.clear();
-    s.virtual_ns = 1;
     std::fill_n(s.busy_until, kDevicesMax, 0);
     std::istringstream words(text);
     for (std::string word; words >> word;) {
@@ -370,20 +373,31 @@ uint64_t next_due(const State& s) {
 
 // Time passes when no caller has anything to do.
 void idle(State& s) {
-    if (!s.script.is_virtual || ++s.idle_polls < 2 * s.cqs + 2) return;
+    if (!s.script.is_virtual || ++s.idle_polls < 2 * s.cqs.size() + 2) return;
     s.idle_polls = 0;
     uint64_t next = next_due(s);
     s.virtual_ns = next == UINT64_MAX ? s.virtual_ns + 100'000 : std::max(s.virtual_ns, next);
     run_due(s, s.virtual_ns);
 }
 
-// Of devices with a speed, by the real clock.
+// Whether all queues were armed since anything was posted or taken: then callers sleep until something
+// completes.
+bool asleep(const State& s) {
+    return std::ranges::all_of(s.cqs, [&](const SoftCq* cq) {
+        return cq->pairs == 0 || (cq->done.empty() && cq->armed && cq->armed_at > s.last_work);
+    });
+}
+
+// Of devices with a speed.
 void run_nic() {
     State& s = state();
     for (;;) {
         {
             Lock lock(s);
-            if (!s.script.is_virtual) run_due(s, clock_ns(s));
+            if (s.script.is_virtual && next_due(s) != UINT64_MAX && asleep(s)) {
+                s.virtual_ns = std::max(s.virtual_ns, next_due(s));
+            }
+            run_due(s, clock_ns(s));
         }
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
@@ -399,14 +413,19 @@ int poll_cq(Cq* raw, int n, Wc* out) {
         out[count++] = cq.done.front();
         cq.done.pop_front();
     }
-    if (count != 0) s.idle_polls = 0;
+    if (count != 0) {
+        s.idle_polls = 0;
+        s.last_work = ++s.acts;
+    }
     return count;
 }
 
 int req_notify_cq(Cq* raw, int) {
     State& s = state();
     Lock lock(s);
-    static_cast<SoftCq&>(*raw).armed = true;
+    auto& cq = static_cast<SoftCq&>(*raw);
+    cq.armed = true;
+    cq.armed_at = ++s.acts;
     return 0;
 }
 
@@ -415,6 +434,7 @@ int post_send(Qp* raw, SendWr* wr, SendWr** bad) {
     Lock lock(s);
     auto& qp = static_cast<SoftQp&>(*raw);
     s.idle_polls = 0;
+    s.last_work = ++s.acts;
     if (s.script.full.contains(++s.posts)) {
         *bad = wr;
         return ENOMEM;
@@ -446,7 +466,7 @@ int post_send(Qp* raw, SendWr* wr, SendWr** bad) {
             std::max(s.busy_until[device], now) + wr->sg_list->length * 1000 / std::max<uint64_t>(speed, 1);
         request.due_ns = s.busy_until[device];
         s.under_way[device].push_back(std::move(request));
-        if (!s.thread && !s.script.is_virtual) {
+        if (!s.thread) {
             s.thread = true;
             std::thread(run_nic).detach();
         }
@@ -651,7 +671,7 @@ Cq* ibv_create_cq(Context* context, int entries, void* user, Channel* channel, i
     cq->cqe = entries;
     ++of(context).objects;
     ++s.objects;
-    if (channel != nullptr) ++s.cqs;
+    if (channel != nullptr) s.cqs.insert(cq);
     return cq;
 }
 int ibv_destroy_cq(Cq* raw) {
@@ -662,7 +682,7 @@ int ibv_destroy_cq(Cq* raw) {
         ++s.violations;
         return EBUSY;
     }
-    if (cq->channel != nullptr) --s.cqs;
+    s.cqs.erase(cq);
     --of(cq->context).objects;
     --s.objects;
     delete cq;
@@ -836,6 +856,11 @@ uint64_t soft_verbs_count(const char* what) {
            : name == "in_wire"       ? s.wire.size()
            : name == "dropped_late"  ? s.dropped_late
                                      : s.landed_late;
+}
+void soft_verbs_pass(uint64_t ns) {
+    State& s = state();
+    Lock lock(s);
+    s.virtual_ns += ns;
 }
 uint64_t soft_verbs_now() {
     State& s = state();
