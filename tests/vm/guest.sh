@@ -52,9 +52,12 @@ dax_device() {
     wait_for_file /dev/dax0.0
 }
 
-# A file of so many MiB at the path $1 in memory as the block device /dev/nvme0n1, by NVMe over TCP to this machine itself.
-nvme_over_tcp() {
-    modprobe -a configfs nvmet nvmet-tcp nvme-tcp
+# A file of so many MiB at the path $1 in memory as the block device /dev/nvme0n1, by NVMe over fabrics to this machine itself:
+# over TCP, or, with rdma as $3, over RDMA by the first rail.
+nvme_over_fabrics() {
+    local transport=${3:-tcp} near= far=127.0.0.1
+    [ $transport = rdma ] && near=,host_traddr=10.8.0.1 far=10.8.0.2
+    modprobe -a configfs nvmet nvmet-$transport nvme-$transport
     mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
     truncate -s "$2"M "$1"
     local nvmet=/sys/kernel/config/nvmet name=nqn.2026-01.test:vm
@@ -64,9 +67,9 @@ nvme_over_tcp() {
     echo -n "$1" > $subsystem/namespaces/1/device_path
     echo 1 > $subsystem/namespaces/1/buffered_io # memory has no O_DIRECT on this kernel
     echo 1 > $subsystem/namespaces/1/enable
-    echo ipv4 > $port/addr_adrfam; echo tcp > $port/addr_trtype
-    echo 127.0.0.1 > $port/addr_traddr; echo 4420 > $port/addr_trsvcid
+    echo ipv4 > $port/addr_adrfam; echo $transport > $port/addr_trtype
+    echo $far > $port/addr_traddr; echo 4420 > $port/addr_trsvcid
     ln -s $subsystem $port/subsystems/
-    echo "transport=tcp,traddr=127.0.0.1,trsvcid=4420,nqn=$name,nr_io_queues=1" > /dev/nvme-fabrics
+    echo "transport=$transport,traddr=$far$near,trsvcid=4420,nqn=$name,nr_io_queues=1" > /dev/nvme-fabrics
     wait_for_file /dev/nvme0n1
 }

@@ -1,4 +1,5 @@
-"""In the virtual machine, with /dev/nvme0n1 over the file given (guest.sh): the block device as a segment."""
+"""In the virtual machine, with /dev/nvme0n1 over the file given by the transport given (guest.sh): the
+block device as a segment."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ STEP = 256 << 10
 
 
 def main() -> None:
-    backing = Path(sys.argv[1])
+    backing, transport = Path(sys.argv[1]), sys.argv[2]
+    assert Path("/sys/class/nvme/nvme0/transport").read_text().strip() == transport
     source = random.Random(9)
     with TransferEngine("here", token=b"of this test", timeout_s=60) as engine:
         segment = engine.open_file(DEVICE)
@@ -42,7 +44,7 @@ def main() -> None:
         print({name: value for name, value in engine.metrics().items() if name.startswith("file")})
     with open(backing, "rb") as file:
         assert file.read(SIZE) == data, "the target's file has other bytes"
-    print("all bytes went by NVMe over TCP")
+    print(f"all bytes went by NVMe over {transport}")
 
 
 if __name__ == "__main__":
