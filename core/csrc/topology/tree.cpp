@@ -37,16 +37,15 @@ std::optional<std::string> Tree::text(const std::string& path) const {
     // A pipe in the place of a file would keep its reader waiting.
     Fd file(::open((root_ + path).c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
     if (file.get() < 0) return std::nullopt;
-    std::string text(kTextBytesMax, '\0');
-    size_t size = 0;
-    while (size < text.size()) {
-        ssize_t n = ::read(file.get(), text.data() + size, text.size() - size);
+    std::string text;
+    while (text.size() < kTextBytesMax) {
+        char part[4096];  // at most so much is in a file of sysfs, and of some NICs there are thousands
+        ssize_t n = ::read(file.get(), part, std::min(sizeof(part), kTextBytesMax - text.size()));
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return std::nullopt;  // a folder, or the speed of a network device without a link
         if (n == 0) break;
-        size += static_cast<size_t>(n);
+        text.append(part, static_cast<size_t>(n));
     }
-    text.resize(size);
     text.erase(text.find_last_not_of(" \t\r\n") + 1);
     text.erase(0, std::min(text.find_first_not_of(" \t\r\n"), text.size()));
     for (char& c : text) {
