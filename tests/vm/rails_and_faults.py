@@ -24,7 +24,7 @@ from moonpool.core.errors import Error, TransferError
 TOKEN = b"of this test"
 MIB = 1 << 20
 SLICE = 128 << 10
-SLOW_MBIT = 40  # of a rail whose transfer is to be hit in its middle
+SLOW_MBIT = 16  # of a rail: the emulated processor, which carries 200 Mbit/s, is not what limits it
 DEADLINE_S = 2.0
 MARGIN = 5  # of a machine that is busy
 PATIENCE_S = 60.0
@@ -148,6 +148,10 @@ class Bed:
     def moved(self, transport: str) -> int:
         return self.near.metrics()[f"{transport}_write_bytes_total"]
 
+    def retries(self) -> int:
+        """Pieces that went again, because of a rail that was left."""
+        return self.near.metrics()["retries_total"]
+
     def submit(self, **options: float) -> Transfer:
         return submit(self.near, self.peer, self.ours, self.theirs.address, **options)
 
@@ -177,12 +181,13 @@ def wait_for(ready: Callable[[], object]) -> None:
 
 
 def rates_of_rails(_: bool) -> None:
-    """Rails carry by their speed. Printed: what two carry beside one, and 1:2:4 beside their sum."""
-    with Bed(1, 4 * MIB) as bed:
+    """Rails carry by their speed. Printed: what two carry beside one, and 1:2:4 beside their sum. The
+    transfers are so large that each rail completes many pieces."""
+    with Bed(1, 8 * MIB) as bed:
         shape([SLOW_MBIT])
         bed.warm_up()
         one_s, _ = timed(bed)
-    with Bed(2, 4 * MIB) as bed:
+    with Bed(2, 8 * MIB) as bed:
         shape([SLOW_MBIT] * 2)
         bed.warm_up()
         before = carried(2)
@@ -190,8 +195,8 @@ def rates_of_rails(_: bool) -> None:
         first, second = (after - was for after, was in zip(carried(2), before, strict=True))
         assert two_beside or min(first, second) > (first + second) / 10, (first, second)
     tell("two rails beside one:", times=f"{one_s / two_s:.2f}", target=1.9, one_s=f"{one_s:.2f}")
-    with Bed(3, 8 * MIB) as bed:
-        rates = [16.0, 32.0, 64.0]
+    with Bed(3, 16 * MIB) as bed:
+        rates = [SLOW_MBIT / 2, SLOW_MBIT, SLOW_MBIT * 2]
         shape(rates)
         bed.warm_up()
         before = carried(3)
@@ -218,30 +223,37 @@ def timed(bed: Bed) -> tuple[float, int]:
 def rail_lost(long: bool) -> None:
     """A cable is pulled in mid transfer, or its far end falls silent: the other rail carries on."""
     for fault in (cut, deaf) * (4 if long else 1):
-        one_of_two(fault)
+        with Bed(2, 8 * MIB) as bed:
+            shape([SLOW_MBIT] * 2)
+            bed.warm_up()
+            assert any(one_of_two(bed, fault) for _ in range(TRIES)), "each transfer was too fast"
 
 
-def one_of_two(fault: Fault) -> None:
-    with Bed(2, 4 * MIB) as bed:
-        shape([SLOW_MBIT] * 2)
-        bed.warm_up()
-        bed.theirs.view[:] = bytes(bed.size)
-        transfer = bed.submit()
-        wait_for(lambda: transfer.bytes_done)
-        done, began_s = transfer.bytes_done, time.monotonic()
-        assert not transfer.done
-        with fault(0):
-            wait_for(lambda: transfer.bytes_done > done or transfer.done)
-            moved_s = time.monotonic() - began_s
-            assert transfer.result(PATIENCE_S * MARGIN) == bed.size
-            tell(
-                f"one of two rails {name_of(fault)}:",
-                next_bytes_s=f"{moved_s:.2f}",
-                all_s=f"{time.monotonic() - began_s:.2f}",
-                retries=bed.near.metrics()["retries_total"],
-                by_tcp=bed.moved("tcp"),
-            )
-        bed.check()
+def one_of_two(bed: Bed, fault: Fault) -> bool:
+    """Whether the rail was lost in mid transfer, and had pieces under way then."""
+    bed.theirs.view[:] = bytes(bed.size)
+    retries, by_tcp = bed.retries(), bed.moved("tcp")
+    transfer = bed.submit()
+    wait_for(lambda: transfer.bytes_done)
+    with fault(0):
+        began_s, open_bytes = time.monotonic(), bed.size - transfer.bytes_done
+        wait_for(lambda: bed.retries() > retries or transfer.done)
+        left_s = time.monotonic() - began_s
+        assert transfer.result(PATIENCE_S * MARGIN) == bed.size
+        all_s = time.monotonic() - began_s
+    bed.check()
+    lost = bed.retries() - retries
+    tell(
+        f"one of two rails {name_of(fault)}:",
+        open_bytes=open_bytes,
+        left_after_s=f"{left_s:.2f}",
+        target=1.0,
+        pieces_again=lost,
+        all_s=f"{all_s:.2f}",
+        by_tcp=bed.moved("tcp") - by_tcp,
+    )
+    assert left_s < 1.0 * MARGIN or not lost
+    return lost > 0
 
 
 def rails_gone(long: bool) -> None:
@@ -344,7 +356,7 @@ def signalled(number: signal.Signals) -> None:
     target = Target(size)
     try:
         with near(2, timeout_s=10.0 * MARGIN) as engine:
-            shape([SLOW_MBIT / 2] * 2)
+            shape([SLOW_MBIT] * 2)
             ours = engine.allocate(size)
             ours.view[:] = random.Random(number).randbytes(size)
             peer = engine.open(target.address)
