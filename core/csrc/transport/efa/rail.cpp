@@ -102,12 +102,13 @@ Rail::Fault Rail::fault(std::string why) {
 
 std::optional<Rail::Fault> Rail::poll(uint64_t (*clock_ns)(), const Done& done) {
     std::array<fi::CqEntry, 16> entries;
+    uint64_t now = 0;
     for (;;) {
         ssize_t n = connection_.endpoint->take_completions(entries);
         if (n == -EAGAIN || n == 0) break;
         if (n == -fi::kErrorAvailable) return fault(connection_.endpoint->error());
         if (n < 0) return fault("a completion queue failed: " + domain_->library().text(n));
-        const uint64_t now = clock_ns();
+        if (now == 0) now = clock_ns();  // of one look
         for (ssize_t i = 0; i < n; ++i) {
             auto* request = static_cast<Request*>(entries[static_cast<size_t>(i)].context);
             spare_.splice(spare_.begin(), posted_, request->self);
@@ -116,7 +117,7 @@ std::optional<Rail::Fault> Rail::poll(uint64_t (*clock_ns)(), const Done& done) 
             done({&request->piece, 1});
         }
     }
-    const uint64_t now = clock_ns();
+    if (now == 0) now = clock_ns();
     if (why_stuck_.empty()) (void)post(now);
     if (!why_stuck_.empty()) return fault(why_stuck_);
     // A connected endpoint takes requests while none is under way, unless the peer has ended its own: then

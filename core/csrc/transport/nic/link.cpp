@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <set>
 #include <thread>
 
@@ -379,28 +380,46 @@ bool Link::hoards(const Rail& rail, uint64_t now) const {
     });
 }
 
-// Whether another rail would have carried all that is open before this one had another piece: then the last
-// pieces of a transfer do not wait for the slowest rail.
+// Whether the piece should wait for another rail, for all of them would have carried all that there is before
+// this one had it: then the last pieces of a transfer do not wait for the slowest rail.
 bool Link::last_to_end(const Rail& rail) const {
     if (rails_.size() == 1 || rail.bytes_per_ns() <= 0) return false;
-    double piece = static_cast<double>(options_.nic.piece_bytes);
+    const double factor = uneven_ ? kFarTimes : 1;  // the other one may be the farther
+    auto measured = [](const Rail& r) { return r.state == Rail::State::kUp && r.bytes_per_ns() > 0; };
+    auto end_ns = [](const Rail& r, double more) {
+        return (static_cast<double>(r.bytes_open()) + more) / r.bytes_per_ns();
+    };
+    double piece = static_cast<double>(std::min(options_.nic.piece_bytes, rail.batch_bytes()));
+    auto sooner_elsewhere = [&] {
+        return std::ranges::any_of(rails_, [&](const auto& other) {
+            return other.get() != &rail && measured(*other) &&
+                   factor * end_ns(*other, piece) < end_ns(rail, piece);
+        });
+    };
+    if (!sooner_elsewhere()) return false;
+    const double rest_max = 64 * static_cast<double>(options_.nic.piece_bytes);
     double rest = 0;  // to be posted
     for (const auto& task : tasks_) {
         for (const Task::Range& range : task->again) rest += static_cast<double>(range.bytes);
-        if (rest > 64 * piece) return false;
-        for (size_t i = task->next; i < task->job.slices.size() && rest <= 64 * piece; ++i) {
+        for (size_t i = task->next; i < task->job.slices.size() && rest <= rest_max; ++i) {
             rest += static_cast<double>(task->job.slices[i].length);
         }
+        if (rest > rest_max) return false;
     }
-    // Of less than a piece: else each of two idle rails would leave it to the other.
+    if (rest == 0) return false;
     piece = std::min(piece, rest);
-    double own = (static_cast<double>(rail.bytes_open()) + piece) / rail.bytes_per_ns();
-    return std::ranges::any_of(rails_, [&](const auto& other) {
-        if (other.get() == &rail || other->state != Rail::State::kUp || other->bytes_per_ns() <= 0)
-            return false;
-        double end = (static_cast<double>(other->bytes_open()) + rest) / other->bytes_per_ns();
-        return end * (uneven_ ? kFarTimes : 1) < own;  // it may be the farther one
-    });
+    // When all rails together end, but for those that have more under way than that takes.
+    double all_ns = std::numeric_limits<double>::infinity();
+    for (size_t round = 0; round < rails_.size(); ++round) {
+        double bytes = rest, bytes_per_ns = 0;
+        for (const auto& each : rails_) {
+            if (!measured(*each) || end_ns(*each, 0) > all_ns) continue;
+            bytes += static_cast<double>(each->bytes_open());
+            bytes_per_ns += each->bytes_per_ns();
+        }
+        if (bytes_per_ns > 0) all_ns = bytes / bytes_per_ns;
+    }
+    return end_ns(rail, piece) > factor * all_ns && sooner_elsewhere();
 }
 
 Task::Range* Link::next_range(Task& task) const {

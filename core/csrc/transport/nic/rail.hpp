@@ -130,13 +130,17 @@ class Rail {
     virtual void begin_connected() = 0;
     virtual uint64_t next_bytes() const = 0;
 
-    // What was posted at that time has completed now.
+    // What was posted at that time has completed now. All that completes at one look is one measurement: of
+    // the second of two that are found together, nothing says how long it took.
     void note_completed(uint64_t bytes, uint64_t posted_ns, uint64_t now) {
         if (bytes >= kMeasuredBytes) {
-            uint64_t since = std::max(posted_ns, progress_ns_);
-            double rate =
-                static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(now - since, 1000));
-            bytes_per_ns_ = bytes_per_ns_ <= 0 ? rate : 0.8 * bytes_per_ns_ + 0.2 * rate;
+            if (now != sample_.at_ns) {
+                sample_ = {now, std::max(posted_ns, progress_ns_), 0, bytes_per_ns_};
+            }
+            sample_.bytes += bytes;
+            double rate = static_cast<double>(sample_.bytes) /
+                          static_cast<double>(std::max<uint64_t>(now - sample_.since_ns, 1000));
+            bytes_per_ns_ = sample_.before <= 0 ? rate : 0.8 * sample_.before + 0.2 * rate;
         }
         progress_ns_ = now;
         bytes_open_ -= bytes;
@@ -145,6 +149,13 @@ class Rail {
     uint64_t bytes_open_ = 0;
     uint64_t progress_ns_ = 0;
     double bytes_per_ns_ = 0;
+
+   private:
+    struct Sample {
+        uint64_t at_ns = 0, since_ns = 0, bytes = 0;
+        double before = 0;  // bytes_per_ns_
+    };
+    Sample sample_;
 };
 
 }  // namespace moonpool::transport::nic

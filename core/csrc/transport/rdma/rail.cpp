@@ -92,6 +92,13 @@ bool Rail::has_room() const {
            requests_open_ + adding_.pieces.size() + 2 <= pair_->requests_max();
 }
 
+// A batch completes as one, and nothing is heard of the rail until then: what takes long is never so large
+// that a slow rail cannot be told from a silent one.
+uint64_t Rail::batch_bytes() const {
+    double bytes = std::min(bytes_per_ns_ * kBatchNs, static_cast<double>(kBatchBytes));
+    return std::max(static_cast<uint64_t>(bytes) / kMeasuredBytes, uint64_t{1}) * kMeasuredBytes;
+}
+
 void Rail::add(const Piece& piece, bool write, const Place& local, const Place& remote) {
     if (adding_.pieces.empty() && !spare_.empty()) {
         adding_ = std::move(spare_.back());
@@ -167,11 +174,11 @@ Rail::Fault Rail::fault(const ib::Wc& wc) const {
 
 std::optional<Rail::Fault> Rail::poll(uint64_t (*clock_ns)(), const Done& done) {
     std::array<ib::Wc, 16> found;
-    for (;;) {
+    for (uint64_t now = 0;;) {
         int n = completions_->poll(found);
         if (n < 0) return Fault{"the completion queue failed"};
         if (n == 0) return std::nullopt;
-        const uint64_t now = clock_ns();
+        if (now == 0) now = clock_ns();  // of one look
         for (int i = 0; i < n; ++i) {
             const ib::Wc& wc = found[static_cast<size_t>(i)];
             if (wc.wr_id >> 40 != life_) continue;

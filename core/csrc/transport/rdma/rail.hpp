@@ -49,7 +49,7 @@ class Rail final : public nic::Rail {
     std::optional<Fault> poll(uint64_t (*clock_ns)(), const Done& done) override;
     std::vector<Piece> stop(bool& writes) override;
     bool busy() const override { return !batches_.empty(); }
-    uint64_t batch_bytes() const override { return bytes_per_ns_ > 0 ? kBatchBytes : kMeasuredBytes; }
+    uint64_t batch_bytes() const override;
     void tell(std::shared_ptr<EventHandler> watcher) override;
     void arm() override { completions_->arm(); }
 
@@ -57,6 +57,7 @@ class Rail final : public nic::Rail {
     static constexpr uint64_t kSoftPatience = 6;  // times the silence of a NIC, of soft RoCE
     static constexpr size_t kPiecesMax = 64;      // of one batch
     static constexpr uint64_t kBatchBytes = 1u << 20;
+    static constexpr double kBatchNs = 10e6;
 
     struct Batch {
         std::vector<Piece> pieces;
