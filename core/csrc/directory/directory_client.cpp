@@ -24,6 +24,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/clock.hpp"
 #include "base/wait_budget.hpp"
 #include "directory/protocol.hpp"
 #include "wire/dial.hpp"
@@ -100,7 +101,8 @@ class DirectoryClient::CallTimeout {
     DirectoryClient& client_;
 };
 
-DirectoryClient::DirectoryClient(DirectoryClientOptions options) : options_(std::move(options)) {}
+DirectoryClient::DirectoryClient(DirectoryClientOptions options)
+    : options_(std::move(options)), members_(static_cast<uint64_t>(options_.members_ms)) {}
 
 DirectoryClient::~DirectoryClient() { close(); }
 
@@ -195,16 +197,7 @@ Status DirectoryClient::ready() {
     live_fd_ = socket_.fd.get();
     dialing.why_not =
         Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
-    members_at_ = {};  // another master may count its epochs anew
-    members_epoch_ = 0;
-    // A restarted master fills up over some seconds. Until it says that it is complete (kMembersFilling),
-    // members() keeps the nodes known before the loss, so that a caller can still ask them directly; their
-    // ids mean nothing to the new master.
-    if (before_ == nullptr && members_ != nullptr) {
-        auto before = std::make_shared<Members>(*members_);
-        for (Member& member : before->rows) member.id = kNoNode;  // it numbers them anew, too
-        before_ = std::move(before);
-    }
+    members_.connected();
     connected_ = true;
     return success();
 }
@@ -335,13 +328,13 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
     Status status = ask_in_pieces(
         Kind::kLocate, hashes,
         [&](Writer& w, uint32_t n) {
-            w.number(static_cast<uint8_t>((options.prefix ? kLocatePrefix : 0) |
-                                          (options.suspects ? kLocateSuspects : 0)));
-            w.number(options.holders_max);
+            LocateHead head{.holders_max = options.holders_max, .n = n};
+            head.flags = static_cast<uint8_t>((options.prefix ? kLocatePrefix : 0) |
+                                              (options.suspects ? kLocateSuspects : 0));
             // Width 1, whatever the caller's: the master cuts a prefix to whole blocks within a frame only,
             // and blocks may span frames. The cut is made below, over all frames.
-            w.number(uint16_t{1});
-            w.number(n);
+            head.width = 1;
+            head.write(w);
         },
         [&](Reader& r) {
             epoch = r.number<uint64_t>();
@@ -351,15 +344,7 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
             // and dropped (gap).
             expected += piece;
             if (!r.ok() || n > piece || (n < piece && !options.prefix)) return false;
-            for (uint32_t i = 0; i < n; ++i) {
-                auto holders = r.number<uint8_t>();
-                for (uint8_t k = 0; k < holders; ++k) {
-                    auto node = r.number<NodeId>();
-                    auto tier = r.number<uint8_t>();
-                    if (tier < kTiers && !gap) answer.keys.append({node, static_cast<Tier>(tier)});
-                }
-                if (!gap) answer.keys.end_key();
-            }
+            for (uint32_t i = 0; i < n; ++i) read_holders(r, gap ? nullptr : &answer.keys);
             gap |= n < piece;
             return r.ok();
         },
@@ -367,55 +352,26 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
     if (!status) return status.error();
     if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
     // Holders are ids, and ids mean nodes only together with the list of members of the same epoch.
-    if (members_ == nullptr || members_epoch_ != epoch || (before_ != nullptr && members_due())) {
+    if (!members_.fits(now_ms(), epoch)) {
         if (Status fresh = refresh_members(); !fresh) return fresh.error();
     }
-    answer.members = members_;
+    answer.members = members_.current();
     return answer;
 }
 
-// With the epoch that it has: the master sends the list only when it is another one. `before` may change
-// without a change of the list, when the master has become complete; the list is copied then, since callers
-// hold the old one.
+// With the epoch that it has: the master sends the list only when it is another one.
 Status DirectoryClient::refresh_members() {
-    auto fresh = std::make_shared<Members>();
-    bool changed = false;
-    Status status = ask(
-        Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { w.number(members_epoch_); },
-        [&](Reader& r) REQUIRES(io_mutex_) {
-            fresh->epoch = r.number<uint64_t>();
-            auto flags = r.number<uint8_t>();
-            changed = (flags & kMembersChanged) != 0;
-            if ((flags & kMembersFilling) == 0) before_ = nullptr;
-            fresh->before = before_;
-            if (!changed) return r.ok();
-            auto n = r.number<uint32_t>();
-            if (n > r.left()) return false;
-            for (uint32_t i = 0; i < n; ++i) {
-                if (!read_member(r, fresh->rows.emplace_back())) return false;
-            }
-            for (Member& member : fresh->rows) {
-                if (!read_event_endpoints(r, member.identity)) return false;
-            }
-            return r.ok();
-        });
-    if (!status) return status;
-    members_at_ = Clock::now();
-    if (!changed && members_ != nullptr && members_->before != fresh->before) {
-        fresh->rows = members_->rows;
-        changed = true;
-    }
-    if (changed || members_ == nullptr) {
-        members_epoch_ = fresh->epoch;
-        members_ = std::move(fresh);
-    }
-    return success();
+    return ask(
+        Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { w.number(members_.epoch()); },
+        [&](Reader& r) REQUIRES(io_mutex_) { return members_.read(now_ms(), r); });
 }
 
 Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
-    if (members_ != nullptr && !fresh && !members_due() && !closed_) return members_;
+    if (members_.current() != nullptr && !fresh && !members_.due(now_ms()) && !closed_) {
+        return members_.current();
+    }
     Status status = ready();
     if (status) {
         CallTimeout timeout(*this);
@@ -423,8 +379,8 @@ Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
         if (status) status = refresh_members();
     }
     // While the master is away the last list serves on, except for a caller that insists on a fresh one.
-    if (!status && (fresh || members_ == nullptr || closed_)) return status.error();
-    return members_;
+    if (!status && (fresh || members_.current() == nullptr || closed_)) return status.error();
+    return members_.current();
 }
 
 Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, const PlaceOptions& options) {
@@ -463,13 +419,7 @@ Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::s
     if (Status status = timeout.status(); !status) return status.error();
     uint32_t rows = 0;
     Status status = ask_in_pieces(
-        Kind::kForget, hashes,
-        [&](Writer& w, uint32_t n) {
-            w.number(n);
-            w.number(static_cast<uint16_t>(unreached.size()));
-            w.number(uint16_t{0});
-            w.bytes(unreached.data(), unreached.size_bytes());
-        },
+        Kind::kForget, hashes, [&](Writer& w, uint32_t n) { write_forget_head(w, n, unreached); },
         [&](Reader& r) {
             rows += r.number<uint32_t>();
             return r.ok();

@@ -19,7 +19,8 @@
 #include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
-#include "directory/types.hpp"
+#include "directory/members_cache.hpp"
+#include "directory/requests.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/frame.hpp"
 
@@ -35,24 +36,6 @@ struct DirectoryClientOptions {
     int members_ms = 200;                  // members() asks again when its answer is older
     int backoff_first_ms = 100;            // pause after a failed attempt; it doubles,
     int backoff_longest_ms = 500;          // up to this
-};
-
-struct LocateOptions {
-    bool prefix = false;      // stop at the first key without a holder, and count whole blocks only,
-    uint16_t width = 1;       // of so many keys each
-    bool suspects = false;    // also holders that are suspect now: for removals
-    uint8_t holders_max = 0;  // of one key, nearest tier first; 0: all (255)
-};
-
-struct LocateAnswer {
-    Located keys;
-    std::shared_ptr<const Members> members;  // knows every holder named in keys
-};
-
-struct PlaceOptions {
-    std::vector<NodeId> avoid_nodes;
-    std::vector<std::string> avoid_host_ids;
-    bool evict = false;  // also nodes without free room, where older blocks than elsewhere would go for it
 };
 
 class DirectoryClient {
@@ -98,9 +81,6 @@ class DirectoryClient {
     Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse) REQUIRES(io_mutex_);
     Status receive(void* data, size_t size) REQUIRES(io_mutex_);
     Status refresh_members() REQUIRES(io_mutex_);
-    bool members_due() const REQUIRES(io_mutex_) {
-        return Clock::now() - members_at_ >= std::chrono::milliseconds(options_.members_ms);
-    }
     Error lost(Error error) REQUIRES(io_mutex_);
     static Error forked();
     void dial_loop();
@@ -117,12 +97,7 @@ class DirectoryClient {
     std::vector<std::byte> out_ GUARDED_BY(io_mutex_), body_ GUARDED_BY(io_mutex_);
     size_t frame_at_ GUARDED_BY(io_mutex_) = 0;
     uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;
-    std::shared_ptr<const Members> members_ GUARDED_BY(io_mutex_);
-    uint64_t members_epoch_ GUARDED_BY(io_mutex_) =
-        0;  // of members_, as this connection's master counts; 0: none of its
-    Clock::time_point members_at_ GUARDED_BY(io_mutex_){};
-    // members_ of the connection before, while this master fills up
-    std::shared_ptr<const Members> before_ GUARDED_BY(io_mutex_);
+    MembersCache members_ GUARDED_BY(io_mutex_);
 
     // Between callers and the thread that dials. A child of fork() does not destroy it: the thread is not
     // there, and destroying a condition variable waits for the threads that wait on it.

@@ -1,14 +1,13 @@
-// One connection, on the master's loop. It parses frames and writes answers; what they mean is Master's
-// matter. All bytes of a peer are untrusted: each handler compares counts with the bytes that are there
-// before it reads rows.
+// One connection, on the master's loop. It cuts what arrives into frames and sends answers; what a frame
+// means is MasterProtocol's matter.
 //
 // Input and output are coupled. Answers wait in out_, and while more than send_backlog_bytes wait, no frame
 // is parsed and no byte is read (want_events), so that a peer that does not read its answers stops being
 // served and costs bounded memory. out_sent_ is how far the socket has taken out_; whole_answers_ is where
 // the last whole answer ends, for fail() cuts a half one off.
 //
-// The handlers return false when the connection is over; then drop() destroys this object, and nothing of
-// it may be touched.
+// A function that returns false ends the connection; then drop() destroys this object, and nothing of it may
+// be touched.
 #include "directory/master_link.hpp"
 
 #include <sys/epoll.h>
@@ -17,24 +16,30 @@
 #include <algorithm>
 #include <cstring>
 
-#include "directory/protocol.hpp"
-
 namespace moonpool {
 
 MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, bool is_member,
                        uint64_t now_ms)
     : server_(server),
       socket_{std::move(caller.fd), std::move(caller.tls)},
-      tenant_(std::move(caller.tenant)),
       peer_(std::move(caller.peer)),
       id_(id),
       is_member_(is_member),
+      protocol_(host(), id, is_member, std::move(caller.tenant)),
       progress_ms_(now_ms) {}
 
-// Whatever ended the connection, the member is suspect from now on, unless it has said that it leaves.
-MasterLink::~MasterLink() {
-    if (node_ != kNoNode) server_.master_.disconnected(node_, id_);
+MasterProtocolHost MasterLink::host() {
+    return {.master = server_.master_,
+            .beat_ms = server_.options_.beat_ms,
+            .close_link = [this](LinkId link) { server_.close_link(link); },
+            .on_leave = [this](NodeId node) { server_.note_left(node); },
+            .on_join_refused =
+                [this](const Error& why) {
+                    server_.journal_->note(Level::kWarning, "join_refused", peer_, why.text);
+                }};
 }
+
+MasterLink::~MasterLink() { protocol_.closed(); }
 
 bool MasterLink::begin() {
     if (!flush()) return false;
@@ -109,210 +114,36 @@ bool MasterLink::parse_frames(uint64_t now_ms) {
     return true;
 }
 
-// The service that the connection was opened for decides what it may ask. A frame of the other
-// service is malformed here.
-bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms) {
+// What a frame takes is measured by its kind.
+LatencyHistogram* MasterLink::histogram(Kind kind) const {
     MasterServerMetrics& m = server_.metrics_;
-    if (is_member_) {
-        switch (header.kind) {
-            case Kind::kJoin: {
-                Timed timed(m.join);
-                return on_join(header, body, now_ms);
-            }
-            case Kind::kDelta: {
-                Timed timed(m.delta);
-                return on_delta(body, now_ms);
-            }
-            case Kind::kBeat: {
-                Timed timed(m.beat);
-                return on_beat(header, body, now_ms);
-            }
-            case Kind::kLeave:
-                return on_leave(now_ms);
-            default:
-                break;
-        }
-    } else {
-        switch (header.kind) {
-            case Kind::kMembers: {
-                Timed timed(m.members);
-                return on_members(header, body, now_ms);
-            }
-            case Kind::kLocate: {
-                Timed timed(m.locate);
-                return on_locate(header, body);
-            }
-            case Kind::kPlace: {
-                Timed timed(m.place);
-                return on_place(header, body);
-            }
-            case Kind::kForget: {
-                Timed timed(m.forget);
-                return on_forget(header, body, now_ms);
-            }
-            default:
-                break;
-        }
+    switch (kind) {
+        case Kind::kJoin:
+            return &m.join;
+        case Kind::kDelta:
+            return &m.delta;
+        case Kind::kBeat:
+            return &m.beat;
+        case Kind::kMembers:
+            return &m.members;
+        case Kind::kLocate:
+            return &m.locate;
+        case Kind::kPlace:
+            return &m.place;
+        case Kind::kForget:
+            return &m.forget;
+        default:
+            return nullptr;
     }
-    return malformed("has a kind that this connection does not know");
 }
 
-bool MasterLink::on_join(const FrameHeader& header, Reader body, uint64_t now_ms) {
-    NodeIdentity identity;
-    NodeLoad load;
-    if (!read_identity(body, identity) || identity.name.empty() || !read_load(body, load) ||
-        !read_event_endpoints(body, identity)) {
-        return malformed("is no JOIN");
-    }
-    if (node_ != kNoNode) return malformed("joins a second time");
-    Result<Master::JoinAnswer> joined = server_.master_.join(now_ms, identity, load, id_);
-    if (!joined) {
-        server_.journal_->note(Level::kWarning, "join_refused", peer_, joined.error().text);
-        return fail(joined.error().code, joined.error().text);
-    }
-    node_ = joined->id;
-    // The node's former connection, which may hang half open for minutes. Its destructor finds that it is
-    // no longer the node's link and reports nothing.
-    if (joined->close != kNoLink) server_.close_link(joined->close);
-    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
-    Writer w(out_);
-    w.number(node_);
-    w.number(static_cast<uint8_t>(joined->resumed ? kJoinResumed : 0));
-    w.number(uint8_t{0});
-    // The master sets the pace and the frame size, so that they are configured in one place for the
-    // cluster.
-    w.number(server_.options_.beat_ms);
-    w.number(server_.options_.master.hashes_per_frame);
-    w.number(server_.master_.membership().epoch());
-    write_drops(w, server_.master_.drops(node_), server_.options_.master.drops_per_answer);
-    finish_frame(out_, at);
-    return true;
-}
-
-// Whether this connection still speaks for its node: an incarnation ends by silence, or another connection
-// has it.
-bool MasterLink::seated() const { return node_ != kNoNode && server_.master_.current(node_, id_); }
-
-// One way: no answer. The node learns that it lost its seat by the error frame that ends the connection.
-bool MasterLink::on_delta(Reader body, uint64_t now_ms) {
-    auto flags = body.number<uint8_t>();
-    body.bytes(3);
-    auto n = body.number<uint32_t>();
-    if (!body.ok() || n > server_.options_.master.hashes_per_frame ||
-        body.left() != uint64_t{n} * kDeltaRowBytes) {
-        return malformed("is no DELTA");
-    }
-    if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool; join again");
-    if (!server_.master_.delta(now_ms, node_, id_, flags, body.bytes(body.left()))) {
-        return malformed("has a row that makes no sense");
-    }
-    return true;
-}
-
-bool MasterLink::on_beat(const FrameHeader& header, Reader body, uint64_t now_ms) {
-    auto drops_done = body.number<uint64_t>();
-    NodeLoad load;
-    if (!read_load(body, load)) return malformed("is no BEAT");
-    if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool; join again");
-    server_.master_.beat(now_ms, node_, id_, load, drops_done);
-    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
-    Writer w(out_);
-    w.number(server_.master_.membership().epoch());
-    write_drops(w, server_.master_.drops(node_), server_.options_.master.drops_per_answer);
-    finish_frame(out_, at);
-    return true;
-}
-
-// The seat is cleared at once. The node closes the connection afterwards, and the destructor's report finds
-// no member.
-bool MasterLink::on_leave(uint64_t now_ms) {
-    if (!seated()) return fail(Code::kClosed, "this node is no longer in the pool");
-    server_.note_left(node_);
-    server_.master_.left(now_ms, node_, id_);
-    return true;
-}
-
-bool MasterLink::on_members(const FrameHeader& header, Reader body, uint64_t now_ms) {
-    auto known = body.number<uint64_t>();
-    if (!body.ok()) return malformed("is no MEMBERS");
-    const Membership& membership = server_.master_.membership();
-    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
-    Writer w(out_);
-    w.number(membership.epoch());
-    bool changed = known != membership.epoch();
-    // Told with every answer, also when the list has not changed: the end of the filling moves no epoch.
-    bool filling = server_.master_.filling(now_ms);
-    w.number(static_cast<uint8_t>((changed ? kMembersChanged : 0) | (filling ? kMembersFilling : 0)));
-    if (changed) {
-        Members members = membership.current(now_ms);
-        w.number(static_cast<uint32_t>(members.rows.size()));
-        for (const Member& member : members.rows) write_member(w, member);
-        for (const Member& member : members.rows) write_event_endpoints(w, member.identity);
-    }
-    finish_frame(out_, at);
-    return true;
-}
-
-// u8 flags, u8 holders at most, u16 width, u32 n, n hashes -> u64 epoch, u32 n, per key u8 count and holders
-bool MasterLink::on_locate(const FrameHeader& header, Reader body) {
-    auto flags = body.number<uint8_t>();
-    auto holders_max = body.number<uint8_t>();
-    auto width = body.number<uint16_t>();
-    auto n = body.number<uint32_t>();
-    if (!body.ok() || body.left() != uint64_t{n} * sizeof(Hash128)) return malformed("is no LOCATE");
-    // A frame is served in one piece on the loop; the limit bounds how long all others wait for it.
-    if (n > server_.options_.master.hashes_per_frame) return malformed("asks for more keys than the limit");
-    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
-    Writer w(out_);
-    w.number(server_.master_.membership().epoch());
-    server_.master_.locate(body.bytes(body.left()), flags, holders_max, width, w);
-    finish_frame(out_, at);
-    return true;
-}
-
-// u64 bytes, u16 n, u8 flags, u8 zero, u16 nodes to avoid, u16 hosts to avoid, nodes, hosts -> u16 n, nodes
-bool MasterLink::on_place(const FrameHeader& header, Reader body) {
-    auto bytes = body.number<uint64_t>();
-    auto n = body.number<uint16_t>();
-    auto flags = body.number<uint8_t>();
-    body.number<uint8_t>();
-    auto nodes = body.number<uint16_t>();
-    auto hosts = body.number<uint16_t>();
-    // A host has two bytes of length at least. The check comes before the vectors are made, so that counts
-    // alone cannot allocate.
-    if (!body.ok() || uint64_t{nodes} * 2 + uint64_t{hosts} * 2 > body.left())
-        return malformed("is no PLACE");
-    std::vector<NodeId> avoid_nodes(nodes);
-    for (NodeId& node : avoid_nodes) node = body.number<NodeId>();
-    std::vector<std::string_view> avoid_hosts(hosts);
-    for (std::string_view& host : avoid_hosts) host = body.text16();
-    if (!body.ok()) return malformed("is no PLACE");
-    std::vector<NodeId> chosen =
-        server_.master_.place(tenant_, bytes, n, avoid_nodes, avoid_hosts, (flags & kPlaceEvict) != 0);
-    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
-    Writer w(out_);
-    w.number(static_cast<uint16_t>(chosen.size()));
-    for (NodeId id : chosen) w.number(id);
-    finish_frame(out_, at);
-    return true;
-}
-
-// u32 n, u16 unreached nodes, u16 zero, nodes, n hashes -> u32 rows
-bool MasterLink::on_forget(const FrameHeader& header, Reader body, uint64_t now_ms) {
-    auto n = body.number<uint32_t>();
-    auto nodes = body.number<uint16_t>();
-    body.number<uint16_t>();
-    if (!body.ok() || body.left() != uint64_t{nodes} * 2 + uint64_t{n} * sizeof(Hash128)) {
-        return malformed("is no FORGET");
-    }
-    if (n > server_.options_.master.hashes_per_frame) return malformed("forgets more keys than the limit");
-    std::vector<NodeId> unreached(nodes);
-    for (NodeId& node : unreached) node = body.number<NodeId>();
-    uint32_t rows = server_.master_.forget(now_ms, body.bytes(body.left()), unreached);
-    size_t at = begin_frame(out_, header.kind, kFlagAnswer, header.request_id);
-    Writer(out_).number(rows);
-    finish_frame(out_, at);
-    return true;
+bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    std::optional<Timed> timed;
+    if (LatencyHistogram* histogram = this->histogram(header.kind)) timed.emplace(*histogram);
+    Status status = protocol_.on_frame(now_ms, header, body, out_);
+    if (status) return true;
+    if (status.error().code == Code::kProtocol) server_.metrics_.protocol_errors_total.fetch_add(1);
+    return fail(status.error().code, status.error().text);
 }
 
 bool MasterLink::refuse(uint64_t request_id, Code code, const std::string& text) {
@@ -326,11 +157,6 @@ bool MasterLink::fail(Code code, const std::string& text) {
     refuse(0, code, text);
     flush();
     return false;
-}
-
-bool MasterLink::malformed(const char* what) {
-    server_.metrics_.protocol_errors_total.fetch_add(1);
-    return fail(Code::kProtocol, std::string("a frame ") + what + "; the connection is closed");
 }
 
 bool MasterLink::flush() {
@@ -378,7 +204,7 @@ bool MasterLink::check_deadlines(uint64_t now_ms) {
     bool stalled = !in_.waiting().empty() || backlog() != 0 || socket_.unsent() ||
                    (socket_.tls != nullptr && socket_.tls->inside_record());
     const Limits& limits = server_.options_.limits;
-    if (is_member_ && node_ == kNoNode && now_ms - progress_ms_ > limits.handshake_ms) {
+    if (is_member_ && protocol_.node() == kNoNode && now_ms - progress_ms_ > limits.handshake_ms) {
         return fail(Code::kTimeout, "the node did not join in time");
     }
     if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {

@@ -1,5 +1,4 @@
-// MasterLink: the master's side of one connection: frames in, answers out. It knows whether a node or a
-// client is at the other end, and lets each ask only what is its own.
+// MasterLink: the master's side of one connection: the socket around MasterProtocol.
 #pragma once
 
 #include <sys/epoll.h>
@@ -8,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "directory/master_protocol.hpp"
 #include "directory/master_server.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/error_frame.hpp"
@@ -37,19 +37,11 @@ class MasterLink final : public EventHandler {
     bool serve(uint64_t now_ms);
     bool parse_frames(uint64_t now_ms);
     bool handle(const FrameHeader& header, Reader body, uint64_t now_ms);
-    bool on_join(const FrameHeader& header, Reader body, uint64_t now_ms);
-    bool on_delta(Reader body, uint64_t now_ms);
-    bool on_beat(const FrameHeader& header, Reader body, uint64_t now_ms);
-    bool on_leave(uint64_t now_ms);
-    bool on_members(const FrameHeader& header, Reader body, uint64_t now_ms);
-    bool on_locate(const FrameHeader& header, Reader body);
-    bool on_place(const FrameHeader& header, Reader body);
-    bool on_forget(const FrameHeader& header, Reader body, uint64_t now_ms);
+    MasterProtocolHost host();
+    LatencyHistogram* histogram(Kind kind) const;
 
-    bool seated() const;
     bool refuse(uint64_t request_id, Code code, const std::string& text);
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
-    bool malformed(const char* what);
     bool flush();
     size_t backlog() const { return out_.size() - out_sent_; }
     void want_events();
@@ -57,10 +49,10 @@ class MasterLink final : public EventHandler {
     MasterServer& server_;
     ControlSocket socket_;
     ClosedInChildren closed_in_children_{socket_.fd};
-    std::string tenant_, peer_;
+    std::string peer_;
     LinkId id_;
     bool is_member_;
-    NodeId node_ = kNoNode;  // after JOIN
+    MasterProtocol protocol_;
     uint64_t progress_ms_;
     bool sent_some_ = false;  // since the last check of the deadlines
     FrameReader in_;

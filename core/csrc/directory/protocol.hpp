@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/fd.hpp"
@@ -132,6 +133,46 @@ inline bool read_member(Reader& r, Member& member) {
     if (state > static_cast<uint8_t>(MemberState::kGone)) return false;
     member.state = static_cast<MemberState>(state);
     return read_identity(r, member.identity) && read_load(r, member.load);
+}
+
+// LOCATE, before its n hashes.
+struct LocateHead {
+    uint8_t flags = 0, holders_max = 0;
+    uint16_t width = 1;
+    uint32_t n = 0;
+
+    void write(Writer& w) const {
+        w.number(flags);
+        w.number(holders_max);
+        w.number(width);
+        w.number(n);
+    }
+    static LocateHead read(Reader& r) {
+        LocateHead head;
+        head.flags = r.number<uint8_t>();
+        head.holders_max = r.number<uint8_t>();
+        head.width = r.number<uint16_t>();
+        head.n = r.number<uint32_t>();
+        return head;
+    }
+};
+// The holders of one key in its answer; to `out`, unless that is null.
+inline void read_holders(Reader& r, Located* out) {
+    auto holders = r.number<uint8_t>();
+    for (uint8_t k = 0; k < holders; ++k) {
+        auto node = r.number<NodeId>();
+        auto tier = r.number<uint8_t>();
+        if (tier < kTiers && out != nullptr) out->append({node, static_cast<Tier>(tier)});
+    }
+    if (out != nullptr) out->end_key();
+}
+
+// FORGET, before its n hashes.
+inline void write_forget_head(Writer& w, uint32_t n, std::span<const NodeId> unreached) {
+    w.number(n);
+    w.number(static_cast<uint16_t>(unreached.size()));
+    w.number(uint16_t{0});
+    w.bytes(unreached.data(), unreached.size_bytes());
 }
 
 // What a node is to drop, at the end of the answers to JOIN and BEAT.

@@ -64,12 +64,6 @@ std::vector<Hash128> Client::hashes(std::span<const std::string_view> names) con
     return out;
 }
 
-const Member* Client::known_place(const Members& members, const Hash128& hash) {
-    std::optional<Incarnation> life = locations_.find(hash);
-    const Member* member = life ? members.find(*life) : nullptr;
-    return member != nullptr && member->state == MemberState::kAlive ? member : nullptr;
-}
-
 // By its TCP address, which is one node's alone, or else by its name, which nodes of several hosts may share.
 Result<Client::Named> Client::named(std::string_view wanted) {
     WaitBudget budget(wait_budget_ms());
@@ -132,31 +126,6 @@ void Client::each(std::vector<Group>& groups, const std::function<void(Group&)>&
     int mine = left - WaitBudget::within(left);
     for (std::thread& thread : threads) thread.join();
     WaitBudget::spent(spent - mine);
-}
-
-// The own node before others of this host before the rest; memory before disk; and else spread by `salt`.
-const Member* Client::nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
-                              std::span<const NodeId> tried, uint64_t salt) {
-    const Member* best = nullptr;
-    uint64_t best_cost = UINT64_MAX;
-    for (size_t i = 0; i < holders.size(); ++i) {
-        if (std::ranges::find(tried, holders[i].node) != tried.end()) continue;
-        const Member* member = members.find(holders[i].node);
-        if (member == nullptr || member->state != MemberState::kAlive) continue;
-        uint64_t cost = 2;
-        if (member->identity.incarnation == pool.own) {
-            cost = 0;
-        } else if (!pool.host_id.empty() && member->identity.host_id == pool.host_id) {
-            cost = 1;
-        }
-        cost = cost * 2 + static_cast<uint64_t>(holders[i].tier != Tier::kDram);
-        cost = cost * 256 + (salt + i) % holders.size() % 256;
-        if (cost < best_cost) {
-            best = member;
-            best_cost = cost;
-        }
-    }
-    return best;
 }
 
 }  // namespace moonpool

@@ -21,6 +21,7 @@
 #include "base/mutex.hpp"
 #include "device/card_copiers.hpp"
 #include "directory/directory_client.hpp"
+#include "store/client/holders.hpp"
 #include "store/client/location_cache.hpp"
 #include "store/client/node_client.hpp"
 #include "store/client/own_arena.hpp"
@@ -130,17 +131,11 @@ class Client {
         std::atomic<std::chrono::steady_clock::time_point> until_{};
     };
     // The way to the other nodes: the directory, and this client's own node in it.
-    struct Pool {
+    struct Pool : OwnPlace {
         std::unique_ptr<DirectoryClient> directory;
-        std::string host_id;
-        Incarnation own{};
         RoomElsewhere room;
     };
-    // Items of a call that one node is asked for.
-    struct Group {
-        Member member;
-        std::vector<size_t> items;
-    };
+    using Group = NodeItems;
 
     // A node that a caller named; null: the own one.
     struct Named {
@@ -156,12 +151,8 @@ class Client {
         return peers_.node(member, pool.host_id);
     }
     std::vector<Hash128> hashes(std::span<const std::string_view> names) const;
-    // Where this client found or put it last, as far as that node is alive.
-    const Member* known_place(const Members& members, const Hash128& hash);
     // Runs on each group, on threads of their own when there are several.
     static void each(std::vector<Group>& groups, const std::function<void(Group&)>& run);
-    static const Member* nearest(const Pool& pool, const Members& members, std::span<const Holder> holders,
-                                 std::span<const NodeId> tried, uint64_t salt);
 
     // client_cards.cpp: objects of which parts lie on cards.
     Result<PutReport> put_from_cards(std::span<const PutItem> items, const PutOptions& options);

@@ -4,6 +4,7 @@
 #include <map>
 #include <tuple>
 
+#include "base/clock.hpp"
 #include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
@@ -93,9 +94,9 @@ void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> na
             for (const Holder& holder : located->keys[k]) at.push_back(holder.node);
         }
         // Where this client put copies of which the directory has not heard yet.
-        recent_.find(asked[k], at);
+        recent_.find(now_ms(), asked[k], at);
         for (NodeId node : at) ask(members->find(node), which[k]);
-        if (at.empty()) ask(known_place(*members, asked[k]), which[k]);
+        if (at.empty()) ask(known_place(locations_, *members, asked[k]), which[k]);
     }
     std::vector<Group> work;
     for (auto& [id, group] : groups) work.push_back(std::move(group));

@@ -7,11 +7,10 @@
 #include <string>
 #include <string_view>
 
+#include "store/client/holders.hpp"
 #include "store/client/node_client.hpp"
 
 namespace moonpool {
-
-inline constexpr size_t kAttemptsMax = 3;  // holders that are tried for one key in one call
 
 // Whether a node is away, as far as its caller can tell; another may still have what was asked for.
 inline bool no_answer(const Error& error) {

@@ -9,7 +9,6 @@
 // call fails with its error and is no miss. A damaged copy is never an answer as long as another node may
 // have a good one.
 #include <algorithm>
-#include <map>
 #include <new>
 #include <numeric>
 
@@ -84,82 +83,31 @@ Result<std::vector<int64_t>> Client::get_whole(std::span<const GetItem> items, b
     return found;
 }
 
-// Fills in what other nodes have. A holder that fails, or whose bytes are damaged, is followed by the next.
+// Fills in what other nodes have: drives SearchSteps, which decide what is asked of whom.
 void Client::find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify,
                             std::vector<int64_t>& sizes) {
-    // Of each object the nodes that were asked: none is asked again, but for damaged bytes that no other node
-    // has.
-    std::vector<std::vector<NodeId>> tried(items.size());
-    Result<std::shared_ptr<const Members>> members = pool.directory->members();
-    for (size_t attempt = 0; attempt < kAttemptsMax + 1; ++attempt) {
-        std::vector<size_t> missing;
-        std::vector<Hash128> asked;
-        for (size_t i = 0; i < items.size(); ++i) {
-            if (sizes[i] >= 0) continue;
-            missing.push_back(i);
-            asked.push_back(own_.hasher()(items[i].name));
+    using Wants = SearchSteps::Wants;
+    std::vector<Hash128> keys;
+    keys.reserve(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+        keys.push_back(sizes[i] < 0 ? own_.hasher()(items[i].name)
+                                    : Hash128{});  // what is here is not asked for
+    }
+    SearchSteps steps(std::move(keys), pool, locations_, sizes);
+    steps.members(pool.directory->members());
+    while (steps.wants() != Wants::kDone) {
+        if (steps.wants() == Wants::kLocate) {
+            steps.located(pool.directory->locate(steps.question()));
+            continue;
         }
-        if (missing.empty()) return;
-        std::map<Incarnation, Group> groups;
-        auto assign = [&](const Member& member, size_t item) {
-            tried[item].push_back(member.id);
-            Group& group = groups[member.identity.incarnation];
-            group.member = member;
-            group.items.push_back(item);
-        };
-        std::vector<size_t> unknown;
-        for (size_t k = 0; k < missing.size(); ++k) {
-            // Where it was found last time costs no question to the master, and works while the master is
-            // away. When it is wrong the master is asked in the next round.
-            const Member* member = attempt == 0 && members ? known_place(**members, asked[k]) : nullptr;
-            if (member != nullptr && member->identity.incarnation != pool.own) {
-                assign(*member, missing[k]);
-            } else {
-                unknown.push_back(k);
-            }
-        }
-        if (!unknown.empty()) {
-            std::vector<Hash128> question;
-            for (size_t k : unknown) question.push_back(asked[k]);
-            Result<LocateAnswer> located = pool.directory->locate(question);
-            for (size_t u = 0; located && u < located->keys.size(); ++u) {
-                size_t item = missing[unknown[u]];
-                std::vector<NodeId> avoid = tried[item];
-                for (const Member& member : located->members->rows) {
-                    if (member.identity.incarnation == pool.own) avoid.push_back(member.id);
-                }
-                const Member* member =
-                    nearest(pool, *located->members, located->keys[u], avoid, question[u].low);
-                // Damaged on the way, and no other node has it: once more from the same node.
-                if (member == nullptr && sizes[item] == kDamagedRead && attempt < 2) {
-                    member = nearest(pool, *located->members, located->keys[u], {}, question[u].low);
-                }
-                if (member != nullptr) assign(*member, item);
-            }
-        }
-        if (groups.empty()) return;
-        std::vector<Group> work;
-        for (auto& [id, group] : groups) work.push_back(std::move(group));
         // One call for each node, at the same time. The groups have different items, so the threads write
         // to different places.
-        each(work, [&](Group& group) {
+        each(steps.nodes(), [&](Group& group) {
             std::vector<GetItem> wanted;
             for (size_t i : group.items) wanted.push_back(items[i]);
-            Result<std::vector<int64_t>> got = node(pool, group.member)->get(wanted, verify, true);
-            for (size_t k = 0; k < group.items.size(); ++k) {
-                size_t i = group.items[k];
-                if (!got) {
-                    locations_.forget(own_.hasher()(items[i].name));
-                    continue;
-                }
-                sizes[i] = (*got)[k];
-                if (sizes[i] >= 0) {
-                    locations_.put(own_.hasher()(items[i].name), group.member.identity.incarnation);
-                } else {
-                    locations_.forget(own_.hasher()(items[i].name));
-                }
-            }
+            steps.answered(group, node(pool, group.member)->get(wanted, verify, true));
         });
+        steps.all_answered();
     }
 }
 

@@ -86,7 +86,7 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
                 located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
             // Where this client put it a moment ago, or found it before.
             if (member == nullptr) {
-                member = known_place(*members, asked[k]);
+                member = known_place(locations_, *members, asked[k]);
                 const std::vector<NodeId>& asked_before = tried[left[k]];
                 if (member != nullptr && std::ranges::find(asked_before, member->id) != asked_before.end())
                     member = nullptr;
@@ -177,7 +177,7 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
             if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
         }
         const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
-        if (member == nullptr) member = known_place(*located->members, own_.hasher()(wanted[k]));
+        if (member == nullptr) member = known_place(locations_, *located->members, own_.hasher()(wanted[k]));
         // A new master has not heard of every node yet: the holder may be unknown to it.
         bool unknown = located->members->before != nullptr;
         for (const Holder& holder : located->keys[k]) {

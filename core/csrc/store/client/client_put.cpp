@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/clock.hpp"
 #include "memory/copier.hpp"
 #include "store/client/card_stage.hpp"
 #include "store/client/client.hpp"
@@ -236,7 +237,7 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
         }
         Hash128 hash = own_.hasher()(items[left[k]].name);
         locations_.put(hash, member.identity.incarnation);
-        recent_.add(hash, member.id);
+        recent_.add(now_ms(), hash, member.id);
     }
     if (!put->refusal.empty()) report.refusal = put->refusal;
     report.stored_bytes += put->stored_bytes;
@@ -362,7 +363,7 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
     // What was spilled lies elsewhere already: not a second time on that host.
     for (size_t i : which) {
         std::vector<NodeId> at;
-        recent_.find(own_.hasher()(items[i].name), at);
+        recent_.find(now_ms(), own_.hasher()(items[i].name), at);
         for (NodeId node : at) {
             const Member* member = (*members)->find(node);
             if (member == nullptr || where.avoid_nodes.size() >= 64) continue;
@@ -397,7 +398,7 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
                 continue;
             }
             ++report.copies[left[k]];
-            recent_.add(own_.hasher()(items[left[k]].name), member.id);
+            recent_.add(now_ms(), own_.hasher()(items[left[k]].name), member.id);
         }
     };
     auto copy_to_wanted = [&] {

@@ -1,13 +1,14 @@
 // Client, over all nodes: removing every copy of an object, and listing.
 #include <algorithm>
 #include <climits>
-#include <map>
-#include <numeric>
+#include <optional>
 #include <unordered_set>
 
+#include "base/clock.hpp"
 #include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
+#include "store/client/removal_steps.hpp"
 
 namespace moonpool {
 
@@ -67,85 +68,35 @@ bool Client::held_by_a_suspect(std::string_view name) {
     });
 }
 
+// Drives RemovalSteps, which decide what is asked of whom.
 void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
                               std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests) {
-    std::vector<Hash128> asked = hashes(names);
-    for (const Hash128& hash : asked) locations_.forget(hash);
-    LocateOptions question;
-    question.suspects = true;
-    Result<LocateAnswer> located = pool.directory->locate(asked, question);
-    std::map<NodeId, Group> groups;
-    if (!located) {
-        // The master is away: every node that was in the pool is told.
-        Result<std::shared_ptr<const Members>> members = pool.directory->members();
-        if (!members) return;
-        for (const Member& member : (*members)->rows) {
-            if (member.identity.incarnation == pool.own) continue;
-            Group& group = groups[member.id];
-            group.member = member;
-            group.items.resize(names.size());
-            std::iota(group.items.begin(), group.items.end(), 0);
-        }
-    }
-    for (size_t i = 0; located && i < located->keys.size(); ++i) {
-        for (const Holder& holder : located->keys[i]) {
-            const Member* member = located->members->find(holder.node);
-            if (member == nullptr || member->identity.incarnation == pool.own) continue;
-            Group& group = groups[member->id];
-            group.member = *member;
-            if (group.items.empty() || group.items.back() != i) group.items.push_back(i);
-        }
-    }
-    // And where this client put copies of which the directory has not heard yet.
-    std::shared_ptr<const Members> known;
-    if (located) {
-        known = located->members;
-    } else if (auto members = pool.directory->members()) {
-        known = *members;
-    }
-    for (size_t i = 0; known != nullptr && i < asked.size(); ++i) {
-        std::vector<NodeId> at;
-        recent_.find(asked[i], at);
-        for (NodeId node : at) {
-            const Member* member = known->find(node);
-            if (member == nullptr || member->identity.incarnation == pool.own) continue;
-            Group& group = groups[node];
-            group.member = *member;
-            if (std::ranges::find(group.items, i) == group.items.end()) group.items.push_back(i);
-        }
-    }
-    std::vector<Group> work;
-    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    using Wants = RemovalSteps::Wants;
+    RemovalSteps steps(hashes(names), pool.own, own_away, locations_, recent_);
+    steps.located(now_ms(), pool.directory->locate(steps.keys(), RemovalSteps::question()));
+    if (steps.wants() == Wants::kMembers) steps.members(now_ms(), pool.directory->members());
+    if (steps.wants() == Wants::kDone) return;
     Mutex merging;
-    std::vector<NodeId> unreached;
-    for (size_t i = 0; own_away && known != nullptr && i < known->rows.size(); ++i) {
-        if (known->rows[i].identity.incarnation == pool.own) unreached.push_back(known->rows[i].id);
-    }
     // The master must hear of those that did not answer.
     std::optional<WaitBudget> most(std::in_place, WaitBudget::of_one_peer(WaitBudget::within(INT_MAX)));
-    each(work, [&](Group& group) {
+    each(steps.nodes(), [&](Group& group) {
         std::vector<std::string_view> keys;
         for (size_t i : group.items) keys.push_back(names[i]);
-        Result<std::vector<uint8_t>> flags = Error{Code::kUnavailable, "suspect"};
         std::vector<RemovedManifest> shown;
-        for (size_t i : group.items) recent_.forget(asked[i], group.member.id);
-        if (group.member.state == MemberState::kAlive) flags = node(pool, group.member)->remove(keys, shown);
-        for (size_t k = 0; !flags && k < group.items.size(); ++k) {
-            recent_.add(asked[group.items[k]], group.member.id);  // it may have them still
-        }
+        Result<std::vector<uint8_t>> flags = node(pool, group.member)->remove(keys, shown);
         MutexLock lock(merging);
+        steps.told(now_ms(), group, flags);
         for (RemovedManifest& manifest : shown) {
             manifest.item = group.items[manifest.item];
             manifests.push_back(manifest);
         }
-        if (!flags) unreached.push_back(group.member.id);
-        for (size_t k = 0; flags && k < group.items.size(); ++k) {
-            if ((*flags)[k] != 0) removed[group.items[k]] = 1;
-        }
     });
     most.reset();
+    steps.all_told();
+    for (size_t i = 0; i < names.size(); ++i) removed[i] |= steps.removed()[i];
     // Every key: a node that is away may hold copies of which the directory no longer knows.
-    (void)pool.directory->forget(asked, unreached);
+    (void)pool.directory->forget(steps.keys(), steps.unreached());
+    steps.forgotten();
 }
 
 Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {

@@ -15,6 +15,7 @@
 #include <iterator>
 #include <new>
 
+#include "base/clock.hpp"
 #include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
@@ -286,7 +287,7 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
             if (own || put->outcomes[k] == PutOutcome::kRefused) continue;
             // Until the directory has heard of it, this client knows where it lies.
             Hash128 hash = own_.hasher()(names[group.items[k]]);
-            recent_.add(hash, group.member.id);
+            recent_.add(now_ms(), hash, group.member.id);
             locations_.put(hash, group.member.identity.incarnation);
         }
         if (!put->refusal.empty()) report.refusal = put->refusal;

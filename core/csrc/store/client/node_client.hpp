@@ -19,13 +19,12 @@
 
 #include "base/mutex.hpp"
 #include "store/client/items.hpp"
+#include "store/client/search_steps.hpp"
 #include "store/client/session.hpp"
 #include "store/shared/stripes.hpp"
 
 namespace moonpool {
 
-inline constexpr int64_t kMiss = -1;
-inline constexpr int64_t kDamagedRead = -2;  // came over TCP, and does not match its checksum
 inline constexpr size_t kNotPinned = SIZE_MAX;
 
 // A counted right to read. Released by release(), or with the last holder.

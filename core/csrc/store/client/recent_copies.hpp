@@ -4,7 +4,7 @@
 #pragma once
 
 #include <array>
-#include <chrono>
+#include <cstdint>
 #include <vector>
 
 #include "base/mutex.hpp"
@@ -15,12 +15,12 @@ namespace moonpool {
 
 class RecentCopies {
    public:
-    void add(const Hash128& hash, NodeId node) {
+    void add(uint64_t now_ms, const Hash128& hash, NodeId node) {
         MutexLock lock(mutex_);
         if (slots_.empty()) slots_.resize(kSlots);
         Slot& slot = slots_[hash.high % kSlots];
-        if (slot.hash != hash || expired(slot)) slot = Slot{hash, {}, {}, 0};
-        slot.at = Clock::now();
+        if (slot.hash != hash || expired(now_ms, slot)) slot = Slot{hash, 0, {}, 0};
+        slot.at_ms = now_ms;
         slot.nodes[slot.n++ % slot.nodes.size()] = node;
     }
     // The node is told to remove its copy.
@@ -36,25 +36,24 @@ class RecentCopies {
         slot.n = left;
     }
     // Appends to `out`.
-    void find(const Hash128& hash, std::vector<NodeId>& out) {
+    void find(uint64_t now_ms, const Hash128& hash, std::vector<NodeId>& out) {
         MutexLock lock(mutex_);
         if (slots_.empty()) return;
         const Slot& slot = slots_[hash.high % kSlots];
-        if (slot.hash != hash || expired(slot)) return;
+        if (slot.hash != hash || expired(now_ms, slot)) return;
         for (size_t i = 0; i < std::min(slot.n, slot.nodes.size()); ++i) out.push_back(slot.nodes[i]);
     }
 
    private:
-    using Clock = std::chrono::steady_clock;
     static constexpr size_t kSlots = 1u << 14;
-    static constexpr std::chrono::seconds kAgeMax{5};
+    static constexpr uint64_t kAgeMaxMs = 5000;
     struct Slot {
         Hash128 hash{};
-        Clock::time_point at{};
+        uint64_t at_ms = 0;
         std::array<NodeId, 8> nodes{};
         size_t n = 0;
     };
-    static bool expired(const Slot& slot) { return Clock::now() - slot.at > kAgeMax; }
+    static bool expired(uint64_t now_ms, const Slot& slot) { return now_ms - slot.at_ms > kAgeMaxMs; }
 
     Mutex mutex_;
     std::vector<Slot> slots_ GUARDED_BY(mutex_);  // made with the first entry

@@ -8,9 +8,7 @@ namespace moonpool {
 
 namespace {
 
-constexpr size_t kLogRowsMax = 1u << 18;   // 6 MiB; beyond it the master is told everything anew
-constexpr uint32_t kSlotsPerPiece = 4096;  // looked at in one go: others wait meanwhile, about 0.2 ms
-constexpr uint32_t kDropsPerPiece = 1024;  // the same; each asks every disk
+constexpr size_t kLogRowsMax = 1u << 18;  // 6 MiB; beyond it the master is told everything anew
 
 MemberAgentOptions agent_options(const ClusterOptions& options, const std::string& token,
                                  const std::string& socket_path, const Incarnation& incarnation) {
@@ -32,6 +30,7 @@ NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
                        SsdTier* ssd, RunOnLoop run_on_loop)
     : pools_(pools),
       ssd_(ssd),
+      holdings_(pools, ssd),
       run_on_loop_(std::move(run_on_loop)),
       log_(kLogRowsMax, [this] { agent_.wake(); }),
       agent_(agent_options(options, token, socket_path, incarnation),
@@ -50,47 +49,16 @@ NodeMember::~NodeMember() {
     if (ssd_ != nullptr) ssd_->set_delta_log(nullptr);
 }
 
-// The cursor: which pool, or behind them which directory of the SSD, and from which slot on.
+// What a piece fills in is shared with it: it may run after its caller has given up.
 bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
     struct Piece {
         uint64_t cursor;
         std::vector<DeltaRow> rows;
     };
     auto piece = std::make_shared<Piece>(Piece{cursor, {}});
-    bool done = run_on_loop_([this, piece] {
-        uint64_t pool_number = piece->cursor >> 32;
-        auto slot = static_cast<uint32_t>(piece->cursor);
-        auto it = pools_.begin();
-        std::advance(it, static_cast<std::ptrdiff_t>(std::min<uint64_t>(pool_number, pools_.size())));
-        piece->cursor = 0;
-        size_t devices = ssd_ == nullptr ? 0 : ssd_->devices();
-        if (it == pools_.end()) {
-            size_t device = pool_number - pools_.size();
-            if (device >= devices) return;
-            std::vector<Hash128> hashes;
-            slot = ssd_->hashes(device, slot, kSlotsPerPiece, hashes);
-            for (const Hash128& hash : hashes) piece->rows.push_back({hash, Tier::kSsd, true});
-            if (slot != 0) {
-                piece->cursor = pool_number << 32 | slot;
-            } else if (device + 1 < devices) {
-                piece->cursor = (pool_number + 1) << 32;
-            }
-            return;
-        }
-        const ObjectTable& table = it->second->table();
-        uint32_t end = std::min(table.slots_used(), slot + kSlotsPerPiece);
-        for (; slot < end; ++slot) {
-            if (!table.committed(slot)) continue;
-            const IndexEntry& entry = table.entry(slot);
-            piece->rows.push_back({Hash128{entry.hash_low, entry.hash_high}, Tier::kDram, true});
-        }
-        if (slot < table.slots_used()) {
-            piece->cursor = pool_number << 32 | slot;
-        } else if (pool_number + 1 < pools_.size() + devices) {
-            piece->cursor = (pool_number + 1) << 32;
-        }
-    });
-    if (!done) return false;
+    if (!run_on_loop_([this, piece] { piece->cursor = holdings_.inventory(piece->cursor, piece->rows); })) {
+        return false;
+    }
     cursor = piece->cursor;
     rows = std::move(piece->rows);
     return true;
@@ -98,17 +66,7 @@ bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
 
 bool NodeMember::load(NodeLoad& load) {
     auto now = std::make_shared<NodeLoad>();
-    bool done = run_on_loop_([this, now] {
-        uint64_t ms = now_ms();
-        for (auto& [tenant, pool] : pools_) {
-            const ObjectTable& table = pool->table();
-            UseClock& clock = use_clocks_[tenant];
-            clock.sample(ms, table.uses());
-            now->tenants.push_back(TenantLoad{tenant, pool->arena_bytes(), pool->room_bytes(),
-                                              table.counters().objects,
-                                              clock.age_ms(ms, table.oldest_use())});
-        }
-    });
+    bool done = run_on_loop_([this, now] { *now = holdings_.load(now_ms()); });
     if (done) load = std::move(*now);
     return done;
 }
@@ -117,17 +75,8 @@ bool NodeMember::drop(bool all, const std::vector<Hash128>& hashes) {
     if (all && !drop_all()) return false;
     if (hashes.empty()) return true;
     return run_on_loop_([this, hashes] {
-        for (const Hash128& hash : hashes) drop_one(hash);
+        for (const Hash128& hash : hashes) holdings_.drop(hash);
     });
-}
-
-// From everywhere at once: what is being written to a disk dies, and so does what is being read from it.
-void NodeMember::drop_one(const Hash128& hash) {
-    for (auto& [tenant, pool] : pools_) {
-        uint32_t slot = pool->table().find(hash);
-        if (slot != kNoSlot) pool->table().remove(slot);
-    }
-    if (ssd_ != nullptr) ssd_->forget(hash);
 }
 
 // Objects move between memory and disks while this goes on, a piece at a time. The disks come first, so that
@@ -138,40 +87,27 @@ bool NodeMember::drop_all() {
     return drop_all_of_ssd() && drop_all_of_memory() && drop_all_of_ssd();
 }
 
-bool NodeMember::drop_all_of_memory() {
-    for (auto& [tenant, pool] : pools_) {
-        ObjectTable* table = &pool->table();
-        auto slot = std::make_shared<uint32_t>(0);
-        auto end = std::make_shared<uint32_t>(0);
-        do {
-            bool done = run_on_loop_([this, table, slot, end] {
-                *end = table->slots_used();
-                uint32_t stop = std::min(*end, *slot + kDropsPerPiece);
-                for (; *slot < stop; ++*slot) {
-                    if (!table->committed(*slot)) continue;
-                    const IndexEntry& entry = table->entry(*slot);
-                    Hash128 hash{entry.hash_low, entry.hash_high};
-                    table->remove(*slot);
-                    drop_one(hash);
-                }
-            });
-            if (!done) return false;
-        } while (*slot < *end);
-    }
+// Runs some(cursor) -> the next cursor on the loop until the end, cursor 0.
+template <class Some>
+bool NodeMember::in_pieces(Some some) {
+    auto cursor = std::make_shared<uint32_t>(0);
+    do {
+        if (!run_on_loop_([some, cursor] { *cursor = some(*cursor); })) return false;
+    } while (*cursor != 0);
     return true;
+}
+
+bool NodeMember::drop_all_of_memory() {
+    return std::ranges::all_of(pools_, [this](auto& entry) {
+        Pool* pool = entry.second.get();
+        return in_pieces([this, pool](uint32_t cursor) { return holdings_.drop_some(*pool, cursor); });
+    });
 }
 
 bool NodeMember::drop_all_of_ssd() {
     for (size_t device = 0; device < ssd_->devices(); ++device) {
-        auto cursor = std::make_shared<uint32_t>(0);
-        do {
-            bool done = run_on_loop_([this, device, cursor] {
-                std::vector<Hash128> hashes;
-                *cursor = ssd_->hashes(device, *cursor, kDropsPerPiece, hashes);
-                for (const Hash128& hash : hashes) drop_one(hash);
-            });
-            if (!done) return false;
-        } while (*cursor != 0);
+        auto some = [this, device](uint32_t cursor) { return holdings_.drop_some_of_disk(device, cursor); };
+        if (!in_pieces(some)) return false;
     }
     return true;
 }

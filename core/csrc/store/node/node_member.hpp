@@ -12,9 +12,9 @@
 
 #include "directory/delta_log.hpp"
 #include "directory/member_agent.hpp"
+#include "store/node/holdings.hpp"
 #include "store/node/pool.hpp"
 #include "store/node/ssd_tier.hpp"
-#include "store/node/use_clock.hpp"
 
 namespace moonpool {
 
@@ -32,7 +32,7 @@ struct ClusterOptions {
 
 class NodeMember {
    public:
-    using Pools = std::map<std::string, std::unique_ptr<Pool>, std::less<>>;
+    using Pools = Holdings::Pools;
     // Runs f on the store's loop and waits for it, not for ever: false when it was not done in time, and then
     // it may still run later.
     using RunOnLoop = std::function<bool(std::function<void()>)>;
@@ -52,15 +52,16 @@ class NodeMember {
    private:
     bool inventory(uint64_t& cursor, std::vector<DeltaRow>& rows);
     bool load(NodeLoad& load);
-    void drop_one(const Hash128& hash);
     bool drop_all();
     bool drop_all_of_memory();
     bool drop_all_of_ssd();
+    template <class Some>
+    bool in_pieces(Some some);
 
     Pools& pools_;
-    SsdTier* ssd_;  // nullptr: none
+    SsdTier* ssd_;       // nullptr: none
+    Holdings holdings_;  // of the loop
     RunOnLoop run_on_loop_;
-    std::map<std::string, UseClock> use_clocks_;  // of the loop
     DeltaLog log_;
     MemberAgent agent_;
 };

@@ -1,0 +1,217 @@
+#include "directory/master_protocol.hpp"
+
+#include <utility>
+
+#include "directory/protocol.hpp"
+
+namespace moonpool {
+
+namespace {
+
+Error malformed(const char* what) {
+    return Error{Code::kProtocol, std::string("a frame ") + what + "; the connection is closed"};
+}
+
+}  // namespace
+
+MasterProtocol::MasterProtocol(MasterProtocolHost host, LinkId link, bool is_member, std::string tenant)
+    : host_(std::move(host)), link_(link), is_member_(is_member), tenant_(std::move(tenant)) {}
+
+void MasterProtocol::closed() {
+    if (node_ != kNoNode) host_.master.disconnected(node_, link_);
+}
+
+// The service that the connection was opened for decides what it may ask. A frame of the other
+// service is malformed here.
+Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Reader body,
+                                std::vector<std::byte>& out) {
+    if (is_member_) {
+        switch (header.kind) {
+            case Kind::kJoin:
+                return on_join(header, body, now_ms, out);
+            case Kind::kDelta:
+                return on_delta(body, now_ms);
+            case Kind::kBeat:
+                return on_beat(header, body, now_ms, out);
+            case Kind::kLeave:
+                return on_leave(now_ms);
+            default:
+                break;
+        }
+    } else {
+        switch (header.kind) {
+            case Kind::kMembers:
+                return on_members(header, body, now_ms, out);
+            case Kind::kLocate:
+                return on_locate(header, body, out);
+            case Kind::kPlace:
+                return on_place(header, body, out);
+            case Kind::kForget:
+                return on_forget(header, body, now_ms, out);
+            default:
+                break;
+        }
+    }
+    return malformed("has a kind that this connection does not know");
+}
+
+Status MasterProtocol::on_join(const FrameHeader& header, Reader body, uint64_t now_ms,
+                               std::vector<std::byte>& out) {
+    NodeIdentity identity;
+    NodeLoad load;
+    if (!read_identity(body, identity) || identity.name.empty() || !read_load(body, load) ||
+        !read_event_endpoints(body, identity)) {
+        return malformed("is no JOIN");
+    }
+    if (node_ != kNoNode) return malformed("joins a second time");
+    Result<Master::JoinAnswer> joined = host_.master.join(now_ms, identity, load, link_);
+    if (!joined) {
+        if (host_.on_join_refused) host_.on_join_refused(joined.error());
+        return joined.error();
+    }
+    node_ = joined->id;
+    // The node's former connection, which may hang half open for minutes. Its end finds that it is no
+    // longer the node's link and says nothing.
+    if (joined->close != kNoLink) host_.close_link(joined->close);
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out);
+    w.number(node_);
+    w.number(static_cast<uint8_t>(joined->resumed ? kJoinResumed : 0));
+    w.number(uint8_t{0});
+    // The master sets the pace and the frame size, so that they are configured in one place for the
+    // cluster.
+    w.number(host_.beat_ms);
+    w.number(host_.master.limits().hashes_per_frame);
+    w.number(host_.master.membership().epoch());
+    write_drops(w, host_.master.drops(node_), host_.master.limits().drops_per_answer);
+    finish_frame(out, at);
+    return success();
+}
+
+// Whether this connection still speaks for its node: an incarnation ends by silence, or another connection
+// has it.
+bool MasterProtocol::seated() const { return node_ != kNoNode && host_.master.current(node_, link_); }
+
+// One way: no answer. The node learns that it lost its seat by the error frame that ends the connection.
+Status MasterProtocol::on_delta(Reader body, uint64_t now_ms) {
+    auto flags = body.number<uint8_t>();
+    body.bytes(3);
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || n > host_.master.limits().hashes_per_frame ||
+        body.left() != uint64_t{n} * kDeltaRowBytes) {
+        return malformed("is no DELTA");
+    }
+    if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool; join again"};
+    if (!host_.master.delta(now_ms, node_, link_, flags, body.bytes(body.left()))) {
+        return malformed("has a row that makes no sense");
+    }
+    return success();
+}
+
+Status MasterProtocol::on_beat(const FrameHeader& header, Reader body, uint64_t now_ms,
+                               std::vector<std::byte>& out) {
+    auto drops_done = body.number<uint64_t>();
+    NodeLoad load;
+    if (!read_load(body, load)) return malformed("is no BEAT");
+    if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool; join again"};
+    host_.master.beat(now_ms, node_, link_, load, drops_done);
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out);
+    w.number(host_.master.membership().epoch());
+    write_drops(w, host_.master.drops(node_), host_.master.limits().drops_per_answer);
+    finish_frame(out, at);
+    return success();
+}
+
+// The seat is cleared at once. The node closes the connection afterwards, and its end finds no member.
+Status MasterProtocol::on_leave(uint64_t now_ms) {
+    if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool"};
+    if (host_.on_leave) host_.on_leave(node_);
+    host_.master.left(now_ms, node_, link_);
+    return success();
+}
+
+Status MasterProtocol::on_members(const FrameHeader& header, Reader body, uint64_t now_ms,
+                                  std::vector<std::byte>& out) {
+    auto known = body.number<uint64_t>();
+    if (!body.ok()) return malformed("is no MEMBERS");
+    const Membership& membership = host_.master.membership();
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out);
+    w.number(membership.epoch());
+    bool changed = known != membership.epoch();
+    // Told with every answer, also when the list has not changed: the end of the filling moves no epoch.
+    bool filling = host_.master.filling(now_ms);
+    w.number(static_cast<uint8_t>((changed ? kMembersChanged : 0) | (filling ? kMembersFilling : 0)));
+    if (changed) {
+        Members members = membership.current(now_ms);
+        w.number(static_cast<uint32_t>(members.rows.size()));
+        for (const Member& member : members.rows) write_member(w, member);
+        for (const Member& member : members.rows) write_event_endpoints(w, member.identity);
+    }
+    finish_frame(out, at);
+    return success();
+}
+
+// u8 flags, u8 holders at most, u16 width, u32 n, n hashes -> u64 epoch, u32 n, per key u8 count and holders
+Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, std::vector<std::byte>& out) {
+    LocateHead head = LocateHead::read(body);
+    if (!body.ok() || body.left() != uint64_t{head.n} * sizeof(Hash128)) return malformed("is no LOCATE");
+    // A frame is served in one piece on the loop; the limit bounds how long all others wait for it.
+    if (head.n > host_.master.limits().hashes_per_frame)
+        return malformed("asks for more keys than the limit");
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out);
+    w.number(host_.master.membership().epoch());
+    host_.master.locate(body.bytes(body.left()), head.flags, head.holders_max, head.width, w);
+    finish_frame(out, at);
+    return success();
+}
+
+// u64 bytes, u16 n, u8 flags, u8 zero, u16 nodes to avoid, u16 hosts to avoid, nodes, hosts -> u16 n, nodes
+Status MasterProtocol::on_place(const FrameHeader& header, Reader body, std::vector<std::byte>& out) {
+    auto bytes = body.number<uint64_t>();
+    auto n = body.number<uint16_t>();
+    auto flags = body.number<uint8_t>();
+    body.number<uint8_t>();
+    auto nodes = body.number<uint16_t>();
+    auto hosts = body.number<uint16_t>();
+    // A host has two bytes of length at least. The check comes before the vectors are made, so that counts
+    // alone cannot allocate.
+    if (!body.ok() || uint64_t{nodes} * 2 + uint64_t{hosts} * 2 > body.left())
+        return malformed("is no PLACE");
+    std::vector<NodeId> avoid_nodes(nodes);
+    for (NodeId& node : avoid_nodes) node = body.number<NodeId>();
+    std::vector<std::string_view> avoid_hosts(hosts);
+    for (std::string_view& host : avoid_hosts) host = body.text16();
+    if (!body.ok()) return malformed("is no PLACE");
+    std::vector<NodeId> chosen =
+        host_.master.place(tenant_, bytes, n, avoid_nodes, avoid_hosts, (flags & kPlaceEvict) != 0);
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out);
+    w.number(static_cast<uint16_t>(chosen.size()));
+    for (NodeId id : chosen) w.number(id);
+    finish_frame(out, at);
+    return success();
+}
+
+// u32 n, u16 unreached nodes, u16 zero, nodes, n hashes -> u32 rows
+Status MasterProtocol::on_forget(const FrameHeader& header, Reader body, uint64_t now_ms,
+                                 std::vector<std::byte>& out) {
+    auto n = body.number<uint32_t>();
+    auto nodes = body.number<uint16_t>();
+    body.number<uint16_t>();
+    if (!body.ok() || body.left() != uint64_t{nodes} * 2 + uint64_t{n} * sizeof(Hash128)) {
+        return malformed("is no FORGET");
+    }
+    if (n > host_.master.limits().hashes_per_frame) return malformed("forgets more keys than the limit");
+    std::vector<NodeId> unreached(nodes);
+    for (NodeId& node : unreached) node = body.number<NodeId>();
+    uint32_t rows = host_.master.forget(now_ms, body.bytes(body.left()), unreached);
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer(out).number(rows);
+    finish_frame(out, at);
+    return success();
+}
+
+}  // namespace moonpool

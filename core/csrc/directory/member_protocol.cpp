@@ -1,0 +1,210 @@
+#include "directory/member_protocol.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "wire/error_frame.hpp"
+
+namespace moonpool {
+
+namespace {
+
+Error store_is_silent() { return Error{Code::kTimeout, "the node's store did not answer in time"}; }
+
+}  // namespace
+
+MemberProtocol::MemberProtocol(MemberProtocolOptions options, MemberHooks hooks, DeltaLog& log,
+                               MemberCounters& counters, Now now)
+    : options_(std::move(options)),
+      hooks_(std::move(hooks)),
+      log_(log),
+      counters_(counters),
+      now_(std::move(now)) {}
+
+Status MemberProtocol::connected(const std::string& peer, Send send) {
+    link_ = Link{};
+    link_.peer = peer;
+    link_.send = std::move(send);
+    told_ = false;
+    NodeLoad load;
+    if (!hooks_.load(load)) return store_is_silent();
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kJoin, 0, link_.next_request++);
+    Writer w(out_);
+    write_identity(w, options_.identity);
+    write_load(w, load);
+    write_event_endpoints(w, options_.identity);
+    finish_frame(out_, at);
+    link_.asked_ms = now_();
+    return link_.send(out_);
+}
+
+Status MemberProtocol::step() {
+    uint64_t now = now_();
+    bool waits = !link_.joined || link_.beat_open;
+    if (waits && now - link_.asked_ms > timeout_ms()) {
+        return Error{Code::kTimeout, "the master at " + link_.peer + " did not answer in time"};
+    }
+    if (!link_.joined) return success();
+    if (now >= link_.next_beat_ms && !link_.beat_open) {
+        if (Status status = send_beat(); !status) return status;
+    }
+    if (link_.inventory) {
+        if (Status status = tell_inventory(); !status) return status;
+    }
+    // A full frame goes at once; fewer rows wait for up to batch_ms, so that a busy store sends some large
+    // frames and not many small ones.
+    if (log_.size() >= link_.rows_max || now - link_.told_ms >= batch_ms()) return tell_changes();
+    return success();
+}
+
+// Next: the answer, the next beat, the end of the batch, or the first row of one. While an inventory is being
+// told, answers are looked at between two pieces, without a wait.
+uint64_t MemberProtocol::due_ms() const {
+    if (link_.inventory) return 0;
+    bool waits = !link_.joined || link_.beat_open;
+    uint64_t due = waits ? link_.asked_ms + timeout_ms() + 1 : link_.next_beat_ms;
+    if (link_.joined && log_.size() != 0) due = std::min(due, link_.told_ms + batch_ms());
+    return due;
+}
+
+void MemberProtocol::leave() {
+    if (!link_.joined) return;
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kLeave, kFlagOneWay, 0);
+    finish_frame(out_, at);
+    (void)link_.send(out_);
+}
+
+// One beat at a time is open: the next one is due only after the answer, or the time limit that step() sets
+// on it.
+Status MemberProtocol::send_beat() {
+    NodeLoad load;
+    if (!hooks_.load(load)) return store_is_silent();
+    out_.clear();
+    size_t at = begin_frame(out_, Kind::kBeat, 0, link_.next_request++);
+    Writer w(out_);
+    w.number(drops_done_);
+    write_load(w, load);
+    finish_frame(out_, at);
+    link_.beat_open = true;
+    link_.asked_ms = now_();
+    link_.next_beat_ms = link_.asked_ms + link_.beat_ms;
+    counters_.beats_total.fetch_add(1);
+    return link_.send(out_);
+}
+
+// One piece. It is sent before any change that comes later is taken from the log; so the last word about a
+// key is always the latest one.
+Status MemberProtocol::tell_inventory() {
+    rows_.clear();
+    if (!hooks_.inventory(link_.cursor, rows_)) return store_is_silent();
+    bool last = link_.cursor == 0;
+    // A piece of the store without rows needs no frame, except the first and the last, which carry the
+    // flags.
+    if (rows_.empty() && !last && link_.begun) return success();
+    Status sent = send_rows(rows_, link_.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
+    link_.begun = true;
+    if (!sent || !last) return sent;
+    link_.inventory = false;
+    counters_.inventories_total.fetch_add(1);
+    link_.next_beat_ms = now_();  // its answer says what to drop
+    told_ = true;
+    return success();
+}
+
+Status MemberProtocol::tell_changes() {
+    rows_.clear();
+    link_.told_ms = now_();
+    // The log overflowed and has lost changes. Only another inventory makes the master's rows exact again;
+    // the rows of the former one count until its end.
+    if (!log_.take(rows_)) {
+        log_.begin_inventory();
+        link_.inventory = true;
+        link_.begun = false;
+        link_.cursor = 0;
+        return success();
+    }
+    return rows_.empty() ? success() : send_rows(rows_, 0, 0);
+}
+
+// At least one frame, even without rows: its flags mark the begin or the end of an inventory.
+Status MemberProtocol::send_rows(const std::vector<DeltaRow>& rows, uint8_t first_flags, uint8_t last_flags) {
+    size_t sent = 0;
+    do {
+        size_t n = std::min<size_t>(link_.rows_max, rows.size() - sent);
+        auto flags =
+            static_cast<uint8_t>((sent == 0 ? first_flags : 0) | (sent + n == rows.size() ? last_flags : 0));
+        out_.clear();
+        out_.reserve(sizeof(FrameHeader) + 8 + n * kDeltaRowBytes);
+        size_t at = begin_frame(out_, Kind::kDelta, kFlagOneWay, 0);
+        Writer w(out_);
+        w.number(uint32_t{flags});
+        w.number(static_cast<uint32_t>(n));
+        for (size_t i = sent; i < sent + n; ++i) write_row(w, rows[i]);
+        finish_frame(out_, at);
+        if (Status status = link_.send(out_); !status) return status;
+        sent += n;
+    } while (sent < rows.size());
+    counters_.rows_sent_total.fetch_add(rows.size());
+    if (out_.capacity() > (1u << 16)) decltype(out_)().swap(out_);
+    return success();
+}
+
+Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
+    Error nonsense{Code::kProtocol, link_.peer + " sent an answer that does not fit the question"};
+    if (header.kind == Kind::kError) return read_error(body);
+    bool joins = header.kind == Kind::kJoin;
+    if (!joins && header.kind != Kind::kBeat) return nonsense;
+    bool resumed = false;
+    NodeId id = id_;
+    if (joins) {
+        id = body.number<NodeId>();
+        resumed = (body.number<uint8_t>() & kJoinResumed) != 0;
+        body.number<uint8_t>();
+        // The master is another process, perhaps of another version: its numbers are brought within bounds
+        // that cannot stop the caller or make it spin.
+        link_.beat_ms = std::clamp<uint32_t>(body.number<uint32_t>(), 1, 60000);
+        link_.rows_max = std::max<uint32_t>(body.number<uint32_t>(), 1);
+    }
+    auto epoch = body.number<uint64_t>();
+    Drops drops;
+    if (!read_drops(body, drops)) return nonsense;
+    if (joins) {
+        if (!resumed) drops_done_ = 0;  // another seat, or another master: it counts anew
+        id_ = id;
+        counters_.joins_total.fetch_add(1);
+    } else {
+        link_.beat_open = false;
+    }
+    epoch_ = epoch;
+    ++answers_;
+    uint64_t done = drops_done_;
+    if (Status status = carry_out(drops); !status) return status;
+    if (drops_done_ != done) link_.next_beat_ms = now_();  // the master waits to hear it, and may have more
+    if (joins) {
+        // The log records from before the first piece of the inventory is read; a change that the inventory
+        // does not have is therefore in the log.
+        log_.begin_inventory();
+        link_.joined = link_.inventory = true;
+        link_.next_beat_ms = now_();
+    }
+    return success();
+}
+
+// `first` is the number of drops before this list. An overlap with what is done is skipped, because answers
+// repeat what is not yet confirmed. When the store does not answer, nothing is confirmed, and the
+// connection ends.
+Status MemberProtocol::carry_out(const Drops& drops) {
+    uint64_t end = drops.first + drops.hashes.size();
+    if (end <= drops_done_) return success();
+    bool all = drops.all && drops.first > drops_done_;
+    uint64_t skip = drops_done_ > drops.first ? drops_done_ - drops.first : 0;
+    std::vector<Hash128> due(drops.hashes.begin() + static_cast<std::ptrdiff_t>(skip), drops.hashes.end());
+    if (!hooks_.drop(all, due)) return store_is_silent();
+    counters_.dropped_total.fetch_add(due.size());
+    drops_done_ = end;
+    return success();
+}
+
+}  // namespace moonpool

@@ -1,0 +1,115 @@
+// MemberProtocol: what a node says to its master and does with the answers, without a socket, thread or clock
+// of its own: time and frames in, frames out. MemberAgent drives it over its connection, and the simulator of
+// tests/sim over a simulated network.
+//
+//   connected() -> JOIN -> answer -> inventory -> { changes, beats, answers }* -> leave(), or an error
+//
+// step() sends what is due, and due_ms() says when there is something to do again. An error ends the
+// connection; the next one begins with connected().
+//
+// The log keeps rows from the JOIN on, so that the inventory, which is read piece by piece behind it, is
+// complete with them.
+//
+// drops_done_ is the number of drops carried out for this seat; the master repeats all that come after it
+// in every answer. It survives a connection, and begins anew with a seat (JOIN that is not resumed). So a
+// drop is carried out at least once and confirmed only afterwards.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/result.hpp"
+#include "directory/delta_log.hpp"
+#include "directory/protocol.hpp"
+#include "directory/types.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+// What the protocol asks of its node. Each gives up by itself when the node does not answer; false ends the
+// connection.
+struct MemberHooks {
+    // The next rows of the inventory, from `cursor` (0: the beginning) on, to `rows`; cursor is 0 again at
+    // the end.
+    std::function<bool(uint64_t& cursor, std::vector<DeltaRow>& rows)> inventory;
+    std::function<bool(NodeLoad& load)> load;
+    // Copies that are void: removed elsewhere while this node was away. all: everything is.
+    std::function<bool(bool all, const std::vector<Hash128>& hashes)> drop;
+};
+
+struct MemberCounters {
+    std::atomic<uint64_t> joins_total{0}, connect_failures_total{0}, inventories_total{0};
+    std::atomic<uint64_t> rows_sent_total{0}, beats_total{0}, dropped_total{0};
+};
+
+struct MemberProtocolOptions {
+    NodeIdentity identity;
+    int timeout_ms = 1000;  // of an answer
+    int batch_ms = 5;       // changes wait at most so long for others to go with them
+};
+
+class MemberProtocol {
+   public:
+    using Now = std::function<uint64_t()>;  // ms of a clock that never jumps
+    using Send = std::function<Status(std::span<const std::byte> frame)>;
+
+    MemberProtocol(MemberProtocolOptions options, MemberHooks hooks, DeltaLog& log, MemberCounters& counters,
+                   Now now);
+
+    // A connection stands: sends JOIN. peer: for errors.
+    Status connected(const std::string& peer, Send send);
+    // Sends whatever is due.
+    Status step();
+    uint64_t due_ms() const;  // when step() has something to do; 0: at once
+    Status on_frame(const FrameHeader& header, Reader body);
+    // Best effort: a master that takes no bytes now suspects the node, and gives it up later.
+    void leave();
+
+    bool told() const { return told_; }            // joined, and its inventory is told over this connection
+    NodeId id() const { return id_; }              // of its last incarnation
+    uint64_t epoch() const { return epoch_; }      // of the membership, as of the last answer
+    uint64_t answers() const { return answers_; }  // so far
+
+   private:
+    // One connection, from JOIN to its end.
+    struct Link {
+        std::string peer;
+        Send send;
+        uint64_t next_request = 1;
+        uint32_t beat_ms = 200;
+        uint32_t rows_max = 16384;
+        uint64_t next_beat_ms = 0, asked_ms = 0, told_ms = 0;
+        bool joined = false;
+        bool beat_open = false;  // a BEAT without its answer
+        bool inventory = false;  // is being told
+        bool begun = false;      // and its first frame is sent
+        uint64_t cursor = 0;
+    };
+
+    uint64_t timeout_ms() const { return static_cast<uint64_t>(options_.timeout_ms); }
+    uint64_t batch_ms() const { return static_cast<uint64_t>(options_.batch_ms); }
+    Status tell_inventory();
+    Status tell_changes();
+    Status send_rows(const std::vector<DeltaRow>& rows, uint8_t first_flags, uint8_t last_flags);
+    Status send_beat();
+    Status carry_out(const Drops& drops);
+
+    MemberProtocolOptions options_;
+    MemberHooks hooks_;
+    DeltaLog& log_;
+    MemberCounters& counters_;
+    Now now_;
+    Link link_;
+    std::vector<std::byte> out_;
+    std::vector<DeltaRow> rows_;
+    bool told_ = false;
+    uint64_t drops_done_ = 0;
+    NodeId id_ = kNoNode;
+    uint64_t epoch_ = 0, answers_ = 0;
+};
+
+}  // namespace moonpool
