@@ -16,7 +16,7 @@ PYTHON_FOLDERS = (
     "benchmarks", "connectors", "core", "deploy", "disagg_proxy", "examples", "scripts", "setup.py",
     "src", "tests",
 )  # fmt: skip
-NATIVE_FOLDERS = ("core/csrc", "disagg_proxy/csrc", "tests/native", "benchmarks")
+NATIVE_FOLDERS = ("core/csrc", "disagg_proxy/csrc", "tests/native", "tests/sim", "benchmarks")
 
 
 def lint(progress: Progress, tools: Environment, fix: bool = False) -> bool:

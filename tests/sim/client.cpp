@@ -1,0 +1,511 @@
+#include "client.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/crc32c.hpp"
+#include "directory/protocol.hpp"
+#include "frames.hpp"
+#include "store/shared/descriptor.hpp"
+#include "store/shared/messages.hpp"
+#include "wire/error_frame.hpp"
+
+namespace moonpool::sim {
+
+namespace {
+
+constexpr Micros kMasterPatience = 500 * kMs, kNodePatience = 1425 * kMs;
+constexpr uint64_t kMembersFreshMs = 200;
+constexpr uint32_t kSpace = 0;
+
+std::string bytes_of(uint64_t value) {
+    std::string bytes(16, '\0');
+    std::memcpy(bytes.data(), &value, sizeof(value));
+    return bytes;
+}
+uint64_t value_in(std::string_view bytes) {
+    uint64_t value = 0;
+    if (bytes.size() == 16) std::memcpy(&value, bytes.data(), sizeof(value));
+    return value;
+}
+
+Error misfit() { return Error{Code::kProtocol, "an answer that does not fit the question"}; }
+
+// The one object in an answer to READ; empty: a miss.
+Result<std::string> read_object(const Bytes& frame) {
+    Reader r = body_of(frame);
+    r.number<uint32_t>();
+    auto row = r.number<ReadRow>();
+    if (row.size == kReadMiss) return std::string();
+    std::string bytes(r.bytes(row.bytes));
+    if (!r.done() || crc32c(0, bytes.data(), bytes.size()) != row.crc) return misfit();
+    return bytes;
+}
+
+}  // namespace
+
+SimClient::SimClient(World& world, Network& network, SimMaster& master, std::vector<SimNode*> nodes,
+                     uint32_t host, const Planted& planted)
+    : Process(world, "client-" + std::to_string(host), host),
+      network_(network),
+      master_(master),
+      nodes_(std::move(nodes)),
+      planted_(planted),
+      hash_("default", "default", "") {}
+
+void SimClient::on_start() {
+    lines_ = std::vector<Line>(nodes_.size() + 1);
+    locations_ = std::make_unique<LocationCache>();
+    recent_ = std::make_unique<RecentCopies>();
+    members_ = std::make_unique<MembersCache>(kMembersFreshMs);
+    place_ = OwnPlace{nodes_[host()]->identity().host_id, {}};
+}
+
+void SimClient::on_end() {
+    // Answers refer to what ends here.
+    for (Line& line : lines_) line.open.clear();
+    lines_.clear();
+}
+
+void SimClient::run(Operation operation, std::function<void(const Operation&)> done) {
+    operation.begin = world_.now();
+    auto call = std::make_shared<Call>(Call{operation, "k" + std::to_string(operation.key), std::move(done)});
+    switch (operation.kind) {
+        case Operation::kGet:
+            return get(call);
+        case Operation::kRemove:
+            return remove(call);
+        case Operation::kPin:
+            return pin(call);
+        case Operation::kPut:
+        case Operation::kReplace:
+            return put(call);
+    }
+}
+
+void SimClient::finish(const CallRef& call, Operation::Outcome outcome) {
+    call->operation.outcome = outcome;
+    call->operation.end = world_.now();
+    call->done(call->operation);
+}
+
+// ---- Connections
+
+// A connection to a node is opened by the call that needs it; after a failure calls fail at once for a while.
+// The one to the master is opened in the background, and calls fail at once until it stands.
+void SimClient::connect(Line& line, std::function<void(const Status&)> then) {
+    if (line.end != nullptr) return then(success());
+    bool is_master = &line == &lines_[0];
+    if (line.dialing || world_.now() >= line.retry_at) {
+        bool waits = !is_master || !line.connected_before;
+        if (waits) line.waiting.push_back(then);
+        if (!line.dialing) dial(line);
+        if (waits) return;
+    }
+    then(Error{Code::kUnavailable, "there is no connection"});
+}
+
+void SimClient::dial(Line& line) {
+    size_t index = static_cast<size_t>(&line - lines_.data());
+    Process& to = index == 0 ? static_cast<Process&>(master_) : *nodes_[index - 1];
+    line.dialing = true;
+    uint64_t attempt = ++line.attempts;
+    auto accept = [this, index](std::shared_ptr<End> end) {
+        if (index == 0) {
+            master_.accept(std::move(end), false);
+        } else {
+            nodes_[index - 1]->accept(std::move(end));
+        }
+    };
+    network_.dial(*this, to, accept, [this, &line, attempt](std::shared_ptr<End> end) {
+        if (attempt == line.attempts) {
+            dialed(line, std::move(end));
+        } else if (end != nullptr) {
+            end->close();
+        }
+    });
+    later(index == 0 ? kMasterPatience : kNodePatience, [this, &line, attempt] {
+        if (attempt == line.attempts && line.dialing) dialed(line, nullptr);
+    });
+}
+
+void SimClient::dialed(Line& line, std::shared_ptr<End> end) {
+    size_t index = static_cast<size_t>(&line - lines_.data());
+    ++line.attempts;
+    line.dialing = false;
+    Status status = success();
+    if (end == nullptr) {
+        Micros least = index == 0 ? 100 * kMs : 250 * kMs, most = index == 0 ? 500 * kMs : 2 * kSecond;
+        line.backoff = std::clamp(line.backoff * 2, least, most);
+        line.retry_at = world_.now() + line.backoff;
+        status = Error{Code::kUnavailable, "nothing listens there"};
+    } else {
+        line.backoff = 0;
+        line.connected_before = true;
+        line.end = end;
+        end->on_frame = [this, &line, raw = end.get()](const Bytes& frame) {
+            if (line.end.get() == raw) answered(line, frame);
+        };
+        end->on_end = [this, &line, raw = end.get()] {
+            if (line.end.get() == raw) lost(line, Error{Code::kUnavailable, "the connection has ended"});
+        };
+        if (index == 0) members_->connected();
+        if (index == host() + 1) place_.own = nodes_[host()]->identity().incarnation;
+    }
+    for (auto& then : std::exchange(line.waiting, {})) then(status);
+}
+
+void SimClient::answered(Line& line, const Bytes& frame) {
+    FrameHeader header = header_of(frame);
+    if (header.kind == Kind::kError) {
+        Reader body = body_of(frame);
+        return lost(line, read_error(body));
+    }
+    auto it = line.open.find(header.request_id);
+    if (it == line.open.end()) return;
+    Answer answer = std::move(it->second);
+    line.open.erase(it);
+    answer(frame);
+}
+
+void SimClient::lost(Line& line, const Error& why) {
+    line.end->close();
+    line.end.reset();
+    if (&line == &lines_[0]) dial(line);
+    for (auto& [request, answer] : std::exchange(line.open, {})) answer(why);
+}
+
+void SimClient::ask(Line& line, Kind kind, std::function<void(Writer&)> build, Answer answer) {
+    connect(line, [this, &line, kind, build, answer](const Status& status) {
+        if (!status) return answer(status.error());
+        uint64_t request = next_request_++;
+        line.open.emplace(request, answer);
+        line.end->send(make_frame(kind, 0, request, build));
+        later(&line == &lines_[0] ? kMasterPatience : kNodePatience, [this, &line, request] {
+            if (line.open.contains(request)) lost(line, Error{Code::kTimeout, "no answer in time"});
+        });
+    });
+}
+
+// By its address: a restarted node has that of its former life.
+size_t SimClient::node_at(const Member& member) const {
+    auto same = [&](const SimNode* node) { return node->identity().address == member.identity.address; };
+    return static_cast<size_t>(std::ranges::find_if(nodes_, same) - nodes_.begin());
+}
+
+// ---- Questions
+
+void SimClient::ask_members(std::function<void(const Status&)> then) {
+    ask(
+        lines_[0], Kind::kMembers, [this](Writer& w) { w.number(members_->epoch()); },
+        [this, then](const Result<Bytes>& answer) {
+            if (!answer) return then(answer.error());
+            Reader r = body_of(*answer);
+            then(members_->read(now_ms(), r) ? success() : Status(misfit()));
+        });
+}
+
+// While the master is away the last list serves on.
+void SimClient::members(std::function<void(const Result<std::shared_ptr<const Members>>&)> then) {
+    if (members_->current() != nullptr && !members_->due(now_ms())) return then(members_->current());
+    ask_members([this, then](const Status& status) {
+        if (!status && members_->current() == nullptr) return then(status.error());
+        then(members_->current());
+    });
+}
+
+void SimClient::locate(const std::vector<Hash128>& keys, const LocateOptions& options,
+                       std::function<void(const Result<LocateAnswer>&)> then) {
+    auto build = [keys, options](Writer& w) {
+        LocateHead head{.n = static_cast<uint32_t>(keys.size())};
+        if (options.suspects) head.flags = kLocateSuspects;
+        head.write(w);
+        for (const Hash128& key : keys) write_hash(w, key);
+    };
+    ask(lines_[0], Kind::kLocate, build, [this, then](const Result<Bytes>& frame) {
+        if (!frame) return then(frame.error());
+        Reader r = body_of(*frame);
+        auto answer = std::make_shared<LocateAnswer>();
+        auto epoch = r.number<uint64_t>();
+        auto n = r.number<uint32_t>();
+        for (uint32_t i = 0; i < n; ++i) read_holders(r, &answer->keys);
+        if (!r.done()) return then(misfit());
+        auto named = [this, then, answer](const Status& status) {
+            if (!status) return then(status.error());
+            answer->members = members_->current();
+            then(*answer);
+        };
+        if (members_->fits(now_ms(), epoch)) return named(success());
+        ask_members(named);
+    });
+}
+
+void SimClient::forget(const std::vector<Hash128>& keys, std::vector<NodeId> unreached,
+                       std::function<void()> then) {
+    if (planted_.unreached_lost) unreached.clear();
+    auto build = [keys, unreached](Writer& w) {
+        write_forget_head(w, static_cast<uint32_t>(keys.size()), unreached);
+        for (const Hash128& key : keys) write_hash(w, key);
+    };
+    ask(lines_[0], Kind::kForget, build, [then](const Result<Bytes>&) { then(); });
+}
+
+void SimClient::remove_at(size_t node, const std::string& name,
+                          std::function<void(const Result<std::vector<uint8_t>>&)> then) {
+    auto build = [name](Writer& w) {
+        w.number(kSpace);
+        w.number(uint32_t{1});
+        w.text16(name);
+    };
+    ask(lines_[node + 1], Kind::kRemove, build, [then](const Result<Bytes>& answer) {
+        if (!answer) return then(answer.error());
+        Reader r = body_of(*answer);
+        r.number<uint32_t>();
+        std::vector<uint8_t> flags{r.number<uint8_t>()};
+        then(r.done() ? Result<std::vector<uint8_t>>(flags) : misfit());
+    });
+}
+
+void SimClient::read_at(size_t node, const ReadAsk& what,
+                        std::function<void(const Result<std::string>&)> then) {
+    auto build = [what, name = std::string(what.name)](Writer& w) {
+        w.number(kSpace);
+        w.number(uint32_t{1});
+        ReadAsk row = what;
+        row.name = name;
+        row.write(w);
+    };
+    ask(lines_[node + 1], Kind::kRead, build, [then](const Result<Bytes>& answer) {
+        if (!answer) return then(answer.error());
+        then(read_object(*answer));
+    });
+}
+
+void SimClient::put_at(size_t node, const CallRef& call,
+                       std::function<void(const Result<PutOutcome>&)> then) {
+    auto build = [call](Writer& w) {
+        std::string bytes = bytes_of(call->operation.value);
+        NewKey key{call->name, {}};
+        bool replace = call->operation.kind == Operation::kReplace;
+        PutHead{{kSpace, replace ? kCommitReplace : uint8_t{0}, 1},
+                static_cast<uint32_t>(PutObject::bytes(key, false))}
+            .write(w);
+        PutObject{bytes.size(), crc32c(0, bytes.data(), bytes.size()), key}.write(w, false);
+        w.bytes(bytes.data(), bytes.size());
+    };
+    ask(lines_[node + 1], Kind::kPut, build, [then](const Result<Bytes>& answer) {
+        if (!answer) return then(answer.error());
+        Reader r = body_of(*answer);
+        auto outcome = PutOutcome::kRefused;
+        bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o) { outcome = o; });
+        then(fits ? Result<PutOutcome>(outcome) : misfit());
+    });
+}
+
+void SimClient::place(std::vector<NodeId> avoid, std::function<void(const Result<NodeId>&)> then) {
+    auto build = [avoid](Writer& w) {
+        w.number(uint64_t{16});
+        w.number(uint16_t{1});
+        w.number(kPlaceEvict);
+        w.number(uint8_t{0});
+        w.number(static_cast<uint16_t>(avoid.size()));
+        w.number(uint16_t{0});
+        for (NodeId node : avoid) w.number(node);
+    };
+    ask(lines_[0], Kind::kPlace, build, [then](const Result<Bytes>& answer) {
+        if (!answer) return then(answer.error());
+        Reader r = body_of(*answer);
+        NodeId chosen = r.number<uint16_t>() == 0 ? kNoNode : r.number<NodeId>();
+        then(chosen);
+    });
+}
+
+// ---- Verbs, as Client has them
+
+// The own node's memory is mapped here: no frame is sent, and a node that stands still is read as well.
+void SimClient::get(const CallRef& call) {
+    connect(lines_[host() + 1], [this, call](const Status& own) {
+        if (own) {
+            if (auto bytes = nodes_[host()]->read(call->name)) {
+                call->operation.value = value_in(*bytes);
+                return finish(call, Operation::kDone);
+            }
+        }
+        auto search = std::make_shared<Search>();
+        search->call = call;
+        search->own_answered = own.ok();
+        search->steps.emplace(std::vector{hash_(call->name)}, place_, *locations_, search->sizes);
+        members([this, search](const Result<std::shared_ptr<const Members>>& answer) {
+            search->steps->members(answer);
+            this->search(search);
+        });
+    });
+}
+
+void SimClient::search(const std::shared_ptr<Search>& search) {
+    switch (search->steps->wants()) {
+        case SearchSteps::Wants::kMembers:
+            return;
+        case SearchSteps::Wants::kLocate:
+            return locate(search->steps->question(), {}, [this, search](const Result<LocateAnswer>& answer) {
+                search->steps->located(answer);
+                this->search(search);
+            });
+        case SearchSteps::Wants::kRead: {
+            const NodeItems& node = search->steps->nodes().front();  // one key: one node at a time
+            ReadAsk what{.how = kReadByName, .from = 0, .room = 64, .name = search->call->name};
+            return read_at(node_at(node.member), what, [this, search](const Result<std::string>& bytes) {
+                Result<std::vector<int64_t>> sizes = std::vector<int64_t>{kMiss};
+                if (!bytes) {
+                    sizes = bytes.error();
+                } else if (!bytes->empty()) {
+                    search->call->operation.value = value_in(*bytes);
+                    sizes = std::vector<int64_t>{static_cast<int64_t>(bytes->size())};
+                }
+                search->steps->answered(search->steps->nodes().front(), sizes);
+                search->steps->all_answered();
+                this->search(search);
+            });
+        }
+        case SearchSteps::Wants::kDone:
+            // With the own node away, a miss everywhere else is not known to be a miss.
+            bool known = search->sizes[0] >= 0 || search->own_answered;
+            return finish(search->call, known ? Operation::kDone : Operation::kUnknown);
+    }
+}
+
+void SimClient::remove(const CallRef& call) {
+    remove_at(host(), call->name, [this, call](const Result<std::vector<uint8_t>>& own) {
+        remove_elsewhere(call, !own.ok(), [this, call, own_answered = own.ok()](bool removed) {
+            finish(call, own_answered || removed ? Operation::kDone : Operation::kUnknown);
+        });
+    });
+}
+
+// then: whether another node had it.
+void SimClient::remove_elsewhere(const CallRef& call, bool own_away, std::function<void(bool)> then) {
+    auto removal = std::make_shared<Removal>();
+    removal->call = call;
+    removal->then = std::move(then);
+    removal->steps.emplace(std::vector{hash_(call->name)}, place_.own, own_away, *locations_, *recent_);
+    go_on(removal);
+}
+
+void SimClient::go_on(const std::shared_ptr<Removal>& removal) {
+    RemovalSteps& steps = *removal->steps;
+    switch (steps.wants()) {
+        case RemovalSteps::Wants::kLocate:
+            return locate(steps.keys(), RemovalSteps::question(),
+                          [this, removal](const Result<LocateAnswer>& answer) {
+                              removal->steps->located(now_ms(), answer);
+                              go_on(removal);
+                          });
+        case RemovalSteps::Wants::kMembers:
+            return members([this, removal](const Result<std::shared_ptr<const Members>>& answer) {
+                removal->steps->members(now_ms(), answer);
+                go_on(removal);
+            });
+        case RemovalSteps::Wants::kTell:
+            removal->waits_for = steps.nodes().size() + 1;
+            for (size_t i = 0; i < steps.nodes().size(); ++i) {
+                auto told = [this, removal, i](const Result<std::vector<uint8_t>>& flags) {
+                    removal->steps->told(now_ms(), removal->steps->nodes()[i], flags);
+                    one_told(removal);
+                };
+                remove_at(node_at(steps.nodes()[i].member), removal->call->name, told);
+            }
+            return one_told(removal);
+        case RemovalSteps::Wants::kForget:
+            return forget(steps.keys(), steps.unreached(), [this, removal] {
+                removal->steps->forgotten();
+                go_on(removal);
+            });
+        case RemovalSteps::Wants::kDone:
+            return removal->then(steps.removed()[0] != 0);
+    }
+}
+
+void SimClient::one_told(const std::shared_ptr<Removal>& removal) {
+    if (--removal->waits_for != 0) return;
+    removal->steps->all_told();
+    go_on(removal);
+}
+
+// Other holders lose an older generation first; then the own node gets the new one, or another one when the
+// own one is away or has no room.
+void SimClient::put(const CallRef& call) {
+    if (call->operation.kind != Operation::kReplace) return put_here(call);
+    remove_elsewhere(call, false, [this, call](bool) { put_here(call); });
+}
+
+void SimClient::put_here(const CallRef& call) {
+    put_at(host(), call, [this, call](const Result<PutOutcome>& own) {
+        if (own && *own != PutOutcome::kRefused) {
+            return finish(call, *own == PutOutcome::kStored ? Operation::kDone : Operation::kNothing);
+        }
+        if (own || call->operation.kind != Operation::kReplace) return put_elsewhere(call, 0, {});
+        // The own node may still have an older generation, which the master tells it to drop.
+        remove_elsewhere(call, true, [this, call](bool) { put_elsewhere(call, 0, {}); });
+    });
+}
+
+void SimClient::put_elsewhere(const CallRef& call, size_t attempt, std::vector<NodeId> avoid) {
+    if (attempt == kAttemptsMax) return finish(call, Operation::kUnknown);
+    members([this, call, attempt, avoid](const Result<std::shared_ptr<const Members>>& known) mutable {
+        if (!known) return finish(call, Operation::kUnknown);
+        for (const Member& member : (*known)->rows) {
+            if (attempt == 0 && member.identity.incarnation == place_.own) avoid.push_back(member.id);
+        }
+        place(avoid, [this, call, attempt, avoid, known = *known](const Result<NodeId>& placed) mutable {
+            const Member* member = placed ? known->find(*placed) : nullptr;
+            if (member == nullptr) return finish(call, Operation::kUnknown);
+            avoid.push_back(member->id);
+            put_at(node_at(*member), call,
+                   [this, call, attempt, avoid, to = *member](const Result<PutOutcome>& outcome) {
+                       if (!outcome || *outcome == PutOutcome::kRefused)
+                           return put_elsewhere(call, attempt + 1, avoid);
+                       locations_->put(hash_(call->name), to.identity.incarnation);
+                       recent_->add(now_ms(), hash_(call->name), to.id);
+                       finish(call, *outcome == PutOutcome::kStored ? Operation::kDone : Operation::kNothing);
+                   });
+        });
+    });
+}
+
+// Pins what a node has under the key, waits a while, reads what was pinned: it has to be there.
+void SimClient::pin(const CallRef& call) {
+    size_t node = call->operation.value % nodes_.size();
+    Line& line = lines_[node + 1];
+    auto build = [call](Writer& w) {
+        LookupHead{kSpace, kLookupPin, 1, 1}.write(w);
+        w.text16(call->name);
+    };
+    ask(line, Kind::kLookup, build, [this, call, node, &line](const Result<Bytes>& answer) {
+        if (!answer) return finish(call, Operation::kUnknown);
+        Reader r = body_of(*answer);
+        LookupFound found = LookupFound::read(r);
+        auto what = r.number<Descriptor>();
+        if (found.pin_id == 0) return finish(call, Operation::kNothing);
+        later(world_.random.between(1, 300) * kMs, [this, call, node, &line, found, what, held = line.end] {
+            if (line.end == nullptr || line.end != held) return finish(call, Operation::kUnknown);
+            ReadAsk pinned{.how = kReadPinned,
+                           .from = 0,
+                           .room = 64,
+                           .name = {},
+                           .generation = what.generation,
+                           .slot = what.slot};
+            read_at(node, pinned, [this, call, &line, found, what, held](const Result<std::string>& bytes) {
+                if (!bytes || line.end != held) return finish(call, Operation::kUnknown);
+                if (bytes->size() != what.size || crc32c(0, bytes->data(), bytes->size()) != what.crc) {
+                    findings_.push_back({Finding::kPinLost, call->name + ": what was pinned is not there",
+                                         call->operation.key});
+                }
+                held->send(
+                    make_frame(Kind::kRelease, kFlagOneWay, 0, [&](Writer& w) { w.number(found.pin_id); }));
+                finish(call, Operation::kDone);
+            });
+        });
+    });
+}
+
+}  // namespace moonpool::sim

@@ -1,0 +1,114 @@
+// SimClient: a process that uses the pool. RemovalSteps and SearchSteps, with the real LocationCache,
+// RecentCopies and MembersCache, decide what is asked of whom; here are the connections, deadlines and frames
+// around them, as Client, DirectoryClient and NodeClient have them. One call at a time asks a node; a
+// deadline is that of one wait, without the budget of a whole call.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "directory/members_cache.hpp"
+#include "history.hpp"
+#include "node.hpp"
+#include "store/client/removal_steps.hpp"
+#include "store/client/search_steps.hpp"
+#include "store/shared/messages.hpp"
+#include "store/shared/space.hpp"
+
+namespace moonpool::sim {
+
+class SimClient final : public Process {
+   public:
+    SimClient(World& world, Network& network, SimMaster& master, std::vector<SimNode*> nodes, uint32_t host,
+              const Planted& planted);
+
+    // `done` is called with the operation's outcome, unless the process ends before.
+    void run(Operation operation, std::function<void(const Operation&)> done);
+    const std::vector<Finding>& findings() const { return findings_; }
+
+   private:
+    using Answer = std::function<void(const Result<Bytes>&)>;
+    // A connection and its questions.
+    struct Line {
+        std::shared_ptr<End> end;
+        std::map<uint64_t, Answer> open;  // by request
+        bool dialing = false, connected_before = false;
+        uint64_t attempts = 0;
+        Micros retry_at = 0, backoff = 0;
+        std::vector<std::function<void(const Status&)>> waiting;  // for the connection
+    };
+    struct Call {
+        Operation operation;
+        std::string name;
+        std::function<void(const Operation&)> done;
+    };
+    using CallRef = std::shared_ptr<Call>;
+    struct Search {
+        CallRef call;
+        std::vector<int64_t> sizes{kMiss};
+        std::optional<SearchSteps> steps;
+        bool own_answered = false;
+    };
+    struct Removal {
+        CallRef call;
+        std::optional<RemovalSteps> steps;
+        size_t waits_for = 0;
+        std::function<void(bool)> then;
+    };
+
+    void on_start() override;
+    void on_end() override;
+
+    // Connections: lines_[0] to the master, lines_[n + 1] to node n.
+    void connect(Line& line, std::function<void(const Status&)> then);
+    void dial(Line& line);
+    void dialed(Line& line, std::shared_ptr<End> end);
+    void answered(Line& line, const Bytes& frame);
+    void lost(Line& line, const Error& why);
+    void ask(Line& line, Kind kind, std::function<void(Writer&)> build, Answer answer);
+    size_t node_at(const Member& member) const;
+
+    // Questions.
+    void ask_members(std::function<void(const Status&)> then);
+    void members(std::function<void(const Result<std::shared_ptr<const Members>>&)> then);
+    void locate(const std::vector<Hash128>& keys, const LocateOptions& options,
+                std::function<void(const Result<LocateAnswer>&)> then);
+    void forget(const std::vector<Hash128>& keys, std::vector<NodeId> unreached, std::function<void()> then);
+    void place(std::vector<NodeId> avoid, std::function<void(const Result<NodeId>&)> then);
+    void remove_at(size_t node, const std::string& name,
+                   std::function<void(const Result<std::vector<uint8_t>>&)> then);
+    void read_at(size_t node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
+    void put_at(size_t node, const CallRef& call, std::function<void(const Result<PutOutcome>&)> then);
+
+    // Verbs.
+    void get(const CallRef& call);
+    void search(const std::shared_ptr<Search>& search);
+    void remove(const CallRef& call);
+    void remove_elsewhere(const CallRef& call, bool own_away, std::function<void(bool)> then);
+    void go_on(const std::shared_ptr<Removal>& removal);
+    void one_told(const std::shared_ptr<Removal>& removal);
+    void put(const CallRef& call);
+    void put_here(const CallRef& call);
+    void put_elsewhere(const CallRef& call, size_t attempt, std::vector<NodeId> avoid);
+    void pin(const CallRef& call);
+    void finish(const CallRef& call, Operation::Outcome outcome);
+
+    Network& network_;
+    SimMaster& master_;
+    std::vector<SimNode*> nodes_;
+    const Planted& planted_;
+    KeyHasher hash_;
+    OwnPlace place_;
+    std::vector<Line> lines_;
+    std::unique_ptr<LocationCache> locations_;
+    std::unique_ptr<RecentCopies> recent_;
+    std::unique_ptr<MembersCache> members_;
+    uint64_t next_request_ = 1;
+    std::vector<Finding> findings_;
+};
+
+}  // namespace moonpool::sim

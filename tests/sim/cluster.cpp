@@ -1,0 +1,317 @@
+#include "cluster.hpp"
+
+#include <algorithm>
+#include <map>
+
+namespace moonpool::sim {
+
+namespace {
+
+bool is_write(Operation::Kind kind) {
+    return kind == Operation::kPut || kind == Operation::kReplace || kind == Operation::kRemove;
+}
+
+constexpr Micros kBackWithin = 15 * kSecond, kOperationWithin = 15 * kSecond;
+
+class Cluster {
+   public:
+    Cluster(uint64_t seed, const Conditions& conditions, const Planted& planted)
+        : conditions_(conditions), world_(seed), network_(world_) {
+        uint32_t hosts = conditions.hosts;
+        master_ = std::make_unique<SimMaster>(world_, network_, hosts, conditions.limits, planted);
+        std::vector<SimNode*> raw;
+        for (uint32_t host = 0; host < hosts; ++host) {
+            nodes_.push_back(
+                std::make_unique<SimNode>(world_, network_, *master_, host, conditions.disks, planted));
+            raw.push_back(nodes_.back().get());
+        }
+        for (uint32_t host = 0; host < hosts; ++host) {
+            clients_.push_back(std::make_unique<SimClient>(world_, network_, *master_, raw, host, planted));
+        }
+        for (Process* process : processes()) {
+            double rate = 0.99 + static_cast<double>(world_.random.below(2001)) / 100000;
+            process->set_clock(rate, 100000 + world_.random.below(1000000));
+            process->start();
+        }
+    }
+
+    Report run(const Plan& plan) {
+        world_.run_until(conditions_.limits.grace_ms * kMs +
+                         kSecond);  // everything joins, the master is complete
+        Micros begin = world_.now();
+        for (const Action& action : plan) {
+            world_.at(begin + action.at, nullptr, [this, action] { carry_out(action); });
+        }
+        world_.run_until(begin + conditions_.lasts);
+        heal();
+        settle();
+        Micros healed = world_.now();
+        read_all();
+        Report report;
+        report.finding = books();
+        for (auto& client : clients_) {
+            if (!client->findings().empty()) report.finding = client->findings().front();
+        }
+        if (auto finding = check(history_, healed)) report.finding = finding;
+        report.history = std::move(history_);
+        report.begin = begin;
+        report.events = world_.events();
+        return report;
+    }
+
+   private:
+    std::vector<Process*> processes() {
+        std::vector<Process*> all{master_.get()};
+        for (auto& node : nodes_) all.push_back(node.get());
+        for (auto& client : clients_) all.push_back(client.get());
+        return all;
+    }
+
+    void begin(Operation operation) {
+        SimClient& client = *clients_[operation.client];
+        if (!client.running()) return;
+        size_t index = history_.size();
+        operation.begin = world_.now();
+        history_.push_back(operation);
+        lives_.push_back(client.life());
+        client.run(operation, [this, index](const Operation& done) { history_[index] = done; });
+    }
+
+    void restart(Process& process, Micros after, bool silently) {
+        if (!process.running()) return;
+        network_.ended(process, silently);
+        process.end();
+        world_.at(world_.now() + after, nullptr, [&process] { process.start(); });
+    }
+
+    void carry_out(const Action& action) {
+        uint32_t hosts = conditions_.hosts;
+        Micros end = world_.now() + action.lasts;
+        SimNode& node = *nodes_[action.host % hosts];
+        switch (action.kind) {
+            case Action::kOperation:
+                return begin(action.operation);
+            case Action::kRestart:
+                return restart(node, action.lasts, action.flag);
+            case Action::kRestartClient:
+                return restart(*clients_[action.host % hosts], action.lasts, false);
+            case Action::kRestartMaster:
+                return restart(*master_, action.lasts, action.flag);
+            case Action::kStop:
+                node.stop();
+                return world_.at(end, nullptr, [&node] { node.go_on(); });
+            case Action::kBreakLink:
+                if (node.running() && !node.stopped()) node.break_master_link();
+                return;
+            case Action::kCut:
+                network_.cut(action.host, action.other);
+                if (action.flag) network_.cut(action.other, action.host);
+                return world_.at(end, nullptr, [this, action] {
+                    network_.heal(action.host, action.other);
+                    network_.heal(action.other, action.host);
+                });
+            case Action::kJumpClock:
+                return (action.flag ? static_cast<Process&>(*master_) : node).jump_clock(action.lasts / kMs);
+        }
+    }
+
+    void heal() {
+        network_.heal_all();
+        for (Process* process : processes()) {
+            process->go_on();
+            process->start();
+        }
+    }
+
+    // Until every node is in the pool, and has carried out what it is to drop.
+    void settle() {
+        Micros end = world_.now() + kBackWithin;
+        auto settled = [&](auto& node) { return node->in_pool(); };
+        while (world_.now() < end && !std::ranges::all_of(nodes_, settled))
+            world_.run_until(world_.now() + 100 * kMs);
+        world_.run_until(world_.now() + 2 * kSecond);
+    }
+
+    void read_all() {
+        for (int round = 0; round < 2; ++round) {
+            for (uint32_t key = 0; key < conditions_.keys; ++key) {
+                for (uint32_t client = 0; client < conditions_.hosts; ++client) {
+                    begin(Operation{.kind = Operation::kGet, .client = client, .key = key});
+                }
+            }
+            world_.run_until(world_.now() + kSecond);
+        }
+        Micros end = world_.now() + kOperationWithin;
+        auto open = [](const Operation& o) { return o.outcome == Operation::kOpen; };
+        while (world_.now() < end && std::ranges::any_of(history_, open)) {
+            close_those_of_ended_clients();
+            world_.run_until(world_.now() + 100 * kMs);
+        }
+        close_those_of_ended_clients();
+    }
+
+    void close_those_of_ended_clients() {
+        for (size_t i = 0; i < history_.size(); ++i) {
+            Operation& o = history_[i];
+            if (o.outcome != Operation::kOpen || clients_[o.client]->life() == lives_[i]) continue;
+            o.outcome = Operation::kUnknown;
+            o.end = world_.now();
+        }
+    }
+
+    std::optional<Finding> books() {
+        for (const Operation& o : history_) {
+            if (o.outcome == Operation::kOpen)
+                return Finding{Finding::kNoEnd, "no end of: " + to_text(o), o.key};
+        }
+        const Master& master = *master_->master();
+        if (!master.check_integrity()) return Finding{Finding::kBooks, "the master's books are not sound"};
+        Members members = master.membership().current(0);
+        for (auto& node : nodes_) {
+            if (!node->in_pool()) return Finding{Finding::kNoEnd, node->name() + " is not back in the pool"};
+            const ObjectTable& table = node->pool()->table();
+            if (!node->pool()->check_integrity())
+                return Finding{Finding::kBooks, node->name() + "'s books are not sound"};
+            if (table.counters().pinned != 0) return Finding{Finding::kBooks, node->name() + " keeps a pin"};
+            const Member* member = members.find(node->identity().incarnation);
+            uint64_t rows = member == nullptr ? 0 : master.directory().rows(member->id, Tier::kDram);
+            if (rows != table.counters().objects) {
+                return Finding{Finding::kBooks,
+                               node->name() + " has " + std::to_string(table.counters().objects) +
+                                   " objects, and the directory " + std::to_string(rows) + " rows"};
+            }
+        }
+        return std::nullopt;
+    }
+
+    Conditions conditions_;
+    World world_;
+    Network network_;
+    std::unique_ptr<SimMaster> master_;
+    std::vector<std::unique_ptr<SimNode>> nodes_;
+    std::vector<std::unique_ptr<SimClient>> clients_;
+    std::vector<Operation> history_;
+    std::vector<uint64_t> lives_;  // of the client of each
+};
+
+std::string to_text(Micros at, const Action& action) {
+    static const char* const kNames[] = {
+        "",     "restart of node-",  "stop of node-",      "lost link of node-",
+        "cut ", "restart of master", "restart of client-", "jump of clock of node-"};
+    std::string text = std::to_string(at / kMs) + " ms  " + kNames[action.kind];
+    if (action.kind != Action::kRestartMaster) text += std::to_string(action.host);
+    if (action.kind == Action::kCut) text += (action.flag ? " <-> " : " -> ") + std::to_string(action.other);
+    return text + ", " + std::to_string(action.lasts / kMs) + " ms";
+}
+
+}  // namespace
+
+Plan make_plan(uint64_t seed, const Conditions& c) {
+    Random random(seed * 2 + 1);
+    Plan plan;
+    uint32_t weights[] = {c.puts, c.replaces, c.gets, c.removes, c.pins};
+    uint32_t all = 0;
+    for (uint32_t weight : weights) all += weight;
+    for (uint32_t i = 0; i < c.operations; ++i) {
+        Operation o;
+        uint64_t at = random.below(all);
+        uint32_t kind = 0;
+        for (; at >= weights[kind]; ++kind) at -= weights[kind];
+        o.kind = static_cast<Operation::Kind>(kind);
+        o.client = static_cast<uint32_t>(random.below(c.hosts));
+        o.key = static_cast<uint32_t>(random.below(c.keys));
+        if (o.kind == Operation::kPut) o.key &= ~1u;
+        if (o.kind == Operation::kReplace) o.key |= 1u;
+        o.value = o.kind == Operation::kGet ? 0 : i + 1;
+        if (is_write(o.kind) && c.one_writer) o.client = o.key % c.hosts;
+        plan.push_back({.at = random.below(c.lasts), .operation = o});
+    }
+    std::ranges::stable_sort(plan, {}, &Action::at);
+    std::map<uint32_t, Micros> next;  // write, of each key
+    std::erase_if(plan, [&](const Action& action) {
+        if (!is_write(action.operation.kind)) return false;
+        Micros& earliest = next[action.operation.key];
+        if (action.at < earliest) return true;
+        earliest = action.at + c.apart;
+        return false;
+    });
+    auto fault = [&](Action::Kind kind, uint32_t n, Micros shortest, Micros longest) {
+        for (uint32_t i = 0; i < n; ++i) {
+            Action action{
+                .kind = kind, .at = random.below(c.lasts), .lasts = random.between(shortest, longest)};
+            action.host = static_cast<uint32_t>(random.below(c.hosts));
+            action.other = (action.host + 1 + static_cast<uint32_t>(random.below(c.hosts))) % (c.hosts + 1);
+            action.flag = random.one_in(2);
+            plan.push_back(action);
+        }
+    };
+    fault(Action::kRestart, c.restarts, 50 * kMs, 3 * kSecond);
+    fault(Action::kStop, c.stops, 10 * kMs, 3 * kSecond);
+    fault(Action::kBreakLink, c.broken_links, 0, 0);
+    fault(Action::kCut, c.cuts, 100 * kMs, 4 * kSecond);
+    fault(Action::kRestartMaster, c.master_restarts, 50 * kMs, 2 * kSecond);
+    fault(Action::kRestartClient, c.client_restarts, 50 * kMs, kSecond);
+    fault(Action::kJumpClock, c.clock_jumps, 100 * kMs, 20 * kSecond);
+    std::ranges::stable_sort(plan, {}, &Action::at);
+    return plan;
+}
+
+Report run(uint64_t seed, const Conditions& conditions, const Plan& plan, const Planted& planted) {
+    return Cluster(seed, conditions, planted).run(plan);
+}
+
+// Leaves out ever smaller pieces.
+// Leaves out ever smaller pieces.
+Plan shrink(uint64_t seed, const Conditions& conditions, Plan plan, const Planted& planted,
+            const Counts& counts, int tries) {
+    for (size_t piece = plan.size() / 2; piece > 0; piece /= 2) {
+        for (size_t at = 0; at < plan.size();) {
+            if (tries-- == 0) return plan;
+            Plan less = plan;
+            auto first = less.begin() + static_cast<std::ptrdiff_t>(at);
+            less.erase(first, first + static_cast<std::ptrdiff_t>(std::min(piece, plan.size() - at)));
+            Report report = run(seed, conditions, less, planted);
+            if (report.finding && counts(*report.finding)) {
+                plan = std::move(less);
+            } else {
+                at += piece;
+            }
+        }
+    }
+    return plan;
+}
+
+std::string explain(uint64_t seed, const Plan& plan, const Report& report) {
+    std::string text = "seed " + std::to_string(seed) + ": ";
+    text += report.finding ? report.finding->text : "no finding";
+    std::vector<std::pair<Micros, std::string>> lines;
+    for (const Action& action : plan) {
+        if (action.kind == Action::kOperation) continue;
+        lines.emplace_back(report.begin + action.at, to_text(report.begin + action.at, action));
+    }
+    for (const Operation& o : report.history) {
+        if (report.finding && report.finding->key && o.key != *report.finding->key) continue;
+        lines.emplace_back(o.begin, to_text(o));
+    }
+    std::ranges::stable_sort(lines, {}, &std::pair<Micros, std::string>::first);
+    for (auto& [at, line] : lines) text += "\n  " + line;
+    return text;
+}
+
+Search search(uint64_t first_seed, uint64_t seeds, const Conditions& conditions, const Planted& planted,
+              const Counts& counts) {
+    Search found;
+    for (uint64_t seed = first_seed; seed < first_seed + seeds && !found.seed; ++seed) {
+        Plan plan = make_plan(seed, conditions);
+        Report report = run(seed, conditions, plan, planted);
+        ++found.seeds;
+        found.operations += report.history.size();
+        if (!report.finding || !counts(*report.finding)) continue;
+        found.seed = seed;
+        found.plan = shrink(seed, conditions, std::move(plan), planted, counts, 200);
+        found.report = run(seed, conditions, found.plan, planted);
+    }
+    return found;
+}
+
+}  // namespace moonpool::sim

@@ -1,0 +1,92 @@
+#include "history.hpp"
+
+#include <algorithm>
+#include <map>
+
+namespace moonpool::sim {
+
+namespace {
+
+std::string seconds(Micros at) {
+    std::string text = std::to_string(at / kMs);
+    return text + "." + std::to_string(at % kMs / 100) + " ms";
+}
+
+// All operations of one value.
+struct Value {
+    const Operation* write = nullptr;
+    Micros first_end = UINT64_MAX, last_begin = 0;
+
+    void add(const Operation& o) {
+        if (o.outcome == Operation::kDone) first_end = std::min(first_end, o.end);
+        last_begin = std::max(last_begin, o.begin);
+    }
+    bool before(const Value& other) const { return first_end < other.last_begin; }
+    bool removal() const { return write != nullptr && write->kind == Operation::kRemove; }
+};
+
+std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,
+                                 Micros healed) {
+    std::map<uint64_t, Value> values;
+    for (const Operation* o : operations) {
+        if (o->outcome == Operation::kNothing || o->kind == Operation::kPin) continue;
+        bool read = o->kind == Operation::kGet;
+        if (read && (o->outcome != Operation::kDone || o->value == 0)) continue;
+        Value& value = values[o->value];
+        value.add(*o);
+        if (!read) value.write = o;
+    }
+    for (auto& [number, value] : values) {
+        if (value.write != nullptr && value.first_end >= value.write->begin) continue;
+        return Finding{Finding::kOtherBytes, "a value was read that nobody had written", key};
+    }
+    for (auto a = values.begin(); a != values.end(); ++a) {
+        // A write without an acknowledgement may take effect at any time.
+        if (a->second.write->outcome != Operation::kDone || a->second.removal()) continue;
+        for (auto b = values.begin(); b != values.end(); ++b) {
+            const Value &old = a->second, &next = b->second;
+            if (a == b || next.write->outcome != Operation::kDone) continue;
+            if (!next.removal() &&
+                (old.write->kind == Operation::kPut || next.write->kind == Operation::kPut))
+                continue;
+            if (!old.before(next) || !next.before(old)) continue;
+            std::string what =
+                "k" + std::to_string(key) + ": value " + std::to_string(a->first) + " was read after ";
+            bool for_ever = old.last_begin >= healed;
+            if (next.removal()) {
+                what += "its removal from " + seconds(next.write->begin) + " to " + seconds(next.write->end) +
+                        " was acknowledged";
+                return Finding{Finding::kRemovedValue, what, key, for_ever};
+            }
+            what += "value " + std::to_string(b->first) + " had taken its place";
+            return Finding{Finding::kOldValue, what, key, for_ever};
+        }
+    }
+    return std::nullopt;
+}
+
+}  // namespace
+
+std::string to_text(const Operation& o) {
+    static const char* const kKinds[] = {"put", "replace", "get", "remove", "pin"};
+    static const char* const kOutcomes[] = {"open", "done", "nothing", "unknown"};
+    std::string text = seconds(o.begin) + " to " + seconds(o.end) + "  client-" + std::to_string(o.client) +
+                       " " + kKinds[o.kind] + " k" + std::to_string(o.key);
+    if (o.kind == Operation::kPut || o.kind == Operation::kReplace) text += " = " + std::to_string(o.value);
+    text += std::string(" -> ") + kOutcomes[o.outcome];
+    if (o.kind == Operation::kGet && o.outcome == Operation::kDone) {
+        text += o.value == 0 ? " a miss" : " " + std::to_string(o.value);
+    }
+    return text;
+}
+
+std::optional<Finding> check(const std::vector<Operation>& history, Micros healed) {
+    std::map<uint32_t, std::vector<const Operation*>> keys;
+    for (const Operation& o : history) keys[o.key].push_back(&o);
+    for (auto& [key, operations] : keys) {
+        if (auto finding = check_key(key, operations, healed)) return finding;
+    }
+    return std::nullopt;
+}
+
+}  // namespace moonpool::sim

@@ -1,0 +1,49 @@
+// History: what clients asked and were told, and the checker of it.
+//
+// Each key is a register of which every write has a value of its own. A read returns the last acknowledged
+// value, one whose write is concurrent with it, or a miss. So there is an order of the values in which each
+// follows the ones that ended before it began, and a removal is a value of its own that no read returns.
+// For one register with such writes it is enough to compare pairs of values: with all operations of a value
+// (its write, its reads) taken together, a comes before b if an operation of a ended before one of b began;
+// two values that each come before the other have no order (P. Gibbons, E. Korach: Testing shared memories).
+//
+// Keys that are put without replace have the same bytes from every writer, so two such values need no order:
+// only a removal counts.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "world.hpp"
+
+namespace moonpool::sim {
+
+struct Operation {
+    enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin };
+    // Of a write: kDone means acknowledged, kNothing that nothing was changed (the key had bytes before),
+    // kUnknown that it may have been carried out or not. Of a read: a value, a miss, or no answer.
+    enum Outcome : uint8_t { kOpen, kDone, kNothing, kUnknown };
+    Kind kind = kGet;
+    Outcome outcome = kOpen;
+    uint32_t client = 0, key = 0;
+    uint64_t value = 0;  // written or read; 0: a miss
+    Micros begin = 0, end = 0;
+};
+
+std::string to_text(const Operation& operation);
+
+// What is wrong: a sentence, and the key where it is about one.
+struct Finding {
+    enum Kind : uint8_t { kRemovedValue, kOldValue, kOtherBytes, kPinLost, kBooks, kNoEnd };
+    Kind kind = kBooks;
+    std::string text;
+    std::optional<uint32_t> key{};
+    bool for_ever = false;  // it was read still when everything had been healed for a while
+};
+
+// healed: reads that begin later are of a cluster in which everything is well again.
+std::optional<Finding> check(const std::vector<Operation>& history, Micros healed);
+
+}  // namespace moonpool::sim

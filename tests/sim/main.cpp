@@ -1,0 +1,75 @@
+// The simulator as a program, to look for findings beyond the seeds of CI and to measure its speed:
+//   make -C tests/native sim && build/native-tests/sim/simulator seeds=1000 apart_ms=300 restarts=2 disks=1
+// Prints operations a second of one core and the first finding; exit status 1 where there is one.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "cluster.hpp"
+
+using namespace moonpool::sim;
+
+int main(int argc, char** argv) {
+    Conditions c;
+    Planted planted;
+    uint64_t first = 1, seeds = 100, apart_ms = 0, lasts_ms = c.lasts / kMs, for_ever_only = 0;
+    std::map<std::string, uint64_t*> wide{{"first", &first},
+                                          {"seeds", &seeds},
+                                          {"apart_ms", &apart_ms},
+                                          {"lasts_ms", &lasts_ms},
+                                          {"for_ever_only", &for_ever_only}};
+    std::map<std::string, uint32_t*> narrow{{"hosts", &c.hosts},
+                                            {"keys", &c.keys},
+                                            {"puts", &c.puts},
+                                            {"operations", &c.operations},
+                                            {"gets", &c.gets},
+                                            {"replaces", &c.replaces},
+                                            {"removes", &c.removes},
+                                            {"pins", &c.pins},
+                                            {"restarts", &c.restarts},
+                                            {"stops", &c.stops},
+                                            {"cuts", &c.cuts},
+                                            {"broken_links", &c.broken_links},
+                                            {"jumps", &c.clock_jumps},
+                                            {"master_restarts", &c.master_restarts},
+                                            {"clients", &c.client_restarts}};
+    std::map<std::string, bool*> flags{{"disks", &c.disks},
+                                       {"one_writer", &c.one_writer},
+                                       {"plant_drop_lost", &planted.drop_lost},
+                                       {"plant_times_wrong", &planted.times_wrong},
+                                       {"plant_pin_lost", &planted.pin_lost},
+                                       {"plant_removal_lost", &planted.removal_lost},
+                                       {"plant_unreached_lost", &planted.unreached_lost}};
+    for (int i = 1; i < argc; ++i) {
+        const char* equals = std::strchr(argv[i], '=');
+        std::string name = equals == nullptr ? argv[i] : std::string(argv[i], equals);
+        uint64_t value = equals == nullptr ? 1 : std::strtoull(equals + 1, nullptr, 10);
+        if (wide.contains(name)) {
+            *wide[name] = value;
+        } else if (narrow.contains(name)) {
+            *narrow[name] = static_cast<uint32_t>(value);
+        } else if (flags.contains(name)) {
+            *flags[name] = value != 0;
+        } else {
+            std::fprintf(stderr, "there is no %s; there are:", name.c_str());
+            for (auto& [known, to] : wide) std::fprintf(stderr, " %s", known.c_str());
+            for (auto& [known, to] : narrow) std::fprintf(stderr, " %s", known.c_str());
+            for (auto& [known, to] : flags) std::fprintf(stderr, " %s", known.c_str());
+            std::fprintf(stderr, "\n");
+            return 2;
+        }
+    }
+    c.apart = apart_ms * kMs;
+    c.lasts = lasts_ms * kMs;
+    auto begin = std::chrono::steady_clock::now();
+    Search found = search(first, seeds, c, planted,
+                          [&](const Finding& finding) { return for_ever_only == 0 || finding.for_ever; });
+    std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    std::printf("%lu histories, %lu operations, %.0f operations a second\n", found.seeds, found.operations,
+                static_cast<double>(found.operations) / took.count());
+    if (found.seed) std::printf("%s\n", explain(*found.seed, found.plan, found.report).c_str());
+    return found.seed ? 1 : 0;
+}

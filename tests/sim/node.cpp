@@ -1,0 +1,308 @@
+#include "node.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "base/crc32c.hpp"
+#include "frames.hpp"
+#include "store/shared/descriptor.hpp"
+#include "store/shared/messages.hpp"
+
+namespace moonpool::sim {
+
+namespace {
+
+constexpr size_t kLogRowsMax = 256;  // small, so that it overflows now and then
+constexpr uint32_t kObjectsMax = 256;
+
+}  // namespace
+
+SimNode::SimNode(World& world, Network& network, SimMaster& master, uint32_t host, bool has_disk,
+                 const Planted& planted)
+    : Process(world, "node-" + std::to_string(host), host),
+      network_(network),
+      master_(master),
+      has_disk_(has_disk),
+      planted_(planted) {
+    identity_.name = "node";
+    identity_.host_id = "host-" + std::to_string(host);
+    identity_.address = "10.0.0." + std::to_string(host) + ":7700";
+}
+
+void SimNode::on_start() {
+    identity_.incarnation.fill(0);
+    uint64_t life = this->life();
+    identity_.incarnation[0] = static_cast<uint8_t>(host() + 1);
+    std::memcpy(identity_.incarnation.data() + 1, &life, sizeof(life));
+    PoolOptions options;
+    options.arena_bytes = 1 << 20;
+    options.objects_max = kObjectsMax;
+    auto pool = Pool::create(options, identity_.incarnation);
+    if (!pool) throw std::runtime_error(pool.error().text);
+    while (*(*pool)->commit_memory() != 0) (*pool)->open_memory();
+    space_ = *(*pool)->open_space("default", "", 8);
+    pools_["default"] = std::move(*pool);
+    log_ = std::make_unique<DeltaLog>(kLogRowsMax, [this] { later(1, [this] { turn(); }); });
+    for (const auto& [name, bytes] : disk_) store(name, bytes, crc32c(0, bytes.data(), bytes.size()), true);
+    store_pool().table().set_delta_log(log_.get());
+    holdings_ = std::make_unique<Holdings>(pools_, nullptr);
+    MemberHooks hooks{[this](uint64_t& cursor, std::vector<DeltaRow>& rows) {
+                          cursor = holdings_->inventory(cursor, rows);
+                          return true;
+                      },
+                      [this](NodeLoad& load) {
+                          load = holdings_->load(now_ms());
+                          return true;
+                      },
+                      [this](bool all, const std::vector<Hash128>& hashes) { return drop(all, hashes); }};
+    protocol_ =
+        std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_}, std::move(hooks),
+                                         *log_, counters_, [this] { return now_ms(); });
+    backoff_ms_ = 50;
+    dial_master();
+}
+
+void SimNode::on_end() {
+    link_.reset();
+    callers_.clear();
+    protocol_.reset();
+    holdings_.reset();
+    disk_.clear();
+    const ObjectTable& table = store_pool().table();
+    for (uint32_t slot = 0; has_disk_ && slot < table.slots_used(); ++slot) {
+        if (table.committed(slot)) disk_.emplace(table.name(slot), *read(std::string(table.name(slot))));
+    }
+    pools_.clear();
+    log_.reset();
+}
+
+// ---- The agent: as MemberAgent, without its thread.
+
+void SimNode::dial_master() {
+    uint64_t dial = ++dials_;
+    network_.dial(
+        *this, master_, [this](std::shared_ptr<End> end) { master_.accept(std::move(end), true); },
+        [this, dial](std::shared_ptr<End> end) {
+            if (dial != dials_) {  // it took too long, and another attempt is under way
+                if (end != nullptr) end->close();
+            } else if (end != nullptr) {
+                on_link(std::move(end));
+            } else {
+                link_failed();
+            }
+        });
+    later(kSecond, [this, dial] {
+        if (dial == dials_ && link_ == nullptr) link_failed();
+    });
+}
+
+void SimNode::on_link(std::shared_ptr<End> end) {
+    link_ = end;
+    auto mine = [this, raw = end.get()] { return link_.get() == raw; };
+    end->on_frame = [this, mine](const Bytes& frame) {
+        if (!mine()) return;
+        if (!protocol_->on_frame(header_of(frame), body_of(frame))) return link_failed();
+        if (protocol_->told()) backoff_ms_ = 50;
+        turn();
+    };
+    end->on_end = [this, mine] {
+        if (mine()) link_failed();
+    };
+    Status sent = protocol_->connected("master", [this](std::span<const std::byte> frame) -> Status {
+        link_->send(Bytes(frame.begin(), frame.end()));
+        return success();
+    });
+    if (!sent) return link_failed();
+    turn();
+}
+
+void SimNode::turn() {
+    if (link_ == nullptr) return;
+    if (!protocol_->step()) return link_failed();
+    uint64_t turn = ++turns_, now = now_ms(), due = std::max(protocol_->due_ms(), now);
+    later((due - now) * kMs + 100, [this, turn] {
+        if (turn == turns_) this->turn();
+    });
+}
+
+void SimNode::link_failed() {
+    if (link_ != nullptr) link_->close();
+    link_.reset();
+    log_->pause();
+    uint64_t dial = ++dials_;
+    later(static_cast<Micros>(backoff_ms_) * kMs, [this, dial] {
+        if (dial == dials_) dial_master();
+    });
+    backoff_ms_ = std::min(backoff_ms_ * 2, 500);
+}
+
+void SimNode::break_master_link() {
+    if (link_ != nullptr) link_failed();
+}
+
+bool SimNode::drop(bool all, const std::vector<Hash128>& hashes) {
+    if (planted_.drop_lost) return true;
+    if (all) {
+        uint32_t cursor = 0;
+        do {
+            cursor = holdings_->drop_some(store_pool(), cursor);
+        } while (cursor != 0);
+    }
+    for (const Hash128& hash : hashes) holdings_->drop(hash);
+    return true;
+}
+
+// ---- The store: as Connection, without its socket.
+
+void SimNode::accept(std::shared_ptr<End> end) {
+    uint64_t id = next_caller_++;
+    end->on_frame = [this, id](const Bytes& frame) { on_frame(id, frame); };
+    end->on_end = [this, id] { drop_caller(id); };
+    callers_.emplace(id, Caller{std::move(end), {}});
+}
+
+void SimNode::drop_caller(uint64_t id) {
+    auto it = callers_.find(id);
+    if (it == callers_.end()) return;
+    for (auto& [pin, pinned] : it->second.pins) store_pool().table().unpin(pinned.slot, pinned.generation);
+    callers_.erase(it);
+}
+
+void SimNode::on_frame(uint64_t id, const Bytes& frame) {
+    auto it = callers_.find(id);
+    if (it == callers_.end()) return;
+    FrameHeader header = header_of(frame);
+    Reader body = body_of(frame);
+    Bytes out;
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    switch (header.kind) {
+        case Kind::kPut:
+            on_put(header, body, out);
+            break;
+        case Kind::kRead:
+            on_read(header, body, out);
+            break;
+        case Kind::kLookup:
+            on_lookup(it->second, header, body, out);
+            break;
+        case Kind::kRemove:
+            on_remove(header, body, out);
+            break;
+        case Kind::kRelease: {
+            auto pin = it->second.pins.find(body.number<uint64_t>());
+            if (pin != it->second.pins.end()) {
+                store_pool().table().unpin(pin->second.slot, pin->second.generation);
+                it->second.pins.erase(pin);
+            }
+            return;
+        }
+        default:
+            throw std::runtime_error("a frame that no simulated client sends");
+    }
+    finish_frame(out, at);
+    it->second.end->send(std::move(out));
+}
+
+void SimNode::on_put(const FrameHeader&, Reader body, Bytes& out) {
+    PutHead head = PutHead::read(body);
+    std::vector<PutObject> rows;
+    for (uint32_t i = 0; i < head.commit.rows; ++i)
+        rows.push_back(PutObject::read(body, head.commit.marks()));
+    Writer w(out);
+    w.number(head.commit.rows);
+    for (const PutObject& row : rows) {
+        std::string_view bytes = body.bytes(row.size);
+        w.number(store(std::string(row.key.name), bytes, row.crc, head.commit.replaces()));
+    }
+    if (!body.done()) throw std::runtime_error("a PUT that is none");
+}
+
+PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace) {
+    Pool& pool = store_pool();
+    ObjectTable& table = pool.table();
+    if (!replace && pool.find(space_, name) != kNoSlot) return PutOutcome::kExists;
+    std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
+    if (!lease) return PutOutcome::kRefused;
+    Extent extent{lease->offset, bytes.size()};
+    std::memcpy(pool.writable() + extent.offset, bytes.data(), bytes.size());
+    bool stored = crc32c(0, bytes.data(), bytes.size()) == crc && pool.leases().commit(extent);
+    if (stored && table.commit(space_, pool.hash(space_, name), name, extent, crc, kNoSlot, replace) !=
+                      ObjectTable::Commit::kStored) {
+        pool.leases().free(extent);
+        stored = false;
+    }
+    pool.leases().close(lease->offset);
+    return stored ? PutOutcome::kStored : PutOutcome::kRefused;
+}
+
+std::optional<std::string> SimNode::read(const std::string& name) const {
+    if (pool() == nullptr) return std::nullopt;
+    uint32_t slot = pool()->find(space_, name);
+    if (slot == kNoSlot) return std::nullopt;
+    const IndexEntry& entry = pool()->table().entry(slot);
+    return std::string(reinterpret_cast<const char*>(pool()->data() + entry.offset), entry.size);
+}
+
+void SimNode::on_read(const FrameHeader&, Reader body, Bytes& out) {
+    const ObjectTable& table = store_pool().table();
+    body.number<uint32_t>();  // the space; there is one
+    auto n = body.number<uint32_t>();
+    Writer w(out);
+    w.number(n);
+    std::string bytes;
+    for (uint32_t i = 0; i < n; ++i) {
+        ReadAsk ask = ReadAsk::read(body);
+        uint32_t slot = kNoSlot;
+        if (!ask.pinned()) {
+            slot = store_pool().find(space_, ask.name);
+        } else if (table.readable(ask.slot, ask.generation)) {
+            slot = ask.slot;
+        }
+        if (slot == kNoSlot) {
+            w.number(ReadRow{.size = kReadMiss});
+            continue;
+        }
+        const IndexEntry& entry = table.entry(slot);
+        w.number(ReadRow{entry.size, entry.size, table.generation(slot), entry.crc, slot});
+        bytes.append(reinterpret_cast<const char*>(store_pool().data() + entry.offset), entry.size);
+        if (!ask.pinned()) store_pool().table().touch(slot);
+    }
+    w.bytes(bytes.data(), bytes.size());
+}
+
+void SimNode::on_lookup(Caller& caller, const FrameHeader&, Reader body, Bytes& out) {
+    LookupHead::read(body);
+    uint32_t slot = store_pool().find(space_, body.bytes16());
+    ObjectTable& table = store_pool().table();
+    Descriptor found;
+    uint64_t pin = 0;
+    if (slot != kNoSlot) {
+        const IndexEntry& entry = table.entry(slot);
+        found = Descriptor{entry.offset, entry.size, table.generation(slot), entry.crc, slot};
+        pin = next_pin_++;
+        if (!planted_.pin_lost) {
+            table.pin(slot);
+            caller.pins.emplace(pin, Pinned{slot, found.generation});
+        }
+    }
+    Writer w(out);
+    LookupFound{pin, pin != 0, false, 1}.write(w);
+    w.number(found);
+}
+
+void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
+    body.number<uint32_t>();
+    auto n = body.number<uint32_t>();
+    Writer w(out);
+    w.number(n);
+    for (uint32_t i = 0; i < n; ++i) {
+        std::string name(body.bytes16());
+        uint32_t slot = store_pool().find(space_, name);
+        w.number(slot == kNoSlot ? kNotRemoved : kRemoved);
+        if (slot == kNoSlot || planted_.removal_lost) continue;
+        store_pool().table().remove(slot);
+    }
+}
+
+}  // namespace moonpool::sim

@@ -1,0 +1,86 @@
+// SimNode: a process with a real Pool (arena, allocator, ObjectTable), real Holdings and the real
+// MemberProtocol, which answers the real frames of the store. What it answers itself repeats the rules of
+// Connection (core/csrc/store/node), whose handlers are bound to sockets.
+//
+// Its disk is a model for now: what memory held when the process ended is there again at its next start.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "directory/member_protocol.hpp"
+#include "faults.hpp"
+#include "master.hpp"
+#include "network.hpp"
+#include "store/node/holdings.hpp"
+#include "store/shared/messages.hpp"
+
+namespace moonpool::sim {
+
+class SimNode final : public Process {
+   public:
+    SimNode(World& world, Network& network, SimMaster& master, uint32_t host, bool has_disk,
+            const Planted& planted);
+
+    void accept(std::shared_ptr<End> end);
+    const NodeIdentity& identity() const { return identity_; }
+    // The bytes of a key, as a process of its host reads them from the mapped memory.
+    std::optional<std::string> read(const std::string& name) const;
+    const Pool* pool() const { return pools_.empty() ? nullptr : pools_.begin()->second.get(); }
+    bool in_pool() const { return protocol_ != nullptr && link_ != nullptr && protocol_->told(); }
+    void lose_disk() { disk_.clear(); }  // before it starts
+    void break_master_link();
+
+   private:
+    struct Pinned {
+        uint32_t slot;
+        uint64_t generation;
+    };
+    struct Caller {  // a connection, and what it has pinned
+        std::shared_ptr<End> end;
+        std::map<uint64_t, Pinned> pins;
+    };
+
+    void on_start() override;
+    void on_end() override;
+
+    // The agent.
+    void dial_master();
+    void on_link(std::shared_ptr<End> end);
+    void turn();
+    void link_failed();
+    bool drop(bool all, const std::vector<Hash128>& hashes);
+
+    // The store.
+    void drop_caller(uint64_t id);
+    void on_frame(uint64_t caller, const Bytes& frame);
+    void on_put(const FrameHeader& header, Reader body, Bytes& out);
+    void on_read(const FrameHeader& header, Reader body, Bytes& out);
+    void on_lookup(Caller& caller, const FrameHeader& header, Reader body, Bytes& out);
+    void on_remove(const FrameHeader& header, Reader body, Bytes& out);
+    PutOutcome store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace);
+    Pool& store_pool() { return *pools_.begin()->second; }
+
+    Network& network_;
+    SimMaster& master_;
+    const bool has_disk_;
+    const Planted& planted_;
+    NodeIdentity identity_;
+    std::map<std::string, std::string> disk_;
+
+    Holdings::Pools pools_;
+    uint32_t space_ = 0;
+    std::unique_ptr<DeltaLog> log_;
+    std::unique_ptr<Holdings> holdings_;
+    MemberCounters counters_;
+    std::unique_ptr<MemberProtocol> protocol_;
+    std::shared_ptr<End> link_;  // to the master
+    uint64_t dials_ = 0, turns_ = 0;
+    int backoff_ms_ = 50;
+    std::map<uint64_t, Caller> callers_;
+    uint64_t next_caller_ = 1, next_pin_ = 1;
+};
+
+}  // namespace moonpool::sim

@@ -1,0 +1,57 @@
+// The checker of histories, on histories written by hand.
+#include <doctest/doctest.h>
+
+#include "history.hpp"
+
+using namespace moonpool::sim;
+
+namespace {
+
+constexpr auto kDone = Operation::kDone;
+
+Operation op(Operation::Kind kind, uint64_t value, Micros begin, Micros end,
+             Operation::Outcome outcome = kDone) {
+    return {.kind = kind, .outcome = outcome, .value = value, .begin = begin, .end = end};
+}
+
+}  // namespace
+
+TEST_CASE("sim history: a value that was removed or replaced is not read again") {
+    Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 20, 30);
+    Operation removal = op(Operation::kRemove, 3, 20, 30);
+    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
+    CHECK_FALSE(check({one, two, read(2, 40)}, 1000));
+    CHECK_FALSE(check({one, two, read(1, 25)}, 1000));  // concurrent with the replacement
+    CHECK_FALSE(check({one, two, read(0, 40)}, 1000));  // a miss is always allowed
+    CHECK_FALSE(check({one, removal, read(1, 28)}, 1000));
+    auto old = check({one, two, read(1, 40)}, 1000);
+    REQUIRE(old);
+    CHECK(old->kind == Finding::kOldValue);
+    CHECK_FALSE(old->for_ever);
+    auto removed = check({one, removal, read(1, 40)}, 35);
+    REQUIRE(removed);
+    CHECK(removed->kind == Finding::kRemovedValue);
+    CHECK(removed->for_ever);
+    // What was not acknowledged may or may not have been carried out.
+    removal.outcome = Operation::kUnknown;
+    CHECK_FALSE(check({one, removal, read(1, 40)}, 1000));
+}
+
+TEST_CASE("sim history: two writes at the same moment have one order, the same for all readers") {
+    Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 5, 12);
+    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
+    CHECK_FALSE(check({one, two, read(1, 20), read(1, 30)}, 1000));
+    CHECK_FALSE(check({one, two, read(2, 20), read(2, 30)}, 1000));
+    CHECK_FALSE(check({one, two, read(1, 11), read(2, 30)}, 1000));  // the first while the other is written
+    CHECK(check({one, two, read(1, 20), read(2, 30)}, 1000));
+}
+
+TEST_CASE("sim history: puts without replace need no order, removals of them do") {
+    Operation one = op(Operation::kPut, 1, 0, 10), two = op(Operation::kPut, 2, 20, 30);
+    Operation removal = op(Operation::kRemove, 3, 40, 50);
+    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
+    CHECK_FALSE(check({one, two, read(1, 35)}, 1000));
+    CHECK(check({one, two, removal, read(2, 60)}, 1000));
+    CHECK_FALSE(check({one, removal, op(Operation::kPut, 4, 45, 55), read(4, 60)}, 1000));
+    CHECK(check({one, read(9, 20)}, 1000));  // never written
+}
