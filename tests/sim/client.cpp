@@ -242,6 +242,7 @@ void SimClient::locate(const std::vector<Hash128>& keys, const LocateOptions& op
 
 void SimClient::forget(const std::vector<Hash128>& keys, std::vector<NodeId> unreached,
                        std::function<void()> then) {
+    if (planted_.forget_lost) return then();
     if (planted_.unreached_lost) unreached.clear();
     auto build = [keys, unreached](Writer& w) {
         write_forget_head(w, static_cast<uint32_t>(keys.size()), unreached);
@@ -302,21 +303,23 @@ void SimClient::put_at(size_t node, const CallRef& call,
     });
 }
 
-void SimClient::place(std::vector<NodeId> avoid, std::function<void(const Result<NodeId>&)> then) {
-    auto build = [avoid](Writer& w) {
+void SimClient::ask_place(const PlaceOptions& where,
+                          std::function<void(const Result<std::vector<NodeId>>&)> then) {
+    auto build = [where](Writer& w) {
         w.number(uint64_t{16});
         w.number(uint16_t{1});
-        w.number(kPlaceEvict);
+        w.number(where.evict ? kPlaceEvict : uint8_t{0});
         w.number(uint8_t{0});
-        w.number(static_cast<uint16_t>(avoid.size()));
+        w.number(static_cast<uint16_t>(where.avoid_nodes.size()));
         w.number(uint16_t{0});
-        for (NodeId node : avoid) w.number(node);
+        for (NodeId node : where.avoid_nodes) w.number(node);
     };
     ask(lines_[0], Kind::kPlace, build, [then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
-        NodeId chosen = r.number<uint16_t>() == 0 ? kNoNode : r.number<NodeId>();
-        then(chosen);
+        std::vector<NodeId> nodes(r.number<uint16_t>());
+        for (NodeId& node : nodes) node = r.number<NodeId>();
+        then(nodes);
     });
 }
 
@@ -431,45 +434,78 @@ void SimClient::one_told(const std::shared_ptr<Removal>& removal) {
     go_on(removal);
 }
 
-// Other holders lose an older generation first; then the own node gets the new one, or another one when the
-// own one is away or has no room.
 void SimClient::put(const CallRef& call) {
-    if (call->operation.kind != Operation::kReplace) return put_here(call);
-    remove_elsewhere(call, false, [this, call](bool) { put_here(call); });
+    auto put = std::make_shared<Put>();
+    put->call = call;
+    put->steps.emplace(1, PutSteps::Plan{.replace = call->operation.kind == Operation::kReplace});
+    go_on(put);
 }
 
-void SimClient::put_here(const CallRef& call) {
-    put_at(host(), call, [this, call](const Result<PutOutcome>& own) {
-        if (own && *own != PutOutcome::kRefused) {
-            return finish(call, *own == PutOutcome::kStored ? Operation::kDone : Operation::kNothing);
-        }
-        if (own || call->operation.kind != Operation::kReplace) return put_elsewhere(call, 0, {});
-        // The own node may still have an older generation, which the master tells it to drop.
-        remove_elsewhere(call, true, [this, call](bool) { put_elsewhere(call, 0, {}); });
-    });
+// What a node said of the one item: what is left.
+std::vector<size_t> SimClient::note(Put& put, const Result<PutOutcome>& outcome) {
+    if (!outcome || *outcome == PutOutcome::kRefused) return {0};
+    put.outcome = *outcome == PutOutcome::kStored ? Operation::kDone : Operation::kNothing;
+    return {};
 }
 
-void SimClient::put_elsewhere(const CallRef& call, size_t attempt, std::vector<NodeId> avoid) {
-    if (attempt == kAttemptsMax) return finish(call, Operation::kUnknown);
-    members([this, call, attempt, avoid](const Result<std::shared_ptr<const Members>>& known) mutable {
-        if (!known) return finish(call, Operation::kUnknown);
-        for (const Member& member : (*known)->rows) {
-            if (attempt == 0 && member.identity.incarnation == place_.own) avoid.push_back(member.id);
+void SimClient::go_on(const std::shared_ptr<Put>& put) {
+    switch (put->steps->wants()) {
+        case PutSteps::Wants::kRemoveHere:
+        case PutSteps::Wants::kPutWanted:
+        case PutSteps::Wants::kDone:  // the other two are of puts that name nodes
+            return finish(put->call, put->outcome);
+        case PutSteps::Wants::kRemoveElsewhere:
+            return remove_elsewhere(put->call, put->steps->own_away(), [this, put](bool) {
+                put->steps->removed_elsewhere();
+                go_on(put);
+            });
+        case PutSteps::Wants::kSpill:  // the own node's arena is never full
+            put->steps->put(put->steps->left());
+            return go_on(put);
+        case PutSteps::Wants::kPutHere:
+            return put_at(host(), put->call, [this, put](const Result<PutOutcome>& own) {
+                put->steps->put_here(own.ok(), note(*put, own));
+                go_on(put);
+            });
+        case PutSteps::Wants::kPutElsewhere:
+            return members([this, put](const Result<std::shared_ptr<const Members>>& known) {
+                if (!known) return finish(put->call, Operation::kUnknown);
+                put->place.emplace(std::vector<size_t>{0}, place_.own, *known, true);
+                place(put);
+            });
+    }
+}
+
+void SimClient::place(const std::shared_ptr<Put>& put) {
+    switch (put->place->wants()) {
+        case PlaceSteps::Wants::kPlace:
+            return ask_place(put->place->where(), [this, put](const Result<std::vector<NodeId>>& nodes) {
+                put->place->placed(nodes);
+                place(put);
+            });
+        case PlaceSteps::Wants::kMembers:
+            return ask_members([this, put](const Status& status) {
+                Result<std::shared_ptr<const Members>> fresh = members_->current();
+                if (!status) fresh = status.error();
+                put->place->members(fresh);
+                place(put);
+            });
+        case PlaceSteps::Wants::kPut: {
+            Member to = put->place->node();
+            return put_at(node_at(to), put->call, [this, put, to](const Result<PutOutcome>& outcome) {
+                std::vector<size_t> left = note(*put, outcome);
+                if (left.empty()) {
+                    locations_->put(hash_(put->call->name), to.identity.incarnation);
+                    recent_->add(now_ms(), hash_(put->call->name), to.id);
+                }
+                put->place->put(left);
+                place(put);
+            });
         }
-        place(avoid, [this, call, attempt, avoid, known = *known](const Result<NodeId>& placed) mutable {
-            const Member* member = placed ? known->find(*placed) : nullptr;
-            if (member == nullptr) return finish(call, Operation::kUnknown);
-            avoid.push_back(member->id);
-            put_at(node_at(*member), call,
-                   [this, call, attempt, avoid, to = *member](const Result<PutOutcome>& outcome) {
-                       if (!outcome || *outcome == PutOutcome::kRefused)
-                           return put_elsewhere(call, attempt + 1, avoid);
-                       locations_->put(hash_(call->name), to.identity.incarnation);
-                       recent_->add(now_ms(), hash_(call->name), to.id);
-                       finish(call, *outcome == PutOutcome::kStored ? Operation::kDone : Operation::kNothing);
-                   });
-        });
-    });
+        case PlaceSteps::Wants::kDone:
+            put->steps->put(put->place->left());
+            return go_on(put);
+    }
 }
 
 // Pins what a node has under the key, waits a while, reads what was pinned: it has to be there.

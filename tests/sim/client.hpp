@@ -1,7 +1,7 @@
-// SimClient: a process that uses the pool. RemovalSteps and SearchSteps, with the real LocationCache,
-// RecentCopies and MembersCache, decide what is asked of whom; here are the connections, deadlines and frames
-// around them, as Client, DirectoryClient and NodeClient have them. One call at a time asks a node; a
-// deadline is that of one wait, without the budget of a whole call.
+// SimClient: a process that uses the pool. RemovalSteps, SearchSteps and PutSteps, with the real
+// LocationCache, RecentCopies and MembersCache, decide what is asked of whom; here are the connections,
+// deadlines and frames around them, as Client, DirectoryClient and NodeClient have them. One call at a time
+// asks a node; a deadline is that of one wait, without the budget of a whole call.
 #pragma once
 
 #include <functional>
@@ -14,6 +14,7 @@
 #include "directory/members_cache.hpp"
 #include "history.hpp"
 #include "node.hpp"
+#include "store/client/put_steps.hpp"
 #include "store/client/removal_steps.hpp"
 #include "store/client/search_steps.hpp"
 #include "store/shared/messages.hpp"
@@ -60,6 +61,13 @@ class SimClient final : public Process {
         std::function<void(bool)> then;
     };
 
+    struct Put {
+        CallRef call;
+        std::optional<PutSteps> steps;
+        std::optional<PlaceSteps> place;
+        Operation::Outcome outcome = Operation::kUnknown;
+    };
+
     void on_start() override;
     void on_end() override;
 
@@ -78,7 +86,7 @@ class SimClient final : public Process {
     void locate(const std::vector<Hash128>& keys, const LocateOptions& options,
                 std::function<void(const Result<LocateAnswer>&)> then);
     void forget(const std::vector<Hash128>& keys, std::vector<NodeId> unreached, std::function<void()> then);
-    void place(std::vector<NodeId> avoid, std::function<void(const Result<NodeId>&)> then);
+    void ask_place(const PlaceOptions& where, std::function<void(const Result<std::vector<NodeId>>&)> then);
     void remove_at(size_t node, const std::string& name,
                    std::function<void(const Result<std::vector<uint8_t>>&)> then);
     void read_at(size_t node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
@@ -92,8 +100,9 @@ class SimClient final : public Process {
     void go_on(const std::shared_ptr<Removal>& removal);
     void one_told(const std::shared_ptr<Removal>& removal);
     void put(const CallRef& call);
-    void put_here(const CallRef& call);
-    void put_elsewhere(const CallRef& call, size_t attempt, std::vector<NodeId> avoid);
+    static std::vector<size_t> note(Put& put, const Result<PutOutcome>& outcome);
+    void go_on(const std::shared_ptr<Put>& put);
+    void place(const std::shared_ptr<Put>& put);
     void pin(const CallRef& call);
     void finish(const CallRef& call, Operation::Outcome outcome);
 

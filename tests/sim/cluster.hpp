@@ -1,8 +1,8 @@
 // The simulator of a cluster: one seed is one history. Real code above a simulated world:
 //
-//   SimClient   RemovalSteps, SearchSteps, LocationCache, RecentCopies, MembersCache core/csrc/store/client
-//   SimNode     Pool, ObjectTable, Holdings, MemberProtocol                 core/csrc/store/node, directory
-//   SimMaster   Master, MasterProtocol                                                  core/csrc/directory
+//   SimClient   PutSteps, SearchSteps, RemovalSteps and what they know (core/csrc/store/client)
+//   SimNode     Pool, ObjectTable, Holdings, MemberProtocol (core/csrc/store/node, core/csrc/directory)
+//   SimMaster   Master, MasterProtocol (core/csrc/directory)
 //   frames      those of the wire, written and read by the same code as in production
 //   ----------  simulated:
 //   Network     delays, overtaking between connections, ends told once, twice or not at all, cut directions

@@ -42,10 +42,15 @@ int main(int argc, char** argv) {
                                        {"plant_times_wrong", &planted.times_wrong},
                                        {"plant_pin_lost", &planted.pin_lost},
                                        {"plant_removal_lost", &planted.removal_lost},
+                                       {"plant_unpin_lost", &planted.unpin_lost},
+                                       {"plant_replace_lost", &planted.replace_lost},
+                                       {"plant_rows_lost", &planted.rows_lost},
+                                       {"plant_forget_lost", &planted.forget_lost},
                                        {"plant_unreached_lost", &planted.unreached_lost}};
     for (int i = 1; i < argc; ++i) {
         const char* equals = std::strchr(argv[i], '=');
-        std::string name = equals == nullptr ? argv[i] : std::string(argv[i], equals);
+        std::string name =
+            equals == nullptr ? argv[i] : std::string(static_cast<const char*>(argv[i]), equals);
         uint64_t value = equals == nullptr ? 1 : std::strtoull(equals + 1, nullptr, 10);
         if (wide.contains(name)) {
             *wide[name] = value;

@@ -110,7 +110,9 @@ void SimNode::on_link(std::shared_ptr<End> end) {
         if (mine()) link_failed();
     };
     Status sent = protocol_->connected("master", [this](std::span<const std::byte> frame) -> Status {
-        link_->send(Bytes(frame.begin(), frame.end()));
+        Bytes bytes(frame.begin(), frame.end());
+        bool changes = header_of(bytes).kind == Kind::kDelta && body_of(bytes).number<uint32_t>() == 0;
+        if (!changes || !planted_.rows_lost) link_->send(std::move(bytes));
         return success();
     });
     if (!sent) return link_failed();
@@ -192,7 +194,8 @@ void SimNode::on_frame(uint64_t id, const Bytes& frame) {
         case Kind::kRelease: {
             auto pin = it->second.pins.find(body.number<uint64_t>());
             if (pin != it->second.pins.end()) {
-                store_pool().table().unpin(pin->second.slot, pin->second.generation);
+                if (!planted_.unpin_lost)
+                    store_pool().table().unpin(pin->second.slot, pin->second.generation);
                 it->second.pins.erase(pin);
             }
             return;
@@ -221,7 +224,9 @@ void SimNode::on_put(const FrameHeader&, Reader body, Bytes& out) {
 PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace) {
     Pool& pool = store_pool();
     ObjectTable& table = pool.table();
-    if (!replace && pool.find(space_, name) != kNoSlot) return PutOutcome::kExists;
+    bool there = pool.find(space_, name) != kNoSlot;
+    if (there && !replace) return PutOutcome::kExists;
+    if (there && planted_.replace_lost) return PutOutcome::kStored;
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
     if (!lease) return PutOutcome::kRefused;
     Extent extent{lease->offset, bytes.size()};

@@ -22,11 +22,19 @@ Conditions with_drops() {
 }
 
 bool is_planted(const Finding& f) {
-    return (f.kind == Finding::kRemovedValue && f.for_ever) || f.kind == Finding::kPinLost;
+    return f.for_ever || f.kind == Finding::kOldValue || f.kind == Finding::kPinLost ||
+           f.kind == Finding::kBooks;
 }
 
-void expect_found(const Planted& planted) {
-    Search found = search(1, kSeeds, with_drops(), planted, is_planted);
+// Each key has one writer, so that replacements have an order today, too.
+Conditions with_replacements() {
+    Conditions c;
+    c.one_writer = true;
+    return c;
+}
+
+void expect_found(const Planted& planted, const Conditions& conditions = with_drops()) {
+    Search found = search(1, kSeeds, conditions, planted, is_planted);
     REQUIRE(found.seed);
     MESSAGE(explain(*found.seed, found.plan, found.report));
 }
@@ -34,8 +42,10 @@ void expect_found(const Planted& planted) {
 }  // namespace
 
 TEST_CASE("sim, planted: nothing is found without a mistake") {
-    Search found = search(1, kSeeds, with_drops(), {}, is_planted);
-    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    for (const Conditions& conditions : {with_drops(), with_replacements()}) {
+        Search found = search(1, kSeeds, conditions, {}, is_planted);
+        if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    }
 }
 
 TEST_CASE("sim, planted: a drop that is confirmed and not carried out") { expect_found({.drop_lost = true}); }
@@ -51,3 +61,13 @@ TEST_CASE("sim, planted: a removal that was answered and not carried out") {
 TEST_CASE("sim, planted: a client that does not name the nodes it could not reach") {
     expect_found({.unreached_lost = true});
 }
+
+TEST_CASE("sim, planted: a removal of which the master is not told") { expect_found({.forget_lost = true}); }
+
+TEST_CASE("sim, planted: a replacement that was answered and not carried out") {
+    expect_found({.replace_lost = true}, with_replacements());
+}
+
+TEST_CASE("sim, planted: a released pin that stays") { expect_found({.unpin_lost = true}); }
+
+TEST_CASE("sim, planted: changes that a node does not tell") { expect_found({.rows_lost = true}); }

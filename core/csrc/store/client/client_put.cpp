@@ -5,9 +5,8 @@
 //
 // What holds: an outcome of kStored means that a node has the object, and with `ack` that every get which
 // starts later on this host finds it. One of kExists means that the key had bytes before, which stay. Until
-// an item has one of these it is in `left`, and each step takes out what it has placed. A replacement removes
-// older generations elsewhere before the new one is written, so no client reads an old copy after a new one;
-// what stands between is a miss.
+// an item has one of these it is in `left`, and each step takes out what it has placed. PutSteps decide in
+// which order nodes are asked.
 //
 // What other nodes hold the directory learns from them, some milliseconds later. Until then recent_ and
 // locations_ know it: this client finds, replaces and removes its own copies at once.
@@ -19,6 +18,7 @@
 #include "store/client/card_stage.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
+#include "store/client/put_steps.hpp"
 
 namespace moonpool {
 
@@ -114,10 +114,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
     uint64_t bytes = 0;
     for (const PutItem& item : items) bytes += std::min(total(item.parts), UINT64_MAX - bytes);
     PutReport report;
-    std::vector<size_t> left(items.size());
-    std::iota(left.begin(), left.end(), 0);
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
-    // Every step below begins with what no node has taken yet.
     auto still_refused = [&] {
         std::vector<size_t> refused;
         for (size_t i = 0; i < items.size(); ++i) {
@@ -125,26 +122,12 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         }
         return refused;
     };
-    // The own node first among them is the usual way, but for the spilling.
-    std::vector<Named> wanted = preferred(options);
-    bool own_wanted = !wanted.empty() && wanted.front().node == nullptr;
-    bool elsewhere_wanted = !wanted.empty() && !own_wanted;
-    std::vector<RemovedManifest> replaced;
-    if (options.replace) {
-        // Other holders lose an older generation first: from here on no client reads it.
+    auto names_of = [&](std::span<const size_t> which) {
         std::vector<std::string_view> names;
-        for (const PutItem& item : items) names.push_back(item.name);
-        std::vector<uint8_t> ignored(names.size());
-        bool own_away = false;
-        if (elsewhere_wanted) {
-            // The new generation does not go to the own node, so nothing there would replace the old one.
-            own_away = !own_.remove(names, replaced).ok();
-        } else {
-            own_manifests(names, replaced);
-        }
-        remove_elsewhere(*others, names, own_away, ignored, replaced);
-    }
-    auto leave_what_is_here = [&] {
+        for (size_t i : which) names.push_back(items[i].name);
+        return names;
+    };
+    auto leave_what_is_here = [&](std::vector<size_t>& left) {
         std::erase_if(left, [&](size_t i) {
             std::optional<uint64_t> here = own_has(items[i].name);
             if (here) report.outcomes[i] = PutOutcome::kExists;
@@ -152,52 +135,76 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
             return here.has_value();
         });
     };
-    if (elsewhere_wanted) {
-        if (!options.replace) leave_what_is_here();
-        for (const Named& at : wanted) {
-            if (left.empty() || at.node == nullptr) break;
-            put_at(*at.node, at.member, items, options, left, report);
-        }
-    }
-    // The own node is full and another is not: a new block is better there than in an old one's place.
-    bool spilled = options.ack && !options.replace && !left.empty() && !own_wanted && own_is_full(bytes) &&
-                   others->room.may_ask();
-    if (spilled) {
-        leave_what_is_here();
-        size_t asked = left.size();
-        put_elsewhere(*others, items, options, left, report, false);
-        left = still_refused();
-        // The whole pool is full: for a while puts evict at the own node without asking.
-        if (asked != 0 && left.size() == asked) others->room.nowhere();
-    }
+    // The own node first among them is the usual way, but for the spilling.
+    std::vector<Named> wanted = preferred(options);
+    PutSteps::Plan plan{.replace = options.replace, .ack = options.ack};
+    plan.own_wanted = !wanted.empty() && wanted.front().node == nullptr;
+    plan.elsewhere_wanted = !wanted.empty() && !plan.own_wanted;
+    std::vector<RemovedManifest> replaced;
     Error own_error;
-    if (!left.empty()) {
-        std::vector<PutItem> own_items;
-        for (size_t i : left) own_items.push_back(items[i]);
-        Result<PutReport> own = own_.put(own_items, options.replace, options.ack, options.timeout_ms);
-        if (own) {
-            for (size_t k = 0; k < left.size(); ++k) report.outcomes[left[k]] = own->outcomes[k];
-            for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
-            report.refusal = own->refusal;
-            report.stored_bytes += own->stored_bytes;
-            // The own node is away: it may still have an older generation, which the master tells it to drop
-            // when it returns.
-        } else if (no_answer(own.error())) {
-            own_error = own.error();
-            if (options.replace) {
-                std::vector<std::string_view> names;
-                for (size_t i : left) names.push_back(items[i].name);
+    using Wants = PutSteps::Wants;
+    PutSteps steps(items.size(), plan);
+    while (steps.wants() != Wants::kDone) {
+        std::vector<size_t> left = steps.left();
+        switch (steps.wants()) {
+            case Wants::kRemoveHere:
+                steps.removed_here(own_.remove(names_of(left), replaced).ok());
+                break;
+            case Wants::kRemoveElsewhere: {
+                std::vector<std::string_view> names = names_of(left);
                 std::vector<uint8_t> ignored(names.size());
-                std::vector<RemovedManifest> found_before;  // by the removal above
-                remove_elsewhere(*others, names, true, ignored, found_before);
+                std::vector<RemovedManifest> found_before;  // by the first removal
+                if (!steps.removes_again() && !plan.elsewhere_wanted) own_manifests(names, replaced);
+                remove_elsewhere(*others, names, steps.own_away(), ignored,
+                                 steps.removes_again() ? found_before : replaced);
+                steps.removed_elsewhere();
+                break;
             }
-        } else {
-            return own;
+            case Wants::kPutWanted:
+                if (!options.replace) leave_what_is_here(left);
+                for (const Named& at : wanted) {
+                    if (left.empty() || at.node == nullptr) break;
+                    put_at(*at.node, at.member, items, options, left, report);
+                }
+                steps.put(std::move(left));
+                break;
+            case Wants::kSpill:
+                // The own node is full and another is not.
+                if (own_is_full(bytes) && others->room.may_ask()) {
+                    leave_what_is_here(left);
+                    size_t asked = left.size();
+                    put_elsewhere(*others, items, options, left, report, false);
+                    left = still_refused();
+                    // The whole pool is full: for a while puts evict at the own node without asking.
+                    if (asked != 0 && left.size() == asked) others->room.nowhere();
+                }
+                steps.put(std::move(left));
+                break;
+            case Wants::kPutHere: {
+                std::vector<PutItem> own_items;
+                for (size_t i : left) own_items.push_back(items[i]);
+                Result<PutReport> own = own_.put(own_items, options.replace, options.ack, options.timeout_ms);
+                if (own) {
+                    for (size_t k = 0; k < left.size(); ++k) report.outcomes[left[k]] = own->outcomes[k];
+                    for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
+                    report.refusal = own->refusal;
+                    report.stored_bytes += own->stored_bytes;
+                } else if (no_answer(own.error())) {
+                    own_error = own.error();
+                } else {
+                    return own;
+                }
+                steps.put_here(own.ok(), still_refused());
+                break;
+            }
+            case Wants::kPutElsewhere:
+                put_elsewhere(*others, items, options, left, report, true);
+                steps.put(still_refused());
+                break;
+            case Wants::kDone:
+                break;
         }
-        left = still_refused();
     }
-    // Last of all by evicting elsewhere. A put without acknowledgement waits for no node but its own.
-    if (!left.empty() && options.ack) put_elsewhere(*others, items, options, left, report, true);
     if (!own_error.text.empty() && !still_refused().empty()) return own_error;
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : replaced) {
@@ -272,33 +279,25 @@ std::vector<std::vector<size_t>> Client::in_chunks(std::span<const PutItem> item
     return chunks;
 }
 
+// Drives PlaceSteps, which decide which nodes are asked.
 void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const PutOptions& options,
                            std::span<const size_t> which, PutReport& report, bool evict) {
+    using Wants = PlaceSteps::Wants;
     Result<std::shared_ptr<const Members>> members = pool.directory->members();
     if (!members) return;
-    for (std::vector<size_t>& left : in_chunks(items, which)) {
-        PlaceOptions where;
-        for (const Member& member : (*members)->rows) {
-            if (member.identity.incarnation == pool.own) where.avoid_nodes.push_back(member.id);
-        }
-        // First to nodes with free memory, then to those that would have to evict.
-        for (bool last : {false, true}) {
-            if (last && !evict) break;
-            where.evict = last;
-            for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+    for (std::vector<size_t>& chunk : in_chunks(items, which)) {
+        PlaceSteps steps(std::move(chunk), pool.own, *members, evict);
+        while (steps.wants() != Wants::kDone) {
+            std::vector<size_t> left = steps.left();
+            if (steps.wants() == Wants::kMembers) {
+                steps.members(pool.directory->members(true));
+            } else if (steps.wants() == Wants::kPlace) {
                 uint64_t bytes = 0;
                 for (size_t i : left) bytes += total(items[i].parts);
-                Result<std::vector<NodeId>> placed = pool.directory->place(bytes, 1, where);
-                if (!placed || placed->empty()) break;
-                where.avoid_nodes.push_back(placed->front());
-                const Member* member = (*members)->find(placed->front());
-                if (member == nullptr) {
-                    members = pool.directory->members(true);
-                    if (!members) return;
-                    member = (*members)->find(placed->front());
-                    if (member == nullptr) continue;
-                }
-                put_at(*node(pool, *member), *member, items, options, left, report);
+                steps.placed(pool.directory->place(bytes, 1, steps.where()));
+            } else {
+                put_at(*node(pool, steps.node()), steps.node(), items, options, left, report);
+                steps.put(std::move(left));
             }
         }
     }
