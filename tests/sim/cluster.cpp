@@ -308,7 +308,7 @@ Search search(uint64_t first_seed, uint64_t seeds, const Conditions& conditions,
         found.operations += report.history.size();
         if (!report.finding || !counts(*report.finding)) continue;
         found.seed = seed;
-        found.plan = shrink(seed, conditions, std::move(plan), planted, counts, 200);
+        found.plan = shrink(seed, conditions, std::move(plan), planted, counts, 80);
         found.report = run(seed, conditions, found.plan, planted);
     }
     return found;

@@ -32,20 +32,20 @@ void expect_none(const char* what, uint64_t seeds, const Conditions& conditions)
 }  // namespace
 
 TEST_CASE("sim: delays and overtaking alone lead to no finding") {
-    expect_none("sim, delays", 40, clean_conditions());
+    expect_none("sim, delays", 25, clean_conditions());
 }
 
 TEST_CASE("sim: clients that end, and clocks that jump, lead to no finding") {
     Conditions c = clean_conditions();
     c.client_restarts = 2;
     c.clock_jumps = 2;
-    expect_none("sim, clients and clocks", 40, c);
+    expect_none("sim, clients and clocks", 25, c);
 }
 
 TEST_CASE("sim: one client that writes a key at any pace, without faults, is never given an old value") {
     Conditions c;
     c.one_writer = true;
-    expect_none("sim, one writer", 40, c);
+    expect_none("sim, one writer", 25, c);
 }
 
 TEST_CASE("sim: a seed is one history") {
