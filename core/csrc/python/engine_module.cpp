@@ -493,13 +493,12 @@ void bind_engine(py::module_& m) {
     engine
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
                       uint32_t, std::optional<std::vector<std::string>>, std::vector<std::string>,
-                      std::vector<std::string>, std::string, std::string, double>(),
+                      std::vector<std::string>, std::string, std::string, std::string, double>(),
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
              py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
              py::arg("rdma_devices") = std::vector<std::string>(), py::arg("efa_provider") = "efa",
-             py::arg("interface") = "",
-             py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
+             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
         .def_property_readonly("segment_id", &PyEngine::segment_id)
