@@ -126,6 +126,7 @@ class Rail {
 
    protected:
     static constexpr uint64_t kMeasuredBytes = 64u << 10;  // of fewer the time says nothing of the rate
+    static constexpr double kGrowthMax = 4;                // of the rate, from one measurement to the next
 
     virtual void begin_connected() = 0;
     virtual uint64_t next_bytes() const = 0;
@@ -140,6 +141,8 @@ class Rail {
             sample_.bytes += bytes;
             double rate = static_cast<double>(sample_.bytes) /
                           static_cast<double>(std::max<uint64_t>(now - sample_.since_ns, 1000));
+            // A process that was not running finds one completion late, and the next one at once.
+            if (sample_.before > 0) rate = std::min(rate, kGrowthMax * sample_.before);
             bytes_per_ns_ = sample_.before <= 0 ? rate : 0.8 * sample_.before + 0.2 * rate;
         }
         progress_ns_ = now;

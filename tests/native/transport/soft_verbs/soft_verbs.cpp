@@ -375,6 +375,9 @@ uint64_t next_due(const State& s) {
 void idle(State& s) {
     if (!s.script.is_virtual || ++s.idle_polls < 2 * s.cqs.size() + 2) return;
     s.idle_polls = 0;
+    // What has completed is taken first: else its caller would find it later than it was.
+    auto waits = [](const SoftCq* cq) { return cq->pairs != 0 && !cq->done.empty(); };
+    if (std::ranges::any_of(s.cqs, waits)) return;
     uint64_t next = next_due(s);
     s.virtual_ns = next == UINT64_MAX ? s.virtual_ns + 100'000 : std::max(s.virtual_ns, next);
     run_due(s, s.virtual_ns);
@@ -396,6 +399,7 @@ void run_nic() {
             Lock lock(s);
             if (s.script.is_virtual && next_due(s) != UINT64_MAX && asleep(s)) {
                 s.virtual_ns = std::max(s.virtual_ns, next_due(s));
+                s.idle_polls = 0;
             }
             run_due(s, clock_ns(s));
         }
