@@ -95,6 +95,7 @@ def main() -> None:
                 except Error as error:
                     skipped[name] = str(error)
             print(f"{name}: {skipped.get(name, 'right bytes in both directions')}", flush=True)
+    judged = options.efa_provider != "efa" and BESIDE in found
     rows = [
         Row(
             f"{direction} {f'{batch} x ' if batch > 1 else ''}{size // KIB} KiB by {name} "
@@ -105,10 +106,8 @@ def main() -> None:
             if BESIDE in found and name not in OF_FILES
             else {},
             None,
-            f">= {EFA_TARGET:g}x tcp" if name == "efa" and BESIDE in found else "",
-            rate >= EFA_TARGET * found[BESIDE][direction, size, batch]
-            if name == "efa" and BESIDE in found
-            else None,
+            f">= {EFA_TARGET:g}x tcp" if judged and name == "efa" else "",
+            rate >= EFA_TARGET * found[BESIDE][direction, size, batch] if judged and name == "efa" else None,
         )
         for name, rates in found.items()
         for (direction, size, batch), rate in rates.items()

@@ -261,7 +261,6 @@ Report run(uint64_t seed, const Conditions& conditions, const Plan& plan, const 
 }
 
 // Leaves out ever smaller pieces.
-// Leaves out ever smaller pieces.
 Plan shrink(uint64_t seed, const Conditions& conditions, Plan plan, const Planted& planted,
             const Counts& counts, int tries) {
     for (size_t piece = plan.size() / 2; piece > 0; piece /= 2) {

@@ -18,8 +18,8 @@
 // finding remains (shrink()). explain() prints what is left, with the seed.
 //
 // Conditions say which faults and operations there are. The tests have three kinds:
-//   test_known_faults  conditions under which today's protocol goes wrong: a finding is expected. Whoever
-//                      mends the protocol turns such a test around.
+//   test_known_faults  conditions under which today's protocol goes wrong: a finding is expected. The
+//                      change that mends the protocol turns such a test around.
 //   test_clean         conditions under which it must not go wrong: many seeds without a finding.
 //   test_planted       mistakes planted into the processes (faults.hpp) that have to be found.
 //

@@ -38,7 +38,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
     }
     for (auto& [number, value] : values) {
         if (value.write != nullptr && value.first_end >= value.write->begin) continue;
-        return Finding{Finding::kOtherBytes, "a value was read that nobody had written", key};
+        return Finding{Finding::kOtherBytes, "a value was read that no client had written", key};
     }
     for (auto a = values.begin(); a != values.end(); ++a) {
         // A write without an acknowledgement may take effect at any time.

@@ -56,7 +56,7 @@ TEST_CASE("sim, known fault: a node that was away gives a removed value until it
     expect_one(40, c, is_removed_for_a_while);
 }
 
-// The directory hears of a put some milliseconds later, and a removal asks it who has the key.
+// The directory hears of a put some milliseconds later, and a removal asks it which nodes have the key.
 TEST_CASE("sim, known fault: a removal right after another client's put misses the copy") {
     Conditions c = puts_and_removals();
     c.apart = 0;

@@ -18,6 +18,7 @@
 
 #include "engine/engine.hpp"
 #include "python/raise.hpp"
+#include "wire/address.hpp"
 
 namespace moonpool::python {
 
@@ -284,8 +285,7 @@ class PyEngine {
         options.rdma.devices = std::move(rdma_devices);
         // Providers of other networks have an address each, to which they bind.
         if (efa_provider != options.fabric.provider && !options.listen.empty()) {
-            const std::string& address = options.listen.front();
-            options.fabric.source = address.substr(0, address.rfind(':'));
+            options.fabric.source = host_of(options.listen.front());
         }
         options.fabric.provider = std::move(efa_provider);
         options.interface = std::move(interface);
