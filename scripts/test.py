@@ -20,7 +20,8 @@ from scripts.environments import ROOT
 from scripts.lint import lint
 from scripts.progress import Progress
 
-CLUSTER = "tests/cluster"
+# In the second process, about half of the time of all: what starts no engine.
+SECOND = ("tests/cluster", "tests/core", "tests/capi", "tests/cli")
 CACHE = ROOT / ".pytest_cache"
 TESTS_FAILED = 1  # pytest's exit code
 AGAIN_MAX = 3  # tests that failed: more are no accident
@@ -77,12 +78,12 @@ def main() -> None:
     command = [str(tools.python), "-m", "pytest", "--durations=25"]
     if options.pytest:
         os.execve(tools.python, [*command, *shlex.split(options.pytest)], env)
-    sys.exit(in_two(command, env, progress.log.with_name("cluster.log")))
+    sys.exit(in_two(command, env, progress.log.with_name("second.log")))
 
 
 def in_two(pytest: list[str], env: dict[str, str], log: Path) -> int:
-    """Runs all tests -> exit code. The cluster's run beside the others: their hosts are namespaces of their
-    own, and mostly they wait for one another. What they print comes last. SIGTERM, as of a CI that is
+    """Runs all tests -> exit code. Those of SECOND run beside the others, as mostly they wait: for engines,
+    for one another, for deadlines. What they print comes last. SIGTERM, as of a CI that is
     cancelled, reaches both as Ctrl-C does, so that they end what they have started.
     """
     running: list[subprocess.Popen[bytes]] = []
@@ -97,19 +98,19 @@ def in_two(pytest: list[str], env: dict[str, str], log: Path) -> int:
 
     heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     ended = signal.signal(signal.SIGTERM, end)
-    in_cluster = [*pytest, "-o", f"cache_dir={CACHE / 'cluster'}", CLUSTER]
-    in_others = [*pytest, "-o", f"cache_dir={CACHE / 'others'}", f"--ignore={CLUSTER}"]
+    in_second = [*pytest, "-o", f"cache_dir={CACHE / 'second'}", *SECOND]
+    in_first = [*pytest, "-o", f"cache_dir={CACHE / 'first'}", *(f"--ignore={part}" for part in SECOND)]
     try:
         try:
             with log.open("wb") as output:
-                cluster = start(in_cluster, output)
-            others = start(in_others)
-            codes = others.wait(), cluster.wait()
+                second = start(in_second, output)
+            first = start(in_first)
+            codes = first.wait(), second.wait()
         finally:
             for each in running:
                 each.wait()
             print(log.read_text(errors="replace"), flush=True)
-        for command, code in zip((in_others, in_cluster), codes, strict=True):
+        for command, code in zip((in_first, in_second), codes, strict=True):
             if code == TESTS_FAILED:
                 look_again(command, start)
         return codes[0] or codes[1]

@@ -264,15 +264,15 @@ def test_make_test_hands_real_engines_to_pytest(
 
 
 @pytest.mark.parametrize("codes", [(0, 0, 0), (3, 0, 3), (0, 4, 4), (3, 4, 3)])
-def test_the_clusters_tests_run_beside_the_others(
+def test_half_of_the_tests_run_beside_the_others(
     scripts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], codes: tuple[int, int, int]
 ) -> None:
-    others, cluster, code = codes
+    first, second, code = codes
     test = importlib.import_module("scripts.test")
-    ends = f"import sys; print(sys.argv[-1]); sys.exit({others} if '--ignore' in sys.argv[-1] else {cluster})"
+    ends = f"import sys; print(sys.argv[-1]); sys.exit({first} if '--ignore' in sys.argv[-1] else {second})"
     assert test.in_two([sys.executable, "-c", ends], dict(os.environ), tmp_path / "log") == code
     printed = capfd.readouterr().out.splitlines()
-    assert printed[:2] == ["--ignore=tests/cluster", "tests/cluster"]
+    assert printed[:2] == [f"--ignore={test.SECOND[-1]}", test.SECOND[-1]]
 
 
 @pytest.mark.parametrize(
