@@ -19,6 +19,7 @@ constexpr uint64_t kBackgroundBytes = 512u << 10;  // open on one rail beside fo
 constexpr uint64_t kSpinNs = 200'000;              // a caller polls, before it sleeps
 constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
 constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
+constexpr uint64_t kAskAgainNs = 100'000'000;      // a peer that did not end its side
 constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
 constexpr uint64_t kIdleNs = 60'000'000'000;       // then its connection goes
 constexpr uint64_t kKeylessNs = 2'000'000;         // memory that gets its keys is looked at again
@@ -214,10 +215,7 @@ bool Link::drive() {
         it = tasks_.erase(it);
     }
     if (ended) changed_.notify_all();
-    if (!helping_ && needs_help(now)) {
-        helping_ = true;
-        context_.waiters.post(false, [self = shared_from_this()] { self->help(); });
-    }
+    if (needs_help(now)) get_help();
     return settled;
 }
 
@@ -316,7 +314,8 @@ bool Link::may_take(const Rail& rail, const Task& task) const {
 
 // Foreground first; a batch of each task in turn.
 bool Link::fill(Rail& rail, uint64_t now) {
-    if (rail.state != Rail::State::kUp || tasks_.empty()) return false;
+    // Not before late bytes can land over what comes now no more.
+    if (rail.state != Rail::State::kUp || tasks_.empty() || !all_settled()) return false;
     bool any = false;
     for (bool background : {false, true}) {
         for (bool posted = true; posted;) {
@@ -559,7 +558,38 @@ bool Link::may_connect(const Rail& rail, uint64_t now) const {
            });
 }
 
+bool Link::is_late(const Task& task) {
+    const Job& job = task.job;
+    return now_ns() - job.progress_ns.load(std::memory_order_relaxed) >
+           static_cast<uint64_t>(job.timeout_ms) * 1'000'000;
+}
+
+// A task that must end waits for no answer of the peer, nor for a rail that has been silent as long as the
+// task may wait. What may still arrive is repeated over no path.
+void Link::give_up_open(Task& task, uint64_t now) {
+    const bool late = is_late(task);
+    if (!late && !task.job.stopped() && !closed_) return;
+    for (const auto& rail : rails_) {
+        const uint64_t patience_ns = static_cast<uint64_t>(task.job.timeout_ms) * 1'000'000;
+        if (late && rail->state == Rail::State::kUp && rail->busy() &&
+            now > rail->progress_ns() + patience_ns) {
+            stop(*rail, "nothing moved until the deadline of a transfer", true);
+        }
+        std::erase_if(rail->fenced, [&](const Piece& piece) REQUIRES(mutex_) {
+            if (piece.task != &task) return false;
+            --task.open;
+            rail->unsettled = true;
+            if (late && task.job.is_waiting(piece.slice)) {
+                task.job.fail(piece.slice, Code::kTimeout,
+                              rail->name() + ": " + rail->why + "; the peer did not end its side in time");
+            }
+            return true;
+        });
+    }
+}
+
 bool Link::may_end(Task& task, uint64_t now) {
+    if (task.open != 0) give_up_open(task, now);
     if (task.open != 0) return false;
     Job& job = task.job;
     if (job.waiting == 0) return true;
@@ -569,14 +599,16 @@ bool Link::may_end(Task& task, uint64_t now) {
     };
     if (closed_) return end(Code::kUnavailable, "the segment was closed");
     if (job.stopped()) return end(Code::kClosed, "stopped");
-    if (now_ns() - job.progress_ns.load(std::memory_order_relaxed) >
-        static_cast<uint64_t>(job.timeout_ms) * 1'000'000) {
-        return end(Code::kTimeout, rails_.front()->why);
-    }
+    if (is_late(task)) return end(Code::kTimeout, rails_.front()->why);
     if (!task.unknown.empty() || !task.keyless.empty()) return false;
     if (!wants_rail(task)) {
         task.status = task.left_undone;
         return true;
+    }
+    if (!all_settled()) {
+        return task.faults >= kFaultsMax
+                   ? end(Code::kUnavailable, "the peer has not ended a connection whose writes were given up")
+                   : false;
     }
     const Rail* tried = nullptr;
     for (const auto& rail : rails_) {
@@ -591,9 +623,14 @@ bool Link::needs_help(uint64_t now) const {
         std::ranges::any_of(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); });
     return std::ranges::any_of(tasks_, [](const auto& task) { return !task->unknown.empty(); }) ||
            std::ranges::any_of(rails_, [&](const auto& rail) REQUIRES(mutex_) {
-               return rail->state == Rail::State::kEnding ||
+               return rail->state == Rail::State::kEnding || (wanted && is_to_settle(*rail)) ||
                       ((wanted || rail->missed) && may_connect(*rail, now));
            });
+}
+
+void Link::get_help() {
+    if (std::exchange(helping_, true)) return;
+    context_.waiters.post(false, [self = shared_from_this()] { self->help(); });
 }
 
 // One at a time; on a thread that may wait. What it waits for is never another thread of this engine.
@@ -607,23 +644,90 @@ void Link::help() {
     helping_ = false;
 }
 
+// Tasks end at their deadlines meanwhile: before a rail was ever connected no other thread looks at those
+// that were posted.
+Result<std::vector<std::byte>> Link::ask(const std::vector<std::byte>& question) {
+    struct Answer {
+        Mutex mutex;
+        CondVar came;
+        std::optional<Result<std::vector<std::byte>>> result GUARDED_BY(mutex);
+    };
+    auto answer = std::make_shared<Answer>();
+    control_->post(Kind::kEngineAsk, question, timeout_ms_, [answer](Result<std::vector<std::byte>> result) {
+        MutexLock lock(answer->mutex);
+        answer->result.emplace(std::move(result));
+        answer->came.notify_all();
+    });
+    MutexLock lock(answer->mutex);
+    while (!answer->came.wait_for(lock, kSleep,
+                                  [&]() REQUIRES(answer->mutex) { return answer->result.has_value(); })) {
+        lock.unlock();
+        on_completions();
+        lock.lock();
+    }
+    return std::move(*answer->result);
+}
+
+// The peer has ended its side of the rail's last connection.
+void Link::settle_rail(Rail& rail) {
+    rail.unsettled = false;
+    changed_.notify_all();
+}
+
+bool Link::all_settled() const {
+    return std::ranges::none_of(rails_, [](const auto& rail) { return rail->unsettled; });
+}
+
+bool Link::settled() const {
+    MutexLock lock(mutex_);
+    return all_settled();
+}
+
+// The helper asks, lest the end of a connection should meet its successor, which has the same number.
+bool Link::settle(int timeout_ms) {
+    MutexLock lock(mutex_);
+    if (closed_) return all_settled();
+    for (const auto& rail : rails_) {
+        if (!rail->unsettled || rail->state != Rail::State::kDown) continue;
+        rail->state = Rail::State::kEnding;
+        get_help();
+    }
+    return changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                             [&]() REQUIRES(mutex_) { return all_settled(); });
+}
+
+bool Link::is_to_settle(const Rail& rail) {
+    return rail.unsettled && rail.state == Rail::State::kDown && rail.end_again_ns <= now_ns();
+}
+
 bool Link::end_rail() {
-    auto it = std::ranges::find(rails_, Rail::State::kEnding, [](const auto& rail) { return rail->state; });
+    const bool wanted =
+        std::ranges::any_of(tasks_, [&](const auto& task) REQUIRES(mutex_) { return wants_rail(*task); });
+    auto it = std::ranges::find_if(rails_, [&](const auto& rail) {
+        return rail->state == Rail::State::kEnding || (wanted && is_to_settle(*rail));
+    });
     if (it == rails_.end()) return false;
     Rail& rail = **it;
+    rail.state = Rail::State::kEnding;
     Status ended = success();
     if (!closed_) {
         mutex_.unlock();
-        Result<std::vector<std::byte>> answer =
-            control_->ask(Kind::kEngineAsk, end_question(options_.transport, rail.number), timeout_ms_);
+        Result<std::vector<std::byte>> answer = ask(end_question(options_.transport, rail.number));
         if (!answer) ended = answer.error();
         mutex_.lock();
+        if (ended) {
+            settle_rail(rail);
+        } else {
+            rail.end_again_ns = now_ns() + kAskAgainNs;
+            for (const auto& task : tasks_) ++task->faults;
+        }
     }
     rail.state = Rail::State::kDown;
     std::vector<Piece> fenced = std::move(rail.fenced);
     rail.fenced.clear();
     for (const Piece& piece : fenced) {
         // What may still arrive is repeated over no path.
+        if (!ended) rail.unsettled = true;
         if (!ended && !closed_ && piece.task->job.is_waiting(piece.slice)) {
             piece.task->job.fail(
                 piece.slice, Code::kUnavailable,
@@ -657,9 +761,7 @@ bool Link::connect_rail() {
     rail.state = Rail::State::kConnecting;
     mutex_.unlock();
     Status made = rail.connect([&](std::span<const std::byte> initiator) {
-        return control_->ask(Kind::kEngineAsk,
-                             connect_question(options_.transport, rail.number, rail.peer_port, initiator),
-                             timeout_ms_);
+        return ask(connect_question(options_.transport, rail.number, rail.peer_port, initiator));
     });
     mutex_.lock();
     if (!made) {
@@ -669,6 +771,7 @@ bool Link::connect_rail() {
         for (const auto& task : tasks_) ++task->faults;
         return true;
     }
+    settle_rail(rail);  // the peer has ended the connection before
     rail.begin(clock());
     if (!std::exchange(rail.watched, true)) rail.tell(std::make_shared<Watcher>(weak_from_this()));
     return true;
@@ -687,8 +790,7 @@ bool Link::ask_keys() {
     }
     if (ranges.empty()) return false;
     mutex_.unlock();
-    Result<std::vector<std::byte>> answer =
-        control_->ask(Kind::kEngineAsk, keys_question(options_.transport, ranges), timeout_ms_);
+    Result<std::vector<std::byte>> answer = ask(keys_question(options_.transport, ranges));
     std::optional<std::vector<RemoteRegion>> rows;
     if (answer) rows = decode_keys(Reader(*answer), options_.key_size);
     mutex_.lock();

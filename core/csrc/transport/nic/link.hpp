@@ -13,7 +13,8 @@
 //
 // A task ends only when none of its pieces is under way. A rail that fails loses its connection at once,
 // after which its NIC touches no local memory; writes that it had sent may still arrive, so they are
-// repeated, here or over another path, only when the peer has ended its side, too.
+// repeated, here or over another path, only when the peer has ended its side, too. A task whose deadline
+// passes before that fails, and is not settled.
 #pragma once
 
 #include <deque>
@@ -83,6 +84,8 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     bool runs_on_caller(const Job&) const override { return false; }  // it waits for a NIC
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
+    bool settled() const override;
+    bool settle(int timeout_ms) override;
     void close() override;
 
    private:
@@ -120,12 +123,19 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     int node_of(Task& task) const REQUIRES(mutex_);
     const RemoteRegion* find_remote(uint64_t address, uint64_t bytes) const REQUIRES(mutex_);
     bool may_end(Task& task, uint64_t now) REQUIRES(mutex_);
+    static bool is_late(const Task& task);
+    void give_up_open(Task& task, uint64_t now) REQUIRES(mutex_);
     bool wants_rail(const Task& task) const REQUIRES(mutex_);
     bool may_connect(const Rail& rail, uint64_t now) const REQUIRES(mutex_);
 
     // The helper; without the lock while it waits.
     bool needs_help(uint64_t now) const REQUIRES(mutex_);
+    void get_help() REQUIRES(mutex_);
     void help();
+    Result<std::vector<std::byte>> ask(const std::vector<std::byte>& question) EXCLUDES(mutex_);
+    void settle_rail(Rail& rail) REQUIRES(mutex_);
+    bool all_settled() const REQUIRES(mutex_);
+    static bool is_to_settle(const Rail& rail);
     bool end_rail() REQUIRES(mutex_);
     Rail* rail_to_connect() REQUIRES(mutex_);
     bool connect_rail() REQUIRES(mutex_);

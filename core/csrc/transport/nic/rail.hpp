@@ -51,6 +51,8 @@ class Rail {
     bool missed = false;        // it would carry what another one carries better, and is down
     bool watched = false;       // tell() was called
     std::vector<Piece> fenced;  // writes that may still land until the peer has ended its side
+    bool unsettled = false;     // some of those were given up, and the peer has not ended its side yet
+    uint64_t end_again_ns = 0;  // by now_ns(): the peer is not asked for that before
 
     // What one side of a request is.
     struct Place {
