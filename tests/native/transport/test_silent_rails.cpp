@@ -93,3 +93,49 @@ TEST_CASE("rdma: a submitted transfer ends at its deadline before any rail was c
     nodes.cable.join();
     CHECK(nodes.write(1000, kEngineTimeoutMs));
 }
+
+// Beside a fast rail that carries the rest; beside one that is idle meanwhile; and as the last one, before
+// TCP.
+TEST_CASE("rdma: a slow rail that was measured and falls silent is left after what it should have taken") {
+    constexpr uint64_t kBytesPerUs = 4;
+    constexpr uint64_t kPieceNs = (64u << 10) * 1000 / kBytesPerUs;
+    struct Bed {
+        const char* script;
+        std::vector<std::string> transports;
+        size_t bytes;
+        uint64_t rest_ns;  // that the other rail takes
+    };
+    for (const Bed& how :
+         std::vector<Bed>{{"devices=2 virtual speed0=4 speed1=16", {"rdma"}, 8 * kMiB, 8 * kMiB * 1000 / 16},
+                          {"devices=2 virtual speed0=4 speed1=16", {"rdma"}, kMiB, kMiB * 1000 / 16},
+                          {"devices=1 virtual speed0=4", {"rdma", "tcp"}, kMiB, 0}}) {
+        CAPTURE(how.script);
+        CAPTURE(how.bytes);
+        for (Direction direction : {Direction::kWrite, Direction::kRead}) {
+            VerbsBed bed(how.script);
+            Nodes nodes(how.transports, 8 * kMiB, [](EngineOptions& options) {
+                options.rdma.clock_ns = soft_verbs().soft_verbs_now;
+                options.rdma.silence_ms = 30;
+            });
+            nodes.warm_up("rdma");
+            std::vector<Slice> slices = {
+                {nodes.mine.address(), nodes.theirs.address(), how.bytes, direction}};
+            for (int i = 0; i < 3; ++i) REQUIRE(nodes.pair.transfer(slices).ok());  // measures them
+            Random random(913);
+            nodes.mine.fill(random);
+            nodes.theirs.fill(random);
+            uint64_t carried = VerbsBed::count("bytes0");
+            soft_verbs().soft_verbs_silent(0, 1);
+            uint64_t before = soft_verbs().soft_verbs_now();
+            Result<uint64_t> moved = nodes.pair.transfer(slices);
+            REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+            uint64_t taken_ns = soft_verbs().soft_verbs_now() - before;
+            CHECK(VerbsBed::count("bytes0") > carried);
+            CHECK(std::memcmp(nodes.mine.data(), nodes.theirs.data(), how.bytes) == 0);
+            MESSAGE((how.bytes / kMiB)
+                    << " MiB, the slow rail silent: " << static_cast<double>(taken_ns) / 1e6 << " ms");
+            // Eight times what a piece takes, as the link has it.
+            CHECK(taken_ns < how.rest_ns + 8 * kPieceNs + 50'000'000);
+        }
+    }
+}

@@ -7,8 +7,8 @@
 // - down0: the device's port is not active
 // - speed0=100: bytes a microsecond that a device carries; 0: at once, on the poster's thread
 // - virtual: the clock, which never goes back, jumps to the next completion when all queues were polled and
-// are
-//   empty, or were armed: then callers sleep until something completes
+//   are empty, or were armed: then callers sleep until something completes. Where requests were lost, it goes
+//   on by 20 ms at most before queues are armed again
 // - fail=5:12: the 5th request gets status 12 (any number of these)
 // - lost=5: the 5th request and all behind it on its queue pair never complete
 // - late=5: the 5th request, a write, is in the network: its sender is told that retries are over, its bytes

@@ -46,6 +46,7 @@ using moonpool::OrderedByThePeer;
 
 constexpr int kDevicesMax = 8;
 constexpr int kReset = 0;
+constexpr uint64_t kLookNs = 20'000'000;  // a virtual clock goes on while something lost is waited for
 
 struct PairRow {
     bool used;
@@ -137,6 +138,7 @@ struct State {
     std::set<SoftCq*> cqs;  // that tell of their completions
     // Calls that post, take completions or arm a queue; the last of the first two.
     uint64_t acts = 0, last_work = 0;
+    uint64_t armed_ns = 0;  // the last time
     bool thread = false;
 };
 State* state_now = nullptr;
@@ -391,16 +393,28 @@ bool asleep(const State& s) {
     });
 }
 
+bool waits_for_lost(const State& s) {
+    return std::ranges::any_of(s.pairs, [](const auto& row) { return row.second->lost; });
+}
+
+// Of callers that sleep nothing else makes time pass. Where something was lost, they look again after a
+// while, and find that some time has passed; never so much that they think that they were away.
+void pass_asleep(State& s) {
+    if (!s.script.is_virtual || !asleep(s)) return;
+    uint64_t next = next_due(s);
+    if (waits_for_lost(s)) next = std::min(next, s.armed_ns + kLookNs);
+    if (next == UINT64_MAX) return;
+    s.virtual_ns = std::max(s.virtual_ns, next);
+    s.idle_polls = 0;
+}
+
 // Of devices with a speed.
 void run_nic() {
     State& s = state();
     for (;;) {
         {
             Lock lock(s);
-            if (s.script.is_virtual && next_due(s) != UINT64_MAX && asleep(s)) {
-                s.virtual_ns = std::max(s.virtual_ns, next_due(s));
-                s.idle_polls = 0;
-            }
+            pass_asleep(s);
             run_due(s, clock_ns(s));
         }
         std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -433,6 +447,7 @@ int req_notify_cq(Cq* raw, int) {
     auto& cq = static_cast<SoftCq&>(*raw);
     cq.armed = true;
     cq.armed_at = ++s.acts;
+    s.armed_ns = clock_ns(s);
     return 0;
 }
 
