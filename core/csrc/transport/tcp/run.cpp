@@ -191,7 +191,11 @@ bool Run::send_some(bool& moved) {
         }
         moved = true;
         frame.sent += static_cast<uint64_t>(n);
-        progress(frame);
+        if (frame.write_bytes != 0) {
+            progress(frame);
+        } else {
+            moved_ns_.store(now_ns(), std::memory_order_relaxed);
+        }
         if (frame.sent == frame.total()) ++sent_;
     }
 }
@@ -442,9 +446,11 @@ void Run::drop(size_t number) {
 
 // ---- ends
 
+// A question in the buffers of a socket is none: the kernel takes it for a peer that has stopped, too.
 void Run::progress(const Frame& frame) {
     uint64_t now = now_ns();
     moved_ns_.store(now, std::memory_order_relaxed);
+    progress_ns_ = now;
     queue_.progress(frame, now);
 }
 
@@ -453,7 +459,8 @@ bool Run::check(uint64_t now) {
     int left = 0;
     if (::ioctl(channel_.fd.get(), SIOCOUTQ, &left) == 0 && left != unacknowledged_) {
         if (unacknowledged_ >= 0 && left < unacknowledged_ && !frames_.empty()) {
-            progress(frames_[std::min(sent_, frames_.size() - 1)]);
+            const Frame& frame = frames_[std::min(sent_, frames_.size() - 1)];
+            if (frame.write_bytes != 0) progress(frame);
         }
         unacknowledged_ = left;
     }
@@ -463,7 +470,7 @@ bool Run::check(uint64_t now) {
         Frame& frame = frames_[i];
         int wait_ms = frame.kind == Frame::Kind::kFence ? kFenceMs : INT_MAX;
         if (frame.task != nullptr) {
-            Queue::State state = queue_.state_of(*frame.task, now, moved_ns);
+            Queue::State state = queue_.state_of(*frame.task, now, progress_ns_);
             bool begun = i < sent_ || frame.sent != 0;
             if (state == Queue::State::kGoesOn) {
                 wait_ms = Queue::patience_ms(*frame.task);

@@ -116,8 +116,9 @@ class Run {
     std::byte ahead_[kAheadBytes];  // what came along with a head: [ahead_begin_, ahead_end_)
     size_t ahead_begin_ = 0, ahead_end_ = 0;
 
-    std::atomic<uint64_t> moved_ns_{now_ns()};
-    int unacknowledged_ = -1;  // bytes in the socket when it was looked at last
+    std::atomic<uint64_t> moved_ns_{now_ns()};  // anything, or a frame was begun
+    uint64_t progress_ns_ = 0;                  // bytes of jobs, or an answer
+    int unacknowledged_ = -1;                   // bytes in the socket when it was looked at last
     Error error_;
 };
 
