@@ -15,8 +15,12 @@
 // after which its NIC touches no local memory; writes that it had sent may still arrive, so they are
 // repeated, here or over another path, only when the peer has ended its side, too. A task whose deadline
 // passes before that fails, and is not settled.
+//
+// link.cpp drives; link_rails.cpp chooses rails, link_pieces.cpp keeps the books of slices, link_help.cpp
+// asks the peer.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <list>
 #include <map>
@@ -91,6 +95,11 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
    private:
     class Watcher;
     using Ended = std::vector<std::unique_ptr<Task>>;
+
+    // Rails tell of completions, and nothing tells of time.
+    static constexpr std::chrono::milliseconds kSleep{50};
+    static constexpr int kFaultsMax = 3;      // of rails, in one task without another path
+    static uint64_t back_off_ns(int faults);  // before a rail is tried again
 
     uint64_t clock() const { return options_.nic.clock_ns(); }
     uint64_t silence_ns() const { return static_cast<uint64_t>(options_.nic.silence_ms) * 1'000'000; }
