@@ -21,7 +21,7 @@ def memory_of(item: Any) -> BufferRange:
 
     Raises InvalidArgument for anything else, and for no bytes at all. An (address, length) is not checked.
     """
-    part = _as_part(item)
+    part = item if type(item) is tuple else _as_part(item)  # tens of thousands of ranges are registered
     if isinstance(part, tuple):
         address, length = _as_range(part)
         return BufferRange(address, length, True, item)
@@ -34,7 +34,7 @@ def memory_of(item: Any) -> BufferRange:
 
 
 def _as_range(pair: tuple[Any, ...]) -> tuple[int, int]:
-    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+    if len(pair) != 2 or not (isinstance(pair[0], int) and isinstance(pair[1], int)):
         raise InvalidArgument(f"a range of memory is (address, length), two integers, not {pair!r:.80}")
     address, length = pair
     if not (0 < address < 1 << 64 and 0 < length <= (1 << 64) - address):

@@ -95,7 +95,7 @@ class RegionTable:
 
     def register(self, memory: Any, location: str) -> Region:
         """See TransferEngine.register."""
-        on_card = device_memory_of(memory)
+        on_card = None if type(memory) is tuple else device_memory_of(memory)
         found = on_card or memory_of(memory)
         if not found.writable:
             raise InvalidArgument(
@@ -104,17 +104,14 @@ class RegionTable:
                 operation="register",
             )
         check_text(location, "a location")
-        if not location or on_card:
-            kind, card = self._native.describe(found.address, found.length)
-            if on_card and kind != "device":  # of another vendor's card, for example
-                raise InvalidArgument(
-                    f"a {type(memory).__name__} says that it is on a CUDA card, and the CUDA driver of this "
-                    f"process does not know its address",
-                    operation="register",
-                )
-            location = location or (f"cuda:{card}" if kind == "device" else "cpu:0")
-        self._native.register(found.address, found.length, location)
-        return self._keep(found, location)
+        # Of another vendor's card, for example.
+        if on_card and self._native.describe(found.address, found.length)[0] != "device":
+            raise InvalidArgument(
+                f"a {type(memory).__name__} says that it is on a CUDA card, and the CUDA driver of this "
+                f"process does not know its address",
+                operation="register",
+            )
+        return self._keep(found, self._native.register(found.address, found.length, location))
 
     def allocate(self, nbytes: int, location: str) -> Region:
         """See TransferEngine.allocate."""

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ from moonpool.core.errors import (
     Unavailable,
 )
 from moonpool.core.store.buffers import memory_of
+from moonpool.core.transfer.region import RegionTable
 
 from .engine_bed import Peer, Relay, moved
 from .store_bed import MIB, TOKEN, Tensor, until
@@ -844,6 +845,18 @@ def test_a_wait_of_no_time_can_only_fail(timeout_s: float) -> None:
 def test_text_that_peers_could_not_read_is_refused(what: str) -> None:
     with pytest.raises(InvalidArgument, match=f"the {what} of an engine must be UTF-8"):
         TransferEngine(token=TOKEN, **{what: "\udcff"})  # type: ignore[arg-type]
+
+
+def test_the_kernel_is_asked_about_memory_once() -> None:
+    class Native:
+        def register(self, address: int, length: int, location: str) -> str:
+            return location or f"cpu:{length}"
+
+        # No describe(): it asks the kernel as register() does, which costs as much as all else.
+
+    table = RegionTable(cast(Any, Native()))
+    assert table.register((4096, 7), "").location == "cpu:7"
+    assert table.register(bytearray(9), "cpu:1").location == "cpu:1"
 
 
 def test_a_location_that_peers_could_not_read_is_refused(engine: TransferEngine, own: Peer) -> None:

@@ -135,16 +135,20 @@ Result<MemoryRef> Engine::describe(uint64_t address, uint64_t length) const {
                      "; register memory that the CPU may read and write, or memory of a CUDA card"};
 }
 
-Status Engine::register_region(uint64_t address, uint64_t length, const std::string& location) {
+Status Engine::register_region(uint64_t address, uint64_t length, const std::string& location,
+                               std::string* label) {
     Core::Call call(*core_);
     if (!call.ok()) return call.error();
     Result<MemoryRef> found = describe(address, length);
     if (!found) return found.error();
     Result<transport::RegionMemory> memory = core_->memory_of(*found);
     if (!memory) return memory.error();
-    std::string label =
-        found->kind == MemoryKind::kDevice ? "cuda:" + std::to_string(found->device) : "cpu:0";
-    return core_->add_region(address, length, location.empty() ? label : location, std::move(*memory));
+    std::string shown = !location.empty()                    ? location
+                        : found->kind == MemoryKind::kDevice ? "cuda:" + std::to_string(found->device)
+                                                             : "cpu:0";
+    Status added = core_->add_region(address, length, shown, std::move(*memory));
+    if (label != nullptr) *label = std::move(shown);
+    return added;
 }
 
 Status Engine::deregister_region(uint64_t address) {

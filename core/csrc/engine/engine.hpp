@@ -147,7 +147,9 @@ class Engine {
     // one sentence: no transfer may touch it.
     Result<MemoryRef> describe(uint64_t address, uint64_t length) const;
     // location: empty: "cpu:0", or "cuda:" and the card's ordinal here.
-    Status register_region(uint64_t address, uint64_t length, const std::string& location);
+    // label: what peers are shown as its location.
+    Status register_region(uint64_t address, uint64_t length, const std::string& location,
+                           std::string* label = nullptr);
     // When it returns success, no transfer of any peer touches the memory any more. After kTimeout something
     // still does; it may be called again, to wait further.
     Status deregister_region(uint64_t address);

@@ -323,8 +323,12 @@ class PyEngine {
         MemoryRef found = unwrap(without_gil([&] { return engine_->describe(address, length); }), "register");
         return {kind_name(found.kind), found.device};
     }
-    void register_region(uint64_t address, uint64_t length, const std::string& location) {
-        unwrap(without_gil([&] { return engine_->register_region(address, length, location); }), "register");
+    // -> its location, as peers are shown it.
+    std::string register_region(uint64_t address, uint64_t length, const std::string& location) {
+        std::string label;
+        unwrap(without_gil([&] { return engine_->register_region(address, length, location, &label); }),
+               "register");
+        return label;
     }
     void deregister(uint64_t address) {
         unwrap(without_gil([&] { return engine_->deregister_region(address); }), "deregister");

@@ -83,7 +83,11 @@ class RangeTree {
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
         return x ^ (x >> 31);
     }
-    static Ref make(Node node) { return std::make_shared<const Node>(std::move(node)); }
+    static Ref make(Node&& node) { return std::make_shared<const Node>(std::move(node)); }
+    // As that node, above others.
+    static Ref make(const Node& node, Ref left, Ref right) {
+        return make({node.address, node.priority, node.item, std::move(left), std::move(right)});
+    }
 
     const Item* at_or_before(uint64_t address) const {
         const Node* best = nullptr;
@@ -98,55 +102,39 @@ class RangeTree {
         return best == nullptr ? nullptr : &best->item;
     }
 
-    static Ref insert(const Ref& at, Node fresh) {
+    static Ref insert(const Ref& at, Node&& fresh) {
         if (at == nullptr || fresh.priority > at->priority) {
             split(at, fresh.address, fresh.left, fresh.right);
             return make(std::move(fresh));
         }
-        Node copy = *at;
-        if (fresh.address < copy.address) {
-            copy.left = insert(at->left, std::move(fresh));
-        } else {
-            copy.right = insert(at->right, std::move(fresh));
-        }
-        return make(std::move(copy));
+        if (fresh.address < at->address) return make(*at, insert(at->left, std::move(fresh)), at->right);
+        return make(*at, at->left, insert(at->right, std::move(fresh)));
     }
     static void split(const Ref& at, uint64_t address, Ref& below, Ref& above) {
         if (at == nullptr) {
             below = above = nullptr;
             return;
         }
-        Node copy = *at;
+        Ref middle;
         if (at->address < address) {
-            split(at->right, address, copy.right, above);
-            below = make(std::move(copy));
+            split(at->right, address, middle, above);
+            below = make(*at, at->left, std::move(middle));
         } else {
-            split(at->left, address, below, copy.left);
-            above = make(std::move(copy));
+            split(at->left, address, below, middle);
+            above = make(*at, std::move(middle), at->right);
         }
     }
     static Ref remove(const Ref& at, uint64_t address) {
         if (at->address == address) return merge(at->left, at->right);
-        Node copy = *at;
-        if (address < at->address) {
-            copy.left = remove(at->left, address);
-        } else {
-            copy.right = remove(at->right, address);
-        }
-        return make(std::move(copy));
+        if (address < at->address) return make(*at, remove(at->left, address), at->right);
+        return make(*at, at->left, remove(at->right, address));
     }
     // All of `below` begins before all of `above`.
     static Ref merge(const Ref& below, const Ref& above) {
         if (below == nullptr) return above;
         if (above == nullptr) return below;
-        if (below->priority > above->priority) {
-            Node copy = *below;
-            copy.right = merge(below->right, above);
-            return make(std::move(copy));
-        }
-        Node copy = *above;
-        copy.left = merge(below, above->left);
-        return make(std::move(copy));
+        if (below->priority > above->priority) return make(*below, below->left, merge(below->right, above));
+        return make(*above, merge(below, above->left), above->right);
     }
     static size_t depth_of(const Node* at) {
         return at == nullptr ? 0 : 1 + std::max(depth_of(at->left.get()), depth_of(at->right.get()));
