@@ -250,6 +250,46 @@ TEST_CASE("rdma: a rail that falls silent is left within 50 ms of the stub's clo
     CHECK(taken_us < 16'800 + 50'000);
 }
 
+TEST_CASE("rdma: where a NIC is full, the connection that was idle for longest makes room for a new peer") {
+    VerbsBed bed("devices=1 pairs=2");
+    std::shared_ptr<Engine> here = make_engine(engine_options("here", "rdma"));
+    Memory mine(*here, kMiB, MemoryKind::kHost);
+    struct Peer {
+        std::shared_ptr<Engine> engine = make_engine(engine_options("there", ""));
+        Memory memory{*engine, kMiB, MemoryKind::kHostArena};
+        uint32_t segment = 0;
+    };
+    std::vector<std::unique_ptr<Peer>> peers;
+    auto write = [&](Peer& peer) {
+        std::vector<Slice> slices = {{mine.address(), peer.memory.address(), 1000, Direction::kWrite}};
+        TransferRequest request;
+        request.segments = {&peer.segment, 1};
+        request.slices = slices;
+        Result<uint64_t> moved = here->transfer(request);
+        REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+    };
+    // Of one after the other, and of those before again.
+    for (int i = 0; i < 4; ++i) {
+        peers.push_back(std::make_unique<Peer>());
+        peers.back()->segment = *here->open(peers.back()->engine->addresses().front());
+        for (const auto& peer : peers) write(*peer);
+    }
+    auto connects = [&](size_t peer) {
+        uint64_t before = VerbsBed::count("pairs_made");
+        write(*peers[peer]);
+        return VerbsBed::count("pairs_made") != before;
+    };
+    (void)connects(0);
+    (void)connects(1);
+    CHECK_FALSE(connects(0));
+    CHECK_FALSE(connects(1));
+    CHECK(connects(2));  // in the place of 0
+    CHECK_FALSE(connects(1));
+    CHECK_FALSE(connects(2));
+    CHECK(connects(0));
+    CHECK_FALSE(connects(2));
+}
+
 TEST_CASE("rdma: a peer in another process is read and written, and its death ends transfers") {
 #if !defined(__SANITIZE_THREAD__)
     VerbsBed bed("devices=2");

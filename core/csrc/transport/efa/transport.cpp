@@ -85,9 +85,11 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
         rails.push_back(std::make_unique<Rail>(servers_[here]->domain, here, static_cast<uint8_t>(there),
                                                offer->nics[there], number, options.window_bytes, progress_));
     }
-    return std::shared_ptr<transport::Link>(
-        std::make_shared<nic::Link>(context_, nic::LinkOptions{kName, nic::KeySize::k64, options}, counters_,
-                                    keys_, std::move(rails), control, timeout_ms));
+    auto link =
+        std::make_shared<nic::Link>(context_, nic::LinkOptions{kName, nic::KeySize::k64, options, links_},
+                                    counters_, keys_, std::move(rails), control, timeout_ms);
+    links_->add(link);
+    return std::shared_ptr<transport::Link>(std::move(link));
 }
 
 Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t port, Reader question,

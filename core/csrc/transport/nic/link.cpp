@@ -148,6 +148,30 @@ void Link::on_tick() {
     tell_ended();
 }
 
+Rail* Link::longest_idle(size_t device) const {
+    Rail* longest = nullptr;
+    for (const auto& rail : rails_) {
+        if (rail->device != device || rail->state != Rail::State::kUp || rail->busy()) continue;
+        if (longest == nullptr || rail->progress_ns() < longest->progress_ns()) longest = rail.get();
+    }
+    return longest;
+}
+
+uint64_t Link::idle_since(size_t device) const {
+    MutexLock lock(mutex_);
+    const Rail* rail = longest_idle(device);
+    return rail == nullptr ? UINT64_MAX : rail->progress_ns();
+}
+
+bool Link::end_idle(size_t device) {
+    MutexLock lock(mutex_);
+    Rail* rail = longest_idle(device);
+    if (rail == nullptr) return false;
+    stop(*rail, "another peer needed its connection", false);
+    get_help();
+    return true;
+}
+
 // What completed before the arming is told by no event; what completes later is, also when this looks first.
 void Link::drive_armed() {
     for (const auto& rail : rails_) {

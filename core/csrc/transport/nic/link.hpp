@@ -32,6 +32,7 @@
 #include "base/event_loop.hpp"
 #include "base/mutex.hpp"
 #include "transport/link.hpp"
+#include "transport/nic/links.hpp"
 #include "transport/nic/messages.hpp"
 #include "transport/nic/rail.hpp"
 #include "transport/transport.hpp"
@@ -45,12 +46,12 @@ struct Task {
         uint64_t at = 0, bytes = 0;
     };
 
-    Task(Job& j, std::shared_ptr<Job> kept, Link::Finished f)
+    Task(Job& j, std::shared_ptr<Job> kept, transport::Link::Finished f)
         : job(j), owned(std::move(kept)), finished(std::move(f)), held(j.regions) {}
 
     Job& job;
     const std::shared_ptr<Job> owned;  // null: of a caller that waits
-    const Link::Finished finished;
+    const transport::Link::Finished finished;
     Operation held;                   // the local regions
     size_t next = 0;                  // slices from here on were not begun
     std::deque<Range> again;          // before those
@@ -71,6 +72,7 @@ struct LinkOptions {
     const char* transport = "";  // in the registry and on the wire
     KeySize key_size = KeySize::k64;
     NicOptions nic;
+    std::shared_ptr<Links> links;
 };
 
 class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
@@ -92,6 +94,11 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     bool settle(int timeout_ms) override;
     void close() override;
 
+    // Of its connections on a device the one that is idle for longest: since when, by the NICs' clock,
+    // UINT64_MAX: none is idle; and its end. False: none was idle any more.
+    uint64_t idle_since(size_t device) const;
+    bool end_idle(size_t device);
+
    private:
     class Watcher;
     using Ended = std::vector<std::unique_ptr<Task>>;
@@ -111,6 +118,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     void tell_ended() REQUIRES(mutex_);
     void on_completions();
     void on_tick();
+    Rail* longest_idle(size_t device) const REQUIRES(mutex_);
 
     bool settle(Rail& rail) REQUIRES(mutex_);
     void piece_done(const Piece& piece) REQUIRES(mutex_);

@@ -141,9 +141,14 @@ bool Link::connect_rail() {
     rail.missed = false;
     rail.state = Rail::State::kConnecting;
     mutex_.unlock();
-    Status made = rail.connect([&](std::span<const std::byte> initiator) {
-        return ask(connect_question(options_.transport, rail.number, rail.peer_port, initiator));
-    });
+    auto connect = [&] {
+        return rail.connect([&](std::span<const std::byte> initiator) {
+            return ask(connect_question(options_.transport, rail.number, rail.peer_port, initiator));
+        });
+    };
+    Status made = connect();
+    if (!made && made.error().code == Code::kTooLarge && options_.links->end_idle(rail.device))
+        made = connect();
     mutex_.lock();
     if (!made) {
         rail.state = Rail::State::kDown;

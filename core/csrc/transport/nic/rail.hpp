@@ -83,6 +83,7 @@ class Rail {
     virtual uint64_t patience() const { return 1; }
 
     // Makes a connection; ask() gives the peer what it needs of it, and returns the peer's answer. May wait.
+    // kTooLarge: the NIC here has too many.
     using Ask = std::function<Result<std::vector<std::byte>>(std::span<const std::byte> question)>;
     virtual Status connect(const Ask& ask) = 0;
     void begin(uint64_t now) {

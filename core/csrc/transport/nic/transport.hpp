@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "transport/nic/keys.hpp"
+#include "transport/nic/links.hpp"
 #include "transport/nic/target.hpp"
 #include "transport/transport.hpp"
 
@@ -37,6 +38,7 @@ class Transport : public transport::Transport {
     std::shared_ptr<Keys> keys_;  // null: no NIC is of use here
     std::optional<Target> target_;
     std::atomic<uint32_t> next_rail_{0};
+    const std::shared_ptr<Links> links_ = std::make_shared<Links>();
 
    private:
     const std::string what_;

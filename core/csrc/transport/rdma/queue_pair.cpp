@@ -71,7 +71,8 @@ Result<std::unique_ptr<QueuePair>> QueuePair::create(std::shared_ptr<Port> port,
         made->qp_ = device.verbs.create_qp(device.pd, &init);
     }
     if (made->qp_ == nullptr) {
-        return Error{Code::kUnavailable, device.name + " gives no queue pair: " + verb_error_text(errno)};
+        Code code = errno == ENOMEM ? Code::kTooLarge : Code::kUnavailable;
+        return Error{code, device.name + " gives no queue pair: " + verb_error_text(errno)};
     }
     made->inline_bytes_ = init.cap.max_inline_data;
     made->requests_max_ = std::min(requests, init.cap.max_send_wr);

@@ -125,7 +125,10 @@ Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t number, Reader 
     // No completion comes of what peers do.
     Result<std::shared_ptr<Completions>> none = Completions::create(port->device, 1, false);
     if (!none) return none.error();
-    Result<std::unique_ptr<QueuePair>> pair = QueuePair::create(port, std::move(*none));
+    Result<std::unique_ptr<QueuePair>> pair = QueuePair::create(port, *none);
+    if (!pair && pair.error().code == Code::kTooLarge && links_->end_idle(port->device_index)) {
+        pair = QueuePair::create(port, *none);
+    }
     if (!pair) return pair.error();
     if (Status connected = (*pair)->connect(initiator, false); !connected) return connected.error();
     encode(answer, (*pair)->endpoint());
@@ -148,9 +151,11 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
             Code::kUnavailable,
             "no port here and of the peer are of one kind (InfiniBand, RoCE over IPv4, RoCE over IPv6)"};
     }
-    return std::shared_ptr<transport::Link>(std::make_shared<nic::Link>(
-        context_, nic::LinkOptions{kName, nic::KeySize::k32, context_.options.rdma}, counters_, keys_,
-        std::move(rails), control, timeout_ms));
+    auto link = std::make_shared<nic::Link>(
+        context_, nic::LinkOptions{kName, nic::KeySize::k32, context_.options.rdma, links_}, counters_, keys_,
+        std::move(rails), control, timeout_ms);
+    links_->add(link);
+    return std::shared_ptr<transport::Link>(std::move(link));
 }
 
 }  // namespace moonpool::transport::rdma

@@ -1,6 +1,7 @@
 // What tests ask of the software libibverbs, by dlsym. A script is words with values:
 //
 // - devices=2: that the list has; none: "not implemented", as a kernel without RDMA says; 0: an empty list
+// - pairs=2: that an engine may have on a device, half of what the device can
 // - ib: ports are InfiniBand's, with LIDs
 // - gids=v4: IPv4-mapped RoCE v2 at index 3, behind a RoCE v1, a hole and a link-local one; or v6, v1, none
 // - mtu0=3: active MTU of a device's port, as in the ABI

@@ -74,7 +74,7 @@ struct Shared {
 };
 
 struct Script {
-    int devices = 2;
+    int devices = 2, pairs = 2048;
     bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false;
     std::string gids = "v4";
     int mtu[kDevicesMax];
@@ -165,6 +165,7 @@ void read_script(State& s, const char* text) {
         size_t device = static_cast<size_t>(name.back() - '0') % kDevicesMax;
         if (name == "devices")
             s.script.no_kernel = value == "none", s.script.devices = static_cast<int>(number);
+        if (name == "pairs") s.script.pairs = static_cast<int>(number);
         if (name == "ib") s.script.infiniband = true;
         if (name == "virtual") s.script.is_virtual = true;
         if (name == "relaxed") s.script.relaxed = true;
@@ -567,7 +568,7 @@ int ibv_close_device(Context* context) {
     return 0;
 }
 int ibv_query_device(Context*, DeviceAttr* out) {
-    out->max_qp = 4096;
+    out->max_qp = 2 * state().script.pairs;
     out->max_qp_wr = 8192;
     out->max_qp_rd_atom = out->max_qp_init_rd_atom = 16;
     out->ports = 1;
@@ -875,6 +876,7 @@ uint64_t soft_verbs_count(const char* what) {
            : name == "posts"         ? s.posts
            : name == "registrations" ? s.registrations
            : name == "pairs"         ? s.pairs.size()
+           : name == "pairs_made"    ? s.shared->next_pair
            : name == "in_wire"       ? s.wire.size()
            : name == "dropped_late"  ? s.dropped_late
                                      : s.landed_late;
