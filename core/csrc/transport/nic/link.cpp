@@ -64,6 +64,8 @@ Link::Link(const Context& context, const LinkOptions& options, TransportCounters
 
 Link::~Link() = default;
 
+std::shared_ptr<EventHandler> Link::make_watcher() { return std::make_shared<Watcher>(weak_from_this()); }
+
 std::string Link::path() const {
     std::string text = std::string(options_.transport) + " " + rails_.front()->path();
     return rails_.size() == 1 ? text : text + " and " + std::to_string(rails_.size() - 1) + " more";
@@ -71,9 +73,11 @@ std::string Link::path() const {
 
 bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
 
-// While every rail waits for its next try, jobs go another way at once.
+// While every rail waits for its next try, jobs go another way at once; but for late bytes that could land
+// over theirs: the job that comes here has the peer asked.
 bool Link::reaches_nothing() const {
     MutexLock lock(mutex_);
+    if (!all_settled()) return false;
     uint64_t now = clock();
     return std::ranges::none_of(rails_, [&](const auto& rail) {
         return rail->state != Rail::State::kDown || (rail->port_up() && rail->retry_ns <= now);

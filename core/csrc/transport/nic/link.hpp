@@ -101,6 +101,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
 
    private:
     class Watcher;
+    std::shared_ptr<EventHandler> make_watcher();
     using Ended = std::vector<std::unique_ptr<Task>>;
 
     // Rails tell of completions, and nothing tells of time.

@@ -159,7 +159,7 @@ bool Link::connect_rail() {
     }
     settle_rail(rail);  // the peer has ended the connection before
     rail.begin(clock());
-    if (!std::exchange(rail.watched, true)) rail.tell(std::make_shared<Watcher>(weak_from_this()));
+    if (!std::exchange(rail.watched, true)) rail.tell(make_watcher());
     return true;
 }
 
