@@ -794,3 +794,19 @@ TEST_CASE("object table: its log tells what came and went") {
     }
     bed.table.set_delta_log(nullptr);
 }
+
+TEST_CASE("object table: an object has the version that it was put with, whatever its slot had before") {
+    Bed bed(1);
+    auto put = [&](Version version) {
+        auto lease = bed.leases.open(kObjectBytes, kObjectBytes, kObjectBytes);
+        REQUIRE(lease);
+        Extent extent{lease->offset, kObjectBytes};
+        REQUIRE(bed.leases.commit(extent));
+        auto stored = bed.table.commit(0, kHash("k"), "k", extent, 0, kNoSlot, true, RetentionHints{}, version);
+        REQUIRE(stored == ObjectTable::Commit::kStored);
+        bed.leases.close(lease->offset);
+        return bed.table.version(bed.find("k"));
+    };
+    CHECK(put(uint64_t{3} << 32 | 7) == (uint64_t{3} << 32 | 7));
+    CHECK(put(0) == 0);
+}

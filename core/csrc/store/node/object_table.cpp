@@ -21,7 +21,8 @@ ObjectTable::ObjectTable(IndexWriter index, ExtentAllocator& allocator, Leases& 
       allocator_(allocator),
       leases_(leases),
       objects_(static_cast<Object*>(std::calloc(index_.slots(), sizeof(Object)))),
-      group_states_(static_cast<GroupState*>(std::calloc(index_.slots(), sizeof(GroupState)))) {}
+      group_states_(static_cast<GroupState*>(std::calloc(index_.slots(), sizeof(GroupState)))),
+      versions_(static_cast<Version*>(std::calloc(index_.slots(), sizeof(Version)))) {}
 
 // The shared index has room for short names; the whole of a longer one is kept here.
 std::string_view ObjectTable::name(uint32_t slot) const {
@@ -50,7 +51,7 @@ uint32_t ObjectTable::find(const Hash128& hash) const {
 
 ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std::string_view object_name,
                                         Extent extent, uint32_t crc, uint32_t parent, bool replace,
-                                        const RetentionHints& hints) {
+                                        const RetentionHints& hints, Version version) {
     uint32_t old = find(space, hash, object_name);
     if (old != kNoSlot && !replace) return Commit::kExists;
     // Room first, so that a refusal leaves the old generation where it is.
@@ -79,6 +80,7 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     Object& o = objects_[slot];
     o = Object{};
     o.generation = ++generation_;
+    versions_[slot] = version;
     o.last_used = ++clock_;
     o.state.move_to(SlotState::kCommitted);
     o.parent = kNoSlot;

@@ -36,6 +36,7 @@
 
 #include "base/state.hpp"
 #include "directory/delta_log.hpp"
+#include "directory/version.hpp"
 #include "memory/leases.hpp"
 #include "store/shared/shared_index.hpp"
 
@@ -102,7 +103,7 @@ class ObjectTable {
     // replace, an existing object of that name is removed first; without, it stays and the caller keeps the
     // extent.
     Commit commit(uint32_t space, const Hash128& hash, std::string_view name, Extent extent, uint32_t crc,
-                  uint32_t parent, bool replace, const RetentionHints& hints = {});
+                  uint32_t parent, bool replace, const RetentionHints& hints = {}, Version version = 0);
 
     // Most recently used. Callers touch a chain deepest first, so that its root is the last to go.
     void touch(uint32_t slot);
@@ -135,6 +136,8 @@ class ObjectTable {
                objects_[slot].generation == generation;
     }
     uint64_t generation(uint32_t slot) const { return objects_[slot].generation; }
+    // It was put with; 0: none was given.
+    Version version(uint32_t slot) const { return versions_[slot]; }
     uint32_t pins(uint32_t slot) const { return objects_[slot].pins; }
     const IndexEntry& entry(uint32_t slot) const { return index_.entry(slot); }
     std::string_view name(uint32_t slot) const;
@@ -306,6 +309,7 @@ class ObjectTable {
     // calloc: pages of slots never used are never touched
     std::unique_ptr<Object[], FreeMemory> objects_;
     std::unique_ptr<GroupState[], FreeMemory> group_states_;
+    std::unique_ptr<Version[], FreeMemory> versions_;  // apart: an Object has no room left in its cache line
     uint32_t used_ = 0;
     std::vector<uint32_t> free_slots_;
     std::unordered_map<uint32_t, std::string> long_names_;
