@@ -29,6 +29,7 @@ struct Place {
 
 struct Entry {
     uint64_t sequence = 0;  // 0: free
+    uint64_t version = 0;
     Hash128 hash;
     uint64_t size = 0;
     uint64_t record_bytes = 0;

@@ -13,6 +13,7 @@ struct WriteJob {
     enum class Kind : uint8_t { kObject, kCopy, kRemovals, kSync };
     Kind kind = Kind::kObject;
     uint64_t sequence = 0;
+    uint64_t version = 0;
     uint32_t space = 0;
     std::shared_ptr<const std::string> identity;  // of the space
     Hash128 hash;

@@ -52,11 +52,11 @@ std::optional<Found> Log::find(const Key& key, bool with_parent) {
     if (at == kNoEntry) return std::nullopt;
     Entry& e = state.index.entry(at);
     e.used = true;
-    return Found{e.sequence, e.size, e.crc, with_parent ? std::string(e.parent()) : std::string()};
+    return Found{e.sequence, e.version, e.size, e.crc, with_parent ? std::string(e.parent()) : std::string()};
 }
 
 bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<const std::byte>> parts,
-                uint32_t crc, Done done) {
+                uint32_t crc, Done done, uint64_t version) {
     LogState& state = parts_->state;
     auto job = std::make_shared<WriteJob>();
     job->space = key.space;
@@ -65,6 +65,7 @@ bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<c
     job->parent = parent;
     job->parts = std::move(parts);
     job->crc = crc;
+    job->version = version;
     job->done = std::move(done);
     for (std::span<const std::byte> part : job->parts) job->size += part.size();
     bool wake;
@@ -100,7 +101,7 @@ bool Log::write(const Key& key, std::string_view parent, std::vector<std::span<c
         uint32_t old = state.index.find(key.hash);
         if (old != kNoEntry) state.drop(key.hash, state.index.entry(old).sequence);
         state.forget_writing(key.hash);
-        state.writing[key.hash.low] = job->sequence;
+        state.writing[key.hash.low] = {job->sequence, version};
         ++state.writes_waiting;
         job->identity = state.spaces[key.space].identity;
         ++state.spaces[key.space].writes;
@@ -173,12 +174,42 @@ bool Log::remove(const Hash128& hash) {
     return was_there;
 }
 
+bool Log::remove_older(const Hash128& hash, uint64_t version) {
+    LogState& state = parts_->state;
+    bool wake, stays = false;
+    {
+        MutexLock lock(state.mutex);
+        uint64_t pushed = state.removals_pushed;
+        if (uint32_t at = state.index.find(hash); at != kNoEntry) {
+            stays = state.index.entry(at).version >= version;
+            if (!stays) {
+                state.drop(hash, state.index.entry(at).sequence);
+                ++state.counters.removed;
+            }
+        }
+        if (auto it = state.writing.find(hash.low); it != state.writing.end()) {
+            bool newer = it->second.version >= version;
+            stays |= newer;
+            if (!newer) state.forget_writing(hash);
+        }
+        wake = pushed != state.removals_pushed && std::exchange(state.sleeping, false);
+    }
+    if (wake) parts_->io.wake();
+    return stays;
+}
+
 std::optional<uint64_t> Log::sequence(const Hash128& hash) const {
+    std::optional<Rank> found = rank(hash);
+    if (!found) return std::nullopt;
+    return found->second;
+}
+
+std::optional<Log::Rank> Log::rank(const Hash128& hash) const {
     const LogState& state = parts_->state;
     MutexLock lock(state.mutex);
     uint32_t at = state.off ? kNoEntry : state.index.find(hash);
     if (at == kNoEntry) return std::nullopt;
-    return state.index.entry(at).sequence;
+    return Rank{state.index.entry(at).version, state.index.entry(at).sequence};
 }
 
 uint32_t Log::hashes(uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const {

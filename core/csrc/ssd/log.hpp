@@ -57,6 +57,7 @@ struct Key {
 
 struct Found {
     uint64_t sequence = 0;
+    uint64_t version = 0;
     uint64_t size = 0;
     uint32_t crc = 0;
     std::string parent;
@@ -86,15 +87,21 @@ class Log {
 
     // Writes an object of one or several parts, which must stay as they are until done is called. False: the
     // queue is full, and done will not be called. An older object of that key is gone from now on.
+    // version: its place in an order of its caller's; 0: older than all.
     bool write(const Key& key, std::string_view parent, std::vector<std::span<const std::byte>> parts,
-               uint32_t crc, Done done);
+               uint32_t crc, Done done, uint64_t version = 0);
     // Into `to`, which has the object's size. The bytes have passed their checksum when the outcome is kDone.
     bool read(const Key& key, std::span<std::byte> to, Done done);
     bool remove(const Key& key);
     // By the hash alone, as the directory knows it.
     std::optional<uint64_t> sequence(const Hash128& hash) const;
     bool has(const Hash128& hash) const { return sequence(hash).has_value(); }
+    // Of two objects of one key the one with the higher rank counts: by version, then by sequence.
+    using Rank = std::pair<uint64_t, uint64_t>;
+    std::optional<Rank> rank(const Hash128& hash) const;
     bool remove(const Hash128& hash);
+    // Removes what has a lower version, also what is being written. -> whether an object of that hash is left.
+    bool remove_older(const Hash128& hash, uint64_t version);
     // When done is called, everything that was submitted before survives a power failure.
     void sync(Done done);
 

@@ -126,6 +126,7 @@ Status Log::Parts::start() {
         MutexLock lock(state.mutex);
         state.index = std::move(index);
         for (LogState::Space& space : state.spaces) space.open = false;  // recovery asked, and has ended
+        for (uint64_t sequence : recovery.overtaken) state.push_removal(sequence);
     }
     segments.recovered(recovery.numbers, recovery.next_number);
     // Each start opens a segment, so many in a row leave no room.

@@ -49,7 +49,7 @@ void LogState::drop(const Hash128& hash, uint64_t sequence) {
 bool LogState::forget_writing(const Hash128& hash) {
     auto it = writing.find(hash.low);
     if (it == writing.end()) return false;
-    push_removal(it->second);
+    push_removal(it->second.sequence);
     writing.erase(it);
     return true;
 }
@@ -62,7 +62,7 @@ void LogState::push_removal(uint64_t sequence) {
 
 bool LogState::end_writing(const WriteJob& job) {
     auto it = writing.find(job.hash.low);
-    if (it == writing.end() || it->second != job.sequence) return false;
+    if (it == writing.end() || it->second.sequence != job.sequence) return false;
     writing.erase(it);
     return true;
 }

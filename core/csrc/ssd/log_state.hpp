@@ -59,8 +59,11 @@ struct LogState {
     std::deque<WriteJobPtr> write_inbox GUARDED_BY(mutex);
     uint32_t reads_waiting GUARDED_BY(mutex) = 0;  // until they are done
     uint32_t writes_waiting GUARDED_BY(mutex) = 0;
-    // hash.low -> sequence of its newest write
-    std::unordered_map<uint64_t, uint64_t> writing GUARDED_BY(mutex);
+    struct Writing {
+        uint64_t sequence, version;
+    };
+    // hash.low -> its newest write
+    std::unordered_map<uint64_t, Writing> writing GUARDED_BY(mutex);
     std::vector<uint32_t> readers GUARDED_BY(mutex);  // of each slot
     std::deque<uint64_t> removals GUARDED_BY(mutex);  // sequences, not yet on their way to the disk
     uint64_t removals_pushed GUARDED_BY(mutex) = 0;

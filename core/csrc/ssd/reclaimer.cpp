@@ -62,6 +62,7 @@ void Reclaimer::copy_next() {
         const Entry& e = log_.index.entry(at);
         write->kind = WriteJob::Kind::kCopy;
         write->sequence = sequence;
+        write->version = e.version;
         write->space = e.space;
         write->identity = log_.spaces[e.space].identity;
         write->hash = hash;

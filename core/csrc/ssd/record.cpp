@@ -56,7 +56,9 @@ struct RecordBytes {
     uint16_t name_bytes;
     uint16_t parent_bytes;
     uint8_t kind;
-    uint8_t zero[17];
+    uint8_t zero[5];
+    uint64_t version;
+    uint8_t more_zero[8];
 };
 static_assert(sizeof(RecordBytes) == 64);
 
@@ -165,6 +167,7 @@ void encode_record(const LogId& id, const Record& record, std::byte* header) {
     r.name_bytes = static_cast<uint16_t>(record.name.size());
     r.parent_bytes = static_cast<uint16_t>(record.parent.size());
     r.kind = static_cast<uint8_t>(record.kind);
+    r.version = record.version;
     std::byte* at = header + sizeof(r);
     for (std::string_view text : {record.space, record.name, record.parent}) {
         if (!text.empty()) std::memcpy(at, text.data(), text.size());
@@ -198,6 +201,7 @@ std::optional<Record> decode_record(const LogId& id, std::span<const std::byte> 
     record.sequence = r.sequence;
     record.size = r.size;
     record.crc = r.data_crc;
+    record.version = r.version;
     const auto* text = reinterpret_cast<const char*>(bytes.data()) + sizeof(r);
     record.space = std::string_view(text, r.space_bytes);
     record.name = std::string_view(text + r.space_bytes, r.name_bytes);

@@ -48,6 +48,7 @@ struct Record {
     uint64_t sequence = 0;  // of its commit to this log; the same in a copy that the collector made
     uint64_t size = 0;
     uint32_t crc = 0;
+    uint64_t version = 0;    // given by its writer; 0 in records of earlier releases
     std::string_view space;  // tenant 0 namespace 0 fingerprint
     std::string_view name;
     std::string_view parent;

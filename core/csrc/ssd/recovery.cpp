@@ -5,8 +5,8 @@
 //   2. the summary of each sealed segment; of one without a valid footer, all of it
 //      behind: records that were removed, or lie in segments that do not count, leave the index
 //
-// Of two records of one hash the one of the higher sequence counts; of copies of one record that of the later
-// segment. A segment that cannot be read hides removals, so that nothing older than the run of segments
+// Of two records of one hash the one of the higher version counts, then that of the higher sequence; of copies of
+// one record that of the later segment. A segment that cannot be read hides removals, so that nothing older than the run of segments
 // without a gap is believed (oldest_believed): content may be lost, but what was removed does not come back.
 //
 // Runs once, in Log::open, before the log's thread exists. It writes nothing but missing summaries; nothing
@@ -22,6 +22,8 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <tuple>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "base/crc32c.hpp"
@@ -61,6 +63,7 @@ class Scanner {
           headers_(slots),
           footers_(slots),
           numbers_(slots, 0),
+          records_(slots, 0),
           lost_(slots, false) {}
 
     Recovery run(uint32_t records_max) {
@@ -68,6 +71,7 @@ class Scanner {
         choose_segments();
         each_slot([this](uint32_t slot) { read_records(slot); });
         MutexLock lock(mutex_);
+        tell_twins_apart();
         floor_ = std::max(floor_, tail_);
         floor_ = std::max(floor_, oldest_believed());
         forget_dead(records_max);
@@ -82,6 +86,21 @@ class Scanner {
     }
 
    private:
+    // A number comes twice when the write of a header failed and is on the disk all the same: that segment has no
+    // records, and is free.
+    void tell_twins_apart() REQUIRES(mutex_) {
+        std::unordered_map<uint64_t, uint32_t> slots;
+        for (uint32_t slot = 0; slot < slots_; ++slot) {
+            if (numbers_[slot] == 0) continue;
+            auto [it, first] = slots.try_emplace(numbers_[slot], slot);
+            if (first) continue;
+            uint32_t empty = records_[slot] == 0 ? slot : it->second;
+            if (records_[empty] != 0) lost_[empty] = true;  // not of ours
+            it->second = empty == slot ? it->second : slot;
+            numbers_[empty] = 0;
+        }
+    }
+
     // Walks from the newest segment down as long as the numbers have no gap. A gap is a segment that was
     // lost, and its removals with it: what is older may have been removed there. A gap below the floor does
     // no harm, since nothing there counts.
@@ -221,7 +240,12 @@ class Scanner {
     // Called by several threads, in any order of segments: what wins is decided by sequence and segment
     // number, not by which comes first. Removals are gathered and applied at the end, since an object's
     // removal may be read before the object.
+    std::tuple<uint64_t, uint64_t, uint64_t> rank(const Entry& e) const {
+        return {e.version, e.sequence, numbers_[e.place.slot]};
+    }
+
     void add(uint32_t slot, const std::vector<FoundRecord>& records) {
+        records_[slot] = records.size();
         for (const FoundRecord& found : records) {
             const Record& record = found.record;
             if (record.kind == RecordKind::kRemovals) {
@@ -238,6 +262,7 @@ class Scanner {
             if (end + record.bytes() > superblock_.segment_bytes) continue;
             Entry entry;
             entry.sequence = record.sequence;
+            entry.version = record.version;
             entry.hash = hash_of(record);
             entry.size = record.size;
             entry.record_bytes = record.bytes();
@@ -250,9 +275,13 @@ class Scanner {
             entry.space = space_(record.space);
             uint32_t old = index_.find(entry.hash);
             if (old != kNoEntry) {
-                const Entry& other = index_.entry(old);
-                bool newer = entry.sequence != other.sequence ? entry.sequence > other.sequence
-                                                              : numbers_[slot] > numbers_[other.place.slot];
+                Entry& other = index_.entry(old);
+                bool newer = rank(entry) > rank(other);
+                Entry& loser = newer ? other : entry;
+                // The winner may turn out to be removed, and then the one that was written later counts.
+                if (loser.sequence > (newer ? entry : other).sequence) {
+                    overtaken_.push_back(std::move(loser));
+                }
                 if (!newer) continue;
                 index_.erase(old);
             }
@@ -265,11 +294,24 @@ class Scanner {
     void forget_dead(uint32_t records_max) REQUIRES(mutex_) {
         for (uint32_t at = 0; at < index_.slots(); ++at) {
             const Entry& e = index_.entry(at);
-            if (e.sequence == 0) continue;
-            uint32_t slot = e.place.slot;
-            bool dead = removed_.contains(e.sequence) || numbers_[slot] < floor_ || lost_[slot];
-            if (dead || index_.count() > records_max) index_.erase(at);
+            if (e.sequence != 0 && (is_dead(e) || index_.count() > records_max)) index_.erase(at);
         }
+        std::ranges::sort(overtaken_, std::greater{}, [this](const Entry& e) { return rank(e); });
+        for (Entry& e : overtaken_) {
+            if (is_dead(e)) continue;
+            uint32_t at = index_.find(e.hash);
+            if (at == kNoEntry && index_.count() < records_max) {
+                e.older = e.newer = kNoEntry;
+                index_.insert(std::move(e));
+            } else if (at == kNoEntry || index_.entry(at).sequence != e.sequence) {
+                result_.overtaken.push_back(e.sequence);
+            }
+        }
+    }
+
+    bool is_dead(const Entry& e) const REQUIRES(mutex_) {
+        uint32_t slot = e.place.slot;
+        return removed_.contains(e.sequence) || numbers_[slot] < floor_ || lost_[slot];
     }
 
     File& file_;
@@ -282,6 +324,7 @@ class Scanner {
     std::vector<std::optional<SegmentHeader>> headers_;
     std::vector<std::optional<Footer>> footers_;
     std::vector<uint64_t> numbers_;  // of each slot's segment, 0: none
+    std::vector<uint64_t> records_;  // how many were found in each
     uint64_t floor_ = 0;             // segments of lower numbers are void
     uint64_t newest_ = 0;
     std::atomic<bool> blind_{false};  // a segment's header cannot be read
@@ -291,6 +334,7 @@ class Scanner {
     std::vector<bool> lost_ GUARDED_BY(mutex_);  // slots that cannot be read
     std::unordered_set<uint64_t> removed_ GUARDED_BY(mutex_);
     uint64_t tail_ GUARDED_BY(mutex_) = 0;
+    std::vector<Entry> overtaken_ GUARDED_BY(mutex_);  // written later than what won by its version
     Recovery result_ GUARDED_BY(mutex_);
 };
 

@@ -1,7 +1,8 @@
 // Recovery: what a log's file holds, by its segments' headers, and their summaries where they were sealed.
 //
 //   floor = the highest tail that anything names; what lies below it is free
-//   of each key the record with the highest sequence counts, unless a removal names its sequence
+//   of each key the record with the highest version counts, of one version that with the highest sequence,
+//   unless a removal names its sequence
 //   a number missing between floor and the newest means a segment that cannot be read: it may have held
 //   removals, so nothing older than it is believed
 #pragma once
@@ -21,6 +22,9 @@ struct Recovery {
     uint64_t scanned = 0;  // segments that were read whole, not by their summary
     uint64_t damaged = 0;  // segments that could not be read
     uint64_t bytes_read = 0;
+    // Sequences of records that no removal names and that lost to an older one of a higher version: to be
+    // removed, or they would count again once that one has gone.
+    std::vector<uint64_t> overtaken;
 };
 
 // `space` gives the number of a space by its identity. Reads with several threads.

@@ -95,6 +95,7 @@ bool SegmentWriter::append(const WriteJobPtr& job, bool internal) {
     record.sequence = job->sequence;
     record.size = job->size;
     record.crc = job->crc;
+    record.version = job->version;
     if (job->identity != nullptr) record.space = *job->identity;
     record.name = job->name;
     record.parent = job->parent;
@@ -147,6 +148,7 @@ void SegmentWriter::open_head(Seal seal) {
     uint32_t slot = segments_.open_next();
     head_ = Head{};
     head_.open = true;
+    head_.opened = opened_++;
     head_.slot = slot;
     head_.number = segments_.number(slot);
     head_.used = kBlockBytes;
@@ -156,14 +158,21 @@ void SegmentWriter::open_head(Seal seal) {
     io_.write_block(log_.begin_of(slot), block, kBlockBytes, [this, slot](int error) {
         if (error == 0) return;
         on_write_error(slot, error);
-        on_header(error);
+        on_header_failed(error);
     });
-    io_.after_writes([this, seal = std::move(seal), number = head_.number] {
-        io_.sync_file([this, seal, number](int error) {
-            if (head_.number == number && waits_for_header()) on_header(error);
+    io_.after_writes([this, seal = std::move(seal), opened = head_.opened] {
+        io_.sync_file([this, seal, opened](int error) {
+            if (head_.opened == opened && waits_for_header()) on_header(error);
             if (seal) seal(error);
         });
     });
+}
+
+// A gap in the numbers would say at the next start that a segment with removals was lost. No record has gone to
+// this one, so its number goes to the next, whether this header is on the disk or not.
+void SegmentWriter::on_header_failed(int error) {
+    on_header(error);
+    segments_.take_back_number();
 }
 
 // The header is on the disk, or never will be: what was held for it goes, or fails.
@@ -333,6 +342,7 @@ bool SegmentWriter::publish(const WriteJob& job) {
     shape.size = job.size;
     Entry entry;
     entry.sequence = job.sequence;
+    entry.version = job.version;
     entry.hash = job.hash;
     entry.size = job.size;
     entry.record_bytes = shape.bytes();

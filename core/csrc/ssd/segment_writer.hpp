@@ -51,6 +51,7 @@ class SegmentWriter {
         bool open = false;
         bool bad = false;  // a write to it failed
         bool header_durable = false;
+        uint64_t opened = 0;  // how many were opened before; a number may come twice
         uint32_t slot = 0;
         uint64_t number = 0;
         uint64_t used = 0;  // bytes
@@ -73,6 +74,7 @@ class SegmentWriter {
     void write_summary(uint32_t slot, Footer footer, const std::vector<std::byte>& summary, uint64_t at);
     bool waits_for_header() const { return head_.open && !head_.header_durable; }
     void on_header(int error);
+    void on_header_failed(int error);
     void on_write_error(uint32_t slot, int error);
 
     void put(const WriteJobPtr& job, std::span<const std::byte> bytes);
@@ -94,6 +96,7 @@ class SegmentWriter {
     io::Buffers buffers_;
     std::deque<WriteJobPtr> writes_, internal_writes_;  // the collector's copies, and removals
     Head head_;
+    uint64_t opened_ = 0;
     Batch batch_;
     std::vector<Batch> held_;  // until the open segment's header is on the disk
     uint64_t batch_end_ = 0;   // in the file: where the next byte of the open segment goes

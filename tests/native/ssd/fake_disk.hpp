@@ -26,6 +26,7 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     uint64_t capacity = UINT64_MAX;
     uint64_t syncs = 0, read_bytes = 0;
     bool last_write = false;  // set by a fault: this one is stored, then the disk is dead
+    bool stores_failed = false;  // set by a fault: the write that it fails is stored all the same
     // 0, or the errno of this read or write. Called under a lock.
     using Fault = std::function<int(bool write, uint64_t offset, size_t bytes)>;
     void fail(Fault fault) {
@@ -171,14 +172,15 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
             disk_->released_.wait(lock, [&] { return !disk_->held_ && offset != disk_->held_offset_; });
             --disk_->waiting_;
             if (disk_->dead_) return EIO;
-            if (int error = disk_->fault_ ? disk_->fault_(true, offset, bytes) : 0) return error;
+            int failure = disk_->fault_ ? disk_->fault_(true, offset, bytes) : 0;
+            if (failure != 0 && !disk_->stores_failed) return failure;
             if (offset + bytes > disk_->capacity) return ENOSPC;
             if (++disk_->writes_ >= disk_->dies_at_write_ || disk_->last_write) disk_->dead_ = true;
             disk_->grow(offset + bytes);
             std::memcpy(disk_->image.data() + offset, from, bytes);
             disk_->unsynced_.push_back(Unsynced{offset, {from, from + bytes}});
             disk_->released_.notify_all();
-            return disk_->dead_ ? EIO : 0;
+            return disk_->dead_ ? EIO : failure;
         }
         int sync() override {
             std::unique_lock lock(disk_->mutex_);
