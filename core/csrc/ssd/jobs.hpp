@@ -34,6 +34,14 @@ struct WriteJob {
 };
 using WriteJobPtr = std::shared_ptr<WriteJob>;
 
+// A write to the area before the first segment.
+struct AreaJob {
+    uint64_t offset = 0;  // in the file
+    std::shared_ptr<std::byte> memory;
+    uint64_t bytes = 0;
+    Done done;
+};
+
 struct ReadJob {
     uint64_t sequence = 0;
     Hash128 hash;

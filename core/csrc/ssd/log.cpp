@@ -15,6 +15,7 @@
 #include "ssd/log.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "ssd/log_parts.hpp"
@@ -26,6 +27,8 @@ Log::~Log() = default;
 
 void Log::close() { parts_->close(); }
 const std::string& Log::directory() const { return parts_->state.options.directory; }
+const LogId& Log::id() const { return parts_->state.superblock.id; }
+std::span<const std::byte> Log::area() const { return parts_->area; }
 const char* Log::io_name() const { return parts_->io.queue_name(); }
 std::string Log::io_reason() const { return parts_->io.queue_reason(); }
 
@@ -261,6 +264,25 @@ void Log::sync(Done done) {
     if (wake) parts_->io.wake();
 }
 
+bool Log::write_area(uint32_t block, std::span<const std::byte> bytes, Done done) {
+    LogState& state = parts_->state;
+    AreaJob job;
+    job.offset = kAreaBegin + uint64_t{block} * kBlockBytes;
+    job.memory = shared_block(bytes.size());
+    job.bytes = bytes.size();
+    job.done = std::move(done);
+    std::memcpy(job.memory.get(), bytes.data(), bytes.size());
+    bool wake;
+    {
+        MutexLock lock(state.mutex);
+        if (state.closing || state.read_only || state.off) return false;
+        state.area_inbox.push_back(std::move(job));
+        wake = std::exchange(state.sleeping, false);
+    }
+    if (wake) parts_->io.wake();
+    return true;
+}
+
 uint32_t Log::list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const {
     const LogState& state = parts_->state;
     MutexLock lock(state.mutex);
@@ -364,6 +386,7 @@ void Log::Parts::close() {
 void Log::Parts::run() {
     for (;;) {
         bool closing = take_inbox();
+        write_area();
         if (closing) {
             reader.refuse();
             writer.refuse();
@@ -379,7 +402,8 @@ void Log::Parts::run() {
         int wait_ms = 0;
         {
             MutexLock lock(state.mutex);
-            bool more = !state.read_inbox.empty() || !state.write_inbox.empty() || state.closing != closing;
+            bool more = !state.read_inbox.empty() || !state.write_inbox.empty() ||
+                        !state.area_inbox.empty() || state.closing != closing;
             // Removals that are queued while a record of them is on its way go with the next one, at its
             // end.
             more |= !state.removals.empty() && !writer.removals_in_flight() && !state.read_only;
@@ -402,6 +426,24 @@ bool Log::Parts::take_inbox() {
     state.read_inbox.clear();
     state.write_inbox.clear();
     return state.closing;
+}
+
+// What fails there fails for its caller alone: no segment is the worse for it.
+void Log::Parts::write_area() {
+    std::vector<AreaJob> jobs;
+    {
+        MutexLock lock(state.mutex);
+        jobs.swap(state.area_inbox);
+    }
+    for (AreaJob& job : jobs) {
+        io.write_block(job.offset, job.memory, job.bytes, [this, done = std::move(job.done)](int error) {
+            if (error != 0) {
+                MutexLock lock(state.mutex);
+                ++state.counters.write_errors;
+            }
+            done(error == 0 ? Outcome::kDone : Outcome::kFailed);
+        });
+    }
 }
 
 // Closing: seals what is open, and waits for all that is in flight.

@@ -5,6 +5,7 @@
 // may call; callbacks run on the log's thread and must not block.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -100,10 +101,17 @@ class Log {
     using Rank = std::pair<uint64_t, uint64_t>;
     std::optional<Rank> rank(const Hash128& hash) const;
     bool remove(const Hash128& hash);
-    // Removes what has a lower version, also what is being written. -> whether an object of that hash is left.
+    // Removes what has a lower version, also what is being written. -> whether an object of that hash is
+    // left.
     bool remove_older(const Hash128& hash, uint64_t version);
     // When done is called, everything that was submitted before survives a power failure.
     void sync(Done done);
+
+    // The area between the superblock and the first segment is the caller's, for what several logs have in
+    // common. As it was when the log was opened; zeros in a new log.
+    std::span<const std::byte> area() const;
+    // Whole blocks, at a block of the area. False: nothing is written any more, and done will not be called.
+    bool write_area(uint32_t block, std::span<const std::byte> bytes, Done done);
 
     // Objects of a space, from a cursor on; looks at no more than `scan` entries. -> the next cursor, 0: end.
     uint32_t list(uint32_t space, uint32_t cursor, uint32_t scan, std::vector<Listed>& out) const;
@@ -121,6 +129,7 @@ class Log {
     std::string trouble() const;
     uint64_t object_bytes_max() const;  // larger ones are refused
     const std::string& directory() const;
+    const std::array<uint8_t, 16>& id() const;
     std::vector<std::pair<const char*, uint64_t>> counters() const;
     const char* io_name() const;    // io_uring or threads
     std::string io_reason() const;  // why not io_uring, when it was to be tried

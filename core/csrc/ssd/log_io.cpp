@@ -1,8 +1,15 @@
 #include "ssd/log_io.hpp"
 
+#include <cstdlib>
 #include <cstring>
 
 namespace moonpool::ssd {
+
+std::shared_ptr<std::byte> shared_block(uint64_t bytes) {
+    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, round_up_to_block(bytes)));
+    std::memset(memory, 0, bytes);
+    return {memory, [](std::byte* p) { std::free(p); }};
+}
 
 Status LogIo::open_queue() {
     const LogOptions& options = log_.options;

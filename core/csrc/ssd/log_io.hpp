@@ -14,6 +14,9 @@
 
 namespace moonpool::ssd {
 
+// Memory, zeroed, for what is not one of the fixed buffers: closing a segment must not wait for one.
+std::shared_ptr<std::byte> shared_block(uint64_t bytes);
+
 class LogIo {
    public:
     using Ended = std::function<void(int error)>;  // 0: it went well, else an errno

@@ -31,6 +31,15 @@ Superblock fresh_superblock(uint64_t segment_bytes) {
     return s;
 }
 
+// Of a file as it is found; of a new log it stays zeroed.
+int read_area(File& file, std::vector<std::byte>& area) {
+    if (file.size() < kSegmentsBegin) return 0;
+    auto memory = aligned_block(kAreaBytes);
+    if (int error = file.read(kAreaBegin, memory.get(), kAreaBytes).error) return error;
+    area.assign(memory.get(), memory.get() + kAreaBytes);
+    return 0;
+}
+
 // What the file says it is, or a new superblock where it is new, or made for another size.
 Result<Superblock> load_superblock(File& file, const LogOptions& options) {
     const std::string path = options.directory + "/" + kLogFile;
@@ -98,8 +107,11 @@ Result<std::unique_ptr<Log>> Log::open(LogOptions options) {
     if (!file) return file.error();
     Result<Superblock> superblock = load_superblock(**file, options);
     if (!superblock) return superblock.error();
+    std::vector<std::byte> area(kAreaBytes);
+    if (int error = read_area(**file, area)) return os_error("reading " + options.directory, error);
 
     auto parts = std::make_unique<Parts>(std::move(options), std::move(*file), *superblock);
+    parts->area = std::move(area);
     const std::string& directory = parts->state.options.directory;
     uint64_t file_bytes = kSegmentsBegin + parts->state.slots * superblock->segment_bytes;
     if (int error = parts->io.file().reserve(file_bytes)) {

@@ -15,6 +15,7 @@
 #include "ssd/recovery.hpp"
 #include "ssd/segment_writer.hpp"
 #include "ssd/segments.hpp"
+#include "ssd/set_block.hpp"
 
 namespace moonpool::ssd {
 
@@ -34,6 +35,7 @@ struct Log::Parts {
     bool take_inbox();  // -> whether the log is closing
     bool finished();
     void tell_gone();
+    void write_area();
 
     LogState state;
     LogIo io;
@@ -43,6 +45,7 @@ struct Log::Parts {
     Reclaimer reclaimer{state, io, segments, reader, writer};
     Recovery recovery;  // written before the thread starts, as is `direct`
     bool direct = true;
+    std::vector<std::byte> area;
     ForkGuard fork;
     ServiceThread thread;
 };

@@ -57,6 +57,7 @@ struct LogState {
     uint32_t space_cursor GUARDED_BY(mutex) = 0;
     std::deque<ReadJobPtr> read_inbox GUARDED_BY(mutex);
     std::deque<WriteJobPtr> write_inbox GUARDED_BY(mutex);
+    std::vector<AreaJob> area_inbox GUARDED_BY(mutex);
     uint32_t reads_waiting GUARDED_BY(mutex) = 0;  // until they are done
     uint32_t writes_waiting GUARDED_BY(mutex) = 0;
     struct Writing {

@@ -5,9 +5,10 @@
 //   2. the summary of each sealed segment; of one without a valid footer, all of it
 //      behind: records that were removed, or lie in segments that do not count, leave the index
 //
-// Of two records of one hash the one of the higher version counts, then that of the higher sequence; of copies of
-// one record that of the later segment. A segment that cannot be read hides removals, so that nothing older than the run of segments
-// without a gap is believed (oldest_believed): content may be lost, but what was removed does not come back.
+// Of two records of one hash the one of the higher version counts, then that of the higher sequence; of
+// copies of one record that of the later segment. A segment that cannot be read hides removals, so that
+// nothing older than the run of segments without a gap is believed (oldest_believed): content may be lost,
+// but what was removed does not come back.
 //
 // Runs once, in Log::open, before the log's thread exists. It writes nothing but missing summaries; nothing
 // depends on whether those writes arrive.
@@ -86,8 +87,8 @@ class Scanner {
     }
 
    private:
-    // A number comes twice when the write of a header failed and is on the disk all the same: that segment has no
-    // records, and is free.
+    // A number comes twice when the write of a header failed and is on the disk all the same: that segment
+    // has no records, and is free.
     void tell_twins_apart() REQUIRES(mutex_) {
         std::unordered_map<uint64_t, uint32_t> slots;
         for (uint32_t slot = 0; slot < slots_; ++slot) {

@@ -18,7 +18,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 
 #include "base/copy.hpp"
@@ -31,14 +30,6 @@ namespace {
 constexpr uint32_t kWriteErrorsInRowMax = 8;  // failed writes; then the log is read-only
 constexpr uint32_t kSlotsUsableMin = 4;
 constexpr uint32_t kSmallWritesMax = 4;  // in flight; those of full buffers have no such limit
-
-// Memory for header, summary and footer: it is not one of the fixed buffers, because closing a segment must
-// not wait for one.
-std::shared_ptr<std::byte> shared_block(uint64_t bytes) {
-    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, bytes));
-    std::memset(memory, 0, bytes);
-    return {memory, [](std::byte* p) { std::free(p); }};
-}
 
 }  // namespace
 
@@ -168,8 +159,8 @@ void SegmentWriter::open_head(Seal seal) {
     });
 }
 
-// A gap in the numbers would say at the next start that a segment with removals was lost. No record has gone to
-// this one, so its number goes to the next, whether this header is on the disk or not.
+// A gap in the numbers would say at the next start that a segment with removals was lost. No record has gone
+// to this one, so its number goes to the next, whether this header is on the disk or not.
 void SegmentWriter::on_header_failed(int error) {
     on_header(error);
     segments_.take_back_number();

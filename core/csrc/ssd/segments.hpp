@@ -53,7 +53,8 @@ class SegmentTable {
     // The first free slot becomes the open segment, under the next number. There must be one.
     uint32_t open_next();
     uint64_t number(uint32_t slot) const { return numbers_[slot]; }
-    // The number that was opened last, of which nothing but perhaps the header is on the disk, is the next one's.
+    // The number that was opened last, of which nothing but perhaps the header is on the disk, is the next
+    // one's.
     void take_back_number() { --next_number_; }
     // A write to it failed: it is not used again, nor free if it was. Its number counts for the tail no more.
     void retire(uint32_t slot);

@@ -59,14 +59,15 @@ class Call {
     Done done() {
         return [promise = promise_](Outcome outcome) { promise->set_value(outcome); };
     }
+    bool ready() const { return future_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
     Outcome wait() {
-        auto future = promise_->get_future();
-        REQUIRE(future.wait_for(std::chrono::seconds(20)) == std::future_status::ready);
-        return future.get();
+        REQUIRE(future_.wait_for(std::chrono::seconds(20)) == std::future_status::ready);
+        return future_.get();
     }
 
    private:
     std::shared_ptr<std::promise<Outcome>> promise_ = std::make_shared<std::promise<Outcome>>();
+    std::future<Outcome> future_ = promise_->get_future();
 };
 
 template <class F>

@@ -25,7 +25,7 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
     std::vector<std::byte> image;  // what a read gives; look at it only while no log is open
     uint64_t capacity = UINT64_MAX;
     uint64_t syncs = 0, read_bytes = 0;
-    bool last_write = false;  // set by a fault: this one is stored, then the disk is dead
+    bool last_write = false;     // set by a fault: this one is stored, then the disk is dead
     bool stores_failed = false;  // set by a fault: the write that it fails is stored all the same
     // 0, or the errno of this read or write. Called under a lock.
     using Fault = std::function<int(bool write, uint64_t offset, size_t bytes)>;

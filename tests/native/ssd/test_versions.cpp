@@ -15,7 +15,8 @@ namespace {
 Outcome put_version(Log& log, const std::string& name, uint64_t number, uint64_t version) {
     std::vector<std::byte> bytes = content(number, 5'000);
     Call call;
-    REQUIRE(log.write(key_of(log, name), "", {bytes}, crc32c(0, bytes.data(), bytes.size()), call.done(), version));
+    REQUIRE(log.write(key_of(log, name), "", {bytes}, crc32c(0, bytes.data(), bytes.size()), call.done(),
+                      version));
     return call.wait();
 }
 
@@ -25,11 +26,13 @@ bool holds(Log& log, const std::string& name, uint64_t number) {
 }
 
 // A process that was killed: nothing more is written, and all that was is there.
-std::unique_ptr<Log> killed(std::unique_ptr<Log> log, const std::shared_ptr<FakeDisk>& disk, bool lose_removals) {
+std::unique_ptr<Log> killed(std::unique_ptr<Log> log, const std::shared_ptr<FakeDisk>& disk,
+                            bool lose_removals) {
     disk->kill();
     log.reset();
     disk->crash([](uint64_t) { return true; });
-    for (uint64_t at = kSegmentsBegin; lose_removals && at + kBlockBytes <= disk->image.size(); at += kBlockBytes) {
+    for (uint64_t at = kSegmentsBegin; lose_removals && at + kBlockBytes <= disk->image.size();
+         at += kBlockBytes) {
         std::byte* block = disk->image.data() + at;
         bool removals = std::memcmp(block, "MPR1", 4) == 0 && block[42] == std::byte{2};
         if (removals) std::memset(block, 0, kBlockBytes);
@@ -107,7 +110,8 @@ TEST_CASE("ssd versions: remove_older takes what has a lower version, also what 
         disk->hold();
         std::vector<std::byte> bytes = content(2, 5'000);
         Call call;
-        REQUIRE(log->write(key_of(*log, "k"), "", {bytes}, crc32c(0, bytes.data(), bytes.size()), call.done(), 8));
+        REQUIRE(log->write(key_of(*log, "k"), "", {bytes}, crc32c(0, bytes.data(), bytes.size()), call.done(),
+                           8));
         CHECK(log->remove_older(hash, limit) == (limit == 8));
         disk->release();
         CHECK(call.wait() == (limit == 8 ? Outcome::kDone : Outcome::kMiss));
@@ -174,7 +178,8 @@ TEST_CASE("ssd recovery: headers that fail now and then, and kills: all that was
                 std::string name = "k" + std::to_string(random.below(8));
                 uint64_t number = random.next();
                 Outcome outcome;
-                while ((outcome = put(*log, name, content(number, 20'000))) == Outcome::kFailed) last.erase(name);
+                while ((outcome = put(*log, name, content(number, 20'000))) == Outcome::kFailed)
+                    last.erase(name);
                 REQUIRE(outcome == Outcome::kDone);
                 last[name] = number;
             }

@@ -802,7 +802,8 @@ TEST_CASE("object table: an object has the version that it was put with, whateve
         REQUIRE(lease);
         Extent extent{lease->offset, kObjectBytes};
         REQUIRE(bed.leases.commit(extent));
-        auto stored = bed.table.commit(0, kHash("k"), "k", extent, 0, kNoSlot, true, RetentionHints{}, version);
+        auto stored =
+            bed.table.commit(0, kHash("k"), "k", extent, 0, kNoSlot, true, RetentionHints{}, version);
         REQUIRE(stored == ObjectTable::Commit::kStored);
         bed.leases.close(lease->offset);
         return bed.table.version(bed.find("k"));

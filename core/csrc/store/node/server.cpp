@@ -120,6 +120,8 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
             SsdTier::open(o.ssd, server->pools_, [raw](std::function<void()> f) { raw->post(std::move(f)); });
         if (!ssd) return ssd.error();
         server->ssd_ = std::move(*ssd);
+        const std::string& note = server->ssd_->note_of_start();
+        if (!note.empty()) server->journal_->note(Level::kWarning, "ssd_was_away", "", note);
     }
     if (o.events) {
         server->events_ = std::make_unique<BlockEvents>();

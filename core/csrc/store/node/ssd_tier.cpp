@@ -13,6 +13,8 @@
 
 #include <algorithm>
 
+#include "base/clock.hpp"
+
 namespace moonpool {
 
 namespace {
@@ -56,6 +58,11 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         tier->devices_.push_back(std::move(*log));
         tier->bytes_ += bytes;
     }
+    std::vector<ssd::Log*> logs;
+    for (auto& log : tier->devices_) logs.push_back(log.get());
+    Result<std::unique_ptr<ssd::LogSet>> set = ssd::LogSet::open(std::move(logs), sequence);
+    if (!set) return set.error();
+    tier->set_ = std::move(*set);
     // Before any client: a key that stands on two disks would be answered from whichever comes first.
     tier->keep_newest();
     for (auto& [name, pool] : pools) {
@@ -69,7 +76,9 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
         pool->table().set_on_commit([t = tier.get(), &tenant](uint32_t slot) {
             const ObjectTable& table = tenant.pool->table();
             const IndexEntry& entry = table.entry(slot);
-            if (t->writing_ != 0) t->cancel_write({entry.hash_low, entry.hash_high});
+            Hash128 hash{entry.hash_low, entry.hash_high};
+            if (t->writing_ != 0) t->cancel_write(hash);
+            if (!t->promoting_) t->set_->note(hash);
             tenant.dirty.push_back({slot, table.generation(slot), table.last_used(slot)});
             // While writes are under way, their ends call clean(); so a burst of puts does not run it for
             // each.
@@ -101,8 +110,8 @@ void SsdTier::keep_newest() {
             cursor = devices_[i]->hashes(cursor, UINT32_MAX, hashes);
             for (const Hash128& hash : hashes) {
                 for (size_t j = i + 1; j < devices_.size(); ++j) {
-                    std::optional<uint64_t> mine = devices_[i]->sequence(hash);
-                    std::optional<uint64_t> other = devices_[j]->sequence(hash);
+                    std::optional<ssd::Log::Rank> mine = devices_[i]->rank(hash);
+                    std::optional<ssd::Log::Rank> other = devices_[j]->rank(hash);
                     if (mine && other) devices_[*mine < *other ? i : j]->remove(hash);
                 }
             }
@@ -156,6 +165,7 @@ bool SsdTier::forget(Pool& pool, uint32_t space, std::string_view name) {
 }
 
 bool SsdTier::forget(const Hash128& hash) {
+    set_->note(hash);
     bool was_there = false;
     for (auto& log : devices_) {
         // A write that is under way is removed as well, but the directory has not been told of it yet.
@@ -165,6 +175,18 @@ bool SsdTier::forget(const Hash128& hash) {
         was_there |= visible;
     }
     return was_there;
+}
+
+bool SsdTier::forget_older(const Hash128& hash, Version version) {
+    set_->note(hash);
+    bool visible = false, stays = false, visible_now = false;
+    for (auto& log : devices_) {
+        visible |= log->has(hash);
+        stays |= log->remove_older(hash, version);
+        visible_now |= log->has(hash);
+    }
+    if (visible && !visible_now) tell(hash, false);
+    return stays;
 }
 
 void SsdTier::tell(const Hash128& hash, bool added) {
@@ -197,6 +219,7 @@ uint32_t SsdTier::hashes(size_t device, uint32_t cursor, uint32_t scan, std::vec
 // ---- writing
 
 void SsdTier::on_tick() {
+    set_->on_tick(now_ms());
     for (auto& log : devices_) gone(log->take_lost(kLostPerTick));
     for (auto& [name, tenant] : tenants_) {
         tenant.resting = false;
@@ -265,7 +288,8 @@ bool SsdTier::write_next(Tenant& tenant) {
         });
     };
     ssd::Key k = key(tenant, device, entry.space, hash, table.name(next.slot));
-    if (!devices_[device]->write(k, table.parent_name(next.slot), {data}, entry.crc, std::move(done))) {
+    if (!devices_[device]->write(k, table.parent_name(next.slot), {data}, entry.crc, std::move(done),
+                                 table.version(next.slot))) {
         tenant.dirty.push_front(next);
         if (flushing_) {
             ++not_saved_total_;
@@ -339,7 +363,13 @@ void SsdTier::end_flush() {
     for (auto& [name, tenant] : tenants_) {
         if (!tenant.dirty.empty()) return;
     }
-    for (auto& done : std::exchange(flushed_, {})) done();
+    if (flushed_.empty()) return;
+    // The last: it vouches for removals that are written by then.
+    set_->save([this, flushed = std::exchange(flushed_, {})] {
+        post_([flushed] {
+            for (const auto& done : flushed) done();
+        });
+    });
 }
 
 // The ring came round to them, or they were damaged.
@@ -419,7 +449,10 @@ void SsdTier::promoted(const Hash128& hash, ssd::Outcome outcome) {
         if (p.lease) extent = Extent{p.lease->offset, p.found.size};
         if (extent.size == 0 || pool.leases().commit(extent)) {
             uint32_t parent = p.found.parent.empty() ? kNoSlot : pool.find(p.space, p.found.parent);
-            auto stored = table.commit(p.space, hash, p.name, extent, p.found.crc, parent, false);
+            promoting_ = true;
+            auto stored = table.commit(p.space, hash, p.name, extent, p.found.crc, parent, false,
+                                       RetentionHints{}, p.found.version);
+            promoting_ = false;
             if (stored != ObjectTable::Commit::kStored) pool.leases().free(extent);
             // Also when a put was faster: the askers get that object.
             slot = table.find(p.space, hash, p.name);
@@ -464,6 +497,9 @@ std::vector<std::pair<std::string, uint64_t>> SsdTier::gauges() const {
     }
     for (const auto& log : devices_) rings += std::string_view(log->io_name()) == "io_uring";
     rows.emplace_back("ssd_directories", devices_.size());
+    rows.emplace_back("ssd_directories_away", set_->away());
+    rows.emplace_back("ssd_epoch", set_->epoch());
+    rows.emplace_back("ssd_void_objects", set_->voided());
     rows.emplace_back("ssd_io_uring", rings);
     rows.emplace_back("ssd_saved_bytes", saved);
     rows.emplace_back("ssd_dirty_objects", dirty);

@@ -20,7 +20,8 @@
 #include <vector>
 
 #include "directory/delta_log.hpp"
-#include "ssd/log.hpp"
+#include "directory/version.hpp"
+#include "ssd/log_set.hpp"
 #include "store/node/pool.hpp"
 
 namespace moonpool {
@@ -57,6 +58,8 @@ class SsdTier {
     // It was removed or replaced: no copy may come back.
     bool forget(Pool& pool, uint32_t space, std::string_view name);
     bool forget(const Hash128& hash);
+    // What has a lower version is removed, also what is being written or read. -> whether a copy stays.
+    bool forget_older(const Hash128& hash, Version version);
 
     // Brings an object into memory, then calls `then` with its slot, or kNoSlot when the disk failed or it
     // was removed meanwhile. False when it was not begun: it is not there, or memory is full of pins.
@@ -68,6 +71,13 @@ class SsdTier {
     // All, device by device.
     size_t devices() const { return devices_.size(); }
     uint32_t hashes(size_t device, uint32_t cursor, uint32_t scan, std::vector<Hash128>& out) const;
+
+    // Up to which removal in the order of all each one was carried out here: of directories that came back,
+    // the least. It is written once a second at most, and at a stop.
+    void set_applied(Version version) { set_->set_applied(version); }
+    Version applied() const { return set_->applied(); }
+    // What was found out of the directories when they were opened, in one sentence; mostly empty.
+    const std::string& note_of_start() const { return set_->note_of_start(); }
 
     void set_delta_log(DeltaLog* log) { delta_log_ = log; }
     // The same for subscribers; mostly there are none.
@@ -136,6 +146,7 @@ class SsdTier {
     SsdOptions options_;
     Post post_;
     std::vector<std::unique_ptr<ssd::Log>> devices_;
+    std::unique_ptr<ssd::LogSet> set_;
     std::map<std::string, Tenant, std::less<>> tenants_;
     std::map<std::pair<uint64_t, uint64_t>, Promotion> promotions_;
     // What is being written: hash -> directory. kWritesMax at most.
@@ -145,6 +156,7 @@ class SsdTier {
     uint32_t writing_ = 0;
     uint64_t writing_bytes_ = 0;
     bool flushing_ = false;
+    bool promoting_ = false;  // the commit under way is of an object that a disk has
     std::vector<std::function<void()>> flushed_;
     uint64_t promoted_total_ = 0, promoted_bytes_total_ = 0, promote_failed_total_ = 0;
     uint64_t not_saved_total_ = 0;
