@@ -106,9 +106,7 @@ def test_directories_that_were_never_used_together_do_not_make_one_node(bed: Bed
     with bed.store() as store:
         assert store.put("k3", content(1000), replace=True) == STORED
     end(new)
-    with pytest.raises(
-        Error, match="or were never used together; remove moonpool.ssd"
-    ):
+    with pytest.raises(Error, match="or were never used together; remove moonpool"):
         _native.Server(
             str(bed.socket),
             [("default", 32 * MIB)],

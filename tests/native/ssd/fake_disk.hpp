@@ -40,6 +40,14 @@ class FakeDisk : public std::enable_shared_from_this<FakeDisk> {
         };
     }
 
+    // Another disk with the same content, all of it synced; no log may be open.
+    std::shared_ptr<FakeDisk> clone() {
+        std::lock_guard lock(mutex_);
+        auto disk = std::make_shared<FakeDisk>();
+        disk->image = disk->durable_ = image;
+        return disk;
+    }
+
     bool dead() {
         std::lock_guard lock(mutex_);
         return dead_;
