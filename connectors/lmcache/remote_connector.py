@@ -387,7 +387,7 @@ class MoonpoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Removes a chunk from the pool. Whether it was there; False when the node does not answer."""
-        return self._pool.ask(lambda client: b"\1" in client.remove(_both_names([key])), False)
+        return self._pool.ask(lambda client: b"\1" in client.remove(_both_names([key]))[0], False)
 
     async def list(self) -> builtins.list[str]:
         """All keys of this model in the pool, whichever process stored them."""

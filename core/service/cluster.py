@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A node of the cluster; sizes in bytes, of all its tenants. state: alive or suspect."""
+    """A node of the cluster; sizes in bytes, of all its tenants. state: alive, joining or suspect."""
 
     name: str
     host_id: str

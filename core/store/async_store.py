@@ -33,9 +33,11 @@ from moonpool.core.store.types import (
     Prefix,
     Presence,
     PutResult,
+    Unsure,
     prefix_of,
     presences,
     put_results,
+    removals,
     stat_of,
 )
 
@@ -220,24 +222,27 @@ class AsyncStore:
         pin.release()
 
     @overload
-    async def remove(self, keys: Key, *, node: str | None = None, generation: int | None = None) -> bool: ...
+    async def remove(
+        self, keys: Key, *, node: str | None = None, generation: int | None = None
+    ) -> bool | Unsure: ...
 
     @overload
     async def remove(
         self, keys: Keys, *, node: str | None = None, generation: Sequence[int] | None = None
-    ) -> list[bool]: ...
+    ) -> builtins.list[bool | Unsure]: ...
 
     async def remove(
         self, keys: Key | Keys, *, node: str | None = None, generation: int | Sequence[int] | None = None
     ) -> Any:
-        """See Store.remove: a bool, or a list."""
+        """See Store.remove: a bool or an Unsure, or a list of them."""
         wanted = generations_of(keys, node, generation)
         names: Keys = [keys] if is_one(keys) else keys
         if node is None:
-            flags = await self._submit("names", "remove", names)
+            answer = await self._submit("names", "remove", names)
         else:
-            flags = await asyncio.to_thread(self._open_client().remove, names, node, wanted)
-        return bool(flags[0]) if is_one(keys) else [bool(flag) for flag in flags]
+            answer = await asyncio.to_thread(self._open_client().remove, names, node, wanted)
+        removed = removals(*answer)
+        return removed[0] if is_one(keys) else removed
 
     async def list(
         self, prefix: Key = b"", *, pattern: Key | None = None, limit: int = 1000
@@ -250,7 +255,7 @@ class AsyncStore:
         removed = 0
         while entries := await self.list(prefix, pattern=pattern, limit=REMOVE_BATCH):
             flags = await self.remove([entry.key for entry in entries])
-            removed += sum(flags)
+            removed += sum(map(bool, flags))
             if not any(flags):
                 break
         return removed

@@ -31,9 +31,11 @@ from moonpool.core.store.types import (
     Prefix,
     Presence,
     PutResult,
+    Unsure,
     prefix_of,
     presences,
     put_results,
+    removals,
     stat_of,
 )
 
@@ -392,17 +394,22 @@ class Store:
         pin.release()
 
     @overload
-    def remove(self, keys: Key, *, node: str | None = None, generation: int | None = None) -> bool: ...
+    def remove(
+        self, keys: Key, *, node: str | None = None, generation: int | None = None
+    ) -> bool | Unsure: ...
 
     @overload
     def remove(
         self, keys: Keys, *, node: str | None = None, generation: Sequence[int] | None = None
-    ) -> list[bool]: ...
+    ) -> builtins.list[bool | Unsure]: ...
 
     def remove(
         self, keys: Key | Keys, *, node: str | None = None, generation: int | Sequence[int] | None = None
-    ) -> bool | list[bool]:
+    ) -> bool | Unsure | builtins.list[bool | Unsure]:
         """Makes objects invisible at once; a caller that has them pinned reads on. True: it was there.
+
+        An Unsure names the nodes that may still have it: a holder that did not answer, or all when the master
+        is away. Until such a node is back it may give its own host the old bytes.
 
         node: only that node's copy, in memory and on its SSD; True: it had one. By its address
         ("host:port") or by its name, where one node of the pool has it. Raises InvalidArgument for no or
@@ -413,8 +420,8 @@ class Store:
         """
         wanted = generations_of(keys, node, generation)
         if is_one(keys):
-            return bool(self._client.remove([keys], node, wanted)[0])
-        return [bool(flag) for flag in self._client.remove(keys, node, wanted)]
+            return removals(*self._client.remove([keys], node, wanted))[0]
+        return removals(*self._client.remove(keys, node, wanted))
 
     def list(
         self, prefix: Key = b"", *, pattern: Key | None = None, limit: int = 1000
@@ -431,7 +438,7 @@ class Store:
         removed = 0
         while entries := self.list(prefix, pattern=pattern, limit=REMOVE_BATCH):
             flags = self.remove([entry.key for entry in entries])
-            removed += sum(flags)
+            removed += sum(map(bool, flags))
             if not any(flags):  # others remove objects meanwhile, or a node cannot be reached
                 break
         return removed

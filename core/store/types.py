@@ -69,6 +69,20 @@ class Presence(enum.Enum):
         return self is Presence.HIT
 
 
+@dataclass(frozen=True, slots=True)
+class Unsure:
+    """What ``remove`` says of a key that some node may still have; false where a bool is wanted.
+
+    nodes: which, in words. Where a master gave the removal its place, they drop their copies before any other
+    host reads them again; "while the master is away": until the key is removed once more.
+    """
+
+    nodes: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class Pin:
     """A right to read some objects, kept until it is released, dropped, or its store is closed.
 
@@ -194,6 +208,7 @@ def _copy_of(
 
 
 _RESULTS: Sequence[PutResult] = (STORED, EXISTS)
+_REMOVED, _UNSURE = 1, 2
 _PRESENCES: Sequence[Presence] = (Presence.MISS, Presence.HIT, Presence.UNKNOWN)
 
 
@@ -211,6 +226,11 @@ def put_results(
             short = short_of_copies if n < replicas else ""
             results.append(PutResult(_RESULTS[outcome].status, short, n))
     return results
+
+
+def removals(flags: bytes, unsure: Sequence[str]) -> list[bool | Unsure]:
+    """The native flags (0 no node had it, 1 removed, 2 not known to be gone) as values."""
+    return [Unsure(unsure[i]) if flag == _UNSURE else flag == _REMOVED for i, flag in enumerate(flags)]
 
 
 def presences(flags: bytes) -> list[Presence]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moonpool.core.store.types import Presence as Presence
     from moonpool.core.store.types import PutResult as PutResult
     from moonpool.core.store.types import PutStatus as PutStatus
+    from moonpool.core.store.types import Unsure as Unsure
     from moonpool.core.transfer.async_engine import AsyncTransfer as AsyncTransfer
     from moonpool.core.transfer.async_engine import AsyncTransferEngine as AsyncTransferEngine
     from moonpool.core.transfer.engine import TransferEngine as TransferEngine
@@ -66,7 +67,7 @@ _NAMES = {
     "TooLarge TransferError Unavailable",
     "store.async_store": "AsyncStore",
     "store.store": "Store",
-    "store.types": "EXISTS STORED Copy Entry ObjectStat Pin Prefix Presence PutResult PutStatus",
+    "store.types": "EXISTS STORED Copy Entry ObjectStat Pin Prefix Presence PutResult PutStatus Unsure",
     "transfer.async_engine": "AsyncTransfer AsyncTransferEngine",
     "transfer.engine": "TransferEngine",
     "transfer.region": "Region",

@@ -117,7 +117,8 @@ class Puppet:
         """What is in those views now."""
         return list(self.call("held"))
 
-    def remove(self, names: Sequence[str]) -> list[bool]:
+    def remove(self, names: Sequence[str]) -> list[bool | str]:
+        """A text: which nodes may still have it."""
         return list(self.call("remove", names=names))
 
     def list(self, prefix: str = "") -> list[str]:

@@ -153,8 +153,9 @@ class Puppet:
     def drop(self) -> None:
         self.views.clear()
 
-    def remove(self, names: list[str]) -> list[bool]:
-        return list(self.store.remove(names))
+    def remove(self, names: list[str]) -> list[bool | str]:
+        removed = self.store.remove(names)
+        return [flag if isinstance(flag, bool) else flag.nodes for flag in removed]
 
     def list(self, prefix: str) -> list[str]:
         return sorted(entry.key.decode() for entry in self.store.list(prefix))

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from . import wire_client as w
 from .wire_client import Wire
 
-JOIN, DELTA, BEAT, MEMBERS, LOCATE, PLACE, FORGET, LEAVE = range(32, 40)
-BEGIN, END = 1, 2  # flags of DELTA
+JOIN, DELTA, BEAT, MEMBERS, LOCATE, PLACE, FORGET, LEAVE, REMOVALS, ORDERED = range(32, 42)
+BEGIN, END, APPLIED = 1, 2, 4  # flags of DELTA
 REMOVED = 0x80  # in a row of DELTA
-PREFIX, SUSPECTS = 1, 2  # flags of LOCATE
+PREFIX, SUSPECTS, ORDER = 1, 2, 4  # flags of LOCATE
+NOTHING = (1 << 64) - 1  # in place of what a node has applied: it holds nothing
 DRAM, SSD = 0, 1
 TENANT_LOAD = struct.Struct("<QQQQ")  # arena, free, objects, oldest age in ms; the tenant's name is before
 
@@ -55,8 +56,12 @@ def drops(first: int, hashes: list[bytes], *, every: bool = False) -> bytes:
     return struct.pack("<BQI", every, first, len(hashes)) + b"".join(hashes)
 
 
-def join(identity: Identity, load: Load) -> bytes:
-    return identity.pack() + load.pack() + identity.endpoints()
+def versions(upto: int, of_drops: list[int], *, all_before: int = 0) -> bytes:
+    return struct.pack("<QQ", all_before, upto) + struct.pack(f"<{len(of_drops)}Q", *of_drops)
+
+
+def join(identity: Identity, load: Load, applied: int = NOTHING) -> bytes:
+    return identity.pack() + load.pack() + identity.endpoints() + struct.pack("<Q", applied)
 
 
 def delta(rows: list[tuple[bytes, int]], *, flags: int = 0) -> bytes:
@@ -64,8 +69,30 @@ def delta(rows: list[tuple[bytes, int]], *, flags: int = 0) -> bytes:
     return struct.pack("<II", flags, len(rows)) + b"".join(key + bytes([what]) for key, what in rows)
 
 
-def beat(drops_done: int, load: Load) -> bytes:
-    return struct.pack("<Q", drops_done) + load.pack()
+def delta_applied(rows: list[tuple[bytes, int]], applied: int, *, flags: int = 0) -> bytes:
+    """The same of a node that knows versions."""
+    head = struct.pack("<IIQ", flags | APPLIED, len(rows), applied)
+    return head + b"".join(key + bytes([what]) for key, what in rows)
+
+
+def beat(drops_done: int, load: Load, applied: int = 0) -> bytes:
+    return struct.pack("<Q", drops_done) + load.pack() + struct.pack("<Q", applied)
+
+
+def removals(complete_since: int, rows: list[tuple[bytes, int]]) -> bytes:
+    """rows: (hash, version)"""
+    head = struct.pack("<QI", complete_since, len(rows))
+    return head + b"".join(key + struct.pack("<Q", version) for key, version in rows)
+
+
+def ordered(
+    first: int, epoch: int, keys: list[bytes], nodes: list[int], told: list[int], placed: list[int]
+) -> bytes:
+    """told, placed: of each key a number with one bit of each of the nodes."""
+    row = (len(nodes) + 7) // 8
+    head = struct.pack("<QQIHH", first, epoch, len(keys), len(nodes), 0)
+    bits = b"".join(n.to_bytes(row, "little") for n in [*told, *placed])
+    return head + struct.pack(f"<{len(nodes)}H", *nodes) + b"".join(keys) + bits
 
 
 def member(number: int, state: int, silent_ms: int, identity: Identity, load: Load) -> bytes:

@@ -58,7 +58,8 @@ class Pool:
         def level() -> bool:
             # The counts alone are level, too, while one object's row and another's removal are on their way.
             master = self.master.metrics()
-            applied = master["rows_added_total"] + master["rows_removed_total"]
+            rows = ("rows_added_total", "rows_removed_total", "rows_void_total")
+            applied = sum(master[name] for name in rows)
             return (
                 self.total("master_rows_waiting") == 0
                 and self.total("master_rows_sent_total") == applied

@@ -216,43 +216,49 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         body = node.ask(m.JOIN, m.join(me, Load(objects=3)) + b"of a later version").body
         number, resumed, _, beat_ms, rows_max, epoch = struct.unpack_from("<HBBIIQ", body)
         assert (resumed, beat_ms, rows_max) == (0, 200, 16384)
-        assert body[20:] == m.drops(0, [])
+        assert body[20:33] == m.drops(0, [])
+        (all_before, upto, first) = struct.unpack("<QQQ", body[33:])
+        assert (all_before, upto) == (0, first)
         node.send(m.DELTA, m.delta([(key, m.DRAM) for key in keys[:3]], flags=m.BEGIN), flags=w.ONE_WAY)
         node.send(m.DELTA, m.delta([(keys[0], m.SSD)], flags=m.END), flags=w.ONE_WAY)
-        assert node.ask(m.BEAT, m.beat(0, Load(objects=4))).body == struct.pack("<Q", epoch) + m.drops(0, [])
+        beat = node.ask(m.BEAT, m.beat(0, Load(objects=4))).body
+        assert beat == struct.pack("<Q", epoch) + m.drops(0, []) + m.versions(first, [])
+        newest = struct.pack("<Q", first)
         one = struct.pack("<BHB", 1, number, m.DRAM)
         two = struct.pack("<BHBHB", 2, number, m.DRAM, number, m.SSD)
         head = struct.pack("<QI", epoch, 4)
-        assert client.ask(m.LOCATE, m.locate(keys[:4])).body == head + two + one + one + b"\0"
+        assert client.ask(m.LOCATE, m.locate(keys[:4])).body == head + two + one + one + b"\0" + newest
         prefix = m.locate(keys, flags=m.PREFIX, width=2, holders_max=1)
-        assert client.ask(m.LOCATE, prefix).body == struct.pack("<QI", epoch, 2) + one + one
+        assert client.ask(m.LOCATE, prefix).body == struct.pack("<QI", epoch, 2) + one + one + newest
         members = client.ask(m.MEMBERS, struct.pack("<Q", 0)).body
         silent_ms = struct.unpack_from("<Q", members, 17)[0]
         rest = m.member(number, 0, silent_ms, me, Load(objects=4))
         assert members[8] == 3  # it has just started: somebody may have yet to tell what it holds
-        assert members[:8] + members[9:] == struct.pack("<QI", epoch, 1) + rest + me.endpoints()
+        assert members[:8] + members[9:] == struct.pack("<QI", epoch, 1) + rest + me.endpoints() + newest
         unchanged = client.ask(m.MEMBERS, struct.pack("<Q", epoch)).body
-        assert (unchanged[:8], unchanged[8] & 1, len(unchanged)) == (struct.pack("<Q", epoch), 0, 9)
-        assert client.ask(m.PLACE, m.place(100, 1, [], [])).body == struct.pack("<HH", 1, number)
-        assert client.ask(m.PLACE, m.place(100, 1, [], [b"host-me"])).body == struct.pack("<H", 0)
-        assert client.ask(m.PLACE, m.place(1 << 40, 1, [], [])).body == struct.pack("<H", 0)
+        assert (unchanged[:8], unchanged[8] & 1, len(unchanged)) == (struct.pack("<Q", epoch), 0, 17)
+        assert client.ask(m.PLACE, m.place(100, 1, [], [])).body == struct.pack("<HH", 1, number) + newest
+        assert client.ask(m.PLACE, m.place(100, 1, [], [b"host-me"])).body == struct.pack("<H", 0) + newest
+        assert client.ask(m.PLACE, m.place(1 << 40, 1, [], [])).body == struct.pack("<H", 0) + newest
         node.send(m.DELTA, m.delta([(keys[1], m.DRAM | m.REMOVED)]), flags=w.ONE_WAY)
         node.ask(m.BEAT, m.beat(0, Load()))
-        assert client.ask(m.LOCATE, m.locate([keys[1]])).body == struct.pack("<QIB", epoch, 1, 0)
+        assert client.ask(m.LOCATE, m.locate([keys[1]])).body == struct.pack("<QIB", epoch, 1, 0) + newest
         # It could not be told that the first key is gone: the next beat tells it, until it says it knows.
         assert client.ask(m.FORGET, m.forget([keys[0]], [number])).body == struct.pack("<I", 1)
         for _ in range(2):
             told = node.ask(m.BEAT, m.beat(0, Load())).body
-            assert told[8:] == m.drops(0, [keys[0]])
-        assert node.ask(m.BEAT, m.beat(1, Load())).body[8:] == m.drops(1, [])
+            assert told[8:] == m.drops(0, [keys[0]]) + m.versions(first + 1, [first + 1])
+        told = node.ask(m.BEAT, m.beat(1, Load())).body
+        assert told[8:] == m.drops(1, []) + m.versions(first + 1, [])
+        newest = struct.pack("<Q", first + 1)
         node.close()
-        until(lambda: client.ask(m.LOCATE, m.locate([keys[2]])).body[8:] == struct.pack("<IB", 1, 0))
+        until(lambda: client.ask(m.LOCATE, m.locate([keys[2]])).body[8:] == struct.pack("<IB", 1, 0) + newest)
         suspected = m.locate([keys[2]], flags=m.SUSPECTS)
-        assert client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<I", 1) + one
+        assert client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<I", 1) + one + newest
         with connect(master.address, TOKEN, b"member") as again:
             assert again.ask(m.JOIN, m.join(me, Load(objects=3))).body[2] == 1  # resumed
             again.send(m.LEAVE, b"", flags=w.ONE_WAY)
-            until(lambda: client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<IB", 1, 0))
+            until(lambda: client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<IB", 1, 0) + newest)
             assert again.ask(m.BEAT, m.beat(0, Load())).kind == w.ERROR
         assert master.states() == {}
 
@@ -265,8 +271,10 @@ def test_a_node_of_an_earlier_version_publishes_nowhere(master: MasterProcess) -
         connect(master.address, TOKEN, b"directory") as client,
     ):
         assert node.ask(m.JOIN, old.pack() + Load().pack()).kind == m.JOIN
-        assert client.ask(m.MEMBERS, struct.pack("<Q", 0)).body.endswith(
-            old.pack() + Load().pack() + bytes(4)
+        assert (
+            client.ask(m.MEMBERS, struct.pack("<Q", 0))
+            .body[:-8]
+            .endswith(old.pack() + Load().pack() + bytes(4))
         )
 
 
@@ -290,15 +298,29 @@ def bad_frames() -> Iterator[tuple[str, bytes, bytes]]:
     yield "a name of no bytes", b"member", w.frame(m.JOIN, m.join(Identity(b"", bytes(16)), Load()))
     yield "a long name", b"member", w.frame(m.JOIN, m.join(Identity(b"n" * 257, bytes(16)), Load()))
     yield "half a JOIN", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-13])
-    yield "half an endpoint", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-1])
+    yield "half an endpoint", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-9])
+    yield "half a version", b"member", w.frame(m.JOIN, m.join(Identity(b"x", bytes(16)), Load())[:-1])
     yield "more keys than follow", b"directory", w.frame(m.LOCATE, m.locate([bytes(16)])[:-1])
     yield "more keys than allowed", b"directory", w.frame(m.LOCATE, m.locate([bytes(16)] * 16385))
     yield "more nodes than follow", b"directory", w.frame(m.PLACE, m.place(1, 1, [1, 2], [])[:-1])
     yield "a host that ends early", b"directory", w.frame(m.PLACE, m.place(1, 1, [], [b"host"])[:-1])
     yield "a removal that ends early", b"directory", w.frame(m.FORGET, m.forget([bytes(16)], [3])[:-1])
+    ordered = m.ordered(1, 1, [bytes(16)], [1], [1], [0])
+    yield "an order that ends early", b"directory", w.frame(m.ORDERED, ordered[:-1])
+    yield (
+        "an order of more keys than allowed",
+        b"directory",
+        w.frame(m.ORDERED, m.ordered(1, 1, [bytes(16)] * 16385, [], [0] * 16385, [0] * 16385)),
+    )
+    yield "removals before joining", b"member", w.frame(m.REMOVALS, m.removals(0, []), flags=w.ONE_WAY)
     join = w.frame(m.JOIN, m.join(Identity(b"x", bytes(16), b"strange"), Load()), request_id=1)
     yield "a second JOIN", b"member", join + join
     yield "an unknown tier", b"member", join + w.frame(m.DELTA, m.delta([(bytes(16), 2)]))
+    yield (
+        "more removals than follow",
+        b"member",
+        join + w.frame(m.REMOVALS, m.removals(0, [(bytes(16), 1)])[:-1]),
+    )
     yield "more rows than follow", b"member", join + w.frame(m.DELTA, m.delta([(bytes(16), 0)])[:-1])
 
 
@@ -419,7 +441,7 @@ def test_two_hundred_nodes_and_a_thousand_clients(patient: MasterProcess) -> Non
         for client in clients:
             body = client.receive().body
             assert struct.unpack_from("<I", body, 8) == (200,)
-            assert len(body) == 12 + 200 * 4
+            assert len(body) == 12 + 200 * 4 + 8
         print(f"1,000 clients asked for 200 keys each in {time.monotonic() - began_s:.3f} s")
         assert sum(state == "alive" for state in master.states().values()) == 200
     finally:

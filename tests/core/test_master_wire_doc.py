@@ -23,23 +23,48 @@ def answer(kind: int, body: bytes, request_id: int) -> bytes:
     return w.frame(kind, body, request_id=request_id, flags=w.ANSWER)
 
 
+FIRST = 1700000000000 << 20  # of a master that started then
+
 EXAMPLES = {
     "JOIN": w.frame(m.JOIN, m.join(NODE, Load()), request_id=1),
-    "JOIN, answer": answer(m.JOIN, struct.pack("<HBBIIQ", 0, 0, 0, 200, 16384, 2) + m.drops(0, []), 1),
-    "DELTA": w.frame(m.DELTA, m.delta([(KEY, m.DRAM)], flags=m.BEGIN | m.END), flags=w.ONE_WAY),
-    "BEAT": w.frame(m.BEAT, m.beat(0, Load()), request_id=2),
-    "BEAT, answer": answer(m.BEAT, struct.pack("<Q", 2) + m.drops(0, [KEY]), 2),
+    "JOIN, answer": answer(
+        m.JOIN,
+        struct.pack("<HBBIIQ", 0, 0, 0, 200, 16384, 2)
+        + m.drops(0, [])
+        + m.versions(FIRST, [])
+        + struct.pack("<Q", FIRST),
+        1,
+    ),
+    "REMOVALS": w.frame(m.REMOVALS, m.removals(0, [(KEY, FIRST - 1)]), flags=w.ONE_WAY),
+    "DELTA": w.frame(
+        m.DELTA, m.delta_applied([(KEY, m.DRAM)], FIRST, flags=m.BEGIN | m.END), flags=w.ONE_WAY
+    ),
+    "BEAT": w.frame(m.BEAT, m.beat(0, Load(), FIRST), request_id=2),
+    "BEAT, answer": answer(
+        m.BEAT, struct.pack("<Q", 2) + m.drops(0, [KEY]) + m.versions(FIRST + 1, [FIRST + 1]), 2
+    ),
     "LEAVE": w.frame(m.LEAVE, b"", flags=w.ONE_WAY),
     "MEMBERS": w.frame(m.MEMBERS, struct.pack("<Q", 0), request_id=3),
     "MEMBERS, answer": answer(
-        m.MEMBERS, struct.pack("<QBI", 2, 1, 1) + m.member(0, 0, 50, NODE, Load()) + NODE.endpoints(), 3
+        m.MEMBERS,
+        struct.pack("<QBI", 2, 1, 1)
+        + m.member(0, 0, 50, NODE, Load())
+        + NODE.endpoints()
+        + struct.pack("<Q", FIRST),
+        3,
     ),
     "LOCATE": w.frame(m.LOCATE, m.locate([KEY, bytes(16)]), request_id=4),
-    "LOCATE, answer": answer(m.LOCATE, struct.pack("<QI", 2, 2) + struct.pack("<BHBB", 1, 0, m.DRAM, 0), 4),
+    "LOCATE, answer": answer(
+        m.LOCATE,
+        struct.pack("<QI", 2, 2) + struct.pack("<BHBB", 1, 0, m.DRAM, 0) + struct.pack("<Q", FIRST),
+        4,
+    ),
     "PLACE": w.frame(m.PLACE, m.place(4096, 2, [1], [b"host"]), request_id=5),
-    "PLACE, answer": answer(m.PLACE, struct.pack("<HH", 1, 0), 5),
-    "FORGET": w.frame(m.FORGET, m.forget([KEY], [1]), request_id=6),
-    "FORGET, answer": answer(m.FORGET, struct.pack("<I", 1), 6),
+    "PLACE, answer": answer(m.PLACE, struct.pack("<HHQ", 1, 0, FIRST), 5),
+    "ORDERED": w.frame(m.ORDERED, m.ordered(FIRST + 1, 2, [KEY], [0, 1], [0b11], [0b10]), request_id=6),
+    "ORDERED, answer": answer(m.ORDERED, struct.pack("<IQ", 1, FIRST + 1), 6),
+    "FORGET": w.frame(m.FORGET, m.forget([KEY], [1]), request_id=7),
+    "FORGET, answer": answer(m.FORGET, struct.pack("<I", 1), 7),
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool import EXISTS, STORED, Presence, Store, _native
+from moonpool import EXISTS, STORED, Presence, Store, Unsure, _native
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.store.types import PutStatus
@@ -397,7 +397,10 @@ def test_without_a_master_the_own_node_goes_on_and_removals_reach_who_is_known(p
     assert a.exists(["more", "nowhere"]) == [Presence.HIT, Presence.UNKNOWN]
     assert b.get("here", bytearray(1)) == 1  # a known place
     assert a.longest_prefix(["here", "nowhere"]).why
-    assert a.remove("both") is True
+    removed = a.remove("both")  # b is told, and who else had it nobody can say
+    assert isinstance(removed, Unsure)
+    assert "while the master is away" in removed.nodes
+    assert not removed
     assert b.get("both") is None
 
 

@@ -58,10 +58,19 @@ void SimClient::on_start() {
     locations_ = std::make_unique<LocationCache>();
     recent_ = std::make_unique<RecentCopies>();
     members_ = std::make_unique<MembersCache>(kMembersFreshMs);
+    newest_ = kNoVersion;
     place_ = OwnPlace{nodes_[host()]->identity().host_id, {}};
 }
 
+void SimClient::let_go_of_removals() {
+    for (auto& open : removals_) {
+        if (RemovalRef removal = open.lock()) removal->then = {};
+    }
+    removals_.clear();
+}
+
 void SimClient::on_end() {
+    let_go_of_removals();
     // Answers refer to what ends here.
     for (Line& line : lines_) line.open.clear();
     lines_.clear();
@@ -201,7 +210,9 @@ void SimClient::ask_members(std::function<void(const Status&)> then) {
         [this, then](const Result<Bytes>& answer) {
             if (!answer) return then(answer.error());
             Reader r = body_of(*answer);
-            then(members_->read(now_ms(), r) ? success() : Status(misfit()));
+            bool read = members_->read(now_ms(), r);
+            hear(members_->newest());
+            then(read ? success() : Status(misfit()));
         });
 }
 
@@ -229,6 +240,7 @@ void SimClient::locate(const std::vector<Hash128>& keys, const LocateOptions& op
         auto epoch = r.number<uint64_t>();
         auto n = r.number<uint32_t>();
         for (uint32_t i = 0; i < n; ++i) read_holders(r, &answer->keys);
+        hear(r.number<Version>());
         if (!r.done()) return then(misfit());
         auto named = [this, then, answer](const Status& status) {
             if (!status) return then(status.error());
@@ -240,23 +252,60 @@ void SimClient::locate(const std::vector<Hash128>& keys, const LocateOptions& op
     });
 }
 
-void SimClient::forget(const std::vector<Hash128>& keys, std::vector<NodeId> unreached,
-                       std::function<void()> then) {
-    if (planted_.forget_lost) return then();
-    if (planted_.unreached_lost) unreached.clear();
-    auto build = [keys, unreached](Writer& w) {
-        write_forget_head(w, static_cast<uint32_t>(keys.size()), unreached);
+void SimClient::hear(Version newest) { newest_ = std::max(newest_, newest); }
+
+// Which removals a put that begins now comes after.
+Version SimClient::known() const { return std::max(newest_, nodes_[host()]->applied()); }
+
+void SimClient::order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then) {
+    uint16_t width = order_width(members_->current().get(), steps.placing());
+    auto build = [keys = steps.keys(), width](Writer& w) {
+        LocateHead head{.flags = kLocateSuspects | kLocateOrder, .width = width};
+        head.n = static_cast<uint32_t>(keys.size());
+        head.write(w);
         for (const Hash128& key : keys) write_hash(w, key);
     };
-    ask(lines_[0], Kind::kForget, build, [then](const Result<Bytes>&) { then(); });
+    ask(lines_[0], Kind::kLocate, build, [this, then](const Result<Bytes>& frame) {
+        if (!frame) return then(frame.error());
+        Reader r = body_of(*frame);
+        auto answer = std::make_shared<OrderAnswer>();
+        answer->epoch = r.number<uint64_t>();
+        auto n = r.number<uint32_t>();
+        for (uint32_t i = 0; i < n; ++i) read_holders(r, &answer->at.keys);
+        hear(r.number<Version>());
+        auto first = r.number<Version>();
+        for (uint32_t i = 0; i < n; ++i) answer->versions.push_back(first + i);
+        answer->filling = r.number<uint8_t>() != 0;
+        if (!r.done()) return then(misfit());
+        auto named = [this, then, answer](const Status& status) {
+            if (!status) return then(status.error());
+            answer->at.members = members_->current();
+            then(*answer);
+        };
+        if (members_->fits(now_ms(), answer->epoch)) return named(success());
+        ask_members(named);
+    });
 }
 
-void SimClient::remove_at(size_t node, const std::string& name,
+void SimClient::ordered(const OrderDone& done,
+                        std::function<void(const Result<std::vector<Version>>&)> then) {
+    auto build = [done](Writer& w) { OrderedFrame(done, 0, done.keys.size()).write(w); };
+    ask(lines_[0], Kind::kOrdered, build, [then](const Result<Bytes>& frame) {
+        if (!frame) return then(frame.error());
+        Reader r = body_of(*frame);
+        std::vector<Version> last(r.number<uint32_t>());
+        for (Version& version : last) version = r.number<Version>();
+        then(r.done() ? Result<std::vector<Version>>(last) : misfit());
+    });
+}
+
+void SimClient::remove_at(size_t node, const std::string& name, const std::vector<Version>& versions,
                           std::function<void(const Result<std::vector<uint8_t>>&)> then) {
-    auto build = [name](Writer& w) {
+    auto build = [name, versions](Writer& w) {
         w.number(kSpace);
-        w.number(uint32_t{1});
+        w.number(versions.empty() ? uint32_t{1} : uint32_t{1} | kRemoveVersions);
         w.text16(name);
+        for (Version version : versions) w.number(version);
     };
     ask(lines_[node + 1], Kind::kRemove, build, [then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
@@ -282,24 +331,31 @@ void SimClient::read_at(size_t node, const ReadAsk& what,
     });
 }
 
-void SimClient::put_at(size_t node, const CallRef& call,
+// As NodeClient: a put without a place of its own that is older than what the node knows begins anew.
+void SimClient::put_at(size_t node, const CallRef& call, Version replaces, Version known,
                        std::function<void(const Result<PutOutcome>&)> then) {
-    auto build = [call](Writer& w) {
+    auto build = [call, replaces, known](Writer& w) {
         std::string bytes = bytes_of(call->operation.value);
-        NewKey key{call->name, {}};
-        bool replace = call->operation.kind == Operation::kReplace;
-        PutHead{{kSpace, replace ? kCommitReplace : uint8_t{0}, 1},
-                static_cast<uint32_t>(PutObject::bytes(key, false))}
-            .write(w);
-        PutObject{bytes.size(), crc32c(0, bytes.data(), bytes.size()), key}.write(w, false);
+        NewKey key{.name = call->name, .parent = {}, .version = replaces != kNoVersion ? replaces : known};
+        auto flags = static_cast<uint8_t>(kCommitVersions |
+                                          (call->operation.kind == Operation::kReplace ? kCommitReplace : 0));
+        PutHead{{kSpace, flags, 1}, static_cast<uint32_t>(PutObject::bytes(key, flags))}.write(w);
+        PutObject{bytes.size(), crc32c(0, bytes.data(), bytes.size()), key}.write(w, flags);
         w.bytes(bytes.data(), bytes.size());
     };
-    ask(lines_[node + 1], Kind::kPut, build, [then](const Result<Bytes>& answer) {
+    ask(lines_[node + 1], Kind::kPut, build, [this, node, call, replaces, then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
         auto outcome = PutOutcome::kRefused;
-        bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o) { outcome = o; });
-        then(fits ? Result<PutOutcome>(outcome) : misfit());
+        Version newest = kNoVersion;
+        bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o, Version v) {
+            outcome = o;
+            newest = v;
+        });
+        if (!fits) return then(misfit());
+        if (outcome == PutOutcome::kOlder && replaces == kNoVersion)
+            return put_at(node, call, kNoVersion, newest, then);
+        then(outcome);
     });
 }
 
@@ -314,11 +370,12 @@ void SimClient::ask_place(const PlaceOptions& where,
         w.number(uint16_t{0});
         for (NodeId node : where.avoid_nodes) w.number(node);
     };
-    ask(lines_[0], Kind::kPlace, build, [then](const Result<Bytes>& answer) {
+    ask(lines_[0], Kind::kPlace, build, [this, then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
         std::vector<NodeId> nodes(r.number<uint16_t>());
         for (NodeId& node : nodes) node = r.number<NodeId>();
+        hear(r.number<Version>());
         then(nodes);
     });
 }
@@ -378,31 +435,54 @@ void SimClient::search(const std::shared_ptr<Search>& search) {
 }
 
 void SimClient::remove(const CallRef& call) {
-    remove_at(host(), call->name, [this, call](const Result<std::vector<uint8_t>>& own) {
-        remove_elsewhere(call, !own.ok(), [this, call, own_answered = own.ok()](bool removed) {
-            finish(call, own_answered || removed ? Operation::kDone : Operation::kUnknown);
+    auto removal = std::make_shared<RemovalRef>();
+    *removal = begin_removal(call, true, [this, call, removal] {
+        end_removal(*removal, [this, call, removal] {
+            Operation::Outcome outcome = outcome_of(*(*removal)->steps);
+            RemovalRef(std::move(*removal)).reset();
+            finish(call, outcome);
         });
     });
 }
 
-// then: whether another node had it.
-void SimClient::remove_elsewhere(const CallRef& call, bool own_away, std::function<void(bool)> then) {
+// then: all nodes that have a copy are told.
+SimClient::RemovalRef SimClient::begin_removal(const CallRef& call, bool own_too,
+                                               std::function<void()> then) {
     auto removal = std::make_shared<Removal>();
     removal->call = call;
     removal->then = std::move(then);
-    removal->steps.emplace(std::vector{hash_(call->name)}, place_.own, own_away, *locations_, *recent_);
-    go_on(removal);
+    removals_.push_back(removal);
+    // The own node's life is known once it has been spoken to.
+    later(0, [this, removal, own_too] {
+        connect(lines_[host() + 1], [this, removal, own_too](const Status&) {
+            std::vector keys{hash_(removal->call->name)};
+            removal->steps.emplace(keys, place_.own, own_too, *locations_, *recent_);
+            go_on(removal);
+        });
+    });
+    return removal;
 }
 
-void SimClient::go_on(const std::shared_ptr<Removal>& removal) {
+void SimClient::end_removal(const RemovalRef& removal, std::function<void()> then) {
+    if (removal->steps->wants() != RemovalSteps::Wants::kEnd) return then();
+    OrderDone done = removal->steps->done();
+    if (planted_.all_told) {
+        for (const Member& member : members_->current()->rows) done.told[0].push_back(member.id);
+    }
+    ordered(done, [removal, then](const Result<std::vector<Version>>& last) {
+        removal->steps->ended(last);
+        then();
+    });
+}
+
+void SimClient::go_on(const RemovalRef& removal) {
     RemovalSteps& steps = *removal->steps;
     switch (steps.wants()) {
-        case RemovalSteps::Wants::kLocate:
-            return locate(steps.keys(), RemovalSteps::question(),
-                          [this, removal](const Result<LocateAnswer>& answer) {
-                              removal->steps->located(now_ms(), answer);
-                              go_on(removal);
-                          });
+        case RemovalSteps::Wants::kOrder:
+            return order(steps, [this, removal](const Result<OrderAnswer>& answer) {
+                removal->steps->ordered(now_ms(), answer);
+                go_on(removal);
+            });
         case RemovalSteps::Wants::kMembers:
             return members([this, removal](const Result<std::shared_ptr<const Members>>& answer) {
                 removal->steps->members(now_ms(), answer);
@@ -410,25 +490,29 @@ void SimClient::go_on(const std::shared_ptr<Removal>& removal) {
             });
         case RemovalSteps::Wants::kTell:
             removal->waits_for = steps.nodes().size() + 1;
+            if (steps.tells_own()) {
+                ++removal->waits_for;
+                remove_at(host(), removal->call->name, steps.versions(),
+                          [this, removal](const Result<std::vector<uint8_t>>& flags) {
+                              removal->steps->own_told(flags);
+                              one_told(removal);
+                          });
+            }
             for (size_t i = 0; i < steps.nodes().size(); ++i) {
                 auto told = [this, removal, i](const Result<std::vector<uint8_t>>& flags) {
                     removal->steps->told(now_ms(), removal->steps->nodes()[i], flags);
                     one_told(removal);
                 };
-                remove_at(node_at(steps.nodes()[i].member), removal->call->name, told);
+                remove_at(node_at(steps.nodes()[i].member), removal->call->name, steps.versions(), told);
             }
             return one_told(removal);
-        case RemovalSteps::Wants::kForget:
-            return forget(steps.keys(), steps.unreached(), [this, removal] {
-                removal->steps->forgotten();
-                go_on(removal);
-            });
+        case RemovalSteps::Wants::kEnd:
         case RemovalSteps::Wants::kDone:
-            return removal->then(steps.removed()[0] != 0);
+            return std::exchange(removal->then, {})();
     }
 }
 
-void SimClient::one_told(const std::shared_ptr<Removal>& removal) {
+void SimClient::one_told(const RemovalRef& removal) {
     if (--removal->waits_for != 0) return;
     removal->steps->all_told();
     go_on(removal);
@@ -441,39 +525,78 @@ void SimClient::put(const CallRef& call) {
     go_on(put);
 }
 
+// Without the master's word nothing is promised.
+Operation::Outcome SimClient::outcome_of(const RemovalSteps& removal) {
+    if (removal.unsure(0).empty()) return Operation::kDone;
+    return removal.acknowledged() ? Operation::kPartly : Operation::kUnknown;
+}
+
 // What a node said of the one item: what is left.
 std::vector<size_t> SimClient::note(Put& put, const Result<PutOutcome>& outcome) {
+    put.unanswered |= !outcome;
     if (!outcome || *outcome == PutOutcome::kRefused) return {0};
-    put.outcome = *outcome == PutOutcome::kStored ? Operation::kDone : Operation::kNothing;
+    put.older = *outcome == PutOutcome::kOlder;
+    put.outcome = Operation::kDone;
+    if (*outcome == PutOutcome::kExists)
+        put.outcome = put.unanswered ? Operation::kUnknown : Operation::kNothing;
     return {};
 }
 
 void SimClient::go_on(const std::shared_ptr<Put>& put) {
     switch (put->steps->wants()) {
-        case PutSteps::Wants::kRemoveHere:
-        case PutSteps::Wants::kPutWanted:
-        case PutSteps::Wants::kDone:  // the other two are of puts that name nodes
-            return finish(put->call, put->outcome);
-        case PutSteps::Wants::kRemoveElsewhere:
-            return remove_elsewhere(put->call, put->steps->own_away(), [this, put](bool) {
-                put->steps->removed_elsewhere();
+        case PutSteps::Wants::kPutWanted:  // of puts that name nodes
+        case PutSteps::Wants::kDone:
+            return end(put);
+        case PutSteps::Wants::kRemove:
+            put->removal = begin_removal(put->call, false, [this, put] {
+                const std::vector<Version>& versions = put->removal->steps->versions();
+                put->version = versions.empty() ? kNoVersion : versions[0];
+                put->steps->removed();
                 go_on(put);
             });
+            return;
         case PutSteps::Wants::kSpill:  // the own node's arena is never full
             put->steps->put(put->steps->left());
             return go_on(put);
         case PutSteps::Wants::kPutHere:
-            return put_at(host(), put->call, [this, put](const Result<PutOutcome>& own) {
-                put->steps->put_here(own.ok(), note(*put, own));
-                go_on(put);
-            });
+            return put_at(host(), put->call, put->version, known(),
+                          [this, put](const Result<PutOutcome>& own) {
+                              std::vector<size_t> left = note(*put, own);
+                              if (left.empty() && put->removal != nullptr && !put->older)
+                                  put->removal->steps->placed_here(0);
+                              put->steps->put(left);
+                              go_on(put);
+                          });
         case PutSteps::Wants::kPutElsewhere:
             return members([this, put](const Result<std::shared_ptr<const Members>>& known) {
-                if (!known) return finish(put->call, Operation::kUnknown);
+                if (!known) return end(put);
                 put->place.emplace(std::vector<size_t>{0}, place_.own, *known, true);
                 place(put);
             });
     }
+}
+
+// As Client::end_replacement.
+void SimClient::end(const std::shared_ptr<Put>& put) {
+    if (put->removal == nullptr) return finish(put->call, put->outcome);
+    end_removal(put->removal, [this, put] {
+        const RemovalSteps& removal = *put->removal->steps;
+        Operation::Outcome outcome = put->outcome;
+        if (outcome == Operation::kDone) outcome = outcome_of(removal);
+        Version later = removal.later()[0];
+        if (later != kNoVersion && outcome != Operation::kUnknown) {
+            return remove_at(host(), put->call->name, {later},
+                             [this, put, outcome](const auto&) { finish(put->call, outcome); });
+        }
+        if (!put->older) return finish(put->call, outcome);
+        // The master had taken it for given up.
+        if (++put->attempts == kAttemptsMax) return finish(put->call, Operation::kUnknown);
+        put->older = false;
+        put->outcome = Operation::kUnknown;
+        put->removal.reset();
+        put->steps.emplace(1, PutSteps::Plan{.replace = true});
+        go_on(put);
+    });
 }
 
 void SimClient::place(const std::shared_ptr<Put>& put) {
@@ -492,15 +615,17 @@ void SimClient::place(const std::shared_ptr<Put>& put) {
             });
         case PlaceSteps::Wants::kPut: {
             Member to = put->place->node();
-            return put_at(node_at(to), put->call, [this, put, to](const Result<PutOutcome>& outcome) {
+            auto done = [this, put, to](const Result<PutOutcome>& outcome) {
                 std::vector<size_t> left = note(*put, outcome);
-                if (left.empty()) {
+                if (left.empty() && !put->older) {
                     locations_->put(hash_(put->call->name), to.identity.incarnation);
                     recent_->add(now_ms(), hash_(put->call->name), to.id);
+                    if (put->removal != nullptr) put->removal->steps->placed(0, to.id);
                 }
                 put->place->put(left);
                 place(put);
-            });
+            };
+            return put_at(node_at(to), put->call, put->version, known(), done);
         }
         case PlaceSteps::Wants::kDone:
             put->steps->put(put->place->left());

@@ -26,6 +26,7 @@ class SimClient final : public Process {
    public:
     SimClient(World& world, Network& network, SimMaster& master, std::vector<SimNode*> nodes, uint32_t host,
               const Planted& planted);
+    ~SimClient() override { let_go_of_removals(); }
 
     // `done` is called with the operation's outcome, unless the process ends before.
     void run(Operation operation, std::function<void(const Operation&)> done);
@@ -58,18 +59,24 @@ class SimClient final : public Process {
         CallRef call;
         std::optional<RemovalSteps> steps;
         size_t waits_for = 0;
-        std::function<void(bool)> then;
+        std::function<void()> then;  // when it is told, and when it has ended
     };
+    using RemovalRef = std::shared_ptr<Removal>;
 
     struct Put {
         CallRef call;
         std::optional<PutSteps> steps;
         std::optional<PlaceSteps> place;
+        RemovalRef removal;            // of what is replaced
+        Version version = kNoVersion;  // of the replacement
+        size_t attempts = 0;
         Operation::Outcome outcome = Operation::kUnknown;
+        bool older = false, unanswered = false;
     };
 
     void on_start() override;
     void on_end() override;
+    void let_go_of_removals();
 
     // Connections: lines_[0] to the master, lines_[n + 1] to node n.
     void connect(Line& line, std::function<void(const Status&)> then);
@@ -85,20 +92,27 @@ class SimClient final : public Process {
     void members(std::function<void(const Result<std::shared_ptr<const Members>>&)> then);
     void locate(const std::vector<Hash128>& keys, const LocateOptions& options,
                 std::function<void(const Result<LocateAnswer>&)> then);
-    void forget(const std::vector<Hash128>& keys, std::vector<NodeId> unreached, std::function<void()> then);
+    void order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then);
+    void ordered(const OrderDone& done, std::function<void(const Result<std::vector<Version>>&)> then);
     void ask_place(const PlaceOptions& where, std::function<void(const Result<std::vector<NodeId>>&)> then);
-    void remove_at(size_t node, const std::string& name,
+    void remove_at(size_t node, const std::string& name, const std::vector<Version>& versions,
                    std::function<void(const Result<std::vector<uint8_t>>&)> then);
     void read_at(size_t node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
-    void put_at(size_t node, const CallRef& call, std::function<void(const Result<PutOutcome>&)> then);
+    void put_at(size_t node, const CallRef& call, Version replaces, Version known,
+                std::function<void(const Result<PutOutcome>&)> then);
 
     // Verbs.
     void get(const CallRef& call);
     void search(const std::shared_ptr<Search>& search);
     void remove(const CallRef& call);
-    void remove_elsewhere(const CallRef& call, bool own_away, std::function<void(bool)> then);
-    void go_on(const std::shared_ptr<Removal>& removal);
-    void one_told(const std::shared_ptr<Removal>& removal);
+    RemovalRef begin_removal(const CallRef& call, bool own_too, std::function<void()> then);
+    void end_removal(const RemovalRef& removal, std::function<void()> then);
+    void go_on(const RemovalRef& removal);
+    void one_told(const RemovalRef& removal);
+    void end(const std::shared_ptr<Put>& put);
+    static Operation::Outcome outcome_of(const RemovalSteps& removal);
+    Version known() const;
+    void hear(Version newest);
     void put(const CallRef& call);
     static std::vector<size_t> note(Put& put, const Result<PutOutcome>& outcome);
     void go_on(const std::shared_ptr<Put>& put);
@@ -117,6 +131,8 @@ class SimClient final : public Process {
     std::unique_ptr<RecentCopies> recent_;
     std::unique_ptr<MembersCache> members_;
     uint64_t next_request_ = 1;
+    Version newest_ = kNoVersion;                   // that the master had given
+    std::vector<std::weak_ptr<Removal>> removals_;  // that refer to their calls, as these do to them
     std::vector<Finding> findings_;
 };
 

@@ -74,7 +74,23 @@ class Cluster {
         operation.begin = world_.now();
         history_.push_back(operation);
         lives_.push_back(client.life());
-        client.run(operation, [this, index](const Operation& done) { history_[index] = done; });
+        bool away = is_away(operation.client);
+        client.run(operation, [this, index, away](const Operation& done) {
+            history_[index] = done;
+            history_[index].away = away || is_away(done.client);
+        });
+    }
+
+    // Whether the master could not have told the node of that host of a removal a moment ago.
+    bool is_away(uint32_t host) const {
+        const Master* master = master_->master();
+        uint32_t master_host = conditions_.hosts;
+        if (master == nullptr || nodes_[host]->stopped() || network_.is_cut(host, master_host) ||
+            network_.is_cut(master_host, host))
+            return true;
+        Members members = master->membership().current(0);
+        const Member* member = members.find(nodes_[host]->identity().incarnation);
+        return member == nullptr || member->state != MemberState::kAlive;
     }
 
     void restart(Process& process, Micros after, bool silently) {

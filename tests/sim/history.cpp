@@ -18,12 +18,17 @@ struct Value {
     Micros first_end = UINT64_MAX, last_begin = 0;
 
     void add(const Operation& o) {
-        if (o.outcome == Operation::kDone) first_end = std::min(first_end, o.end);
+        if (o.outcome == Operation::kDone || o.outcome == Operation::kPartly)
+            first_end = std::min(first_end, o.end);
         last_begin = std::max(last_begin, o.begin);
     }
     bool before(const Value& other) const { return first_end < other.last_begin; }
     bool removal() const { return write != nullptr && write->kind == Operation::kRemove; }
 };
+
+bool acknowledged(const Operation& write) {
+    return write.outcome == Operation::kDone || write.outcome == Operation::kPartly;
+}
 
 std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation*>& operations,
                                  Micros healed) {
@@ -32,20 +37,24 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
         if (o->outcome == Operation::kNothing || o->kind == Operation::kPin) continue;
         bool read = o->kind == Operation::kGet;
         if (read && (o->outcome != Operation::kDone || o->value == 0)) continue;
+        // A node that is out of touch gives its own host what it has.
+        if (read && o->away && o->begin < healed) continue;
         Value& value = values[o->value];
         value.add(*o);
         if (!read) value.write = o;
     }
     for (auto& [number, value] : values) {
-        if (value.write != nullptr && value.first_end >= value.write->begin) continue;
-        return Finding{Finding::kOtherBytes, "a value was read that no client had written", key};
+        if (value.write == nullptr || value.first_end < value.write->begin)
+            return Finding{Finding::kOtherBytes, "a value was read that no client had written", key};
+        // Some nodes may have what it removes until everything is well again.
+        if (value.write->outcome == Operation::kPartly) value.first_end = std::max(value.first_end, healed);
     }
     for (auto a = values.begin(); a != values.end(); ++a) {
         // A write without an acknowledgement may take effect at any time.
-        if (a->second.write->outcome != Operation::kDone || a->second.removal()) continue;
+        if (!acknowledged(*a->second.write) || a->second.removal()) continue;
         for (auto b = values.begin(); b != values.end(); ++b) {
             const Value &old = a->second, &next = b->second;
-            if (a == b || next.write->outcome != Operation::kDone) continue;
+            if (a == b || !acknowledged(*next.write)) continue;
             if (!next.removal() &&
                 (old.write->kind == Operation::kPut || next.write->kind == Operation::kPut))
                 continue;
@@ -69,7 +78,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
 
 std::string to_text(const Operation& o) {
     static const char* const kKinds[] = {"put", "replace", "get", "remove", "pin"};
-    static const char* const kOutcomes[] = {"open", "done", "nothing", "unknown"};
+    static const char* const kOutcomes[] = {"open", "done", "nothing", "unknown", "partly"};
     std::string text = seconds(o.begin) + " to " + seconds(o.end) + "  client-" + std::to_string(o.client) +
                        " " + kKinds[o.kind] + " k" + std::to_string(o.key);
     if (o.kind == Operation::kPut || o.kind == Operation::kReplace) text += " = " + std::to_string(o.value);

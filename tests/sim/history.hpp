@@ -23,13 +23,15 @@ namespace moonpool::sim {
 struct Operation {
     enum Kind : uint8_t { kPut, kReplace, kGet, kRemove, kPin };
     // Of a write: kDone means acknowledged, kNothing that nothing was changed (the key had bytes before),
-    // kUnknown that it may have been carried out or not. Of a read: a value, a miss, or no answer.
-    enum Outcome : uint8_t { kOpen, kDone, kNothing, kUnknown };
+    // kUnknown that it may have been carried out or not, kPartly that it was, and that nodes which were away
+    // may have what it removes until they are back. Of a read: a value, a miss, or no answer.
+    enum Outcome : uint8_t { kOpen, kDone, kNothing, kUnknown, kPartly };
     Kind kind = kGet;
     Outcome outcome = kOpen;
     uint32_t client = 0, key = 0;
     uint64_t value = 0;  // written or read; 0: a miss
     Micros begin = 0, end = 0;
+    bool away = false;  // the node of its host was out of touch with the master, or joining
 };
 
 std::string to_text(const Operation& operation);

@@ -39,14 +39,13 @@ int main(int argc, char** argv) {
     std::map<std::string, bool*> flags{{"disks", &c.disks},
                                        {"one_writer", &c.one_writer},
                                        {"plant_drop_lost", &planted.drop_lost},
-                                       {"plant_times_wrong", &planted.times_wrong},
                                        {"plant_pin_lost", &planted.pin_lost},
                                        {"plant_removal_lost", &planted.removal_lost},
                                        {"plant_unpin_lost", &planted.unpin_lost},
                                        {"plant_replace_lost", &planted.replace_lost},
                                        {"plant_rows_lost", &planted.rows_lost},
-                                       {"plant_forget_lost", &planted.forget_lost},
-                                       {"plant_unreached_lost", &planted.unreached_lost}};
+                                       {"plant_all_told", &planted.all_told},
+                                       {"plant_handover_lost", &planted.handover_lost}};
     for (int i = 1; i < argc; ++i) {
         const char* equals = std::strchr(argv[i], '=');
         std::string name =

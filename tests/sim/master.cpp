@@ -6,7 +6,7 @@
 namespace moonpool::sim {
 
 void SimMaster::on_start() {
-    master_ = std::make_unique<Master>(limits_, now_ms());
+    master_ = std::make_unique<Master>(limits_, now_ms(), first_version(unix_ms()));
     tick();
 }
 
@@ -47,8 +47,6 @@ void SimMaster::on_frame(LinkId id, const Bytes& frame) {
     if (it == links_.end()) return;
     FrameHeader header = header_of(frame);
     uint64_t now = now_ms();
-    // A member is booked as heard long after it was: what is removed until then does not concern it.
-    if (planted_.times_wrong && (header.kind == Kind::kBeat || header.kind == Kind::kDelta)) now += 20000;
     Bytes out;
     std::shared_ptr<End> end = it->second.end;
     Status status = it->second.protocol.on_frame(now, header, body_of(frame), out);

@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t kLogRowsMax = 256;  // small, so that it overflows now and then
 constexpr uint32_t kObjectsMax = 256;
+constexpr size_t kRemovalsPerFrame = 16;
 
 }  // namespace
 
@@ -44,9 +45,11 @@ void SimNode::on_start() {
     space_ = *(*pool)->open_space("default", "", 8);
     pools_["default"] = std::move(*pool);
     log_ = std::make_unique<DeltaLog>(kLogRowsMax, [this] { later(1, [this] { turn(); }); });
-    for (const auto& [name, bytes] : disk_) store(name, bytes, crc32c(0, bytes.data(), bytes.size()), true);
+    removals_ = std::make_unique<Removals>();
+    removals_->set_applied(disk_applied_);
+    for (const auto& [name, on_disk] : disk_) load(name, on_disk);
     store_pool().table().set_delta_log(log_.get());
-    holdings_ = std::make_unique<Holdings>(pools_, nullptr);
+    holdings_ = std::make_unique<Holdings>(pools_, nullptr, *removals_);
     MemberHooks hooks{[this](uint64_t& cursor, std::vector<DeltaRow>& rows) {
                           cursor = holdings_->inventory(cursor, rows);
                           return true;
@@ -55,7 +58,13 @@ void SimNode::on_start() {
                           load = holdings_->load(now_ms());
                           return true;
                       },
-                      [this](bool all, const std::vector<Hash128>& hashes) { return drop(all, hashes); }};
+                      [this](const Drops& drops) { return drop(drops); },
+                      [this] { return removals_->applied(); },
+                      [this] { return holdings_->empty(); },
+                      [this](Version before, Version& cursor, std::vector<Drop>& rows) {
+                          if (planted_.handover_lost) return kNoVersion;
+                          return removals_->before(before, cursor, kRemovalsPerFrame, rows);
+                      }};
     protocol_ =
         std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_}, std::move(hooks),
                                          *log_, counters_, [this] { return now_ms(); });
@@ -71,8 +80,13 @@ void SimNode::on_end() {
     disk_.clear();
     const ObjectTable& table = store_pool().table();
     for (uint32_t slot = 0; has_disk_ && slot < table.slots_used(); ++slot) {
-        if (table.committed(slot)) disk_.emplace(table.name(slot), *read(std::string(table.name(slot))));
+        if (!table.committed(slot)) continue;
+        std::string name(table.name(slot));
+        disk_.emplace(name, OnDisk{*read(name), table.version(slot)});
     }
+    // Written once a second: it may be behind.
+    disk_applied_ = has_disk_ ? removals_->applied() : kNoVersion;
+    removals_.reset();
     pools_.clear();
     log_.reset();
 }
@@ -111,7 +125,8 @@ void SimNode::on_link(std::shared_ptr<End> end) {
     };
     Status sent = protocol_->connected("master", [this](std::span<const std::byte> frame) -> Status {
         Bytes bytes(frame.begin(), frame.end());
-        bool changes = header_of(bytes).kind == Kind::kDelta && body_of(bytes).number<uint32_t>() == 0;
+        bool changes = header_of(bytes).kind == Kind::kDelta &&
+                       (body_of(bytes).number<uint32_t>() & ~kDeltaApplied) == 0;
         if (!changes || !planted_.rows_lost) link_->send(std::move(bytes));
         return success();
     });
@@ -143,16 +158,21 @@ void SimNode::break_master_link() {
     if (link_ != nullptr) link_failed();
 }
 
-bool SimNode::drop(bool all, const std::vector<Hash128>& hashes) {
-    if (planted_.drop_lost) return true;
-    if (all) {
+bool SimNode::drop(const Drops& drops) {
+    if (!planted_.drop_lost) {
         uint32_t cursor = 0;
         do {
-            cursor = holdings_->drop_some(store_pool(), cursor);
+            if (drops.all) cursor = holdings_->drop_some(store_pool(), cursor, drops.all_before);
         } while (cursor != 0);
+        for (const Drop& drop : drops.items) holdings_->drop(drop);
     }
-    for (const Hash128& hash : hashes) holdings_->drop(hash);
+    removals_->set_applied(drops.upto);
     return true;
+}
+
+void SimNode::load(const std::string& name, const OnDisk& on_disk) {
+    store(name, on_disk.bytes, crc32c(0, on_disk.bytes.data(), on_disk.bytes.size()), true, on_disk.version,
+          true);
 }
 
 // ---- The store: as Connection, without its socket.
@@ -210,29 +230,36 @@ void SimNode::on_frame(uint64_t id, const Bytes& frame) {
 void SimNode::on_put(const FrameHeader&, Reader body, Bytes& out) {
     PutHead head = PutHead::read(body);
     std::vector<PutObject> rows;
-    for (uint32_t i = 0; i < head.commit.rows; ++i)
-        rows.push_back(PutObject::read(body, head.commit.marks()));
+    for (uint32_t i = 0; i < head.commit.rows; ++i) rows.push_back(PutObject::read(body, head.commit.flags));
     Writer w(out);
     w.number(head.commit.rows);
     for (const PutObject& row : rows) {
         std::string_view bytes = body.bytes(row.size);
-        w.number(store(std::string(row.key.name), bytes, row.crc, head.commit.replaces()));
+        std::string name(row.key.name);
+        PutOutcome outcome = store(name, bytes, row.crc, head.commit.replaces(), row.key.version, false);
+        w.number(outcome);
+        if (outcome == PutOutcome::kOlder) w.number(removals_->newest_for(store_pool().hash(space_, name)));
     }
     if (!body.done()) throw std::runtime_error("a PUT that is none");
 }
 
-PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace) {
+PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace,
+                          std::optional<Version> given, bool recovered) {
     Pool& pool = store_pool();
     ObjectTable& table = pool.table();
     bool there = pool.find(space_, name) != kNoSlot;
     if (there && !replace) return PutOutcome::kExists;
     if (there && planted_.replace_lost) return PutOutcome::kStored;
+    Hash128 hash = pool.hash(space_, name);
+    std::optional<Version> version = recovered ? given : removals_->of_put(hash, given);
+    if (!version) return PutOutcome::kOlder;
+    if (replace && !recovered) removals_->add(hash, given.value_or(kNoVersion));
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
     if (!lease) return PutOutcome::kRefused;
     Extent extent{lease->offset, bytes.size()};
     std::memcpy(pool.writable() + extent.offset, bytes.data(), bytes.size());
     bool stored = crc32c(0, bytes.data(), bytes.size()) == crc && pool.leases().commit(extent);
-    if (stored && table.commit(space_, pool.hash(space_, name), name, extent, crc, kNoSlot, replace) !=
+    if (stored && table.commit(space_, hash, name, extent, crc, kNoSlot, replace, {}, *version) !=
                       ObjectTable::Commit::kStored) {
         pool.leases().free(extent);
         stored = false;
@@ -299,14 +326,19 @@ void SimNode::on_lookup(Caller& caller, const FrameHeader&, Reader body, Bytes& 
 void SimNode::on_remove(const FrameHeader&, Reader body, Bytes& out) {
     body.number<uint32_t>();
     auto n = body.number<uint32_t>();
+    bool ordered = (n & kRemoveVersions) != 0;
+    n &= ~kRemoveVersions;
+    std::vector<std::string> names;
+    for (uint32_t i = 0; i < n; ++i) names.emplace_back(body.bytes16());
     Writer w(out);
     w.number(n);
-    for (uint32_t i = 0; i < n; ++i) {
-        std::string name(body.bytes16());
+    for (const std::string& name : names) {
+        Version version = ordered ? body.number<Version>() : UINT64_MAX;
+        if (!planted_.removal_lost) removals_->add(store_pool().hash(space_, name), version);
         uint32_t slot = store_pool().find(space_, name);
-        w.number(slot == kNoSlot ? kNotRemoved : kRemoved);
-        if (slot == kNoSlot || planted_.removal_lost) continue;
-        store_pool().table().remove(slot);
+        bool older = slot != kNoSlot && store_pool().table().version(slot) < version;
+        w.number(older ? kRemoved : kNotRemoved);
+        if (older && !planted_.removal_lost) store_pool().table().remove(slot);
     }
 }
 

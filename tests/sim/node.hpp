@@ -30,7 +30,8 @@ class SimNode final : public Process {
     std::optional<std::string> read(const std::string& name) const;
     const Pool* pool() const { return pools_.empty() ? nullptr : pools_.begin()->second.get(); }
     bool in_pool() const { return protocol_ != nullptr && link_ != nullptr && protocol_->told(); }
-    void lose_disk() { disk_.clear(); }  // before it starts
+    // Up to which removal it is right, as processes of its host read it from the mapped memory.
+    Version applied() const { return removals_ == nullptr ? kNoVersion : removals_->applied(); }
     void break_master_link();
 
    private:
@@ -43,6 +44,11 @@ class SimNode final : public Process {
         std::map<uint64_t, Pinned> pins;
     };
 
+    struct OnDisk {
+        std::string bytes;
+        Version version;
+    };
+
     void on_start() override;
     void on_end() override;
 
@@ -51,7 +57,7 @@ class SimNode final : public Process {
     void on_link(std::shared_ptr<End> end);
     void turn();
     void link_failed();
-    bool drop(bool all, const std::vector<Hash128>& hashes);
+    bool drop(const Drops& drops);
 
     // The store.
     void drop_caller(uint64_t id);
@@ -60,7 +66,9 @@ class SimNode final : public Process {
     void on_read(const FrameHeader& header, Reader body, Bytes& out);
     void on_lookup(Caller& caller, const FrameHeader& header, Reader body, Bytes& out);
     void on_remove(const FrameHeader& header, Reader body, Bytes& out);
-    PutOutcome store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace);
+    PutOutcome store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace,
+                     std::optional<Version> given, bool recovered);
+    void load(const std::string& name, const OnDisk& on_disk);
     Pool& store_pool() { return *pools_.begin()->second; }
 
     Network& network_;
@@ -68,11 +76,13 @@ class SimNode final : public Process {
     const bool has_disk_;
     const Planted& planted_;
     NodeIdentity identity_;
-    std::map<std::string, std::string> disk_;
+    std::map<std::string, OnDisk> disk_;
+    Version disk_applied_ = kNoVersion;
 
     Holdings::Pools pools_;
     uint32_t space_ = 0;
     std::unique_ptr<DeltaLog> log_;
+    std::unique_ptr<Removals> removals_;
     std::unique_ptr<Holdings> holdings_;
     MemberCounters counters_;
     std::unique_ptr<MemberProtocol> protocol_;

@@ -1,5 +1,4 @@
-// Conditions under which today's protocol has to be right: no finding in any seed. And that a seed is a
-// history.
+// Conditions under which the protocol has to be right: no finding in any seed. And that a seed is a history.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -11,17 +10,25 @@ using namespace moonpool::sim;
 
 namespace {
 
-// Writes of a key come apart from each other, so that the directory has heard of one before the next: today's
-// protocol promises nothing else (docs/cluster.md).
+// Puts of a key come apart from its removals, so that the directory has heard of one before the other
+// (docs/cluster.md).
 Conditions clean_conditions() {
     Conditions c;
     c.apart = 300 * kMs;
     return c;
 }
 
-void expect_none(const char* what, uint64_t seeds, const Conditions& conditions) {
+Conditions puts_and_removals() {
+    Conditions c = clean_conditions();
+    c.replaces = 0;
+    return c;
+}
+
+void expect_none(
+    const char* what, uint64_t seeds, const Conditions& conditions,
+    const Counts& counts = [](const Finding&) { return true; }) {
     auto begin = std::chrono::steady_clock::now();
-    Search found = search(1, seeds, conditions);
+    Search found = search(1, seeds, conditions, {}, counts);
     std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     std::cerr << what << ": " << found.seeds << " seeds, " << found.operations << " operations, "
               << static_cast<uint64_t>(static_cast<double>(found.operations) / took.count())
@@ -46,6 +53,58 @@ TEST_CASE("sim: one client that writes a key at any pace, without faults, is nev
     Conditions c;
     c.one_writer = true;
     expect_none("sim, one writer", 25, c);
+}
+
+// FORGET once named the nodes that were not reached; a holder that was back under another number meanwhile
+// counted as told.
+TEST_CASE("sim: a holder that restarts within a removal does not bring the key back") {
+    Conditions c = puts_and_removals();
+    c.restarts = 3;
+    c.stops = 2;
+    c.disks = true;
+    expect_none("sim, holders that restart", 40, c);
+}
+
+// A replacement was once a removal elsewhere and a put at home, and nothing ordered two of them.
+TEST_CASE("sim: two hosts that replace a key at the same moment read the same value from then on") {
+    Conditions c;
+    c.puts = c.pins = 0;
+    c.keys = 2;
+    expect_none("sim, replacements", 60, c);
+}
+
+TEST_CASE("sim: a node that was away is not read before it has heard of what was removed") {
+    Conditions c = puts_and_removals();
+    c.stops = 2;
+    c.cuts = 2;
+    c.broken_links = 2;
+    expect_none("sim, nodes that were away", 40, c);
+}
+
+TEST_CASE("sim: a put that a standing node carries out late brings nothing back") {
+    Conditions c = puts_and_removals();
+    c.stops = 4;
+    c.gets = 2;
+    c.pins = 0;
+    c.lasts = 5 * kSecond;
+    expect_none("sim, late puts", 60, c);
+}
+
+TEST_CASE("sim: what was removed under one master is removed under the next") {
+    Conditions c = clean_conditions();
+    c.master_restarts = 1;
+    c.restarts = 1;
+    c.cuts = 1;
+    c.disks = true;
+    expect_none("sim, new masters", 40, c);
+}
+
+TEST_CASE("sim: all at once leave no removed value for ever, at any pace") {
+    Conditions c;
+    c.restarts = c.stops = c.broken_links = 2;
+    c.cuts = c.master_restarts = c.client_restarts = c.clock_jumps = 1;
+    c.disks = true;
+    expect_none("sim, all at once", 40, c, [](const Finding& f) { return f.for_ever; });
 }
 
 TEST_CASE("sim: a seed is one history") {

@@ -83,6 +83,9 @@ class Process {
         offset_ms_ = offset_ms;
     }
     void jump_clock(uint64_t ms) { offset_ms_ += ms; }
+    // The time of day, as its host has it.
+    uint64_t unix_ms() const { return 1700000000000 + world_.now() / kMs + unix_offset_ms_; }
+    void set_unix_offset(uint64_t ms) { unix_offset_ms_ = ms; }
 
     void start() {
         if (running_) return;
@@ -119,7 +122,7 @@ class Process {
     uint64_t life_ = 0;
     bool running_ = false, stopped_ = false;
     double rate_ = 1;
-    uint64_t offset_ms_ = 0;
+    uint64_t offset_ms_ = 0, unix_offset_ms_ = 0;
     std::vector<std::function<void()>> waiting_;  // while it stands still
 };
 

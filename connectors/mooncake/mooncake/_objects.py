@@ -10,7 +10,7 @@ import numpy as np
 
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.store.store import ROWS_MAX, Store
-from moonpool.core.store.types import EXISTS, STORED, PutResult
+from moonpool.core.store.types import EXISTS, STORED, PutResult, Unsure
 
 from ._base import (
     Base,
@@ -30,6 +30,14 @@ Part = Any  # what moonpool takes as the bytes of an object
 _OK, _REFUSED = int(Code.OK), int(Code.NO_AVAILABLE_HANDLE)
 _UNKNOWN = 2  # a flag of Store.exist_flags
 _BYTE = np.dtype(np.uint8)
+
+
+def removal_code(removed: bool | Unsure) -> int:
+    """0, or why not."""
+    if isinstance(removed, Unsure):
+        say("remove", "unsure", f"remove: {removed.nodes} may still have it")
+        return int(Code.RPC_FAIL)
+    return int(Code.OK if removed else Code.OBJECT_NOT_FOUND)
 
 
 class BufferHandle(np.ndarray):
@@ -343,7 +351,7 @@ class Objects(Base):
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: list[str], force: bool = False) -> list[int]:
-        """0 or a code for each key.
+        """0 or a code for each key; RPC_FAIL where a node may still have it, as it did not answer.
 
         force: removes leased objects, too, as always here (TorchSpec looks for this word).
         """
@@ -351,7 +359,7 @@ class Objects(Base):
         def act() -> list[int]:
             flags = self._ask_of_some(keys, False, lambda store, names: store.remove(names))
             self._hard_pins.release(name for name in names_of(keys) if name is not None)
-            return [int(Code.OK if was_there else Code.OBJECT_NOT_FOUND) for was_there in flags]
+            return [removal_code(flag) for flag in flags]
 
         return self._codes("remove", len(keys), act)
 
@@ -377,7 +385,7 @@ class Objects(Base):
         rows = self._ask(lambda store: store.list(limit=ROWS_MAX))
         names = [row.key for row in rows if found(as_named(row.key))]
         self._hard_pins.release(names)
-        return sum(self._ask(lambda store: store.remove(names))) if names else 0
+        return sum(map(bool, self._ask(lambda store: store.remove(names)))) if names else 0
 
     # ---- memory
 

@@ -346,6 +346,7 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
             if (!r.ok() || n > piece || (n < piece && !options.prefix)) return false;
             for (uint32_t i = 0; i < n; ++i) read_holders(r, gap ? nullptr : &answer.keys);
             gap |= n < piece;
+            hear(r);
             return r.ok();
         },
         [&] { return !gap; });
@@ -359,11 +360,80 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
     return answer;
 }
 
+Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, const Incarnation* placing) {
+    if (fork_.in_child()) return forked();
+    IoLock lock(*this);
+    if (Status status = ready(); !status) return status.error();
+    CallTimeout timeout(*this);
+    if (Status status = timeout.status(); !status) return status.error();
+    OrderAnswer answer;
+    uint16_t width = order_width(members_.current().get(), placing);
+    Status status = ask_in_pieces(
+        Kind::kLocate, hashes,
+        [width](Writer& w, uint32_t n) {
+            LocateHead head{.flags = kLocateSuspects | kLocateOrder, .width = width, .n = n};
+            head.write(w);
+        },
+        [&](Reader& r) {
+            answer.epoch = r.number<uint64_t>();
+            auto n = r.number<uint32_t>();
+            if (!r.ok() || n > hashes.size() - answer.at.keys.size()) return false;
+            for (uint32_t i = 0; i < n; ++i) read_holders(r, &answer.at.keys);
+            hear(r);
+            if (!r.ok() || r.left() == 0) return r.ok();  // of an earlier version
+            auto first = r.number<Version>();
+            for (uint32_t i = 0; i < n; ++i) answer.versions.push_back(first + i);
+            answer.filling |= r.number<uint8_t>() != 0;
+            return r.ok();
+        },
+        [] { return true; });
+    if (!status) return status.error();
+    if (answer.versions.size() != hashes.size()) answer.versions.clear();
+    if (!members_.fits(now_ms(), answer.epoch)) {
+        if (Status fresh = refresh_members(); !fresh) return fresh.error();
+    }
+    answer.at.members = members_.current();
+    return answer;
+}
+
+Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done) {
+    if (fork_.in_child()) return forked();
+    IoLock lock(*this);
+    if (Status status = ready(); !status) return status.error();
+    CallTimeout timeout(*this);
+    if (Status status = timeout.status(); !status) return status.error();
+    std::vector<Version> last;
+    // The frames of order(): each has versions that follow one another.
+    for (size_t begin = 0; begin < done.keys.size(); begin += kHashesPerFrame) {
+        size_t n = std::min(kHashesPerFrame, done.keys.size() - begin);
+        OrderedFrame frame(done, begin, n);
+        Status status = ask(
+            Kind::kOrdered, [&](Writer& w) { frame.write(w); },
+            [&](Reader& r) {
+                if (r.number<uint32_t>() != n) return false;
+                for (size_t i = 0; i < n; ++i) last.push_back(r.number<Version>());
+                return r.ok();
+            });
+        if (!status) return status.error();
+    }
+    return last;
+}
+
 // With the epoch that it has: the master sends the list only when it is another one.
 Status DirectoryClient::refresh_members() {
     return ask(
         Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { w.number(members_.epoch()); },
-        [&](Reader& r) REQUIRES(io_mutex_) { return members_.read(now_ms(), r); });
+        [&](Reader& r) REQUIRES(io_mutex_) {
+            if (!members_.read(now_ms(), r)) return false;
+            newest_.store(std::max(newest_.load(), members_.newest()));
+            return true;
+        });
+}
+
+void DirectoryClient::hear(Reader& r) {
+    if (!r.ok() || r.left() < sizeof(Version)) return;  // of an earlier version
+    auto newest = r.number<Version>();
+    if (newest > newest_.load(std::memory_order_relaxed)) newest_.store(newest, std::memory_order_relaxed);
 }
 
 Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
@@ -405,6 +475,7 @@ Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, c
         [&](Reader& r) {
             chosen.resize(r.number<uint16_t>());
             for (NodeId& node : chosen) node = r.number<NodeId>();
+            hear(r);
             return r.ok() && chosen.size() <= n;
         });
     if (!status) return status.error();

@@ -60,6 +60,15 @@ class DirectoryClient {
     // nodes that the caller could not tell itself. The number of copies that are void now.
     Result<uint32_t> forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached = {});
 
+    // The keys are about to be removed, or replaced at that node: their holders, and a place in the order for
+    // each.
+    Result<OrderAnswer> order(std::span<const Hash128> hashes, const Incarnation* placing);
+    // It was done. Of each key the last version that the master has given.
+    Result<std::vector<Version>> ordered(const OrderDone& done);
+
+    // The last version that the master had given, as of its last answer: what is put now comes after it.
+    Version newest() const { return newest_.load(std::memory_order_relaxed); }
+
     bool connected() const { return connected_.load(std::memory_order_acquire); }
     const std::string& master() const { return options_.master; }
     void close();  // ends calls in progress; every later call fails with kClosed
@@ -81,6 +90,7 @@ class DirectoryClient {
     Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse) REQUIRES(io_mutex_);
     Status receive(void* data, size_t size) REQUIRES(io_mutex_);
     Status refresh_members() REQUIRES(io_mutex_);
+    void hear(Reader& r);  // the newest version, behind an answer
     Error lost(Error error) REQUIRES(io_mutex_);
     static Error forked();
     void dial_loop();
@@ -89,6 +99,7 @@ class DirectoryClient {
     ForkGuard fork_;
     std::atomic<bool> connected_{false};
     std::atomic<bool> closed_{false};
+    std::atomic<Version> newest_{kNoVersion};
 
     Mutex io_mutex_;
     ControlSocket socket_ GUARDED_BY(io_mutex_);

@@ -1,18 +1,23 @@
 // Composes the three parts of the master's knowledge: Directory (which node holds what), Membership (which
-// nodes there are), Tombstones (what was removed while a node that may hold it was out of touch). A seat
-// joins them: one for each current incarnation, made by its join and cleared when it leaves, is replaced or
-// is gone.
+// nodes there are), RemovalLog (what was removed or replaced, in which order). A seat joins them: one for
+// each current incarnation, made by its join and cleared when it leaves, is replaced or is gone.
 //
-// The rule behind join(), delta() and forget(): no client is sent to a copy that was removed. A node in
-// touch hears of a removal from the client that removes. For any other node the key becomes a tombstone and
-// a drop: the tombstone refuses the key in the node's next inventory, and the drop tells the node to delete
-// the copy, again and again until it confirms.
+// The rule: no client is sent to a copy that was removed, or replaced by a later one. order() gives a removal
+// its place before any node is told of it. From then on a row of a copy that was pushed without knowing of it
+// (delta) is not taken, but for nodes that are known to know (Seat::told); and ordered() voids the rows of
+// all holders that were not told. Each of those nodes is told to drop what is older than that version, again
+// and again until it confirms; if its copy turns out to be younger, it tells the row anew.
+//
+// A node that was away says up to which removal it is right (`applied`), and is sent what came after, before
+// it is read again (kJoining). Its host, its name and how long it was away play no part. Where the log does
+// not reach back so far, copies that are older than the log are void.
 //
 // All of it runs on the master's loop; every time is an argument.
 #include "directory/master.hpp"
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "directory/protocol.hpp"
 
@@ -25,15 +30,17 @@ constexpr size_t kAhead = 16;
 
 }  // namespace
 
-Master::Master(const MasterLimits& limits, uint64_t now_ms)
+Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first)
     : limits_(limits),
       started_ms_(now_ms),
       directory_(limits.rows_max),
       membership_(limits.membership),
-      tombstones_(limits.tombstones_max) {}
+      first_(first),
+      version_(first),
+      log_(limits.removals_max) {}
 
 Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load,
-                                        LinkId link) {
+                                        LinkId link, std::optional<Version> applied) {
     Result<Membership::Joined> joined =
         membership_.join(now_ms, identity, load, link, [this](NodeId id) { return directory_.is_free(id); });
     if (!joined) {
@@ -41,44 +48,66 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
         return joined.error();
     }
     ++counters_.joins_total;
-    // Before the new seat: the tombstones that clear_seat() makes are those that the new incarnation is
-    // compared with.
-    if (joined->replaced) clear_seat(now_ms, *joined->replaced);
-    // The same process over a new connection: its rows still count, and it repeats its inventory. What it
-    // has not confirmed to have dropped may be in that inventory, so these keys become tombstones again.
-    if (joined->resumed) {
-        forget_again(now_ms, seats_.at(joined->id).drops);
-    } else {
+    if (joined->replaced) clear_seat(*joined->replaced);
+    // The same process over a new connection: its rows still count, and it repeats its inventory.
+    if (!joined->resumed) {
         directory_.open(joined->id);
-        seats_.emplace(joined->id, Seat{DropList(limits_.drops_max)});
+        seats_.emplace(joined->id, Seat{joined->id, DropList(limits_.drops_max)});
     }
     Seat& seat = seats_.at(joined->id);
-    // Only removals after this time concern the node: it heard of the earlier ones itself. 0 for a node
-    // that is not remembered: all tombstones concern it.
-    seat.away_since_ms = joined->heard_ms.value_or(0);
     seat.settled = false;
-    // Tombstones are bounded and expire. When some of that time may be missing, the node has to drop
-    // everything.
-    if (!tombstones_.covers(seat.away_since_ms)) {
-        seat.drops.push_all();
+    seat.versions = applied.has_value();
+    if (!joined->resumed) seat.since_epoch = membership_.epoch();
+    bool empty = applied == UINT64_MAX;
+    if (applied && !empty && *applied > version_) go_on_behind(*applied);
+    seat.applied = empty ? closed() : applied.value_or(kNoVersion);
+    seat.of_former = !empty && seat.applied < first_ ? seat.applied : UINT64_MAX;
+    if (seat.of_former != UINT64_MAX) former_most_ = std::max(former_most_, seat.of_former);
+    // What waits is among what comes now.
+    seat.drops.clear();
+    if (!empty && !log_.covers(seat.applied)) {
+        seat.drops.push_all_before(log_.complete_since());
+        owing_.insert(seat.id);
         ++counters_.drop_alls_total;
     }
+    log_.each_after(seat.applied, [&](const Hash128& hash, const Removal& removal) {
+        if (!empty && !knows(seat, hash, removal.place)) drop(seat, hash, removal.version);
+        return false;
+    });
+    seat.joined_when = seat.drops.end();
+    seem_joining(now_ms, joined->id, seat);
     return JoinAnswer{joined->id, joined->resumed, joined->old_link};
 }
 
-// An incarnation that still owed a drop of everything leaves no list of keys to remember; so no later
-// absence is covered by the tombstones until now (lose).
-void Master::clear_seat(uint64_t now_ms, NodeId id) {
-    directory_.close(id);
-    const DropList& drops = seats_.at(id).drops;
-    if (drops.all()) tombstones_.lose(now_ms);
-    forget_again(now_ms, drops);
-    seats_.erase(id);
+// A node that is behind is not read until it has carried out what it had missed. While a new master fills up
+// it may not have heard of all of that.
+void Master::seem_joining(uint64_t now_ms, NodeId id, Seat& seat) {
+    bool behind = seat.drops.first() < seat.joined_when || seat.drops.all();
+    bool unknown = now_ms - started_ms_ < limits_.grace_ms && seat.of_former < former_most_;
+    membership_.set_joining(id, seat.versions && (behind || unknown));
 }
 
-// What an incarnation was told to drop and has not confirmed is void for whatever comes after it, too.
-void Master::forget_again(uint64_t now_ms, const DropList& drops) {
-    for (const Hash128& hash : drops.hashes()) tombstones_.add(now_ms, hash);
+// A node knows a later version than this master has given, as a clock went back: what it gave goes on behind
+// that one.
+void Master::go_on_behind(Version version) {
+    std::vector<Hash128> mine;
+    log_.each_after(first_, [&](const Hash128& hash, const Removal&) {
+        mine.push_back(hash);
+        return false;
+    });
+    open_.clear();
+    version_ = version;
+    for (const Hash128& hash : mine) {
+        log_.add(hash, version_ + 1);
+        ++version_;
+        void_copies(hash);
+    }
+}
+
+void Master::clear_seat(NodeId id) {
+    directory_.close(id);
+    seats_.erase(id);
+    owing_.erase(id);
 }
 
 void Master::disconnected(NodeId id, LinkId link) {
@@ -90,39 +119,44 @@ void Master::disconnected(NodeId id, LinkId link) {
 
 void Master::left(uint64_t now_ms, NodeId id, LinkId link) {
     if (!membership_.left(now_ms, id, link)) return;
-    clear_seat(now_ms, id);
+    clear_seat(id);
     ++counters_.nodes_left_total;
 }
 
-// In touch: alive, and its inventory is complete. Such a node's rows are exact, but for what is on its way.
-bool Master::in_touch(NodeId id) const {
-    auto it = seats_.find(id);
-    return it != seats_.end() && it->second.settled && membership_.alive(id);
-}
-
-bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, std::string_view rows) {
+bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Version applied,
+                   std::string_view rows) {
     membership_.heard(now_ms, id, link);
     Seat& seat = seats_.at(id);
     if ((flags & kDeltaBegin) != 0) {
         directory_.begin_inventory(id);
         ++counters_.inventories_total;
     }
-    // Once settled, a row that is added is a new object, stored after the removal; before, it may be the
-    // removed copy.
-    bool compare = !seat.settled && tombstones_.size() != 0;
+    // A node of the release before cannot say what its rows are checked against. Once it is settled, a row
+    // that is added is a new object, stored after the removal; before, it may be the removed copy.
+    bool compare = seat.versions ? log_.newest_place() > applied : !seat.settled && log_.size() != 0;
     for (size_t at = 0; at < rows.size(); at += kDeltaRowBytes) {
         size_t ahead = at + kAhead * kDeltaRowBytes;
         if (ahead < rows.size()) directory_.prefetch(hash_at(rows.data() + ahead));
         std::optional<DeltaRow> row = row_at(rows.data() + at);
         if (!row) return false;
         if (!row->added) {
-            counters_.rows_removed_total += directory_.remove(row->hash, id, row->tier);
-        } else if (compare && tombstones_.has(row->hash, seat.away_since_ms)) {
-            seat.drops.push(row->hash);
-            ++counters_.drops_total;
-        } else {
-            counters_.rows_added_total += directory_.add(row->hash, id, row->tier);
+            bool removed = directory_.remove(row->hash, id, row->tier);
+            ++(removed ? counters_.rows_removed_total : counters_.rows_void_total);
+            continue;
         }
+        if (compare) {
+            Removal removal = log_.find(row->hash);
+            // Not by seat.applied: the row may have been pushed before that.
+            auto told = seat.told.find(row->hash);
+            bool known = told != seat.told.end() && told->second >= removal.place;
+            if (removal.place > applied && !known && !is_placing(id, row->hash, removal.version)) {
+                directory_.remove(row->hash, id);
+                ++counters_.rows_void_total;
+                drop(seat, row->hash, removal.version);
+                continue;
+            }
+        }
+        counters_.rows_added_total += directory_.add(row->hash, id, row->tier);
     }
     if ((flags & kDeltaEnd) != 0) {
         directory_.end_inventory(id);
@@ -131,10 +165,61 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, std::
     return true;
 }
 
-void Master::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done) {
+void Master::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done,
+                  std::optional<Version> applied) {
     ++counters_.beats_total;
     membership_.beat(now_ms, id, link, load);
-    seats_.at(id).drops.confirm(drops_done);
+    Seat& seat = seats_.at(id);
+    seat.drops.confirm(drops_done, [&](const Drop& drop) {
+        Removal removal = log_.find(drop.hash);
+        if (removal.version <= drop.version) know(seat, drop.hash, removal.place);
+    });
+    if (seat.drops.empty()) owing_.erase(id);
+    apply(seat, applied);
+    seem_joining(now_ms, id, seat);
+}
+
+void Master::know(Seat& seat, const Hash128& hash, Version place) {
+    if (place <= seat.applied) return;
+    Version& known = seat.told[hash];
+    known = std::max(known, place);
+}
+
+bool Master::knows(const Seat& seat, const Hash128& hash, Version place) const {
+    if (seat.applied >= place) return true;
+    auto told = seat.told.find(hash);
+    return told != seat.told.end() && told->second >= place;
+}
+
+// Whether the row may be of the replacement itself, of which ORDERED is on its way.
+bool Master::is_placing(NodeId id, const Hash128& hash, Version version) const {
+    auto placed = placed_.find(hash);
+    return placed != placed_.end() && placed->second.node == id && placed->second.version >= version;
+}
+
+void Master::drop(Seat& seat, const Hash128& hash, Version version) {
+    seat.drops.push({hash, version});
+    owing_.insert(seat.id);
+    ++counters_.drops_total;
+}
+
+void Master::apply(Seat& seat, std::optional<Version> applied) {
+    if (!applied || *applied == UINT64_MAX || *applied <= seat.applied) return;
+    seat.applied = *applied;
+    std::erase_if(seat.told, [&](const auto& told) { return told.second <= seat.applied; });
+}
+
+void Master::removals(uint64_t now_ms, NodeId id, LinkId link, Version complete_since,
+                      std::span<const Drop> rows) {
+    membership_.heard(now_ms, id, link);
+    if (complete_since < first_) log_.lose(complete_since);
+    for (const Drop& removal : rows) {
+        // Those that this master gave it knows.
+        if (removal.version >= first_ || log_.find(removal.hash).version >= removal.version) continue;
+        log_.add(removal.hash, removal.version, ++version_);
+        know(seats_.at(id), removal.hash, version_);
+        void_copies(removal.hash);
+    }
 }
 
 void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max, uint32_t width,
@@ -151,25 +236,11 @@ void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max,
     width = std::max<uint32_t>(width, 1);
     for (size_t i = 0; i < n; ++i) {
         if (i + kAhead < n) directory_.prefetch(hash_at(hashes.data() + (i + kAhead) * sizeof(Hash128)));
-        found_.clear();
-        directory_.find(hash_at(hashes.data() + i * sizeof(Hash128)), [&](Holder holder) {
-            if (suspects || membership_.alive(holder.node)) found_.push_back(holder);
-        });
+        find_holders(hash_at(hashes.data() + i * sizeof(Hash128)), suspects);
         // The first key without a holder ends a prefix. Keys behind it are not looked at, which is what
         // makes long prompts cheap.
         if (found_.empty() && prefix) break;
-        if (found_.size() > 1) {
-            std::sort(found_.begin(), found_.end(), [](const Holder& a, const Holder& b) {
-                return a.tier != b.tier ? a.tier < b.tier : a.node < b.node;
-            });
-        }
-        counters_.locate_hits_total += !found_.empty();
-        size_t holders = std::min(found_.size(), limit);
-        out.number(static_cast<uint8_t>(holders));
-        for (size_t k = 0; k < holders; ++k) {
-            out.number(found_[k].node);
-            out.number(static_cast<uint8_t>(found_[k].tier));
-        }
+        write_found(limit, out);
         ++answered;
         if (answered % width == 0) whole_blocks_end = out.position();
     }
@@ -181,6 +252,94 @@ void Master::locate(std::string_view hashes, uint8_t flags, uint8_t holders_max,
     out.number_at(count_at, answered);
 }
 
+void Master::find_holders(const Hash128& hash, bool suspects) {
+    found_.clear();
+    directory_.find(hash, [&](Holder holder) {
+        if (suspects || membership_.alive(holder.node)) found_.push_back(holder);
+    });
+}
+
+void Master::write_found(size_t limit, Writer& out) {
+    if (found_.size() > 1) {
+        std::sort(found_.begin(), found_.end(), [](const Holder& a, const Holder& b) {
+            return a.tier != b.tier ? a.tier < b.tier : a.node < b.node;
+        });
+    }
+    counters_.locate_hits_total += !found_.empty();
+    size_t holders = std::min(found_.size(), limit);
+    out.number(static_cast<uint8_t>(holders));
+    for (size_t k = 0; k < holders; ++k) {
+        out.number(found_[k].node);
+        out.number(static_cast<uint8_t>(found_[k].tier));
+    }
+}
+
+Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out) {
+    size_t n = hashes.size() / sizeof(Hash128);
+    Version first = version_ + 1;
+    version_ += n;
+    if (n != 0) open_.emplace(first, Open{version_, now_ms});
+    out.number(static_cast<uint32_t>(n));
+    for (size_t i = 0; i < n; ++i) {
+        Hash128 hash = hash_at(hashes.data() + i * sizeof(Hash128));
+        log_.add(hash, first + i);
+        ++counters_.forgets_total;
+        find_holders(hash, true);
+        // A replacement of a moment ago, of which its node has not told yet; or it is still to come there.
+        if (auto placed = placed_.find(hash);
+            placed != placed_.end() && seats_.contains(placed->second.node)) {
+            NodeId node = placed->second.node;
+            if (std::ranges::find(found_, node, &Holder::node) == found_.end())
+                found_.push_back({node, Tier::kDram});
+        }
+        // And what was removed before from nodes that have yet to drop it.
+        for (NodeId node : owing_) {
+            bool found = std::ranges::find(found_, node, &Holder::node) != found_.end();
+            if (!found && seats_.at(node).drops.has(hash)) found_.push_back({node, Tier::kDram});
+        }
+        write_found(255, out);
+        if (seats_.contains(placing)) placed_[hash] = Placed{placing, first + i, now_ms};
+    }
+    return first;
+}
+
+void Master::ordered(uint64_t now_ms, const Ordered& done, Writer& out) {
+    size_t n = done.keys();
+    out.number(static_cast<uint32_t>(n));
+    for (size_t i = 0; i < n; ++i) {
+        Hash128 hash = hash_at(done.hashes.data() + i * sizeof(Hash128));
+        Version version = done.first + i;
+        for (size_t k = 0; k < done.nodes.size(); ++k) {
+            NodeId node = done.nodes[k];
+            auto seat = seats_.find(node);
+            // A number may be another life's by now.
+            if (seat == seats_.end() || seat->second.since_epoch > done.epoch) continue;
+            if (done.is_told(i, k)) know(seat->second, hash, version);
+            if (done.is_placed(i, k)) placed_[hash] = Placed{node, version, now_ms};
+        }
+        void_copies(hash);
+        out.number(std::max(log_.find(hash).version, version));
+    }
+    auto open = open_.find(done.first);
+    if (open != open_.end() && open->second.last + 1 == done.first + n) open_.erase(open);
+}
+
+Version Master::closed() const { return open_.empty() ? version_ : open_.begin()->first - 1; }
+
+// Rows of nodes that do not know of that removal are void, and these nodes are told. found_ is copied out
+// before rows are removed, since removal moves rows of the run that find() walks along.
+void Master::void_copies(const Hash128& hash) {
+    Removal removal = log_.find(hash);
+    found_.clear();
+    directory_.find(hash, [&](Holder holder) { found_.push_back(holder); });
+    for (const Holder& holder : found_) {
+        Seat& seat = seats_.at(holder.node);
+        if (knows(seat, hash, removal.place)) continue;
+        // False: in another tier, just now.
+        if (directory_.remove(hash, holder.node)) drop(seat, hash, removal.version);
+    }
+}
+
 std::vector<NodeId> Master::place(std::string_view tenant, uint64_t bytes, size_t n,
                                   const std::vector<NodeId>& avoid_nodes,
                                   const std::vector<std::string_view>& avoid_hosts, bool evict) {
@@ -190,53 +349,49 @@ std::vector<NodeId> Master::place(std::string_view tenant, uint64_t bytes, size_
     return chosen;
 }
 
-// found_ is copied out before rows are removed, since removal moves rows of the run that find() walks
-// along.
-uint32_t Master::forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached) {
-    uint32_t rows = 0;
+uint32_t Master::forget(uint64_t, std::string_view hashes, std::span<const NodeId> unreached) {
+    uint64_t before = counters_.drops_total;
     for (size_t at = 0; at < hashes.size(); at += sizeof(Hash128)) {
         Hash128 hash = hash_at(hashes.data() + at);
         ++counters_.forgets_total;
-        tombstones_.add(now_ms, hash);
-        found_.clear();
-        directory_.find(hash, [&](Holder holder) { found_.push_back(holder); });
-        for (const Holder& holder : found_) {
-            bool told = std::find(unreached.begin(), unreached.end(), holder.node) == unreached.end();
-            if (told && in_touch(holder.node)) continue;
-            if (!directory_.remove(hash, holder.node)) continue;  // in another tier, just now
-            seats_.at(holder.node).drops.push(hash);
-            ++counters_.drops_total;
-            ++rows;
-        }
+        log_.add(hash, ++version_);
+        directory_.find(hash, [&](Holder holder) {
+            bool told = std::ranges::find(unreached, holder.node) == unreached.end();
+            Seat& seat = seats_.at(holder.node);
+            if (told && seat.settled && membership_.alive(holder.node)) know(seat, hash, version_);
+        });
+        void_copies(hash);
     }
-    return rows;
+    return static_cast<uint32_t>(counters_.drops_total - before);
 }
 
 void Master::tick(uint64_t now_ms) {
     size_t suspects = membership_.suspects();
     std::vector<NodeId> gone = membership_.tick(now_ms);
-    for (NodeId id : gone) clear_seat(now_ms, id);
+    for (NodeId id : gone) clear_seat(id);
     counters_.nodes_gone_total += gone.size();
     size_t suspects_now = membership_.suspects() + gone.size();
     if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;
-    if (tombstones_.size() == 0 || now_ms - pruned_ms_ < limits_.tombstones_ms / 10) return;
-    pruned_ms_ = now_ms;
-    // A tombstone may go only when no absent node could bring its key back: every remembered node is here
-    // and settled.
-    if (all_here(now_ms) && now_ms > limits_.tombstones_ms) tombstones_.prune(now_ms - limits_.tombstones_ms);
-}
-
-// Right after a start the master does not know whom it does not know; grace_ms gives every node the time to
-// join.
-bool Master::all_here(uint64_t now_ms) const {
-    if (now_ms - started_ms_ < limits_.grace_ms) return false;
-    bool settled = std::all_of(seats_.begin(), seats_.end(), [](const auto& s) { return s.second.settled; });
-    return settled && membership_.all_here();
+    // A client that began a removal is gone: it counts as carried out, and no node as told.
+    while (!open_.empty() && now_ms - open_.begin()->second.at_ms >= limits_.order_ms) {
+        auto [first, open] = *open_.begin();
+        open_.erase(open_.begin());
+        ++counters_.orders_expired_total;
+        std::vector<Hash128> late;
+        log_.each_after(first - 1, [&](const Hash128& hash, const Removal& removal) {
+            if (removal.place > open.last) return true;
+            late.push_back(hash);
+            return false;
+        });
+        for (const Hash128& hash : late) void_copies(hash);
+    }
+    std::erase_if(placed_, [&](const auto& p) { return now_ms - p.second.at_ms >= limits_.placed_ms; });
+    for (auto& [id, seat] : seats_) seem_joining(now_ms, id, seat);
 }
 
 bool Master::filling(uint64_t now_ms) const {
     return now_ms - started_ms_ < limits_.grace_ms || std::ranges::any_of(seats_, [this](const auto& seat) {
-               return !seat.second.settled && membership_.alive(seat.first);
+               return !seat.second.settled && in_touch(membership_.state(seat.first));
            });
 }
 
@@ -246,7 +401,7 @@ bool Master::check_integrity() const {
     for (const Member& member : members.rows) {
         if (!seats_.contains(member.id)) return false;
     }
-    return directory_.check_integrity() && membership_.check_integrity() && tombstones_.check_integrity();
+    return directory_.check_integrity() && membership_.check_integrity() && log_.check_integrity();
 }
 
 }  // namespace moonpool

@@ -1,65 +1,82 @@
 // Master: what the master knows and decides, without a socket, thread or clock: the directory, the members,
-// and what was removed while a node was away. The server's loop owns it and brings time and frames.
+// and the order of removals and replacements. The server's loop owns it and brings time and frames.
 //
-// No copy of a removed key comes back: see forget(). Everything here is soft state; a new master starts empty
-// and hears it all again.
+// No copy of a removed key comes back, and of two values of a key the later one wins: see order(). Everything
+// here is soft state; a new master starts empty and hears it all again, removals included.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "base/result.hpp"
 #include "directory/directory.hpp"
 #include "directory/drop_list.hpp"
 #include "directory/membership.hpp"
-#include "directory/tombstones.hpp"
+#include "directory/removal_log.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
 
 struct MasterLimits {
     MembershipOptions membership;
-    uint64_t rows_max = 64ull << 20;     // of the directory
-    uint32_t tombstones_max = 1u << 20;  // removals that are remembered
-    uint32_t tombstones_ms = 3000;       // for so long also while no node is away,
-    uint32_t grace_ms = 5000;    // and every one for so long after the start; longer than the line above
-    uint32_t drops_max = 65536;  // that wait for one node; then it drops all it holds
+    uint64_t rows_max = 64ull << 20;   // of the directory
+    uint32_t removals_max = 1u << 20;  // that are remembered
+    uint32_t grace_ms = 5000;          // after the start, for nodes to join in
+    uint32_t order_ms = 3000;          // a removal that was begun counts as carried out after so long,
+    uint32_t placed_ms = 5000;         // and where a replacement put its bytes is known for so long
+    uint32_t drops_max = 1u << 20;     // that wait for one node; then it drops all that is older
     uint32_t drops_per_answer = 4096;
     uint32_t hashes_per_frame = 16384;
 };
 
+struct Ordered;
+
 struct MasterCounters {
     uint64_t joins_total = 0, joins_refused_total = 0, beats_total = 0;
-    uint64_t rows_added_total = 0, rows_removed_total = 0, inventories_total = 0;
+    uint64_t rows_added_total = 0, rows_removed_total = 0, rows_void_total = 0, inventories_total = 0;
     uint64_t locate_keys_total = 0, locate_hits_total = 0;
     uint64_t places_total = 0, places_short_total = 0;
-    uint64_t forgets_total = 0, drops_total = 0, drop_alls_total = 0;
+    uint64_t forgets_total = 0, drops_total = 0, drop_alls_total = 0, orders_expired_total = 0;
     uint64_t suspicions_total = 0, nodes_gone_total = 0, nodes_left_total = 0;
 };
 
 class Master {
    public:
-    explicit Master(const MasterLimits& limits, uint64_t now_ms);
+    // first: later than all that a former master gave.
+    Master(const MasterLimits& limits, uint64_t now_ms, Version first);
 
     struct JoinAnswer {
         NodeId id = kNoNode;
         bool resumed = false;
         LinkId close = kNoLink;  // a connection that is no longer its member's
     };
-    Result<JoinAnswer> join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load, LinkId link);
+    // applied: the node has carried out all removals up to that one, UINT64_MAX: it holds nothing; none: it
+    // is of the release before, and knows no versions.
+    Result<JoinAnswer> join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load, LinkId link,
+                            std::optional<Version> applied);
     void disconnected(NodeId id, LinkId link);
     // The node stops serving: what it held is no longer in the directory, at once.
     void left(uint64_t now_ms, NodeId id, LinkId link);
     bool current(NodeId id, LinkId link) const { return membership_.link(id) == link; }
 
-    // `rows`: whole rows as on the wire. False: a row that makes no sense.
-    bool delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, std::string_view rows);
-    void beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done);
+    // `rows`: whole rows as on the wire. applied: the node knew all removals up to that one when it pushed
+    // them. False: a row that makes no sense.
+    bool delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Version applied,
+               std::string_view rows);
+    void beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done,
+              std::optional<Version> applied);
     const DropList& drops(NodeId id) const { return seats_.at(id).drops; }
+    bool knows_versions(NodeId id) const { return seats_.at(id).versions; }
+    // Removals that a node knows of a former master. complete_since: up to that one it knows not all that it
+    // was told.
+    void removals(uint64_t now_ms, NodeId id, LinkId link, Version complete_since,
+                  std::span<const Drop> rows);
 
     // `hashes`: 16 bytes each. Writes the answer's body after the epoch: the number of keys answered, and
     // holders for each.
@@ -68,48 +85,90 @@ class Master {
                               const std::vector<NodeId>& avoid_nodes,
                               const std::vector<std::string_view>& avoid_hosts, bool evict);
 
-    // The keys are void. Their rows of every node that is not in touch (suspect, or still telling its
-    // inventory) or could not be reached by the caller are removed, and such a node is told, at the latest
-    // when it comes back. Nodes in touch were told by the caller, and tell us themselves. The number of rows.
-    uint32_t forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached);
+    // The keys are about to be removed, or replaced at the node `placing`: gives each a place in the order,
+    // the first one's, and writes their holders as locate() does, with the nodes that other replacements are
+    // about to put them to. The caller tells these, and then calls ordered(); if it does not, the keys are
+    // void all the same, after limits.order_ms.
+    Version order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out);
+    // It has: some nodes know of it. Every other one that has a copy, or comes with one, is told to drop what
+    // is older. Writes the answer's body: of each key the last version that was given, which is another one
+    // where it was removed or replaced again meanwhile.
+    void ordered(uint64_t now_ms, const Ordered& done, Writer& out);
 
-    // Whether every node that may hold something is in touch, as far as this master can know. In its first
-    // seconds it cannot.
-    bool all_here(uint64_t now_ms) const;
+    // The same in one step, for clients of the release before: the keys are void, and of their holders in
+    // touch all but `unreached` were told. The number of rows that are void.
+    uint32_t forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached);
 
     // Whether there may be nodes that have yet to tell what they hold.
     bool filling(uint64_t now_ms) const;
 
-    // Finds silent members, and drops tombstones that no node needs. Called every 50 ms or so.
+    Version newest() const { return version_; }  // that was given, or a place
+    Version first() const { return first_; }     // none that this master gave is earlier
+    // All removals up to that one are carried out, but for drops that nodes have yet to carry out.
+    Version closed() const;
+
+    // Finds silent members, and removals that were begun and not ended. Called every 50 ms or so.
     void tick(uint64_t now_ms);
     bool sweep() { return directory_.sweep(); }
 
     const Membership& membership() const { return membership_; }
     const Directory& directory() const { return directory_; }
-    size_t tombstones() const { return tombstones_.size(); }
+    size_t removals() const { return log_.size(); }
     const MasterCounters& counters() const { return counters_; }
     const MasterLimits& limits() const { return limits_; }
     bool check_integrity() const;
 
    private:
+    struct Fold {
+        size_t operator()(const Hash128& hash) const { return hash.high; }
+    };
     // What belongs to the current incarnation of a member.
     struct Seat {
+        NodeId id;
         DropList drops;
-        uint64_t away_since_ms = 0;
-        bool settled = false;  // its inventory is told
+        bool versions = false;  // its node knows them
+        bool settled = false;   // its inventory is told
+        Version applied = kNoVersion;
+        uint64_t since_epoch = 0;        // of the membership, when it joined
+        Version of_former = UINT64_MAX;  // up to which it was right when it came from a former master
+        uint64_t joined_when = 0;        // it is joining until so many drops are confirmed
+        // Later removals than `applied` that it knows.
+        std::unordered_map<Hash128, Version, Fold> told{};
+    };
+    // Removals that were begun together: versions first to last.
+    struct Open {
+        Version last;
+        uint64_t at_ms;
+    };
+    struct Placed {
+        NodeId node;
+        Version version;
+        uint64_t at_ms;
     };
 
-    bool in_touch(NodeId id) const;
-    void clear_seat(uint64_t now_ms, NodeId id);
-    void forget_again(uint64_t now_ms, const DropList& drops);
+    void clear_seat(NodeId id);
+    void know(Seat& seat, const Hash128& hash, Version place);
+    bool knows(const Seat& seat, const Hash128& hash, Version place) const;
+    bool is_placing(NodeId id, const Hash128& hash, Version version) const;
+    void drop(Seat& seat, const Hash128& hash, Version version);
+    void apply(Seat& seat, std::optional<Version> applied);
+    void seem_joining(uint64_t now_ms, NodeId id, Seat& seat);
+    void void_copies(const Hash128& hash);
+    void find_holders(const Hash128& hash, bool suspects);
+    void write_found(size_t limit, Writer& out);
+    void go_on_behind(Version version);
 
     MasterLimits limits_;
     uint64_t started_ms_;
-    uint64_t pruned_ms_ = 0;
     Directory directory_;
     Membership membership_;
-    Tombstones tombstones_;
+    Version first_, version_;
+    Version former_most_ = kNoVersion;  // up to which any node was right when it came from a former master
+    RemovalLog log_;
+    std::map<Version, Open> open_;  // by the first version of each
+    std::unordered_map<Hash128, Placed, Fold> placed_;
     std::map<NodeId, Seat> seats_;
+    std::set<NodeId> owing_;  // that have drops to carry out
     MasterCounters counters_;
     std::vector<Holder> found_;  // scratch
 };

@@ -30,11 +30,13 @@ Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Read
             case Kind::kJoin:
                 return on_join(header, body, now_ms, out);
             case Kind::kDelta:
-                return on_delta(body, now_ms);
+                return on_delta(body, now_ms, out);
             case Kind::kBeat:
                 return on_beat(header, body, now_ms, out);
             case Kind::kLeave:
                 return on_leave(now_ms);
+            case Kind::kRemovals:
+                return on_removals(body, now_ms);
             default:
                 break;
         }
@@ -43,11 +45,13 @@ Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Read
             case Kind::kMembers:
                 return on_members(header, body, now_ms, out);
             case Kind::kLocate:
-                return on_locate(header, body, out);
+                return on_locate(header, body, now_ms, out);
             case Kind::kPlace:
                 return on_place(header, body, out);
             case Kind::kForget:
                 return on_forget(header, body, now_ms, out);
+            case Kind::kOrdered:
+                return on_ordered(header, body, now_ms, out);
             default:
                 break;
         }
@@ -63,8 +67,11 @@ Status MasterProtocol::on_join(const FrameHeader& header, Reader body, uint64_t 
         !read_event_endpoints(body, identity)) {
         return malformed("is no JOIN");
     }
+    std::optional<Version> applied;
+    if (body.left() != 0) applied = body.number<Version>();  // else it is of an earlier version
+    if (!body.ok()) return malformed("ends early");
     if (node_ != kNoNode) return malformed("joins a second time");
-    Result<Master::JoinAnswer> joined = host_.master.join(now_ms, identity, load, link_);
+    Result<Master::JoinAnswer> joined = host_.master.join(now_ms, identity, load, link_, applied);
     if (!joined) {
         if (host_.on_join_refused) host_.on_join_refused(joined.error());
         return joined.error();
@@ -83,9 +90,17 @@ Status MasterProtocol::on_join(const FrameHeader& header, Reader body, uint64_t 
     w.number(host_.beat_ms);
     w.number(host_.master.limits().hashes_per_frame);
     w.number(host_.master.membership().epoch());
-    write_drops(w, host_.master.drops(node_), host_.master.limits().drops_per_answer);
+    write_due(w);
+    w.number(host_.master.first());
     finish_frame(out, at);
     return success();
+}
+
+void MasterProtocol::write_due(Writer& w) const {
+    const DropList& drops = host_.master.drops(node_);
+    uint32_t most = host_.master.limits().drops_per_answer;
+    write_drops(w, drops, most);
+    write_versions(w, drops, most, host_.master.closed());
 }
 
 // Whether this connection still speaks for its node: an incarnation ends by silence, or another connection
@@ -93,17 +108,28 @@ Status MasterProtocol::on_join(const FrameHeader& header, Reader body, uint64_t 
 bool MasterProtocol::seated() const { return node_ != kNoNode && host_.master.current(node_, link_); }
 
 // One way: no answer. The node learns that it lost its seat by the error frame that ends the connection.
-Status MasterProtocol::on_delta(Reader body, uint64_t now_ms) {
+Status MasterProtocol::on_delta(Reader body, uint64_t now_ms, std::vector<std::byte>& out) {
     auto flags = body.number<uint8_t>();
     body.bytes(3);
     auto n = body.number<uint32_t>();
+    Version applied = (flags & kDeltaApplied) != 0 ? body.number<Version>() : kNoVersion;
     if (!body.ok() || n > host_.master.limits().hashes_per_frame ||
         body.left() != uint64_t{n} * kDeltaRowBytes) {
         return malformed("is no DELTA");
     }
     if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool; join again"};
-    if (!host_.master.delta(now_ms, node_, link_, flags, body.bytes(body.left()))) {
+    uint64_t drops_before = host_.master.drops(node_).end();
+    if (!host_.master.delta(now_ms, node_, link_, flags, applied, body.bytes(body.left()))) {
         return malformed("has a row that makes no sense");
+    }
+    // A copy that was removed before its node told of it goes at once: an answer to a BEAT that was not
+    // asked.
+    if (host_.master.drops(node_).end() != drops_before && host_.master.knows_versions(node_)) {
+        size_t at = begin_frame(out, Kind::kBeat, kFlagAnswer, 0);
+        Writer w(out);
+        w.number(host_.master.membership().epoch());
+        write_due(w);
+        finish_frame(out, at);
     }
     return success();
 }
@@ -113,13 +139,34 @@ Status MasterProtocol::on_beat(const FrameHeader& header, Reader body, uint64_t 
     auto drops_done = body.number<uint64_t>();
     NodeLoad load;
     if (!read_load(body, load)) return malformed("is no BEAT");
+    std::optional<Version> applied;
+    if (body.left() != 0) applied = body.number<Version>();  // else it is of an earlier version
+    if (!body.ok()) return malformed("ends early");
     if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool; join again"};
-    host_.master.beat(now_ms, node_, link_, load, drops_done);
+    host_.master.beat(now_ms, node_, link_, load, drops_done, applied);
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
     w.number(host_.master.membership().epoch());
-    write_drops(w, host_.master.drops(node_), host_.master.limits().drops_per_answer);
+    write_due(w);
     finish_frame(out, at);
+    return success();
+}
+
+// u64 complete since, u32 n, n hashes with a version each
+Status MasterProtocol::on_removals(Reader body, uint64_t now_ms) {
+    auto complete_since = body.number<Version>();
+    auto n = body.number<uint32_t>();
+    if (!body.ok() || n > host_.master.limits().hashes_per_frame ||
+        body.left() != uint64_t{n} * kRemovalBytes) {
+        return malformed("is no REMOVALS");
+    }
+    if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool; join again"};
+    std::vector<Drop> rows(n);
+    for (Drop& row : rows) {
+        row.hash = read_hash(body);
+        row.version = body.number<Version>();
+    }
+    host_.master.removals(now_ms, node_, link_, complete_since, rows);
     return success();
 }
 
@@ -149,12 +196,15 @@ Status MasterProtocol::on_members(const FrameHeader& header, Reader body, uint64
         for (const Member& member : members.rows) write_member(w, member);
         for (const Member& member : members.rows) write_event_endpoints(w, member.identity);
     }
+    w.number(host_.master.newest());
     finish_frame(out, at);
     return success();
 }
 
-// u8 flags, u8 holders at most, u16 width, u32 n, n hashes -> u64 epoch, u32 n, per key u8 count and holders
-Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, std::vector<std::byte>& out) {
+// u8 flags, u8 holders at most, u16 width, u32 n, n hashes -> u64 epoch, u32 n, per key u8 count and holders,
+// u64 newest version; with kLocateOrder u64 version of the first key, u8 whether the master is filling up
+Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, uint64_t now_ms,
+                                 std::vector<std::byte>& out) {
     LocateHead head = LocateHead::read(body);
     if (!body.ok() || body.left() != uint64_t{head.n} * sizeof(Hash128)) return malformed("is no LOCATE");
     // A frame is served in one piece on the loop; the limit bounds how long all others wait for it.
@@ -163,7 +213,17 @@ Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, std::ve
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
     w.number(host_.master.membership().epoch());
-    host_.master.locate(body.bytes(body.left()), head.flags, head.holders_max, head.width, w);
+    std::string_view hashes = body.bytes(body.left());
+    if ((head.flags & kLocateOrder) != 0) {
+        auto placing = static_cast<NodeId>(head.width - 1);  // 0: it is a removal
+        Version first = host_.master.order(now_ms, hashes, placing, w);
+        w.number(host_.master.newest());
+        w.number(first);
+        w.number(static_cast<uint8_t>(host_.master.filling(now_ms)));
+    } else {
+        host_.master.locate(hashes, head.flags, head.holders_max, head.width, w);
+        w.number(host_.master.newest());
+    }
     finish_frame(out, at);
     return success();
 }
@@ -191,6 +251,21 @@ Status MasterProtocol::on_place(const FrameHeader& header, Reader body, std::vec
     Writer w(out);
     w.number(static_cast<uint16_t>(chosen.size()));
     for (NodeId id : chosen) w.number(id);
+    w.number(host_.master.newest());
+    finish_frame(out, at);
+    return success();
+}
+
+// An Ordered -> u32 n, of each key the last version that was given
+Status MasterProtocol::on_ordered(const FrameHeader& header, Reader body, uint64_t now_ms,
+                                  std::vector<std::byte>& out) {
+    std::optional<Ordered> done = Ordered::read(body);
+    if (!done) return malformed("is no ORDERED");
+    if (done->keys() > host_.master.limits().hashes_per_frame)
+        return malformed("orders more keys than the limit");
+    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    Writer w(out);
+    host_.master.ordered(now_ms, *done, w);
     finish_frame(out, at);
     return success();
 }

@@ -40,13 +40,16 @@ class MasterProtocol {
 
    private:
     Status on_join(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
-    Status on_delta(Reader body, uint64_t now_ms);
+    Status on_delta(Reader body, uint64_t now_ms, std::vector<std::byte>& out);
     Status on_beat(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
     Status on_leave(uint64_t now_ms);
     Status on_members(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
-    Status on_locate(const FrameHeader& header, Reader body, std::vector<std::byte>& out);
+    Status on_locate(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
     Status on_place(const FrameHeader& header, Reader body, std::vector<std::byte>& out);
     Status on_forget(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
+    Status on_ordered(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
+    Status on_removals(Reader body, uint64_t now_ms);
+    void write_due(Writer& w) const;
     bool seated() const;
 
     MasterProtocolHost host_;

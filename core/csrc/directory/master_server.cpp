@@ -1,10 +1,9 @@
-// Threads: the loop "mp-master" owns master_, links_, members_, clients_, noted_ and trim_due_. The
+// Threads: the loop "mp-master" owns master_, links_, members_, clients_, and noted_. The
 // Listener's threads authenticate a connection and then post it to the loop (adopt). Any other thread sees
 // the master through call_on_loop(), which waits at most two seconds; the results are held by shared
 // pointers, because the function may run after its caller has given up.
 #include "directory/master_server.hpp"
 
-#include <malloc.h>
 #include <sys/epoll.h>
 
 #include <chrono>
@@ -18,10 +17,17 @@ namespace {
 constexpr uint32_t kTickMs = 50, kCallMs = 2000;
 constexpr std::chrono::milliseconds kSweep{5};  // of a tick, for rows of incarnations that ended
 
+uint64_t unix_ms() {
+    auto now = std::chrono::system_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
 }  // namespace
 
 MasterServer::MasterServer(MasterServerOptions options)
-    : options_(std::move(options)), incarnation_(random_incarnation()), master_(options_.master, now_ms()) {}
+    : options_(std::move(options)),
+      incarnation_(random_incarnation()),
+      master_(options_.master, now_ms(), first_version(unix_ms())) {}
 
 MasterServer::~MasterServer() { stop(); }
 
@@ -119,8 +125,6 @@ void MasterServer::on_tick(uint64_t now) {
     master_.tick(now);
     note_members(now);
     // Many small pieces came and went: the kernel gets them back.
-    if (master_.tombstones() > 10000) trim_due_ = true;
-    if (master_.tombstones() == 0 && std::exchange(trim_due_, false)) ::malloc_trim(0);
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
     }
@@ -241,13 +245,15 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"directory_bytes", directory.table_bytes},
         {"rows_added_total", c.rows_added_total},
         {"rows_removed_total", c.rows_removed_total},
+        {"rows_void_total", c.rows_void_total},
         {"locate_keys_total", c.locate_keys_total},
         {"locate_hits_total", c.locate_hits_total},
         {"places_total", c.places_total},
         {"places_short_total", c.places_short_total},
         {"forgets_total", c.forgets_total},
-        {"tombstones", master_.tombstones()},
-        {"tombstones_max", options_.master.tombstones_max},
+        {"removals", master_.removals()},
+        {"removals_max", options_.master.removals_max},
+        {"orders_expired_total", c.orders_expired_total},
         {"drops_total", c.drops_total},
         {"drop_alls_total", c.drop_alls_total},
         {"log_left_out_total", journal_->left_out_total()},

@@ -97,7 +97,6 @@ class MasterServer {
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
     uint32_t clients_ = 0, members_ = 0;  // connections of each service
     LinkId next_link_ = 1;
-    bool trim_due_ = false;
 
     // What was noted of the members, as of that epoch.
     struct Noted {

@@ -34,6 +34,7 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     write_identity(w, options_.identity);
     write_load(w, load);
     write_event_endpoints(w, options_.identity);
+    w.number(hooks_.is_empty() ? UINT64_MAX : hooks_.applied());
     finish_frame(out_, at);
     link_.asked_ms = now_();
     return link_.send(out_);
@@ -86,6 +87,7 @@ Status MemberProtocol::send_beat() {
     Writer w(out_);
     w.number(drops_done_);
     write_load(w, load);
+    w.number(hooks_.applied());
     finish_frame(out_, at);
     link_.beat_open = true;
     link_.asked_ms = now_();
@@ -98,12 +100,13 @@ Status MemberProtocol::send_beat() {
 // key is always the latest one.
 Status MemberProtocol::tell_inventory() {
     rows_.clear();
+    Version applied = hooks_.applied();
     if (!hooks_.inventory(link_.cursor, rows_)) return store_is_silent();
     bool last = link_.cursor == 0;
     // A piece of the store without rows needs no frame, except the first and the last, which carry the
     // flags.
     if (rows_.empty() && !last && link_.begun) return success();
-    Status sent = send_rows(rows_, link_.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
+    Status sent = send_rows(rows_, applied, link_.begun ? 0 : kDeltaBegin, last ? kDeltaEnd : 0);
     link_.begun = true;
     if (!sent || !last) return sent;
     link_.inventory = false;
@@ -125,22 +128,26 @@ Status MemberProtocol::tell_changes() {
         link_.cursor = 0;
         return success();
     }
-    return rows_.empty() ? success() : send_rows(rows_, 0, 0);
+    // What was pushed since the log was last taken was pushed when the node was right up to then, at least.
+    Version applied = std::exchange(rows_applied_, hooks_.applied());
+    return rows_.empty() ? success() : send_rows(rows_, applied, 0, 0);
 }
 
 // At least one frame, even without rows: its flags mark the begin or the end of an inventory.
-Status MemberProtocol::send_rows(const std::vector<DeltaRow>& rows, uint8_t first_flags, uint8_t last_flags) {
+Status MemberProtocol::send_rows(const std::vector<DeltaRow>& rows, Version applied, uint8_t first_flags,
+                                 uint8_t last_flags) {
     size_t sent = 0;
     do {
         size_t n = std::min<size_t>(link_.rows_max, rows.size() - sent);
         auto flags =
             static_cast<uint8_t>((sent == 0 ? first_flags : 0) | (sent + n == rows.size() ? last_flags : 0));
         out_.clear();
-        out_.reserve(sizeof(FrameHeader) + 8 + n * kDeltaRowBytes);
+        out_.reserve(sizeof(FrameHeader) + 16 + n * kDeltaRowBytes);
         size_t at = begin_frame(out_, Kind::kDelta, kFlagOneWay, 0);
         Writer w(out_);
-        w.number(uint32_t{flags});
+        w.number(uint32_t{flags} | (link_.versions ? kDeltaApplied : 0u));
         w.number(static_cast<uint32_t>(n));
+        if (link_.versions) w.number(applied);
         for (size_t i = sent; i < sent + n; ++i) write_row(w, rows[i]);
         finish_frame(out_, at);
         if (Status status = link_.send(out_); !status) return status;
@@ -171,39 +178,68 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
     Drops drops;
     if (!read_drops(body, drops)) return nonsense;
     if (joins) {
+        link_.versions = body.left() >= sizeof(Version);
         if (!resumed) drops_done_ = 0;  // another seat, or another master: it counts anew
         id_ = id;
         counters_.joins_total.fetch_add(1);
-    } else {
-        link_.beat_open = false;
+    } else if (header.request_id != 0) {
+        link_.beat_open = false;  // else it is one that was not asked, of what is to be dropped at once
     }
     epoch_ = epoch;
     ++answers_;
     uint64_t done = drops_done_;
-    if (Status status = carry_out(drops); !status) return status;
+    if (Status status = carry_out(std::move(drops)); !status) return status;
     if (drops_done_ != done) link_.next_beat_ms = now_();  // the master waits to hear it, and may have more
     if (joins) {
         // The log records from before the first piece of the inventory is read; a change that the inventory
         // does not have is therefore in the log.
         log_.begin_inventory();
+        rows_applied_ = hooks_.applied();
         link_.joined = link_.inventory = true;
+        if (link_.versions) {
+            if (Status status = send_removals(body.number<Version>()); !status) return status;
+        }
         link_.next_beat_ms = now_();
     }
+    return success();
+}
+
+// A master that took over, or was restarted, does not know what the former one ordered: the nodes do.
+Status MemberProtocol::send_removals(Version before) {
+    std::vector<Drop> removals;
+    Version cursor = kNoVersion;
+    do {
+        removals.clear();
+        Version complete_since = hooks_.removals(before, cursor, removals);
+        if (removals.empty() && complete_since == kNoVersion) return success();
+        out_.clear();
+        size_t at = begin_frame(out_, Kind::kRemovals, kFlagOneWay, 0);
+        Writer w(out_);
+        w.number(complete_since);
+        w.number(static_cast<uint32_t>(removals.size()));
+        for (const Drop& removal : removals) {
+            write_hash(w, removal.hash);
+            w.number(removal.version);
+        }
+        finish_frame(out_, at);
+        if (Status status = link_.send(out_); !status) return status;
+    } while (cursor != kNoVersion);
     return success();
 }
 
 // `first` is the number of drops before this list. An overlap with what is done is skipped, because answers
 // repeat what is not yet confirmed. When the store does not answer, nothing is confirmed, and the
 // connection ends.
-Status MemberProtocol::carry_out(const Drops& drops) {
-    uint64_t end = drops.first + drops.hashes.size();
-    if (end <= drops_done_) return success();
-    bool all = drops.all && drops.first > drops_done_;
-    uint64_t skip = drops_done_ > drops.first ? drops_done_ - drops.first : 0;
-    std::vector<Hash128> due(drops.hashes.begin() + static_cast<std::ptrdiff_t>(skip), drops.hashes.end());
-    if (!hooks_.drop(all, due)) return store_is_silent();
-    counters_.dropped_total.fetch_add(due.size());
-    drops_done_ = end;
+Status MemberProtocol::carry_out(Drops drops) {
+    uint64_t end = drops.first + drops.items.size();
+    bool due = end > drops_done_;
+    drops.all = drops.all && drops.first > drops_done_;
+    uint64_t skip = !due ? drops.items.size() : drops_done_ > drops.first ? drops_done_ - drops.first : 0;
+    drops.items.erase(drops.items.begin(), drops.items.begin() + static_cast<std::ptrdiff_t>(skip));
+    if (!due && drops.upto <= hooks_.applied()) return success();
+    if (!hooks_.drop(drops)) return store_is_silent();
+    counters_.dropped_total.fetch_add(drops.items.size());
+    if (due) drops_done_ = end;
     return success();
 }
 

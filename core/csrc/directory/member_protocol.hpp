@@ -10,6 +10,10 @@
 // The log keeps rows from the JOIN on, so that the inventory, which is read piece by piece behind it, is
 // complete with them.
 //
+// applied() is the last removal up to which this node is right: all that concerned it are carried out. It
+// goes to the master with JOIN and BEAT, which sends what came later; and each DELTA says up to which removal
+// its rows are checked, so that the master finds a copy that was pushed before its node heard of the removal.
+//
 // drops_done_ is the number of drops carried out for this seat; the master repeats all that come after it
 // in every answer. It survives a connection, and begins anew with a seat (JOIN that is not resumed). So a
 // drop is carried out at least once and confirmed only afterwards.
@@ -37,8 +41,16 @@ struct MemberHooks {
     // the end.
     std::function<bool(uint64_t& cursor, std::vector<DeltaRow>& rows)> inventory;
     std::function<bool(NodeLoad& load)> load;
-    // Copies that are void: removed elsewhere while this node was away. all: everything is.
-    std::function<bool(bool all, const std::vector<Hash128>& hashes)> drop;
+    // Copies that are void: removed or replaced elsewhere. With it the node is right up to drops.upto, unless
+    // that is kNoVersion.
+    std::function<bool(const Drops& drops)> drop;
+    // Up to which removal the node is right, and whether it holds nothing; any thread.
+    std::function<Version()> applied;
+    std::function<bool()> is_empty;
+    // What it knows of removals before that version, for a master that may not know them, from a cursor on
+    // (0: the beginning), in the order of their versions. -> up to which it does not know all that it was
+    // told.
+    std::function<Version(Version before, Version& cursor, std::vector<Drop>& rows)> removals;
 };
 
 struct MemberCounters {
@@ -87,6 +99,7 @@ class MemberProtocol {
         bool beat_open = false;  // a BEAT without its answer
         bool inventory = false;  // is being told
         bool begun = false;      // and its first frame is sent
+        bool versions = false;   // the master knows them
         uint64_t cursor = 0;
     };
 
@@ -94,9 +107,11 @@ class MemberProtocol {
     uint64_t batch_ms() const { return static_cast<uint64_t>(options_.batch_ms); }
     Status tell_inventory();
     Status tell_changes();
-    Status send_rows(const std::vector<DeltaRow>& rows, uint8_t first_flags, uint8_t last_flags);
+    Status send_rows(const std::vector<DeltaRow>& rows, Version applied, uint8_t first_flags,
+                     uint8_t last_flags);
     Status send_beat();
-    Status carry_out(const Drops& drops);
+    Status send_removals(Version before);
+    Status carry_out(Drops drops);
 
     MemberProtocolOptions options_;
     MemberHooks hooks_;
@@ -108,6 +123,7 @@ class MemberProtocol {
     std::vector<DeltaRow> rows_;
     bool told_ = false;
     uint64_t drops_done_ = 0;
+    Version rows_applied_ = kNoVersion;  // when rows were last taken from the log
     NodeId id_ = kNoNode;
     uint64_t epoch_ = 0, answers_ = 0;
 };

@@ -46,7 +46,9 @@ class MembersCache {
         bool changed = (flags & kMembersChanged) != 0;
         if (changed && !read_rows(r, fresh->rows)) return false;
         if (!r.ok()) return false;
-        if ((flags & kMembersFilling) == 0) before_ = nullptr;
+        filling_ = (flags & kMembersFilling) != 0;
+        if (!filling_) before_ = nullptr;
+        hear(r.left() >= sizeof(Version) ? r.number<Version>() : kNoVersion);
         fresh->before = before_;
         heard_ms_ = now_ms;
         if (!changed && members_ != nullptr && members_->before != fresh->before) {
@@ -59,6 +61,11 @@ class MembersCache {
         }
         return true;
     }
+
+    // The last removal that the master had given a place, as of its last answer; kNoVersion: it gives none.
+    Version newest() const { return newest_; }
+    void hear(Version newest) { newest_ = std::max(newest_, newest); }
+    bool filling() const { return filling_; }
 
    private:
     static bool read_rows(Reader& r, std::vector<Member>& rows) {
@@ -76,6 +83,8 @@ class MembersCache {
     const uint64_t fresh_ms_;
     std::shared_ptr<const Members> members_;
     uint64_t epoch_ = 0;
+    Version newest_ = kNoVersion;
+    bool filling_ = false;
     std::optional<uint64_t> heard_ms_;
     std::shared_ptr<const Members> before_;  // members_ of the connection before, while this master fills up
 };

@@ -129,7 +129,7 @@ Result<Membership::Joined> Membership::join(uint64_t now_ms, const NodeIdentity&
             ++epoch_;  // its address may be another
             return joined;
         }
-        if (member.state == MemberState::kAlive) {
+        if (in_touch(member.state)) {
             return Error{Code::kInvalidArgument, "the node " + whole_name +
                                                      " is in the pool already, as another process; give each "
                                                      "node of a host a name of its own (node.name)"};
@@ -167,6 +167,7 @@ void Membership::end(NodeId id, bool fenced) {
 }
 
 void Membership::set_state(NodeId id, CurrentMember& member, MemberState state) {
+    if (state == MemberState::kAlive && member.joining) state = MemberState::kJoining;
     if (member.state == state) return;
     member.state = state;
     alive_[id] = state == MemberState::kAlive;
@@ -185,6 +186,18 @@ void Membership::beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& l
     heard(now_ms, id, link);
     auto it = members_.find(id);
     if (it != members_.end() && it->second.link == link) it->second.load = load;
+}
+
+void Membership::set_joining(NodeId id, bool joining) {
+    auto it = members_.find(id);
+    if (it == members_.end()) return;
+    it->second.joining = joining;
+    if (in_touch(it->second.state)) set_state(id, it->second, MemberState::kAlive);
+}
+
+MemberState Membership::state(NodeId id) const {
+    auto it = members_.find(id);
+    return it == members_.end() ? MemberState::kGone : it->second.state;
 }
 
 void Membership::disconnected(NodeId id, LinkId link) {

@@ -4,6 +4,8 @@
 //              ^------------------ heard, or joined again --------|
 //                       alive or suspect --it says that it leaves--> past
 //
+// While the master has a member down as joining, it is joining where it would be alive.
+//
 // A member is (host_id, name); an incarnation of it is an incarnation, and an incarnation that has a number
 // (NodeId) has rows in the directory. A new incarnation of a member takes its place once the old one is
 // suspect; from then on the old one is fenced: it is refused for as long as it is remembered. While the old
@@ -60,6 +62,7 @@ class Membership {
     void heard(uint64_t now_ms, NodeId id, LinkId link);
     void beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load);
     void disconnected(NodeId id, LinkId link);
+    void set_joining(NodeId id, bool joining);
     bool left(uint64_t now_ms, NodeId id, LinkId link);  // false: that connection no longer speaks for it
 
     // Silence is noticed here. The incarnations that are gone now; their rows are void. A clock that stood
@@ -76,7 +79,8 @@ class Membership {
     bool alive(NodeId id) const { return id < alive_.size() && alive_[id]; }
     LinkId link(NodeId id) const;
     bool all_here() const;  // no member is suspect, and every member of the past has a current incarnation
-    Members current(uint64_t now_ms) const;  // alive and suspect
+    MemberState state(NodeId id) const;      // kGone: it has no current incarnation
+    Members current(uint64_t now_ms) const;  // alive, joining and suspect
     const std::deque<Past>& past() const { return past_; }
     size_t size() const { return members_.size(); }
     size_t suspects() const;
@@ -90,6 +94,7 @@ class Membership {
         MemberState state = MemberState::kAlive;
         LinkId link = kNoLink;
         uint64_t heard_ms = 0;
+        bool joining = false;
     };
 
     std::optional<NodeId> find(const NodeIdentity& identity) const;

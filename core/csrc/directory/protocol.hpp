@@ -5,11 +5,13 @@
 #include <cstring>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/fd.hpp"
 #include "directory/delta_log.hpp"
 #include "directory/drop_list.hpp"
+#include "directory/requests.hpp"
 #include "directory/types.hpp"
 #include "wire/frame.hpp"
 
@@ -20,8 +22,9 @@ inline constexpr size_t kTenantsMax = 256;
 
 inline constexpr size_t kDeltaRowBytes = 17;
 inline constexpr uint8_t kDeltaRemoved = 0x80;
-inline constexpr uint8_t kDeltaBegin = 1;  // flags of DELTA: the inventory begins with this frame
-inline constexpr uint8_t kDeltaEnd = 2;    // and ends with this one
+inline constexpr uint8_t kDeltaBegin = 1;    // flags of DELTA: the inventory begins with this frame
+inline constexpr uint8_t kDeltaEnd = 2;      // and ends with this one
+inline constexpr uint8_t kDeltaApplied = 4;  // and says up to which removal its rows are checked
 
 inline constexpr uint8_t kJoinResumed = 1;
 inline constexpr uint8_t kMembersChanged = 1;  // rows follow
@@ -30,6 +33,7 @@ inline constexpr uint8_t kDropAll = 1;
 
 inline constexpr uint8_t kLocatePrefix = 1;
 inline constexpr uint8_t kLocateSuspects = 2;
+inline constexpr uint8_t kLocateOrder = 4;  // the keys are about to be removed or replaced
 inline constexpr uint8_t kPlaceEvict = 1;
 
 inline void write_hash(Writer& w, const Hash128& hash) {
@@ -119,8 +123,10 @@ inline bool read_event_endpoints(Reader& r, NodeIdentity& who) {
 
 inline void write_member(Writer& w, const Member& member) {
     w.number(member.id);
-    w.number(static_cast<uint8_t>(member.state));
-    w.number(uint8_t{0});
+    // A client of the release before knows no members that join: for it they are suspect.
+    bool joining = member.state == MemberState::kJoining;
+    w.number(static_cast<uint8_t>(joining ? MemberState::kSuspect : member.state));
+    w.number(static_cast<uint8_t>(joining));
     w.number(member.silent_ms);
     write_identity(w, member.identity);
     write_load(w, member.load);
@@ -128,10 +134,10 @@ inline void write_member(Writer& w, const Member& member) {
 inline bool read_member(Reader& r, Member& member) {
     member.id = r.number<NodeId>();
     auto state = r.number<uint8_t>();
-    r.number<uint8_t>();
+    bool joining = r.number<uint8_t>() != 0;
     member.silent_ms = r.number<uint64_t>();
     if (state > static_cast<uint8_t>(MemberState::kGone)) return false;
-    member.state = static_cast<MemberState>(state);
+    member.state = joining ? MemberState::kJoining : static_cast<MemberState>(state);
     return read_identity(r, member.identity) && read_load(r, member.load);
 }
 
@@ -156,6 +162,12 @@ struct LocateHead {
         return head;
     }
 };
+// With kLocateOrder: the number of the node that is to have the new bytes, and 1; 0: none, or it is not
+// known.
+inline uint16_t order_width(const Members* members, const Incarnation* placing) {
+    const Member* member = members == nullptr || placing == nullptr ? nullptr : members->find(*placing);
+    return member == nullptr || member->id == kNoNode ? uint16_t{0} : static_cast<uint16_t>(member->id + 1);
+}
 // The holders of one key in its answer; to `out`, unless that is null.
 inline void read_holders(Reader& r, Located* out) {
     auto holders = r.number<uint8_t>();
@@ -175,26 +187,136 @@ inline void write_forget_head(Writer& w, uint32_t n, std::span<const NodeId> unr
     w.bytes(unreached.data(), unreached.size_bytes());
 }
 
-// What a node is to drop, at the end of the answers to JOIN and BEAT.
-inline void write_drops(Writer& w, const DropList& drops, size_t hashes_max) {
-    size_t n = std::min(hashes_max, drops.hashes().size());
+// ORDERED, the end of removals or replacements that a LOCATE with kLocateOrder began: which nodes know of
+// which, in the membership of that epoch, and which have the new bytes. Behind the head come n hashes, then
+// for each key one bit of each node, set where it was told, and then the same for where the key was placed.
+struct Ordered {
+    Version first = kNoVersion;  // of the first key; the others follow
+    uint64_t epoch = 0;
+    std::vector<NodeId> nodes{};
+    std::string_view hashes{}, told{}, placed{};
+
+    size_t keys() const { return hashes.size() / sizeof(Hash128); }
+    size_t row_bytes() const { return (nodes.size() + 7) / 8; }  // of the bits of one key
+    bool is_told(size_t key, size_t node) const { return bit(told, key, node); }
+    bool is_placed(size_t key, size_t node) const { return bit(placed, key, node); }
+
+    void write(Writer& w) const {
+        w.number(first);
+        w.number(epoch);
+        w.number(static_cast<uint32_t>(keys()));
+        w.number(static_cast<uint16_t>(nodes.size()));
+        w.number(uint16_t{0});
+        w.bytes(nodes.data(), nodes.size() * sizeof(NodeId));
+        w.bytes(hashes.data(), hashes.size());
+        w.bytes(told.data(), told.size());
+        w.bytes(placed.data(), placed.size());
+    }
+    static std::optional<Ordered> read(Reader& r) {
+        Ordered ordered;
+        ordered.first = r.number<Version>();
+        ordered.epoch = r.number<uint64_t>();
+        uint64_t n = r.number<uint32_t>();
+        auto nodes = r.number<uint16_t>();
+        r.number<uint16_t>();
+        if (!r.ok() || nodes * sizeof(NodeId) > r.left()) return std::nullopt;
+        ordered.nodes.resize(nodes);
+        for (NodeId& node : ordered.nodes) node = r.number<NodeId>();
+        uint64_t bits = n * ordered.row_bytes();
+        if (!r.ok() || r.left() != n * sizeof(Hash128) + 2 * bits) return std::nullopt;
+        ordered.hashes = r.bytes(n * sizeof(Hash128));
+        ordered.told = r.bytes(bits);
+        ordered.placed = r.bytes(bits);
+        return ordered;
+    }
+
+   private:
+    bool bit(std::string_view bits, size_t key, size_t node) const {
+        return (static_cast<uint8_t>(bits[key * row_bytes() + node / 8]) >> (node % 8) & 1) != 0;
+    }
+};
+
+// One frame of it: n keys of a call from `begin` on.
+class OrderedFrame {
+   public:
+    OrderedFrame(const OrderDone& done, size_t begin, size_t n) {
+        ordered_.first = done.versions[begin];
+        ordered_.epoch = done.epoch;
+        ordered_.hashes =
+            std::string_view(reinterpret_cast<const char*>(done.keys.data() + begin), n * sizeof(Hash128));
+        for (auto* nodes : {&done.told, &done.placed}) {
+            for (size_t i = begin; i < begin + n; ++i) {
+                for (NodeId node : (*nodes)[i]) {
+                    if (std::ranges::find(ordered_.nodes, node) == ordered_.nodes.end())
+                        ordered_.nodes.push_back(node);
+                }
+            }
+        }
+        told_ = bits(done.told, begin, n);
+        placed_ = bits(done.placed, begin, n);
+        ordered_.told = told_;
+        ordered_.placed = placed_;
+    }
+    OrderedFrame(const OrderedFrame&) = delete;
+    void write(Writer& w) const { ordered_.write(w); }
+
+   private:
+    std::string bits(const std::vector<std::vector<NodeId>>& of, size_t begin, size_t n) const {
+        std::string bits(n * ordered_.row_bytes(), '\0');
+        for (size_t i = 0; i < n; ++i) {
+            for (NodeId node : of[begin + i]) {
+                auto k =
+                    static_cast<size_t>(std::ranges::find(ordered_.nodes, node) - ordered_.nodes.begin());
+                char& byte = bits[i * ordered_.row_bytes() + k / 8];
+                byte = static_cast<char>(byte | 1 << k % 8);
+            }
+        }
+        return bits;
+    }
+
+    Ordered ordered_;
+    std::string told_, placed_;
+};
+
+// REMOVALS, what a node knows of removals that this master may not know, before its inventory:
+// u64 complete since, u32 n, n hashes with a version each.
+inline constexpr size_t kRemovalBytes = 24;
+
+// What a node is to drop, at the end of the answers to JOIN and BEAT. A node of the release before reads no
+// more than the hashes, and drops whatever copies there are.
+inline void write_drops(Writer& w, const DropList& drops, size_t items_max) {
+    size_t n = std::min(items_max, drops.items().size());
     w.number(static_cast<uint8_t>(drops.all() ? kDropAll : 0));
     w.number(drops.first());
     w.number(static_cast<uint32_t>(n));
-    for (size_t i = 0; i < n; ++i) write_hash(w, drops.hashes()[i]);
+    for (size_t i = 0; i < n; ++i) write_hash(w, drops.items()[i].hash);
+}
+// Behind it: the versions, and up to which removal the node is right when it has carried all that out;
+// kNoVersion: there is more to come.
+inline void write_versions(Writer& w, const DropList& drops, size_t items_max, Version upto) {
+    size_t n = std::min(items_max, drops.items().size());
+    w.number(drops.all_before());
+    w.number(n == drops.items().size() ? upto : kNoVersion);
+    for (size_t i = 0; i < n; ++i) w.number(drops.items()[i].version);
 }
 struct Drops {
     bool all = false;
+    Version all_before = UINT64_MAX;  // with all: copies that are older
+    Version upto = kNoVersion;
     uint64_t first = 0;
-    std::vector<Hash128> hashes;
+    std::vector<Drop> items;
 };
 inline bool read_drops(Reader& r, Drops& drops) {
     drops.all = (r.number<uint8_t>() & kDropAll) != 0;
     drops.first = r.number<uint64_t>();
     auto n = r.number<uint32_t>();
     if (!r.ok() || n > r.left() / sizeof(Hash128)) return false;
-    drops.hashes.resize(n);
-    for (Hash128& hash : drops.hashes) hash = read_hash(r);
+    drops.items.resize(n);
+    for (Drop& drop : drops.items) drop = Drop{read_hash(r), UINT64_MAX};
+    if (!r.ok() || r.left() == 0) return r.ok();  // of an earlier version
+    drops.all_before = r.number<Version>();
+    drops.upto = r.number<Version>();
+    for (Drop& drop : drops.items) drop.version = r.number<Version>();
     return r.ok();
 }
 

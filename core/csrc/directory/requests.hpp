@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "directory/types.hpp"
+#include "directory/version.hpp"
 
 namespace moonpool {
 
@@ -20,6 +21,24 @@ struct LocateOptions {
 struct LocateAnswer {
     Located keys;
     std::shared_ptr<const Members> members;  // knows every holder named in keys
+};
+
+// What a removal or replacement begins with: holders, suspect ones too, and a place in the order for each
+// key.
+struct OrderAnswer {
+    LocateAnswer at;
+    std::vector<Version> versions;  // empty: a master of the release before, which gives none
+    uint64_t epoch = 0;             // of at.members
+    bool filling = false;           // the master may not know all nodes yet
+};
+
+// How it ended, of some keys.
+struct OrderDone {
+    std::vector<Hash128> keys{};
+    std::vector<Version> versions{};
+    uint64_t epoch = 0;
+    std::vector<std::vector<NodeId>> told{},
+        placed{};  // of each key: which nodes know, and which have the new bytes
 };
 
 struct PlaceOptions {

@@ -35,7 +35,13 @@ struct Holder {
 
 // Alive: heard from within the last second. Suspect: its connection broke, or it was silent; its rows stay,
 // and no client is sent there. Gone: silent for so long, or replaced by a new incarnation; its rows are void.
-enum class MemberState : uint8_t { kAlive = 0, kSuspect = 1, kGone = 2 };
+// Joining: in touch, and it has yet to drop what was removed while it was not; nothing is read there.
+enum class MemberState : uint8_t { kAlive = 0, kSuspect = 1, kGone = 2, kJoining = 3 };
+
+// Whether a client can ask it something.
+inline bool in_touch(MemberState state) {
+    return state == MemberState::kAlive || state == MemberState::kJoining;
+}
 
 struct TenantLoad {
     std::string tenant;

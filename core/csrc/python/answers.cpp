@@ -53,6 +53,10 @@ std::vector<GetItem> get_items(const Names& names, const Buffers& parts) {
     return items;
 }
 
+py::tuple remove_answer(const RemoveReport& report) {
+    return py::make_tuple(to_bytes(report.flags), report.unsure);
+}
+
 py::tuple put_answer(const PutReport& report) {
     return py::make_tuple(to_bytes(report.outcomes), report.refusal, to_bytes(report.copies),
                           report.short_of_copies);

@@ -36,6 +36,7 @@ std::vector<GetItem> get_items(const Names& names, const Buffers& parts);
 // (one outcome byte per key: 0 stored, 1 exists, 2 refused; why refused; copies of each, or empty: one; why
 // there are fewer copies than asked for)
 py::tuple put_answer(const PutReport& report);
+py::tuple remove_answer(const RemoveReport& report);
 py::list get_answer(const std::vector<int64_t>& sizes);
 py::list views_answer(const std::vector<ObjectView>& views);
 py::tuple pin_answer(Pinned pinned, const Names& names);

@@ -151,7 +151,7 @@ class BatchClient {
             } else {
                 auto removed = client.remove(keys);
                 if (!removed) return fail(pool, piece, removed.error());
-                std::ranges::copy(*removed, ok.begin() + static_cast<std::ptrdiff_t>(first));
+                for (size_t i = first; i < end; ++i) ok[i] = removed->flags[i - first] == 1;
             }
         }
 

@@ -163,16 +163,22 @@ py::tuple PyClient::longest_prefix(const py::object& keys, uint32_t width, bool 
     return prefix_answer(unwrap(std::move(prefix), "longest_prefix", peer_), names, width);
 }
 
-py::bytes PyClient::remove(const py::object& keys, const std::optional<std::string>& node,
+py::tuple PyClient::remove(const py::object& keys, const std::optional<std::string>& node,
                            const std::vector<uint64_t>& generations) {
     Names names(keys);
     if (!generations.empty()) check_counts(names.size(), generations.size(), "generations");
     py::gil_scoped_release nogil;
     // At one node, if given only copies of these generations; or at every node that has the key.
-    auto removed =
-        node ? client_->remove_at(names.views(), *node, generations) : client_->remove(names.views());
+    Result<RemoveReport> report = RemoveReport{};
+    if (!node) {
+        report = client_->remove(names.views());
+    } else if (auto removed = client_->remove_at(names.views(), *node, generations)) {
+        report->flags = std::move(*removed);
+    } else {
+        report = removed.error();
+    }
     py::gil_scoped_acquire gil;
-    return to_bytes(unwrap(std::move(removed), "remove", peer_));
+    return remove_answer(unwrap(std::move(report), "remove", peer_));
 }
 
 // Names are bytes in Python, whatever they were when they were put.

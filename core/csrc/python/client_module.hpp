@@ -38,7 +38,7 @@ class PyClient {
                          bool verify);
     py::bytes exists(const py::object& keys);
     py::tuple longest_prefix(const py::object& keys, uint32_t width, bool pin);
-    py::bytes remove(const py::object& keys, const std::optional<std::string>& node,
+    py::tuple remove(const py::object& keys, const std::optional<std::string>& node,
                      const std::vector<uint64_t>& generations);
     py::list list(const py::bytes& prefix, uint64_t limit);
     std::map<std::string, uint64_t> stat();

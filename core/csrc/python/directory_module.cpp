@@ -39,6 +39,8 @@ const char* name_of(MemberState state) {
             return "suspect";
         case MemberState::kGone:
             return "gone";
+        case MemberState::kJoining:
+            return "joining";
     }
     return "";
 }
@@ -50,7 +52,7 @@ void visit(MasterServerOptions& options, Visitor& visitor) {
     visitor.field("nodes_max", options.master.membership.members_max);
     visitor.field("clients_max", options.clients_max);
     visitor.field("keys_max", options.master.rows_max);
-    visitor.field("removals_max", options.master.tombstones_max);
+    visitor.field("removals_max", options.master.removals_max);
     visitor.field("frame_bytes_max", options.limits.frame_bytes);
     visitor.field("frame_keys_max", options.master.hashes_per_frame);
     visitor.seconds("suspect_after_s", options.master.membership.suspect_ms);

@@ -407,7 +407,7 @@ class PyWorker {
             Names names;
             uint32_t width = 1;
             bool pin = true, verify = false;
-            Result<std::vector<uint8_t>> flags = std::vector<uint8_t>{};
+            Result<RemoveReport> removed = RemoveReport{};
             Result<std::vector<Presence>> present = std::vector<Presence>{};
             Result<std::vector<ObjectView>> views = std::vector<ObjectView>{};
             Result<Pinned> pinned = Pinned{};
@@ -416,14 +416,14 @@ class PyWorker {
             explicit Op(const py::object& k) : names(k) {}
             void run(Client& client) override {
                 if (what == "exists") present = client.exists(names.views());
-                if (what == "remove") flags = client.remove(names.views());
+                if (what == "remove") removed = client.remove(names.views());
                 if (what == "views") views = client.views(names.views(), verify);
                 if (what == "pin") pinned = client.pin(names.views());
                 if (what == "prefix") prefix = client.longest_prefix(names.views(), width, pin);
             }
             py::object answer() override {
                 // At most one of the five failed.
-                if (!flags) return failure(flags.error(), what.c_str());
+                if (!removed) return failure(removed.error(), what.c_str());
                 if (!present) return failure(present.error(), what.c_str());
                 if (!views) return failure(views.error(), what.c_str());
                 if (!pinned) return failure(pinned.error(), what.c_str());
@@ -432,7 +432,7 @@ class PyWorker {
                 if (what == "exists") return to_bytes(*present);
                 if (what == "pin") return pin_answer(std::move(*pinned), names);
                 if (what == "prefix") return prefix_answer(std::move(*prefix), names, width);
-                return to_bytes(*flags);
+                return remove_answer(*removed);
             }
         };
         auto op = std::make_shared<Op>(keys);

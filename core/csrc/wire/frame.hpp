@@ -46,14 +46,16 @@ enum class Kind : uint8_t {
     kDescribe = 28,  // size and state of objects, without a use of them
 
     // 32 to 47: the master (docs/wire_master.md)
-    kJoin = 32,     // node -> master: its identity
-    kDelta = 33,    // node -> master, one-way: what it holds now, or no longer
-    kBeat = 34,     // node -> master: it lives
-    kMembers = 35,  // client -> master: which nodes are in the pool
-    kLocate = 36,   // which nodes hold these keys
-    kPlace = 37,    // where there is room
-    kForget = 38,   // these keys were removed
-    kLeave = 39,    // node -> master, one-way: it stops serving
+    kJoin = 32,      // node -> master: its identity
+    kDelta = 33,     // node -> master, one-way: what it holds now, or no longer
+    kBeat = 34,      // node -> master: it lives
+    kMembers = 35,   // client -> master: which nodes are in the pool
+    kLocate = 36,    // which nodes hold these keys
+    kPlace = 37,     // where there is room
+    kForget = 38,    // these keys were removed
+    kLeave = 39,     // node -> master, one-way: it stops serving
+    kRemovals = 40,  // node -> master, one-way: removals that a new master may not know
+    kOrdered = 41,   // a removal or replacement that a LOCATE began is carried out
 
     // 48..63: the transfer engine (docs/wire_engine.md)
     kEngineHello = 48,     // initiator -> target, the first frame of a connection

@@ -187,8 +187,11 @@ def _cluster(cluster: Cluster) -> list[RenderableType]:
     from moonpool.core.config.units import format_size
 
     alive = sum(node.state == "alive" for node in cluster.nodes)
-    suspect = len(cluster.nodes) - alive
+    joining = sum(node.state == "joining" for node in cluster.nodes)
+    suspect = len(cluster.nodes) - alive - joining
     title = f"cluster of master {cluster.master}: {alive} alive, {suspect} suspect"
+    if joining:
+        title += f", {joining} joining"
     table = Table()
     has_ssd = any(node.ssd_bytes for node in cluster.nodes)
     for heading in (

@@ -5,7 +5,8 @@
 
 #include "../random.hpp"
 #include "directory/delta_log.hpp"
-#include "directory/tombstones.hpp"
+#include "directory/drop_list.hpp"
+#include "directory/removal_log.hpp"
 
 namespace moonpool {
 namespace {
@@ -66,46 +67,77 @@ TEST_CASE("delta log: one thread pushes, another takes") {
     pusher.join();
 }
 
-TEST_CASE("tombstones: what was forgotten since") {
-    Tombstones stones(3);
-    CHECK(stones.covers(0));
-    stones.add(10, hash_of(1));
-    stones.add(20, hash_of(2));
-    stones.add(30, hash_of(1));
-    CHECK(stones.has(hash_of(1), 30));
-    CHECK_FALSE(stones.has(hash_of(2), 21));
-    stones.add(40, hash_of(3));  // pushes the first entry of 1 out, which had a later one
-    CHECK(stones.has(hash_of(1), 5));
-    CHECK_FALSE(stones.covers(10));
-    CHECK(stones.covers(11));
-    CHECK(stones.check_integrity());
-    stones.prune(40);
-    CHECK(stones.size() == 1);
-    CHECK(stones.covers(31));
-    CHECK_FALSE(stones.covers(30));
-    stones.prune(50);
-    CHECK(stones.covers(41));  // nothing was removed later
-    CHECK(stones.size() == 0);
-    CHECK(stones.check_integrity());
+TEST_CASE("removal log: the last removal of each key, in their order") {
+    RemovalLog log(3);
+    CHECK(log.covers(0));
+    log.add(hash_of(1), 10);
+    log.add(hash_of(2), 20);
+    log.add(hash_of(1), 30);
+    log.add(hash_of(1), 25);  // heard of late
+    CHECK(log.find(hash_of(1)).version == 30);
+    CHECK(log.size() == 2);
+    std::vector<Version> after;
+    log.each_after(20, [&](const Hash128&, const Removal& removal) {
+        after.push_back(removal.version);
+        return false;
+    });
+    CHECK(after == std::vector<Version>{30});
+    log.add(hash_of(3), 40);
+    log.add(hash_of(4), 50);  // pushes the oldest out, that of 2
+    CHECK(log.find(hash_of(2)).version == kNoVersion);
+    CHECK_FALSE(log.covers(19));
+    CHECK(log.covers(20));
+    log.add(hash_of(5), 15);  // of before: it is not complete there anyway
+    CHECK(log.size() == 3);
+    // A removal of a former master: compared by its version, and told at a place of its own.
+    log.add(hash_of(6), 12, 60);
+    CHECK(log.find(hash_of(6)).version == 12);
+    CHECK(log.newest_place() == 60);
+    CHECK(log.check_integrity());
+    log.lose(60);
+    CHECK(log.size() == 0);
+    CHECK_FALSE(log.covers(59));
+    CHECK(log.check_integrity());
 }
 
-TEST_CASE("tombstones: never silent about a removal that they claim to cover") {
+TEST_CASE("removal log: never silent about a removal that it claims to cover") {
     testing::Random random(7);
-    Tombstones stones(16);
-    std::map<uint64_t, uint64_t> last;
-    for (uint64_t now = 1; now < 5000; ++now) {
-        uint64_t n = random.below(12);
-        if (random.one_in(40)) stones.prune(now - now / 3);
-        last[n] = now;
-        stones.add(now, hash_of(n));
-        for (auto [key, ms] : last) {
-            for (uint64_t since : {ms, ms - 1, now - now / 3}) {
-                if (stones.covers(since) && ms >= since) REQUIRE(stones.has(hash_of(key), since));
-                if (ms < since) REQUIRE_FALSE(stones.has(hash_of(key), since));
-            }
+    RemovalLog log(16);
+    std::map<uint64_t, Version> last;
+    for (Version version = 1; version < 5000; ++version) {
+        uint64_t n = random.below(24);
+        if (random.one_in(40)) log.lose(version - version / 3);
+        last[n] = version;
+        log.add(hash_of(n), version);
+        for (auto [key, at] : last) {
+            if (log.covers(at - 1)) REQUIRE(log.find(hash_of(key)).version == at);
         }
-        REQUIRE(stones.check_integrity());
+        REQUIRE(log.check_integrity());
     }
+}
+
+TEST_CASE("drop list: more than it holds become one, of all that is older than the last") {
+    DropList drops(2);
+    std::vector<uint64_t> told;
+    auto tell = [&](const Drop& drop) { told.push_back(drop.version); };
+    drops.push({hash_of(1), 10});
+    drops.push({hash_of(2), 20});
+    drops.confirm(1, tell);
+    CHECK(told == std::vector<uint64_t>{10});
+    drops.push({hash_of(3), 15});
+    drops.push({hash_of(4), 18});
+    CHECK(drops.all());
+    CHECK(drops.all_before() == 20);
+    CHECK(drops.items().empty());
+    drops.confirm(2, tell);  // what a list said that is not there any more
+    CHECK(drops.all());
+    drops.push({hash_of(5), 30});
+    drops.confirm(drops.first(), tell);
+    CHECK_FALSE(drops.all());
+    CHECK(drops.items().size() == 1);
+    drops.confirm(drops.end(), tell);
+    CHECK(drops.empty());
+    CHECK(told == std::vector<uint64_t>{10, 30});
 }
 
 }  // namespace

@@ -16,6 +16,8 @@ namespace {
 
 using testing::Random;
 
+constexpr Version kFirst = first_version(1000);
+
 Hash128 hash_of(uint64_t n) { return xxh3_128(&n, sizeof(n)); }
 
 std::string bytes_of(const std::vector<std::byte>& bytes) {
@@ -36,7 +38,8 @@ std::string rows_of(const std::vector<uint64_t>& keys, bool added = true, Tier t
     return bytes_of(out);
 }
 
-// A node as the master meets it: what it holds, and what it does with drops.
+// A node as the master meets it: what it holds, each with the version that it was put with, and what it does
+// with drops.
 struct Node {
     Master& master;
     std::string name;
@@ -44,7 +47,22 @@ struct Node {
     NodeId id = kNoNode;
     LinkId link = kNoLink;
     uint64_t drops_done = 0;
-    std::set<uint64_t> keys{};
+    Version applied = kNoVersion;
+    std::map<uint64_t, Version> held{};
+    std::set<uint64_t> to_tell{};  // anew, as the master took them for older ones
+    bool empty() const { return held.empty(); }
+    std::set<uint64_t> keys() const {
+        std::set<uint64_t> keys;
+        for (auto& [key, version] : held) keys.insert(key);
+        return keys;
+    }
+    std::vector<uint64_t> key_list() const {
+        std::set<uint64_t> all = keys();
+        return {all.begin(), all.end()};
+    }
+    void hold(const std::vector<uint64_t>& all) {
+        for (uint64_t key : all) held[key] = kNoVersion;
+    }
 
     bool join(uint64_t now, LinkId new_link) {
         NodeIdentity who;
@@ -54,48 +72,61 @@ struct Node {
         who.incarnation[0] = static_cast<uint8_t>(name[0]);
         NodeLoad load;
         load.tenants.push_back({"default", 1000, 500, 0, 0});
-        Result<Master::JoinAnswer> joined = master.join(now, who, load, new_link);
+        Result<Master::JoinAnswer> joined =
+            master.join(now, who, load, new_link, empty() ? UINT64_MAX : applied);
         if (!joined) return false;
         id = joined->id;
         link = new_link;
         if (!joined->resumed) drops_done = 0;
-        carry_out();
+        carry_out(now);
         return true;
     }
     void inventory(uint64_t now) {
-        REQUIRE(master.delta(now, id, link, kDeltaBegin, rows_of({keys.begin(), keys.end()})));
-        REQUIRE(master.delta(now, id, link, kDeltaEnd, {}));
+        REQUIRE(master.delta(now, id, link, kDeltaBegin, applied, rows_of(key_list())));
+        REQUIRE(master.delta(now, id, link, kDeltaEnd, applied, {}));
         beat(now);
         beat(now);
     }
     void put(uint64_t now, uint64_t key) {
-        keys.insert(key);
-        if (link != kNoLink) REQUIRE(master.delta(now, id, link, 0, rows_of({key})));
+        held[key] = master.newest();
+        if (link != kNoLink) REQUIRE(master.delta(now, id, link, 0, applied, rows_of({key})));
     }
     void remove(uint64_t now, uint64_t key) {
-        keys.erase(key);
-        if (link != kNoLink) REQUIRE(master.delta(now, id, link, 0, rows_of({key}, false)));
+        held.erase(key);
+        if (link != kNoLink) REQUIRE(master.delta(now, id, link, 0, applied, rows_of({key}, false)));
     }
     void beat(uint64_t now) {
-        master.beat(now, id, link, {}, drops_done);
-        carry_out();
+        master.beat(now, id, link, {}, drops_done, applied);
+        carry_out(now);
     }
     // Over the wire, as it will be.
-    void carry_out() {
+    void carry_out(uint64_t now) {
         std::vector<std::byte> out;
         Writer w(out);
         write_drops(w, master.drops(id), 2);
+        write_versions(w, master.drops(id), 2, master.closed());
         Reader r{std::span<const std::byte>(out)};
         Drops drops;
         REQUIRE(read_drops(r, drops));
-        uint64_t end = drops.first + drops.hashes.size();
-        if (end <= drops_done) return;
-        if (drops.all && drops.first > drops_done) keys.clear();
-        for (size_t i = 0; i < drops.hashes.size(); ++i) {
+        uint64_t end = drops.first + drops.items.size();
+        if (drops.all && drops.first > drops_done)
+            std::erase_if(held, [&](const auto& copy) { return copy.second < drops.all_before; });
+        for (size_t i = 0; i < drops.items.size(); ++i) {
+            const Drop& drop = drops.items[i];
             if (drops.first + i < drops_done) continue;
-            std::erase_if(keys, [&](uint64_t key) { return hash_of(key) == drops.hashes[i]; });
+            std::erase_if(held, [&](const auto& copy) {
+                if (hash_of(copy.first) != drop.hash) return false;
+                if (copy.second < drop.version) return true;
+                to_tell.insert(copy.first);
+                return false;
+            });
         }
-        drops_done = end;
+        drops_done = std::max(drops_done, end);
+        // Before it is right up to there.
+        for (uint64_t key : std::exchange(to_tell, {})) {
+            if (held.contains(key)) REQUIRE(master.delta(now, id, link, 0, applied, rows_of({key})));
+        }
+        applied = std::max(applied, drops.upto);
     }
     void disconnect() {
         master.disconnected(id, link);
@@ -128,12 +159,12 @@ std::vector<std::vector<Holder>> locate(Master& master, const std::vector<uint64
 }
 
 TEST_CASE("master: locates in DRAM before SSD, stops at the first gap, counts whole blocks") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
     a.join(0, 1);
     b.join(0, 2);
-    REQUIRE(master.delta(0, a.id, 1, kDeltaBegin | kDeltaEnd, rows_of({1, 2, 3, 4, 5}, true, Tier::kSsd)));
-    REQUIRE(master.delta(0, b.id, 2, kDeltaBegin | kDeltaEnd, rows_of({1, 3})));
+    REQUIRE(master.delta(0, a.id, 1, kDeltaBegin | kDeltaEnd, 0, rows_of({1, 2, 3, 4, 5}, true, Tier::kSsd)));
+    REQUIRE(master.delta(0, b.id, 2, kDeltaBegin | kDeltaEnd, 0, rows_of({1, 3})));
     using Holders = std::vector<Holder>;
     Holder ssd{a.id, Tier::kSsd}, dram{b.id, Tier::kDram};
     CHECK(locate(master, {1, 2, 9}) == std::vector<Holders>{{dram, ssd}, {ssd}, {}});
@@ -148,21 +179,21 @@ TEST_CASE("master: locates in DRAM before SSD, stops at the first gap, counts wh
 }
 
 TEST_CASE("master: a row that makes no sense ends the connection, not the master") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"};
     a.join(0, 1);
     std::string rows = rows_of({1});
     rows.back() = 0x7F;
-    CHECK_FALSE(master.delta(0, a.id, 1, 0, rows));
+    CHECK_FALSE(master.delta(0, a.id, 1, 0, 0, rows));
     CHECK(master.check_integrity());
 }
 
 TEST_CASE("master: what was removed while a node was away is dropped when it is back") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
     a.join(0, 1);
     b.join(0, 2);
-    for (uint64_t key : {1, 2, 3}) a.keys.insert(key);
+    a.hold({1, 2, 3});
     a.inventory(0);
     b.put(0, 1);
     b.inventory(0);
@@ -176,7 +207,7 @@ TEST_CASE("master: what was removed while a node was away is dropped when it is 
         a.join(20000, 3);
         CHECK(locate(master, {1})[0].empty());
         a.inventory(20000);
-        CHECK(a.keys == std::set<uint64_t>{2, 3});
+        CHECK(a.keys() == std::set<uint64_t>{2, 3});
     }
     SUBCASE("the same process, back after it was given up") {
         for (uint64_t now = 200; now < 40000; now += 100) {
@@ -186,13 +217,13 @@ TEST_CASE("master: what was removed while a node was away is dropped when it is 
         CHECK(locate(master, {2}, kLocateSuspects)[0].empty());
         a.join(40000, 3);
         a.inventory(40000);
-        CHECK(a.keys == std::set<uint64_t>{2, 3});
+        CHECK(a.keys() == std::set<uint64_t>{2, 3});
     }
     SUBCASE("a new process with the old content of its disk") {
         a.life = 2;
         a.join(5000, 3);
         a.inventory(5000);
-        CHECK(a.keys == std::set<uint64_t>{2, 3});
+        CHECK(a.keys() == std::set<uint64_t>{2, 3});
     }
     CHECK(locate(master, {1})[0].empty());
     CHECK(locate(master, {2})[0].size() == 1);
@@ -200,11 +231,11 @@ TEST_CASE("master: what was removed while a node was away is dropped when it is 
 }
 
 TEST_CASE("master: a node that leaves takes its rows along, and drops later what was removed meanwhile") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
     a.join(0, 1);
     b.join(0, 2);
-    a.keys = {1, 2};
+    a.hold({1, 2});
     a.inventory(0);
     b.inventory(0);
     NodeId id = a.id;
@@ -214,17 +245,16 @@ TEST_CASE("master: a node that leaves takes its rows along, and drops later what
     CHECK(locate(master, {1, 2}, kLocateSuspects) == std::vector<std::vector<Holder>>{{}, {}});
     CHECK(master.counters().nodes_left_total == 1);
     CHECK_FALSE(master.current(id, 1));
-    CHECK_FALSE(master.all_here(60000));  // it may come back with its disk
     CHECK(master.forget(200, hashes_of({1}), {}) == 0);
     a.life = 2;
     REQUIRE(a.join(300, 3));
     a.inventory(300);
-    CHECK(a.keys == std::set<uint64_t>{2});
+    CHECK(a.keys() == std::set<uint64_t>{2});
     CHECK(locate(master, {1, 2})[1].size() == 1);
 }
 
 TEST_CASE("master: a node in touch that the caller could not reach is told with its next beat") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
     a.join(0, 1);
     b.join(0, 2);
@@ -236,11 +266,11 @@ TEST_CASE("master: a node in touch that the caller could not reach is told with 
     CHECK(master.forget(10, hashes_of({1}), unreached) == 1);
     CHECK(locate(master, {1})[0] == std::vector<Holder>{{b.id, Tier::kDram}});  // was told by the caller
     a.beat(20);
-    CHECK(a.keys.empty());
+    CHECK(a.keys().empty());
 }
 
 TEST_CASE("master: a key that was put again after its removal stays") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"};
     a.join(0, 1);
     a.inventory(0);
@@ -250,64 +280,64 @@ TEST_CASE("master: a key that was put again after its removal stays") {
     a.put(20, 1);
     a.beat(30);
     a.beat(40);
-    CHECK(a.keys.contains(1));
+    CHECK(a.keys().contains(1));
     CHECK(locate(master, {1})[0].size() == 1);
 }
 
 TEST_CASE("master: a removal during an inventory reaches what is not told yet") {
-    Master master({}, 0);
+    Master master({}, 0, kFirst);
     Node a{master, "a"};
     a.join(0, 1);
-    a.keys = {1, 2};
-    REQUIRE(master.delta(0, a.id, 1, kDeltaBegin, rows_of({1})));
+    a.hold({1, 2});
+    REQUIRE(master.delta(0, a.id, 1, kDeltaBegin, a.applied, rows_of({1})));
     master.forget(10, hashes_of({1, 2}), {});
-    REQUIRE(master.delta(20, a.id, 1, kDeltaEnd, rows_of({2})));
+    REQUIRE(master.delta(20, a.id, 1, kDeltaEnd, a.applied, rows_of({2})));
     a.beat(30);
     a.beat(40);
-    CHECK(a.keys.empty());
+    CHECK(a.keys().empty());
     CHECK(locate(master, {1, 2}) == std::vector<std::vector<Holder>>{{}, {}});
 }
 
-TEST_CASE("master: who was away for longer than removals are remembered drops all") {
+TEST_CASE("master: where removals are not remembered back to a node's return, its older copies are void") {
     MasterLimits limits;
-    limits.tombstones_max = 4;
+    limits.removals_max = 4;
     limits.grace_ms = 0;
-    Master master(limits, 0);
+    Master master(limits, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
-    a.keys = {1, 2};
+    a.hold({1, 2});
     a.join(0, 1);
     a.inventory(0);
     a.disconnect();
     for (uint64_t key = 10; key < 20; ++key) master.forget(3000 + key, hashes_of({key}), {});
-    b.keys = {5};
-    b.join(5000, 2);  // never heard of: it may have been away since the start
-    CHECK(b.keys.empty());
+    a.put(3050, 3);  // by a client that had heard of all these
+    b.hold({5});
+    b.join(5000, 2);  // it never heard of any
+    CHECK(b.keys().empty());
     a.join(6000, 3);
-    CHECK(a.keys.empty());
+    CHECK(a.keys() == std::set<uint64_t>{3});
     a.inventory(6000);
     b.inventory(6000);
     CHECK(master.counters().drop_alls_total == 2);
     CHECK(locate(master, {1, 5}) == std::vector<std::vector<Holder>>{{}, {}});
-    // With everybody here, the old removals are let go, and cost nobody anything.
-    for (uint64_t now = 6100; now < 30000; now += 100) {
-        a.beat(now);
-        b.beat(now);
-        master.tick(now);
-    }
-    CHECK(master.tombstones() == 0);
-    CHECK(master.all_here(30000));
-    a.put(30000, 1);
-    a.disconnect();
-    CHECK_FALSE(master.all_here(30000));
-    a.join(30100, 4);
-    CHECK_FALSE(master.all_here(30100));  // it has not told what it holds
-    a.inventory(30100);
-    CHECK(master.all_here(30100));
-    CHECK(a.keys.size() == 1);
+    CHECK(locate(master, {3})[0].size() == 1);
+}
+
+TEST_CASE("master: a node that holds nothing is told of nothing, however long ago its life began") {
+    MasterLimits limits;
+    limits.removals_max = 4;
+    Master master(limits, 0, kFirst);
+    for (uint64_t key = 10; key < 20; ++key) master.forget(key, hashes_of({key}), {});
+    Node a{master, "a"};
+    a.join(100, 1);
+    CHECK(master.drops(a.id).empty());
+    CHECK(a.applied == master.newest());
+    a.inventory(100);
+    a.put(110, 10);
+    CHECK(locate(master, {10})[0].size() == 1);
 }
 
 TEST_CASE("master: it says so as long as somebody may have yet to tell what it holds") {
-    Master master(MasterLimits{}, 0);
+    Master master(MasterLimits{}, 0, kFirst);
     Node a{master, "a"};
     CHECK(master.filling(4000));
     a.join(4000, 1);
@@ -322,21 +352,252 @@ TEST_CASE("master: it says so as long as somebody may have yet to tell what it h
     CHECK_FALSE(master.filling(6500));
 }
 
+// What order() says: the first version, and the holders of each key.
+struct OrderedKeys {
+    Version first;
+    std::vector<std::vector<NodeId>> holders;
+};
+OrderedKeys order(Master& master, uint64_t now, const std::vector<uint64_t>& keys, NodeId placing = kNoNode) {
+    std::vector<std::byte> out;
+    Writer w(out);
+    OrderedKeys ordered{master.order(now, hashes_of(keys), placing, w), {}};
+    Reader r{std::span<const std::byte>(out)};
+    ordered.holders.resize(r.number<uint32_t>());
+    for (auto& holders : ordered.holders) {
+        holders.resize(r.number<uint8_t>());
+        for (NodeId& node : holders) {
+            node = r.number<NodeId>();
+            r.number<uint8_t>();
+        }
+    }
+    REQUIRE(r.done());
+    return ordered;
+}
+
+// Ends it: of each key the last version.
+std::vector<Version> end_order(Master& master, uint64_t now, const std::vector<uint64_t>& keys, Version first,
+                               const std::vector<std::vector<NodeId>>& told,
+                               std::vector<std::vector<NodeId>> placed = {}) {
+    OrderDone done{{}, {}, master.membership().epoch(), told, std::move(placed)};
+    done.told.resize(keys.size());
+    done.placed.resize(keys.size());
+    for (size_t i = 0; i < keys.size(); ++i) {
+        done.keys.push_back(hash_of(keys[i]));
+        done.versions.push_back(first + i);
+    }
+    std::vector<std::byte> frame, out;
+    Writer w(frame), answer(out);
+    OrderedFrame(done, 0, keys.size()).write(w);
+    Reader body{std::span<const std::byte>(frame)};
+    std::optional<Ordered> read = Ordered::read(body);
+    REQUIRE(read);
+    master.ordered(now, *read, answer);
+    Reader r{std::span<const std::byte>(out)};
+    std::vector<Version> last(r.number<uint32_t>());
+    for (Version& version : last) version = r.number<Version>();
+    REQUIRE(r.done());
+    return last;
+}
+
+TEST_CASE("master: a copy that is told of after the removal is dropped, but by nodes that know of it") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    a.hold({1});  // put a moment ago: the row is on its way
+    b.put(0, 1);
+    OrderedKeys removal = order(master, 10, {1});
+    CHECK(removal.holders == std::vector<std::vector<NodeId>>{{b.id}});
+    b.remove(11, 1);
+    CHECK(end_order(master, 12, {1}, removal.first, {{b.id}}) == std::vector<Version>{removal.first});
+    REQUIRE(master.delta(13, a.id, a.link, 0, a.applied, rows_of({1})));
+    CHECK(locate(master, {1})[0].empty());
+    a.beat(20);
+    CHECK(a.keys().empty());
+    b.put(30, 1);  // it was told, so this one is newer
+    CHECK(locate(master, {1})[0].size() == 1);
+    // And once a node is right up to there, all it puts is.
+    a.beat(40);
+    CHECK(a.applied >= removal.first);
+    a.put(50, 1);
+    CHECK(locate(master, {1})[0].size() == 2);
+}
+
+TEST_CASE("master: a copy that was put by a client that knew of the removal stays") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"};
+    a.join(0, 1);
+    a.inventory(0);
+    OrderedKeys removal = order(master, 10, {1});
+    end_order(master, 11, {1}, removal.first, {});
+    a.put(12, 1);  // a has not heard of it, its client has
+    CHECK(locate(master, {1})[0].empty());
+    a.beat(20);  // is told to drop what is older, and has none
+    CHECK(a.keys() == std::set<uint64_t>{1});
+    a.beat(30);
+    CHECK(locate(master, {1})[0].size() == 1);
+}
+
+TEST_CASE("master: of two replacements of a key at the same time the later one is left") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    OrderedKeys first = order(master, 10, {1}, a.id);
+    OrderedKeys second = order(master, 10, {1}, b.id);
+    CHECK(first.holders[0].empty());
+    CHECK(second.holders == std::vector<std::vector<NodeId>>{{a.id}});  // where the first is to come
+    b.held[1] = second.first;
+    CHECK(end_order(master, 11, {1}, second.first, {{b.id}}, {{b.id}}) == std::vector<Version>{second.first});
+    a.held[1] = first.first;
+    CHECK(end_order(master, 12, {1}, first.first, {{a.id}}, {{a.id}}) == std::vector<Version>{second.first});
+    for (Node* node : {&a, &b}) {
+        REQUIRE(master.delta(13, node->id, node->link, 0, node->applied, rows_of({1})));
+        node->beat(20);
+        node->beat(30);
+    }
+    CHECK(a.keys().empty());
+    CHECK(b.keys() == std::set<uint64_t>{1});
+    CHECK(locate(master, {1})[0] == std::vector<Holder>{{b.id, Tier::kDram}});
+}
+
+TEST_CASE("master: a client that ends between the two frames of a removal leaves no copy") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"};
+    a.join(0, 1);
+    a.inventory(0);
+    a.put(0, 1);
+    Version before = master.newest();
+    Version removed = order(master, 10, {1}).first;
+    CHECK(master.closed() == before);
+    for (uint64_t now = 20; now < 5000; now += 100) {
+        a.beat(now);
+        master.tick(now);
+    }
+    CHECK(master.counters().orders_expired_total == 1);
+    CHECK(a.keys().empty());
+    CHECK(a.applied >= removed);
+}
+
+TEST_CASE("master: a node is not read before it has dropped what it had missed") {
+    MasterLimits limits;
+    limits.grace_ms = 0;
+    Master master(limits, 0, kFirst);
+    Node a{master, "a"};
+    a.hold({1, 2, 3, 4});
+    a.join(0, 1);
+    a.inventory(0);
+    a.disconnect();
+    master.forget(10, hashes_of({1, 2, 3}), {});
+    a.join(20, 2);  // two drops with each answer
+    REQUIRE(master.delta(20, a.id, a.link, kDeltaBegin | kDeltaEnd, a.applied, rows_of(a.key_list())));
+    CHECK(master.membership().state(a.id) == MemberState::kJoining);
+    CHECK(locate(master, {4})[0].empty());
+    CHECK(locate(master, {4}, kLocateSuspects)[0].size() == 1);
+    a.beat(30);
+    a.beat(40);
+    CHECK(master.membership().state(a.id) == MemberState::kAlive);
+    CHECK(locate(master, {4})[0].size() == 1);
+    CHECK(a.keys() == std::set<uint64_t>{4});
+    CHECK(master.check_integrity());
+}
+
+TEST_CASE("master: a new master hears of removals from the nodes, and drops what was away meanwhile") {
+    Master former({}, 0, kFirst);
+    Version removed = order(former, 10, {1}).first;
+    Master master({}, 0, first_version(5000));
+    Node knows{master, "a"}, was_away{master, "b"};
+    knows.hold({7});
+    was_away.hold({1, 2});
+    knows.applied = removed;
+    std::vector<Drop> log{{hash_of(1), removed}};
+    auto hand_over = [&] { master.removals(20, knows.id, knows.link, kNoVersion, log); };
+    SUBCASE("before it is back") {
+        knows.join(10, 1);
+        hand_over();
+        was_away.join(30, 2);
+        CHECK(was_away.keys() == std::set<uint64_t>{2});
+    }
+    SUBCASE("after it has told what it holds") {
+        was_away.join(10, 2);
+        was_away.inventory(10);
+        CHECK(locate(master, {1})[0].size() == 1);  // nobody can know yet
+        knows.join(15, 1);
+        hand_over();
+        CHECK(locate(master, {1})[0].empty());
+        was_away.beat(30);
+    }
+    SUBCASE("while its rows are on their way") {
+        was_away.join(10, 2);
+        CHECK(was_away.applied > removed);  // up to there it was told all that this master knew
+        knows.join(15, 1);
+        hand_over();
+        was_away.inventory(20);
+    }
+    was_away.beat(40);
+    CHECK(was_away.keys() == std::set<uint64_t>{2});
+    CHECK(locate(master, {1})[0].empty());
+}
+
+TEST_CASE("master: a node that knows later versions than this master gives moves it on") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    a.inventory(0);
+    a.held[1] = first_version(9000) + 5;  // of a master whose clock was ahead
+    Version removed = order(master, 10, {1}).first;
+    end_order(master, 10, {1}, removed, {});
+    b.hold({2});
+    b.applied = first_version(9000) + 7;
+    b.join(20, 2);
+    CHECK(master.newest() > first_version(9000) + 7);
+    REQUIRE(master.delta(20, a.id, a.link, 0, a.applied, rows_of({1})));
+    a.beat(30);
+    CHECK(a.keys().empty());
+    CHECK(order(master, 40, {2}).first > first_version(9000) + 7);
+}
+
+TEST_CASE("master: a node of the release before is served as that one was") {
+    Master master({}, 0, kFirst);
+    NodeIdentity who;
+    who.name = "old";
+    who.host_id = "h";
+    who.incarnation.fill(9);
+    Result<Master::JoinAnswer> joined = master.join(0, who, {}, 1, std::nullopt);
+    REQUIRE(joined);
+    REQUIRE(master.delta(0, joined->id, 1, kDeltaBegin | kDeltaEnd, 0, rows_of({1})));
+    CHECK(locate(master, {1})[0].size() == 1);
+    master.forget(10, hashes_of({1}), {});
+    CHECK(locate(master, {1})[0].size() == 1);  // in touch: its client tells it
+    REQUIRE(master.delta(20, joined->id, 1, 0, 0, rows_of({1}, false)));
+    REQUIRE(master.delta(30, joined->id, 1, 0, 0, rows_of({1})));  // put anew
+    CHECK(locate(master, {1})[0].size() == 1);
+    CHECK(master.drops(joined->id).empty());
+    master.disconnected(joined->id, 1);
+    master.forget(40, hashes_of({1}), {});
+    CHECK(locate(master, {1}, kLocateSuspects)[0].empty());
+    CHECK(master.drops(joined->id).items().size() == 1);
+}
+
 TEST_CASE("master: too many drops for one node become one") {
     MasterLimits limits;
     limits.drops_max = 3;
-    Master master(limits, 0);
+    Master master(limits, 0, kFirst);
     Node a{master, "a"};
     a.join(0, 1);
     a.inventory(0);
     for (uint64_t key = 0; key < 9; ++key) a.put(0, key);
     master.forget(10, hashes_of({0, 1, 2, 3}), std::vector<NodeId>{a.id});
     a.beat(20);
-    CHECK(a.keys.empty());
+    CHECK(a.keys().empty());
     a.put(30, 50);
     a.beat(40);
     a.beat(50);
-    CHECK(a.keys == std::set<uint64_t>{50});
+    CHECK(a.keys() == std::set<uint64_t>{50});
 }
 
 // Clients put, remove and lose touch with nodes at random. Whenever a node has been back for two beats, it
@@ -344,12 +605,11 @@ TEST_CASE("master: too many drops for one node become one") {
 TEST_CASE("master: no stale copy survives, whatever the order") {
     Random random(3);
     MasterLimits limits;
-    limits.tombstones_max = 40;
+    limits.removals_max = 40;
     limits.drops_max = 6;
     limits.grace_ms = 2000;
-    limits.tombstones_ms = 1000;
     limits.membership.gone_ms = 3000;
-    Master master(limits, 1000);
+    Master master(limits, 1000, kFirst);
     std::vector<Node> nodes{{master, "a"}, {master, "b"}, {master, "c"}};
     LinkId link = 0;
     uint64_t now = 1000;
@@ -358,7 +618,7 @@ TEST_CASE("master: no stale copy survives, whatever the order") {
     auto sync = [&] {
         for (size_t i = 0; i < nodes.size(); ++i) {
             std::erase_if(is_void, [&](const auto& entry) {
-                return entry.first.first == i && !nodes[i].keys.contains(entry.first.second);
+                return entry.first.first == i && !nodes[i].held.contains(entry.first.second);
             });
         }
     };
@@ -394,7 +654,7 @@ TEST_CASE("master: no stale copy survives, whatever the order") {
                         nodes[k].remove(now, key);
                     } else {
                         if (nodes[k].link != kNoLink) unreached.push_back(nodes[k].id);
-                        if (nodes[k].keys.contains(key)) is_void[{k, key}] = true;
+                        if (nodes[k].held.contains(key)) is_void[{k, key}] = true;
                     }
                 }
                 master.forget(now, hashes_of({key}), unreached);

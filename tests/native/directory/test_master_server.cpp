@@ -108,17 +108,29 @@ class FakeNode {
                 load.tenants.push_back({"default", 1000, 1000 - keys_.size(), keys_.size(), 0});
                 return true;
             },
-            [this](bool all, const std::vector<Hash128>& drops) {
+            [this](const Drops& drops) {
                 std::lock_guard lock(mutex_);
                 std::erase_if(keys_, [&](uint64_t n) {
-                    return all || std::find(drops.begin(), drops.end(), hash_of(n)) != drops.end();
+                    return drops.all ||
+                           std::ranges::find(drops.items, hash_of(n), &Drop::hash) != drops.items.end();
                 });
+                applied_ = std::max(applied_, drops.upto);
                 return true;
-            }};
+            },
+            [this] {
+                std::lock_guard lock(mutex_);
+                return applied_;
+            },
+            [this] {
+                std::lock_guard lock(mutex_);
+                return keys_.empty();
+            },
+            [](Version, Version&, std::vector<Drop>&) { return kNoVersion; }};
     }
 
     std::mutex mutex_;
     std::set<uint64_t> keys_;
+    Version applied_ = kNoVersion;
     DeltaLog log_;
     MemberAgent agent_;
 };
@@ -320,7 +332,8 @@ TEST_CASE("master server: a connection may ask only what is its own, and nonsens
         {kServiceMember, Kind::kLocate, zeros},     {kServiceMember, Kind::kDelta, zeros},
         {kServiceMember, Kind::kBeat, zeros},       {kServiceMember, Kind::kJoin, zeros},
         {kServiceDirectory, Kind::kLocate, zeros},  {kServiceDirectory, Kind::kLocate, short_locate},
-        {kServiceDirectory, Kind::kForget, zeros},  {kServiceDirectory, Kind::kMembers, {}},
+        {kServiceDirectory, Kind::kForget, zeros},  {kServiceDirectory, Kind::kOrdered, zeros},
+        {kServiceMember, Kind::kRemovals, zeros},   {kServiceDirectory, Kind::kMembers, {}},
         {kServiceDirectory, Kind::kWelcome, zeros}, {kServiceDirectory, Kind::kPlace, {}}};
     for (const Bad& b : bad) {
         CAPTURE(static_cast<int>(b.kind));
@@ -368,6 +381,7 @@ TEST_CASE("master server: mutated frames") {
                 write_identity(w, who);
                 write_load(w, load);
                 write_event_endpoints(w, who);
+                w.number(uint64_t{5});
                 break;
             case Kind::kDelta:
                 w.number(uint32_t{3});
@@ -389,8 +403,19 @@ TEST_CASE("master server: mutated frames") {
                 w.number(uint16_t{0});
                 write_hash(w, hash_of(9));
                 break;
+            case Kind::kRemovals:
+                w.number(uint64_t{0});
+                w.number(uint32_t{1});
+                write_hash(w, hash_of(9));
+                w.number(uint64_t{77});
+                break;
+            case Kind::kOrdered: {
+                OrderDone done{{hash_of(9)}, {first_version(5)}, 1, {{0}}, {{1}}};
+                OrderedFrame(done, 0, 1).write(w);
+                break;
+            }
             case Kind::kLocate:
-                w.number(uint32_t{1} << 16);
+                w.number(uint32_t{random.below(8) != 0 ? 0u : uint32_t{kLocateOrder}} | uint32_t{1} << 16);
                 w.number(uint32_t{1});
                 write_hash(w, hash_of(1));
                 break;
@@ -399,8 +424,8 @@ TEST_CASE("master server: mutated frames") {
         }
         return out;
     };
-    constexpr Kind kOfMember[] = {Kind::kJoin, Kind::kDelta, Kind::kBeat};
-    constexpr Kind kOfClient[] = {Kind::kMembers, Kind::kLocate, Kind::kPlace, Kind::kForget};
+    constexpr Kind kOfMember[] = {Kind::kJoin, Kind::kDelta, Kind::kBeat, Kind::kRemovals};
+    constexpr Kind kOfClient[] = {Kind::kMembers, Kind::kLocate, Kind::kPlace, Kind::kForget, Kind::kOrdered};
     DialOptions dial_options;
     dial_options.address = address;
     dial_options.token = kToken;
@@ -411,7 +436,7 @@ TEST_CASE("master server: mutated frames") {
         REQUIRE(dialed);
         std::vector<std::byte> bytes;
         for (int i = 0; i < 8; ++i) {
-            Kind kind = member ? kOfMember[i == 0 ? 0 : random.below(3)] : kOfClient[random.below(4)];
+            Kind kind = member ? kOfMember[i == 0 ? 0 : random.below(4)] : kOfClient[random.below(5)];
             std::vector<std::byte> b = body(kind);
             if (random.one_in(3)) b[random.below(b.size())] = static_cast<std::byte>(random.below(256));
             if (random.one_in(6)) b.resize(random.below(b.size() + 1));

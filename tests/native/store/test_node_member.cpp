@@ -51,7 +51,7 @@ class Node {
         REQUIRE_MESSAGE(opened.ok(), opened.error().text);
         ssd_ = std::move(*opened);
         member_ = std::make_unique<NodeMember>(ClusterOptions{}, "token", "", Incarnation{}, pools_,
-                                               ssd_.get(), [this](const std::function<void()>& f) {
+                                               ssd_.get(), removals_, [this](const std::function<void()>& f) {
                                                    f();
                                                    if (after_piece) after_piece();
                                                    return true;
@@ -121,9 +121,12 @@ class Node {
     std::mutex mutex_;
     std::deque<std::function<void()>> posted_;
     std::unique_ptr<SsdTier> ssd_;
+    Removals removals_;
     std::unique_ptr<NodeMember> member_;
     uint32_t space_ = 0;
 };
+
+const Drops kAll{true, UINT64_MAX, kNoVersion, 0, {}};
 
 }  // namespace
 
@@ -133,7 +136,7 @@ TEST_CASE("node member: what is being written to a disk is dropped with the rest
     disk->hold();
     for (int i = 0; i < 8; ++i) node.put("k" + std::to_string(i));
     node.until([&] { return disk->waiting() != 0; });
-    REQUIRE(node.member().drop(true, {}));
+    REQUIRE(node.member().drop(kAll));
     CHECK(node.pool().table().counters().objects == 0);
     disk->release();
     node.until([&] { return node.gauge("ssd_writes_waiting") == 0; });
@@ -156,7 +159,7 @@ TEST_CASE("node member: what is being read from a disk is dropped with the rest"
         disk->release();
         node.until([&] { return ended; });
     };
-    REQUIRE(node.member().drop(true, {}));
+    REQUIRE(node.member().drop(kAll));
     CHECK(!node.in_memory("k"));
     CHECK(!node.on_ssd("k"));
     CHECK(node.pool().check_integrity());
@@ -175,7 +178,7 @@ TEST_CASE("node member: what is written and evicted while the rest is dropped go
         REQUIRE(node.pool().table().evict_one());
         REQUIRE(node.on_ssd("k"));
     };
-    REQUIRE(node.member().drop(true, {}));
+    REQUIRE(node.member().drop(kAll));
     CHECK(!node.in_memory("k"));
     CHECK(!node.on_ssd("k"));
 }

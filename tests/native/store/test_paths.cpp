@@ -68,7 +68,7 @@ PutOutcome put(NodeClient& client, std::string_view name, std::string& bytes, bo
     MemoryRef parts[] = {MemoryRef::host(bytes.data(), bytes.size() / 3),
                          MemoryRef::host(bytes.data() + bytes.size() / 3, bytes.size() - bytes.size() / 3)};
     PutItem item{name, {}, parts};
-    auto report = client.put({&item, 1}, replace, true);
+    auto report = client.put({&item, 1}, {.replace = replace});
     REQUIRE_MESSAGE(report.ok(), report.error().text);
     return report->outcomes[0];
 }
@@ -174,7 +174,7 @@ TEST_CASE("every path: memory of a kind that it does not move is refused, and no
         std::string name = path + "device", bytes(4096, 'a');
         MemoryRef device{.address = 0x1000, .bytes = 4096, .device = 0, .kind = MemoryKind::kDevice};
         PutItem put_item{name, {}, {&device, 1}};
-        auto report = client.put({&put_item, 1}, false, true);
+        auto report = client.put({&put_item, 1}, {});
         REQUIRE_FALSE(report.ok());
         CHECK(report.error().code == Code::kInvalidArgument);
         CHECK(report.error().text.find("device memory") != std::string::npos);

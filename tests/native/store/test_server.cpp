@@ -108,8 +108,8 @@ TEST_CASE("server: put, get, exists, prefix, remove, list, stat over dial()") {
     CHECK(gauge(*server, "objects_pinned") == 2);
     prefix = Prefix{};
     std::string_view one[] = {"a"};
-    CHECK((*client.remove(one))[0] == 1);
-    CHECK((*client.remove(one))[0] == 0);
+    CHECK((*client.remove(one)).flags[0] == 1);
+    CHECK((*client.remove(one)).flags[0] == 0);
     CHECK(client.list("", 10)->size() == 1);
     CHECK_FALSE(client.stat()->empty());
     CHECK(gauge(*server, "objects_pinned") == 0);
@@ -579,7 +579,7 @@ TEST_CASE("server: load copies into strided memory what another client pinned, o
     uint16_t wrong_columns[] = {0, 7};
     CHECK(loader.load(given.holders, given.descriptors, table, indices, wrong_columns, false).ok ==
           std::vector<uint8_t>{1, 0});
-    CHECK((*saver.remove(std::span(names).first(1)))[0] == 1);
+    CHECK((*saver.remove(std::span(names).first(1))).flags[0] == 1);
     auto gone = loader.load(given.holders, given.descriptors, table, indices, columns, false);
     CHECK(gone.ok == std::vector<uint8_t>{0, 1});
     CHECK_FALSE(gone.error.empty());

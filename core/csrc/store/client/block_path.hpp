@@ -60,8 +60,9 @@ struct NodeMemory {
 
 struct PutHow {
     bool replace = false;
-    bool ack = true;     // wait for the node's answer
-    int timeout_ms = 0;  // the longest wait without progress; 0: the session's own
+    bool ack = true;             // wait for the node's answer
+    int timeout_ms = 0;          // the longest wait without progress; 0: the session's own
+    Version known = kNoVersion;  // the removals that this put comes after
 };
 
 class BlockPath {

@@ -59,6 +59,8 @@ struct Handover {
     std::vector<Descriptor> descriptors;
 };
 
+class RemovalSteps;
+
 class Client {
    public:
     explicit Client(ClientOptions options);
@@ -90,7 +92,7 @@ class Client {
     Result<std::vector<ObjectView>> views(std::span<const std::string_view> names, bool verify);
     Result<std::vector<Presence>> exists(std::span<const std::string_view> names);
     Result<Prefix> longest_prefix(std::span<const std::string_view> names, uint32_t width, bool pin);
-    Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names);
+    Result<RemoveReport> remove(std::span<const std::string_view> names);
     // Of one node only, by its name or address; copies elsewhere stay. generations: none, or for each name
     // the one that it is about, as describe() says.
     Result<std::vector<uint8_t>> remove_at(std::span<const std::string_view> names, std::string_view node,
@@ -193,7 +195,11 @@ class Client {
     void own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests);
     // As far as nodes can be reached; what is left is evicted one day, since no client asks for it.
     void remove_stripes(Pool& pool, std::span<const Manifest> manifests);
-    Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
+    Result<PutReport> put_whole(std::span<const PutItem> given, const PutOptions& options,
+                                size_t attempt = 1);
+    void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
+                         PutReport& report);
+    PutHow how(const PutOptions& options, bool ack);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,
                        Pinned& pinned, std::string& why);
@@ -209,9 +215,9 @@ class Client {
                         std::span<const size_t> which, std::span<const Named> wanted, PutReport& report);
     std::vector<size_t> with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which);
     bool held_by_a_suspect(std::string_view name);
-    // own_away: the own node could not be told; it drops its copies when it returns.
-    void remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
-                          std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests);
+    void tell_removal(Pool& pool, std::span<const std::string_view> names, RemovalSteps& steps,
+                      std::vector<RemovedManifest>& manifests);
+    void end_removal(Pool& pool, RemovalSteps& steps);
     std::optional<uint64_t> own_has(std::string_view name);  // its size
     Result<PutReport> put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
                                             PutReport report);

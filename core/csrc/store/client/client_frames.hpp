@@ -89,10 +89,20 @@ inline bool has_marks(const Session& session, std::span<const PutItem> items) {
            });
 }
 
-inline NewKey key_of(const PutItem& item) { return {item.name, item.parent, item.group, item.soft_ms}; }
+inline NewKey key_of(const PutItem& item, const PutHow& how) {
+    Version version = item.version != kNoVersion ? item.version : how.known;
+    return {item.name, item.parent, item.group, item.soft_ms, version};
+}
 
-inline CommitHead commit_head(const Session& session, bool replace, bool marks, size_t rows) {
-    auto flags = static_cast<uint8_t>((replace ? kCommitReplace : 0) | (marks ? kCommitMarks : 0));
+// Flags of COMMIT and PUT. Removals have an order where there is a master.
+inline uint8_t commit_flags(const Session& session, std::span<const PutItem> items, const PutHow& how) {
+    bool versions = session.knows(kFeatureVersions) && !session.master().empty();
+    return static_cast<uint8_t>((how.replace ? kCommitReplace : 0) |
+                                (has_marks(session, items) ? kCommitMarks : 0) |
+                                (versions ? kCommitVersions : 0));
+}
+
+inline CommitHead commit_head(const Session& session, uint8_t flags, size_t rows) {
     return {session.space(), flags, static_cast<uint32_t>(rows)};
 }
 

@@ -19,6 +19,7 @@
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 #include "store/client/put_steps.hpp"
+#include "store/client/removal_steps.hpp"
 
 namespace moonpool {
 
@@ -96,10 +97,12 @@ Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, 
     return report;
 }
 
-Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOptions& options) {
+Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOptions& options,
+                                    size_t attempt) {
+    std::span<const PutItem> items = given;
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) {
-        Result<PutReport> report = own_.put(items, options.replace, options.ack, options.timeout_ms);
+        Result<PutReport> report = own_.put(items, how(options, options.ack));
         others = pool();  // the first call of all finds out
         if (report && options.replicas > 1) {
             if (others != nullptr) {
@@ -141,23 +144,24 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
     plan.own_wanted = !wanted.empty() && wanted.front().node == nullptr;
     plan.elsewhere_wanted = !wanted.empty() && !plan.own_wanted;
     std::vector<RemovedManifest> replaced;
+    std::optional<RemovalSteps> removal;  // of what is replaced
+    std::vector<PutItem> ordered;         // items, with their versions
     Error own_error;
     using Wants = PutSteps::Wants;
     PutSteps steps(items.size(), plan);
     while (steps.wants() != Wants::kDone) {
         std::vector<size_t> left = steps.left();
         switch (steps.wants()) {
-            case Wants::kRemoveHere:
-                steps.removed_here(own_.remove(names_of(left), replaced).ok());
-                break;
-            case Wants::kRemoveElsewhere: {
+            case Wants::kRemove: {
                 std::vector<std::string_view> names = names_of(left);
-                std::vector<uint8_t> ignored(names.size());
-                std::vector<RemovedManifest> found_before;  // by the first removal
-                if (!steps.removes_again() && !plan.elsewhere_wanted) own_manifests(names, replaced);
-                remove_elsewhere(*others, names, steps.own_away(), ignored,
-                                 steps.removes_again() ? found_before : replaced);
-                steps.removed_elsewhere();
+                if (!steps.removes_here()) own_manifests(names, replaced);
+                removal.emplace(hashes(names), others->own, steps.removes_here(), locations_, recent_);
+                tell_removal(*others, names, *removal, replaced);
+                ordered.assign(items.begin(), items.end());
+                for (size_t i = 0; i < removal->versions().size(); ++i)
+                    ordered[i].version = removal->versions()[i];
+                items = ordered;
+                steps.removed();
                 break;
             }
             case Wants::kPutWanted:
@@ -183,9 +187,13 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
             case Wants::kPutHere: {
                 std::vector<PutItem> own_items;
                 for (size_t i : left) own_items.push_back(items[i]);
-                Result<PutReport> own = own_.put(own_items, options.replace, options.ack, options.timeout_ms);
+                Result<PutReport> own = own_.put(own_items, how(options, options.ack));
                 if (own) {
-                    for (size_t k = 0; k < left.size(); ++k) report.outcomes[left[k]] = own->outcomes[k];
+                    for (size_t k = 0; k < left.size(); ++k) {
+                        report.outcomes[left[k]] = own->outcomes[k];
+                        bool here = own->outcomes[k] == PutOutcome::kStored;
+                        if (removal && options.ack && here) removal->placed_here(left[k]);
+                    }
                     for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
                     report.refusal = own->refusal;
                     report.stored_bytes += own->stored_bytes;
@@ -194,7 +202,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
                 } else {
                     return own;
                 }
-                steps.put_here(own.ok(), still_refused());
+                steps.put(still_refused());
                 break;
             }
             case Wants::kPutElsewhere:
@@ -206,6 +214,18 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         }
     }
     if (!own_error.text.empty() && !still_refused().empty()) return own_error;
+    if (options.replicas > 1) replicate(*others, items, options, wanted, report);
+    if (removal) {
+        end_replacement(*others, items, *removal, report);
+        // The master had taken it for given up before the bytes were here.
+        bool given_up = std::ranges::find(report.outcomes, PutOutcome::kOlder) != report.outcomes.end();
+        if (given_up && attempt < kAttemptsMax) return put_whole(given, options, attempt + 1);
+    }
+    for (PutOutcome& outcome : report.outcomes) {
+        if (outcome != PutOutcome::kOlder) continue;
+        outcome = PutOutcome::kRefused;
+        report.refusal = "the key was replaced or removed by others meanwhile";
+    }
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : replaced) {
         // The stripes of an object that was not replaced after all are still its own.
@@ -213,8 +233,33 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
         add_genuine(items[manifest.item].name, manifest, striped);
     }
     remove_stripes(*others, striped);
-    if (options.replicas > 1) replicate(*others, items, options, wanted, report);
     return report;
+}
+
+// The master hears where the new bytes are. Where a later replacement or removal of the key came between,
+// they are void, as if that had come after this call.
+void Client::end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
+                             PutReport& report) {
+    for (auto [item, node] : report.placed) removal.placed(item, node);
+    end_removal(pool, removal);
+    std::vector<std::string_view> names;
+    std::vector<Version> versions;
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (removal.later()[i] == kNoVersion || report.outcomes[i] == PutOutcome::kRefused) continue;
+        report.outcomes[i] = PutOutcome::kStored;
+        names.push_back(items[i].name);
+        versions.push_back(removal.later()[i]);
+    }
+    std::vector<RemovedManifest> none;
+    if (!names.empty()) (void)own_.remove_older(names, versions, none);
+}
+
+PutHow Client::how(const PutOptions& options, bool ack) {
+    std::shared_ptr<Pool> others = pool();
+    return {.replace = options.replace,
+            .ack = ack,
+            .timeout_ms = options.timeout_ms,
+            .known = others == nullptr ? kNoVersion : others->directory->newest()};
 }
 
 // Those that can be reached, in the caller's order.
@@ -230,7 +275,7 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
                     const PutOptions& options, std::vector<size_t>& left, PutReport& report) {
     std::vector<PutItem> batch;
     for (size_t i : left) batch.push_back(items[i]);
-    Result<PutReport> put = to.put(batch, options.replace, true, options.timeout_ms);
+    Result<PutReport> put = to.put(batch, how(options, true));
     if (!put) {
         report.refusal = put.error().text;
         return false;
@@ -242,6 +287,8 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
             refused.push_back(left[k]);
             continue;
         }
+        if (put->outcomes[k] == PutOutcome::kOlder) continue;
+        if (put->outcomes[k] == PutOutcome::kStored) report.placed.emplace_back(left[k], member.id);
         Hash128 hash = own_.hasher()(items[left[k]].name);
         locations_.put(hash, member.identity.incarnation);
         recent_.add(now_ms(), hash, member.id);
@@ -325,7 +372,7 @@ void Client::replicate(Pool& pool, std::span<const PutItem> items, const PutOpti
     report.copies.assign(items.size(), 0);
     std::vector<size_t> stored, existed;
     for (size_t i = 0; i < items.size(); ++i) {
-        if (report.outcomes[i] == PutOutcome::kRefused) continue;
+        if (report.outcomes[i] != PutOutcome::kStored && report.outcomes[i] != PutOutcome::kExists) continue;
         report.copies[i] = 1;
         (report.outcomes[i] == PutOutcome::kStored ? stored : existed).push_back(i);
     }
@@ -385,17 +432,19 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
         where.avoid_nodes.push_back(member.id);
         std::vector<PutItem> batch;
         for (size_t i : left) batch.push_back(items[i]);
-        Result<PutReport> put = to.put(batch, options.replace, true, options.timeout_ms);
+        Result<PutReport> put = to.put(batch, how(options, true));
         if (!put) {
             why = put.error().text;
             return;
         }
         if (!same_hosts) where.avoid_host_ids.push_back(member.identity.host_id);
         for (size_t k = 0; k < left.size(); ++k) {
-            if (put->outcomes[k] == PutOutcome::kRefused) {
-                why = put->refusal;
+            PutOutcome outcome = put->outcomes[k];
+            if (outcome == PutOutcome::kRefused || outcome == PutOutcome::kOlder) {
+                why = outcome == PutOutcome::kOlder ? "the key was replaced meanwhile" : put->refusal;
                 continue;
             }
+            if (outcome == PutOutcome::kStored) report.placed.emplace_back(left[k], member.id);
             ++report.copies[left[k]];
             recent_.add(now_ms(), own_.hasher()(items[left[k]].name), member.id);
         }

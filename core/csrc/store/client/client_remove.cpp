@@ -12,19 +12,35 @@
 
 namespace moonpool {
 
-Result<std::vector<uint8_t>> Client::remove(std::span<const std::string_view> names) {
+Result<RemoveReport> Client::remove(std::span<const std::string_view> names) {
     WaitBudget budget(wait_budget_ms());
     std::vector<RemovedManifest> manifests;
-    Result<std::vector<uint8_t>> removed = own_.remove(names, manifests);
     std::shared_ptr<Pool> others = pool();
-    if (others == nullptr || (!removed && !no_answer(removed.error()))) return removed;
-    std::vector<uint8_t> flags = removed ? *removed : std::vector<uint8_t>(names.size());
-    remove_elsewhere(*others, names, !removed, flags, manifests);
+    if (others == nullptr) {
+        Result<std::vector<uint8_t>> removed = own_.remove(names, manifests);
+        others = pool();  // the first call of all finds out
+        if (others == nullptr || (!removed && !no_answer(removed.error()))) {
+            if (!removed) return removed.error();
+            return RemoveReport{std::move(*removed), {}};
+        }
+    }
+    Status fit = own_.check_names(names);
+    if (!fit && !no_answer(fit.error())) return fit.error();
+    RemovalSteps steps(hashes(names), others->own, true, locations_, recent_);
+    tell_removal(*others, names, steps, manifests);
+    end_removal(*others, steps);
+    RemoveReport report;
+    bool any_unsure = false;
+    for (size_t i = 0; i < names.size(); ++i) {
+        bool unsure = !steps.unsure(i).empty();
+        any_unsure |= unsure;
+        report.flags.push_back(unsure ? 2 : steps.removed()[i]);
+    }
+    for (size_t i = 0; any_unsure && i < names.size(); ++i) report.unsure.push_back(steps.unsure(i));
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : manifests) add_genuine(names[manifest.item], manifest, striped);
     remove_stripes(*others, striped);
-    if (!removed && std::ranges::find(flags, 0) != flags.end()) return removed.error();
-    return flags;
+    return report;
 }
 
 Result<std::vector<uint8_t>> Client::remove_at(std::span<const std::string_view> names, std::string_view node,
@@ -68,22 +84,26 @@ bool Client::held_by_a_suspect(std::string_view name) {
     });
 }
 
-// Drives RemovalSteps, which decide what is asked of whom.
-void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> names, bool own_away,
-                              std::vector<uint8_t>& removed, std::vector<RemovedManifest>& manifests) {
+// Drives RemovalSteps, which decide what is asked of whom, until all nodes that have a copy are told.
+void Client::tell_removal(Pool& pool, std::span<const std::string_view> names, RemovalSteps& steps,
+                          std::vector<RemovedManifest>& manifests) {
     using Wants = RemovalSteps::Wants;
-    RemovalSteps steps(hashes(names), pool.own, own_away, locations_, recent_);
-    steps.located(now_ms(), pool.directory->locate(steps.keys(), RemovalSteps::question()));
+    steps.ordered(now_ms(), pool.directory->order(steps.keys(), steps.placing()));
     if (steps.wants() == Wants::kMembers) steps.members(now_ms(), pool.directory->members());
     if (steps.wants() == Wants::kDone) return;
+    if (steps.tells_own()) steps.own_told(own_.remove_older(names, steps.versions(), manifests));
     Mutex merging;
     // The master must hear of those that did not answer.
     std::optional<WaitBudget> most(std::in_place, WaitBudget::of_one_peer(WaitBudget::within(INT_MAX)));
     each(steps.nodes(), [&](Group& group) {
         std::vector<std::string_view> keys;
-        for (size_t i : group.items) keys.push_back(names[i]);
+        std::vector<Version> versions;
+        for (size_t i : group.items) {
+            keys.push_back(names[i]);
+            if (!steps.versions().empty()) versions.push_back(steps.versions()[i]);
+        }
         std::vector<RemovedManifest> shown;
-        Result<std::vector<uint8_t>> flags = node(pool, group.member)->remove(keys, shown);
+        Result<std::vector<uint8_t>> flags = node(pool, group.member)->remove_older(keys, versions, shown);
         MutexLock lock(merging);
         steps.told(now_ms(), group, flags);
         for (RemovedManifest& manifest : shown) {
@@ -93,10 +113,16 @@ void Client::remove_elsewhere(Pool& pool, std::span<const std::string_view> name
     });
     most.reset();
     steps.all_told();
-    for (size_t i = 0; i < names.size(); ++i) removed[i] |= steps.removed()[i];
-    // Every key: a node that is away may hold copies of which the directory no longer knows.
-    (void)pool.directory->forget(steps.keys(), steps.unreached());
-    steps.forgotten();
+}
+
+// Every key: a node that is away may hold copies of which the directory no longer knows.
+void Client::end_removal(Pool& pool, RemovalSteps& steps) {
+    if (steps.wants() != RemovalSteps::Wants::kEnd) return;
+    if (!steps.versions().empty()) return steps.ended(pool.directory->ordered(steps.done()));
+    Result<uint32_t> rows = pool.directory->forget(steps.keys(), steps.unreached());
+    Result<std::vector<Version>> last = std::vector<Version>{};
+    if (!rows) last = rows.error();
+    steps.ended(last);
 }
 
 Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limit) {

@@ -19,6 +19,7 @@
 #include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
+#include "store/client/removal_steps.hpp"
 #include "wire/auth.hpp"
 
 namespace moonpool {
@@ -210,9 +211,9 @@ void Client::remove_stripes(Pool& pool, std::span<const Manifest> manifests) {
     if (stripes.empty()) return;
     std::vector<std::string_view> names(stripes.begin(), stripes.end());
     std::vector<RemovedManifest> none;
-    Result<std::vector<uint8_t>> removed = own_.remove(names, none);
-    std::vector<uint8_t> flags(names.size());
-    remove_elsewhere(pool, names, !removed, flags, none);
+    RemovalSteps steps(hashes(names), pool.own, true, locations_, recent_);
+    tell_removal(pool, names, steps, none);
+    end_removal(pool, steps);
 }
 
 bool Client::too_large_for_one(const PutItem& item) {
@@ -275,8 +276,8 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
         std::vector<PutItem> batch;
         for (size_t i : group.items) batch.push_back(stripes[i]);
         bool own = group.member.identity.incarnation == pool.own;
-        Result<PutReport> put = own ? own_.put(batch, false, true, options.timeout_ms)
-                                    : node(pool, group.member)->put(batch, false, true, options.timeout_ms);
+        PutHow how{.timeout_ms = options.timeout_ms, .known = pool.directory->newest()};
+        Result<PutReport> put = own ? own_.put(batch, how) : node(pool, group.member)->put(batch, how);
         MutexLock lock(merging);
         if (!put) {
             report.refusal = put.error().text;

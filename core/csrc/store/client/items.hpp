@@ -5,8 +5,11 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "directory/types.hpp"
+#include "directory/version.hpp"
 #include "memory/memory_ref.hpp"
 #include "store/shared/messages.hpp"
 
@@ -16,17 +19,28 @@ struct PutItem {
     std::string_view name;
     std::string_view parent;  // empty: none
     std::span<const MemoryRef> parts;
-    std::string_view group = {};  // what goes with it when a node evicts; empty: nothing
-    uint32_t soft_ms = 0;         // a soft pin; 0: none
+    std::string_view group = {};   // what goes with it when a node evicts; empty: nothing
+    uint32_t soft_ms = 0;          // a soft pin; 0: none
+    Version version = kNoVersion;  // of a replacement, as the master gave it
 };
 
 struct PutReport {
     std::vector<PutOutcome> outcomes;
     std::string refusal;  // why, for the items whose outcome is kRefused
     uint64_t stored_bytes = 0;
-    std::vector<uint8_t> copies;         // of each stored item, on different hosts; empty: one each
-    std::string short_of_copies;         // why there are fewer than asked for
-    std::vector<size_t> manifest_sized;  // items that were there already, and may be striped
+    std::vector<uint8_t> copies;  // of each stored item, on different hosts; empty: one each
+    std::string short_of_copies;  // why there are fewer than asked for
+    std::vector<std::pair<size_t, Version>> older;  // items whose outcome is kOlder, and what comes after all
+    std::vector<std::pair<size_t, NodeId>> placed;  // items that other nodes took
+    std::vector<size_t> manifest_sized;             // items that were there already, and may be striped
+};
+
+// What became of a removal, for each key.
+struct RemoveReport {
+    // 0: no node had it, 1: it is removed, 2: it is removed as far as can be told, and may come back from the
+    // nodes in `unsure`.
+    std::vector<uint8_t> flags;
+    std::vector<std::string> unsure;  // empty: there are none for any key
 };
 
 struct GetItem {

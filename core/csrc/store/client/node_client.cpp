@@ -180,6 +180,11 @@ Status NodeClient::check_names(const Session& session, const PutItem& item) cons
     return check_names(session, names);
 }
 
+Status NodeClient::check_names(std::span<const std::string_view> names) {
+    Result<std::shared_ptr<Session>> opened = session();
+    return opened ? check_names(**opened, names) : Status(opened.error());
+}
+
 Status NodeClient::check_names(std::span<const PutItem> items) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
@@ -198,15 +203,47 @@ Status NodeClient::check_item(const Session& session, const PutItem& item) const
                                              std::to_string(session.parts_max()) + " (node.parts_max)"};
 }
 
-Result<PutReport> NodeClient::put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms) {
+Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
+    if (const IndexReader* index = s.path().index()) how.known = std::max(how.known, index->applied());
     // All items are judged before the first byte is copied: a call is refused as a whole or not at all.
-    return s.path().put(items, {.replace = replace, .ack = ack, .timeout_ms = timeout_ms});
+    Result<PutReport> report = s.path().put(items, how);
+    if (report && !report->older.empty()) put_after_removals(s, items, how, *report);
+    return report;
+}
+
+// The node knows of removals that this process had not heard of when the call began. Items without a version
+// of their own begin anew, and come after these.
+void NodeClient::put_after_removals(Session& s, std::span<const PutItem> items, const PutHow& how,
+                                    PutReport& report) {
+    std::vector<PutItem> again;
+    std::vector<size_t> place;
+    for (auto [i, newest] : report.older) {
+        if (items[i].version != kNoVersion) continue;
+        again.push_back(items[i]);
+        again.back().version = newest;
+        place.push_back(i);
+    }
+    report.older.clear();
+    if (again.empty()) return;
+    Result<PutReport> put = s.path().put(again, how);
+    for (size_t k = 0; k < place.size(); ++k) {
+        PutOutcome outcome = put ? put->outcomes[k] : PutOutcome::kOlder;
+        if (outcome == PutOutcome::kOlder) {
+            outcome = PutOutcome::kRefused;
+            report.refusal = put ? "the key was removed while it was put" : put.error().text;
+        }
+        report.outcomes[place[k]] = outcome;
+    }
+    if (!put) return;
+    report.stored_bytes += put->stored_bytes;
+    if (!put->refusal.empty()) report.refusal = put->refusal;
+    for (size_t k : put->manifest_sized) report.manifest_sized.push_back(place[k]);
 }
 
 Result<std::vector<int64_t>> NodeClient::get(std::span<const GetItem> items, bool verify, bool tolerant) {
@@ -313,24 +350,39 @@ Result<std::vector<int64_t>> NodeClient::get_pinned(const Pinned& pinned, std::s
 Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view> names,
                                                 std::vector<RemovedManifest>& manifests,
                                                 std::span<const uint64_t> generations) {
+    return remove(names, generations.empty() ? RemoveBy::kName : RemoveBy::kGeneration, generations,
+                  manifests);
+}
+
+Result<std::vector<uint8_t>> NodeClient::remove_older(std::span<const std::string_view> names,
+                                                      std::span<const Version> versions,
+                                                      std::vector<RemovedManifest>& manifests) {
+    return remove(names, versions.empty() ? RemoveBy::kName : RemoveBy::kVersion, versions, manifests);
+}
+
+Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view> names, RemoveBy by,
+                                                std::span<const uint64_t> numbers,
+                                                std::vector<RemovedManifest>& manifests) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();
     Session& s = **opened;
     if (Status status = check_names(s, names); !status) return status.error();
-    // To an older node a frame with generations behind the names breaks the format.
-    if (!generations.empty() && !s.knows(kFeatureRemoveOne)) {
+    // To an older node a frame with numbers behind the names breaks the format.
+    if (by == RemoveBy::kGeneration && !s.knows(kFeatureRemoveOne)) {
         return Error{Code::kUnavailable,
                      s.peer() + " is of an older release, which removes no one generation"};
     }
+    if (by == RemoveBy::kVersion && !s.knows(kFeatureVersions)) by = RemoveBy::kName;
     std::vector<uint8_t> removed;
     auto ask = [&](size_t begin, size_t end) -> Result<bool> {
         Status sent = s.call(
             Kind::kRemove,
             [&](Writer& w) {
                 w.number(s.space());
-                w.number(static_cast<uint32_t>(end - begin));
+                auto n = static_cast<uint32_t>(end - begin);
+                w.number(by == RemoveBy::kVersion ? n | kRemoveVersions : n);
                 write_names(w, names.subspan(begin, end - begin));
-                for (size_t i = begin; i < end && !generations.empty(); ++i) w.number(generations[i]);
+                for (size_t i = begin; i < end && by != RemoveBy::kName; ++i) w.number(numbers[i]);
             },
             [&](Reader& r) {
                 if (r.number<uint32_t>() != end - begin) return false;
@@ -354,7 +406,7 @@ Result<std::vector<uint8_t>> NodeClient::remove(std::span<const std::string_view
         if (!sent) return sent.error();
         return true;
     };
-    Status status = in_frames(s, names, 1, ask, generations.empty() ? 0 : sizeof(uint64_t));
+    Status status = in_frames(s, names, 1, ask, by == RemoveBy::kName ? 0 : sizeof(uint64_t));
     if (!status) return status.error();
     return removed;
 }

@@ -116,8 +116,11 @@ class NodeClient {
     void close();
     Status check_open() const;  // kClosed, or kForked in a child of fork()
 
-    Result<PutReport> put(std::span<const PutItem> items, bool replace, bool ack, int timeout_ms = 0);
-    // Whether put() would refuse the call for an item's names.
+    // how.known: the removals that the caller knows of. An item with a version of its own that is older than
+    // what the node knows has the outcome kOlder.
+    Result<PutReport> put(std::span<const PutItem> items, PutHow how);
+    // Whether a call would be refused for these names, or put() for those of an item.
+    Status check_names(std::span<const std::string_view> names);
     Status check_names(std::span<const PutItem> items);
 
     // Copies into the caller's parts: the object's size, or kMiss. Too small a destination is an error and
@@ -145,6 +148,10 @@ class NodeClient {
     Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names,
                                         std::vector<RemovedManifest>& manifests,
                                         std::span<const uint64_t> generations = {});
+    // Removes copies that are older than the version of their name; none: whatever there is.
+    Result<std::vector<uint8_t>> remove_older(std::span<const std::string_view> names,
+                                              std::span<const Version> versions,
+                                              std::vector<RemovedManifest>& manifests);
     Result<std::vector<ListRow>> list(std::string_view prefix, uint64_t limit);
     Result<std::vector<std::pair<std::string, uint64_t>>> stat();
     // This node's copy of each object, without a use of it; where 0: it has none.
@@ -188,6 +195,12 @@ class NodeClient {
         Mutex& mutex_;
     };
     Status check_names(const Session& session, std::span<const std::string_view> names) const;
+    static void put_after_removals(Session& s, std::span<const PutItem> items, const PutHow& how,
+                                   PutReport& report);
+    enum class RemoveBy : uint8_t { kName, kGeneration, kVersion };
+    Result<std::vector<uint8_t>> remove(std::span<const std::string_view> names, RemoveBy by,
+                                        std::span<const uint64_t> numbers,
+                                        std::vector<RemovedManifest>& manifests);
     Status check_names(const Session& session, const PutItem& item) const;
     Status check_item(const Session& session, const PutItem& item) const;
     Result<std::vector<int64_t>> pin_and_get(std::span<const GetItem> items, bool verify, bool tolerant);

@@ -8,20 +8,10 @@ namespace moonpool {
 PutSteps::PutSteps(size_t items, const Plan& plan) : plan_(plan), left_(items) {
     std::iota(left_.begin(), left_.end(), 0);
     if (plan_.replace) {
-        wants_ = plan_.elsewhere_wanted ? Wants::kRemoveHere : Wants::kRemoveElsewhere;
+        wants_ = Wants::kRemove;
     } else {
         after_removal();
     }
-}
-
-void PutSteps::removed_here(bool answered) {
-    own_away_ = !answered;
-    wants_ = Wants::kRemoveElsewhere;
-}
-
-void PutSteps::removed_elsewhere() {
-    if (again_) return go_to(Wants::kPutElsewhere);
-    after_removal();
 }
 
 void PutSteps::after_removal() { go_to(plan_.elsewhere_wanted ? Wants::kPutWanted : Wants::kSpill); }
@@ -35,17 +25,18 @@ void PutSteps::go_to(Wants next) {
     wants_ = left_.empty() ? Wants::kDone : next;
 }
 
-void PutSteps::put_here(bool answered, std::vector<size_t> left) {
-    left_ = std::move(left);
-    if (answered || !plan_.replace) return go_to(Wants::kPutElsewhere);
-    own_away_ = again_ = true;
-    wants_ = Wants::kRemoveElsewhere;
-}
-
 void PutSteps::put(std::vector<size_t> left) {
     left_ = std::move(left);
-    if (wants_ == Wants::kPutWanted) return go_to(Wants::kSpill);
-    go_to(wants_ == Wants::kSpill ? Wants::kPutHere : Wants::kDone);
+    switch (wants_) {
+        case Wants::kPutWanted:
+            return go_to(Wants::kSpill);
+        case Wants::kSpill:
+            return go_to(Wants::kPutHere);
+        case Wants::kPutHere:
+            return go_to(Wants::kPutElsewhere);
+        default:
+            return go_to(Wants::kDone);
+    }
 }
 
 PlaceSteps::PlaceSteps(std::vector<size_t> items, const Incarnation& own,

@@ -2,14 +2,13 @@
 // PlaceSteps: which other nodes it asks. Neither has a socket, thread or clock: Client drives them over its
 // connections, and the simulator of tests/sim over a simulated network.
 //
-//   kRemoveHere --> kRemoveElsewhere --> kPutWanted --> kSpill --> kPutHere --> kPutElsewhere --> kDone
-//                         ^                                            |
-//                         '----- a replacement, the own node is away --'
+//   kRemove --> kPutWanted --> kSpill --> kPutHere --> kPutElsewhere --> kDone
 //
-// A replacement begins with the removal of older generations elsewhere, so no client reads an old copy after
-// a new one; what stands between is a miss. The own node replaces its own; it is told to remove it where the
-// new one is wanted elsewhere. Steps that a put does not need are passed over, and the first that takes all
-// items is the last.
+// A replacement begins with its place in the order of removals, and with the removal of what is older
+// elsewhere, so no client reads an old copy after a new one; what stands between is a miss. The own node
+// replaces its own; it is told to remove it where the new one is wanted elsewhere. Steps that a put does not
+// need are passed over, and the first that takes all items is the last. The caller ends the replacement
+// (RemovalSteps::kEnd) then.
 #pragma once
 
 #include <memory>
@@ -24,8 +23,7 @@ namespace moonpool {
 class PutSteps {
    public:
     enum class Wants : uint8_t {
-        kRemoveHere,
-        kRemoveElsewhere,
+        kRemove,        // what is older, at other nodes; and at the own one, if removes_here()
         kPutWanted,     // at the nodes that the caller named
         kSpill,         // at others with free memory, if the own node has none
         kPutHere,       // at the own node
@@ -41,14 +39,10 @@ class PutSteps {
 
     Wants wants() const { return wants_; }
     const std::vector<size_t>& left() const { return left_; }  // that no node has taken yet
-    // kRemoveElsewhere: the own node may keep an older generation, which it is to drop when it returns.
-    bool own_away() const { return own_away_; }
-    bool removes_again() const { return again_; }  // after the own node did not answer the put
+    bool removes_here() const { return plan_.elsewhere_wanted; }
 
-    void removed_here(bool answered);
-    void removed_elsewhere();
-    void put_here(bool answered, std::vector<size_t> left);
-    void put(std::vector<size_t> left);  // of any other step that puts
+    void removed() { after_removal(); }
+    void put(std::vector<size_t> left);  // of any step that puts
 
    private:
     void after_removal();
@@ -57,7 +51,6 @@ class PutSteps {
     Plan plan_;
     Wants wants_ = Wants::kDone;
     std::vector<size_t> left_;
-    bool own_away_ = false, again_ = false;
 };
 
 class PlaceSteps {

@@ -5,62 +5,81 @@
 
 namespace moonpool {
 
-RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_away,
+RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_too,
                            LocationCache& locations, RecentCopies& recent)
     : keys_(std::move(keys)),
       own_(own),
-      own_away_(own_away),
+      own_too_(own_too),
       locations_(locations),
       recent_(recent),
-      removed_(keys_.size()) {
+      later_(keys_.size()),
+      removed_(keys_.size()),
+      unsure_(keys_.size()) {
     for (const Hash128& key : keys_) locations_.forget(key);
 }
 
-LocateOptions RemovalSteps::question() {
-    LocateOptions question;
-    question.suspects = true;  // they hold their copies still, and the master has to tell them
-    return question;
+void RemovalSteps::doubt(size_t item, std::string_view who) {
+    std::string& text = unsure_[item];
+    if (!text.empty()) text += ", ";
+    text += who;
 }
 
 // What a node is to be told; null: it is the own one.
 NodeItems* RemovalSteps::planned(const Member& member) {
-    if (member.identity.incarnation == own_) return nullptr;
-    return &planned_.try_emplace(member.id, NodeItems{member, {}}).first->second;
+    if (member.identity.incarnation == own_) {
+        own_id_ = member.id;
+        return nullptr;
+    }
+    return &planned_.try_emplace(member.identity.incarnation, NodeItems{member, {}}).first->second;
 }
 
-void RemovalSteps::located(uint64_t now_ms, const Result<LocateAnswer>& answer) {
+void RemovalSteps::ordered(uint64_t now_ms, const Result<OrderAnswer>& answer) {
     if (!answer) {
         wants_ = Wants::kMembers;
         return;
     }
-    for (size_t i = 0; i < answer->keys.size(); ++i) {
-        for (const Holder& holder : answer->keys[i]) {
-            const Member* member = answer->members->find(holder.node);
+    has_master_ = true;
+    versions_ = answer->versions;
+    const LocateAnswer& at = answer->at;
+    done_ = OrderDone{keys_, versions_, answer->epoch, {}, {}};
+    done_.told.resize(keys_.size());
+    done_.placed.resize(keys_.size());
+    for (size_t i = 0; i < at.keys.size(); ++i) {
+        for (const Holder& holder : at.keys[i]) {
+            const Member* member = at.members->find(holder.node);
             NodeItems* node = member == nullptr ? nullptr : planned(*member);
             if (node == nullptr) continue;
             if (node->items.empty() || node->items.back() != i) node->items.push_back(i);
         }
     }
-    plan(now_ms, *answer->members);
+    // Nodes that the former master knew may have copies, and have not joined this one yet. Clients read there
+    // what they know to be there; once such a node joins, it is sent what was removed.
+    if (answer->filling && at.members->before != nullptr) everywhere(*at.members->before);
+    plan(now_ms, *at.members);
 }
 
 // The master is away: every node that was in the pool is told.
 void RemovalSteps::members(uint64_t now_ms, const Result<std::shared_ptr<const Members>>& answer) {
+    for (size_t i = 0; i < keys_.size(); ++i) doubt(i, "nodes that cannot be asked while the master is away");
     if (!answer) {
-        wants_ = Wants::kDone;
+        wants_ = own_too_ ? Wants::kTell : Wants::kDone;
         return;
     }
-    const Members& known = **answer;
+    everywhere(**answer);
+    plan(now_ms, **answer);
+}
+
+void RemovalSteps::everywhere(const Members& known) {
     for (const Member& member : known.rows) {
         NodeItems* node = planned(member);
         if (node == nullptr) continue;
         node->items.resize(keys_.size());
         std::iota(node->items.begin(), node->items.end(), 0);
     }
-    plan(now_ms, known);
 }
 
 void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
+    if (const Member* own = known.find(own_); own != nullptr) own_id_ = own->id;
     // And where this client put copies of which the directory has not heard yet.
     for (size_t i = 0; i < keys_.size(); ++i) {
         std::vector<NodeId> at;
@@ -72,13 +91,11 @@ void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
             also->items.push_back(i);
         }
     }
-    for (size_t i = 0; own_away_ && i < known.rows.size(); ++i) {
-        if (known.rows[i].identity.incarnation == own_) unreached_.push_back(known.rows[i].id);
-    }
-    for (auto& [id, node] : planned_) {
-        for (size_t i : node.items) recent_.forget(keys_[i], id);
+    if (!versions_.empty()) add_witness(known);
+    for (auto& [life, node] : planned_) {
+        for (size_t i : node.items) recent_.forget(keys_[i], node.member.id);
         // One that is away now is not waited for.
-        if (node.member.state == MemberState::kAlive) {
+        if (in_touch(node.member.state)) {
             nodes_.push_back(std::move(node));
         } else {
             told(now_ms, node, Error{Code::kUnavailable, "suspect"});
@@ -88,14 +105,71 @@ void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
     wants_ = Wants::kTell;
 }
 
+void RemovalSteps::add_witness(const Members& known) {
+    std::vector<uint8_t> others(keys_.size());
+    for (auto& [life, node] : planned_) {
+        for (size_t i : node.items) others[i] |= in_touch(node.member.state);
+    }
+    if (std::ranges::find(others, 0) == others.end()) return;
+    auto witness = std::ranges::find_if(known.rows, [this](const Member& member) {
+        return member.state == MemberState::kAlive && member.identity.incarnation != own_;
+    });
+    if (witness == known.rows.end()) return;
+    NodeItems* node = planned(*witness);
+    for (size_t i = 0; i < keys_.size(); ++i) {
+        if (others[i] == 0 && std::ranges::find(node->items, i) == node->items.end())
+            node->items.push_back(i);
+    }
+}
+
 void RemovalSteps::told(uint64_t now_ms, const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
     if (!flags) {
         unreached_.push_back(node.member.id);
-        for (size_t i : node.items) recent_.add(now_ms, keys_[i], node.member.id);  // it may have them still
+        for (size_t i : node.items) {
+            recent_.add(now_ms, keys_[i], node.member.id);  // it may have them still
+            doubt(i, "node " + node.member.identity.name + " on " + node.member.identity.host_id);
+        }
         return;
     }
     for (size_t k = 0; k < node.items.size(); ++k) {
-        if ((*flags)[k] != 0) removed_[node.items[k]] = 1;
+        size_t i = node.items[k];
+        if ((*flags)[k] != 0) removed_[i] = 1;
+        if (has_master_ && node.member.id != kNoNode) done_.told[i].push_back(node.member.id);
+    }
+}
+
+void RemovalSteps::own_told(const Result<std::vector<uint8_t>>& flags) {
+    if (!flags) {
+        if (own_id_ != kNoNode) unreached_.push_back(own_id_);
+        for (size_t i = 0; i < keys_.size(); ++i) doubt(i, "this host's node");
+        return;
+    }
+    for (size_t i = 0; i < keys_.size(); ++i) {
+        if ((*flags)[i] != 0) removed_[i] = 1;
+        if (has_master_ && own_id_ != kNoNode) done_.told[i].push_back(own_id_);
+    }
+}
+
+void RemovalSteps::all_told() { wants_ = has_master_ ? Wants::kEnd : Wants::kDone; }
+
+void RemovalSteps::placed(size_t item, NodeId node) {
+    if (!has_master_ || node == kNoNode) return;
+    done_.told[item].push_back(node);
+    done_.placed[item].push_back(node);
+}
+
+void RemovalSteps::placed_here(size_t item) { placed(item, own_id_); }
+
+void RemovalSteps::ended(const Result<std::vector<Version>>& last) {
+    wants_ = Wants::kDone;
+    if (!last) {
+        for (size_t i = 0; i < keys_.size(); ++i) doubt(i, "nodes that the master has yet to tell");
+        return;
+    }
+    // If no node knows of it, it ends with the master.
+    acknowledged_ = std::ranges::none_of(done_.told, [](const auto& nodes) { return nodes.empty(); });
+    for (size_t i = 0; i < last->size() && i < versions_.size(); ++i) {
+        if ((*last)[i] > versions_[i]) later_[i] = (*last)[i];
     }
 }
 

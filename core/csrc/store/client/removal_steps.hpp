@@ -1,17 +1,26 @@
-// RemovalSteps: how a client removes every copy of some keys that other nodes hold, as a state machine:
-// answers in, questions out. It has no socket, thread or clock: Client drives it over its connections, and
-// the simulator of tests/sim over a simulated network.
+// RemovalSteps: how a client removes every copy of some keys, or every older one before it replaces them, as
+// a state machine: answers in, questions out. It has no socket, thread or clock: Client drives it over its
+// connections, and the simulator of tests/sim over a simulated network.
 //
-//   kLocate --located--> kTell --told() of each node, then all_told()--> kForget --forgotten()--> kDone
-//         \--the master is away--> kMembers --members()--> kTell
+//   kOrder --ordered()--> kTell --told() of each node, then all_told()--> kEnd --ended()--> kDone
+//        \--the master is away--> kMembers --members()--> kTell --> kDone
 //                                         \--no list either--> kDone
 //
-// The own node is not its business: the caller removes there first, and says with own_away that it could not.
+// The master gives the keys their place in the order of removals first. The nodes that hold a copy are told;
+// between all_told() and kEnd a replacement puts the new bytes (placed()); and the master hears which nodes
+// know. It sees to it that all others drop what is older, also when this client ends half way.
+//
+// Two nodes at least are told of each key, also where none other than the own one has a copy: they hand it to
+// a new master when this one ends.
+//
+// unsure() names what may still have an older copy for a while, or, without a master, until it is removed
+// again.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/result.hpp"
@@ -23,48 +32,74 @@ namespace moonpool {
 
 class RemovalSteps {
    public:
-    enum class Wants : uint8_t { kLocate, kMembers, kTell, kForget, kDone };
+    enum class Wants : uint8_t { kOrder, kMembers, kTell, kEnd, kDone };
 
-    RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_away, LocationCache& locations,
+    // own_too: the own node is to remove its copies, too; a replacement there needs no removal before it.
+    RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_too, LocationCache& locations,
                  RecentCopies& recent);
 
     Wants wants() const { return wants_; }
     const std::vector<Hash128>& keys() const { return keys_; }
 
-    // kLocate: holders are asked for with this question.
-    static LocateOptions question();
-    void located(uint64_t now_ms, const Result<LocateAnswer>& answer);
+    // kOrder: a place in the order and the holders are asked for. placing(): where the new bytes will be;
+    // null: it is a removal.
+    const Incarnation* placing() const { return own_too_ ? nullptr : &own_; }
+    void ordered(uint64_t now_ms, const Result<OrderAnswer>& answer);
 
     // kMembers: the last list of members that there was.
     void members(uint64_t now_ms, const Result<std::shared_ptr<const Members>>& answer);
 
-    // kTell: each of these nodes is told to remove its items, at the same time.
+    // kTell: each of these nodes is told to remove its items, at the same time, and the own node all, if
+    // tells_own(). versions(): of each key, copies that are older go; empty: all go.
     std::vector<NodeItems>& nodes() { return nodes_; }
+    bool tells_own() const { return own_too_; }
+    const std::vector<Version>& versions() const { return versions_; }
     // What one of them said of its items, 1 for each that it had. One call at a time.
     void told(uint64_t now_ms, const NodeItems& node, const Result<std::vector<uint8_t>>& flags);
-    void all_told() { wants_ = Wants::kForget; }
+    void own_told(const Result<std::vector<uint8_t>>& flags);
+    void all_told();
 
-    // kForget: the master hears of the removal, and of the nodes that did not.
+    // The new bytes of a key are at that node.
+    void placed(size_t item, NodeId node);
+    void placed_here(size_t item);
+
+    // kEnd: the master hears of it. A master of the release before gave no versions: it hears of the nodes
+    // that do not know.
+    const OrderDone& done() const { return done_; }
     const std::vector<NodeId>& unreached() const { return unreached_; }
-    void forgotten() { wants_ = Wants::kDone; }
+    void ended(const Result<std::vector<Version>>& last);
+    // Of each key, after kEnd: the version of a later removal or replacement; kNoVersion: there was none.
+    const std::vector<Version>& later() const { return later_; }
 
+    // The master and a node know of it: the removal holds, whichever of them ends now.
+    bool acknowledged() const { return acknowledged_; }
     // Of each key: whether a node had it.
     const std::vector<uint8_t>& removed() const { return removed_; }
+    // Which nodes may still have which key, in words; empty: none.
+    const std::string& unsure(size_t item) const { return unsure_[item]; }
 
    private:
     NodeItems* planned(const Member& member);
     void plan(uint64_t now_ms, const Members& known);
+    void everywhere(const Members& known);
+    void doubt(size_t item, std::string_view who);
+    void add_witness(const Members& known);
 
     std::vector<Hash128> keys_;
     Incarnation own_;
-    bool own_away_;
+    bool own_too_;
+    NodeId own_id_ = kNoNode;
     LocationCache& locations_;
     RecentCopies& recent_;
-    Wants wants_ = Wants::kLocate;
-    std::map<NodeId, NodeItems> planned_;
+    Wants wants_ = Wants::kOrder;
+    bool has_master_ = false, acknowledged_ = false;
+    std::map<Incarnation, NodeItems> planned_;
     std::vector<NodeItems> nodes_;
     std::vector<NodeId> unreached_;
+    std::vector<Version> versions_, later_;
+    OrderDone done_;
     std::vector<uint8_t> removed_;
+    std::vector<std::string> unsure_;
 };
 
 }  // namespace moonpool

@@ -137,8 +137,9 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     }
     NodeMetrics& m = server_.metrics_;
     ObjectTable& table = pool_->table();
+    std::vector<Version> newest;  // of rows that are older
     for (uint32_t i = 0; i < n; ++i) {
-        auto [extent, crc, key] = CommitRow::read(body, head.marks());
+        auto [extent, crc, key] = CommitRow::read(body, head.flags);
         std::string_view name = key.name;
         if (!body.ok() || !key.within(limits.key_bytes)) return malformed("is no COMMIT");
         RetentionHints hints;
@@ -159,7 +160,17 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             if (!one_way) Writer(out_).number(PutOutcome::kExists);
             continue;
         }
-        switch (table.commit(space, pool_->hash(space, name), name, extent, crc, parent, replace, hints)) {
+        Hash128 hash = pool_->hash(space, name);
+        std::optional<Version> version = server_.removals_.of_put(hash, key.version);
+        if (!version) {
+            pool_->leases().free(extent);
+            newest.push_back(server_.removals_.newest_for(hash));
+            if (!one_way) Writer(out_).number(PutOutcome::kOlder);
+            continue;
+        }
+        // From now on an older put of that key comes too late.
+        if (replace) server_.removals_.add(hash, key.version.value_or(kNoVersion));
+        switch (table.commit(space, hash, name, extent, crc, parent, replace, hints, *version)) {
             case ObjectTable::Commit::kStored:
                 count(m.stored_total);
                 count(m.stored_bytes_total, extent.size);
@@ -178,7 +189,9 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         }
     }
     if (!body.done()) return malformed("is no COMMIT");
-    if (!one_way) finish_frame(out_, at);
+    if (one_way) return true;
+    for (Version version : newest) Writer(out_).number(version);
+    finish_frame(out_, at);
     return true;
 }
 
@@ -381,17 +394,20 @@ bool Connection::on_touch(Reader body) {
 }
 
 // With generations behind the names, only exactly those copies are removed: a client that overwrites an
-// object elsewhere must not remove the newer copy.
+// object elsewhere must not remove the newer copy. With versions, copies that are older.
 bool Connection::on_remove(const FrameHeader& header, Reader body) {
     auto space = body.number<uint32_t>();
     auto n = body.number<uint32_t>();
+    bool ordered = (n & kRemoveVersions) != 0;
+    n &= ~kRemoveVersions;
     if (!body.ok() || !has_space(space) || n > server_.options_.limits.frame_keys)
         return malformed("is no REMOVE");
     std::vector<std::string_view> names;
     for (uint32_t i = 0; i < n && body.ok(); ++i) names.push_back(body.bytes16());
-    bool exact = body.left() != 0;
-    std::vector<uint64_t> generations;
-    for (uint32_t i = 0; exact && i < n && body.ok(); ++i) generations.push_back(body.number<uint64_t>());
+    bool exact = !ordered && body.left() != 0;
+    std::vector<uint64_t> generations;  // or versions
+    for (uint32_t i = 0; (exact || ordered) && i < n && body.ok(); ++i)
+        generations.push_back(body.number<uint64_t>());
     if (!body.done()) return malformed("is no REMOVE");
     // Whether this node's copy, whose slot it is if it is in memory, is another generation.
     auto another = [&](uint32_t i, uint32_t slot) {
@@ -405,7 +421,9 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
     for (uint32_t i = 0; i < n; ++i) {
         std::string_view name = names[i];
         uint32_t slot = pool_->find(space, name);
-        if (exact && another(i, slot)) {
+        if (ordered) server_.removals_.add(pool_->hash(space, name), generations[i]);
+        bool later = ordered && slot != kNoSlot && pool_->table().version(slot) >= generations[i];
+        if (later || (exact && another(i, slot))) {
             Writer(out_).number(kNotRemoved);
             continue;
         }

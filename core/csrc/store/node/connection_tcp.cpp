@@ -55,7 +55,7 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
     Reader rows(here.subspan(kHead, rows_bytes));
     uint64_t left = header.length - kHead - rows_bytes;
     for (uint32_t i = 0; i < n && rows.ok(); ++i) {
-        PutObject object = PutObject::read(rows, head.marks());
+        PutObject object = PutObject::read(rows, head.flags);
         if (object.size > left || !object.key.within(limits.key_bytes)) return bad("is no PUT");
         PutRow row;
         row.size = object.size;
@@ -63,6 +63,7 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
         row.name = object.key.name;
         row.parent = object.key.parent;
         row.hints.soft_ms = object.key.soft_ms;
+        row.version = object.key.version;
         if (!object.key.group.empty()) row.hints.group = pool_->hash(space, object.key.group);
         left -= row.size;
         put->rows.push_back(std::move(row));
@@ -172,6 +173,10 @@ bool Connection::finish_put() {
         Writer w(out_);
         w.number(static_cast<uint32_t>(put->rows.size()));
         for (const PutRow& row : put->rows) w.number(row.outcome);
+        for (const PutRow& row : put->rows) {
+            if (row.outcome == PutOutcome::kOlder)
+                w.number(server_.removals_.newest_for(pool_->hash(put->space, row.name)));
+        }
         finish_frame(out_, at);
         whole_answers_ = out_.size();
     }
@@ -190,10 +195,14 @@ PutOutcome Connection::store(const PutSink& put, const PutRow& row) {
     }
     // Memory and disk never hold different bytes of one key.
     if (!put.replace && only_on_ssd(put.space, row.name)) return PutOutcome::kExists;
+    Hash128 hash = pool_->hash(put.space, row.name);
+    std::optional<Version> version = server_.removals_.of_put(hash, row.version);
+    if (!version) return PutOutcome::kOlder;
     if (row.size != 0 && !pool_->leases().commit(row.extent)) return PutOutcome::kRefused;
+    if (put.replace) server_.removals_.add(hash, row.version.value_or(kNoVersion));
     uint32_t parent = row.parent.empty() ? kNoSlot : pool_->find(put.space, row.parent);
-    switch (table.commit(put.space, pool_->hash(put.space, row.name), row.name, row.extent, row.crc, parent,
-                         put.replace, row.hints)) {
+    switch (table.commit(put.space, hash, row.name, row.extent, row.crc, parent, put.replace, row.hints,
+                         *version)) {
         case ObjectTable::Commit::kStored:
             count(m.stored_total);
             count(m.stored_bytes_total, row.size);

@@ -49,30 +49,50 @@ NodeLoad Holdings::load(uint64_t now_ms) {
     return load;
 }
 
-void Holdings::drop(const Hash128& hash) {
-    for (auto& [tenant, pool] : pools_) {
-        uint32_t slot = pool->table().find(hash);
-        if (slot != kNoSlot) pool->table().remove(slot);
+bool Holdings::empty() const {
+    for (size_t device = 0; ssd_ != nullptr && device < ssd_->devices(); ++device) {
+        std::vector<Hash128> hashes;
+        uint32_t cursor = 0;
+        do {
+            cursor = ssd_->hashes(device, cursor, kSlotsPerPiece, hashes);
+        } while (cursor != 0 && hashes.empty());
+        if (!hashes.empty()) return false;
     }
-    if (ssd_ != nullptr) ssd_->forget(hash);
+    return std::ranges::all_of(
+        pools_, [](const auto& entry) { return entry.second->table().counters().objects == 0; });
 }
 
-uint32_t Holdings::drop_some(Pool& pool, uint32_t cursor) {
+void Holdings::drop(const Drop& drop) {
+    removals_.add(drop.hash, drop.version);
+    for (auto& [tenant, pool] : pools_) {
+        ObjectTable& table = pool->table();
+        uint32_t slot = table.find(drop.hash);
+        if (slot == kNoSlot) continue;
+        if (table.version(slot) < drop.version) {
+            table.remove(slot);
+        } else {
+            table.tell_again(slot);
+        }
+    }
+    if (ssd_ != nullptr && ssd_->forget_older(drop.hash, drop.version)) ssd_->tell_again(drop.hash);
+}
+
+uint32_t Holdings::drop_some(Pool& pool, uint32_t cursor, Version before) {
     ObjectTable& table = pool.table();
     uint32_t stop = std::min(table.slots_used(), cursor + kDropsPerPiece);
     for (; cursor < stop; ++cursor) {
-        if (!table.committed(cursor)) continue;
+        if (!table.committed(cursor) || table.version(cursor) >= before) continue;
         Hash128 hash = hash_in(table.entry(cursor));
         table.remove(cursor);
-        drop(hash);
+        if (ssd_ != nullptr) (void)ssd_->forget_older(hash, before);
     }
     return cursor < table.slots_used() ? cursor : 0;
 }
 
-uint32_t Holdings::drop_some_of_disk(size_t device, uint32_t cursor) {
+uint32_t Holdings::drop_some_of_disk(size_t device, uint32_t cursor, Version before) {
     std::vector<Hash128> hashes;
     cursor = ssd_->hashes(device, cursor, kDropsPerPiece, hashes);
-    for (const Hash128& hash : hashes) drop(hash);
+    for (const Hash128& hash : hashes) (void)ssd_->forget_older(hash, before);
     return cursor;
 }
 

@@ -9,6 +9,7 @@ namespace moonpool {
 namespace {
 
 constexpr size_t kLogRowsMax = 1u << 18;  // 6 MiB; beyond it the master is told everything anew
+constexpr size_t kRemovalsPerFrame = 4096;
 
 MemberAgentOptions agent_options(const ClusterOptions& options, const std::string& token,
                                  const std::string& socket_path, const Incarnation& incarnation) {
@@ -27,17 +28,21 @@ MemberAgentOptions agent_options(const ClusterOptions& options, const std::strin
 
 NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
                        const std::string& socket_path, const Incarnation& incarnation, Pools& pools,
-                       SsdTier* ssd, RunOnLoop run_on_loop)
+                       SsdTier* ssd, Removals& removals, RunOnLoop run_on_loop)
     : pools_(pools),
       ssd_(ssd),
-      holdings_(pools, ssd),
+      removals_(removals),
+      holdings_(pools, ssd, removals),
       run_on_loop_(std::move(run_on_loop)),
       log_(kLogRowsMax, [this] { agent_.wake(); }),
       agent_(agent_options(options, token, socket_path, incarnation),
              MemberHooks{
                  [this](uint64_t& cursor, std::vector<DeltaRow>& rows) { return inventory(cursor, rows); },
-                 [this](NodeLoad& l) { return load(l); },
-                 [this](bool all, const std::vector<Hash128>& hashes) { return drop(all, hashes); }},
+                 [this](NodeLoad& l) { return load(l); }, [this](const Drops& drops) { return drop(drops); },
+                 [this] { return removals_.applied(); }, [this] { return is_empty(); },
+                 [this](Version before, Version& cursor, std::vector<Drop>& rows) {
+                     return this->removals(before, cursor, rows);
+                 }},
              log_) {
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(&log_);
     if (ssd_ != nullptr) ssd_->set_delta_log(&log_);
@@ -71,20 +76,42 @@ bool NodeMember::load(NodeLoad& load) {
     return done;
 }
 
-bool NodeMember::drop(bool all, const std::vector<Hash128>& hashes) {
-    if (all && !drop_all()) return false;
-    if (hashes.empty()) return true;
-    return run_on_loop_([this, hashes] {
-        for (const Hash128& hash : hashes) holdings_.drop(hash);
+// Not known of a store that does not answer: then it counts as holding something.
+bool NodeMember::is_empty() {
+    auto empty = std::make_shared<bool>(false);
+    return run_on_loop_([this, empty] { *empty = holdings_.empty(); }) && *empty;
+}
+
+Version NodeMember::removals(Version before, Version& cursor, std::vector<Drop>& rows) {
+    struct Piece {
+        Version cursor, complete_since = kNoVersion;
+        std::vector<Drop> rows;
+    };
+    auto piece = std::make_shared<Piece>(Piece{cursor, kNoVersion, {}});
+    bool done = run_on_loop_([this, piece, before] {
+        piece->complete_since = removals_.before(before, piece->cursor, kRemovalsPerFrame, piece->rows);
+    });
+    cursor = done ? piece->cursor : kNoVersion;
+    if (!done) return kNoVersion;
+    rows = std::move(piece->rows);
+    return piece->complete_since;
+}
+
+// applied() moves last, when all is carried out.
+bool NodeMember::drop(const Drops& drops) {
+    if (drops.all && !drop_all(drops.all_before)) return false;
+    return run_on_loop_([this, drops] {
+        for (const Drop& drop : drops.items) holdings_.drop(drop);
+        removals_.set_applied(drops.upto);
     });
 }
 
 // Objects move between memory and disks while this goes on, a piece at a time. The disks come first, so that
 // nothing more is brought from there into slots that were passed; memory next, with the writes that are not
 // on a disk's list yet; then the disks again, for what was written and evicted between the two.
-bool NodeMember::drop_all() {
-    if (ssd_ == nullptr) return drop_all_of_memory();
-    return drop_all_of_ssd() && drop_all_of_memory() && drop_all_of_ssd();
+bool NodeMember::drop_all(Version before) {
+    if (ssd_ == nullptr) return drop_all_of_memory(before);
+    return drop_all_of_ssd(before) && drop_all_of_memory(before) && drop_all_of_ssd(before);
 }
 
 // Runs some(cursor) -> the next cursor on the loop until the end, cursor 0.
@@ -97,16 +124,19 @@ bool NodeMember::in_pieces(Some some) {
     return true;
 }
 
-bool NodeMember::drop_all_of_memory() {
-    return std::ranges::all_of(pools_, [this](auto& entry) {
+bool NodeMember::drop_all_of_memory(Version before) {
+    return std::ranges::all_of(pools_, [this, before](auto& entry) {
         Pool* pool = entry.second.get();
-        return in_pieces([this, pool](uint32_t cursor) { return holdings_.drop_some(*pool, cursor); });
+        return in_pieces(
+            [this, pool, before](uint32_t cursor) { return holdings_.drop_some(*pool, cursor, before); });
     });
 }
 
-bool NodeMember::drop_all_of_ssd() {
+bool NodeMember::drop_all_of_ssd(Version before) {
     for (size_t device = 0; device < ssd_->devices(); ++device) {
-        auto some = [this, device](uint32_t cursor) { return holdings_.drop_some_of_disk(device, cursor); };
+        auto some = [this, device, before](uint32_t cursor) {
+            return holdings_.drop_some_of_disk(device, cursor, before);
+        };
         if (!in_pieces(some)) return false;
     }
     return true;

@@ -38,7 +38,8 @@ class NodeMember {
     using RunOnLoop = std::function<bool(std::function<void()>)>;
 
     NodeMember(const ClusterOptions& options, const std::string& token, const std::string& socket_path,
-               const Incarnation& incarnation, Pools& pools, SsdTier* ssd, RunOnLoop run_on_loop);
+               const Incarnation& incarnation, Pools& pools, SsdTier* ssd, Removals& removals,
+               RunOnLoop run_on_loop);
     ~NodeMember();  // before it, the loop has ended or goes on running
     NodeMember(const NodeMember&) = delete;
 
@@ -47,19 +48,22 @@ class NodeMember {
     MemberAgent::State state() const { return agent_.state(); }
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
     // What the master asks for; on any thread but the loop's. False when it was not done in time.
-    bool drop(bool all, const std::vector<Hash128>& hashes);
+    bool drop(const Drops& drops);
 
    private:
     bool inventory(uint64_t& cursor, std::vector<DeltaRow>& rows);
     bool load(NodeLoad& load);
-    bool drop_all();
-    bool drop_all_of_memory();
-    bool drop_all_of_ssd();
+    bool is_empty();
+    Version removals(Version before, Version& cursor, std::vector<Drop>& rows);
+    bool drop_all(Version before);
+    bool drop_all_of_memory(Version before);
+    bool drop_all_of_ssd(Version before);
     template <class Some>
     bool in_pieces(Some some);
 
     Pools& pools_;
-    SsdTier* ssd_;       // nullptr: none
+    SsdTier* ssd_;  // nullptr: none
+    Removals& removals_;
     Holdings holdings_;  // of the loop
     RunOnLoop run_on_loop_;
     DeltaLog log_;

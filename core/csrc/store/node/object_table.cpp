@@ -118,6 +118,11 @@ ObjectTable::Commit ObjectTable::commit(uint32_t space, const Hash128& hash, std
     return Commit::kStored;
 }
 
+void ObjectTable::tell_again(uint32_t slot) {
+    const IndexEntry& e = index_.entry(slot);
+    if (delta_log_ != nullptr) delta_log_->push(Hash128{e.hash_low, e.hash_high}, Tier::kDram, true);
+}
+
 // A use of one member is a use of its group. The caller settles the object.
 void ObjectTable::use(uint32_t slot) {
     Object& o = objects_[slot];

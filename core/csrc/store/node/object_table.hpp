@@ -135,6 +135,8 @@ class ObjectTable {
         return slot < used_ && objects_[slot].state != SlotState::kFree &&
                objects_[slot].generation == generation;
     }
+    // Told to the delta log once more.
+    void tell_again(uint32_t slot);
     uint64_t generation(uint32_t slot) const { return objects_[slot].generation; }
     // It was put with; 0: none was given.
     Version version(uint32_t slot) const { return versions_[slot]; }
@@ -156,6 +158,7 @@ class ObjectTable {
     uint32_t slots_used() const { return used_; }  // every slot in use is below it
     const IndexWriter& index() const { return index_; }
     void publish_free_bytes(uint64_t to_come) { index_.set_free_bytes(allocator_.free_bytes() + to_come); }
+    void publish_applied(Version version) { index_.set_applied(version); }
     void publish_settled_bytes(uint64_t bytes) { index_.set_settled_bytes(bytes); }  // on any thread
     const TableCounters& counters() const { return counters_; }
 

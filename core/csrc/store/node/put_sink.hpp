@@ -23,7 +23,8 @@ struct PutRow {
     std::string name;
     std::string parent;
     RetentionHints hints;
-    std::byte* to = nullptr;  // null: the bytes are forgotten
+    std::optional<Version> version;  // none: its sender is of the release before
+    std::byte* to = nullptr;         // null: the bytes are forgotten
     Extent extent;
     PutOutcome outcome = PutOutcome::kStored;
     uint32_t crc_here = 0;

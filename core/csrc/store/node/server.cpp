@@ -271,9 +271,14 @@ Status Server::start() {
     // Made before the loop starts, since it registers with the pools' tables; its thread starts last, when
     // there is something to tell.
     if (!options_.cluster.master.empty()) {
+        removals_.set_on_applied([this](Version version) {
+            for (auto& [tenant, pool] : pools_) pool->table().publish_applied(version);
+            if (ssd_ != nullptr) ssd_->set_applied(version);
+        });
+        if (ssd_ != nullptr) removals_.set_applied(ssd_->applied());
         member_ = std::make_unique<NodeMember>(
             options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
-            [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
+            removals_, [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
     }
     // The table has no clock: a soft pin of a put that comes before the first tick needs the time.
     for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());

@@ -120,6 +120,7 @@ class Server {
     std::unique_ptr<BlockEvents> events_;  // nullptr: off
     bool events_begun_ = false;            // of the thread that begins them
     std::unique_ptr<SsdTier> ssd_;         // nullptr: none
+    Removals removals_;
     std::unique_ptr<Listener> listener_;
     std::unique_ptr<EventLoop> loop_;
     Fd spare_;  // a descriptor to give up when there are no more

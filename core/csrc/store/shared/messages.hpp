@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -17,31 +18,38 @@ namespace moonpool {
 // ---- COMMIT and PUT: objects that become visible
 
 inline constexpr uint8_t kCommitReplace = 1;
-inline constexpr uint8_t kCommitMarks = 2;  // each row ends with its group and its soft pin
+inline constexpr uint8_t kCommitMarks = 2;     // each row ends with its group and its soft pin
+inline constexpr uint8_t kCommitVersions = 4;  // and with its version
 
 // An object's name, and what it belongs to.
 struct NewKey {
     std::string_view name, parent;  // parent: empty: none
     std::string_view group = {};    // these two only with kCommitMarks
     uint32_t soft_ms = 0;
+    std::optional<uint64_t> version{};  // with kCommitVersions: directory/version.hpp
 
-    size_t bytes(bool marks) const {
-        return 4 + name.size() + parent.size() + (marks ? 6 + group.size() : 0);
+    size_t bytes(uint8_t flags) const {
+        return 4 + name.size() + parent.size() + ((flags & kCommitMarks) != 0 ? 6 + group.size() : 0) +
+               ((flags & kCommitVersions) != 0 ? sizeof(uint64_t) : 0);
     }
-    void write(Writer& w, bool marks) const {
+    void write(Writer& w, uint8_t flags) const {
         w.text16(name);
         w.text16(parent);
-        if (!marks) return;
-        w.text16(group);
-        w.number(soft_ms);
+        if ((flags & kCommitMarks) != 0) {
+            w.text16(group);
+            w.number(soft_ms);
+        }
+        if ((flags & kCommitVersions) != 0) w.number(version.value_or(0));
     }
-    static NewKey read(Reader& r, bool marks) {
+    static NewKey read(Reader& r, uint8_t flags) {
         NewKey key;
         key.name = r.bytes16();
         key.parent = r.bytes16();
-        if (!marks) return key;
-        key.group = r.bytes16();
-        key.soft_ms = r.number<uint32_t>();
+        if ((flags & kCommitMarks) != 0) {
+            key.group = r.bytes16();
+            key.soft_ms = r.number<uint32_t>();
+        }
+        if ((flags & kCommitVersions) != 0) key.version = r.number<uint64_t>();
         return key;
     }
     bool within(uint32_t key_bytes_max) const {
@@ -55,7 +63,6 @@ struct CommitHead {
     uint32_t rows = 0;
 
     bool replaces() const { return (flags & kCommitReplace) != 0; }
-    bool marks() const { return (flags & kCommitMarks) != 0; }
     void write(Writer& w) const {
         w.number(space);
         w.number(flags);
@@ -80,19 +87,19 @@ struct CommitRow {
     uint32_t crc = 0;
     NewKey key;
 
-    static size_t bytes(const NewKey& key, bool marks) { return 20 + key.bytes(marks); }
-    void write(Writer& w, bool marks) const {
+    static size_t bytes(const NewKey& key, uint8_t flags) { return 20 + key.bytes(flags); }
+    void write(Writer& w, uint8_t flags) const {
         w.number(extent.offset);
         w.number(extent.size);
         w.number(crc);
-        key.write(w, marks);
+        key.write(w, flags);
     }
-    static CommitRow read(Reader& r, bool marks) {
+    static CommitRow read(Reader& r, uint8_t flags) {
         CommitRow row;
         row.extent.offset = r.number<uint64_t>();
         row.extent.size = r.number<uint64_t>();
         row.crc = r.number<uint32_t>();
-        row.key = NewKey::read(r, marks);
+        row.key = NewKey::read(r, flags);
         return row;
     }
 };
@@ -120,17 +127,17 @@ struct PutObject {
     uint32_t crc = 0;  // as the sender computed it
     NewKey key;
 
-    static size_t bytes(const NewKey& key, bool marks) { return 12 + key.bytes(marks); }
-    void write(Writer& w, bool marks) const {
+    static size_t bytes(const NewKey& key, uint8_t flags) { return 12 + key.bytes(flags); }
+    void write(Writer& w, uint8_t flags) const {
         w.number(size);
         w.number(crc);
-        key.write(w, marks);
+        key.write(w, flags);
     }
-    static PutObject read(Reader& r, bool marks) {
+    static PutObject read(Reader& r, uint8_t flags) {
         PutObject object;
         object.size = r.number<uint64_t>();
         object.crc = r.number<uint32_t>();
-        object.key = NewKey::read(r, marks);
+        object.key = NewKey::read(r, flags);
         return object;
     }
 };
@@ -141,13 +148,21 @@ enum class PutOutcome : uint8_t {
     kExists = 1,
     kRefused = 2,
     kDamaged = 3,  // over TCP: the bytes that came do not match their checksum
+    kOlder = 4,    // than a removal or replacement; only of rows with a version
 };
 
-// Calls take(i, outcome) for each of n rows. False: the answer is of another number of them.
+// Behind the outcomes of rows with versions: of each that is older, in the order of the rows, the version
+// with which it comes after all that the node knows.
+
+// Calls take(i, outcome, version) for each of n rows. False: the answer is of another number of them.
 template <class Take>
 bool read_outcomes(Reader& r, size_t n, Take take) {
     if (r.number<uint32_t>() != n) return false;
-    for (size_t i = 0; i < n; ++i) take(i, static_cast<PutOutcome>(r.number<uint8_t>()));
+    std::string_view outcomes = r.bytes(n);
+    for (size_t i = 0; i < outcomes.size(); ++i) {
+        auto outcome = static_cast<PutOutcome>(outcomes[i]);
+        take(i, outcome, outcome == PutOutcome::kOlder ? r.number<uint64_t>() : 0);
+    }
     return r.done();
 }
 
@@ -259,7 +274,12 @@ struct ReadRow {
 };
 static_assert(sizeof(ReadRow) == 32);
 
-// ---- REMOVE: what became of a name. Its client is shown a removed manifest, which knows its stripes.
+// ---- REMOVE: u32 space, u32 n, n names, and of each the generation that alone is to go, or, with this bit
+// in n, the version up to which copies go and a put of the key counts as older
+
+inline constexpr uint32_t kRemoveVersions = 1u << 31;
+
+// What became of a name. Its client is shown a removed manifest, which knows its stripes.
 
 inline constexpr uint8_t kNotRemoved = 0;
 inline constexpr uint8_t kRemoved = 1;
@@ -312,6 +332,7 @@ struct ListedObject {
 inline constexpr uint32_t kFeatureDescribe = 1;
 inline constexpr uint32_t kFeatureMarks = 2;      // of COMMIT and PUT
 inline constexpr uint32_t kFeatureRemoveOne = 4;  // REMOVE of one generation
-inline constexpr uint32_t kFeatures = kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne;
+inline constexpr uint32_t kFeatureVersions = 8;   // of COMMIT, PUT and REMOVE
+inline constexpr uint32_t kFeatures = kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne | kFeatureVersions;
 
 }  // namespace moonpool

@@ -51,10 +51,10 @@ struct IndexHeader {
     uint32_t slots;
     uint32_t buckets;
     Incarnation incarnation;
-    // Of the arena, each read and written as a whole. A node of the release before leaves 0 in the second
-    // one.
+    // Each read and written as a whole; the first two are of the arena.
     uint64_t free_bytes;     // a fraction of a second ago
     uint64_t settled_bytes;  // from its front on: in pages that the node will not gather into others any more
+    uint64_t applied;        // up to which removal the node is right; 0 of the release before, too
 };
 inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
 
@@ -87,6 +87,11 @@ class IndexReader {
     uint64_t settled_bytes() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         return __atomic_load_n(&header->settled_bytes, __ATOMIC_RELAXED);
+    }
+    // Up to which removal the node is right: what is put now comes after it.
+    uint64_t applied() const {
+        auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
+        return __atomic_load_n(&header->applied, __ATOMIC_RELAXED);
     }
     std::optional<IndexHit> find(uint32_t space, const Hash128& hash, std::string_view name) const;
     // The entry of that slot while it holds that generation.
@@ -125,6 +130,10 @@ class IndexWriter {
     void set_settled_bytes(uint64_t bytes) {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
         __atomic_store_n(&header->settled_bytes, bytes, __ATOMIC_RELAXED);
+    }
+    void set_applied(uint64_t version) {
+        auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+        __atomic_store_n(&header->applied, version, __ATOMIC_RELAXED);
     }
     uint32_t first(const Hash128& hash) const;  // slot or kNoSlot
     uint32_t next(uint32_t slot) const;

@@ -97,7 +97,7 @@ Status ArenaPath::read(std::span<PinnedRead> reads, PinHolder holder, bool verif
 Result<PutReport> ArenaPath::put(std::span<const PutItem> items, const PutHow& how) {
     PutReport report;
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
-    const bool marks = has_marks(session_, items);
+    const uint8_t flags = commit_flags(session_, items, how);
     uint64_t ahead = 0;
     for (const PutItem& item : items) ahead += room_bytes(total(item.parts));
     std::vector<Written> written;
@@ -119,7 +119,7 @@ Result<PutReport> ArenaPath::put(std::span<const PutItem> items, const PutHow& h
                 continue;
             }
         }
-        uint64_t row_bytes = CommitRow::bytes(key_of(item), marks);
+        uint64_t row_bytes = CommitRow::bytes(key_of(item, how), flags);
         if (!budget.fits(row_bytes)) {
             if (Status status = commit_written(); !status) return status.error();
         }
@@ -151,18 +151,19 @@ Result<PutReport> ArenaPath::put(std::span<const PutItem> items, const PutHow& h
 Status ArenaPath::commit(std::span<const PutItem> items, const PutHow& how, std::vector<Written>& written,
                          PutReport& report) {
     if (written.empty()) return success();
-    const bool marks = has_marks(session_, items);
+    const uint8_t flags = commit_flags(session_, items, how);
     auto build = [&](Writer& w) {
-        commit_head(session_, how.replace, marks, written.size()).write(w);
+        commit_head(session_, flags, written.size()).write(w);
         for (const Written& x : written) {
-            CommitRow{x.room.extent, x.crc, key_of(items[x.item])}.write(w, marks);
+            CommitRow{x.room.extent, x.crc, key_of(items[x.item], how)}.write(w, flags);
         }
     };
     Status status = success();
     if (how.ack || session_.behind()) {
         auto parse = [&](Reader& r) {
-            return read_outcomes(r, written.size(), [&](size_t i, PutOutcome outcome) {
+            return read_outcomes(r, written.size(), [&](size_t i, PutOutcome outcome, Version newest) {
                 report.outcomes[written[i].item] = outcome;
+                if (outcome == PutOutcome::kOlder) report.older.emplace_back(written[i].item, newest);
             });
         };
         status = session_.call(Kind::kCommit, build, parse, how.timeout_ms);

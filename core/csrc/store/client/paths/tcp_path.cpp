@@ -165,9 +165,9 @@ Status TcpPath::read(std::span<NamedRead> reads, bool) {
 Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how) {
     PutReport report;
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
-    const bool marks = has_marks(session_, items);
+    const uint8_t flags = commit_flags(session_, items, how);
     const uint64_t object_max = std::min(session_.object_bytes_max(), kPutObjectMax);
-    auto row_bytes = [marks](const PutItem& item) { return PutObject::bytes(key_of(item), marks); };
+    auto row_bytes = [&](const PutItem& item) { return PutObject::bytes(key_of(item, how), flags); };
     for (size_t begin = 0; begin < items.size();) {
         uint64_t size = total(items[begin].parts);
         if (size > object_max) {
@@ -197,15 +197,17 @@ Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how
             parts.insert(parts.end(), items[end].parts.begin(), items[end].parts.end());
         }
         auto build = [&](Writer& w) {
-            CommitHead head = commit_head(session_, how.replace, marks, end - begin);
+            CommitHead head = commit_head(session_, flags, end - begin);
             PutHead{head, static_cast<uint32_t>(rows_bytes)}.write(w);
             for (size_t i = begin; i < end; ++i) {
-                PutObject{sizes[i - begin], crcs[i - begin], key_of(items[i])}.write(w, marks);
+                PutObject{sizes[i - begin], crcs[i - begin], key_of(items[i], how)}.write(w, flags);
             }
         };
         Session::Parse parse = [&](Reader& r) {
-            return read_outcomes(r, end - begin,
-                                 [&](size_t i, PutOutcome outcome) { report.outcomes[begin + i] = outcome; });
+            return read_outcomes(r, end - begin, [&](size_t i, PutOutcome outcome, Version newest) {
+                report.outcomes[begin + i] = outcome;
+                if (outcome == PutOutcome::kOlder) report.older.emplace_back(begin + i, newest);
+            });
         };
         Status status = session_.put(build, parts, how.ack ? parse : Session::Parse(), how.timeout_ms);
         if (!status) return status.error();

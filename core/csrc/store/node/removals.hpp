@@ -1,0 +1,72 @@
+// Removals: what a node knows of the order of removals and replacements (directory/version.hpp), and whether
+// a put comes before or after them. On the store's loop; applied() on any thread.
+//
+// A put says how much of the order its client knew when the call began. It comes after all that; a removal of
+// the key that is later voids it, and so may one up to applied(), for a node is told only of what concerned
+// it. Such a put is refused as older, and its client, if it still waits, begins it anew. So a frame that a
+// node reads late, long after its client gave up, brings nothing back.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "directory/drop_list.hpp"
+#include "directory/removal_log.hpp"
+
+namespace moonpool {
+
+class Removals {
+   public:
+    static constexpr size_t kMax = 1u << 17;  // 131,072 keys: some 16 MiB
+
+    // Told of every change of applied().
+    void set_on_applied(std::function<void(Version)> f) { on_applied_ = std::move(f); }
+
+    Version applied() const { return applied_.load(std::memory_order_relaxed); }
+    void set_applied(Version version) {
+        if (version <= applied()) return;
+        applied_.store(version, std::memory_order_relaxed);
+        if (on_applied_) on_applied_(version);
+    }
+
+    // The key is removed, or replaced, at that place; kNoVersion, UINT64_MAX: none is known.
+    void add(const Hash128& hash, Version version) {
+        if (version != kNoVersion && version != UINT64_MAX) log_.add(hash, version);
+    }
+    Version last(const Hash128& hash) const { return log_.find(hash).version; }
+
+    // The version of an object that is put. given: as its client says; none: it is of the release before, and
+    // what the node knows now counts. None: it is older than a removal.
+    std::optional<Version> of_put(const Hash128& hash, std::optional<Version> given) const {
+        Version known = newest_for(hash);
+        if (given && *given < known) return std::nullopt;
+        return given.value_or(known);
+    }
+    // With which a put of that key comes after all that the node knows.
+    Version newest_for(const Hash128& hash) const { return std::max(applied(), last(hash)); }
+
+    // Those before that version, from a cursor on, for a new master: see MemberHooks.
+    Version before(Version version, Version& cursor, size_t most, std::vector<Drop>& rows) const {
+        bool more = log_.each_after(cursor, [&](const Hash128& hash, const Removal& removal) {
+            if (removal.version >= version) return false;
+            // Those of one version stay together, as the cursor is a version.
+            if (rows.size() >= most && rows.back().version != removal.version) return true;
+            rows.push_back({hash, removal.version});
+            return false;
+        });
+        cursor = more ? rows.back().version : kNoVersion;
+        return log_.complete_since();
+    }
+
+    size_t size() const { return log_.size(); }
+
+   private:
+    RemovalLog log_{kMax};
+    std::atomic<Version> applied_{kNoVersion};
+    std::function<void(Version)> on_applied_;
+};
+
+}  // namespace moonpool
