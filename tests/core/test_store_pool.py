@@ -397,7 +397,7 @@ def test_without_a_master_the_own_node_goes_on_and_removals_reach_who_is_known(p
     assert a.exists(["more", "nowhere"]) == [Presence.HIT, Presence.UNKNOWN]
     assert b.get("here", bytearray(1)) == 1  # a known place
     assert a.longest_prefix(["here", "nowhere"]).why
-    removed = a.remove("both")  # b is told, and who else had it nobody can say
+    removed = a.remove("both")  # b is told; other holders are not known
     assert isinstance(removed, Unsure)
     assert "while the master is away" in removed.nodes
     assert not removed

@@ -525,7 +525,7 @@ TEST_CASE("master: a new master hears of removals from the nodes, and drops what
     SUBCASE("after it has told what it holds") {
         was_away.join(10, 2);
         was_away.inventory(10);
-        CHECK(locate(master, {1})[0].size() == 1);  // nobody can know yet
+        CHECK(locate(master, {1})[0].size() == 1);  // no process knows yet
         knows.join(15, 1);
         hand_over();
         CHECK(locate(master, {1})[0].empty());

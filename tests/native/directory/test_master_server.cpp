@@ -417,7 +417,7 @@ TEST_CASE("master server: mutated frames") {
             case Kind::kLocate:
                 w.number(uint32_t{random.below(8) != 0 ? 0u : uint32_t{kLocateOrder}} | uint32_t{1} << 16);
                 w.number(uint32_t{1});
-                write_hash(w, hash_of(1));
+                write_hash(w, hash_of(9));  // an order removes it
                 break;
             default:
                 w.number(uint64_t{0});
@@ -452,7 +452,8 @@ TEST_CASE("master server: mutated frames") {
         }
         if (round % 10 == 0) REQUIRE(master->check_integrity());
     }
-    CHECK(hits(client, keys) == 1);
+    // Not read while the master may have to hear of removals from a node that seems to know more of them.
+    REQUIRE(until([&] { return hits(client, keys) == 1; }));
     CHECK(master->check_integrity());
 }
 

@@ -317,7 +317,7 @@ TEST_CASE("rdma: a peer in another process is read and written, and its death en
         std::string text = line;
         uint64_t remote = std::stoull(text.substr(text.find(' ') + 1));
         EngineOptions options = engine_options("here", "rdma");
-        options.timeout_ms = 3000;
+        options.timeout_ms = 15000;
         std::shared_ptr<Engine> here = make_engine(options);
         uint32_t segment = *here->open(text.substr(0, text.find(' ')));
         {

@@ -14,14 +14,15 @@ RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bo
       recent_(recent),
       later_(keys_.size()),
       removed_(keys_.size()),
-      unsure_(keys_.size()) {
+      unsure_(keys_.size()),
+      witnessed_(keys_.size()) {
     for (const Hash128& key : keys_) locations_.forget(key);
 }
 
-void RemovalSteps::doubt(size_t item, std::string_view who) {
+void RemovalSteps::doubt(size_t item, std::string_view nodes) {
     std::string& text = unsure_[item];
     if (!text.empty()) text += ", ";
-    text += who;
+    text += nodes;
 }
 
 // What a node is to be told; null: it is the own one.
@@ -115,10 +116,12 @@ void RemovalSteps::add_witness(const Members& known) {
         return member.state == MemberState::kAlive && member.identity.incarnation != own_;
     });
     if (witness == known.rows.end()) return;
+    witness_ = witness->identity.incarnation;
     NodeItems* node = planned(*witness);
     for (size_t i = 0; i < keys_.size(); ++i) {
-        if (others[i] == 0 && std::ranges::find(node->items, i) == node->items.end())
-            node->items.push_back(i);
+        if (others[i] != 0 || std::ranges::find(node->items, i) != node->items.end()) continue;
+        node->items.push_back(i);
+        witnessed_[i] = 1;
     }
 }
 
@@ -126,6 +129,8 @@ void RemovalSteps::told(uint64_t now_ms, const NodeItems& node, const Result<std
     if (!flags) {
         unreached_.push_back(node.member.id);
         for (size_t i : node.items) {
+            // It has no copy, and need not serve this tenant.
+            if (node.member.identity.incarnation == witness_ && witnessed_[i] != 0) continue;
             recent_.add(now_ms, keys_[i], node.member.id);  // it may have them still
             doubt(i, "node " + node.member.identity.name + " on " + node.member.identity.host_id);
         }

@@ -82,7 +82,7 @@ class RemovalSteps {
     NodeItems* planned(const Member& member);
     void plan(uint64_t now_ms, const Members& known);
     void everywhere(const Members& known);
-    void doubt(size_t item, std::string_view who);
+    void doubt(size_t item, std::string_view nodes);
     void add_witness(const Members& known);
 
     std::vector<Hash128> keys_;
@@ -100,6 +100,8 @@ class RemovalSteps {
     OrderDone done_;
     std::vector<uint8_t> removed_;
     std::vector<std::string> unsure_;
+    std::vector<uint8_t> witnessed_;  // of each key: the witness is no holder of it
+    Incarnation witness_{};           // none has all zeros
 };
 
 }  // namespace moonpool

@@ -46,7 +46,7 @@ using moonpool::OrderedByThePeer;
 
 constexpr int kDevicesMax = 8;
 constexpr int kReset = 0;
-constexpr uint64_t kLookNs = 20'000'000;  // a virtual clock goes on while something lost is waited for
+constexpr uint64_t kLookNs = 2'000'000;  // a virtual clock goes on while something lost is waited for
 
 struct PairRow {
     bool used;
