@@ -7,11 +7,17 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from ..core.store_bed import until
-from .bed import Cluster
+from .bed import Cluster, Node
 from .puppet import checksum
 
 SIZE = 1000
 SSD = '["/run/ssd:64MiB"]'  # of the host alone, for as long as it lives
+
+
+def with_ssd(cluster: Cluster) -> list[Node]:
+    """Three nodes, of which the last has an SSD."""
+    a, b = cluster.start("a", "b")
+    return [a, b, cluster.start_node(cluster.host("c"), ssd=SSD)]
 
 
 def test_two_hosts_that_replace_a_key_at_once_read_the_same_value(cluster: Cluster) -> None:
@@ -36,9 +42,7 @@ def test_a_holder_that_is_back_within_a_removal_does_not_bring_the_key_back(
     cluster: Cluster,
 ) -> None:
     """Another holder stands still, so the removal is under way while this one restarts with its SSD."""
-    cluster.start("a", "b")
-    a, b = cluster.nodes
-    c = cluster.start_node(cluster.host("c"), ssd=SSD)
+    a, b, c = with_ssd(cluster)
     on_a = cluster.puppet(a.host)
     on_a.put(["k", "kept"], SIZE, 0, replicas=3)
     cluster.found(["k", "kept"], 3)
@@ -60,9 +64,7 @@ def test_a_node_that_was_rebooted_loses_what_was_removed_and_no_more(
     cluster: Cluster,
 ) -> None:
     """It comes back under another host id, to a master that was restarted meanwhile."""
-    cluster.start("a", "b")
-    a, _ = cluster.nodes
-    c = cluster.start_node(cluster.host("c"), ssd=SSD)
+    a, _, c = with_ssd(cluster)
     names = [f"k{i}" for i in range(20)]
     on_a, on_c = cluster.puppet(a.host), cluster.puppet(c.host)
     on_c.put(names, SIZE)

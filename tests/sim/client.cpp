@@ -211,7 +211,7 @@ void SimClient::ask_members(std::function<void(const Status&)> then) {
             if (!answer) return then(answer.error());
             Reader r = body_of(*answer);
             bool read = members_->read(now_ms(), r);
-            hear(members_->newest());
+            hear(r.number<Version>());
             then(read ? success() : Status(misfit()));
         });
 }

@@ -425,7 +425,7 @@ Status DirectoryClient::refresh_members() {
         Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { w.number(members_.epoch()); },
         [&](Reader& r) REQUIRES(io_mutex_) {
             if (!members_.read(now_ms(), r)) return false;
-            newest_.store(std::max(newest_.load(), members_.newest()));
+            hear(r);
             return true;
         });
 }

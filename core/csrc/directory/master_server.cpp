@@ -124,7 +124,6 @@ void MasterServer::close_link(LinkId link) {
 void MasterServer::on_tick(uint64_t now) {
     master_.tick(now);
     note_members(now);
-    // Many small pieces came and went: the kernel gets them back.
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
     }

@@ -37,8 +37,9 @@ class MembersCache {
         return members_ != nullptr && epoch_ == epoch && (before_ == nullptr || !due(now_ms));
     }
 
-    // An answer to MEMBERS. `before` may change without a change of the list, when the master has become
-    // complete; the list is copied then, since callers hold the old one.
+    // An answer to MEMBERS, up to the newest version, which the caller reads. `before` may change without a
+    // change of the list, when the master has become complete; the list is copied then, since callers hold
+    // the old one.
     bool read(uint64_t now_ms, Reader& r) {
         auto fresh = std::make_shared<Members>();
         fresh->epoch = r.number<uint64_t>();
@@ -46,9 +47,7 @@ class MembersCache {
         bool changed = (flags & kMembersChanged) != 0;
         if (changed && !read_rows(r, fresh->rows)) return false;
         if (!r.ok()) return false;
-        filling_ = (flags & kMembersFilling) != 0;
-        if (!filling_) before_ = nullptr;
-        hear(r.left() >= sizeof(Version) ? r.number<Version>() : kNoVersion);
+        if ((flags & kMembersFilling) == 0) before_ = nullptr;
         fresh->before = before_;
         heard_ms_ = now_ms;
         if (!changed && members_ != nullptr && members_->before != fresh->before) {
@@ -61,11 +60,6 @@ class MembersCache {
         }
         return true;
     }
-
-    // The last removal that the master had given a place, as of its last answer; kNoVersion: it gives none.
-    Version newest() const { return newest_; }
-    void hear(Version newest) { newest_ = std::max(newest_, newest); }
-    bool filling() const { return filling_; }
 
    private:
     static bool read_rows(Reader& r, std::vector<Member>& rows) {
@@ -83,8 +77,6 @@ class MembersCache {
     const uint64_t fresh_ms_;
     std::shared_ptr<const Members> members_;
     uint64_t epoch_ = 0;
-    Version newest_ = kNoVersion;
-    bool filling_ = false;
     std::optional<uint64_t> heard_ms_;
     std::shared_ptr<const Members> before_;  // members_ of the connection before, while this master fills up
 };

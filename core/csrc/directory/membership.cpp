@@ -285,13 +285,6 @@ size_t Membership::suspects() const {
     }));
 }
 
-// Every incarnation that is remembered has a successor of its name here, and no member is suspect.
-bool Membership::all_here() const {
-    return suspects() == 0 && std::all_of(past_.begin(), past_.end(), [this](const Past& past) {
-               return find(past.identity).has_value();
-           });
-}
-
 Members Membership::current(uint64_t now_ms) const {
     Members members;
     members.epoch = epoch_;

@@ -78,7 +78,6 @@ class Membership {
     uint64_t epoch() const { return epoch_; }
     bool alive(NodeId id) const { return id < alive_.size() && alive_[id]; }
     LinkId link(NodeId id) const;
-    bool all_here() const;  // no member is suspect, and every member of the past has a current incarnation
     MemberState state(NodeId id) const;      // kGone: it has no current incarnation
     Members current(uint64_t now_ms) const;  // alive, joining and suspect
     const std::deque<Past>& past() const { return past_; }
