@@ -14,6 +14,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 namespace moonpool::testing {
 
@@ -45,14 +46,18 @@ class Child : public Line {
     explicit Child(const std::string& test_case) {
         int ends[2];
         REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-        std::string filter = "--test-case=" + test_case, number = std::to_string(ends[1]);
         REQUIRE(::fcntl(ends[0], F_SETFD, FD_CLOEXEC) == 0);
+        // All that allocates comes before fork(): another thread may be within malloc.
+        std::string filter = "--test-case=" + test_case;
+        std::string parent = "MOONPOOL_TEST_PARENT=" + std::to_string(ends[1]);
+        std::vector<char*> environment = {parent.data()};
+        for (char** entry = environ; *entry != nullptr; ++entry) environment.push_back(*entry);
+        environment.push_back(nullptr);
         pid_ = ::fork();
         REQUIRE(pid_ >= 0);
         if (pid_ == 0) {
-            ::setenv("MOONPOOL_TEST_PARENT", number.c_str(), 1);
-            ::execl("/proc/self/exe", "program", filter.c_str(), "--no-skip", "--minimal",
-                    static_cast<char*>(nullptr));
+            ::execle("/proc/self/exe", "program", filter.c_str(), "--no-skip", "--minimal",
+                     static_cast<char*>(nullptr), environment.data());
             ::_exit(127);
         }
         ::close(ends[1]);

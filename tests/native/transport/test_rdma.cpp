@@ -1,13 +1,11 @@
 // RDMA over the software libibverbs: what it says of hosts without NICs, and what becomes of transfers when
 // requests fail, vanish, arrive late, when queues are full, memory gets no key, ports go down. That bytes
 // arrive at all is the conformance suite's.
-#include <signal.h>
-#include <sys/wait.h>
-
 #include <algorithm>
 #include <atomic>
 #include <thread>
 
+#include "../process.hpp"
 #include "bed.hpp"
 #include "nodes.hpp"
 #include "transport/nic/messages.hpp"
@@ -290,65 +288,57 @@ TEST_CASE("rdma: where a NIC is full, the connection that was idle for longest m
     CHECK_FALSE(connects(2));
 }
 
+TEST_CASE("memory behind NICs for another process" * doctest::skip()) {
+    Parent parent;
+    VerbsBed bed("devices=2");
+    std::shared_ptr<Engine> engine = make_engine(engine_options("there", ""));
+    Memory memory(*engine, 8 * kMiB, MemoryKind::kHostArena);
+    std::memset(memory.data(), 0x33, memory.size());
+    parent.say(engine->addresses().front());
+    parent.say(std::to_string(memory.address()));
+    (void)parent.hear();
+}
+
 TEST_CASE("rdma: a peer in another process is read and written, and its death ends transfers") {
 #if !defined(__SANITIZE_THREAD__)
     VerbsBed bed("devices=2");
     for (bool killed : {false, true}) {
         CAPTURE(killed);
-        int told[2], ends[2];
-        REQUIRE(::pipe(told) == 0);
-        REQUIRE(::pipe(ends) == 0);
-        pid_t child = ::fork();
-        if (child == 0) {
-            ::close(ends[1]);
-            std::shared_ptr<Engine> engine = *Engine::create(engine_options("there", ""));
-            auto memory = *engine->allocate(8 * kMiB, "");
-            std::memset(memory->data(), 0x33, 8 * kMiB);
-            std::string line = engine->addresses().front() + " " +
-                               std::to_string(reinterpret_cast<uint64_t>(memory->data())) + "\n";
-            (void)!::write(told[1], line.data(), line.size());
-            char end;
-            (void)!::read(ends[0], &end, 1);
-            (void)engine->close();
-            ::_exit(0);
-        }
-        char line[128] = {};
-        REQUIRE(::read(told[0], line, sizeof(line) - 1) > 0);
-        std::string text = line;
-        uint64_t remote = std::stoull(text.substr(text.find(' ') + 1));
+        Child child("memory behind NICs for another process");
+        std::string address = child.hear();
+        uint64_t remote = std::stoull(child.hear());
         EngineOptions options = engine_options("here", "rdma");
         options.timeout_ms = 15000;
         std::shared_ptr<Engine> here = make_engine(options);
-        uint32_t segment = *here->open(text.substr(0, text.find(' ')));
-        {
-            Memory mine(*here, 8 * kMiB, MemoryKind::kHost);
-            auto transfer = [&](Direction direction, size_t at, size_t bytes) {
-                std::vector<Slice> slices = {{mine.address() + at, remote + at, bytes, direction}};
-                TransferRequest request;
-                request.segments = {&segment, 1};
-                request.slices = slices;
-                return here->transfer(request);
-            };
-            Result<uint64_t> read = transfer(Direction::kRead, 0, 4 * kMiB);
-            REQUIRE_MESSAGE(read.ok(), (read.ok() ? "" : read.error().text));
-            CHECK(std::ranges::count(mine.bytes(), std::byte{0x33}) == 4 * kMiB);
-            std::memset(mine.data(), 0x44, 8 * kMiB);
-            REQUIRE(transfer(Direction::kWrite, 4 * kMiB, 4 * kMiB).ok());
-            std::memset(mine.data(), 0, 8 * kMiB);
-            REQUIRE(transfer(Direction::kRead, 0, 8 * kMiB).ok());
-            CHECK(std::ranges::count(mine.bytes(), std::byte{0x33}) == 4 * kMiB);
-            CHECK(std::ranges::count(mine.bytes(), std::byte{0x44}) == 4 * kMiB);
-            if (killed) {
-                ::kill(child, SIGKILL);
-                ::waitpid(child, nullptr, 0);
-                Result<uint64_t> dead = transfer(Direction::kWrite, 0, kMiB);
-                REQUIRE_FALSE(dead.ok());
-                CHECK(dead.error().code == Code::kUnavailable);
-            }
+        Result<uint32_t> opened = here->open(address);
+        REQUIRE_MESSAGE(opened.ok(), (opened.ok() ? "" : opened.error().text));
+        uint32_t segment = *opened;
+        Memory mine(*here, 8 * kMiB, MemoryKind::kHost);
+        auto transfer = [&](Direction direction, size_t at, size_t bytes) {
+            std::vector<Slice> slices = {{mine.address() + at, remote + at, bytes, direction}};
+            TransferRequest request;
+            request.segments = {&segment, 1};
+            request.slices = slices;
+            return here->transfer(request);
+        };
+        Result<uint64_t> read = transfer(Direction::kRead, 0, 4 * kMiB);
+        REQUIRE_MESSAGE(read.ok(), (read.ok() ? "" : read.error().text));
+        CHECK(std::ranges::count(mine.bytes(), std::byte{0x33}) == 4 * kMiB);
+        std::memset(mine.data(), 0x44, 8 * kMiB);
+        REQUIRE(transfer(Direction::kWrite, 4 * kMiB, 4 * kMiB).ok());
+        std::memset(mine.data(), 0, 8 * kMiB);
+        REQUIRE(transfer(Direction::kRead, 0, 8 * kMiB).ok());
+        CHECK(std::ranges::count(mine.bytes(), std::byte{0x33}) == 4 * kMiB);
+        CHECK(std::ranges::count(mine.bytes(), std::byte{0x44}) == 4 * kMiB);
+        if (killed) {
+            child.kill();
+            Result<uint64_t> dead = transfer(Direction::kWrite, 0, kMiB);
+            REQUIRE_FALSE(dead.ok());
+            CHECK(dead.error().code == Code::kUnavailable);
+        } else {
+            child.say("end");
+            CHECK(child.reap());
         }
-        ::close(ends[1]);
-        if (!killed) ::waitpid(child, nullptr, 0);
-        for (int fd : {told[0], told[1], ends[0]}) ::close(fd);
     }
 #endif
 }

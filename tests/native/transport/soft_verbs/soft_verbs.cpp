@@ -187,10 +187,14 @@ State& state() {
     pthread_once(&once, [] {
         auto* made = new State;
         const char* path = std::getenv("MOONPOOL_SOFT_VERBS_FILE");
-        int fd = path == nullptr ? -1 : ::open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-        if (fd >= 0 && ::ftruncate(fd, sizeof(Shared)) != 0) std::abort();
-        void* at = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
-                          fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+        int fd = path != nullptr ? ::open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600)
+                                 : ::memfd_create("soft_verbs", MFD_CLOEXEC);
+        if (fd < 0 || ::ftruncate(fd, sizeof(Shared)) != 0) std::abort();
+        if (path == nullptr) {  // programs that this one starts are on the same wire
+            std::string mine = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd);
+            ::setenv("MOONPOOL_SOFT_VERBS_FILE", mine.c_str(), 1);
+        }
+        void* at = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         if (at == MAP_FAILED) std::abort();
         made->shared = static_cast<Shared*>(at);
         // The parent of a test's processes is the first here, before it starts another.
