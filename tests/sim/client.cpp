@@ -469,9 +469,23 @@ void SimClient::end_removal(const RemovalRef& removal, std::function<void()> the
     if (planted_.all_told) {
         for (const Member& member : members_->current()->rows) done.told[0].push_back(member.id);
     }
-    ordered(done, [removal, then](const Result<std::vector<Version>>& last) {
-        removal->steps->ended(last);
+    auto last = std::make_shared<Result<std::vector<Version>>>(std::vector<Version>{});
+    removal->waits_for = 1 + removal->steps->witness().size();
+    auto one = [removal, last, then] {
+        if (--removal->waits_for != 0) return;
+        removal->steps->ended(*last);
         then();
+    };
+    for (const NodeItems& node : removal->steps->witness()) {
+        remove_at(node_at(node.member), removal->call->name, removal->steps->versions(),
+                  [removal, node, one](const Result<std::vector<uint8_t>>& flags) {
+                      removal->steps->witnessed(node, flags);
+                      one();
+                  });
+    }
+    ordered(done, [last, one](const Result<std::vector<Version>>& answer) {
+        *last = answer;
+        one();
     });
 }
 

@@ -271,13 +271,15 @@ Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Par
     return success();
 }
 
-Status DirectoryClient::ask(Kind kind, const Build& build, const Parse& parse) {
+Status DirectoryClient::ask(Kind kind, const Build& build, const Parse& parse,
+                            const std::function<void()>& meanwhile) {
     out_.clear();
     uint64_t id = begin(kind);
     Writer w(out_);
     build(w);
     finish_frame(out_, frame_at_);
     if (Status status = send_all(out_); !status) return status;
+    if (meanwhile) meanwhile();
     return receive_answer(kind, id, parse);
 }
 
@@ -396,7 +398,8 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
     return answer;
 }
 
-Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done) {
+Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done,
+                                                      const std::function<void()>& meanwhile) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
     if (Status status = ready(); !status) return status.error();
@@ -413,7 +416,8 @@ Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done) {
                 if (r.number<uint32_t>() != n) return false;
                 for (size_t i = 0; i < n; ++i) last.push_back(r.number<Version>());
                 return r.ok();
-            });
+            },
+            begin == 0 ? meanwhile : nullptr);
         if (!status) return status.error();
     }
     return last;

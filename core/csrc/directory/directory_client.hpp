@@ -63,8 +63,11 @@ class DirectoryClient {
     // The keys are about to be removed, or replaced at that node: their holders, and a place in the order for
     // each.
     Result<OrderAnswer> order(std::span<const Hash128> hashes, const Incarnation* placing);
-    // It was done. Of each key the last version that the master has given.
-    Result<std::vector<Version>> ordered(const OrderDone& done);
+    // It was done. Of each key the last version that the master has given. meanwhile: called once the
+    // question is on its way, while no other call reaches the master; not called where there is no
+    // connection.
+    Result<std::vector<Version>> ordered(const OrderDone& done,
+                                         const std::function<void()>& meanwhile = nullptr);
 
     // The last version that the master had given, as of its last answer: what is put now comes after it.
     Version newest() const { return newest_.load(std::memory_order_relaxed); }
@@ -81,7 +84,8 @@ class DirectoryClient {
     class CallTimeout;
     class IoLock;
     Status ready() REQUIRES(io_mutex_);
-    Status ask(Kind kind, const Build& build, const Parse& parse) REQUIRES(io_mutex_);
+    Status ask(Kind kind, const Build& build, const Parse& parse,
+               const std::function<void()>& meanwhile = nullptr) REQUIRES(io_mutex_);
     Status ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
                          const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
                          const std::function<bool()>& more) REQUIRES(io_mutex_);

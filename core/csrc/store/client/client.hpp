@@ -217,7 +217,10 @@ class Client {
     bool held_by_a_suspect(std::string_view name);
     void tell_removal(Pool& pool, std::span<const std::string_view> names, RemovalSteps& steps,
                       std::vector<RemovedManifest>& manifests);
-    void end_removal(Pool& pool, RemovalSteps& steps);
+    void end_removal(Pool& pool, std::span<const std::string_view> names, RemovalSteps& steps);
+    Result<std::vector<uint8_t>> tell(Pool& pool, std::span<const std::string_view> names,
+                                      RemovalSteps& steps, const Group& group,
+                                      std::vector<RemovedManifest>& shown);
     std::optional<uint64_t> own_has(std::string_view name);  // its size
     Result<PutReport> put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
                                             PutReport report);

@@ -241,8 +241,10 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
 void Client::end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
                              PutReport& report) {
     for (auto [item, node] : report.placed) removal.placed(item, node);
-    end_removal(pool, removal);
     std::vector<std::string_view> names;
+    for (const PutItem& item : items) names.push_back(item.name);
+    end_removal(pool, names, removal);
+    names.clear();
     std::vector<Version> versions;
     for (size_t i = 0; i < items.size(); ++i) {
         if (removal.later()[i] == kNoVersion || report.outcomes[i] == PutOutcome::kRefused) continue;

@@ -12,6 +12,13 @@
 
 namespace moonpool {
 
+namespace {
+
+// Other threads' questions to the master wait as long.
+constexpr int kWitnessMs = 500;
+
+}  // namespace
+
 Result<RemoveReport> Client::remove(std::span<const std::string_view> names) {
     WaitBudget budget(wait_budget_ms());
     std::vector<RemovedManifest> manifests;
@@ -28,7 +35,7 @@ Result<RemoveReport> Client::remove(std::span<const std::string_view> names) {
     if (!fit && !no_answer(fit.error())) return fit.error();
     RemovalSteps steps(hashes(names), others->own, true, locations_, recent_);
     tell_removal(*others, names, steps, manifests);
-    end_removal(*others, steps);
+    end_removal(*others, names, steps);
     RemoveReport report;
     bool any_unsure = false;
     for (size_t i = 0; i < names.size(); ++i) {
@@ -96,14 +103,8 @@ void Client::tell_removal(Pool& pool, std::span<const std::string_view> names, R
     // The master must hear of those that did not answer.
     std::optional<WaitBudget> most(std::in_place, WaitBudget::of_one_peer(WaitBudget::within(INT_MAX)));
     each(steps.nodes(), [&](Group& group) {
-        std::vector<std::string_view> keys;
-        std::vector<Version> versions;
-        for (size_t i : group.items) {
-            keys.push_back(names[i]);
-            if (!steps.versions().empty()) versions.push_back(steps.versions()[i]);
-        }
         std::vector<RemovedManifest> shown;
-        Result<std::vector<uint8_t>> flags = node(pool, group.member)->remove_older(keys, versions, shown);
+        Result<std::vector<uint8_t>> flags = tell(pool, names, steps, group, shown);
         MutexLock lock(merging);
         steps.told(now_ms(), group, flags);
         for (RemovedManifest& manifest : shown) {
@@ -115,10 +116,30 @@ void Client::tell_removal(Pool& pool, std::span<const std::string_view> names, R
     steps.all_told();
 }
 
+Result<std::vector<uint8_t>> Client::tell(Pool& pool, std::span<const std::string_view> names,
+                                          RemovalSteps& steps, const Group& group,
+                                          std::vector<RemovedManifest>& shown) {
+    std::vector<std::string_view> keys;
+    std::vector<Version> versions;
+    for (size_t i : group.items) {
+        keys.push_back(names[i]);
+        if (!steps.versions().empty()) versions.push_back(steps.versions()[i]);
+    }
+    return node(pool, group.member)->remove_older(keys, versions, shown);
+}
+
 // Every key: a node that is away may hold copies of which the directory no longer knows.
-void Client::end_removal(Pool& pool, RemovalSteps& steps) {
+void Client::end_removal(Pool& pool, std::span<const std::string_view> names, RemovalSteps& steps) {
     if (steps.wants() != RemovalSteps::Wants::kEnd) return;
-    if (!steps.versions().empty()) return steps.ended(pool.directory->ordered(steps.done()));
+    if (!steps.versions().empty()) {
+        return steps.ended(pool.directory->ordered(steps.done(), [&] {
+            WaitBudget most(kWitnessMs);
+            for (const Group& group : steps.witness()) {
+                std::vector<RemovedManifest> none;
+                steps.witnessed(group, tell(pool, names, steps, group, none));
+            }
+        }));
+    }
     Result<uint32_t> rows = pool.directory->forget(steps.keys(), steps.unreached());
     Result<std::vector<Version>> last = std::vector<Version>{};
     if (!rows) last = rows.error();

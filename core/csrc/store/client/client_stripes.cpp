@@ -213,7 +213,7 @@ void Client::remove_stripes(Pool& pool, std::span<const Manifest> manifests) {
     std::vector<RemovedManifest> none;
     RemovalSteps steps(hashes(names), pool.own, true, locations_, recent_);
     tell_removal(pool, names, steps, none);
-    end_removal(pool, steps);
+    end_removal(pool, names, steps);
 }
 
 bool Client::too_large_for_one(const PutItem& item) {

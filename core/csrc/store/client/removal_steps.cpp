@@ -14,8 +14,7 @@ RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bo
       recent_(recent),
       later_(keys_.size()),
       removed_(keys_.size()),
-      unsure_(keys_.size()),
-      witnessed_(keys_.size()) {
+      unsure_(keys_.size()) {
     for (const Hash128& key : keys_) locations_.forget(key);
 }
 
@@ -112,16 +111,13 @@ void RemovalSteps::add_witness(const Members& known) {
         for (size_t i : node.items) others[i] |= in_touch(node.member.state);
     }
     if (std::ranges::find(others, 0) == others.end()) return;
-    auto witness = std::ranges::find_if(known.rows, [this](const Member& member) {
+    auto other = std::ranges::find_if(known.rows, [this](const Member& member) {
         return member.state == MemberState::kAlive && member.identity.incarnation != own_;
     });
-    if (witness == known.rows.end()) return;
-    witness_ = witness->identity.incarnation;
-    NodeItems* node = planned(*witness);
+    if (other == known.rows.end()) return;
+    NodeItems& witness = witness_.emplace_back(NodeItems{*other, {}});
     for (size_t i = 0; i < keys_.size(); ++i) {
-        if (others[i] != 0 || std::ranges::find(node->items, i) != node->items.end()) continue;
-        node->items.push_back(i);
-        witnessed_[i] = 1;
+        if (others[i] == 0) witness.items.push_back(i);
     }
 }
 
@@ -129,8 +125,6 @@ void RemovalSteps::told(uint64_t now_ms, const NodeItems& node, const Result<std
     if (!flags) {
         unreached_.push_back(node.member.id);
         for (size_t i : node.items) {
-            // It has no copy, and need not serve this tenant.
-            if (node.member.identity.incarnation == witness_ && witnessed_[i] != 0) continue;
             recent_.add(now_ms, keys_[i], node.member.id);  // it may have them still
             doubt(i, "node " + node.member.identity.name + " on " + node.member.identity.host_id);
         }
@@ -153,6 +147,11 @@ void RemovalSteps::own_told(const Result<std::vector<uint8_t>>& flags) {
         if ((*flags)[i] != 0) removed_[i] = 1;
         if (has_master_ && own_id_ != kNoNode) done_.told[i].push_back(own_id_);
     }
+}
+
+// It need not answer: it has no copy that the directory knows of, and need not serve this tenant.
+void RemovalSteps::witnessed(const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
+    for (size_t k = 0; flags && k < node.items.size(); ++k) removed_[node.items[k]] |= (*flags)[k];
 }
 
 void RemovalSteps::all_told() { wants_ = has_master_ ? Wants::kEnd : Wants::kDone; }

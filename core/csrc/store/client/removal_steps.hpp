@@ -11,7 +11,8 @@
 // know. It sees to it that all others drop what is older, also when this client ends half way.
 //
 // Two nodes at least are told of each key, also where none other than the own one has a copy: they hand it to
-// a new master when this one ends.
+// a new master when this one ends. A node that is told for that reason alone, the witness, is told while the
+// master hears which nodes know: it has no copy, so the master need not know that it does.
 //
 // unsure() names what may still have an older copy for a while, or, without a master, until it is removed
 // again.
@@ -63,6 +64,11 @@ class RemovalSteps {
     void placed(size_t item, NodeId node);
     void placed_here(size_t item);
 
+    // kEnd: a node, or none, that is to know of its items and has no copy. It is told while the master hears
+    // of the end, and before ended().
+    std::vector<NodeItems>& witness() { return witness_; }
+    void witnessed(const NodeItems& node, const Result<std::vector<uint8_t>>& flags);
+
     // kEnd: the master hears of it. A master of the release before gave no versions: it hears of the nodes
     // that do not know.
     const OrderDone& done() const { return done_; }
@@ -100,8 +106,7 @@ class RemovalSteps {
     OrderDone done_;
     std::vector<uint8_t> removed_;
     std::vector<std::string> unsure_;
-    std::vector<uint8_t> witnessed_;  // of each key: the witness is no holder of it
-    Incarnation witness_{};           // none has all zeros
+    std::vector<NodeItems> witness_;
 };
 
 }  // namespace moonpool
