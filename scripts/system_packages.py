@@ -36,6 +36,14 @@ def _has_libnuma() -> bool:
     return True
 
 
+def _has_libfabric() -> bool:
+    try:
+        ctypes.CDLL("libfabric.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _has_openssl_headers() -> bool:
     return Path("/usr/include/openssl/sha.h").exists()
 
@@ -57,6 +65,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "iproute2": lambda: shutil.which("ip") is not None,  # test hosts are network namespaces
     "etcd-server": lambda: shutil.which("etcd") is not None,  # discovery, metadata by name
     "redis-server": lambda: shutil.which("redis-server") is not None,  # metadata by name
+    "libfabric1": _has_libfabric,  # efa, over its provider for TCP
     "chromium": lambda: shutil.which("chromium") is not None,  # looks at the proxy's page
     "ccache": lambda: shutil.which("ccache") is not None,
     "qemu-system-x86": lambda: shutil.which("qemu-system-x86_64") is not None,
@@ -67,7 +76,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
 BUILD = ("python3-venv", "python3-dev", "g++")
 ENGINE = ("libnuma1",)
 SGLANG = (*ENGINE, "libssl-dev")
-TEST = ("doctest-dev", "iproute2", "etcd-server", "redis-server")
+TEST = ("doctest-dev", "iproute2", "etcd-server", "redis-server", "libfabric1")
 VM = ("qemu-system-x86", "busybox-static", "kmod", "ibverbs-providers")
 # Package -> what is so without it.
 TEST_WISHES = {

@@ -109,6 +109,7 @@ class TransferEngine(EngineFacts):
     outside_transports: libraries with a transport each that is built outside of Moonpool, by their paths, or
                 by the names of entry points in the group "moonpool.transports" of installed packages.
     rdma_devices: names of the RDMA devices to use, as "mlx5_0"; (): all that work here.
+    rdma_library: libibverbs, where it is not the system's, by name or path.
     efa_provider: the provider of libfabric for "efa"; another than "efa", as "tcp", is for tests, and both
                 engines need it.
     interface:  the network interface for connections to peers; "": as the system routes.
@@ -135,6 +136,7 @@ class TransferEngine(EngineFacts):
         transports: Sequence[str] | None = None,
         outside_transports: Sequence[str | os.PathLike[str]] = (),
         rdma_devices: Sequence[str] = (),
+        rdma_library: str = "",
         efa_provider: str = "efa",
         interface: str = "",
         host_id: str = "",
@@ -153,6 +155,7 @@ class TransferEngine(EngineFacts):
             transports=transports,
             outside_transports=outside_transports,
             rdma_devices=rdma_devices,
+            rdma_library=rdma_library,
             efa_provider=efa_provider,
             interface=interface,
             host_id=host_id,
@@ -392,7 +395,7 @@ def open_engine(
 
     if not options["timeout_s"] > 0:  # NaN is not either
         raise InvalidArgument(f"timeout_s must be above 0, not {options['timeout_s']}", operation="engine")
-    for what in ("tenant", "host_id", "interface", "efa_provider"):
+    for what in ("tenant", "host_id", "interface", "rdma_library", "efa_provider"):
         check_text(options[what], f"the {what} of an engine")
     check_text(name, "the name of an engine")
     devices = [rdma_devices] if isinstance(rdma_devices, str) else list(rdma_devices)

@@ -271,8 +271,8 @@ class PyEngine {
     PyEngine(std::string name, std::vector<std::string> listen, const py::bytes& token, std::string tenant,
              uint32_t io_threads, uint32_t connections_per_peer,
              std::optional<std::vector<std::string>> transports, std::vector<std::string> outside_transports,
-             std::vector<std::string> rdma_devices, std::string efa_provider, std::string interface,
-             std::string host_id, double timeout_s) {
+             std::vector<std::string> rdma_devices, std::string rdma_library, std::string efa_provider,
+             std::string interface, std::string host_id, double timeout_s) {
         EngineOptions options;
         options.name = std::move(name);
         options.listen = std::move(listen);
@@ -283,6 +283,7 @@ class PyEngine {
         options.transports = std::move(transports);
         options.outside_transports = std::move(outside_transports);
         options.rdma.devices = std::move(rdma_devices);
+        options.rdma.library = std::move(rdma_library);
         // Providers of other networks have an address each, to which they bind.
         if (efa_provider != options.fabric.provider && !options.listen.empty()) {
             options.fabric.source = host_of(options.listen.front());
@@ -497,12 +498,13 @@ void bind_engine(py::module_& m) {
     engine
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
                       uint32_t, std::optional<std::vector<std::string>>, std::vector<std::string>,
-                      std::vector<std::string>, std::string, std::string, std::string, double>(),
+                      std::vector<std::string>, std::string, std::string, std::string, std::string, double>(),
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
              py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
-             py::arg("rdma_devices") = std::vector<std::string>(), py::arg("efa_provider") = "efa",
-             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
+             py::arg("rdma_devices") = std::vector<std::string>(), py::arg("rdma_library") = "",
+             py::arg("efa_provider") = "efa", py::arg("interface") = "", py::arg("host_id") = "",
+             py::arg("timeout_s") = 5.0)
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
         .def_property_readonly("segment_id", &PyEngine::segment_id)

@@ -1,8 +1,10 @@
 #include "transport/efa/progress.hpp"
 
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 
@@ -14,6 +16,7 @@ namespace {
 
 constexpr int kRoundsMax = 16;
 constexpr uint64_t kUnderWayNs = 100'000, kNapNs = 1'000'000, kTickNs = 100'000'000;
+constexpr uint64_t kLookNs = 50'000;  // without sleeping, after the last time that a peer did something
 
 }  // namespace
 
@@ -91,7 +94,7 @@ void Progress::tell(bool events, bool tick) {
 }
 
 void Progress::run() {
-    uint64_t next_tick = now_ns() + kTickNs;
+    uint64_t next_tick = now_ns() + kTickNs, look_until = 0;
     std::vector<pollfd> fds;
     while (!stopping_) {
         fds.assign(1, {wake_.get(), POLLIN, 0});
@@ -105,8 +108,15 @@ void Progress::run() {
         uint64_t sleep_ns = next_tick - std::min(now, next_tick);
         if (!all_tell) sleep_ns = std::min(sleep_ns, kNapNs);
         if (under_way_.load()) sleep_ns = std::min(sleep_ns, kUnderWayNs);
+        const bool looks = now < look_until;
+        if (looks) sleep_ns = 0;
         timespec until{0, static_cast<long>(sleep_ns)};
         (void)::ppoll(fds.data(), fds.size(), &until, nullptr);
+        if (std::any_of(fds.begin() + 1, fds.end(), [](const pollfd& fd) { return fd.revents != 0; })) {
+            look_until = now_ns() + kLookNs;
+        } else if (looks) {
+            ::sched_yield();  // the peer may be on this core
+        }
         uint64_t count = 0;
         if ((fds.front().revents & POLLIN) != 0) (void)!::read(wake_.get(), &count, sizeof(count));
     }

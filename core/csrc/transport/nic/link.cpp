@@ -12,6 +12,7 @@ namespace moonpool::transport::nic {
 namespace {
 
 constexpr uint64_t kSpinNs = 200'000;  // a caller polls, before it sleeps
+constexpr uint64_t kTightNs = 5'000;   // of them without giving its core to others: what a NIC takes
 constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
 constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
 constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
@@ -90,22 +91,26 @@ Status Link::run(Job& job) {
     tasks_.push_back(std::make_unique<Task>(job, nullptr, nullptr));
     Task* task = tasks_.back().get();
     uint64_t spin_until = now_ns() + kSpinNs;
+    ++looking_;
     while (!task->over) {
         if (drive()) spin_until = now_ns() + kSpinNs;
         if (task->over) break;
-        if (now_ns() < spin_until) {
+        if (uint64_t now = now_ns(); now < spin_until) {
             tell_ended();
             lock.unlock();
-            ::sched_yield();  // the other side may be on this core
+            if (now + kSpinNs > spin_until + kTightNs) ::sched_yield();  // the other side may be on this core
             lock.lock();
             continue;
         }
+        --looking_;
         drive_armed();
         tell_ended();
-        if (task->over) break;
         changed_.wait_for(lock, task->keyless.empty() ? kSleep : kNap,
                           [&]() REQUIRES(mutex_) { return task->over; });
+        ++looking_;
     }
+    --looking_;
+    if (!tasks_.empty()) drive_armed();
     Status status = std::move(task->status);
     std::erase_if(ended_, [&](const auto& ended) { return ended.get() == task; });
     tell_ended();
@@ -177,9 +182,10 @@ bool Link::end_idle(size_t device) {
 }
 
 // What completed before the arming is told by no event; what completes later is, also when this looks first.
+// While a caller looks by itself, an event would only wake a thread to stand in its way.
 void Link::drive_armed() {
     for (const auto& rail : rails_) {
-        if (rail->state == Rail::State::kUp) rail->arm();
+        if (looking_ == 0 && rail->state == Rail::State::kUp && rail->busy()) rail->arm();
     }
     (void)drive();
 }

@@ -176,6 +176,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     uint64_t keyless_until_ns_ GUARDED_BY(mutex_) = 0;
     uint64_t looked_ns_ GUARDED_BY(mutex_) = 0;  // at the rails
     bool helping_ GUARDED_BY(mutex_) = false;
+    int looking_ GUARDED_BY(mutex_) = 0;  // callers of run() that look for completions
     bool closed_ GUARDED_BY(mutex_) = false;
 };
 
