@@ -136,6 +136,7 @@ class PutOptions(TypedDict, total=False):
     """Keywords of ``put``; ``Store.put`` describes them."""
 
     replace: bool
+    unique: bool
     ack: bool
     replicas: int
     node: str | Sequence[str] | None
@@ -150,6 +151,7 @@ def put_arguments(
     groups: Any,
     *,
     replace: bool = False,
+    unique: bool = False,
     ack: bool = True,
     replicas: int = 1,
     node: str | Sequence[str] | None = None,
@@ -159,6 +161,10 @@ def put_arguments(
     """The arguments of the native put, each list with one item for each key. Raises InvalidArgument."""
     if not 1 <= replicas <= REPLICAS_MAX:
         raise InvalidArgument(f"replicas={replicas} must be 1 to {REPLICAS_MAX}", operation="put")
+    if unique and replace:
+        raise InvalidArgument("put: unique and replace exclude each other", operation="put")
+    if unique and not ack:
+        raise InvalidArgument("put: unique needs the acknowledgement (ack=True)", operation="put")
     if timeout_s is not None:
         check_timeout(timeout_s, "put")
     if soft_pin_s is not None and not soft_pin_s >= 0.001:  # NaN is not either
@@ -170,7 +176,8 @@ def put_arguments(
     elif isinstance(groups, (str, bytes)):  # a str would be taken as a list of letters
         raise InvalidArgument("put: with several keys, groups has one for each of them", operation="put")
     wait_s = -1.0 if timeout_s is None else timeout_s  # below 0: the store's own timeout
-    return (keys, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_pin_s or 0.0)
+    soft_s = soft_pin_s or 0.0
+    return (keys, as_parts(buffers), parents, replace, ack, wait_s, replicas, node, groups, soft_s, unique)
 
 
 def listed(client: _native.Client, prefix: Key, pattern: Key | None, limit: int) -> list[Entry]:
@@ -277,7 +284,11 @@ class Store:
         parents:  for each key the key that comes before it in a chain, or None: eviction then goes leaf
         first.
         replace:  a new generation in place of an old one; pinned readers keep theirs. Otherwise old bytes
-        stay: EXISTS.
+        stay: EXISTS. Without ``unique`` that is the word of one node: two hosts may each store a key.
+        unique:   of a key at most one value is stored in the whole pool. The master is asked: EXISTS also
+        where another node has the key, or another caller is about to put it; of several that put it at the
+        same time one has STORED. It costs two questions to the master, for keys that this host's node does
+        not have. Not with ``replace``. Raises Unavailable, and nothing is stored, when the master is away.
         ack:      False: do not wait for the commit (and report STORED for what was sent).
         replicas: in how many nodes the bytes shall lie, of other hosts first and then of the same; each
         result says in how many they do, and why they are fewer.

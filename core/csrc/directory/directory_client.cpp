@@ -362,7 +362,8 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
     return answer;
 }
 
-Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, const Incarnation* placing) {
+Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, const Incarnation* placing,
+                                           bool unique) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
     if (Status status = ready(); !status) return status.error();
@@ -372,8 +373,9 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
     uint16_t width = order_width(members_.current().get(), placing);
     Status status = ask_in_pieces(
         Kind::kLocate, hashes,
-        [width](Writer& w, uint32_t n) {
-            LocateHead head{.flags = kLocateSuspects | kLocateOrder, .width = width, .n = n};
+        [=](Writer& w, uint32_t n) {
+            uint8_t flags = kLocateSuspects | kLocateOrder | (unique ? kLocateUnique : 0);
+            LocateHead head{.flags = flags, .width = width, .n = n};
             head.write(w);
         },
         [&](Reader& r) {
@@ -386,11 +388,14 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
             auto first = r.number<Version>();
             for (uint32_t i = 0; i < n; ++i) answer.versions.push_back(first + i);
             answer.filling |= r.number<uint8_t>() != 0;
+            for (uint32_t i = 0; unique && r.ok() && r.left() != 0 && i < n; ++i)
+                answer.taken.push_back(static_cast<Taken>(r.number<uint8_t>()));
             return r.ok();
         },
         [] { return true; });
     if (!status) return status.error();
     if (answer.versions.size() != hashes.size()) answer.versions.clear();
+    if (answer.taken.size() != hashes.size()) answer.taken.clear();
     if (!members_.fits(now_ms(), answer.epoch)) {
         if (Status fresh = refresh_members(); !fresh) return fresh.error();
     }

@@ -61,8 +61,9 @@ class DirectoryClient {
     Result<uint32_t> forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached = {});
 
     // The keys are about to be removed, or replaced at that node: their holders, and a place in the order for
-    // each.
-    Result<OrderAnswer> order(std::span<const Hash128> hashes, const Incarnation* placing);
+    // each. unique: those that a node has stay.
+    Result<OrderAnswer> order(std::span<const Hash128> hashes, const Incarnation* placing,
+                              bool unique = false);
     // It was done. Of each key the last version that the master has given. meanwhile: called once the
     // question is on its way, while no other call reaches the master; not called where there is no
     // connection.

@@ -274,7 +274,18 @@ void Master::write_found(size_t limit, Writer& out) {
     }
 }
 
-Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out) {
+Taken Master::taken(const Hash128& hash) {
+    auto placed = placed_.find(hash);
+    if (placed != placed_.end() && placed->second.version >= log_.find(hash).version &&
+        seats_.contains(placed->second.node) && membership_.alive(placed->second.node)) {
+        return placed->second.here ? Taken::kHeld : Taken::kBeingPut;
+    }
+    find_holders(hash, false);
+    return found_.empty() ? Taken::kFree : Taken::kHeld;
+}
+
+Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out,
+                      std::vector<Taken>* taken) {
     size_t n = hashes.size() / sizeof(Hash128);
     Version first = version_ + 1;
     version_ += n;
@@ -282,6 +293,10 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
     out.number(static_cast<uint32_t>(n));
     for (size_t i = 0; i < n; ++i) {
         Hash128 hash = hash_at(hashes.data() + i * sizeof(Hash128));
+        if (taken != nullptr && taken->emplace_back(this->taken(hash)) != Taken::kFree) {
+            out.number(uint8_t{0});
+            continue;
+        }
         log_.add(hash, first + i);
         ++counters_.forgets_total;
         find_holders(hash, true);
@@ -315,7 +330,7 @@ void Master::ordered(uint64_t now_ms, const Ordered& done, Writer& out) {
             // A number may be another life's by now.
             if (seat == seats_.end() || seat->second.since_epoch > done.epoch) continue;
             if (done.is_told(i, k)) know(seat->second, hash, version);
-            if (done.is_placed(i, k)) placed_[hash] = Placed{node, version, now_ms};
+            if (done.is_placed(i, k)) placed_[hash] = Placed{node, version, now_ms, true};
         }
         void_copies(hash);
         out.number(std::max(log_.find(hash).version, version));

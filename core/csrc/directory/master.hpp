@@ -19,6 +19,7 @@
 #include "directory/drop_list.hpp"
 #include "directory/membership.hpp"
 #include "directory/removal_log.hpp"
+#include "directory/requests.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
@@ -88,8 +89,10 @@ class Master {
     // The keys are about to be removed, or replaced at the node `placing`: gives each a place in the order,
     // the first one's, and writes their holders as locate() does, with the nodes that other replacements are
     // about to put them to. The caller tells these, and then calls ordered(); if it does not, the keys are
-    // void all the same, after limits.order_ms.
-    Version order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out);
+    // void all the same, after limits.order_ms. taken: if given, keys that a node has are left as they are,
+    // and it becomes one row for each key; a place in the order is passed over.
+    Version order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out,
+                  std::vector<Taken>* taken = nullptr);
     // It has: some nodes know of it. Every other one that has a copy, or comes with one, is told to drop what
     // is older. Writes the answer's body: of each key the last version that was given, which is another one
     // where it was removed or replaced again meanwhile.
@@ -144,12 +147,14 @@ class Master {
         NodeId node;
         Version version;
         uint64_t at_ms;
+        bool here = false;  // its bytes are
     };
 
     void clear_seat(NodeId id);
     void know(Seat& seat, const Hash128& hash, Version place);
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
+    Taken taken(const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);
     void seem_joining(uint64_t now_ms, NodeId id, Seat& seat);

@@ -202,7 +202,8 @@ Status MasterProtocol::on_members(const FrameHeader& header, Reader body, uint64
 }
 
 // u8 flags, u8 holders at most, u16 width, u32 n, n hashes -> u64 epoch, u32 n, per key u8 count and holders,
-// u64 newest version; with kLocateOrder u64 version of the first key, u8 whether the master is filling up
+// u64 newest version; with kLocateOrder u64 version of the first key, u8 whether the master is filling up;
+// with kLocateUnique per key u8 Taken
 Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, uint64_t now_ms,
                                  std::vector<std::byte>& out) {
     LocateHead head = LocateHead::read(body);
@@ -216,10 +217,13 @@ Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, uint64_
     std::string_view hashes = body.bytes(body.left());
     if ((head.flags & kLocateOrder) != 0) {
         auto placing = static_cast<NodeId>(head.width - 1);  // 0: it is a removal
-        Version first = host_.master.order(now_ms, hashes, placing, w);
+        std::vector<Taken> taken;
+        bool unique = (head.flags & kLocateUnique) != 0;
+        Version first = host_.master.order(now_ms, hashes, placing, w, unique ? &taken : nullptr);
         w.number(host_.master.newest());
         w.number(first);
         w.number(static_cast<uint8_t>(host_.master.filling(now_ms)));
+        for (Taken row : taken) w.number(static_cast<uint8_t>(row));
     } else {
         host_.master.locate(hashes, head.flags, head.holders_max, head.width, w);
         w.number(host_.master.newest());

@@ -33,7 +33,8 @@ inline constexpr uint8_t kDropAll = 1;
 
 inline constexpr uint8_t kLocatePrefix = 1;
 inline constexpr uint8_t kLocateSuspects = 2;
-inline constexpr uint8_t kLocateOrder = 4;  // the keys are about to be removed or replaced
+inline constexpr uint8_t kLocateOrder = 4;   // the keys are about to be removed or replaced;
+inline constexpr uint8_t kLocateUnique = 8;  // those that have a copy are not
 inline constexpr uint8_t kPlaceEvict = 1;
 
 inline void write_hash(Writer& w, const Hash128& hash) {

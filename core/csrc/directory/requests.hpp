@@ -23,6 +23,13 @@ struct LocateAnswer {
     std::shared_ptr<const Members> members;  // knows every holder named in keys
 };
 
+// Of a key that is to be put where no node has it: whether another value stands there.
+enum class Taken : uint8_t {
+    kFree = 0,      // it is the asking client's to put, as a replacement of what suspect nodes may have
+    kHeld = 1,      // a node has it, as far as the master has heard
+    kBeingPut = 2,  // another client is about to put it
+};
+
 // What a removal or replacement begins with: holders, suspect ones too, and a place in the order for each
 // key.
 struct OrderAnswer {
@@ -30,6 +37,7 @@ struct OrderAnswer {
     std::vector<Version> versions;  // empty: a master of the release before, which gives none
     uint64_t epoch = 0;             // of at.members
     bool filling = false;           // the master may not know all nodes yet
+    std::vector<Taken> taken{};     // where it was asked for; empty: a master that does not say
 };
 
 // How it ended, of some keys.

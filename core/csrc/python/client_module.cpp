@@ -75,7 +75,7 @@ void PyClient::close() {
 // or less means the client's own.
 py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const py::object& parents,
                         bool replace, bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
-                        const py::object& groups, double soft_pin_s) {
+                        const py::object& groups, double soft_pin_s, bool unique) {
     Names names(keys);
     Buffers parts(buffers, false);
     Names parent_names = parents.is_none() ? Names() : Names(parents);
@@ -84,8 +84,8 @@ py::tuple PyClient::put(const py::object& keys, const py::object& buffers, const
     Names group_names = groups.is_none() ? Names() : Names(groups);
     if (!groups.is_none()) check_counts(names.size(), group_names.size(), "groups");
     std::vector<PutItem> items = put_items(names, parts, parent_names, group_names, soft_pin_s);
-    PutOptions options{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
-                       node_names(nodes)};
+    PutOptions options{replace,           ack,   replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
+                       node_names(nodes), unique};
     py::gil_scoped_release nogil;
     Result<PutReport> report = client_->put(items, options);
     py::gil_scoped_acquire gil;
@@ -276,7 +276,7 @@ void bind_client(py::module_& m) {
         .def("put", &PyClient::put, py::arg("keys"), py::arg("buffers"), py::arg("parents") = py::none(),
              py::arg("replace") = false, py::arg("ack") = true, py::arg("timeout_s") = -1.0,
              py::arg("replicas") = 1, py::arg("nodes") = py::none(), py::arg("groups") = py::none(),
-             py::arg("soft_pin_s") = 0.0)
+             py::arg("soft_pin_s") = 0.0, py::arg("unique") = false)
         .def("get_into", &PyClient::get_into, py::arg("keys"), py::arg("buffers"), py::arg("verify") = false)
         .def("get_views", &PyClient::get_views, py::arg("keys"), py::arg("verify") = false)
         .def("pin", &PyClient::pin, py::arg("keys"))

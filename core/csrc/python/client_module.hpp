@@ -28,7 +28,7 @@ class PyClient {
     void close();
     py::tuple put(const py::object& keys, const py::object& buffers, const py::object& parents, bool replace,
                   bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
-                  const py::object& groups, double soft_pin_s);
+                  const py::object& groups, double soft_pin_s, bool unique);
     py::list get_into(const py::object& keys, const py::object& buffers, bool verify);
     py::list get_views(const py::object& keys, bool verify);
     py::tuple pin(const py::object& keys);

@@ -352,7 +352,7 @@ class PyWorker {
 
     uint64_t submit_put(const py::object& keys, const py::object& buffers, const py::object& parents,
                         bool replace, bool ack, double timeout_s, uint32_t replicas, const py::object& nodes,
-                        const py::object& groups, double soft_pin_s) {
+                        const py::object& groups, double soft_pin_s, bool unique) {
         struct Op : Pending {
             Names names, parent_names, groups;
             Buffers buffers;
@@ -376,8 +376,8 @@ class PyWorker {
         if (!parents.is_none()) check_counts(op->names.size(), op->parent_names.size(), "parents");
         if (!groups.is_none()) check_counts(op->names.size(), op->groups.size(), "groups");
         op->soft_pin_s = soft_pin_s;
-        op->options = PutOptions{replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0,
-                                 node_names(nodes)};
+        op->options = PutOptions{
+            replace, ack, replicas, timeout_s > 0 ? milliseconds(timeout_s) : 0, node_names(nodes), unique};
         return submit(op);
     }
 
@@ -590,7 +590,7 @@ void bind_worker(py::module_& m) {
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
              py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none(),
-             py::arg("groups") = py::none(), py::arg("soft_pin_s") = 0.0)
+             py::arg("groups") = py::none(), py::arg("soft_pin_s") = 0.0, py::arg("unique") = false)
         .def("submit_get_into", &PyWorker::submit_get_into, py::arg("keys"), py::arg("buffers"),
              py::arg("verify") = false)
         .def("submit_names", &PyWorker::submit_names, py::arg("what"), py::arg("keys"), py::arg("width") = 1,

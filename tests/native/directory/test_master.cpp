@@ -399,6 +399,39 @@ std::vector<Version> end_order(Master& master, uint64_t now, const std::vector<u
     return last;
 }
 
+TEST_CASE("master: of clients that put a key where no node has it one has the key") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    b.put(0, 1);
+    auto ask = [&](uint64_t now, const std::vector<uint64_t>& keys, const Node& placing) {
+        std::vector<std::byte> out;
+        Writer w(out);
+        std::vector<Taken> taken;
+        Version first = master.order(now, hashes_of(keys), placing.id, w, &taken);
+        return std::pair(first, taken);
+    };
+    auto [first, taken] = ask(10, {1, 2}, a);
+    CHECK(taken == std::vector{Taken::kHeld, Taken::kFree});
+    CHECK(ask(11, {2}, b).second == std::vector{Taken::kBeingPut});
+    (void)end_order(master, 12, {1, 2}, first, {{}, {a.id}}, {{}, {a.id}});
+    CHECK(locate(master, {1})[0].size() == 1);                   // what was held is as it was
+    CHECK(ask(13, {2}, b).second == std::vector{Taken::kHeld});  // though its row is on its way
+    // A removal frees it, once its holder has told of it.
+    OrderedKeys removal = order(master, 20, {1, 2});
+    b.remove(21, 1);
+    (void)end_order(master, 22, {1, 2}, removal.first, {{b.id}, {a.id}});
+    CHECK(ask(23, {1, 2}, a).second == std::vector{Taken::kFree, Taken::kFree});
+    // A client that ended half way holds it up for a few seconds.
+    CHECK(ask(24, {1}, b).second == std::vector{Taken::kBeingPut});
+    master.tick(23 + MasterLimits{}.placed_ms);
+    CHECK(ask(24 + MasterLimits{}.placed_ms, {1}, b).second == std::vector{Taken::kFree});
+    CHECK(master.check_integrity());
+}
+
 TEST_CASE("master: a copy that is told of after the removal is dropped, but by nodes that know of it") {
     Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};

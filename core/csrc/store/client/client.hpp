@@ -39,6 +39,7 @@ struct PutOptions {
     // Where it should rather go, by name or address, the first that takes it; the copies to the next ones.
     // Any that is not to be reached, or has no room, is passed over.
     std::vector<std::string> nodes{};
+    bool unique = false;  // no node of the pool has it: kExists is the pool's word, not the own node's
 };
 
 // An object as a whole: its copies, the own node's first. No copy: it is a miss.
@@ -222,6 +223,7 @@ class Client {
                                       RemovalSteps& steps, const Group& group,
                                       std::vector<RemovedManifest>& shown);
     std::optional<uint64_t> own_has(std::string_view name);  // its size
+    Result<PutReport> put_unique(std::span<const PutItem> items, const PutOptions& options);
     Result<PutReport> put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
                                             PutReport report);
     static std::vector<std::vector<size_t>> in_chunks(std::span<const PutItem> items,

@@ -11,7 +11,9 @@
 // What other nodes hold the directory learns from them, some milliseconds later. Until then recent_ and
 // locations_ know it: this client finds, replaces and removes its own copies at once.
 #include <algorithm>
+#include <chrono>
 #include <numeric>
+#include <thread>
 
 #include "base/clock.hpp"
 #include "memory/copier.hpp"
@@ -22,6 +24,13 @@
 #include "store/client/removal_steps.hpp"
 
 namespace moonpool {
+
+namespace {
+
+// Nodes tell the master what they hold after a few milliseconds.
+constexpr std::chrono::milliseconds kHeardAgainAfter{5};
+
+}  // namespace
 
 // Whether the own node would have to evict for that much. Not known of a node whose index is not mapped here.
 bool Client::own_is_full(uint64_t bytes) {
@@ -45,7 +54,8 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
         }
     }
     // What one node takes goes in one call; each striped object has calls of its own.
-    Result<PutReport> some = put_whole(striped.empty() ? items : whole, options);
+    Result<PutReport> some = options.unique ? put_unique(striped.empty() ? items : whole, options)
+                                            : put_whole(striped.empty() ? items : whole, options);
     if (some && !some->manifest_sized.empty()) {
         some = put_anew_what_is_lost(striped.empty() ? items : whole, options, std::move(*some));
     }
@@ -85,6 +95,7 @@ Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, 
     PutOptions anew = options;
     // Its manifest stands under the key, so the put must take its place.
     anew.replace = true;
+    anew.unique = false;
     Result<PutReport> put = put_whole(lost, anew);
     if (!put) return put;
     for (size_t k = 0; k < place.size(); ++k) {
@@ -97,9 +108,52 @@ Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, 
     return report;
 }
 
-Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOptions& options,
-                                    size_t attempt) {
+// What the master has heard of may be removed since, some milliseconds ago: it is looked at, and what is gone
+// is asked for again. After a while the master is wrong, and its word no reason to refuse the key.
+Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOptions& options) {
+    if (pool() == nullptr) return put_whole(items, options);
+    PutReport report;
+    report.outcomes.assign(items.size(), PutOutcome::kExists);
+    if (options.replicas > 1) report.copies.assign(items.size(), 1);
+    std::vector<size_t> left;
+    for (size_t i = 0; i < items.size(); ++i) {
+        std::optional<uint64_t> here = own_has(items[i].name);
+        if (!here) left.push_back(i);
+        if (here == kManifestBytes) report.manifest_sized.push_back(i);
+    }
+    PutOptions how = options;
+    for (size_t attempt = 1; !left.empty(); ++attempt) {
+        std::vector<PutItem> some;
+        for (size_t i : left) some.push_back(items[i]);
+        how.unique = attempt < kAttemptsMax;
+        how.replace = !how.unique;
+        Result<PutReport> put = put_whole(some, how);
+        if (!put) return put;
+        std::vector<size_t> again;
+        std::vector<std::string_view> held;
+        for (size_t k : put->held) held.push_back(some[k].name);
+        Result<std::vector<Presence>> there = std::vector<Presence>();
+        if (!held.empty()) there = exists(held);
+        for (size_t k = 0; there && k < put->held.size(); ++k) {
+            if ((*there)[k] == Presence::kMiss) again.push_back(left[put->held[k]]);
+        }
+        for (size_t k = 0; k < left.size(); ++k) {
+            report.outcomes[left[k]] = put->outcomes[k];
+            if (!report.copies.empty() && !put->copies.empty()) report.copies[left[k]] = put->copies[k];
+        }
+        for (size_t k : put->manifest_sized) report.manifest_sized.push_back(left[k]);
+        report.stored_bytes += put->stored_bytes;
+        if (!put->refusal.empty()) report.refusal = std::move(put->refusal);
+        if (!put->short_of_copies.empty()) report.short_of_copies = std::move(put->short_of_copies);
+        left = std::move(again);
+        if (!left.empty()) std::this_thread::sleep_for(kHeardAgainAfter);
+    }
+    return report;
+}
+
+Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOptions& asked, size_t attempt) {
     std::span<const PutItem> items = given;
+    PutOptions options = asked;
     std::shared_ptr<Pool> others = pool();
     if (others == nullptr) {
         Result<PutReport> report = own_.put(items, how(options, options.ack));
@@ -138,6 +192,8 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
             return here.has_value();
         });
     };
+    // What no node has is put as a replacement: of what nodes may have that are away.
+    options.replace |= options.unique;
     // The own node first among them is the usual way, but for the spilling.
     std::vector<Named> wanted = preferred(options);
     PutSteps::Plan plan{.replace = options.replace, .ack = options.ack};
@@ -154,14 +210,28 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
         switch (steps.wants()) {
             case Wants::kRemove: {
                 std::vector<std::string_view> names = names_of(left);
-                if (!steps.removes_here()) own_manifests(names, replaced);
-                removal.emplace(hashes(names), others->own, steps.removes_here(), locations_, recent_);
+                if (!steps.removes_here() && !options.unique) own_manifests(names, replaced);
+                removal.emplace(hashes(names), others->own, steps.removes_here() && !options.unique,
+                                locations_, recent_, options.unique);
                 tell_removal(*others, names, *removal, replaced);
+                if (options.unique && !removal->has_master()) {
+                    return Error{Code::kUnavailable,
+                                 "the master does not answer, and it alone knows whether a node has the key; "
+                                 "nothing is stored"};
+                }
                 ordered.assign(items.begin(), items.end());
                 for (size_t i = 0; i < removal->versions().size(); ++i)
                     ordered[i].version = removal->versions()[i];
                 items = ordered;
-                steps.removed();
+                if (options.unique) {
+                    std::erase_if(left, [&](size_t i) {
+                        if (removal->taken(i) == Taken::kFree) return false;
+                        report.outcomes[i] = PutOutcome::kExists;
+                        if (removal->taken(i) == Taken::kHeld) report.held.push_back(i);
+                        return true;
+                    });
+                }
+                steps.removed(std::move(left));
                 break;
             }
             case Wants::kPutWanted:
@@ -219,7 +289,8 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
         end_replacement(*others, items, *removal, report);
         // The master had taken it for given up before the bytes were here.
         bool given_up = std::ranges::find(report.outcomes, PutOutcome::kOlder) != report.outcomes.end();
-        if (given_up && attempt < kAttemptsMax) return put_whole(given, options, attempt + 1);
+        if (given_up && !options.unique && attempt < kAttemptsMax)
+            return put_whole(given, options, attempt + 1);
     }
     for (PutOutcome& outcome : report.outcomes) {
         if (outcome != PutOutcome::kOlder) continue;
@@ -247,7 +318,9 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     names.clear();
     std::vector<Version> versions;
     for (size_t i = 0; i < items.size(); ++i) {
-        if (removal.later()[i] == kNoVersion || report.outcomes[i] == PutOutcome::kRefused) continue;
+        if (removal.later()[i] == kNoVersion || removal.taken(i) != Taken::kFree ||
+            report.outcomes[i] == PutOutcome::kRefused)
+            continue;
         report.outcomes[i] = PutOutcome::kStored;
         names.push_back(items[i].name);
         versions.push_back(removal.later()[i]);

@@ -95,7 +95,7 @@ bool Client::held_by_a_suspect(std::string_view name) {
 void Client::tell_removal(Pool& pool, std::span<const std::string_view> names, RemovalSteps& steps,
                           std::vector<RemovedManifest>& manifests) {
     using Wants = RemovalSteps::Wants;
-    steps.ordered(now_ms(), pool.directory->order(steps.keys(), steps.placing()));
+    steps.ordered(now_ms(), pool.directory->order(steps.keys(), steps.placing(), steps.unique()));
     if (steps.wants() == Wants::kMembers) steps.members(now_ms(), pool.directory->members());
     if (steps.wants() == Wants::kDone) return;
     if (steps.tells_own()) steps.own_told(own_.remove_older(names, steps.versions(), manifests));

@@ -334,7 +334,8 @@ Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& op
     MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
     std::string_view group = item.group.empty() ? std::string_view(group_name) : item.group;
     PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};
-    Result<PutReport> put = put_whole({&under_key, 1}, for_manifest);
+    Result<PutReport> put = for_manifest.unique ? put_unique({&under_key, 1}, for_manifest)
+                                                : put_whole({&under_key, 1}, for_manifest);
     if (!put) return put.error();
     outcome = put->outcomes.front();
     if (outcome == PutOutcome::kStored) {

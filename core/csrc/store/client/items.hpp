@@ -33,6 +33,7 @@ struct PutReport {
     std::vector<std::pair<size_t, Version>> older;  // items whose outcome is kOlder, and what comes after all
     std::vector<std::pair<size_t, NodeId>> placed;  // items that other nodes took
     std::vector<size_t> manifest_sized;             // items that were there already, and may be striped
+    std::vector<size_t> held;  // items of kExists, by what the master has heard, which is some ms old
 };
 
 // What became of a removal, for each key.

@@ -42,6 +42,10 @@ class PutSteps {
     bool removes_here() const { return plan_.elsewhere_wanted; }
 
     void removed() { after_removal(); }
+    void removed(std::vector<size_t> left) {  // some stay as they are
+        left_ = std::move(left);
+        after_removal();
+    }
     void put(std::vector<size_t> left);  // of any step that puts
 
    private:

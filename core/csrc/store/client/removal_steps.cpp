@@ -1,20 +1,21 @@
 #include "store/client/removal_steps.hpp"
 
 #include <algorithm>
-#include <numeric>
 
 namespace moonpool {
 
 RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_too,
-                           LocationCache& locations, RecentCopies& recent)
+                           LocationCache& locations, RecentCopies& recent, bool unique)
     : keys_(std::move(keys)),
       own_(own),
       own_too_(own_too),
+      unique_(unique),
       locations_(locations),
       recent_(recent),
       later_(keys_.size()),
       removed_(keys_.size()),
-      unsure_(keys_.size()) {
+      unsure_(keys_.size()),
+      taken_(keys_.size()) {
     for (const Hash128& key : keys_) locations_.forget(key);
 }
 
@@ -35,16 +36,23 @@ NodeItems* RemovalSteps::planned(const Member& member) {
 
 void RemovalSteps::ordered(uint64_t now_ms, const Result<OrderAnswer>& answer) {
     if (!answer) {
-        wants_ = Wants::kMembers;
+        wants_ = unique_ ? Wants::kDone : Wants::kMembers;
         return;
     }
     has_master_ = true;
     versions_ = answer->versions;
     const LocateAnswer& at = answer->at;
+    for (size_t i = 0; unique_ && i < at.keys.size(); ++i) {
+        // A master that does not say names the holders.
+        taken_[i] = !answer->taken.empty() ? answer->taken[i]
+                    : at.keys[i].empty()   ? Taken::kFree
+                                           : Taken::kHeld;
+    }
     done_ = OrderDone{keys_, versions_, answer->epoch, {}, {}};
     done_.told.resize(keys_.size());
     done_.placed.resize(keys_.size());
     for (size_t i = 0; i < at.keys.size(); ++i) {
+        if (taken_[i] != Taken::kFree) continue;
         for (const Holder& holder : at.keys[i]) {
             const Member* member = at.members->find(holder.node);
             NodeItems* node = member == nullptr ? nullptr : planned(*member);
@@ -73,8 +81,10 @@ void RemovalSteps::everywhere(const Members& known) {
     for (const Member& member : known.rows) {
         NodeItems* node = planned(member);
         if (node == nullptr) continue;
-        node->items.resize(keys_.size());
-        std::iota(node->items.begin(), node->items.end(), 0);
+        node->items.clear();
+        for (size_t i = 0; i < keys_.size(); ++i) {
+            if (taken_[i] == Taken::kFree) node->items.push_back(i);
+        }
     }
 }
 
@@ -82,6 +92,7 @@ void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
     if (const Member* own = known.find(own_); own != nullptr) own_id_ = own->id;
     // And where this client put copies of which the directory has not heard yet.
     for (size_t i = 0; i < keys_.size(); ++i) {
+        if (taken_[i] != Taken::kFree) continue;
         std::vector<NodeId> at;
         recent_.find(now_ms, keys_[i], at);
         for (NodeId node : at) {
@@ -107,6 +118,7 @@ void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
 
 void RemovalSteps::add_witness(const Members& known) {
     std::vector<uint8_t> others(keys_.size());
+    for (size_t i = 0; i < keys_.size(); ++i) others[i] = taken_[i] != Taken::kFree;
     for (auto& [life, node] : planned_) {
         for (size_t i : node.items) others[i] |= in_touch(node.member.state);
     }
@@ -171,7 +183,9 @@ void RemovalSteps::ended(const Result<std::vector<Version>>& last) {
         return;
     }
     // If no node knows of it, it ends with the master.
-    acknowledged_ = std::ranges::none_of(done_.told, [](const auto& nodes) { return nodes.empty(); });
+    acknowledged_ = true;
+    for (size_t i = 0; i < keys_.size(); ++i)
+        acknowledged_ &= !done_.told[i].empty() || taken_[i] != Taken::kFree;
     for (size_t i = 0; i < last->size() && i < versions_.size(); ++i) {
         if ((*last)[i] > versions_[i]) later_[i] = (*last)[i];
     }

@@ -36,8 +36,9 @@ class RemovalSteps {
     enum class Wants : uint8_t { kOrder, kMembers, kTell, kEnd, kDone };
 
     // own_too: the own node is to remove its copies, too; a replacement there needs no removal before it.
+    // unique: keys that a node has stay (taken()); it ends at once where the master is away.
     RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_too, LocationCache& locations,
-                 RecentCopies& recent);
+                 RecentCopies& recent, bool unique = false);
 
     Wants wants() const { return wants_; }
     const std::vector<Hash128>& keys() const { return keys_; }
@@ -45,7 +46,10 @@ class RemovalSteps {
     // kOrder: a place in the order and the holders are asked for. placing(): where the new bytes will be;
     // null: it is a removal.
     const Incarnation* placing() const { return own_too_ ? nullptr : &own_; }
+    bool unique() const { return unique_; }
     void ordered(uint64_t now_ms, const Result<OrderAnswer>& answer);
+    Taken taken(size_t item) const { return taken_[item]; }
+    bool has_master() const { return has_master_; }
 
     // kMembers: the last list of members that there was.
     void members(uint64_t now_ms, const Result<std::shared_ptr<const Members>>& answer);
@@ -93,7 +97,7 @@ class RemovalSteps {
 
     std::vector<Hash128> keys_;
     Incarnation own_;
-    bool own_too_;
+    bool own_too_, unique_;
     NodeId own_id_ = kNoNode;
     LocationCache& locations_;
     RecentCopies& recent_;
@@ -107,6 +111,7 @@ class RemovalSteps {
     std::vector<uint8_t> removed_;
     std::vector<std::string> unsure_;
     std::vector<NodeItems> witness_;
+    std::vector<Taken> taken_;
 };
 
 }  // namespace moonpool
