@@ -12,7 +12,6 @@ namespace moonpool::transport::nic {
 namespace {
 
 constexpr uint64_t kSpinNs = 200'000;  // a caller polls, before it sleeps
-constexpr uint64_t kTightNs = 5'000;   // of them without giving its core to others: what a NIC takes
 constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
 constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
 constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
@@ -95,10 +94,10 @@ Status Link::run(Job& job) {
     while (!task->over) {
         if (drive()) spin_until = now_ns() + kSpinNs;
         if (task->over) break;
-        if (uint64_t now = now_ns(); now < spin_until) {
+        if (now_ns() < spin_until) {
             tell_ended();
             lock.unlock();
-            if (now + kSpinNs > spin_until + kTightNs) ::sched_yield();  // the other side may be on this core
+            ::sched_yield();  // the other side may be on this core
             lock.lock();
             continue;
         }
@@ -185,7 +184,7 @@ bool Link::end_idle(size_t device) {
 // While a caller looks by itself, an event would only wake a thread to stand in its way.
 void Link::drive_armed() {
     for (const auto& rail : rails_) {
-        if (looking_ == 0 && rail->state == Rail::State::kUp && rail->busy()) rail->arm();
+        if (looking_ == 0 && rail->state == Rail::State::kUp) rail->arm();
     }
     (void)drive();
 }
