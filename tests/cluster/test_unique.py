@@ -24,7 +24,7 @@ def test_of_two_hosts_that_put_a_key_at_once_one_stores_it(cluster: Cluster) -> 
             for on, seed in ((on_a, 1), (on_b, 2))
         ]
         outcomes = list(zip(*(put.result() for put in puts), strict=True))
-    assert all(sorted(pair) == ["exists", "stored"] for pair in outcomes)
+    assert [sorted(pair) for pair in outcomes] == [["exists", "stored"]] * len(names)
     expected = [
         [SIZE, checksum(name, 1 if pair[0] == "stored" else 2, SIZE)]
         for name, pair in zip(names, outcomes, strict=True)

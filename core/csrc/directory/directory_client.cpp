@@ -371,6 +371,11 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
     if (Status status = timeout.status(); !status) return status.error();
     OrderAnswer answer;
     uint16_t width = order_width(members_.current().get(), placing);
+    if (unique && width == 0) {  // else no other client would hear that the key is being put
+        if (Status fresh = refresh_members(); !fresh) return fresh.error();
+        width = order_width(members_.current().get(), placing);
+        if (width == 0) return Error{Code::kUnavailable, "this host's node has not joined the pool yet"};
+    }
     Status status = ask_in_pieces(
         Kind::kLocate, hashes,
         [=](Writer& w, uint32_t n) {

@@ -214,10 +214,11 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
                 removal.emplace(hashes(names), others->own, steps.removes_here() && !options.unique,
                                 locations_, recent_, options.unique);
                 tell_removal(*others, names, *removal, replaced);
-                if (options.unique && !removal->has_master()) {
-                    return Error{Code::kUnavailable,
-                                 "the master does not answer, and it alone knows whether a node has the key; "
-                                 "nothing is stored"};
+                if (options.unique && !removal->no_master().empty()) {
+                    return Error{
+                        Code::kUnavailable,
+                        "nothing is stored, since only the master knows whether a node has the key: " +
+                            removal->no_master()};
                 }
                 ordered.assign(items.begin(), items.end());
                 for (size_t i = 0; i < removal->versions().size(); ++i)

@@ -37,6 +37,7 @@ NodeItems* RemovalSteps::planned(const Member& member) {
 void RemovalSteps::ordered(uint64_t now_ms, const Result<OrderAnswer>& answer) {
     if (!answer) {
         wants_ = unique_ ? Wants::kDone : Wants::kMembers;
+        no_master_ = answer.error().text;
         return;
     }
     has_master_ = true;

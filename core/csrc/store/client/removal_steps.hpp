@@ -49,7 +49,7 @@ class RemovalSteps {
     bool unique() const { return unique_; }
     void ordered(uint64_t now_ms, const Result<OrderAnswer>& answer);
     Taken taken(size_t item) const { return taken_[item]; }
-    bool has_master() const { return has_master_; }
+    const std::string& no_master() const { return no_master_; }  // why not; empty: it has answered
 
     // kMembers: the last list of members that there was.
     void members(uint64_t now_ms, const Result<std::shared_ptr<const Members>>& answer);
@@ -112,6 +112,7 @@ class RemovalSteps {
     std::vector<std::string> unsure_;
     std::vector<NodeItems> witness_;
     std::vector<Taken> taken_;
+    std::string no_master_;
 };
 
 }  // namespace moonpool
