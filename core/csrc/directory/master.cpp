@@ -332,6 +332,10 @@ void Master::ordered(uint64_t now_ms, const Ordered& done, Writer& out) {
             if (done.is_told(i, k)) know(seat->second, hash, version);
             if (done.is_placed(i, k)) placed_[hash] = Placed{node, version, now_ms, true};
         }
+        // It was to be put, and was not.
+        if (auto placed = placed_.find(hash);
+            placed != placed_.end() && placed->second.version == version && !placed->second.here)
+            placed_.erase(placed);
         void_copies(hash);
         out.number(std::max(log_.find(hash).version, version));
     }

@@ -425,6 +425,11 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     b.remove(21, 1);
     (void)end_order(master, 22, {1, 2}, removal.first, {{b.id}, {a.id}});
     CHECK(ask(23, {1, 2}, a).second == std::vector{Taken::kFree, Taken::kFree});
+    // One that could not put it lets go of it.
+    auto [second, free] = ask(23, {3}, a);
+    CHECK(free == std::vector{Taken::kFree});
+    (void)end_order(master, 23, {3}, second, {{}});
+    CHECK(ask(23, {3}, b).second == std::vector{Taken::kFree});
     // A client that ended half way holds it up for a few seconds.
     CHECK(ask(24, {1}, b).second == std::vector{Taken::kBeingPut});
     master.tick(23 + MasterLimits{}.placed_ms);

@@ -116,6 +116,9 @@ Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOp
     report.outcomes.assign(items.size(), PutOutcome::kExists);
     if (options.replicas > 1) report.copies.assign(items.size(), 1);
     std::vector<size_t> left;
+    std::vector<std::string_view> names;
+    for (const PutItem& item : items) names.push_back(item.name);
+    if (Status fit = own_.check_names(names); !fit && !no_answer(fit.error())) return fit.error();
     for (size_t i = 0; i < items.size(); ++i) {
         std::optional<uint64_t> here = own_has(items[i].name);
         if (!here) left.push_back(i);
@@ -184,6 +187,8 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
         for (size_t i : which) names.push_back(items[i].name);
         return names;
     };
+    std::vector<size_t> all(items.size());
+    std::iota(all.begin(), all.end(), 0);
     auto leave_what_is_here = [&](std::vector<size_t>& left) {
         std::erase_if(left, [&](size_t i) {
             std::optional<uint64_t> here = own_has(items[i].name);
@@ -271,6 +276,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
                 } else if (no_answer(own.error())) {
                     own_error = own.error();
                 } else {
+                    if (removal) end_removal(*others, names_of(all), *removal);  // others may put the keys
                     return own;
                 }
                 steps.put(still_refused());
