@@ -53,18 +53,19 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
     PutReport report = std::move(*some);
     std::vector<PutOutcome> outcomes(items.size(), PutOutcome::kRefused);
     std::vector<uint8_t> copies;
-    if (!report.copies.empty()) copies.assign(items.size(), 1);
+    if (!report.copies.empty()) copies.assign(items.size(), 0);
     for (size_t k = 0; k < place.size(); ++k) {
         outcomes[place[k]] = report.outcomes[k];
         if (!copies.empty()) copies[place[k]] = report.copies[k];
     }
-    std::shared_ptr<Pool> others = pool();
-    for (size_t i : striped) {
-        Status status = put_striped(*others, items[i], options, outcomes[i], report);
-        if (!status) return status.error();
-    }
+    if (options.replicas > 1) copies.resize(items.size());
     report.outcomes = std::move(outcomes);
     report.copies = std::move(copies);
+    std::shared_ptr<Pool> others = pool();
+    for (size_t i : striped) {
+        Status status = put_striped(*others, items[i], options, i, report);
+        if (!status) return status.error();
+    }
     return report;
 }
 
@@ -72,28 +73,40 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
 // else would ever take its place.
 Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
                                                 PutReport report) {
-    std::vector<PutItem> lost;
-    std::vector<size_t> place;
-    for (size_t i : report.manifest_sized) {
-        if (pool() == nullptr || report.outcomes[i] != PutOutcome::kExists) continue;
-        if (this->whole(items[i].name) == Presence::kHit) continue;
-        lost.push_back(items[i]);
-        place.push_back(i);
+    PutOptions anew = options;
+    // Once the lost object is removed, any other one under the key stays. Where it could not be removed, as a
+    // node is away, its manifest stands under the key still, and the put must take its place.
+    for (bool replace : {false, true}) {
+        std::vector<std::string_view> names;
+        std::vector<size_t> place;
+        for (size_t i : report.manifest_sized) {
+            if (pool() == nullptr || report.outcomes[i] != PutOutcome::kExists) continue;
+            names.push_back(items[i].name);
+            place.push_back(i);
+        }
+        report.manifest_sized.clear();
+        if (names.empty()) return report;
+        std::vector<Presence> whole = this->whole(names);
+        std::vector<PutItem> lost;
+        for (size_t k = 0; k < place.size(); ++k) {
+            if (whole[k] == Presence::kHit) continue;
+            place[lost.size()] = place[k];
+            lost.push_back(items[place[k]]);
+        }
+        if (lost.empty()) return report;
+        anew.replace = replace;
+        Result<PutReport> put = put_whole(lost, anew);
+        if (!put) return put;
+        for (size_t k = 0; k < lost.size(); ++k) {
+            report.outcomes[place[k]] = put->outcomes[k];
+            if (!put->copies.empty()) report.copies[place[k]] = put->copies[k];
+        }
+        for (size_t k : put->manifest_sized) report.manifest_sized.push_back(place[k]);
+        report.stored_bytes += put->stored_bytes;
+        if (!put->refusal.empty()) report.refusal = put->refusal;
+        if (!put->short_of_copies.empty()) report.short_of_copies = put->short_of_copies;
     }
     report.manifest_sized.clear();
-    if (lost.empty()) return report;
-    PutOptions anew = options;
-    // Its manifest stands under the key, so the put must take its place.
-    anew.replace = true;
-    Result<PutReport> put = put_whole(lost, anew);
-    if (!put) return put;
-    for (size_t k = 0; k < place.size(); ++k) {
-        report.outcomes[place[k]] = put->outcomes[k];
-        if (!put->copies.empty()) report.copies[place[k]] = put->copies[k];
-    }
-    report.stored_bytes += put->stored_bytes;
-    if (!put->refusal.empty()) report.refusal = put->refusal;
-    if (!put->short_of_copies.empty()) report.short_of_copies = put->short_of_copies;
     return report;
 }
 
@@ -289,6 +302,9 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
         }
         if (put->outcomes[k] == PutOutcome::kOlder) continue;
         if (put->outcomes[k] == PutOutcome::kStored) report.placed.emplace_back(left[k], member.id);
+        if (std::ranges::find(put->manifest_sized, k) != put->manifest_sized.end()) {
+            report.manifest_sized.push_back(left[k]);
+        }
         Hash128 hash = own_.hasher()(items[left[k]].name);
         locations_.put(hash, member.identity.incarnation);
         recent_.add(now_ms(), hash, member.id);
@@ -354,15 +370,15 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
 std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which) {
     std::vector<std::string_view> names;
     for (size_t i : which) names.push_back(items[i].name);
-    // Only what the node says of them is wanted, size and checksum.
-    Result<Pinned> pinned = pin(names);
+    Result<std::vector<ObjectState>> there = describe_whole(names, false);
     std::vector<size_t> equal;
-    for (size_t k = 0; pinned && k < which.size(); ++k) {
-        if (!pinned->has(k)) continue;
-        const Descriptor& d = pinned->descriptors[k];
+    for (size_t k = 0; there && k < which.size(); ++k) {
+        if ((*there)[k].copies.empty()) continue;
+        const Description& what = (*there)[k].copies.front().what;
         std::span<const MemoryRef> parts = items[which[k]].parts;
-        if (d.size != total(parts)) continue;
-        if (Result<uint32_t> crc = checksum(parts, d.size); crc && *crc == d.crc) equal.push_back(which[k]);
+        if (what.size != total(parts)) continue;
+        if (Result<uint32_t> crc = checksum(parts, what.size); crc && *crc == what.crc)
+            equal.push_back(which[k]);
     }
     return equal;
 }
