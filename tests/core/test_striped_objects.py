@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -378,3 +379,33 @@ def test_a_reader_that_is_overtaken_gets_one_object_or_the_other(pool: Pool) -> 
     assert wrong == []
     pool.told()
     assert pool.total("object_bytes") == sizes[39 % len(sizes)]
+
+
+@pytest.mark.parametrize("then", ["remove", "put"])
+def test_a_manifest_that_only_the_ssd_has(pool: Pool, tmp_path: Path, then: str) -> None:
+    """A removal frees its stripes, and a put finds out that they are lost."""
+    ssd = pool.node("a", ssd=str(tmp_path / "ssd"), ssd_segment_bytes=4 * MIB, ssd_clean_share=1.0)
+    pool.node("b")
+    a = pool.store("a")
+    assert a.put("big", os.urandom(9 * MIB)) == STORED
+    for i in range(20):
+        assert a.put(f"crowd{i}", bytes(MIB), node="a") == STORED
+        until(lambda: ssd.metrics()["ssd_writing"] == 0)  # else it is evicted before it is written
+    # To ask for the object would bring its manifest back into memory.
+    assert ssd.metrics()["evicted_total"] >= 6
+    assert ssd.metrics()["ssd_lost_total"] == 0
+    assert pool.nodes["b"].metrics()["objects"] == 4
+    if then == "remove":
+        assert a.remove("big")
+        until(lambda: pool.nodes["b"].metrics()["objects"] == 0)
+    else:
+        crowd(a, "b", 16, "other")
+        assert a.put("big", b"new") == STORED
+        assert bytes(a.get("big")) == b"new"
+
+
+def test_a_lost_object_at_the_node_that_a_put_is_sent_to(pool: Pool) -> None:
+    lost(pool)
+    b = pool.store("b")
+    assert b.put("big", b"new", node="a") == STORED
+    assert bytes(b.get("big")) == b"new"
