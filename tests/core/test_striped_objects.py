@@ -83,6 +83,17 @@ def test_the_stripes_of_an_object_go_with_it(pool: Pool, by: str, how: str) -> N
     assert pool.total("object_bytes") == left
 
 
+def test_the_stripes_of_an_object_with_a_long_name_go_with_it(pool: Pool) -> None:
+    """The index of a node, which its clients read, has no names over 72 bytes."""
+    pool.node("a"), pool.node("b")
+    a = pool.store("a")
+    key = "k" * 100
+    assert a.put(key, os.urandom(9 * MIB)) == STORED
+    assert a.put(key, b"new", replace=True) == STORED
+    pool.told()
+    assert pool.total("object_bytes") == 3
+
+
 def striped(pool: Pool) -> tuple[Store, bytes]:
     """A store with an object whose stripes lie on two nodes."""
     pool.node("a"), pool.node("b")

@@ -206,7 +206,7 @@ class Client {
                                            std::span<const MemoryRef> parts, bool verify);
     // Appends it when it is no user's bytes, and once though copies of it lay on several nodes.
     void add_genuine(std::string_view name, const RemovedManifest& removed, std::vector<Manifest>& out) const;
-    // Of what the own node has under those names; without asking it.
+    // Of what the own node has under those names; it is asked where its index does not say.
     void own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests);
     // As far as nodes can be reached; what is left is evicted one day, since no client asks for it.
     void remove_stripes(Pool& pool, std::span<const Manifest> manifests);

@@ -34,6 +34,8 @@ bool Client::own_is_full(uint64_t bytes) {
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
     if (any_on_cards(items)) return put_from_cards(items, options);
     WaitBudget budget(options.timeout_ms > 0 ? WaitBudget::of_a_call(options.timeout_ms) : wait_budget_ms());
+    // In the first call of all the limit of an object is not known yet.
+    if (own_.current() == nullptr) (void)own_.session();
     std::vector<PutItem> whole;
     std::vector<size_t> place, striped;
     for (size_t i = 0; i < items.size(); ++i) {

@@ -263,17 +263,30 @@ void Client::add_genuine(std::string_view name, const RemovedManifest& removed,
 
 void Client::own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests) {
     std::shared_ptr<Session> session = own_.current();
-    const IndexReader* index = session == nullptr ? nullptr : session->path().index();
-    if (index == nullptr) return;
+    if (session == nullptr) return;
+    const IndexReader* index = session->path().index();
+    std::vector<RemovedManifest> found;
+    std::vector<std::string_view> asked;
     for (size_t i = 0; i < names.size(); ++i) {
-        auto hit = index->find(session->space(), own_.hasher()(names[i]), names[i]);
-        if (!hit || hit->size != kManifestBytes) continue;
-        RemovedManifest manifest;
-        manifest.item = i;
-        MemoryRef part = MemoryRef::host(manifest.bytes.data(), manifest.bytes.size());
-        GetItem item{names[i], {&part, 1}};
-        Result<std::vector<int64_t>> got = own_.get({&item, 1}, false, true);
-        if (got && got->front() == static_cast<int64_t>(kManifestBytes)) manifests.push_back(manifest);
+        // The index has no long names, and a node of another host shows none.
+        if (index != nullptr && names[i].size() <= kInlineName) {
+            auto hit = index->find(session->space(), own_.hasher()(names[i]), names[i]);
+            if (!hit || hit->size != kManifestBytes) continue;
+        }
+        found.emplace_back().item = i;
+        asked.push_back(names[i]);
+    }
+    if (asked.empty()) return;
+    std::vector<MemoryRef> parts;
+    std::vector<GetItem> items;
+    parts.reserve(asked.size());
+    for (size_t k = 0; k < asked.size(); ++k) {
+        parts.push_back(MemoryRef::host(found[k].bytes.data(), found[k].bytes.size()));
+        items.push_back({asked[k], {&parts[k], 1}});
+    }
+    Result<std::vector<int64_t>> sizes = own_.get(items, false, true);
+    for (size_t k = 0; sizes && k < asked.size(); ++k) {
+        if ((*sizes)[k] == static_cast<int64_t>(kManifestBytes)) manifests.push_back(found[k]);
     }
 }
 
