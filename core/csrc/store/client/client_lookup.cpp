@@ -174,7 +174,6 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
     for (const Member& member : located->members->rows) {
         if (own && member.identity.incarnation == others->own) own_id.push_back(member.id);
     }
-    std::vector<std::vector<NodeId>> tried(wanted.size(), own_id);
     for (size_t k = 0; k < wanted.size(); ++k) {
         bool unknown = filling;
         for (const Holder& holder : located->keys[k]) {
@@ -185,22 +184,30 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
         if (unknown) present[place[k]] = Presence::kUnknown;
     }
     // The directory may be some milliseconds behind: the holder has the last word, or the next holder.
+    std::vector<size_t> left(wanted.size());
+    std::iota(left.begin(), left.end(), 0);
+    std::map<size_t, std::vector<NodeId>> tried;  // of keys with several holders, but for own_id
     Mutex merging;
-    for (size_t attempt = 0; attempt < kAttemptsMax; ++attempt) {
+    for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
         std::map<Incarnation, Group> groups;
-        for (size_t k = 0; k < wanted.size(); ++k) {
+        for (size_t k : left) {
             if (present[place[k]] == Presence::kHit) continue;
-            const Member* member = nearest(*others, *located->members, located->keys[k], tried[k], k);
+            std::span<const NodeId> avoid = attempt == 0 ? std::span<const NodeId>(own_id) : tried[k];
+            const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
             if (member == nullptr && attempt == 0) {
                 member = known_place(locations_, *located->members, own_.hasher()(wanted[k]));
             }
             if (member == nullptr) continue;
-            tried[k].push_back(member->id);
+            if (located->keys[k].size() > 1) {
+                std::vector<NodeId>& nodes = tried.try_emplace(k, own_id).first->second;
+                nodes.push_back(member->id);
+            }
             Group& group = groups[member->identity.incarnation];
             group.member = *member;
             group.items.push_back(k);
         }
-        if (groups.empty()) break;
+        left.clear();
+        for (const auto& [k, nodes] : tried) left.push_back(k);
         std::vector<Group> work;
         for (auto& [id, group] : groups) work.push_back(std::move(group));
         each(work, [&](Group& group) {
