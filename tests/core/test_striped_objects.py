@@ -273,11 +273,13 @@ def test_pins_on_many_objects_of_which_one_lost_a_stripe(pool: Pool) -> None:
         pool.node(name, 64, remote_pins_share_max=0.75)
     a = pool.store("a")
     names = ["lost", "x", "y"]
-    assert a.put([*names, "small"], [os.urandom(20 * MIB)] * 3 + [b"s"]) == [STORED] * 4
+    data = [os.urandom(20 * MIB) for _ in names]
+    assert a.put([*names, "small"], [*data, b"s"]) == [STORED] * 4
     pool.told()
     hits, pin = a.exists([*names, "no", "small"], pin=True)
     assert hits == [Presence.HIT] * 3 + [Presence.MISS, Presence.HIT]
     assert pin is not None
+    assert [bytes(view) for view in a.get([*names, "small"], pin=pin)] == [*data, b"s"]
     pin.release()
     assert a.exists(["x", "y"]) == [Presence.HIT] * 2  # used after the other one
     crowd(a, "b", 45)
@@ -286,6 +288,7 @@ def test_pins_on_many_objects_of_which_one_lost_a_stripe(pool: Pool) -> None:
     assert hits == [Presence.MISS, Presence.HIT, Presence.HIT, Presence.MISS, Presence.HIT]
     assert a.exists(names) == hits[:3]
     assert pin is not None
+    assert [bytes(view) for view in a.get(names[1:], pin=pin)] == data[1:]
     pin.release()
     until(lambda: pool.total("objects_pinned") == 0)
 
