@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,16 +29,20 @@ class Pool:
         self.nodes: dict[str, _native.Server] = {}
         self.stores: list[Store] = []
 
-    def node(self, name: str, mib: int = 16, *, called: str = "", host: str = "") -> _native.Server:
+    def node(
+        self, name: str, mib: int = 16, *, called: str = "", host: str = "", ssd: str = "", **settings: Any
+    ) -> _native.Server:
+        """``ssd``: a directory. ``settings``: of the section [node]."""
         server = _native.Server(
             str(self.folder / f"{name}.sock"),
             [("default", mib * MIB)],
             TOKEN,
-            node_settings(pins_share_max=1.0),  # a node is filled with pins here
+            node_settings(pins_share_max=1.0, **settings),  # a node is filled with pins here
             name=called or name,
             host_id=host or f"host-{name}",
             listen=["127.0.0.1:0"],
             master=self.master.addresses[0],
+            ssd=[(ssd, 256 * MIB)] if ssd else [],
         )
         server.start()
         self.nodes[name] = server
@@ -74,6 +79,15 @@ class Pool:
         for server in self.nodes.values():
             server.stop()
         self.master.stop()
+
+
+def fill(store: Store, name: str, n: int) -> object:
+    """n objects of 1 MiB that nobody can evict while the answer is kept."""
+    keys = [f"{name}{i}" for i in range(n)]
+    for key in keys:
+        store.put(key, bytes(MIB))
+    _, pin = store.exists(keys, pin=True)
+    return pin
 
 
 @pytest.fixture

@@ -45,6 +45,15 @@ def commit_is_refused(wire: Wire, *rows: Row) -> None:
     assert "commit" in text.lower()
 
 
+def test_the_flag_sizes_tells_what_may_be_a_manifest(wire: Wire, node: NodeProcess) -> None:
+    offset, _, _ = wire.lease(100, 5000)
+    rows = [Row(offset, 96, 0, b"a"), Row(offset + 128, 97, 0, b"b")]
+    assert wire.commit(rows, flags=w.SIZES) == [w.STORED] * 2
+    again = [Row(offset + 1024, 10, 0, b"a"), Row(offset + 2048, 96, 0, b"b")]
+    assert wire.commit(again, flags=w.SIZES) == [w.EXISTS_MANIFEST, w.EXISTS]
+    assert wire.commit(again) == [w.EXISTS] * 2  # a client of the release before
+
+
 def test_the_good_case_first(wire: Wire, node: NodeProcess) -> None:
     offset, size, why = wire.lease(100, 5000)
     assert (size % 4096, why) == (0, "")

@@ -223,7 +223,7 @@ def test_the_real_client_says_what_the_page_says(runtime_dir: Path) -> None:
     first, second, third = said[w.COMMIT]
     (offset,) = struct.unpack_from("<Q", first.body, 12)
     (crc,) = struct.unpack_from("<I", first.body, 28)
-    assert first.body == w.commit(0, [Row(offset, 5, crc, b"key", b"up")])
+    assert first.body == w.commit(0, [Row(offset, 5, crc, b"key", b"up")], flags=w.SIZES)
     assert second.body[4] == w.REPLACE
     assert third.flags == w.ONE_WAY
     lookups = [frame.body for frame in said[w.LOOKUP]]

@@ -18,19 +18,10 @@ from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.store.types import PutStatus
 
 from .master_bed import MasterProcess
-from .pool_bed import Pool, pool
+from .pool_bed import Pool, fill, pool
 from .store_bed import MIB, TOKEN, stop_process, until
 
 __all__ = ["pool"]
-
-
-def fill(store: Store, name: str, n: int) -> object:
-    """n objects of 1 MiB that nobody can evict while the answer is kept."""
-    keys = [f"{name}{i}" for i in range(n)]
-    for key in keys:
-        store.put(key, bytes(MIB))
-    _, pin = store.exists(keys, pin=True)
-    return pin
 
 
 def test_every_verb_reaches_the_other_node(pool: Pool) -> None:
@@ -122,21 +113,6 @@ def test_a_removal_at_a_node_that_is_not_the_one(pool: Pool) -> None:
     assert bytes(a.get("k")) == b"x"
     pool.master.stop()
     assert a.remove("k", node=pool.nodes["a"].addresses[0]) is True  # the own node needs no master
-
-
-def test_the_stripes_go_with_the_last_copy_of_their_manifest(pool: Pool) -> None:
-    pool.node("a"), pool.node("b"), pool.node("c")
-    a = pool.store("a")
-    data = os.urandom(9 * MIB)
-    assert a.put("big", data, replicas=3) == STORED
-    pool.told()
-    for name in "ba":
-        assert a.remove("big", node=name) is True
-        pool.told()
-        assert bytes(a.get("big")) == data
-    assert a.remove("big", node="c") is True
-    pool.told()
-    assert pool.total("objects") == 0
 
 
 def at(store: Store, key: str) -> list[str]:
@@ -259,130 +235,6 @@ def test_a_prefix_tells_nodes_of_one_name_apart(pool: Pool, pin: bool) -> None:
     assert (prefix.blocks, prefix.why) == (3, "")
     assert prefix.holders == ("0", "0", "0")
     assert prefix.hosts == ("host-a", "host-a", "host-b")
-
-
-def test_an_object_larger_than_a_node_takes_is_striped(pool: Pool) -> None:
-    pool.node("a"), pool.node("b"), pool.node("c")
-    a, b = pool.store("a"), pool.store("b")
-    data = os.urandom(9 * MIB + 5)
-    assert a.put("big", data) == STORED
-    assert a.put("big", data) == EXISTS
-    until(lambda: b.get("big") is not None)
-    assert all(server.metrics()["object_bytes"] >= MIB for server in pool.nodes.values())
-    for store in (a, b):
-        into = bytearray(len(data))
-        assert store.get("big", into, verify=True) == len(data)
-        assert into == data
-        assert bytes(store.get("big")) == data
-        with pytest.raises(InvalidArgument, match=str(len(data))):
-            store.get("big", bytearray(100))
-    assert [entry.key for entry in b.list()] == [b"big"]
-    assert a.put("big", data[::-1], replace=True) == STORED
-    until(lambda: b.get("big") is not None)  # never the old bytes
-    assert bytes(b.get("big")) == data[::-1]
-    # Bytes that look like a manifest are an object like any other.
-    copy = bytes(96)
-    assert a.put("mine", copy) == STORED
-    assert bytes(a.get("mine")) == copy
-
-
-@pytest.mark.parametrize("by", ["a", "b"])
-@pytest.mark.parametrize("how", ["remove", "replace", "replace striped"])
-def test_the_stripes_of_an_object_go_with_it(pool: Pool, by: str, how: str) -> None:
-    """Whoever ends it, the one that put it or another. What looks like a manifest and is none is harmless."""
-    pool.node("a"), pool.node("b"), pool.node("c")
-    a, store = pool.store("a"), pool.store(by)
-    assert a.put("big", os.urandom(9 * MIB), replicas=2) == STORED
-    forged = b"\xffmoonpool stripe" + bytes(80)
-    assert a.put("forged", forged) == STORED
-    pool.told()
-    assert pool.total("object_bytes") > 9 * MIB
-    assert store.remove(["forged"]) == [True]
-    left = {"remove": 0, "replace": 100, "replace striped": 10 * MIB + 96}[how]
-    if how == "remove":
-        assert store.remove("big")
-    else:
-        assert store.put("big", bytes(left if how == "replace" else 10 * MIB), replace=True) == STORED
-        pool.told()
-        assert store.get("big") is not None
-    assert pool.total("object_bytes") == left
-
-
-def striped(pool: Pool) -> tuple[Store, bytes]:
-    """A store with an object whose stripes lie on two nodes."""
-    pool.node("a"), pool.node("b")
-    a = pool.store("a")
-    data = os.urandom(9 * MIB)
-    assert a.put("big", data) == STORED
-    pool.told()
-    return a, data
-
-
-def crowd(store: Store, node: str, n: int, name: str = "crowd") -> None:
-    """Puts n MiB at a node, which evicts what was used the longest ago."""
-    for i in range(n):
-        assert store.put(f"{name}{i}", bytes(MIB), node=node) == STORED
-
-
-@pytest.mark.parametrize("again", ["striped", "small"])
-def test_an_object_that_lost_a_stripe_is_a_miss_and_can_be_put_again(pool: Pool, again: str) -> None:
-    a, data = striped(pool)
-    crowd(a, "b", 16)
-    pool.told()
-    assert a.get("big") is None
-    assert a.exists("big") is Presence.MISS
-    assert a.exists(["big"], pin=True) == ([Presence.MISS], None)
-    for pin in (False, True):
-        assert a.longest_prefix(["big", "crowd15"], pin=pin).blocks == 0
-        assert a.longest_prefix(["crowd15", "big"], pin=pin).blocks == 1
-    new = data[::-1] if again == "striped" else b"small"
-    assert a.put("big", new) == STORED
-    assert bytes(a.get("big")) == new
-    assert a.exists("big") is Presence.HIT
-    assert a.put("big", new) == EXISTS
-    if again == "small":  # what was left of the lost one went with its manifest
-        pool.told()
-        assert pool.total("objects") == 1 + sum(a.exists(f"crowd{i}") is Presence.HIT for i in range(16))
-
-
-def test_a_striped_object_is_lost_with_a_node_that_has_stripes_of_it(pool: Pool) -> None:
-    a, data = striped(pool)
-    pool.nodes.pop("b").stop()
-    assert a.exists("big") is not Presence.HIT
-    assert a.longest_prefix(["big"]).blocks == 0
-    assert a.put("big", data[: 3 * MIB]) == STORED
-    assert bytes(a.get("big")) == data[: 3 * MIB]
-
-
-def test_the_stripes_of_an_object_are_used_and_pinned_with_it(pool: Pool) -> None:
-    a, data = striped(pool)
-    crowd(a, "b", 8, "older")
-    assert a.exists("big") is Presence.HIT
-    crowd(a, "b", 8)  # the older ones go before it
-    assert bytes(a.get("big")) == data
-    present, pin = a.exists(["big"], pin=True)
-    assert present == [Presence.HIT]
-    crowd(a, "b", 24, "more")
-    assert bytes(a.get("big")) == data
-    assert pin is not None
-    pin.release()
-    prefix = a.longest_prefix(["big"])
-    assert prefix.blocks == 1
-    crowd(a, "b", 24, "again")
-    assert bytes(a.get("big")) == data
-    del prefix
-
-
-def test_an_object_that_found_no_room_leaves_no_stripes(pool: Pool) -> None:
-    pool.node("a"), pool.node("b")
-    a, b = pool.store("a"), pool.store("b")
-    pins = fill(a, "a", 12), fill(b, "b", 12)
-    pool.told()
-    before = pool.total("objects")
-    put = a.put("big", bytes(9 * MIB))  # there is room for 8: the last stripes take the first ones' place
-    assert (put.status, pool.total("objects")) == (PutStatus.REFUSED, before)
-    assert "no room" in put.reason
-    del pins
 
 
 def test_without_a_master_the_own_node_goes_on_and_removals_reach_who_is_known(pool: Pool) -> None:

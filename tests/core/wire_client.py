@@ -22,8 +22,9 @@ OPEN_SPACE, LEASE, RETURN, COMMIT, LOOKUP, RELEASE, TOUCH, REMOVE, LIST, STAT, R
 DESCRIBE = 28
 
 PIN, PREFIX = 1, 2  # flags of LOOKUP
-REPLACE, MARKS = 1, 2  # flags of COMMIT and PUT
+REPLACE, MARKS, SIZES = 1, 2, 8  # flags of COMMIT and PUT
 STORED, EXISTS, REFUSED, DAMAGED = 0, 1, 2, 3
+EXISTS_MANIFEST = 5
 BY_PIN, PIECE = 1, 2  # of the "how" in a row of READ
 
 DESCRIPTOR = struct.Struct("<QQQII")  # offset, size, generation, crc, slot

@@ -94,6 +94,10 @@ py::list PyPin::objects() const {
     py::list rows;
     for (size_t i = 0; i < names.size() && !held.pins.empty(); ++i) {
         bool there = held.has(i);
+        if (auto striped = held.striped.find(i); there && striped != held.striped.end()) {
+            rows.append(py::make_tuple(static_cast<int64_t>(striped->second.manifest.size), true));
+            continue;
+        }
         rows.append(py::make_tuple(
             there ? static_cast<int64_t>(held.descriptors[i].size) : kMiss,
             there && held.pin_of(i)->session()->path().in_place(held.descriptors[i]) == nullptr));

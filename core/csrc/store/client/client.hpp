@@ -139,6 +139,11 @@ class Client {
         RoomElsewhere room;
     };
     using Group = NodeItems;
+    // The client of a node, which it keeps alive; the own one outlives it.
+    std::shared_ptr<NodeClient> client_of(const Pool& pool, const Member& member) {
+        bool own = member.identity.incarnation == pool.own;
+        return own ? std::shared_ptr<NodeClient>(std::shared_ptr<void>(), &own_) : node(pool, member);
+    }
 
     // A node that a caller named; null: the own one.
     struct Named {
@@ -164,6 +169,7 @@ class Client {
         std::function<Result<std::vector<int64_t>>(size_t first, std::span<const GetItem> items)>;
     Result<std::vector<int64_t>> get_to_cards(std::span<const GetItem> items, const ReadSome& read);
 
+    Result<std::vector<ObjectState>> describe_whole(std::span<const std::string_view> names, bool everywhere);
     void describe_elsewhere(Pool& pool, std::span<const std::string_view> names,
                             std::span<const size_t> which, std::vector<ObjectState>& states,
                             std::vector<std::string>& doubt);
@@ -173,29 +179,72 @@ class Client {
     Result<std::vector<Presence>> exists_whole(std::span<const std::string_view> names, bool use,
                                                std::vector<size_t>& manifest_sized);
     Result<Prefix> prefix_whole(std::span<const std::string_view> names, uint32_t width, bool pin);
-    // client_stripes.cpp: objects that lie in pieces on several nodes.
-    Status fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
-    Status view_striped(std::span<const std::string_view> names, bool verify, std::vector<ObjectView>& views);
+    // client_stripes.cpp: reads objects that lie in pieces on several nodes. What stands under a key:
+    struct Standing {
+        int64_t size = kMiss;  // as its holder says it
+        std::optional<Manifest> manifest{};
+    };
+    Result<std::vector<Standing>> standing(std::span<const std::string_view> names);
+    // The same of one key that had an object a moment ago: a replacement may be under way.
+    Result<Standing> successor(std::string_view name);
+    // Objects that were pinned before: item i of a call is the one at places[i].
+    struct UnderPins {
+        const Pinned& pinned;
+        std::span<const size_t> places;
+
+        const StripedPin* of(size_t i) const;  // null: no stripes are pinned for it
+    };
+    // pins: null: none were.
+    Status fill_striped(std::span<const GetItem> items, bool verify, const UnderPins* pins,
+                        std::vector<int64_t>& sizes);
+    Status view_striped(std::span<const std::string_view> names, bool verify, const UnderPins* pins,
+                        std::vector<ObjectView>& views);
+    // Of one object, whose manifest was found: its size when room(size) has its bytes, or kMiss.
+    template <class Room>
+    Result<int64_t> read_striped(std::string_view name, const Manifest& manifest, bool verify, Room room);
     Result<bool> get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify);
-    // Runs read(manifest) -> Result<bool>, once more with the new manifest where the object was replaced
-    // meanwhile; what it said last.
-    template <class Read>
-    Result<bool> read_striped(std::string_view name, Manifest manifest, Read read);
-    // What stands under a key whose object has a manifest's size: nothing, when it is no manifest or gone.
-    Result<std::optional<Manifest>> manifest_of(std::string_view name);
-    // Of such a key: whether its object can be read, and not only its manifest.
-    Presence whole(std::string_view name);
-    // The same for what is pinned under i: pins its stripes too, or makes it a miss.
-    void pin_stripes(Pinned& pinned, size_t i, std::string_view name, std::string& why);
-    bool too_large_for_one(const PutItem& item);
-    Status put_striped(Pool& pool, const PutItem& item, const PutOptions& options, PutOutcome& outcome,
-                       PutReport& report);
+    static Result<bool> get_pinned_stripes(const Pinned& pinned, const StripedPin& striped,
+                                           std::span<const MemoryRef> parts, bool verify);
     // Appends it when it is no user's bytes, and once though copies of it lay on several nodes.
     void add_genuine(std::string_view name, const RemovedManifest& removed, std::vector<Manifest>& out) const;
-    // Of what the own node has under those names; without asking it.
+    // Of what the own node has under those names; it is asked where its index does not say.
     void own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests);
     // As far as nodes can be reached; what is left is evicted one day, since no client asks for it.
     void remove_stripes(Pool& pool, std::span<const Manifest> manifests);
+
+    // client_stripes_lookup.cpp: whether objects of a manifest's size are there as a whole, and what becomes
+    // of those that are not.
+    struct Incomplete {
+        std::string_view name;
+        Manifest manifest;
+    };
+    std::vector<Presence> whole(std::span<const std::string_view> names);
+    // Pins the stripes of what is striped, too, or makes it a miss.
+    void pin_striped(Pinned& pinned, std::span<const std::string_view> names, std::string& why);
+    bool pin_stripes(Pinned& pinned, size_t i, std::string_view name, Manifest manifest, std::string& why);
+    // Of objects that lack a stripe as far as the directory knows. kHit: all stripes are there after all;
+    // kMiss: one is at no node, and the object is removed; kUnknown: not every node can be asked.
+    std::vector<Presence> settle(std::span<const Incomplete> objects);
+    // Frees the stripes of an object whose manifest is at no node.
+    void free_orphans(std::string_view name, const Manifest& manifest);
+    std::optional<std::vector<Group>> every_node(Pool& pool);
+    std::optional<std::vector<uint8_t>> ask_every_node(Pool& pool, std::vector<Group>& nodes,
+                                                       std::span<const std::string_view> names);
+    void drop_manifests(Pool& pool, std::vector<Group>& nodes, std::span<const Incomplete> objects);
+
+    // client_stripes_put.cpp
+    bool too_large_for_one(const PutItem& item);
+    Status put_striped(Pool& pool, const PutItem& item, const PutOptions& options, size_t i,
+                       PutReport& report);
+    void copy_striped(Pool& pool, const PutItem& item, const PutOptions& options, size_t i,
+                      PutReport& report);
+    // Puts each stripe at so many nodes; at: where it is, by number in `nodes`.
+    using Places = std::vector<std::vector<size_t>>;
+    void spread(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes, uint32_t copies,
+                int timeout_ms, Places& at, std::string& refusal);
+    void keep_what_is_there(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes,
+                            Places& at, std::string& refusal);
+    static std::vector<Group> alive(const Members& members);
     Result<PutReport> put_whole(std::span<const PutItem> given, const PutOptions& options,
                                 size_t attempt = 1);
     void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,

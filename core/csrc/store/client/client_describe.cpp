@@ -1,6 +1,6 @@
 // Client, asking what objects are, without reading them and without a use of them.
 #include <algorithm>
-#include <array>
+#include <iterator>
 #include <map>
 #include <tuple>
 
@@ -13,6 +13,41 @@ namespace moonpool {
 
 Result<std::vector<ObjectState>> Client::describe(std::span<const std::string_view> names, bool everywhere) {
     WaitBudget budget(wait_budget_ms());
+    Result<std::vector<ObjectState>> states = describe_whole(names, everywhere);
+    std::vector<size_t> manifest_sized;
+    std::vector<std::string_view> asked;
+    for (size_t i = 0; states && i < names.size(); ++i) {
+        if ((*states)[i].copies.empty() || (*states)[i].size != kManifestBytes) continue;
+        manifest_sized.push_back(i);
+        asked.push_back(names[i]);
+    }
+    if (asked.empty() || pool() == nullptr) return states;
+    Result<std::vector<Standing>> objects = standing(asked);
+    if (!objects) return states;
+    std::vector<std::string> stripes;
+    for (size_t k = 0; k < asked.size(); ++k) {
+        const std::optional<Manifest>& manifest = (*objects)[k].manifest;
+        if (manifest) std::ranges::move(manifest->stripe_names(), std::back_inserter(stripes));
+    }
+    std::vector<std::string_view> stripe_names(stripes.begin(), stripes.end());
+    Result<std::vector<ObjectState>> parts = describe_whole(stripe_names, false);
+    if (!parts) return parts.error();
+    auto part = parts->begin();
+    for (size_t k = 0; k < asked.size(); ++k) {
+        const std::optional<Manifest>& manifest = (*objects)[k].manifest;
+        if (!manifest) continue;
+        auto end = part + static_cast<std::ptrdiff_t>(std::min(manifest->stripes(), kStripesMax));
+        bool lost = std::any_of(part, end, [](const ObjectState& stripe) { return stripe.copies.empty(); });
+        part = end;
+        ObjectState& state = (*states)[manifest_sized[k]];
+        state.size = manifest->size;
+        if (lost || !manifest->within_limits()) state = ObjectState{};
+    }
+    return states;
+}
+
+Result<std::vector<ObjectState>> Client::describe_whole(std::span<const std::string_view> names,
+                                                        bool everywhere) {
     Result<std::vector<Description>> own = own_.describe(names);
     std::shared_ptr<Pool> others = pool();
     if (!own && (others == nullptr || !no_answer(own.error()))) return own.error();
@@ -43,14 +78,6 @@ Result<std::vector<ObjectState>> Client::describe(std::span<const std::string_vi
         }
         if (copies.empty()) continue;
         states[i].size = copies.front().what.size;
-        if (states[i].size != kManifestBytes) continue;
-        std::array<std::byte, kManifestBytes> bytes;
-        MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
-        GetItem item{names[i], {&part, 1}};
-        Result<std::vector<int64_t>> got = get_whole({&item, 1}, true);
-        if (!got || got->front() != static_cast<int64_t>(kManifestBytes)) continue;
-        std::optional<Manifest> manifest = decode_manifest(bytes, options_.token, names[i]);
-        if (manifest) states[i].size = manifest->size;
     }
     return states;
 }

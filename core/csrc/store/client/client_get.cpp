@@ -26,12 +26,17 @@ Result<std::vector<int64_t>> Client::get(std::span<const GetItem> items, bool ve
     Result<std::vector<int64_t>> sizes = get_whole(items, verify);
     for (size_t i = 0; sizes && i < items.size(); ++i) {
         uint64_t room = total(items[i].parts);
-        if ((*sizes)[i] >= 0 && room < static_cast<uint64_t>((*sizes)[i])) {
-            return too_small(items[i].name, room, static_cast<uint64_t>((*sizes)[i]));
+        if ((*sizes)[i] < 0 || room >= static_cast<uint64_t>((*sizes)[i])) continue;
+        auto need = static_cast<uint64_t>((*sizes)[i]);
+        if (need ==
+            kManifestBytes) {  // of a striped object the size of the whole is what the caller must know
+            auto now = standing({&items[i].name, 1});
+            if (now && now->front().manifest) need = now->front().manifest->size;
         }
+        return too_small(items[i].name, room, need);
     }
     if (sizes) {
-        if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
+        if (Status status = fill_striped(items, verify, nullptr, *sizes); !status) return status.error();
     }
     return sizes;
 }
@@ -44,9 +49,17 @@ Result<std::vector<int64_t>> Client::get_pinned(const Pinned& pinned, std::span<
         });
     }
     WaitBudget budget(wait_budget_ms());
+    UnderPins pins{pinned, places};
+    for (size_t i = 0; !pinned.striped.empty() && i < items.size(); ++i) {
+        const StripedPin* pin = pins.of(i);
+        uint64_t room = total(items[i].parts);
+        if (pin != nullptr && room < pin->manifest.size) {
+            return too_small(items[i].name, room, pin->manifest.size);
+        }
+    }
     Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, places, items, verify);
     if (sizes) {
-        if (Status status = fill_striped(items, verify, *sizes); !status) return status.error();
+        if (Status status = fill_striped(items, verify, &pins, *sizes); !status) return status.error();
     }
     return sizes;
 }
@@ -118,8 +131,9 @@ Result<std::vector<ObjectView>> Client::views(const Pinned& pinned, std::span<co
         if (Status status = NodeClient::verify(pinned, places, names); !status) return status.error();
     }
     Result<std::vector<ObjectView>> views = NodeClient::views(pinned, places);
+    UnderPins pins{pinned, places};
     if (views) {
-        if (Status status = view_striped(names, verify, *views); !status) return status.error();
+        if (Status status = view_striped(names, verify, &pins, *views); !status) return status.error();
     }
     return views;
 }
@@ -182,7 +196,7 @@ Result<std::vector<ObjectView>> Client::views(std::span<const std::string_view> 
         at = std::move(larger);
         rooms = std::move(larger_rooms);
     }
-    if (Status status = view_striped(names, verify, *views); !status) return status.error();
+    if (Status status = view_striped(names, verify, nullptr, *views); !status) return status.error();
     return views;
 }
 

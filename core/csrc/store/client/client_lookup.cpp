@@ -25,10 +25,7 @@ Result<Pinned> Client::pin(std::span<const std::string_view> names) {
     WaitBudget budget(wait_budget_ms());
     std::string why;
     Result<Pinned> pinned = pin_whole(names, why);
-    if (!pinned || pool() == nullptr) return pinned;
-    for (size_t i = 0; i < names.size(); ++i) {
-        if (pinned->descriptors[i].size == kManifestBytes) pin_stripes(*pinned, i, names[i], why);
-    }
+    if (pinned && pool() != nullptr) pin_striped(*pinned, names, why);
     return pinned;
 }
 
@@ -137,8 +134,11 @@ Result<std::vector<Presence>> Client::exists(std::span<const std::string_view> n
     WaitBudget budget(wait_budget_ms());
     std::vector<size_t> manifest_sized;
     Result<std::vector<Presence>> present = exists_whole(names, false, manifest_sized);
-    if (!present || pool() == nullptr) return present;
-    for (size_t i : manifest_sized) (*present)[i] = whole(names[i]);
+    if (!present || manifest_sized.empty() || pool() == nullptr) return present;
+    std::vector<std::string_view> striped;
+    for (size_t i : manifest_sized) striped.push_back(names[i]);
+    std::vector<Presence> whole = this->whole(striped);
+    for (size_t k = 0; k < whole.size(); ++k) (*present)[manifest_sized[k]] = whole[k];
     return present;
 }
 
@@ -168,47 +168,64 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
         for (size_t i : place) present[i] = Presence::kUnknown;
         return present;
     }
-    // The directory may be some milliseconds behind: the holder has the last word.
-    std::map<Incarnation, Group> groups;
+    // A new master has not heard of every node yet: the holder may be unknown to it.
+    const bool filling = located->members->before != nullptr;
+    std::vector<NodeId> own_id;  // it has just said that it has not got it, and the directory may be behind
+    for (const Member& member : located->members->rows) {
+        if (own && member.identity.incarnation == others->own) own_id.push_back(member.id);
+    }
     for (size_t k = 0; k < wanted.size(); ++k) {
-        std::vector<NodeId> avoid;
-        for (const Member& member : located->members->rows) {
-            // It has just said that it has not got it, and the directory may be behind.
-            if (own && member.identity.incarnation == others->own) avoid.push_back(member.id);
-        }
-        const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
-        if (member == nullptr) member = known_place(locations_, *located->members, own_.hasher()(wanted[k]));
-        // A new master has not heard of every node yet: the holder may be unknown to it.
-        bool unknown = located->members->before != nullptr;
+        bool unknown = filling;
         for (const Holder& holder : located->keys[k]) {
             const Member* silent = located->members->find(holder.node);
             unknown |= silent != nullptr && silent->state != MemberState::kAlive &&
                        !(own && silent->identity.incarnation == others->own);
         }
         if (unknown) present[place[k]] = Presence::kUnknown;
-        if (member == nullptr) continue;
-        Group& group = groups[member->identity.incarnation];
-        group.member = *member;
-        group.items.push_back(k);
     }
-    std::vector<Group> work;
-    for (auto& [id, group] : groups) work.push_back(std::move(group));
+    // The directory may be some milliseconds behind: the holder has the last word, or the next holder.
+    std::vector<size_t> left(wanted.size());
+    std::iota(left.begin(), left.end(), 0);
+    std::map<size_t, std::vector<NodeId>> tried;  // of keys with several holders, but for own_id
     Mutex merging;
-    each(work, [&](Group& group) {
-        std::vector<std::string_view> keys;
-        for (size_t k : group.items) keys.push_back(wanted[k]);
-        Result<std::vector<uint8_t>> flags = node(*others, group.member)->exists(keys, use);
-        MutexLock lock(merging);
-        for (size_t j = 0; j < keys.size(); ++j) {
-            size_t at = place[group.items[j]];
-            if (!flags) {
-                present[at] = Presence::kUnknown;
-            } else if ((*flags)[j] != 0) {
-                present[at] = Presence::kHit;
-                if ((*flags)[j] == NodeClient::kManifestSized) manifest_sized.push_back(at);
+    for (size_t attempt = 0; attempt < kAttemptsMax && !left.empty(); ++attempt) {
+        std::map<Incarnation, Group> groups;
+        for (size_t k : left) {
+            if (present[place[k]] == Presence::kHit) continue;
+            std::span<const NodeId> avoid = attempt == 0 ? std::span<const NodeId>(own_id) : tried[k];
+            const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
+            if (member == nullptr && attempt == 0) {
+                member = known_place(locations_, *located->members, own_.hasher()(wanted[k]));
             }
+            if (member == nullptr) continue;
+            if (located->keys[k].size() > 1) {
+                std::vector<NodeId>& nodes = tried.try_emplace(k, own_id).first->second;
+                nodes.push_back(member->id);
+            }
+            Group& group = groups[member->identity.incarnation];
+            group.member = *member;
+            group.items.push_back(k);
         }
-    });
+        left.clear();
+        for (const auto& [k, nodes] : tried) left.push_back(k);
+        std::vector<Group> work;
+        for (auto& [id, group] : groups) work.push_back(std::move(group));
+        each(work, [&](Group& group) {
+            std::vector<std::string_view> keys;
+            for (size_t k : group.items) keys.push_back(wanted[k]);
+            Result<std::vector<uint8_t>> flags = node(*others, group.member)->exists(keys, use);
+            MutexLock lock(merging);
+            for (size_t j = 0; j < keys.size(); ++j) {
+                size_t at = place[group.items[j]];
+                if (!flags) {
+                    present[at] = Presence::kUnknown;
+                } else if ((*flags)[j] != 0) {
+                    present[at] = Presence::kHit;
+                    if ((*flags)[j] == NodeClient::kManifestSized) manifest_sized.push_back(at);
+                }
+            }
+        });
+    }
     return present;
 }
 
@@ -216,21 +233,29 @@ Result<Prefix> Client::longest_prefix(std::span<const std::string_view> names, u
     WaitBudget budget(wait_budget_ms());
     Result<Prefix> prefix = prefix_whole(names, width, pin);
     if (!prefix || pool() == nullptr) return prefix;
+    std::vector<size_t> manifest_sized;
+    std::vector<std::string_view> striped;
     for (size_t i = 0; i < prefix->descriptors.size(); ++i) {
         if (prefix->descriptors[i].size != kManifestBytes) continue;
-        if (pin) {
-            pin_stripes(*prefix, i, names[i], prefix->why);
-            if (prefix->has(i)) continue;
-        } else if (whole(names[i]) == Presence::kHit) {
-            continue;
-        }
-        // A block counts only when all its objects can be read.
-        prefix->blocks = i / width;
-        prefix->descriptors.resize(prefix->blocks * width);
-        prefix->under.resize(prefix->blocks * width);
-        if (!pin) prefix->found_at.resize(prefix->blocks);
-        break;
+        manifest_sized.push_back(i);
+        striped.push_back(names[i]);
     }
+    if (striped.empty()) return prefix;
+    std::vector<Presence> whole;
+    if (pin) {
+        pin_striped(*prefix, names, prefix->why);
+        for (size_t i : manifest_sized) whole.push_back(prefix->has(i) ? Presence::kHit : Presence::kMiss);
+    } else {
+        whole = this->whole(striped);
+    }
+    // A block counts only when all its objects can be read.
+    auto gap = std::ranges::find_if(whole, [](Presence is) { return is != Presence::kHit; });
+    if (gap == whole.end()) return prefix;
+    prefix->blocks = manifest_sized[static_cast<size_t>(gap - whole.begin())] / width;
+    prefix->descriptors.resize(prefix->blocks * width);
+    prefix->under.resize(prefix->blocks * width);
+    std::erase_if(prefix->striped, [&](const auto& pins) { return pins.first >= prefix->under.size(); });
+    if (!pin) prefix->found_at.resize(prefix->blocks);
     return prefix;
 }
 

@@ -43,6 +43,8 @@ bool Client::own_is_full(uint64_t bytes) {
 Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& options) {
     if (any_on_cards(items)) return put_from_cards(items, options);
     WaitBudget budget(options.timeout_ms > 0 ? WaitBudget::of_a_call(options.timeout_ms) : wait_budget_ms());
+    // In the first call of all the limit of an object is not known yet.
+    if (own_.current() == nullptr) (void)own_.session();
     std::vector<PutItem> whole;
     std::vector<size_t> place, striped;
     for (size_t i = 0; i < items.size(); ++i) {
@@ -63,18 +65,19 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
     PutReport report = std::move(*some);
     std::vector<PutOutcome> outcomes(items.size(), PutOutcome::kRefused);
     std::vector<uint8_t> copies;
-    if (!report.copies.empty()) copies.assign(items.size(), 1);
+    if (!report.copies.empty()) copies.assign(items.size(), 0);
     for (size_t k = 0; k < place.size(); ++k) {
         outcomes[place[k]] = report.outcomes[k];
         if (!copies.empty()) copies[place[k]] = report.copies[k];
     }
-    std::shared_ptr<Pool> others = pool();
-    for (size_t i : striped) {
-        Status status = put_striped(*others, items[i], options, outcomes[i], report);
-        if (!status) return status.error();
-    }
+    if (options.replicas > 1) copies.resize(items.size());
     report.outcomes = std::move(outcomes);
     report.copies = std::move(copies);
+    std::shared_ptr<Pool> others = pool();
+    for (size_t i : striped) {
+        Status status = put_striped(*others, items[i], options, i, report);
+        if (!status) return status.error();
+    }
     return report;
 }
 
@@ -82,29 +85,41 @@ Result<PutReport> Client::put(std::span<const PutItem> items, const PutOptions& 
 // else would ever take its place.
 Result<PutReport> Client::put_anew_what_is_lost(std::span<const PutItem> items, const PutOptions& options,
                                                 PutReport report) {
-    std::vector<PutItem> lost;
-    std::vector<size_t> place;
-    for (size_t i : report.manifest_sized) {
-        if (pool() == nullptr || report.outcomes[i] != PutOutcome::kExists) continue;
-        if (this->whole(items[i].name) == Presence::kHit) continue;
-        lost.push_back(items[i]);
-        place.push_back(i);
+    PutOptions anew = options;
+    anew.unique = false;
+    // Once the lost object is removed, any other one under the key stays. Where it could not be removed, as a
+    // node is away, its manifest stands under the key still, and the put must take its place.
+    for (bool replace : {false, true}) {
+        std::vector<std::string_view> names;
+        std::vector<size_t> place;
+        for (size_t i : report.manifest_sized) {
+            if (pool() == nullptr || report.outcomes[i] != PutOutcome::kExists) continue;
+            names.push_back(items[i].name);
+            place.push_back(i);
+        }
+        report.manifest_sized.clear();
+        if (names.empty()) return report;
+        std::vector<Presence> whole = this->whole(names);
+        std::vector<PutItem> lost;
+        for (size_t k = 0; k < place.size(); ++k) {
+            if (whole[k] == Presence::kHit) continue;
+            place[lost.size()] = place[k];
+            lost.push_back(items[place[k]]);
+        }
+        if (lost.empty()) return report;
+        anew.replace = replace;
+        Result<PutReport> put = put_whole(lost, anew);
+        if (!put) return put;
+        for (size_t k = 0; k < lost.size(); ++k) {
+            report.outcomes[place[k]] = put->outcomes[k];
+            if (!put->copies.empty()) report.copies[place[k]] = put->copies[k];
+        }
+        for (size_t k : put->manifest_sized) report.manifest_sized.push_back(place[k]);
+        report.stored_bytes += put->stored_bytes;
+        if (!put->refusal.empty()) report.refusal = put->refusal;
+        if (!put->short_of_copies.empty()) report.short_of_copies = put->short_of_copies;
     }
     report.manifest_sized.clear();
-    if (lost.empty()) return report;
-    PutOptions anew = options;
-    // Its manifest stands under the key, so the put must take its place.
-    anew.replace = true;
-    anew.unique = false;
-    Result<PutReport> put = put_whole(lost, anew);
-    if (!put) return put;
-    for (size_t k = 0; k < place.size(); ++k) {
-        report.outcomes[place[k]] = put->outcomes[k];
-        if (!put->copies.empty()) report.copies[place[k]] = put->copies[k];
-    }
-    report.stored_bytes += put->stored_bytes;
-    if (!put->refusal.empty()) report.refusal = put->refusal;
-    if (!put->short_of_copies.empty()) report.short_of_copies = put->short_of_copies;
     return report;
 }
 
@@ -226,8 +241,9 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
                             removal->no_master()};
                 }
                 ordered.assign(items.begin(), items.end());
-                for (size_t i = 0; i < removal->versions().size(); ++i)
-                    ordered[i].version = removal->versions()[i];
+                for (size_t i = 0; i < removal->versions().size(); ++i) {
+                    if (removal->taken(i) == Taken::kFree) ordered[i].version = removal->versions()[i];
+                }
                 items = ordered;
                 if (options.unique) {
                     std::erase_if(left, [&](size_t i) {
@@ -371,6 +387,9 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
         }
         if (put->outcomes[k] == PutOutcome::kOlder) continue;
         if (put->outcomes[k] == PutOutcome::kStored) report.placed.emplace_back(left[k], member.id);
+        if (std::ranges::find(put->manifest_sized, k) != put->manifest_sized.end()) {
+            report.manifest_sized.push_back(left[k]);
+        }
         Hash128 hash = own_.hasher()(items[left[k]].name);
         locations_.put(hash, member.identity.incarnation);
         recent_.add(now_ms(), hash, member.id);
@@ -436,15 +455,15 @@ void Client::put_elsewhere(Pool& pool, std::span<const PutItem> items, const Put
 std::vector<size_t> Client::with_equal_bytes(std::span<const PutItem> items, std::span<const size_t> which) {
     std::vector<std::string_view> names;
     for (size_t i : which) names.push_back(items[i].name);
-    // Only what the node says of them is wanted, size and checksum.
-    Result<Pinned> pinned = pin(names);
+    Result<std::vector<ObjectState>> there = describe_whole(names, false);
     std::vector<size_t> equal;
-    for (size_t k = 0; pinned && k < which.size(); ++k) {
-        if (!pinned->has(k)) continue;
-        const Descriptor& d = pinned->descriptors[k];
+    for (size_t k = 0; there && k < which.size(); ++k) {
+        if ((*there)[k].copies.empty()) continue;
+        const Description& what = (*there)[k].copies.front().what;
         std::span<const MemoryRef> parts = items[which[k]].parts;
-        if (d.size != total(parts)) continue;
-        if (Result<uint32_t> crc = checksum(parts, d.size); crc && *crc == d.crc) equal.push_back(which[k]);
+        if (what.size != total(parts)) continue;
+        if (Result<uint32_t> crc = checksum(parts, what.size); crc && *crc == what.crc)
+            equal.push_back(which[k]);
     }
     return equal;
 }

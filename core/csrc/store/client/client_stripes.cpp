@@ -1,5 +1,6 @@
 // Objects that are larger than one node takes: cut into stripes that lie on all nodes in turn, and are
-// written and read in parallel. A stripe that is lost makes the whole object a miss.
+// written and read in parallel. This file reads and frees them; client_stripes_put.cpp writes them, and
+// client_stripes_lookup.cpp answers for them.
 //
 // Threads: the caller's, and those of each(). No lock is held while a node is asked.
 //
@@ -8,26 +9,31 @@
 // a stripe, and a replaced object's stripes cannot be taken for the new one's. A user's object may have a
 // manifest's size, and any bytes: only the MAC with the cluster token makes a manifest.
 //
+// A stripe that is not found was replaced with its object, is lost, or is one of which the directory has not
+// heard yet. The reader finds out which: it looks under the key again, and at every node when the manifest is
+// still the same.
+//
 // A crash between the stripes and the manifest leaves stripes that no key leads to; they are evicted as
 // any cold object is.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <numeric>
+#include <thread>
 
 #include "base/clock.hpp"
-#include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
 #include "store/client/removal_steps.hpp"
-#include "wire/auth.hpp"
 
 namespace moonpool {
 
 namespace {
 
-constexpr uint64_t kStripeBytesMax = 64ull << 20;
-constexpr uint64_t kStripesMax = 4096;
+constexpr int kReadRoundsMax = 8;       // of one read of an object that is replaced meanwhile
+constexpr int kReplacementMaxMs = 128;  // the longest pause for a replacement of which the key is a miss
 
 // The first bytes of an object, wherever its parts lie.
 std::array<std::byte, kManifestBytes> beginning(std::span<const MemoryRef> parts) {
@@ -41,38 +47,85 @@ std::array<std::byte, kManifestBytes> beginning(std::span<const MemoryRef> parts
     return bytes;
 }
 
-std::vector<std::string> stripe_names(const Manifest& manifest) {
-    std::vector<std::string> names;
-    for (uint64_t i = 0; i < std::min(manifest.stripes(), kStripesMax); ++i) {
-        names.push_back(manifest.stripe_name(i));
-    }
-    return names;
+// False: the call has no time left.
+bool sleep_within_budget(int ms) {
+    int most = WaitBudget::within(ms);
+    if (most <= 0) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(most));
+    WaitBudget::spent(most);
+    return true;
 }
 
 }  // namespace
 
-Status Client::fill_striped(std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes) {
+Result<std::vector<Client::Standing>> Client::standing(std::span<const std::string_view> names) {
+    std::vector<std::array<std::byte, kManifestBytes>> bytes(names.size());
+    std::vector<MemoryRef> parts;
+    std::vector<GetItem> items;
+    parts.reserve(names.size());
+    for (size_t i = 0; i < names.size(); ++i) {
+        parts.push_back(MemoryRef::host(bytes[i].data(), bytes[i].size()));
+        items.push_back({names[i], {&parts[i], 1}});
+    }
+    Result<std::vector<int64_t>> sizes = get_whole(items, true);
+    if (!sizes) return sizes.error();
+    std::vector<Standing> out(names.size());
+    for (size_t i = 0; i < names.size(); ++i) {
+        out[i].size = (*sizes)[i];
+        if (out[i].size != static_cast<int64_t>(kManifestBytes)) continue;
+        out[i].manifest = decode_manifest(bytes[i], options_.token, names[i]);
+    }
+    return out;
+}
+
+// A replacement removes what is older elsewhere before it puts what is new: between them the key is a miss.
+Result<Client::Standing> Client::successor(std::string_view name) {
+    for (int pause_ms = 1;; pause_ms *= 2) {
+        Result<std::vector<Standing>> now = standing({&name, 1});
+        if (!now) return now.error();
+        bool wait = now->front().size < 0 && pause_ms <= kReplacementMaxMs && sleep_within_budget(pause_ms);
+        if (!wait) return now->front();
+    }
+}
+
+const StripedPin* Client::UnderPins::of(size_t i) const {
+    if (places[i] == kNotPinned || !pinned.has(places[i])) return nullptr;
+    auto it = pinned.striped.find(places[i]);
+    return it == pinned.striped.end() ? nullptr : &it->second;
+}
+
+Status Client::fill_striped(std::span<const GetItem> items, bool verify, const UnderPins* pins,
+                            std::vector<int64_t>& sizes) {
     for (size_t i = 0; i < items.size(); ++i) {
         if (sizes[i] != static_cast<int64_t>(kManifestBytes)) continue;
+        // The manifest lies at the front of the caller's memory, which the stripes overwrite: it was
+        // decoded into a copy.
         std::optional<Manifest> manifest =
             decode_manifest(beginning(items[i].parts), options_.token, items[i].name);
         if (!manifest) continue;
-        // The manifest lies at the front of the caller's memory, which the stripes overwrite: it was
-        // decoded into a copy.
-        uint64_t room = total(items[i].parts);
-        sizes[i] = kMiss;
-        Result<bool> read = read_striped(items[i].name, *manifest, [&](const Manifest& m) -> Result<bool> {
-            if (room < m.size) return too_small(items[i].name, room, m.size);
-            Result<bool> got = get_stripes(m, items[i].parts, verify);
-            if (got && *got) sizes[i] = static_cast<int64_t>(m.size);
-            return got;
-        });
-        if (!read) return read.error();
+        uint64_t have = total(items[i].parts);
+        auto room = [&](uint64_t size) -> Result<std::span<const MemoryRef>> {
+            if (have < size) return too_small(items[i].name, have, size);
+            return items[i].parts;
+        };
+        if (const StripedPin* pin = pins == nullptr ? nullptr : pins->of(i)) {
+            Result<std::span<const MemoryRef>> parts = room(pin->manifest.size);
+            if (!parts) return parts.error();
+            Result<bool> got = get_pinned_stripes(pins->pinned, *pin, *parts, verify);
+            if (!got) return got.error();
+            if (*got) {
+                sizes[i] = static_cast<int64_t>(pin->manifest.size);
+                continue;
+            }
+        }
+        Result<int64_t> size = read_striped(items[i].name, *manifest, verify, room);
+        if (!size) return size.error();
+        sizes[i] = *size;
     }
     return success();
 }
 
-Status Client::view_striped(std::span<const std::string_view> names, bool verify,
+Status Client::view_striped(std::span<const std::string_view> names, bool verify, const UnderPins* pins,
                             std::vector<ObjectView>& views) {
     for (size_t i = 0; i < views.size(); ++i) {
         if (views[i].owner == nullptr || views[i].size != kManifestBytes) continue;
@@ -80,102 +133,123 @@ Status Client::view_striped(std::span<const std::string_view> names, bool verify
             decode_manifest(std::span(views[i].data, kManifestBytes), options_.token, names[i]);
         if (!manifest) continue;
         views[i] = ObjectView{};
-        Result<bool> read = read_striped(names[i], *manifest, [&](const Manifest& m) -> Result<bool> {
-            std::shared_ptr<std::byte[]> memory(new (std::nothrow) std::byte[m.size]);
+        std::shared_ptr<std::byte[]> memory;
+        MemoryRef part;
+        auto room = [&](uint64_t size) -> Result<std::span<const MemoryRef>> {
+            memory.reset(new (std::nothrow) std::byte[size]);
             if (memory == nullptr) {
-                return Error{Code::kOs, "no memory for an object of " + std::to_string(m.size) + " bytes"};
+                return Error{Code::kOs, "no memory for an object of " + std::to_string(size) + " bytes"};
             }
-            MemoryRef part = MemoryRef::host(memory.get(), m.size);
-            Result<bool> got = get_stripes(m, {&part, 1}, verify);
-            if (got && *got) views[i] = ObjectView{memory, memory.get(), m.size};
-            return got;
-        });
-        if (!read) return read.error();
+            part = MemoryRef::host(memory.get(), size);
+            return std::span<const MemoryRef>(&part, 1);
+        };
+        if (const StripedPin* pin = pins == nullptr ? nullptr : pins->of(i)) {
+            Result<std::span<const MemoryRef>> parts = room(pin->manifest.size);
+            if (!parts) return parts.error();
+            Result<bool> got = get_pinned_stripes(pins->pinned, *pin, *parts, verify);
+            if (!got) return got.error();
+            if (*got) {
+                views[i] = ObjectView{memory, memory.get(), pin->manifest.size};
+                continue;
+            }
+        }
+        Result<int64_t> size = read_striped(names[i], *manifest, verify, room);
+        if (!size) return size.error();
+        if (*size >= 0) views[i] = ObjectView{memory, memory.get(), static_cast<uint64_t>(*size)};
     }
     return success();
 }
 
-template <class Read>
-Result<bool> Client::read_striped(std::string_view name, Manifest manifest, Read read) {
-    constexpr int kReplacedMax = 8;  // while it is read
-    for (int i = 0;; ++i) {
-        Result<bool> got = read(manifest);
-        if (!got || *got || i == kReplacedMax) return got;
-        // The stripes of a manifest that was replaced go with it; those of the new one are there.
-        Result<std::optional<Manifest>> now = manifest_of(name);
-        // The same manifest still: its stripes are lost, and reading again would not find them.
-        if (!now || !*now || **now == manifest) return got;
-        manifest = **now;
-    }
-}
-
-Result<std::optional<Manifest>> Client::manifest_of(std::string_view name) {
-    std::array<std::byte, kManifestBytes> bytes;
-    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
-    GetItem item{name, {&part, 1}};
-    Result<std::vector<int64_t>> got = get_whole({&item, 1}, true);
-    if (!got) return got.error();
-    if (got->front() != static_cast<int64_t>(kManifestBytes)) return std::optional<Manifest>();
-    return decode_manifest(bytes, options_.token, name);
-}
-
-Presence Client::whole(std::string_view name) {
-    Result<std::optional<Manifest>> manifest = manifest_of(name);
-    if (!manifest) return Presence::kUnknown;
-    // An object of a user; should it be gone by now, then it was there when it was asked for.
-    if (!*manifest) return Presence::kHit;
-    if ((*manifest)->stripes() > kStripesMax) return Presence::kMiss;
-    std::vector<std::string> stripes = stripe_names(**manifest);
-    std::vector<std::string_view> names(stripes.begin(), stripes.end());
-    std::vector<size_t> ignored;
-    // A question about the object is a use of it, and of all that it is made of.
-    Result<std::vector<Presence>> present = exists_whole(names, true, ignored);
-    if (!present) return Presence::kUnknown;
-    if (std::ranges::find(*present, Presence::kMiss) != present->end()) return Presence::kMiss;
-    bool unknown = std::ranges::find(*present, Presence::kUnknown) != present->end();
-    return unknown ? Presence::kUnknown : Presence::kHit;
-}
-
-void Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, std::string& why) {
-    if (!pinned.has(i)) return;
-    Result<std::optional<Manifest>> manifest = manifest_of(name);
-    if (manifest && !*manifest) return;
-    if (manifest) {
-        std::vector<std::string> stripes = stripe_names(**manifest);
-        std::vector<std::string_view> names(stripes.begin(), stripes.end());
-        std::string reason = "a stripe of a striped object is lost";
-        // One missing stripe is as bad as none: the pins of the others end here with `all`.
-        Result<Pinned> all = pin_whole(names, reason);
-        for (size_t k = 0; all && k < names.size(); ++k) {
-            if (!all->has(k)) all = Error{Code::kUnavailable, reason};
+template <class Room>
+Result<int64_t> Client::read_striped(std::string_view name, const Manifest& manifest, bool verify,
+                                     Room room) {
+    Standing now{static_cast<int64_t>(kManifestBytes), manifest};
+    bool settled = false;
+    for (int round = 0; round < kReadRoundsMax; ++round) {
+        Result<std::span<const MemoryRef>> parts =
+            room(now.manifest ? now.manifest->size : static_cast<uint64_t>(now.size));
+        if (!parts) return parts.error();
+        if (now.manifest) {
+            Result<bool> got = get_stripes(*now.manifest, *parts, verify);
+            if (!got) return got.error();
+            if (*got) return static_cast<int64_t>(now.manifest->size);
+        } else {  // what took the place of the striped object lies whole at a node
+            GetItem item{name, *parts};
+            Result<std::vector<int64_t>> sizes = get_whole({&item, 1}, verify);
+            if (!sizes) return sizes.error();
+            int64_t size = sizes->front();
+            bool manifest_again = size == static_cast<int64_t>(kManifestBytes) &&
+                                  decode_manifest(beginning(*parts), options_.token, name);
+            if (size >= 0 && static_cast<uint64_t>(size) <= total(*parts) && !manifest_again) return size;
         }
-        if (all) {
-            for (auto& pin : all->pins) pinned.pins.push_back(std::move(pin));
-            return;
+        Result<Standing> next = successor(name);
+        if (!next) return next.error();
+        if (next->size < 0) {
+            if (now.manifest) free_orphans(name, *now.manifest);
+            return kMiss;
         }
-        why = all.error().text;
-        // More than the pins of one caller may hold: it is there all the same.
-        if (whole(name) == Presence::kHit) return;
-    } else {
-        why = manifest.error().text;
+        if (now.manifest && next->manifest == now.manifest) {
+            if (settled) return kMiss;
+            settled = true;
+            Incomplete object{name, *now.manifest};
+            Presence is = settle({&object, 1}).front();
+            if (is == Presence::kUnknown) return kMiss;
+            // It was removed. Another client may have put another object at another node.
+            if (is == Presence::kMiss) {
+                Result<std::vector<Standing>> other = standing({&name, 1});
+                if (!other) return other.error();
+                if (other->front().size < 0 || other->front().manifest == now.manifest) return kMiss;
+                next = other->front();
+            }
+        } else {
+            settled = false;
+        }
+        now = *next;
     }
-    pinned.under[i] = kNoPin;
+    return kMiss;
 }
 
 Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify) {
-    // A manifest of a later release may be larger; reserving memory by its word would be a mistake.
-    if (manifest.stripes() > kStripesMax) return false;
-    std::vector<std::string> names = stripe_names(manifest);
+    if (!manifest.within_limits()) return false;
+    std::vector<std::string> names = manifest.stripe_names();
     std::vector<std::vector<MemoryRef>> targets;
     std::vector<GetItem> items;
-    targets.reserve(manifest.stripes());
-    for (uint64_t i = 0; i < manifest.stripes(); ++i) {
+    targets.reserve(names.size());
+    for (uint64_t i = 0; i < names.size(); ++i) {
         targets.push_back(slice(parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
         items.push_back({names[i], targets.back()});
     }
     Result<std::vector<int64_t>> sizes = get_whole(items, verify);
     if (!sizes) return sizes.error();
-    for (uint64_t i = 0; i < manifest.stripes(); ++i) {
+    for (uint64_t i = 0; i < names.size(); ++i) {
+        if ((*sizes)[i] != static_cast<int64_t>(manifest.bytes_of(i))) return false;
+    }
+    return true;
+}
+
+// False: a pin was lost with its node.
+Result<bool> Client::get_pinned_stripes(const Pinned& pinned, const StripedPin& striped,
+                                        std::span<const MemoryRef> parts, bool verify) {
+    const Manifest& manifest = striped.manifest;
+    Pinned stripes;
+    stripes.pins = pinned.pins;
+    stripes.descriptors = striped.descriptors;
+    stripes.under = striped.under;
+    std::vector<std::string> names = manifest.stripe_names();
+    std::vector<std::vector<MemoryRef>> targets;
+    std::vector<GetItem> items;
+    targets.reserve(names.size());
+    for (uint64_t i = 0; i < names.size(); ++i) {
+        targets.push_back(slice(parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
+        items.push_back({names[i], targets.back()});
+    }
+    std::vector<size_t> places(items.size());
+    std::iota(places.begin(), places.end(), 0);
+    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(stripes, places, items, verify, true);
+    // A node that is gone is no error of the object's: another may have copies.
+    if (!sizes && no_answer(sizes.error())) return false;
+    if (!sizes) return sizes.error();
+    for (uint64_t i = 0; i < names.size(); ++i) {
         if ((*sizes)[i] != static_cast<int64_t>(manifest.bytes_of(i))) return false;
     }
     return true;
@@ -189,24 +263,37 @@ void Client::add_genuine(std::string_view name, const RemovedManifest& removed,
 
 void Client::own_manifests(std::span<const std::string_view> names, std::vector<RemovedManifest>& manifests) {
     std::shared_ptr<Session> session = own_.current();
-    const IndexReader* index = session == nullptr ? nullptr : session->path().index();
-    if (index == nullptr) return;
+    if (session == nullptr) return;
+    const IndexReader* index = session->path().index();
+    std::vector<RemovedManifest> found;
+    std::vector<std::string_view> asked;
     for (size_t i = 0; i < names.size(); ++i) {
-        auto hit = index->find(session->space(), own_.hasher()(names[i]), names[i]);
-        if (!hit || hit->size != kManifestBytes) continue;
-        RemovedManifest manifest;
-        manifest.item = i;
-        MemoryRef part = MemoryRef::host(manifest.bytes.data(), manifest.bytes.size());
-        GetItem item{names[i], {&part, 1}};
-        Result<std::vector<int64_t>> got = own_.get({&item, 1}, false, true);
-        if (got && got->front() == static_cast<int64_t>(kManifestBytes)) manifests.push_back(manifest);
+        // The index has no long names, and a node of another host shows none.
+        if (index != nullptr && names[i].size() <= kInlineName) {
+            auto hit = index->find(session->space(), own_.hasher()(names[i]), names[i]);
+            if (!hit || hit->size != kManifestBytes) continue;
+        }
+        found.emplace_back().item = i;
+        asked.push_back(names[i]);
+    }
+    if (asked.empty()) return;
+    std::vector<MemoryRef> parts;
+    std::vector<GetItem> items;
+    parts.reserve(asked.size());
+    for (size_t k = 0; k < asked.size(); ++k) {
+        parts.push_back(MemoryRef::host(found[k].bytes.data(), found[k].bytes.size()));
+        items.push_back({asked[k], {&parts[k], 1}});
+    }
+    Result<std::vector<int64_t>> sizes = own_.get(items, false, true);
+    for (size_t k = 0; sizes && k < asked.size(); ++k) {
+        if ((*sizes)[k] == static_cast<int64_t>(kManifestBytes)) manifests.push_back(found[k]);
     }
 }
 
 void Client::remove_stripes(Pool& pool, std::span<const Manifest> manifests) {
     std::vector<std::string> stripes;
     for (const Manifest& manifest : manifests) {
-        std::ranges::move(stripe_names(manifest), std::back_inserter(stripes));
+        std::ranges::move(manifest.stripe_names(), std::back_inserter(stripes));
     }
     if (stripes.empty()) return;
     std::vector<std::string_view> names(stripes.begin(), stripes.end());
@@ -214,137 +301,6 @@ void Client::remove_stripes(Pool& pool, std::span<const Manifest> manifests) {
     RemovalSteps steps(hashes(names), pool.own, true, locations_, recent_);
     tell_removal(pool, names, steps, none);
     end_removal(pool, names, steps);
-}
-
-bool Client::too_large_for_one(const PutItem& item) {
-    std::shared_ptr<Session> session = own_.current();
-    if (session == nullptr || total(item.parts) <= session->object_bytes_max()) return false;
-    return pool() != nullptr;
-}
-
-Status Client::put_striped(Pool& pool, const PutItem& item, const PutOptions& options, PutOutcome& outcome,
-                           PutReport& report) {
-    std::shared_ptr<Session> session = own_.current();
-    Result<std::shared_ptr<const Members>> members = pool.directory->members();
-    outcome = PutOutcome::kRefused;
-    if (!members || session == nullptr) {
-        report.refusal = "an object that is larger than one node takes needs the master, which is away";
-        return success();
-    }
-    PutOptions for_manifest = options;
-    if (!options.replace) {
-        std::vector<size_t> manifest_sized;
-        Result<std::vector<Presence>> here = exists_whole({&item.name, 1}, false, manifest_sized);
-        if (here && here->front() == Presence::kHit) {
-            if (manifest_sized.empty() || whole(item.name) == Presence::kHit) {
-                outcome = PutOutcome::kExists;
-                return success();
-            }
-            for_manifest.replace = true;  // one that no client can read: it and its stripes go
-        }
-    }
-    // One group for each node that lives, and every stripe to the next of them: writing and reading use
-    // the memory and the network of all.
-    std::vector<Group> groups;
-    for (const Member& member : (*members)->rows) {
-        if (member.state != MemberState::kAlive) continue;
-        groups.emplace_back();
-        groups.back().member = member;
-    }
-    Manifest manifest;
-    manifest.id = random_incarnation();
-    manifest.size = total(item.parts);
-    manifest.stripe_bytes = std::clamp<uint64_t>(session->object_bytes_max() / 4, 64u << 10, kStripeBytesMax);
-    if (groups.empty() || manifest.stripes() > kStripesMax) {
-        report.refusal = "an object of " + std::to_string(manifest.size) + " bytes has over " +
-                         std::to_string(kStripesMax) + " stripes, the limit";
-        return success();
-    }
-    std::vector<std::string> names = stripe_names(manifest);
-    const std::string group_name = manifest.group_name();
-    std::vector<std::vector<MemoryRef>> parts;
-    std::vector<PutItem> stripes;
-    parts.reserve(manifest.stripes());
-    for (uint64_t i = 0; i < manifest.stripes(); ++i) {
-        parts.push_back(slice(item.parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
-        stripes.push_back({names[i], {}, parts.back(), group_name, item.soft_ms});
-        groups[i % groups.size()].items.push_back(i);
-    }
-    std::vector<PutOutcome> outcomes(stripes.size(), PutOutcome::kRefused);
-    Mutex merging;
-    each(groups, [&](Group& group) {
-        std::vector<PutItem> batch;
-        for (size_t i : group.items) batch.push_back(stripes[i]);
-        bool own = group.member.identity.incarnation == pool.own;
-        PutHow how{.timeout_ms = options.timeout_ms, .known = pool.directory->newest()};
-        Result<PutReport> put = own ? own_.put(batch, how) : node(pool, group.member)->put(batch, how);
-        MutexLock lock(merging);
-        if (!put) {
-            report.refusal = put.error().text;
-            return;
-        }
-        for (size_t k = 0; k < group.items.size(); ++k) {
-            outcomes[group.items[k]] = put->outcomes[k];
-            if (own || put->outcomes[k] == PutOutcome::kRefused) continue;
-            // Until the directory has heard of it, this client knows where it lies.
-            Hash128 hash = own_.hasher()(names[group.items[k]]);
-            recent_.add(now_ms(), hash, group.member.id);
-            locations_.put(hash, group.member.identity.incarnation);
-        }
-        if (!put->refusal.empty()) report.refusal = put->refusal;
-    });
-    // What a node would not take goes wherever there is room, or else the object is refused as a whole.
-    PutReport rest;
-    rest.outcomes = std::move(outcomes);
-    std::vector<size_t> left;
-    for (size_t i = 0; i < stripes.size(); ++i) {
-        if (rest.outcomes[i] == PutOutcome::kRefused) left.push_back(i);
-    }
-    PutOptions plain;
-    // Without replace: the names of stripes are new.
-    plain.timeout_ms = options.timeout_ms;
-    if (!left.empty()) put_elsewhere(pool, stripes, plain, left, rest, true);
-    // Where there is too little room, the last stripes took the place of the first ones.
-    each(groups, [&](Group& group) {
-        std::vector<std::string_view> here;
-        std::vector<size_t> which;
-        for (size_t i : group.items) {
-            if (std::ranges::find(left, i) != left.end()) continue;
-            here.push_back(names[i]);
-            which.push_back(i);
-        }
-        bool own = group.member.identity.incarnation == pool.own;
-        auto kept = own ? own_.exists(here) : node(pool, group.member)->exists(here);
-        MutexLock lock(merging);
-        for (size_t k = 0; k < which.size(); ++k) {
-            if (kept && (*kept)[k] != 0) continue;
-            rest.outcomes[which[k]] = PutOutcome::kRefused;
-            rest.refusal = kept ? "there is no room for an object of " + std::to_string(manifest.size) +
-                                      " bytes in the pool"
-                                : kept.error().text;
-        }
-    });
-    if (std::ranges::find(rest.outcomes, PutOutcome::kRefused) != rest.outcomes.end()) {
-        remove_stripes(pool, {&manifest, 1});
-        if (!rest.refusal.empty()) report.refusal = rest.refusal;
-        return success();
-    }
-    // Now that every stripe is there, the key may lead to them.
-    std::vector<std::byte> bytes = encode(manifest, options_.token, item.name);
-    MemoryRef part = MemoryRef::host(bytes.data(), bytes.size());
-    std::string_view group = item.group.empty() ? std::string_view(group_name) : item.group;
-    PutItem under_key{item.name, item.parent, {&part, 1}, group, item.soft_ms};
-    Result<PutReport> put = for_manifest.unique ? put_unique({&under_key, 1}, for_manifest)
-                                                : put_whole({&under_key, 1}, for_manifest);
-    if (!put) return put.error();
-    outcome = put->outcomes.front();
-    if (outcome == PutOutcome::kStored) {
-        report.stored_bytes += manifest.size;
-        return success();
-    }
-    remove_stripes(pool, {&manifest, 1});  // of no object: another stands under the key, or none
-    if (!put->refusal.empty()) report.refusal = put->refusal;
-    return success();
 }
 
 }  // namespace moonpool

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -44,11 +45,19 @@ class Pin {
 
 inline constexpr uint32_t kNoPin = UINT32_MAX;
 
+// The stripes of an object, all of them pinned.
+struct StripedPin {
+    Manifest manifest;
+    std::vector<Descriptor> descriptors;  // of each stripe
+    std::vector<uint32_t> under;          // its pin's place in Pinned::pins
+};
+
 struct Pinned {
     std::vector<std::shared_ptr<Pin>> pins;
     std::vector<Descriptor> descriptors;  // one per key asked; for a prefix, of its leading objects only
     std::vector<uint32_t> under;          // for each of them its pin's place in pins, or kNoPin: a miss
     std::string why;                      // why there may be more than this, "" when all was asked and pinned
+    std::map<size_t, StripedPin> striped;  // by key: of those whose descriptor is a manifest's
 
     const std::shared_ptr<Pin>& pin_of(size_t i) const { return pins[under[i]]; }
     bool has(size_t i) const { return under[i] != kNoPin; }

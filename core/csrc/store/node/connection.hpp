@@ -101,6 +101,7 @@ class Connection final : public EventHandler {
     void unpark();
     bool hung_up() const;
 
+    PutOutcome existing(uint8_t commit_flags, uint32_t space, std::string_view name) const;
     // Whether it has opened that space: another's number may be another space's tomorrow.
     bool has_space(uint32_t space) const { return space == last_space_ || spaces_.contains(space); }
     bool leased(Extent extent) const;

@@ -157,7 +157,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
         if (!replace && only_on_ssd(space, name)) {
             pool_->leases().free(extent);
             count(m.exists_total);
-            if (!one_way) Writer(out_).number(PutOutcome::kExists);
+            if (!one_way) Writer(out_).number(existing(head.flags, space, name));
             continue;
         }
         Hash128 hash = pool_->hash(space, name);
@@ -179,7 +179,7 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
             case ObjectTable::Commit::kExists:
                 pool_->leases().free(extent);
                 count(m.exists_total);
-                if (!one_way) Writer(out_).number(PutOutcome::kExists);
+                if (!one_way) Writer(out_).number(existing(head.flags, space, name));
                 break;
             case ObjectTable::Commit::kNoSlot:
                 pool_->leases().free(extent);
@@ -193,6 +193,18 @@ bool Connection::on_commit(const FrameHeader& header, Reader body) {
     for (Version version : newest) Writer(out_).number(version);
     finish_frame(out_, at);
     return true;
+}
+
+// What an answer to COMMIT or PUT says of an object that was there already.
+PutOutcome Connection::existing(uint8_t commit_flags, uint32_t space, std::string_view name) const {
+    if ((commit_flags & kCommitSizes) == 0) return PutOutcome::kExists;
+    uint64_t size = 0;
+    if (uint32_t slot = pool_->find(space, name); slot != kNoSlot) {
+        size = pool_->table().entry(slot).size;
+    } else if (server_.ssd_ != nullptr) {
+        if (std::optional<ssd::Found> found = server_.ssd_->find(*pool_, space, name)) size = found->size;
+    }
+    return size == kManifestBytes ? PutOutcome::kExistsManifest : PutOutcome::kExists;
 }
 
 // In up to two passes. The first finds names in memory and on the disks; when a pin is wanted of what only
@@ -396,6 +408,7 @@ bool Connection::on_touch(Reader body) {
 // With generations behind the names, only exactly those copies are removed: a client that overwrites an
 // object elsewhere must not remove the newer copy. With versions, copies that are older.
 bool Connection::on_remove(const FrameHeader& header, Reader body) {
+    Reader whole_body = body;
     auto space = body.number<uint32_t>();
     auto n = body.number<uint32_t>();
     bool ordered = (n & kRemoveVersions) != 0;
@@ -409,6 +422,15 @@ bool Connection::on_remove(const FrameHeader& header, Reader body) {
     for (uint32_t i = 0; (exact || ordered) && i < n && body.ok(); ++i)
         generations.push_back(body.number<uint64_t>());
     if (!body.done()) return malformed("is no REMOVE");
+    // A manifest that only an SSD has is brought into memory first, for its bytes name the stripes. One
+    // generation of it would be another one there.
+    std::vector<std::string_view> manifests_on_ssd;
+    for (uint32_t i = 0; server_.ssd_ != nullptr && !exact && !resumed_ && i < n; ++i) {
+        if (pool_->find(space, names[i]) != kNoSlot) continue;
+        std::optional<ssd::Found> found = server_.ssd_->find(*pool_, space, names[i]);
+        if (found && found->size == kManifestBytes) manifests_on_ssd.push_back(names[i]);
+    }
+    if (!manifests_on_ssd.empty() && park(header, whole_body, space, manifests_on_ssd, {})) return true;
     // Whether this node's copy, whose slot it is if it is in memory, is another generation.
     auto another = [&](uint32_t i, uint32_t slot) {
         if (slot != kNoSlot) return pool_->table().generation(slot) != generations[i];

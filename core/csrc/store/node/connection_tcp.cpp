@@ -51,6 +51,7 @@ Connection::Begun Connection::begin_put(const FrameHeader& header) {
     put->request_id = header.request_id;
     put->one_way = (header.flags & kFlagOneWay) != 0;
     put->replace = head.replaces();
+    put->flags = head.flags;
     put->space = space;
     Reader rows(here.subspan(kHead, rows_bytes));
     uint64_t left = header.length - kHead - rows_bytes;
@@ -172,7 +173,10 @@ bool Connection::finish_put() {
         size_t at = begin_frame(out_, Kind::kPut, kFlagAnswer, put->request_id);
         Writer w(out_);
         w.number(static_cast<uint32_t>(put->rows.size()));
-        for (const PutRow& row : put->rows) w.number(row.outcome);
+        for (const PutRow& row : put->rows) {
+            bool exists = row.outcome == PutOutcome::kExists;
+            w.number(exists ? existing(put->flags, put->space, row.name) : row.outcome);
+        }
         for (const PutRow& row : put->rows) {
             if (row.outcome == PutOutcome::kOlder)
                 w.number(server_.removals_.newest_for(pool_->hash(put->space, row.name)));

@@ -45,6 +45,7 @@ class PutSink {
     uint64_t request_id = 0;
     bool one_way = false;
     bool replace = false;
+    uint8_t flags = 0;  // of its head
     uint32_t space = 0;
     std::vector<PutRow> rows;
     std::vector<uint64_t> leases;  // by offset

@@ -20,6 +20,7 @@ namespace moonpool {
 inline constexpr uint8_t kCommitReplace = 1;
 inline constexpr uint8_t kCommitMarks = 2;     // each row ends with its group and its soft pin
 inline constexpr uint8_t kCommitVersions = 4;  // and with its version
+inline constexpr uint8_t kCommitSizes = 8;     // the answer tells kExistsManifest from kExists
 
 // An object's name, and what it belongs to.
 struct NewKey {
@@ -147,9 +148,17 @@ enum class PutOutcome : uint8_t {
     kStored = 0,
     kExists = 1,
     kRefused = 2,
-    kDamaged = 3,  // over TCP: the bytes that came do not match their checksum
-    kOlder = 4,    // than a removal or replacement; only of rows with a version
+    kDamaged = 3,         // over TCP: the bytes that came do not match their checksum
+    kOlder = 4,           // than a removal or replacement; only of rows with a version
+    kExistsManifest = 5,  // and has the size of a manifest; only with kCommitSizes
 };
+
+// Takes the size out of an outcome. True: the object that is there may be a manifest.
+inline bool take_manifest_sized(PutOutcome& outcome) {
+    if (outcome != PutOutcome::kExistsManifest) return false;
+    outcome = PutOutcome::kExists;
+    return true;
+}
 
 // Behind the outcomes of rows with versions: of each that is older, in the order of the rows, the version
 // with which it comes after all that the node knows.
@@ -333,6 +342,8 @@ inline constexpr uint32_t kFeatureDescribe = 1;
 inline constexpr uint32_t kFeatureMarks = 2;      // of COMMIT and PUT
 inline constexpr uint32_t kFeatureRemoveOne = 4;  // REMOVE of one generation
 inline constexpr uint32_t kFeatureVersions = 8;   // of COMMIT, PUT and REMOVE
-inline constexpr uint32_t kFeatures = kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne | kFeatureVersions;
+inline constexpr uint32_t kFeatureSizes = 16;     // of what exists, in the answers to COMMIT and PUT
+inline constexpr uint32_t kFeatures =
+    kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne | kFeatureVersions | kFeatureSizes;
 
 }  // namespace moonpool

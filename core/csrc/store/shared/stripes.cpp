@@ -31,6 +31,12 @@ std::string Manifest::stripe_name(uint64_t i) const {
     return name;
 }
 
+std::vector<std::string> Manifest::stripe_names() const {
+    std::vector<std::string> names;
+    for (uint64_t i = 0; i < std::min(stripes(), kStripesMax); ++i) names.push_back(stripe_name(i));
+    return names;
+}
+
 std::string Manifest::group_name() const {
     std::string name(kStripePrefix);
     name.append(reinterpret_cast<const char*>(id.data()), id.size());

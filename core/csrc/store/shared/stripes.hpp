@@ -21,6 +21,7 @@
 namespace moonpool {
 
 inline constexpr uint64_t kManifestBytes = 96;
+inline constexpr uint64_t kStripesMax = 4096;  // of one object
 
 struct Manifest {
     std::array<uint8_t, 16> id{};
@@ -28,8 +29,11 @@ struct Manifest {
     uint64_t stripe_bytes = 0;
 
     uint64_t stripes() const { return (size + stripe_bytes - 1) / stripe_bytes; }
+    // False: it is of a release with a higher limit; memory must not be reserved by its word.
+    bool within_limits() const { return stripes() <= kStripesMax; }
     // Names that no list shows; unique for this life of the key.
     std::string stripe_name(uint64_t i) const;
+    std::vector<std::string> stripe_names() const;  // of kStripesMax at most
     // What the stripes on one node, and the manifest where it lies with some, are a group by: one alone is of
     // no use.
     std::string group_name() const;

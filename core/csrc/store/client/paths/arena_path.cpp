@@ -162,6 +162,7 @@ Status ArenaPath::commit(std::span<const PutItem> items, const PutHow& how, std:
     if (how.ack || session_.behind()) {
         auto parse = [&](Reader& r) {
             return read_outcomes(r, written.size(), [&](size_t i, PutOutcome outcome, Version newest) {
+                if (take_manifest_sized(outcome)) report.manifest_sized.push_back(written[i].item);
                 report.outcomes[written[i].item] = outcome;
                 if (outcome == PutOutcome::kOlder) report.older.emplace_back(written[i].item, newest);
             });

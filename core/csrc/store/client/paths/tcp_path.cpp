@@ -205,6 +205,7 @@ Result<PutReport> TcpPath::put(std::span<const PutItem> items, const PutHow& how
         };
         Session::Parse parse = [&](Reader& r) {
             return read_outcomes(r, end - begin, [&](size_t i, PutOutcome outcome, Version newest) {
+                if (take_manifest_sized(outcome)) report.manifest_sized.push_back(begin + i);
                 report.outcomes[begin + i] = outcome;
                 if (outcome == PutOutcome::kOlder) report.older.emplace_back(begin + i, newest);
             });
