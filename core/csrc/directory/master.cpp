@@ -274,14 +274,17 @@ void Master::write_found(size_t limit, Writer& out) {
     }
 }
 
-Taken Master::taken(const Hash128& hash) {
+Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
     auto placed = placed_.find(hash);
     if (placed != placed_.end() && placed->second.version >= log_.find(hash).version &&
         seats_.contains(placed->second.node) && membership_.alive(placed->second.node)) {
         return placed->second.here ? Taken::kHeld : Taken::kBeingPut;
     }
     find_holders(hash, false);
-    return found_.empty() ? Taken::kFree : Taken::kHeld;
+    if (!found_.empty()) return Taken::kHeld;
+    // A version would void what other nodes put by themselves in the next moments.
+    bool any_away = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms);
+    return any_away ? Taken::kFree : Taken::kNew;
 }
 
 Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, Writer& out,
@@ -293,8 +296,10 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
     out.number(static_cast<uint32_t>(n));
     for (size_t i = 0; i < n; ++i) {
         Hash128 hash = hash_at(hashes.data() + i * sizeof(Hash128));
-        if (taken != nullptr && taken->emplace_back(this->taken(hash)) != Taken::kFree) {
+        if (taken != nullptr && taken->emplace_back(this->taken(now_ms, hash)) != Taken::kFree) {
             out.number(uint8_t{0});
+            if (taken->back() == Taken::kNew && seats_.contains(placing))
+                placed_[hash] = Placed{placing, first + i, now_ms};
             continue;
         }
         log_.add(hash, first + i);

@@ -154,7 +154,7 @@ class Master {
     void know(Seat& seat, const Hash128& hash, Version place);
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
-    Taken taken(const Hash128& hash);
+    Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);
     void seem_joining(uint64_t now_ms, NodeId id, Seat& seat);

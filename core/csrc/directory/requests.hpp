@@ -25,10 +25,13 @@ struct LocateAnswer {
 
 // Of a key that is to be put where no node has it: whether another value stands there.
 enum class Taken : uint8_t {
-    kFree = 0,      // it is the asking client's to put, as a replacement of what suspect nodes may have
+    kFree = 0,      // it is the asking client's to put, as a replacement of what nodes may have that are away
     kHeld = 1,      // a node has it, as far as the master has heard
     kBeingPut = 2,  // another client is about to put it
+    kNew = 3,       // it is the asking client's to put, and there is nothing to replace
 };
+
+inline bool is_free(Taken taken) { return taken == Taken::kFree || taken == Taken::kNew; }
 
 // What a removal or replacement begins with: holders, suspect ones too, and a place in the order for each
 // key.

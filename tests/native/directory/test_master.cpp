@@ -400,7 +400,9 @@ std::vector<Version> end_order(Master& master, uint64_t now, const std::vector<u
 }
 
 TEST_CASE("master: of clients that put a key where no node has it one has the key") {
-    Master master({}, 0, kFirst);
+    MasterLimits limits;
+    limits.grace_ms = 0;
+    Master master(limits, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
     a.join(0, 1);
     b.join(0, 2);
@@ -415,7 +417,7 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
         return std::pair(first, taken);
     };
     auto [first, taken] = ask(10, {1, 2}, a);
-    CHECK(taken == std::vector{Taken::kHeld, Taken::kFree});
+    CHECK(taken == std::vector{Taken::kHeld, Taken::kNew});
     CHECK(ask(11, {2}, b).second == std::vector{Taken::kBeingPut});
     (void)end_order(master, 12, {1, 2}, first, {{}, {a.id}}, {{}, {a.id}});
     CHECK(locate(master, {1})[0].size() == 1);                   // what was held is as it was
@@ -424,16 +426,19 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     OrderedKeys removal = order(master, 20, {1, 2});
     b.remove(21, 1);
     (void)end_order(master, 22, {1, 2}, removal.first, {{b.id}, {a.id}});
-    CHECK(ask(23, {1, 2}, a).second == std::vector{Taken::kFree, Taken::kFree});
+    CHECK(ask(23, {1, 2}, a).second == std::vector{Taken::kNew, Taken::kNew});
     // One that could not put it lets go of it.
     auto [second, free] = ask(23, {3}, a);
-    CHECK(free == std::vector{Taken::kFree});
+    CHECK(free == std::vector{Taken::kNew});
     (void)end_order(master, 23, {3}, second, {{}});
-    CHECK(ask(23, {3}, b).second == std::vector{Taken::kFree});
+    CHECK(ask(23, {3}, b).second == std::vector{Taken::kNew});
+    // What another node puts by itself stays.
+    b.put(23, 3);
+    CHECK(locate(master, {3})[0].size() == 1);
     // A client that ended half way holds it up for a few seconds.
     CHECK(ask(24, {1}, b).second == std::vector{Taken::kBeingPut});
     master.tick(23 + MasterLimits{}.placed_ms);
-    CHECK(ask(24 + MasterLimits{}.placed_ms, {1}, b).second == std::vector{Taken::kFree});
+    CHECK(ask(24 + MasterLimits{}.placed_ms, {1}, b).second == std::vector{Taken::kNew});
     CHECK(master.check_integrity());
 }
 

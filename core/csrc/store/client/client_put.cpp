@@ -247,7 +247,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
                 items = ordered;
                 if (options.unique) {
                     std::erase_if(left, [&](size_t i) {
-                        if (removal->taken(i) == Taken::kFree) return false;
+                        if (is_free(removal->taken(i))) return false;
                         report.outcomes[i] = PutOutcome::kExists;
                         if (removal->taken(i) == Taken::kHeld) report.held.push_back(i);
                         return true;
@@ -341,7 +341,7 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     names.clear();
     std::vector<Version> versions;
     for (size_t i = 0; i < items.size(); ++i) {
-        if (removal.later()[i] == kNoVersion || removal.taken(i) != Taken::kFree ||
+        if (removal.later()[i] == kNoVersion || !is_free(removal.taken(i)) ||
             report.outcomes[i] == PutOutcome::kRefused)
             continue;
         report.outcomes[i] = PutOutcome::kStored;

@@ -185,8 +185,7 @@ void RemovalSteps::ended(const Result<std::vector<Version>>& last) {
     }
     // If no node knows of it, it ends with the master.
     acknowledged_ = true;
-    for (size_t i = 0; i < keys_.size(); ++i)
-        acknowledged_ &= !done_.told[i].empty() || taken_[i] != Taken::kFree;
+    for (size_t i = 0; i < keys_.size(); ++i) acknowledged_ &= !done_.told[i].empty() || !is_free(taken_[i]);
     for (size_t i = 0; i < last->size() && i < versions_.size(); ++i) {
         if ((*last)[i] > versions_[i]) later_[i] = (*last)[i];
     }
