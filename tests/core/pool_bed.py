@@ -82,7 +82,7 @@ class Pool:
 
 
 def fill(store: Store, name: str, n: int) -> object:
-    """n objects of 1 MiB that nobody can evict while the answer is kept."""
+    """n objects of 1 MiB that no node can evict while the answer is kept."""
     keys = [f"{name}{i}" for i in range(n)]
     for key in keys:
         store.put(key, bytes(MIB))

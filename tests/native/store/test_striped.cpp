@@ -196,7 +196,7 @@ TEST_CASE("striped: one that lost a stripe ends, and its copies keep another") {
     CHECK_FALSE(get_bytes(*client, "lost"));
     CHECK(gauge(bed.node(0), "objects") == 0);
     CHECK(gauge(bed.node(2), "objects") == 0);
-    // Each stripe is at two nodes: what one evicts is lost to nobody.
+    // Each stripe is at two nodes: what one evicts the other still has.
     PutReport put = put_bytes(*client, "lost", bytes, PutOptions{.replicas = 2});
     CHECK(put.outcomes[0] == PutOutcome::kStored);
     CHECK(put.copies == std::vector<uint8_t>{2});
