@@ -3,10 +3,10 @@
 // each current incarnation, made by its join and cleared when it leaves, is replaced or is gone.
 //
 // The rule: no client is sent to a copy that was removed, or replaced by a later one. order() gives a removal
-// its place before any node is told of it. From then on a row of a copy that was pushed without knowing of it
-// (delta) is not taken, but for nodes that are known to know (Seat::told); and ordered() voids the rows of
-// all holders that were not told. Each of those nodes is told to drop what is older than that version, again
-// and again until it confirms; if its copy turns out to be younger, it tells the row anew.
+// its place before any node is told of it. ordered(), or the client's end, voids the rows of all holders that
+// were not told. From then on a row of a copy that was pushed without knowing of it (delta) is not taken, but
+// for nodes that are known to know (Seat::told). Each of those nodes is told to drop what is older than that
+// version, again and again until it confirms; if its copy turns out to be younger, it tells the row anew.
 //
 // A node that was away says up to which removal it is right (`applied`), and is sent what came after, before
 // it is read again (kJoining). Its host, its name and how long it was away play no part. Where the log does
@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "directory/protocol.hpp"
@@ -59,6 +60,7 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     seat.versions = applied.has_value();
     if (!joined->resumed) seat.since_epoch = membership_.epoch();
     bool empty = applied == UINT64_MAX;
+    seat.all_told_at = empty ? version_ : UINT64_MAX;
     if (applied && !empty && *applied > version_) go_on_behind(*applied);
     seat.applied = empty ? closed() : applied.value_or(kNoVersion);
     seat.of_former = !empty && seat.applied < first_ ? seat.applied : UINT64_MAX;
@@ -149,7 +151,8 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
             // Not by seat.applied: the row may have been pushed before that.
             auto told = seat.told.find(row->hash);
             bool known = told != seat.told.end() && told->second >= removal.place;
-            if (removal.place > applied && !known && !is_placing(id, row->hash, removal.version)) {
+            if (removal.place > applied && !known && !is_placing(id, row->hash, removal.version) &&
+                !spares(seat, removal) && !is_open(removal)) {
                 directory_.remove(row->hash, id);
                 ++counters_.rows_void_total;
                 drop(seat, row->hash, removal.version);
@@ -161,6 +164,7 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
     if ((flags & kDeltaEnd) != 0) {
         directory_.end_inventory(id);
         seat.settled = true;
+        seat.all_told_at = std::min(seat.all_told_at, version_);
     }
     return true;
 }
@@ -189,6 +193,18 @@ bool Master::knows(const Seat& seat, const Hash128& hash, Version place) const {
     if (seat.applied >= place) return true;
     auto told = seat.told.find(hash);
     return told != seat.told.end() && told->second >= place;
+}
+
+// The end of it voids the row, unless the client has told the node by then: told by the master before, the
+// node would say to the client that it had no copy.
+bool Master::is_open(const Removal& removal) const {
+    auto open = open_.upper_bound(removal.place);
+    return open != open_.begin() && removal.place <= std::prev(open)->second.last;
+}
+
+// What a node put since that was here, without a copy, when the removal was ordered.
+bool Master::spares(const Seat& seat, const Removal& removal) {
+    return removal.of_absent && seat.all_told_at < removal.place;
 }
 
 // Whether the row may be of the replacement itself, of which ORDERED is on its way.
@@ -282,7 +298,7 @@ Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
     }
     find_holders(hash, false);
     if (!found_.empty()) return Taken::kHeld;
-    // A version would void what other nodes put by themselves in the next moments.
+    // The log is for what nodes may have that are away.
     bool any_away = membership_.suspects() != 0 || !owing_.empty() || filling(now_ms);
     return any_away ? Taken::kFree : Taken::kNew;
 }
@@ -302,7 +318,7 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
                 placed_[hash] = Placed{placing, first + i, now_ms};
             continue;
         }
-        log_.add(hash, first + i);
+        log_.add(hash, first + i, first + i, taken != nullptr);
         ++counters_.forgets_total;
         find_holders(hash, true);
         // A replacement of a moment ago, of which its node has not told yet; or it is still to come there.
@@ -358,7 +374,7 @@ void Master::void_copies(const Hash128& hash) {
     directory_.find(hash, [&](Holder holder) { found_.push_back(holder); });
     for (const Holder& holder : found_) {
         Seat& seat = seats_.at(holder.node);
-        if (knows(seat, hash, removal.place)) continue;
+        if (knows(seat, hash, removal.place) || spares(seat, removal)) continue;
         // False: in another tier, just now.
         if (directory_.remove(hash, holder.node)) drop(seat, hash, removal.version);
     }

@@ -129,8 +129,9 @@ class Master {
     struct Seat {
         NodeId id;
         DropList drops;
-        bool versions = false;  // its node knows them
-        bool settled = false;   // its inventory is told
+        bool versions = false;             // its node knows them
+        bool settled = false;              // its inventory is told
+        Version all_told_at = UINT64_MAX;  // since then the master has heard of all that it holds
         Version applied = kNoVersion;
         uint64_t since_epoch = 0;        // of the membership, when it joined
         Version of_former = UINT64_MAX;  // up to which it was right when it came from a former master
@@ -154,6 +155,8 @@ class Master {
     void know(Seat& seat, const Hash128& hash, Version place);
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
+    static bool spares(const Seat& seat, const Removal& removal);
+    bool is_open(const Removal& removal) const;
     Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);

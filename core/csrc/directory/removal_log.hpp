@@ -21,6 +21,7 @@ namespace moonpool {
 
 struct Removal {
     Version version = kNoVersion, place = kNoVersion;  // kNoVersion: none is known
+    bool of_absent = false;  // no node in touch had the key: it voids what nodes have that are away
 };
 
 class RemovalLog {
@@ -28,13 +29,13 @@ class RemovalLog {
     explicit RemovalLog(size_t max) : max_(max) {}
 
     void add(const Hash128& hash, Version version) { add(hash, version, version); }
-    void add(const Hash128& hash, Version version, Version place) {
+    void add(const Hash128& hash, Version version, Version place, bool of_absent = false) {
         if (place <= complete_since_) return;
-        auto [at, fresh] = newest_.try_emplace(hash, Removal{version, place});
+        auto [at, fresh] = newest_.try_emplace(hash, Removal{version, place, of_absent});
         if (!fresh) {
             if (at->second.version >= version) return;
             forget_place(hash, at->second.place);
-            at->second = Removal{version, place};
+            at->second = Removal{version, place, of_absent};
         }
         order_.emplace(place, hash);
         if (order_.size() > max_) lose(order_.begin()->first);

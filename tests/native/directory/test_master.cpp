@@ -442,6 +442,61 @@ TEST_CASE("master: of clients that put a key where no node has it one has the ke
     CHECK(master.check_integrity());
 }
 
+TEST_CASE("master: a copy that is told of within a removal is its client's to remove, until the end of it") {
+    Master master({}, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"};
+    a.join(0, 1);
+    b.join(0, 2);
+    a.inventory(0);
+    b.inventory(0);
+    OrderedKeys removal = order(master, 10, {1, 2});
+    a.hold({1, 2});
+    b.hold({1});
+    REQUIRE(master.delta(11, a.id, a.link, 0, a.applied, rows_of({1, 2})));
+    REQUIRE(master.delta(11, b.id, b.link, 0, b.applied, rows_of({1})));
+    a.beat(12);
+    CHECK(a.keys().size() == 2);  // the client would hear that it had none
+    (void)end_order(master, 13, {1, 2}, removal.first, {{a.id}, {}});
+    CHECK(locate(master, {1})[0].size() == 1);
+    CHECK(locate(master, {2})[0].empty());
+    a.remove(14, 1);
+    a.beat(15);
+    b.beat(15);
+    CHECK(a.keys().empty());
+    CHECK(b.keys().empty());
+    CHECK(locate(master, {1})[0].empty());
+}
+
+TEST_CASE("master: a key that is put because no node has it takes the place of copies that were away") {
+    MasterLimits limits;
+    limits.grace_ms = 0;
+    Master master(limits, 0, kFirst);
+    Node a{master, "a"}, b{master, "b"}, c{master, "c"};
+    a.join(0, 1);
+    b.join(0, 2);
+    c.join(0, 3);
+    a.inventory(0);
+    b.inventory(0);
+    c.put(0, 1);
+    c.inventory(0);
+    master.disconnected(c.id, c.link);
+    std::vector<std::byte> out;
+    Writer w(out);
+    std::vector<Taken> taken;
+    Version first = master.order(10, hashes_of({1}), a.id, w, &taken);
+    CHECK(taken == std::vector{Taken::kFree});
+    (void)end_order(master, 11, {1}, first, {{a.id}}, {{a.id}});
+    a.put(12, 1);
+    b.put(12, 1);  // by a client that has not heard of it
+    CHECK(locate(master, {1})[0].size() == 2);
+    c.join(20, 4);
+    c.inventory(20);
+    c.beat(21);
+    CHECK(c.keys().empty());
+    CHECK(locate(master, {1})[0].size() == 2);
+    CHECK(master.check_integrity());
+}
+
 TEST_CASE("master: a copy that is told of after the removal is dropped, but by nodes that know of it") {
     Master master({}, 0, kFirst);
     Node a{master, "a"}, b{master, "b"};
