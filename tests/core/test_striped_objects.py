@@ -64,7 +64,7 @@ def test_an_object_larger_than_a_node_takes_is_striped(pool: Pool) -> None:
 @pytest.mark.parametrize("by", ["a", "b"])
 @pytest.mark.parametrize("how", ["remove", "replace", "replace striped"])
 def test_the_stripes_of_an_object_go_with_it(pool: Pool, by: str, how: str) -> None:
-    """Whoever ends it, the one that put it or another. What looks like a manifest and is none is harmless."""
+    """By the client that put it, and by another. What looks like a manifest and is none is harmless."""
     pool.node("a"), pool.node("b"), pool.node("c")
     a, store = pool.store("a"), pool.store(by)
     assert a.put("big", os.urandom(9 * MIB), replicas=2).replicas == 2

@@ -26,6 +26,7 @@
 #include "base/clock.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
+#include "store/client/manifest_reads.hpp"
 #include "store/client/removal_steps.hpp"
 
 namespace moonpool {
@@ -47,6 +48,29 @@ std::array<std::byte, kManifestBytes> beginning(std::span<const MemoryRef> parts
     return bytes;
 }
 
+// Reads of all stripes, each to its part of the object's memory.
+struct StripeReads {
+    std::vector<std::string> names;
+    std::vector<std::vector<MemoryRef>> targets;
+    std::vector<GetItem> items;
+
+    StripeReads(const Manifest& manifest, std::span<const MemoryRef> parts) : names(manifest.stripe_names()) {
+        targets.reserve(names.size());
+        for (uint64_t i = 0; i < names.size(); ++i) {
+            targets.push_back(slice(parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
+            items.push_back({names[i], targets.back()});
+        }
+    }
+    StripeReads(const StripeReads&) = delete;
+};
+
+bool all_read(const Manifest& manifest, std::span<const int64_t> sizes) {
+    for (uint64_t i = 0; i < sizes.size(); ++i) {
+        if (sizes[i] != static_cast<int64_t>(manifest.bytes_of(i))) return false;
+    }
+    return true;
+}
+
 // False: the call has no time left.
 bool sleep_within_budget(int ms) {
     int most = WaitBudget::within(ms);
@@ -59,21 +83,15 @@ bool sleep_within_budget(int ms) {
 }  // namespace
 
 Result<std::vector<Client::Standing>> Client::standing(std::span<const std::string_view> names) {
-    std::vector<std::array<std::byte, kManifestBytes>> bytes(names.size());
-    std::vector<MemoryRef> parts;
-    std::vector<GetItem> items;
-    parts.reserve(names.size());
-    for (size_t i = 0; i < names.size(); ++i) {
-        parts.push_back(MemoryRef::host(bytes[i].data(), bytes[i].size()));
-        items.push_back({names[i], {&parts[i], 1}});
-    }
-    Result<std::vector<int64_t>> sizes = get_whole(items, true);
+    ManifestReads reads(names.size());
+    for (std::string_view name : names) reads.add(name);
+    Result<std::vector<int64_t>> sizes = get_whole(reads.items, true);
     if (!sizes) return sizes.error();
     std::vector<Standing> out(names.size());
     for (size_t i = 0; i < names.size(); ++i) {
         out[i].size = (*sizes)[i];
         if (out[i].size != static_cast<int64_t>(kManifestBytes)) continue;
-        out[i].manifest = decode_manifest(bytes[i], options_.token, names[i]);
+        out[i].manifest = decode_manifest(reads.bytes[i], options_.token, names[i]);
     }
     return out;
 }
@@ -211,20 +229,10 @@ Result<int64_t> Client::read_striped(std::string_view name, const Manifest& mani
 
 Result<bool> Client::get_stripes(const Manifest& manifest, std::span<const MemoryRef> parts, bool verify) {
     if (!manifest.within_limits()) return false;
-    std::vector<std::string> names = manifest.stripe_names();
-    std::vector<std::vector<MemoryRef>> targets;
-    std::vector<GetItem> items;
-    targets.reserve(names.size());
-    for (uint64_t i = 0; i < names.size(); ++i) {
-        targets.push_back(slice(parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
-        items.push_back({names[i], targets.back()});
-    }
-    Result<std::vector<int64_t>> sizes = get_whole(items, verify);
+    StripeReads reads(manifest, parts);
+    Result<std::vector<int64_t>> sizes = get_whole(reads.items, verify);
     if (!sizes) return sizes.error();
-    for (uint64_t i = 0; i < names.size(); ++i) {
-        if ((*sizes)[i] != static_cast<int64_t>(manifest.bytes_of(i))) return false;
-    }
-    return true;
+    return all_read(manifest, *sizes);
 }
 
 // False: a pin was lost with its node.
@@ -235,24 +243,14 @@ Result<bool> Client::get_pinned_stripes(const Pinned& pinned, const StripedPin& 
     stripes.pins = pinned.pins;
     stripes.descriptors = striped.descriptors;
     stripes.under = striped.under;
-    std::vector<std::string> names = manifest.stripe_names();
-    std::vector<std::vector<MemoryRef>> targets;
-    std::vector<GetItem> items;
-    targets.reserve(names.size());
-    for (uint64_t i = 0; i < names.size(); ++i) {
-        targets.push_back(slice(parts, i * manifest.stripe_bytes, manifest.bytes_of(i)));
-        items.push_back({names[i], targets.back()});
-    }
-    std::vector<size_t> places(items.size());
+    StripeReads reads(manifest, parts);
+    std::vector<size_t> places(reads.items.size());
     std::iota(places.begin(), places.end(), 0);
-    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(stripes, places, items, verify, true);
+    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(stripes, places, reads.items, verify, true);
     // A node that is gone is no error of the object's: another may have copies.
     if (!sizes && no_answer(sizes.error())) return false;
     if (!sizes) return sizes.error();
-    for (uint64_t i = 0; i < names.size(); ++i) {
-        if ((*sizes)[i] != static_cast<int64_t>(manifest.bytes_of(i))) return false;
-    }
-    return true;
+    return all_read(manifest, *sizes);
 }
 
 void Client::add_genuine(std::string_view name, const RemovedManifest& removed,

@@ -17,6 +17,7 @@
 #include "base/mutex.hpp"
 #include "store/client/client.hpp"
 #include "store/client/client_frames.hpp"
+#include "store/client/manifest_reads.hpp"
 
 namespace moonpool {
 
@@ -94,21 +95,15 @@ void Client::pin_striped(Pinned& pinned, std::span<const std::string_view> names
         if (pinned.has(i) && pinned.descriptors[i].size == kManifestBytes) which.push_back(i);
     }
     if (which.empty()) return;
-    std::vector<std::array<std::byte, kManifestBytes>> bytes(which.size());
-    std::vector<MemoryRef> parts;
-    std::vector<GetItem> items;
-    parts.reserve(which.size());
-    for (size_t k = 0; k < which.size(); ++k) {
-        parts.push_back(MemoryRef::host(bytes[k].data(), bytes[k].size()));
-        items.push_back({names[which[k]], {&parts[k], 1}});
-    }
-    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, which, items, true, true);
+    ManifestReads reads(which.size());
+    for (size_t i : which) reads.add(names[i]);
+    Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(pinned, which, reads.items, true, true);
     if (!sizes) why = sizes.error().text;
     std::vector<std::pair<size_t, Manifest>> striped;
     std::vector<std::string> stripes;
     for (size_t k = 0; k < which.size(); ++k) {
         size_t i = which[k];
-        std::optional<Manifest> manifest = decode_manifest(bytes[k], options_.token, names[i]);
+        std::optional<Manifest> manifest = decode_manifest(reads.bytes[k], options_.token, names[i]);
         if (!sizes || (*sizes)[k] < 0 || (manifest && !manifest->within_limits())) {
             pinned.under[i] = kNoPin;
         } else if (manifest) {
@@ -286,21 +281,15 @@ void Client::drop_manifests(Pool& pool, std::vector<Group>& nodes, std::span<con
         // Under a pin the bytes that are read are those of the generation.
         Result<Pinned> pinned = at->pin(names);
         if (!pinned) return;
-        std::vector<std::array<std::byte, kManifestBytes>> bytes(objects.size());
-        std::vector<MemoryRef> parts;
-        std::vector<GetItem> items;
-        parts.reserve(objects.size());
-        for (size_t i = 0; i < objects.size(); ++i) {
-            parts.push_back(MemoryRef::host(bytes[i].data(), bytes[i].size()));
-            items.push_back({names[i], {&parts[i], 1}});
-        }
-        Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(*pinned, places, items, true, true);
+        ManifestReads reads(objects.size());
+        for (std::string_view name : names) reads.add(name);
+        Result<std::vector<int64_t>> sizes = NodeClient::get_pinned(*pinned, places, reads.items, true, true);
         if (!sizes) return;
         std::vector<std::string_view> lost;
         std::vector<uint64_t> generations;
         for (size_t i = 0; i < objects.size(); ++i) {
             if ((*sizes)[i] != static_cast<int64_t>(kManifestBytes)) continue;
-            if (decode_manifest(bytes[i], options_.token, names[i]) != objects[i].manifest) continue;
+            if (decode_manifest(reads.bytes[i], options_.token, names[i]) != objects[i].manifest) continue;
             lost.push_back(names[i]);
             generations.push_back(pinned->descriptors[i].generation);
         }
