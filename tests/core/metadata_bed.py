@@ -70,7 +70,7 @@ class Server(ABC):
         made = metadata_of(self.url, TOKEN)
         assert made is not None
         made.lease_s = lease_s
-        made._timeout_s = timeout_s  # type: ignore[attr-defined]
+        getattr(made, "_etcd", made)._timeout_s = timeout_s
         return made
 
     def _waits_for_an_answer(self) -> None:

@@ -341,7 +341,7 @@ def test_another_member_of_etcd_is_asked(tmp_path: Path) -> None:
             for _ in range(5):  # the one that answered is the first from now on
                 assert store.resolve("default", "x") is not None
             print(f"five look-ups took {time.monotonic() - began_s:.2f} s")
-            assert store._urls[0].endswith(str(server.port))  # type: ignore[attr-defined]
+            assert store._etcd._urls[0].endswith(str(server.port))  # type: ignore[attr-defined]
     finally:
         silent.close()
 

@@ -8,20 +8,19 @@ redis://[[user]:password@]host[:6379][/db]              rediss: by TLS
 
 from __future__ import annotations
 
-import re
 import ssl
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.printable import without_password
-from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.service.store_url import ETCD_PORT, address_in, trusting, who_and_place
 from moonpool.core.transfer.metadata.backend import Metadata
 from moonpool.core.transfer.metadata.etcd_metadata import EtcdMetadata
 from moonpool.core.transfer.metadata.http_metadata import HttpMetadata
 from moonpool.core.transfer.metadata.redis_metadata import RedisMetadata
 
 HANDSHAKE = "P2PHANDSHAKE"
-ETCD_PORT, REDIS_PORT = 2379, 6379
+REDIS_PORT = 6379
 FORMS = "http://host:port/metadata, etcd://h1:2379,h2:2379, redis://:password@host:6379/0 or P2PHANDSHAKE"
 
 
@@ -37,7 +36,7 @@ def metadata_of(
     if text in ("", HANDSHAKE):
         return None
     scheme, mark, rest = text.partition("://")
-    tls = _tls(authorities) if scheme in ("https", "etcds", "rediss") else None
+    tls = trusting(authorities) if scheme in ("https", "etcds", "rediss") else None
     try:
         if not mark or not rest:
             raise ValueError("no scheme")
@@ -65,42 +64,20 @@ def _page(url: str) -> str:
 
 
 def _etcd(rest: str, password: str, tls: ssl.SSLContext | None) -> EtcdMetadata:
-    user, given, places = _who(rest.rstrip("/"))
-    endpoints = [str(_place(one, ETCD_PORT)) for one in places.split(",")]
+    user, given, places = who_and_place(rest.rstrip("/"))
+    endpoints = [str(address_in(one, ETCD_PORT)) for one in places.split(",")]
     return EtcdMetadata(endpoints, user=user, password=given or (password if user else ""), tls=tls)
 
 
 def _redis(rest: str, password: str, tls: ssl.SSLContext | None) -> RedisMetadata:
-    user, given, place = _who(rest)
+    user, given, place = who_and_place(rest)
     place, _, database = place.partition("/")
     if database and not (database.isascii() and database.isdigit()):
         raise ValueError("no number of a database")
     return RedisMetadata(
-        _place(place, REDIS_PORT), user=user, password=given or password, database=int(database or 0), tls=tls
+        address_in(place, REDIS_PORT),
+        user=user,
+        password=given or password,
+        database=int(database or 0),
+        tls=tls,
     )
-
-
-def _who(rest: str) -> tuple[str, str, str]:
-    """(user, password, what follows the last @)."""
-    before, _, place = rest.rpartition("@")
-    user, _, password = before.partition(":")
-    return unquote(user), unquote(password), place
-
-
-def _place(text: str, port: int) -> Address:
-    has_port = re.search(r":\d+$", text) and (text.count(":") == 1 or text.startswith("["))
-    address = parse_address(text if has_port else f"{text}:{port}", "metadata")
-    if address.port == 0 or not re.fullmatch(r"[A-Za-z0-9._:%-]+", address.host):
-        raise ValueError("no address")
-    return address
-
-
-def _tls(authorities: str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=authorities or None)
-    except OSError as error:
-        raise ConfigError(
-            f"cluster.tls_ca = {authorities} cannot be used: {error}; it must hold certificates in PEM form",
-            operation="config",
-            key="cluster.tls_ca",
-        ) from error
