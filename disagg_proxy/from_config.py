@@ -11,7 +11,7 @@ from moonpool.core.config.proxy_section import Proxy, ProxyCommon
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.control_tls import control_settings
-from moonpool.core.service.listen_addresses import master_address
+from moonpool.core.service.listen_addresses import master_text
 from moonpool.core.service.published_events import local_nodes
 from moonpool.disagg_proxy.conductor.policy import make_policy
 from moonpool.disagg_proxy.events.settings import PoolSettings, parse_event_sources
@@ -62,9 +62,9 @@ def proxy_settings(config: Config) -> ProxySettings:
 def pool_settings(config: Config) -> PoolSettings:
     """How nodes of the pool are found. Raises ConfigError for a master that is no address, or that is on
     another host and has no cluster token."""
-    master = master_address(config)
+    master = master_text(config)
     return PoolSettings(
-        "" if master is None else str(master),
+        master,
         config.read_token() if config.token_is_configured else b"",
         control_settings(config),
     )

@@ -48,10 +48,10 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Secret, about("that token itself; only from the environment, MOONPOOL_CLUSTER_ADMIN_TOKEN")
     ] = ""
     master: Annotated[
-        str,
+        str | list[str],
         about(
             "host:port of the master that this node joins, and where the proxy finds the pool's "
-            "nodes; empty: none; on another host: needs a cluster token"
+            "nodes; empty: none; on another host: needs a cluster token; with a standby: a list of both"
         ),
     ] = ""
     metadata: Annotated[
@@ -221,6 +221,36 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     removals_max: Annotated[Count, about("the most removals that are remembered for nodes that are away")] = (
         1 << 20
     )
+    standby_of: Annotated[
+        str,
+        about(
+            "host:port of the master whose standby this one is: it hears what that one hears, and answers "
+            "lookups when that one is lost; empty: none"
+        ),
+    ] = ""
+    take_over_after_s: Annotated[
+        Duration,
+        about(
+            "a standby whose master is lost takes over by itself after so long; 0: only when it is told "
+            "(moonpool promote), as it cannot tell a master that is dead from a line that is cut"
+        ),
+    ] = 0.0
+    election: Annotated[
+        StoreUrl,
+        about(
+            "etcd://host:2379,host:2379, where masters agree on which of them serves and which one is its "
+            "standby; its password, where it has none: cluster.metadata_password; empty: master.standby_of "
+            "says it"
+        ),
+    ] = ""
+    election_name: Annotated[str, about("of these masters, where several pools share that etcd")] = "default"
+    advertise: Annotated[
+        str,
+        about(
+            "host:port by which other masters reach this one; empty: master.listen, or where that is 0.0.0.0 "
+            "or ::, this host's address"
+        ),
+    ] = ""
     frame_bytes_max: Annotated[Size, about("the longest frame on the wire")] = parse_size("8MiB")
     frame_keys_max: Annotated[
         Count, about("the most keys in one frame; nodes and clients split larger calls")

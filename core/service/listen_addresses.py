@@ -46,7 +46,8 @@ class NodeAddresses:
 def node_addresses(config: Config) -> NodeAddresses:
     """Raises ConfigError for contradictory or impossible settings, with the remedy."""
     node = config.node
-    master = master_address(config)
+    masters = master_addresses(config)
+    master = masters[0] if masters else None
     listen = listen_address(config, "node.listen")
     identity = node.host_id or host_id()
     if len(identity) > HOST_ID_CHARACTERS_MAX or not re.fullmatch("[ -~]+", identity):
@@ -78,7 +79,7 @@ def node_addresses(config: Config) -> NodeAddresses:
                 f"listen on an address of this host, for example 0.0.0.0:{listen.port or 7710}",
                 "node.listen",
             )
-    return NodeAddresses((str(listen),), str(advertise), identity, "" if master is None else str(master))
+    return NodeAddresses((str(listen),), str(advertise), identity, ",".join(map(str, masters)))
 
 
 def listen_address(config: Config, key: str) -> Address | None:
@@ -133,21 +134,28 @@ def require_token(config: Config, address: Address, key: str) -> None:
     )
 
 
-def master_address(config: Config) -> Address | None:
-    """The master's address; None when there is none. Raises ConfigError when it is on another host and no
-    token was chosen: the token that is made on demand is this host's alone.
+def master_addresses(config: Config) -> tuple[Address, ...]:
+    """Those of the master and its standby; none when there is no master. Raises ConfigError when one is on
+    another host and no token was chosen: the token that is made on demand is this host's alone.
     """
-    if not config.cluster.master:
-        return None
-    address = parse_address(config.cluster.master, "cluster.master")
-    if not address.is_loopback and not config.token_is_configured:
-        raise _wrong(
-            f"cluster.master = {address} is on another host, which needs a cluster token that both know: set "
-            f"cluster.token_file or {TOKEN_VARIABLE}",
-            "cluster.master",
-            peer=str(address),
-        )
-    return address
+    given = config.cluster.master
+    texts = given.split(",") if isinstance(given, str) else given
+    addresses = tuple(parse_address(text.strip(), "cluster.master") for text in texts if text.strip())
+    for address in addresses:
+        if not address.is_loopback and not config.token_is_configured:
+            raise _wrong(
+                f"cluster.master = {address} is on another host, which needs a cluster token that both know: "
+                f"set cluster.token_file or {TOKEN_VARIABLE}",
+                "cluster.master",
+                peer=str(address),
+            )
+    return addresses
+
+
+def master_text(config: Config) -> str:
+    """The addresses as the C++ core takes them: one, or several with commas; empty: there is no master.
+    Raises as master_addresses()."""
+    return ",".join(map(str, master_addresses(config)))
 
 
 def is_taken(address: Address) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,12 +24,19 @@ from aiohttp import web
 
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import master_settings
-from moonpool.core.errors import Error, Unavailable
-from moonpool.core.service.addresses import parse_address
+from moonpool.core.errors import ConfigError, Error, Unavailable
+from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
+from moonpool.core.service.election import TIMEOUT_S, Ballot, Election, Seat
+from moonpool.core.service.etcd import etcd_of
 from moonpool.core.service.http_tls import server_context
-from moonpool.core.service.listen_addresses import explain_bind_errors, listen_address, require_token
+from moonpool.core.service.listen_addresses import (
+    advertised_address,
+    explain_bind_errors,
+    listen_address,
+    require_token,
+)
 from moonpool.core.service.metadata_page import MetadataPage
 from moonpool.core.service.service_process import (
     ServiceProcess,
@@ -48,10 +56,23 @@ KEYS_MAX = 10_000  # keys in one answer of /keys
 _log = logging.getLogger("moonpool.master")
 
 
-def native_server(config: Config, listen: str, token: bytes) -> _native.MasterServer:
-    """Makes the server in C++, which listens from then on. Raises a moonpool Error when it cannot."""
+def native_server(
+    config: Config, listen: str, token: bytes, elected_as: Seat | None = None
+) -> _native.MasterServer:
+    """Makes the server in C++, which listens from then on. Raises a moonpool Error when it cannot.
+
+    elected_as: an election says what it is, in which it has that seat.
+    """
+    owner = config.master.standby_of
     server: _native.MasterServer = native_core("master").MasterServer(
-        [listen], token, master_settings(config.master), tls=control_server(config)
+        [listen],
+        token,
+        master_settings(config.master),
+        tls=control_server(config),
+        standby_of=str(parse_address(owner, "master.standby_of")) if owner else "",
+        owner_tls=control_client(config) if owner or elected_as else None,
+        elected=elected_as is not None,
+        name="" if elected_as is None else elected_as.name,
     )
     return server
 
@@ -86,6 +107,10 @@ class Master(ServiceProcess["_native.MasterServer"]):
 
     METRICS_PREFIX = PREFIX
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._election: Election | None = None
+
     @property
     def server(self) -> _native.MasterServer:
         """The native server. Raises Unavailable unless the master runs."""
@@ -98,6 +123,13 @@ class Master(ServiceProcess["_native.MasterServer"]):
         """Where nodes and clients connect, with the real ports."""
         return list(self.server.addresses)
 
+    async def stop(self) -> None:
+        """See ServiceProcess. A standby takes over at once."""
+        election, self._election = self._election, None
+        if election is not None:
+            await asyncio.to_thread(election.stop)
+        await super().stop()
+
     async def _start(self) -> None:
         master = self.config.master
         listen = parse_address(master.listen, "master.listen")
@@ -107,12 +139,18 @@ class Master(ServiceProcess["_native.MasterServer"]):
         token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token()
+        election = _election_of(self.config, listen)
         with explain_bind_errors("master.listen", [str(listen)]):
-            server = native_server(self.config, str(listen), token)
+            seat = None if election is None else election.me
+            server = native_server(self.config, str(listen), token, seat)
         self._begin(server, _log)
+        if election is not None:
+            self._election = Election(election, server)
+            self._election.start()
         if http is not None:
             private = {"/nodes": self._nodes, "/keys": self._keys, "/stat": self._stat}
             own = {"/metadata": MetadataPage(token).answer}
+            private["POST /promote"] = self._promote
             await self._serve_http(http, master, tls, private, self._is_allowed, own)
 
     def _is_allowed(self, authorization: str) -> bool:
@@ -125,12 +163,28 @@ class Master(ServiceProcess["_native.MasterServer"]):
             "addresses": self.addresses,
             "http": self.http_url,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "role": self.server.role,
+            "standby": dict(zip(("name", "attached", "whole", "lag_s"), self.server.standby(), strict=True)),
+            "election": None if self._election is None else self._election.shown(),
             "metrics": dict(self.server.metrics()),
         }
+
+    def promote(self) -> bool:
+        """A standby becomes the owner of the directory. The caller knows that the former owner is dead, or
+        will be told. False: this master was the owner already.
+        """
+        return self.server.take_over()
 
     def nodes(self) -> list[NodeRow]:
         """The members by id, then the gone ones that are remembered, the latest first."""
         return [_node_row(row) for row in self.server.nodes()[1]]
+
+    def _reasons(self) -> list[str]:
+        if self._server is None or self._server.role not in ("standby", "superseded"):
+            return []
+        if self._server.standby()[1]:
+            return []
+        return ["no master serves here: it follows none, and was not told to take over"]
 
     def _facts(self) -> dict[str, object]:
         return {"pid": os.getpid(), "addresses": [] if self._server is None else self.addresses}
@@ -140,6 +194,10 @@ class Master(ServiceProcess["_native.MasterServer"]):
 
     async def _nodes(self, _request: web.Request) -> web.Response:
         return json_response({"nodes": await asyncio.to_thread(self.nodes)})
+
+    async def _promote(self, _request: web.Request) -> web.Response:
+        taken = await asyncio.to_thread(self.promote)
+        return json_response({"role": self.server.role, "taken_over": taken})
 
     async def _keys(self, request: web.Request) -> web.Response:
         query = request.query
@@ -194,6 +252,33 @@ def run(config: Config, *, on_ready: Callable[[Master], None] | None = None) -> 
     """Runs a master until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
     master = Master(config)
     run_until_signal(master, None if on_ready is None else lambda: on_ready(master), _log)
+
+
+def _election_of(config: Config, listen: Address) -> Ballot | None:
+    """The ballot of this process, if masters are elected. Raises ConfigError."""
+    master = config.master
+    if not master.election:
+        return None
+    if master.standby_of:
+        raise ConfigError(
+            "master.standby_of and master.election exclude each other: the election says which master is the "
+            "standby; remove one",
+            operation="config",
+            key="master.standby_of",
+        )
+    etcd = etcd_of(
+        master.election,
+        password=config.cluster.metadata_password,
+        authorities=config.cluster.tls_ca,
+        timeout_s=TIMEOUT_S,
+        key="master.election",
+    )
+    if master.advertise:
+        address = parse_address(master.advertise, "master.advertise")
+    else:
+        address = Address(advertised_address(listen.host, None), listen.port)
+    me = Seat(secrets.token_hex(8), str(address))
+    return Ballot(etcd, f"/moonpool/masters/{master.election_name}", me)
 
 
 def _node_row(row: Any) -> NodeRow:

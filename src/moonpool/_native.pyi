@@ -450,13 +450,17 @@ class MasterServer:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None) -> None:
+    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None, standby_of: str = '', owner_tls: TlsClient | None = None, elected: bool = False, name: str = '') -> None:
         """
-        settings: a value for each of setting_names().
+        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart.
         """
     def check_integrity(self) -> bool:
         """
         Recounts every table; for tests.
+        """
+    def follow(self, owner: str) -> bool:
+        """
+        Another master is the owner. False: its loop does not answer.
         """
     def histograms(self) -> dict:
         """
@@ -474,6 +478,14 @@ class MasterServer:
         """
         (epoch, rows: the members by id, then what is remembered of those that are gone)
         """
+    def set_valid_for(self, seconds: typing.SupportsFloat | typing.SupportsIndex | None) -> None:
+        """
+        An owner orders nothing after so long, unless this is called again; None: for ever.
+        """
+    def standby(self) -> tuple[str, bool, bool, float]:
+        """
+        (address, attached, whole, lag in s) of an owner's standby; of a standby, of itself and its owner
+        """
     def start(self) -> None:
         ...
     def stop(self) -> None:
@@ -481,6 +493,10 @@ class MasterServer:
     def take_notes(self) -> list:
         """
         What happened, for a log: (level 0 to 3, kind, peer, text, left out before it)
+        """
+    def take_over(self) -> bool:
+        """
+        The other one of the two is dead for good: a standby is the owner from now on, an owner that has lost its standby goes on alone. False: neither, or its loop does not answer.
         """
     @property
     def addresses(self) -> list[str]:
@@ -492,6 +508,11 @@ class MasterServer:
     def notes_fd(self) -> int:
         """
         Readable when take_notes() has some.
+        """
+    @property
+    def role(self) -> str:
+        """
+        owner, standby, acting or superseded.
         """
 class LocateAnswer:
     """

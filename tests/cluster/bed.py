@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,7 @@ class Cluster:
         self.puppets: list[Puppet] = []
         self.master_host: Host | None = None
         self.master_process: Process | None = None
+        self.standby_host: Host | None = None
         self._directory: _native.DirectoryClient | None = None
 
     def host(self, name: str) -> Host:
@@ -80,6 +82,25 @@ class Cluster:
         self.master_process = process
         return process
 
+    @property
+    def masters(self) -> str:
+        """The master and its standby, if it has one."""
+        both = [] if self.standby_host is None else [f"{self.standby_host.address}:{MASTER_PORT}"]
+        return ",".join([self.master, *both])
+
+    def start_standby(self, host: Host | None = None, **settings: object) -> Process:
+        """Of the master that runs: in a host of its own if not told otherwise."""
+        host = host or self.standby_host or self.host("s")
+        self.standby_host = host
+        env = {f"MOONPOOL_MASTER_{key.upper()}": str(value) for key, value in settings.items()}
+        listen = f"{host.address}:{MASTER_PORT}"
+        process = host.moonpool("master", "--listen", listen, "--standby-of", self.master, **env)
+        process.said("^moonpool master")
+        assert self.master_host is not None
+        owner = self.master_host
+        until(lambda: master_metric(owner, "standby_is_whole"), JOIN_S)
+        return process
+
     def start_node(
         self,
         host: Host,
@@ -95,7 +116,7 @@ class Cluster:
         arguments = ["--dram", dram, "--name", name, "--listen", f"{host.address}:{port}"]
         arguments += ["--http", f"127.0.0.1:{port + 1}"]
         if self.master_host is not None:
-            arguments += ["--master", self.master]
+            arguments += ["--master", self.masters]
         env = {f"MOONPOOL_NODE_{key.upper()}": str(value) for key, value in settings.items()}
         process = host.moonpool("node", *arguments, **env)
         node = Node(host, process, name, port)
@@ -129,7 +150,7 @@ class Cluster:
     def directory(self) -> _native.DirectoryClient:
         if self._directory is None:
             with self.network.switch.entered():
-                self._directory = _native.DirectoryClient(self.master, TOKEN.encode(), timeout_s=5.0)
+                self._directory = _native.DirectoryClient(self.masters, TOKEN.encode(), timeout_s=5.0)
         return self._directory
 
     def states(self) -> dict[str, str]:
@@ -185,4 +206,16 @@ def fetch(host: Host, port: int, path: str) -> Any:
         return json.load(page)
 
 
-__all__ = ["MIB", "NODE_PORT", "TOKEN", "Cluster", "Node", "fetch", "until"]
+def master_metric(host: Host, name: str) -> int:
+    """Of the master in that host, by its name without the prefix; 0 when it does not answer."""
+    url = f"http://127.0.0.1:{MASTER_PORT + 1}/metrics"
+    try:
+        with host.namespace.entered(), urllib.request.urlopen(url, timeout=10) as page:
+            text = page.read().decode()
+    except OSError:
+        return 0
+    found = re.search(rf"^moonpool_master_{name} (\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+__all__ = ["MIB", "NODE_PORT", "TOKEN", "Cluster", "Node", "fetch", "master_metric", "until"]

@@ -75,7 +75,7 @@ Fd proved(const std::string& address, std::string_view service) {
 }
 
 Fd opened(Targets& targets, uint8_t choice) {
-    switch (choice % 5) {
+    switch (choice % 6) {
         case 0:
             return proved(targets.node_address, kServiceStore);
         case 1:
@@ -83,6 +83,8 @@ Fd opened(Targets& targets, uint8_t choice) {
         case 2:
             return proved(targets.master_address, kServiceDirectory);
         case 3:
+            return proved(targets.master_address, kServiceStandby);
+        case 4:
             return must(connect_tcp(targets.node_address, 10000, ""));
         default:
             return must(connect_tcp(targets.master_address, 10000, ""));

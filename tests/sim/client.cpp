@@ -44,11 +44,11 @@ Result<std::string> read_object(const Bytes& frame) {
 
 }  // namespace
 
-SimClient::SimClient(World& world, Network& network, SimMaster& master, std::vector<SimNode*> nodes,
-                     uint32_t host, const Planted& planted)
+SimClient::SimClient(World& world, Network& network, std::vector<SimMaster*> masters,
+                     std::vector<SimNode*> nodes, uint32_t host, const Planted& planted)
     : Process(world, "client-" + std::to_string(host), host),
       network_(network),
-      master_(master),
+      masters_(std::move(masters)),
       nodes_(std::move(nodes)),
       planted_(planted),
       hash_("default", "default", "") {}
@@ -116,15 +116,15 @@ void SimClient::connect(Line& line, std::function<void(const Status&)> then) {
 
 void SimClient::dial(Line& line) {
     size_t index = static_cast<size_t>(&line - lines_.data());
-    Process& to = index == 0 ? static_cast<Process&>(master_) : *nodes_[index - 1];
+    // The one that served last comes last, as in DirectoryClient.
+    SimMaster* master = masters_[index == 0 ? next_master_++ % masters_.size() : 0];
+    Process& to = index == 0 ? static_cast<Process&>(*master) : *nodes_[index - 1];
     line.dialing = true;
     uint64_t attempt = ++line.attempts;
-    auto accept = [this, index](std::shared_ptr<End> end) {
-        if (index == 0) {
-            master_.accept(std::move(end), false);
-        } else {
-            nodes_[index - 1]->accept(std::move(end));
-        }
+    auto accept = [this, index, master](std::shared_ptr<End> end) {
+        if (index == 0) return master->accept(std::move(end), moonpool::Caller::kClient);
+        nodes_[index - 1]->accept(std::move(end));
+        return true;
     };
     network_.dial(*this, to, accept, [this, &line, attempt](std::shared_ptr<End> end) {
         if (attempt == line.attempts) {
@@ -147,6 +147,7 @@ void SimClient::dialed(Line& line, std::shared_ptr<End> end) {
         Micros least = index == 0 ? 100 * kMs : 250 * kMs, most = index == 0 ? 500 * kMs : 2 * kSecond;
         line.backoff = std::clamp(line.backoff * 2, least, most);
         line.retry_at = world_.now() + line.backoff;
+        if (index == 0 && next_master_ % masters_.size() != 0) line.retry_at = 0;  // first the others
         status = Error{Code::kUnavailable, "nothing listens there"};
     } else {
         line.backoff = 0;
@@ -166,15 +167,17 @@ void SimClient::dialed(Line& line, std::shared_ptr<End> end) {
 
 void SimClient::answered(Line& line, const Bytes& frame) {
     FrameHeader header = header_of(frame);
-    if (header.kind == Kind::kError) {
+    auto it = line.open.find(header.request_id);
+    if (header.kind == Kind::kError && it == line.open.end()) {
         Reader body = body_of(frame);
         return lost(line, read_error(body));
     }
-    auto it = line.open.find(header.request_id);
     if (it == line.open.end()) return;
     Answer answer = std::move(it->second);
     line.open.erase(it);
-    answer(frame);
+    if (header.kind != Kind::kError) return answer(frame);
+    Reader body = body_of(frame);
+    answer(read_error(body));
 }
 
 void SimClient::lost(Line& line, const Error& why) {

@@ -24,8 +24,8 @@ namespace moonpool::sim {
 
 class SimClient final : public Process {
    public:
-    SimClient(World& world, Network& network, SimMaster& master, std::vector<SimNode*> nodes, uint32_t host,
-              const Planted& planted);
+    SimClient(World& world, Network& network, std::vector<SimMaster*> masters, std::vector<SimNode*> nodes,
+              uint32_t host, const Planted& planted);
     ~SimClient() override { let_go_of_removals(); }
 
     // `done` is called with the operation's outcome, unless the process ends before.
@@ -121,7 +121,8 @@ class SimClient final : public Process {
     void finish(const CallRef& call, Operation::Outcome outcome);
 
     Network& network_;
-    SimMaster& master_;
+    std::vector<SimMaster*> masters_;
+    size_t next_master_ = 0;
     std::vector<SimNode*> nodes_;
     const Planted& planted_;
     KeyHasher hash_;

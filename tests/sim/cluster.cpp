@@ -19,14 +19,20 @@ class Cluster {
         : conditions_(conditions), world_(seed), network_(world_) {
         uint32_t hosts = conditions.hosts;
         master_ = std::make_unique<SimMaster>(world_, network_, hosts, conditions.limits, planted);
+        std::vector<SimMaster*> masters{master_.get()};
+        if (conditions.standby) {
+            standby_ = std::make_unique<SimMaster>(world_, network_, hosts + 1, conditions.limits, planted,
+                                                   master_.get());
+            masters.push_back(standby_.get());
+        }
         std::vector<SimNode*> raw;
         for (uint32_t host = 0; host < hosts; ++host) {
             nodes_.push_back(
-                std::make_unique<SimNode>(world_, network_, *master_, host, conditions.disks, planted));
+                std::make_unique<SimNode>(world_, network_, masters, host, conditions.disks, planted));
             raw.push_back(nodes_.back().get());
         }
         for (uint32_t host = 0; host < hosts; ++host) {
-            clients_.push_back(std::make_unique<SimClient>(world_, network_, *master_, raw, host, planted));
+            clients_.push_back(std::make_unique<SimClient>(world_, network_, masters, raw, host, planted));
         }
         for (Process* process : processes()) {
             double rate = 0.99 + static_cast<double>(world_.random.below(2001)) / 100000;
@@ -61,11 +67,15 @@ class Cluster {
 
    private:
     std::vector<Process*> processes() {
-        std::vector<Process*> all{master_.get()};
+        std::vector<Process*> all;
+        if (!owner_is_dead_) all.push_back(master_.get());
+        if (standby_ != nullptr) all.push_back(standby_.get());
         for (auto& node : nodes_) all.push_back(node.get());
         for (auto& client : clients_) all.push_back(client.get());
         return all;
     }
+
+    SimMaster& owner() const { return owner_is_dead_ ? *standby_ : *master_; }
 
     void begin(Operation operation) {
         SimClient& client = *clients_[operation.client];
@@ -83,8 +93,8 @@ class Cluster {
 
     // Whether the master could not have told the node of that host of a removal a moment ago.
     bool is_away(uint32_t host) const {
-        const Master* master = master_->master();
-        uint32_t master_host = conditions_.hosts;
+        const Master* master = owner().master();
+        uint32_t master_host = owner().host();
         if (master == nullptr || nodes_[host]->stopped() || network_.is_cut(host, master_host) ||
             network_.is_cut(master_host, host))
             return true;
@@ -126,6 +136,17 @@ class Cluster {
                     network_.heal(action.host, action.other);
                     network_.heal(action.other, action.host);
                 });
+            case Action::kRestartStandby:
+                // One that has taken over is not started again as a standby of a master that is dead.
+                if (standby_ != nullptr && !owner_is_dead_) restart(*standby_, action.lasts, action.flag);
+                return;
+            case Action::kOwnerDies:
+                // Else its operator starts it again: what it knows is nowhere.
+                if (!standby_->is_whole() || !master_->running()) return;
+                owner_is_dead_ = true;
+                network_.ended(*master_, action.flag);
+                master_->end();
+                return world_.at(end, nullptr, [this] { standby_->take_over(); });
             case Action::kJumpClock:
                 return (action.flag ? static_cast<Process&>(*master_) : node).jump_clock(action.lasts / kMs);
         }
@@ -142,7 +163,10 @@ class Cluster {
     // Until every node is in the pool, and has carried out what it is to drop.
     void settle() {
         Micros end = world_.now() + kBackWithin;
-        auto settled = [&](auto& node) { return node->in_pool(); };
+        auto settled = [&](auto& node) {
+            return node->in_pool(owner()) && (standby_ == nullptr || node->in_pool(*standby_));
+        };
+        if (owner_is_dead_) standby_->take_over();
         while (world_.now() < end && !std::ranges::all_of(nodes_, settled))
             world_.run_until(world_.now() + 100 * kMs);
         world_.run_until(world_.now() + 2 * kSecond);
@@ -180,11 +204,20 @@ class Cluster {
             if (o.outcome == Operation::kOpen)
                 return Finding{Finding::kNoEnd, "no end of: " + to_text(o), o.key};
         }
-        const Master& master = *master_->master();
+        for (SimMaster* master : {&owner(), standby_.get()}) {
+            if (master == nullptr) continue;
+            if (auto finding = books(*master)) return finding;
+        }
+        return std::nullopt;
+    }
+
+    std::optional<Finding> books(const SimMaster& of) {
+        const Master& master = *of.master();
         if (!master.check_integrity()) return Finding{Finding::kBooks, "the master's books are not sound"};
         Members members = master.membership().current(0);
         for (auto& node : nodes_) {
-            if (!node->in_pool()) return Finding{Finding::kNoEnd, node->name() + " is not back in the pool"};
+            if (!node->in_pool(of))
+                return Finding{Finding::kNoEnd, node->name() + " is not back in the pool"};
             const ObjectTable& table = node->pool()->table();
             if (!node->pool()->check_integrity())
                 return Finding{Finding::kBooks, node->name() + "'s books are not sound"};
@@ -203,7 +236,8 @@ class Cluster {
     Conditions conditions_;
     World world_;
     Network network_;
-    std::unique_ptr<SimMaster> master_;
+    std::unique_ptr<SimMaster> master_, standby_;
+    bool owner_is_dead_ = false;
     std::vector<std::unique_ptr<SimNode>> nodes_;
     std::vector<std::unique_ptr<SimClient>> clients_;
     std::vector<Operation> history_;
@@ -211,11 +245,20 @@ class Cluster {
 };
 
 std::string to_text(Micros at, const Action& action) {
-    static const char* const kNames[] = {
-        "",     "restart of node-",  "stop of node-",      "lost link of node-",
-        "cut ", "restart of master", "restart of client-", "jump of clock of node-"};
+    static const char* const kNames[] = {"",
+                                         "restart of node-",
+                                         "stop of node-",
+                                         "lost link of node-",
+                                         "cut ",
+                                         "restart of master",
+                                         "restart of client-",
+                                         "jump of clock of node-",
+                                         "death of master",
+                                         "restart of standby"};
     std::string text = std::to_string(at / kMs) + " ms  " + kNames[action.kind];
-    if (action.kind != Action::kRestartMaster) text += std::to_string(action.host);
+    bool of_host = action.kind != Action::kRestartMaster && action.kind != Action::kOwnerDies &&
+                   action.kind != Action::kRestartStandby;
+    if (of_host) text += std::to_string(action.host);
     if (action.kind == Action::kCut) text += (action.flag ? " <-> " : " -> ") + std::to_string(action.other);
     return text + ", " + std::to_string(action.lasts / kMs) + " ms";
 }
@@ -256,8 +299,13 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
             Action action{
                 .kind = kind, .at = random.below(c.lasts), .lasts = random.between(shortest, longest)};
             action.host = static_cast<uint32_t>(random.below(c.hosts));
-            action.other = (action.host + 1 + static_cast<uint32_t>(random.below(c.hosts))) % (c.hosts + 1);
+            action.other = (action.host + 1 + static_cast<uint32_t>(random.below(c.hosts + c.standby))) %
+                           (c.hosts + 1 + c.standby);
             action.flag = random.one_in(2);
+            if (c.standby && kind == Action::kCut && random.one_in(3)) {  // between the masters
+                action.host = c.hosts;
+                action.other = c.hosts + 1;
+            }
             plan.push_back(action);
         }
     };
@@ -267,6 +315,8 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
     fault(Action::kCut, c.cuts, 100 * kMs, 4 * kSecond);
     fault(Action::kRestartMaster, c.master_restarts, 50 * kMs, 2 * kSecond);
     fault(Action::kRestartClient, c.client_restarts, 50 * kMs, kSecond);
+    fault(Action::kRestartStandby, c.standby_restarts, 50 * kMs, 2 * kSecond);
+    fault(Action::kOwnerDies, c.standby && c.owner_dies, 0, 3 * kSecond);
     fault(Action::kJumpClock, c.clock_jumps, 100 * kMs, 20 * kSecond);
     std::ranges::stable_sort(plan, {}, &Action::at);
     return plan;

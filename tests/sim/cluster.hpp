@@ -24,7 +24,7 @@
 //   test_planted       mistakes planted into the processes (faults.hpp) that have to be found.
 //
 // What is not simulated yet: the SSD log (a disk is a copy of what memory held), striped objects, groups and
-// chains, handshakes, sockets that take no more bytes, several masters.
+// chains, handshakes, sockets that take no more bytes, several ranges of shards.
 #pragma once
 
 #include <functional>
@@ -59,8 +59,10 @@ struct Conditions {
     uint32_t broken_links = 0;  // a node loses its connection to the master
     uint32_t cuts = 0;          // of a direction between two hosts, or both
     uint32_t master_restarts = 0;
-    uint32_t client_restarts = 0;
+    uint32_t client_restarts = 0, standby_restarts = 0;
     uint32_t clock_jumps = 0;
+    bool standby = false;     // there is one, on a host of its own
+    bool owner_dies = false;  // at a time within the plan, for good; a while later the standby takes over
     MasterLimits limits{};
 };
 
@@ -73,7 +75,9 @@ struct Action {
         kCut,
         kRestartMaster,
         kRestartClient,
-        kJumpClock
+        kJumpClock,
+        kOwnerDies,
+        kRestartStandby
     };
     Kind kind = kOperation;
     Micros at = 0, lasts = 0;

@@ -12,6 +12,7 @@ struct Planted {
     bool rows_lost = false;      // a node tells its inventory, and not what changes
     bool all_told = false;       // a client says of all holders that they know of a removal
     bool handover_lost = false;  // nodes tell a new master of no removals
+    bool standby_late = false;   // an owner acknowledges before its standby has heard
 };
 
 }  // namespace moonpool::sim

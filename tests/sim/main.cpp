@@ -35,6 +35,7 @@ int main(int argc, char** argv) {
                                             {"broken_links", &c.broken_links},
                                             {"jumps", &c.clock_jumps},
                                             {"master_restarts", &c.master_restarts},
+                                            {"standby_restarts", &c.standby_restarts},
                                             {"clients", &c.client_restarts}};
     std::map<std::string, bool*> flags{{"disks", &c.disks},
                                        {"one_writer", &c.one_writer},
@@ -45,7 +46,10 @@ int main(int argc, char** argv) {
                                        {"plant_replace_lost", &planted.replace_lost},
                                        {"plant_rows_lost", &planted.rows_lost},
                                        {"plant_all_told", &planted.all_told},
-                                       {"plant_handover_lost", &planted.handover_lost}};
+                                       {"plant_handover_lost", &planted.handover_lost},
+                                       {"plant_standby_late", &planted.standby_late},
+                                       {"standby", &c.standby},
+                                       {"owner_dies", &c.owner_dies}};
     for (int i = 1; i < argc; ++i) {
         const char* equals = std::strchr(argv[i], '=');
         std::string name =

@@ -1,9 +1,11 @@
-// SimMaster: a process with the real Master and, for each connection, the real MasterProtocol.
+// SimMaster: a process with the real Master, MasterPair and, for each connection, the real MasterProtocol.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 
+#include "directory/master_pair.hpp"
 #include "directory/master_protocol.hpp"
 #include "faults.hpp"
 #include "network.hpp"
@@ -12,17 +14,31 @@ namespace moonpool::sim {
 
 class SimMaster final : public Process {
    public:
+    // owner: whose standby it is; null: it is no standby.
     SimMaster(World& world, Network& network, uint32_t host, const MasterLimits& limits,
-              const Planted& planted)
-        : Process(world, "master", host), network_(network), limits_(limits), planted_(planted) {}
+              const Planted& planted, SimMaster* owner = nullptr)
+        : Process(world, owner == nullptr ? "master" : "standby", host),
+          network_(network),
+          limits_(limits),
+          planted_(planted),
+          owner_(owner) {}
 
-    void accept(std::shared_ptr<End> end, bool is_member);
+    bool accept(std::shared_ptr<End> end, Caller kind);     // false: it does not serve such a one now
     const Master* master() const { return master_.get(); }  // null: it does not run
+    bool is_owner() const { return pair_ != nullptr && pair_->role() == MasterRole::kOwner; }
+    bool is_whole() const { return pair_ != nullptr && pair_->is_whole(); }
+    void take_over();  // as an operator tells it
 
    private:
+    struct Held {
+        MasterPair::Word word;
+        Bytes frames;
+    };
     struct Link {
         std::shared_ptr<End> end;
         MasterProtocol protocol;
+        Caller kind;
+        std::deque<Held> held;  // what waits for the standby's word, and all behind it
     };
 
     void on_start() override;
@@ -30,13 +46,27 @@ class SimMaster final : public Process {
     void tick();
     void on_frame(LinkId id, const Bytes& frame);
     void drop(LinkId id);
+    void drop_all(Caller kind);
+    void attach(LinkId id);
+    void lose_standby();
+    void tell_standby();
+    void release();
+
+    // The standby.
+    void dial_owner();
+    void on_owner(std::shared_ptr<End> end);
+    void lose_owner();
 
     Network& network_;
     const MasterLimits limits_;
     const Planted& planted_;
+    SimMaster* owner_;
     std::unique_ptr<Master> master_;
+    std::unique_ptr<MasterPair> pair_;
     std::map<LinkId, Link> links_;
-    LinkId next_link_ = 1;
+    LinkId next_link_ = 1, standby_ = kNoLink;
+    std::shared_ptr<End> to_owner_;
+    uint64_t owner_heard_ms_ = 0, dials_ = 0;
 };
 
 }  // namespace moonpool::sim

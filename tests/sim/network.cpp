@@ -41,8 +41,9 @@ void Network::dial(Process& from, Process& to, Accept accept,
             ends_.push_back(end);
         }
         here->last_arrival_ = back;  // the answer to the dialling comes before all else
-        accept(there);
-        world_.at(back, &from, [then, here] { then(here); });
+        if (accept(there)) return world_.at(back, &from, [then, here] { then(here); });
+        here->open_ = there->open_ = false;
+        world_.at(back, &from, [then] { then(nullptr); });
     });
     if (ends_.size() > 64) forget_closed();
 }

@@ -47,9 +47,9 @@ class Network {
     ~Network();
     Network(const Network&) = delete;
 
-    // Calls to.accept(...) of the listener there, and then `then` with the end of the caller: null when it
-    // was refused. In a cut nothing is called.
-    using Accept = std::function<void(std::shared_ptr<End>)>;
+    // Calls `accept` there, which may say no, and then `then` with the end of the caller: null when it was
+    // refused. In a cut nothing is called.
+    using Accept = std::function<bool(std::shared_ptr<End>)>;
     void dial(Process& from, Process& to, Accept accept, std::function<void(std::shared_ptr<End>)> then);
 
     void cut(uint32_t from, uint32_t to) { cuts_.emplace(from, to); }

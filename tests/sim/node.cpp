@@ -19,13 +19,13 @@ constexpr size_t kRemovalsPerFrame = 16;
 
 }  // namespace
 
-SimNode::SimNode(World& world, Network& network, SimMaster& master, uint32_t host, bool has_disk,
-                 const Planted& planted)
+SimNode::SimNode(World& world, Network& network, const std::vector<SimMaster*>& masters, uint32_t host,
+                 bool has_disk, const Planted& planted)
     : Process(world, "node-" + std::to_string(host), host),
       network_(network),
-      master_(master),
       has_disk_(has_disk),
       planted_(planted) {
+    for (SimMaster* master : masters) agents_.emplace_back(master);
     identity_.name = "node";
     identity_.host_id = "host-" + std::to_string(host);
     identity_.address = "10.0.0." + std::to_string(host) + ":7700";
@@ -44,11 +44,16 @@ void SimNode::on_start() {
     while (*(*pool)->commit_memory() != 0) (*pool)->open_memory();
     space_ = *(*pool)->open_space("default", "", 8);
     pools_["default"] = std::move(*pool);
-    log_ = std::make_unique<DeltaLog>(kLogRowsMax, [this] { later(1, [this] { turn(); }); });
+    DeltaLog* next = nullptr;
+    for (size_t i = agents_.size(); i-- > 0;) {
+        agents_[i].log = std::make_unique<DeltaLog>(
+            kLogRowsMax, [this, i] { later(1, [this, i] { turn(agents_[i]); }); }, next);
+        next = agents_[i].log.get();
+    }
     removals_ = std::make_unique<Removals>();
     removals_->set_applied(disk_applied_);
     for (const auto& [name, on_disk] : disk_) load(name, on_disk);
-    store_pool().table().set_delta_log(log_.get());
+    store_pool().table().set_delta_log(next);
     holdings_ = std::make_unique<Holdings>(pools_, nullptr, *removals_);
     MemberHooks hooks{[this](uint64_t& cursor, std::vector<DeltaRow>& rows) {
                           cursor = holdings_->inventory(cursor, rows);
@@ -65,17 +70,20 @@ void SimNode::on_start() {
                           if (planted_.handover_lost) return kNoVersion;
                           return removals_->before(before, cursor, kRemovalsPerFrame, rows);
                       }};
-    protocol_ =
-        std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_}, std::move(hooks),
-                                         *log_, counters_, [this] { return now_ms(); });
-    backoff_ms_ = 50;
-    dial_master();
+    for (Agent& agent : agents_) {
+        agent.protocol = std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_}, hooks,
+                                                          *agent.log, counters_, [this] { return now_ms(); });
+        agent.backoff_ms = 50;
+        dial_master(agent);
+    }
 }
 
 void SimNode::on_end() {
-    link_.reset();
     callers_.clear();
-    protocol_.reset();
+    for (Agent& agent : agents_) {
+        agent.link.reset();
+        agent.protocol.reset();
+    }
     holdings_.reset();
     disk_.clear();
     const ObjectTable& table = store_pool().table();
@@ -88,74 +96,87 @@ void SimNode::on_end() {
     disk_applied_ = has_disk_ ? removals_->applied() : kNoVersion;
     removals_.reset();
     pools_.clear();
-    log_.reset();
+    for (Agent& agent : agents_) agent.log.reset();
 }
 
-// ---- The agent: as MemberAgent, without its thread.
+// ---- The agents
 
-void SimNode::dial_master() {
-    uint64_t dial = ++dials_;
+void SimNode::dial_master(Agent& agent) {
+    uint64_t dial = ++agent.dials;
     network_.dial(
-        *this, master_, [this](std::shared_ptr<End> end) { master_.accept(std::move(end), true); },
-        [this, dial](std::shared_ptr<End> end) {
-            if (dial != dials_) {  // it took too long, and another attempt is under way
+        *this, *agent.master,
+        [master = agent.master](std::shared_ptr<End> end) {
+            return master->accept(std::move(end), moonpool::Caller::kNode);
+        },
+        [this, &agent, dial](std::shared_ptr<End> end) {
+            if (dial != agent.dials) {  // it took too long, and another attempt is under way
                 if (end != nullptr) end->close();
             } else if (end != nullptr) {
-                on_link(std::move(end));
+                on_link(agent, std::move(end));
             } else {
-                link_failed();
+                link_failed(agent);
             }
         });
-    later(kSecond, [this, dial] {
-        if (dial == dials_ && link_ == nullptr) link_failed();
+    later(kSecond, [this, &agent, dial] {
+        if (dial == agent.dials && agent.link == nullptr) link_failed(agent);
     });
 }
 
-void SimNode::on_link(std::shared_ptr<End> end) {
-    link_ = end;
-    auto mine = [this, raw = end.get()] { return link_.get() == raw; };
-    end->on_frame = [this, mine](const Bytes& frame) {
+void SimNode::on_link(Agent& agent, std::shared_ptr<End> end) {
+    agent.link = end;
+    auto mine = [&agent, raw = end.get()] { return agent.link.get() == raw; };
+    end->on_frame = [this, &agent, mine](const Bytes& frame) {
         if (!mine()) return;
-        if (!protocol_->on_frame(header_of(frame), body_of(frame))) return link_failed();
-        if (protocol_->told()) backoff_ms_ = 50;
-        turn();
+        if (!agent.protocol->on_frame(header_of(frame), body_of(frame))) return link_failed(agent);
+        if (agent.protocol->told()) agent.backoff_ms = 50;
+        turn(agent);
     };
-    end->on_end = [this, mine] {
-        if (mine()) link_failed();
+    end->on_end = [this, &agent, mine] {
+        if (mine()) link_failed(agent);
     };
-    Status sent = protocol_->connected("master", [this](std::span<const std::byte> frame) -> Status {
-        Bytes bytes(frame.begin(), frame.end());
-        bool changes = header_of(bytes).kind == Kind::kDelta &&
-                       (body_of(bytes).number<uint32_t>() & ~kDeltaApplied) == 0;
-        if (!changes || !planted_.rows_lost) link_->send(std::move(bytes));
-        return success();
-    });
-    if (!sent) return link_failed();
-    turn();
+    Status sent =
+        agent.protocol->connected("master", [this, &agent](std::span<const std::byte> frame) -> Status {
+            Bytes bytes(frame.begin(), frame.end());
+            bool changes = header_of(bytes).kind == Kind::kDelta &&
+                           (body_of(bytes).number<uint32_t>() & ~kDeltaApplied) == 0;
+            if (!changes || !planted_.rows_lost) agent.link->send(std::move(bytes));
+            return success();
+        });
+    if (!sent) return link_failed(agent);
+    turn(agent);
 }
 
-void SimNode::turn() {
-    if (link_ == nullptr) return;
-    if (!protocol_->step()) return link_failed();
-    uint64_t turn = ++turns_, now = now_ms(), due = std::max(protocol_->due_ms(), now);
-    later((due - now) * kMs + 100, [this, turn] {
-        if (turn == turns_) this->turn();
+void SimNode::turn(Agent& agent) {
+    if (agent.link == nullptr) return;
+    if (!agent.protocol->step()) return link_failed(agent);
+    uint64_t turn = ++agent.turns, now = now_ms(), due = std::max(agent.protocol->due_ms(), now);
+    later((due - now) * kMs + 100, [this, &agent, turn] {
+        if (turn == agent.turns) this->turn(agent);
     });
 }
 
-void SimNode::link_failed() {
-    if (link_ != nullptr) link_->close();
-    link_.reset();
-    log_->pause();
-    uint64_t dial = ++dials_;
-    later(static_cast<Micros>(backoff_ms_) * kMs, [this, dial] {
-        if (dial == dials_) dial_master();
+void SimNode::link_failed(Agent& agent) {
+    if (agent.link != nullptr) agent.link->close();
+    agent.link.reset();
+    agent.protocol->disconnected();
+    uint64_t dial = ++agent.dials;
+    later(static_cast<Micros>(agent.backoff_ms) * kMs, [this, &agent, dial] {
+        if (dial == agent.dials) dial_master(agent);
     });
-    backoff_ms_ = std::min(backoff_ms_ * 2, 500);
+    agent.backoff_ms = std::min(agent.backoff_ms * 2, 500);
 }
 
 void SimNode::break_master_link() {
-    if (link_ != nullptr) link_failed();
+    for (Agent& agent : agents_) {
+        if (agent.link != nullptr) link_failed(agent);
+    }
+}
+
+bool SimNode::in_pool(const SimMaster& master) const {
+    return std::ranges::any_of(agents_, [&](const Agent& agent) {
+        return agent.master == &master && agent.link != nullptr && agent.protocol != nullptr &&
+               agent.protocol->told();
+    });
 }
 
 bool SimNode::drop(const Drops& drops) {

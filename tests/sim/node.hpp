@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "directory/member_protocol.hpp"
 #include "faults.hpp"
@@ -21,15 +22,15 @@ namespace moonpool::sim {
 
 class SimNode final : public Process {
    public:
-    SimNode(World& world, Network& network, SimMaster& master, uint32_t host, bool has_disk,
-            const Planted& planted);
+    SimNode(World& world, Network& network, const std::vector<SimMaster*>& masters, uint32_t host,
+            bool has_disk, const Planted& planted);
 
     void accept(std::shared_ptr<End> end);
     const NodeIdentity& identity() const { return identity_; }
     // The bytes of a key, as a process of its host reads them from the mapped memory.
     std::optional<std::string> read(const std::string& name) const;
     const Pool* pool() const { return pools_.empty() ? nullptr : pools_.begin()->second.get(); }
-    bool in_pool() const { return protocol_ != nullptr && link_ != nullptr && protocol_->told(); }
+    bool in_pool(const SimMaster& master) const;  // and it has told that one all
     // Up to which removal it is right, as processes of its host read it from the mapped memory.
     Version applied() const { return removals_ == nullptr ? kNoVersion : removals_->applied(); }
     void break_master_link();
@@ -49,14 +50,25 @@ class SimNode final : public Process {
         Version version;
     };
 
+    // An agent: as MemberAgent, without its thread.
+    struct Agent {
+        explicit Agent(SimMaster* to) : master(to) {}
+
+        SimMaster* master;
+        std::unique_ptr<DeltaLog> log{};
+        std::unique_ptr<MemberProtocol> protocol{};
+        std::shared_ptr<End> link{};
+        uint64_t dials = 0, turns = 0;
+        int backoff_ms = 50;
+    };
+
     void on_start() override;
     void on_end() override;
 
-    // The agent.
-    void dial_master();
-    void on_link(std::shared_ptr<End> end);
-    void turn();
-    void link_failed();
+    void dial_master(Agent& agent);
+    void on_link(Agent& agent, std::shared_ptr<End> end);
+    void turn(Agent& agent);
+    void link_failed(Agent& agent);
     bool drop(const Drops& drops);
 
     // The store.
@@ -72,7 +84,6 @@ class SimNode final : public Process {
     Pool& store_pool() { return *pools_.begin()->second; }
 
     Network& network_;
-    SimMaster& master_;
     const bool has_disk_;
     const Planted& planted_;
     NodeIdentity identity_;
@@ -81,14 +92,10 @@ class SimNode final : public Process {
 
     Holdings::Pools pools_;
     uint32_t space_ = 0;
-    std::unique_ptr<DeltaLog> log_;
     std::unique_ptr<Removals> removals_;
     std::unique_ptr<Holdings> holdings_;
     MemberCounters counters_;
-    std::unique_ptr<MemberProtocol> protocol_;
-    std::shared_ptr<End> link_;  // to the master
-    uint64_t dials_ = 0, turns_ = 0;
-    int backoff_ms_ = 50;
+    std::vector<Agent> agents_;  // one for each master
     std::map<uint64_t, Caller> callers_;
     uint64_t next_caller_ = 1, next_pin_ = 1;
 };

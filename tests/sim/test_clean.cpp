@@ -99,6 +99,29 @@ TEST_CASE("sim: what was removed under one master is removed under the next") {
     expect_none("sim, new masters", 40, c);
 }
 
+TEST_CASE("sim: a standby takes over from an owner that has died, and nothing removed comes back") {
+    Conditions c = puts_and_removals();
+    c.stops = c.cuts = 2;
+    c.standby = c.owner_dies = true;
+    expect_none("sim, take-over", 40, c);
+}
+
+TEST_CASE("sim: replacements at any pace have one order, also across a take-over") {
+    Conditions c;
+    c.puts = c.pins = 0;
+    c.keys = 2;
+    c.cuts = 4;
+    c.standby = c.owner_dies = true;
+    expect_none("sim, replacements and a take-over", 40, c);
+}
+
+TEST_CASE("sim: a standby that comes and goes, and lines between masters that are cut") {
+    Conditions c = clean_conditions();
+    c.restarts = c.standby_restarts = c.cuts = c.broken_links = 2;
+    c.standby = true;
+    expect_none("sim, standbys that come and go", 40, c);
+}
+
 TEST_CASE("sim: all at once leave no removed value for ever, at any pace") {
     Conditions c;
     c.restarts = c.stops = c.broken_links = 2;

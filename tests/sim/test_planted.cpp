@@ -51,6 +51,16 @@ Conditions with_late_puts() {
     return c;
 }
 
+// The line between the masters is cut, and the owner dies before it has noticed.
+Conditions with_a_standby() {
+    Conditions c;
+    c.cuts = 6;
+    c.lasts = 4 * kSecond;
+    c.operations = 600;
+    c.standby = c.owner_dies = true;
+    return c;
+}
+
 void expect_found(const Planted& planted, const Conditions& conditions = with_drops(),
                   uint64_t seeds = kSeeds) {
     Search found = search(1, seeds, conditions, planted);
@@ -62,7 +72,7 @@ void expect_found(const Planted& planted, const Conditions& conditions = with_dr
 
 TEST_CASE("sim, planted: nothing is found without a mistake") {
     for (const Conditions& conditions :
-         {with_drops(), with_replacements(), with_new_masters(), with_late_puts()}) {
+         {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
     }
@@ -86,6 +96,10 @@ TEST_CASE("sim, planted: a replacement that was answered and not carried out") {
 
 TEST_CASE("sim, planted: nodes that tell a new master of no removals") {
     expect_found({.handover_lost = true}, with_new_masters(), 60);
+}
+
+TEST_CASE("sim, planted: an owner that gives removals their places before its standby has heard of them") {
+    expect_found({.standby_late = true}, with_a_standby(), 60);
 }
 
 TEST_CASE("sim, planted: a released pin that stays") { expect_found({.unpin_lost = true}); }

@@ -26,7 +26,7 @@ from moonpool.core.config.units import parse_size
 from moonpool.core.errors import AuthError, ConfigError, Error, InvalidArgument, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.control_tls import control_client, control_settings
-from moonpool.core.service.listen_addresses import NodeAddresses, host_id, node_addresses
+from moonpool.core.service.listen_addresses import NodeAddresses, host_id, master_text, node_addresses
 from moonpool.core.service.node_socket import Claim
 from moonpool.core.store.keys import Space
 from moonpool.core.store.store import Store
@@ -71,6 +71,13 @@ class Settings:
         """With port 0 where none was given."""
         return address_of(self.local_hostname or LOOPBACK, "local_hostname")
 
+    @property
+    def masters(self) -> list[Address]:
+        """The master's address, or those of several, which commas separate."""
+        return [
+            address_of(each.strip(), "master_server_address", MASTER_PORT) for each in self.master.split(",")
+        ]
+
     def at_port(self, port: int, called: Address | None = None) -> Settings:
         """Instead of that of local_hostname, where another listens; 0: a free one."""
         return replace(self, local_hostname=str(self.host._replace(port=port)), called=called)
@@ -84,13 +91,14 @@ class Settings:
                 operation="setup",
                 key="master_server_address",
             )
-        master = address_of(self.master, "master_server_address", MASTER_PORT)
         given = {name.replace("__", "."): value for name, value in arguments.items()}
-        return load(arguments={"cluster.master": str(master), "node.http": "off"} | given)
+        return load(
+            arguments={"cluster.master": ",".join(map(str, self.masters)), "node.http": "off"} | given
+        )
 
     def is_of_this_host_alone(self, config: Config) -> bool:
         """Whether no token is configured: then master and nodes use loopback, whatever the host's name."""
-        return not config.token_is_configured and parse_address(config.cluster.master, "master").is_loopback
+        return not config.token_is_configured and all(each.is_loopback for each in self.masters)
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
@@ -178,7 +186,7 @@ class Access(ABC):
         with self._lock:
             if self._master is None:
                 self._master = _native.DirectoryClient(
-                    self.config.cluster.master, self.token, tenant=self.space.tenant, tls=self._tls
+                    master_text(self.config), self.token, tenant=self.space.tenant, tls=self._tls
                 )
             return self._master
 
@@ -321,11 +329,11 @@ class OwnNode(Access):
                 self._raise_if_refused()
             if time.monotonic() > give_up_s:
                 raise Unavailable(
-                    f"the master {self.config.cluster.master} has not taken this process in"
+                    f"the master {master_text(self.config)} has not taken this process in"
                     f"{': ' if why_not else ''}{why_not}; start `moonpool master` (or `mooncake_master`), "
                     f"which this process then joins",
                     operation="setup",
-                    peer=self.config.cluster.master,
+                    peer=master_text(self.config),
                 )
             time.sleep(_POLL_S)
 
@@ -356,7 +364,7 @@ def _node_config(settings: Settings) -> Config:
             1.0  # all is written as it comes: a reader may drive out anything
         )
     listen = settings.host
-    master = address_of(settings.master, "master_server_address", MASTER_PORT)
+    master = settings.masters[0]
     every = ANY[is_ip6(master.host)]
     if settings.is_of_this_host_alone(settings.config()):
         listen = Address(LOOPBACK, listen.port)
@@ -378,7 +386,7 @@ def _reach_of(settings: Settings, config: Config) -> NodeAddresses:
     except ConfigError as error:
         raise ConfigError(
             f"local_hostname = {(settings.called or settings.host).host!r} with the master "
-            f"{config.cluster.master}: {error}",
+            f"{master_text(config)}: {error}",
             operation="setup",
             key="local_hostname",
         ) from error
@@ -424,7 +432,7 @@ class Guest(Access):
                 return self._store
             if time.monotonic() < self._looked_s + LOOK_AGAIN_S:
                 if self._nobody is not None:
-                    raise NoNode(str(self._nobody), operation="setup", peer=self.config.cluster.master)
+                    raise NoNode(str(self._nobody), operation="setup", peer=master_text(self.config))
                 if self._store is not None:
                     return self._store
             self._looked_s = time.monotonic()
@@ -446,7 +454,7 @@ class Guest(Access):
                 f"{trouble or 'the master knows none'}; a process with global_segment_size above 0, or "
                 f"`moonpool node`, gives it memory",
                 operation="setup",
-                peer=self.config.cluster.master,
+                peer=master_text(self.config),
             )
             raise self._nobody
 

@@ -7,6 +7,7 @@ import sys
 
 from moonpool.core.config.config import load
 from moonpool.core.service.exit_codes import guarded
+from moonpool.core.service.listen_addresses import master_text
 from moonpool.core.service.node import Node
 from moonpool.core.service.node import run as run_node
 
@@ -49,7 +50,7 @@ def run(flags: dict[str, str]) -> None:
 
     def on_ready(node: Node) -> None:
         print(
-            f"moonpool node {config.node.name} at {node.advertise}, master {config.cluster.master}",
+            f"moonpool node {config.node.name} at {node.advertise}, master {master_text(config)}",
             flush=True,
         )
 

@@ -25,25 +25,14 @@ struct DeltaRow {
 class DeltaLog {
    public:
     // wake() is called, by the pushing thread, when the first row comes to an empty log, or when it
-    // overflows.
-    explicit DeltaLog(size_t max, std::function<void()> wake = {}) : max_(max), wake_(std::move(wake)) {}
+    // overflows. next: of the same node, for another master; what is pushed here is pushed there, too.
+    explicit DeltaLog(size_t max, std::function<void()> wake = {}, DeltaLog* next = nullptr)
+        : max_(max), wake_(std::move(wake)), next_(next) {}
     DeltaLog(const DeltaLog&) = delete;
 
     void push(const Hash128& hash, Tier tier, bool added) {
-        bool first = false;
-        {
-            MutexLock lock(mutex_);
-            if (inventory_due_) return;
-            first = rows_.empty();
-            if (rows_.size() == max_) {
-                decltype(rows_)().swap(rows_);
-                inventory_due_ = first = true;
-                ++overflows_;
-            } else {
-                rows_.push_back({hash, tier, added});
-            }
-        }
-        if (first && wake_) wake_();
+        if (keep(hash, tier, added) && wake_) wake_();
+        if (next_ != nullptr) next_->push(hash, tier, added);
     }
 
     // Moves the rows to `out`, which is empty and lends its memory. False: an inventory is due instead.
@@ -78,8 +67,24 @@ class DeltaLog {
     }
 
    private:
+    // Whether its agent has to be woken.
+    bool keep(const Hash128& hash, Tier tier, bool added) {
+        MutexLock lock(mutex_);
+        if (inventory_due_) return false;
+        bool first = rows_.empty();
+        if (rows_.size() == max_) {
+            decltype(rows_)().swap(rows_);
+            inventory_due_ = true;
+            ++overflows_;
+            return true;
+        }
+        rows_.push_back({hash, tier, added});
+        return first;
+    }
+
     const size_t max_;
     const std::function<void()> wake_;
+    DeltaLog* const next_;
     mutable Mutex mutex_;
     std::vector<DeltaRow> rows_ GUARDED_BY(mutex_);
     bool inventory_due_ GUARDED_BY(mutex_) = true;  // the first thing that a master hears

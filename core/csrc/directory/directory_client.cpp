@@ -27,7 +27,7 @@
 #include "base/clock.hpp"
 #include "base/wait_budget.hpp"
 #include "directory/protocol.hpp"
-#include "wire/dial.hpp"
+#include "wire/address.hpp"
 #include "wire/limits.hpp"
 
 namespace moonpool {
@@ -102,7 +102,9 @@ class DirectoryClient::CallTimeout {
 };
 
 DirectoryClient::DirectoryClient(DirectoryClientOptions options)
-    : options_(std::move(options)), members_(static_cast<uint64_t>(options_.members_ms)) {}
+    : options_(std::move(options)),
+      addresses_(split_addresses(options_.master)),
+      members_(static_cast<uint64_t>(options_.members_ms)) {}
 
 DirectoryClient::~DirectoryClient() { close(); }
 
@@ -136,16 +138,7 @@ void DirectoryClient::dial_loop() {
         dialing.wake.wait(lock, [&]() REQUIRES(dialing.mutex) { return closed_ || dialing.wanted; });
         if (closed_) return;
         lock.unlock();
-        DialOptions dial_options;
-        dial_options.address = options_.master;
-        dial_options.token = options_.token;
-        dial_options.tenant = options_.tenant;
-        dial_options.service = kServiceDirectory;
-        dial_options.timeout_ms = options_.timeout_ms;
-        dial_options.interface = options_.interface;
-        dial_options.given_up = &closed_;
-        dial_options.tls = options_.tls;
-        Result<Dialed> dialed = dial(dial_options);
+        Result<Dialed> dialed = dial_any();
         lock.lock();
         dialing.once = true;
         if (dialed) {
@@ -162,6 +155,26 @@ void DirectoryClient::dial_loop() {
         dialing.wake.wait_for(lock, std::chrono::milliseconds(backoff_ms), [this] { return closed_.load(); });
         backoff_ms = std::min(backoff_ms * 2, options_.backoff_longest_ms);
     }
+}
+
+// The master that served last comes last: this one is called when its connection is lost.
+Result<Dialed> DirectoryClient::dial_any() {
+    Error why{Code::kInvalidArgument, "no address of a master is given"};
+    for (size_t i = 0; i < addresses_.size() && !closed_; ++i) {
+        DialOptions to;
+        to.address = addresses_[next_address_++ % addresses_.size()];
+        to.token = options_.token;
+        to.tenant = options_.tenant;
+        to.service = kServiceDirectory;
+        to.timeout_ms = options_.timeout_ms;
+        to.interface = options_.interface;
+        to.given_up = &closed_;
+        to.tls = options_.tls;
+        Result<Dialed> dialed = dial(to);
+        if (dialed) return dialed;
+        why = dialed.error();
+    }
+    return why;
 }
 
 // With io_mutex_ held: a connection, or why there is none. Only the first call waits for it.
@@ -253,8 +266,8 @@ uint64_t DirectoryClient::begin(Kind kind) {
     return next_request_++;
 }
 
-// The header is checked before its length is used. An error frame ends the connection too: the master sends
-// one only when it is about to close.
+// The header is checked before its length is used. An error frame that names no question ends the connection,
+// too: the master sends it only when it is about to close.
 Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Parse& parse) {
     FrameHeader header;
     if (Status status = receive(&header, sizeof(header)); !status) return status;
@@ -264,6 +277,8 @@ Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Par
     body_.resize(header.length);
     if (Status status = receive(body_.data(), body_.size()); !status) return status;
     Reader body(body_);
+    // A refusal of this question alone, or of the connection.
+    if (header.kind == Kind::kError && header.request_id == request_id) return read_error(body);
     if (header.kind == Kind::kError) return lost(read_error(body));
     if (header.request_id != request_id || header.kind != kind || !parse(body)) {
         return lost({Code::kProtocol, options_.master + " sent an answer that does not fit the question"});
@@ -308,7 +323,10 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
             finish_frame(out_, frame_at_);
         }
         if (Status status = send_all(out_); !status) return status;
-        if (Status status = receive_answer(kind, first_id + answered, parse); !status) return status;
+        if (Status status = receive_answer(kind, first_id + answered, parse); !status) {
+            // The answers to the others would stand before those of the next call.
+            return connected_ && sent > answered + 1 ? lost(status.error()) : status.error();
+        }
         ++answered;
     }
     // One call with very many keys must not pin its buffer for the client's life.
@@ -370,6 +388,7 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
     CallTimeout timeout(*this);
     if (Status status = timeout.status(); !status) return status.error();
     OrderAnswer answer;
+    const Version known = newest();
     uint16_t width = order_width(members_.current().get(), placing);
     if (unique && width == 0) {  // else no other client would hear that the key is being put
         if (Status fresh = refresh_members(); !fresh) return fresh.error();
@@ -399,6 +418,10 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
         },
         [] { return true; });
     if (!status) return status.error();
+    // Of several masters the one that has taken over gives later versions than all before.
+    if (addresses_.size() > 1 && !answer.versions.empty() && answer.versions.front() <= known) {
+        return lost({Code::kUnavailable, "another master has taken over from the one that was asked"});
+    }
     if (answer.versions.size() != hashes.size()) answer.versions.clear();
     if (answer.taken.size() != hashes.size()) answer.taken.clear();
     if (!members_.fits(now_ms(), answer.epoch)) {

@@ -4,6 +4,9 @@
 // A master that is not there costs callers no time: a thread of the client's own dials, with a growing pause
 // between the attempts, and until it has succeeded every call fails at once with kUnavailable. Only the very
 // first call waits for the first attempt, at most timeout_ms.
+//
+// Of several masters one serves at a time; a standby refuses the connection until it has taken over. The
+// thread tries one after the other.
 #pragma once
 
 #include <atomic>
@@ -22,12 +25,13 @@
 #include "directory/members_cache.hpp"
 #include "directory/requests.hpp"
 #include "wire/control_socket.hpp"
+#include "wire/dial.hpp"
 #include "wire/frame.hpp"
 
 namespace moonpool {
 
 struct DirectoryClientOptions {
-    std::string master;  // "host:port"
+    std::string master;  // "host:port", or several with commas between
     std::string token;
     std::string tenant = "default";
     std::string interface;                 // of this host, to dial from; empty: the kernel's choice
@@ -99,8 +103,11 @@ class DirectoryClient {
     Error lost(Error error) REQUIRES(io_mutex_);
     static Error forked();
     void dial_loop();
+    Result<Dialed> dial_any();
 
     DirectoryClientOptions options_;
+    const std::vector<std::string> addresses_;
+    size_t next_address_ = 0;  // of the thread that dials
     ForkGuard fork_;
     std::atomic<bool> connected_{false};
     std::atomic<bool> closed_{false};

@@ -53,21 +53,22 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     // The same process over a new connection: its rows still count, and it repeats its inventory.
     if (!joined->resumed) {
         directory_.open(joined->id);
-        seats_.emplace(joined->id, Seat{joined->id, DropList(limits_.drops_max)});
+        seats_.emplace(joined->id, Seat{joined->id, DropList(limits_.drops_max), identity.incarnation});
+        numbers_[identity.incarnation] = joined->id;
     }
     Seat& seat = seats_.at(joined->id);
     seat.settled = false;
     seat.versions = applied.has_value();
     if (!joined->resumed) seat.since_epoch = membership_.epoch();
     bool empty = applied == UINT64_MAX;
-    seat.all_told_at = empty ? version_ : UINT64_MAX;
-    if (applied && !empty && *applied > version_) go_on_behind(*applied);
+    seat.all_told_at = empty && !standby_ ? version_ : UINT64_MAX;
+    if (applied && !empty) hear_version(*applied);
     seat.applied = empty ? closed() : applied.value_or(kNoVersion);
     seat.of_former = !empty && seat.applied < first_ ? seat.applied : UINT64_MAX;
     if (seat.of_former != UINT64_MAX) former_most_ = std::max(former_most_, seat.of_former);
     // What waits is among what comes now.
     seat.drops.clear();
-    if (!empty && !log_.covers(seat.applied)) {
+    if (!empty && !standby_ && !log_.covers(seat.applied)) {
         seat.drops.push_all_before(log_.complete_since());
         owing_.insert(seat.id);
         ++counters_.drop_alls_total;
@@ -89,8 +90,18 @@ void Master::seem_joining(uint64_t now_ms, NodeId id, Seat& seat) {
     membership_.set_joining(id, seat.versions && (behind || unknown));
 }
 
-// A node knows a later version than this master has given, as a clock went back: what it gave goes on behind
-// that one.
+// A node may know a later version than this master has given: of another master, which has taken over; else a
+// clock went back. A standby gives none.
+void Master::hear_version(Version version) {
+    if (standby_ || version <= version_) return;
+    if (one_of_several_) {
+        superseded_ = true;
+    } else {
+        go_on_behind(version);
+    }
+}
+
+// What this master gave goes on behind that version.
 void Master::go_on_behind(Version version) {
     std::vector<Hash128> mine;
     log_.each_after(first_, [&](const Hash128& hash, const Removal&) {
@@ -100,14 +111,15 @@ void Master::go_on_behind(Version version) {
     open_.clear();
     version_ = version;
     for (const Hash128& hash : mine) {
-        log_.add(hash, version_ + 1);
         ++version_;
+        add_removal(hash, version_, version_);
         void_copies(hash);
     }
 }
 
 void Master::clear_seat(NodeId id) {
     directory_.close(id);
+    if (auto seat = seats_.find(id); seat != seats_.end()) numbers_.erase(seat->second.incarnation);
     seats_.erase(id);
     owing_.erase(id);
 }
@@ -164,7 +176,7 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
     if ((flags & kDeltaEnd) != 0) {
         directory_.end_inventory(id);
         seat.settled = true;
-        seat.all_told_at = std::min(seat.all_told_at, version_);
+        if (!standby_) seat.all_told_at = std::min(seat.all_told_at, version_);
     }
     return true;
 }
@@ -203,14 +215,16 @@ bool Master::is_open(const Removal& removal) const {
 }
 
 // What a node put since that was here, without a copy, when the removal was ordered.
-bool Master::spares(const Seat& seat, const Removal& removal) {
-    return removal.of_absent && seat.all_told_at < removal.place;
+bool Master::spares(const Seat& seat, const Removal& removal) const {
+    return !standby_ && removal.of_absent && seat.all_told_at < removal.place;
 }
 
 // Whether the row may be of the replacement itself, of which ORDERED is on its way.
 bool Master::is_placing(NodeId id, const Hash128& hash, Version version) const {
     auto placed = placed_.find(hash);
-    return placed != placed_.end() && placed->second.node == id && placed->second.version >= version;
+    return placed != placed_.end() && std::ranges::any_of(placed->second, [&](const Placed& p) {
+               return p.node == id && p.version >= version;
+           });
 }
 
 void Master::drop(Seat& seat, const Hash128& hash, Version version) {
@@ -221,6 +235,7 @@ void Master::drop(Seat& seat, const Hash128& hash, Version version) {
 
 void Master::apply(Seat& seat, std::optional<Version> applied) {
     if (!applied || *applied == UINT64_MAX || *applied <= seat.applied) return;
+    if (one_of_several_) hear_version(*applied);
     seat.applied = *applied;
     std::erase_if(seat.told, [&](const auto& told) { return told.second <= seat.applied; });
 }
@@ -228,11 +243,14 @@ void Master::apply(Seat& seat, std::optional<Version> applied) {
 void Master::removals(uint64_t now_ms, NodeId id, LinkId link, Version complete_since,
                       std::span<const Drop> rows) {
     membership_.heard(now_ms, id, link);
+    // A standby hears them from its owner. One that has taken over knows them all.
+    if (standby_ || whole_) return;
     if (complete_since < first_) log_.lose(complete_since);
     for (const Drop& removal : rows) {
         // Those that this master gave it knows.
         if (removal.version >= first_ || log_.find(removal.hash).version >= removal.version) continue;
-        log_.add(removal.hash, removal.version, ++version_);
+        ++version_;
+        add_removal(removal.hash, removal.version, version_);
         know(seats_.at(id), removal.hash, version_);
         void_copies(removal.hash);
     }
@@ -291,10 +309,15 @@ void Master::write_found(size_t limit, Writer& out) {
 }
 
 Taken Master::taken(uint64_t now_ms, const Hash128& hash) {
-    auto placed = placed_.find(hash);
-    if (placed != placed_.end() && placed->second.version >= log_.find(hash).version &&
-        seats_.contains(placed->second.node) && membership_.alive(placed->second.node)) {
-        return placed->second.here ? Taken::kHeld : Taken::kBeingPut;
+    if (auto placed = placed_.find(hash); placed != placed_.end()) {
+        const Version removed = log_.find(hash).version;
+        bool being_put = false;
+        for (const Placed& p : placed->second) {
+            if (p.version < removed || !seats_.contains(p.node) || !membership_.alive(p.node)) continue;
+            if (p.here) return Taken::kHeld;
+            being_put = true;
+        }
+        if (being_put) return Taken::kBeingPut;
     }
     find_holders(hash, false);
     if (!found_.empty()) return Taken::kHeld;
@@ -308,25 +331,29 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
     size_t n = hashes.size() / sizeof(Hash128);
     Version first = version_ + 1;
     version_ += n;
-    if (n != 0) open_.emplace(first, Open{version_, now_ms});
+    if (n != 0) {
+        open_.emplace(first, Open{version_, now_ms});
+        mirror_.open(first, version_);
+    }
     out.number(static_cast<uint32_t>(n));
     for (size_t i = 0; i < n; ++i) {
         Hash128 hash = hash_at(hashes.data() + i * sizeof(Hash128));
         if (taken != nullptr && taken->emplace_back(this->taken(now_ms, hash)) != Taken::kFree) {
             out.number(uint8_t{0});
             if (taken->back() == Taken::kNew && seats_.contains(placing))
-                placed_[hash] = Placed{placing, first + i, now_ms};
+                place_at(hash, Placed{placing, first + i, now_ms});
             continue;
         }
-        log_.add(hash, first + i, first + i, taken != nullptr);
+        add_removal(hash, first + i, first + i, taken != nullptr);
         ++counters_.forgets_total;
         find_holders(hash, true);
-        // A replacement of a moment ago, of which its node has not told yet; or it is still to come there.
-        if (auto placed = placed_.find(hash);
-            placed != placed_.end() && seats_.contains(placed->second.node)) {
-            NodeId node = placed->second.node;
-            if (std::ranges::find(found_, node, &Holder::node) == found_.end())
-                found_.push_back({node, Tier::kDram});
+        // Replacements of a moment ago, of which their nodes have not told yet; or they are still to come
+        // there.
+        if (auto placed = placed_.find(hash); placed != placed_.end()) {
+            for (const Placed& p : placed->second) {
+                bool found = std::ranges::find(found_, p.node, &Holder::node) != found_.end();
+                if (!found && seats_.contains(p.node)) found_.push_back({p.node, Tier::kDram});
+            }
         }
         // And what was removed before from nodes that have yet to drop it.
         for (NodeId node : owing_) {
@@ -334,37 +361,86 @@ Version Master::order(uint64_t now_ms, std::string_view hashes, NodeId placing, 
             if (!found && seats_.at(node).drops.has(hash)) found_.push_back({node, Tier::kDram});
         }
         write_found(255, out);
-        if (seats_.contains(placing)) placed_[hash] = Placed{placing, first + i, now_ms};
+        if (seats_.contains(placing)) place_at(hash, Placed{placing, first + i, now_ms});
     }
     return first;
+}
+
+void Master::add_removal(const Hash128& hash, Version version, Version place, bool of_absent) {
+    log_.add(hash, version, place, of_absent);
+    mirror_.removal(hash, Removal{version, place, of_absent});
+}
+
+// One of each node: its last.
+void Master::place_at(const Hash128& hash, const Placed& placed) {
+    std::vector<Placed>& all = placed_[hash];
+    std::erase_if(all, [&](const Placed& p) { return p.node == placed.node; });
+    all.push_back(placed);
+    mirror_placed(hash, placed);
 }
 
 void Master::ordered(uint64_t now_ms, const Ordered& done, Writer& out) {
     size_t n = done.keys();
     out.number(static_cast<uint32_t>(n));
+    // A former master gave those versions, and numbered nodes otherwise: which of them were told is not
+    // known.
+    bool of_former = done.first <= first_;
+    for (size_t i = 0; of_former && i < n; ++i) {
+        Hash128 hash = hash_at(done.hashes.data() + i * sizeof(Hash128));
+        if (log_.find(hash).version >= done.first + i) continue;
+        ++version_;
+        add_removal(hash, done.first + i, version_);
+        void_copies(hash);
+    }
+    if (!of_former) {
+        Ordered current = done;
+        // A number may be another life's by now.
+        for (NodeId& node : current.nodes) {
+            auto seat = seats_.find(node);
+            if (seat == seats_.end() || seat->second.since_epoch > done.epoch) node = kNoNode;
+        }
+        end_order(current, now_ms);
+        mirror_ended(current);
+    }
+    for (size_t i = 0; i < n; ++i) {
+        Hash128 hash = hash_at(done.hashes.data() + i * sizeof(Hash128));
+        out.number(std::max(log_.find(hash).version, done.first + i));
+    }
+}
+
+void Master::end_order(const Ordered& done, uint64_t now_ms) {
+    size_t n = done.keys();
     for (size_t i = 0; i < n; ++i) {
         Hash128 hash = hash_at(done.hashes.data() + i * sizeof(Hash128));
         Version version = done.first + i;
         for (size_t k = 0; k < done.nodes.size(); ++k) {
             NodeId node = done.nodes[k];
-            auto seat = seats_.find(node);
-            // A number may be another life's by now.
-            if (seat == seats_.end() || seat->second.since_epoch > done.epoch) continue;
-            if (done.is_told(i, k)) know(seat->second, hash, version);
-            if (done.is_placed(i, k)) placed_[hash] = Placed{node, version, now_ms, true};
+            if (node == kNoNode) continue;
+            if (done.is_told(i, k)) know(seats_.at(node), hash, version);
+            if (done.is_placed(i, k)) placed_[hash].push_back(Placed{node, version, now_ms, true});
         }
-        // It was to be put, and was not.
-        if (auto placed = placed_.find(hash);
-            placed != placed_.end() && placed->second.version == version && !placed->second.here)
-            placed_.erase(placed);
+        if (auto placed = placed_.find(hash); placed != placed_.end()) {
+            // What was to be put and was not, and what is replaced where the node knows that.
+            std::erase_if(placed->second, [&](const Placed& p) {
+                if (p.here && p.version >= version) return false;
+                auto seat = seats_.find(p.node);
+                return p.version == version || seat == seats_.end() ||
+                       (p.version < version && knows(seat->second, hash, version));
+            });
+            if (placed->second.empty()) placed_.erase(placed);
+        }
         void_copies(hash);
-        out.number(std::max(log_.find(hash).version, version));
     }
     auto open = open_.find(done.first);
     if (open != open_.end() && open->second.last + 1 == done.first + n) open_.erase(open);
 }
 
-Version Master::closed() const { return open_.empty() ? version_ : open_.begin()->first - 1; }
+Version Master::closed() const {
+    if (standby_) return closed_of_owner_;
+    return mirror_.attached() ? std::min(closed_here(), mirror_.closed_heard()) : closed_here();
+}
+
+Version Master::closed_here() const { return open_.empty() ? version_ : open_.begin()->first - 1; }
 
 // Rows of nodes that do not know of that removal are void, and these nodes are told. found_ is copied out
 // before rows are removed, since removal moves rows of the run that find() walks along.
@@ -394,7 +470,8 @@ uint32_t Master::forget(uint64_t, std::string_view hashes, std::span<const NodeI
     for (size_t at = 0; at < hashes.size(); at += sizeof(Hash128)) {
         Hash128 hash = hash_at(hashes.data() + at);
         ++counters_.forgets_total;
-        log_.add(hash, ++version_);
+        ++version_;
+        add_removal(hash, version_, version_);
         directory_.find(hash, [&](Holder holder) {
             bool told = std::ranges::find(unreached, holder.node) == unreached.end();
             Seat& seat = seats_.at(holder.node);
@@ -413,7 +490,8 @@ void Master::tick(uint64_t now_ms) {
     size_t suspects_now = membership_.suspects() + gone.size();
     if (suspects_now > suspects) counters_.suspicions_total += suspects_now - suspects;
     // A client that began a removal is gone: it counts as carried out, and no node as told.
-    while (!open_.empty() && now_ms - open_.begin()->second.at_ms >= limits_.order_ms) {
+    // A standby hears of that, too.
+    while (!standby_ && !open_.empty() && now_ms - open_.begin()->second.at_ms >= limits_.order_ms) {
         auto [first, open] = *open_.begin();
         open_.erase(open_.begin());
         ++counters_.orders_expired_total;
@@ -425,7 +503,11 @@ void Master::tick(uint64_t now_ms) {
         });
         for (const Hash128& hash : late) void_copies(hash);
     }
-    std::erase_if(placed_, [&](const auto& p) { return now_ms - p.second.at_ms >= limits_.placed_ms; });
+    for (auto placed = placed_.begin(); placed != placed_.end();) {
+        auto is_old = [&](const Placed& p) { return now_ms - p.at_ms >= limits_.placed_ms; };
+        std::erase_if(placed->second, is_old);
+        placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
+    }
     for (auto& [id, seat] : seats_) seem_joining(now_ms, id, seat);
 }
 

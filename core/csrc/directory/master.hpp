@@ -2,10 +2,12 @@
 // and the order of removals and replacements. The server's loop owns it and brings time and frames.
 //
 // No copy of a removed key comes back, and of two values of a key the later one wins: see order(). Everything
-// here is soft state; a new master starts empty and hears it all again, removals included.
+// here is soft state; a new master starts empty and hears it all again, removals included. A standby is a
+// Master, too: nodes tell it what they tell the owner, and the order it hears from the owner (follow).
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -18,6 +20,7 @@
 #include "directory/directory.hpp"
 #include "directory/drop_list.hpp"
 #include "directory/membership.hpp"
+#include "directory/mirror.hpp"
 #include "directory/removal_log.hpp"
 #include "directory/requests.hpp"
 #include "wire/frame.hpp"
@@ -102,6 +105,27 @@ class Master {
     // touch all but `unreached` were told. The number of rows that are void.
     uint32_t forget(uint64_t now_ms, std::string_view hashes, std::span<const NodeId> unreached);
 
+    // ---- The owner of a standby. From attach() on all that changes in the order is recorded there.
+    Mirror& mirror() { return mirror_; }
+    const Mirror& mirror() const { return mirror_; }
+    // Records all that a standby needs to begin with; cut() is called now and then, and at the end.
+    void begin_mirror(const std::function<void(uint8_t flags)>& cut);
+    MirrorHead mirror_head(uint8_t flags) const;
+
+    // ---- A standby.
+    // It follows an owner anew: what it knew of removals and nodes is void.
+    void begin_to_follow(uint64_t now_ms);
+    // A MIRROR frame. False: it makes no sense.
+    bool follow(uint64_t now_ms, Reader frame);
+    bool is_standby() const { return standby_; }
+    bool is_whole() const { return whole_; }  // it knows all that the owner acknowledged
+    // It is the owner from now on. first: as of the constructor.
+    void take_over(uint64_t now_ms, Version first);
+    // It is not the owner any more, as another one has taken over.
+    void step_down() { standby_ = true, whole_ = false; }
+    // A node has heard of later removals than this master gave, which has or had a standby.
+    bool superseded() const { return superseded_; }
+
     // Whether there may be nodes that have yet to tell what they hold.
     bool filling(uint64_t now_ms) const;
 
@@ -129,6 +153,7 @@ class Master {
     struct Seat {
         NodeId id;
         DropList drops;
+        Incarnation incarnation;
         bool versions = false;             // its node knows them
         bool settled = false;              // its inventory is told
         Version all_told_at = UINT64_MAX;  // since then the master has heard of all that it holds
@@ -155,13 +180,22 @@ class Master {
     void know(Seat& seat, const Hash128& hash, Version place);
     bool knows(const Seat& seat, const Hash128& hash, Version place) const;
     bool is_placing(NodeId id, const Hash128& hash, Version version) const;
-    static bool spares(const Seat& seat, const Removal& removal);
+    bool spares(const Seat& seat, const Removal& removal) const;
     bool is_open(const Removal& removal) const;
     Taken taken(uint64_t now_ms, const Hash128& hash);
     void drop(Seat& seat, const Hash128& hash, Version version);
     void apply(Seat& seat, std::optional<Version> applied);
     void seem_joining(uint64_t now_ms, NodeId id, Seat& seat);
     void void_copies(const Hash128& hash);
+    void add_removal(const Hash128& hash, Version version, Version place, bool of_absent = false);
+    void place_at(const Hash128& hash, const Placed& placed);
+    void end_order(const Ordered& done, uint64_t now_ms);
+    void mirror_placed(const Hash128& hash, const Placed& placed);
+    void mirror_ended(const Ordered& done);
+    bool follow_record(Reader& r);
+    bool follow_ended(Reader& r);
+    Version closed_here() const;
+    void hear_version(Version version);
     void find_holders(const Hash128& hash, bool suspects);
     void write_found(size_t limit, Writer& out);
     void go_on_behind(Version version);
@@ -173,10 +207,16 @@ class Master {
     Version first_, version_;
     Version former_most_ = kNoVersion;  // up to which any node was right when it came from a former master
     RemovalLog log_;
-    std::map<Version, Open> open_;  // by the first version of each
-    std::unordered_map<Hash128, Placed, Fold> placed_;
+    std::map<Version, Open> open_;                                   // by the first version of each
+    std::unordered_map<Hash128, std::vector<Placed>, Fold> placed_;  // of a moment ago
     std::map<NodeId, Seat> seats_;
     std::set<NodeId> owing_;  // that have drops to carry out
+    std::map<Incarnation, NodeId> numbers_;
+    Mirror mirror_;
+    bool one_of_several_ = false, superseded_ = false;
+    bool standby_ = false, whole_ = false;
+    Version closed_of_owner_ = kNoVersion;
+    uint64_t followed_ms_ = 0;  // when the last frame of the owner came
     MasterCounters counters_;
     std::vector<Holder> found_;  // scratch
 };

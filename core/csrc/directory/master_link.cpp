@@ -18,14 +18,14 @@
 
 namespace moonpool {
 
-MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, bool is_member,
+MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, Caller kind,
                        uint64_t now_ms)
     : server_(server),
       socket_{std::move(caller.fd), std::move(caller.tls)},
       peer_(std::move(caller.peer)),
       id_(id),
-      is_member_(is_member),
-      protocol_(host(), id, is_member, std::move(caller.tenant)),
+      kind_(kind),
+      protocol_(host(), id, kind, std::move(caller.tenant)),
       progress_ms_(now_ms) {}
 
 MasterProtocolHost MasterLink::host() {
@@ -36,7 +36,12 @@ MasterProtocolHost MasterLink::host() {
             .on_join_refused =
                 [this](const Error& why) {
                     server_.journal_->note(Level::kWarning, "join_refused", peer_, why.text);
-                }};
+                },
+            .why_no_orders = [this] { return server_.pair_.why_no_orders(now_ms()); },
+            .why_no_ends = [this] { return server_.pair_.why_no_ends(now_ms()); },
+            .on_standby = [this](const std::string& name) { return server_.attach_standby(*this, name); },
+            .on_heard = [this] { server_.hear_standby(); },
+            .on_standby_left = [this] { server_.standby_left_ = true; }};
 }
 
 MasterLink::~MasterLink() { protocol_.closed(); }
@@ -110,6 +115,7 @@ bool MasterLink::parse_frames(uint64_t now_ms) {
         whole_answers_ = out_.size();
         if (!handle(*header, *body, now_ms)) return false;
         whole_answers_ = out_.size();
+        if (kind_ != Caller::kStandby) server_.tell_standby(now_ms);
     }
     return true;
 }
@@ -141,7 +147,13 @@ bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms)
     std::optional<Timed> timed;
     if (LatencyHistogram* histogram = this->histogram(header.kind)) timed.emplace(*histogram);
     Status status = protocol_.on_frame(now_ms, header, body, out_);
-    if (status) return true;
+    if (status) {
+        if (protocol_.promises() && server_.pair_.waits()) {
+            held_.push_back({whole_answers_, server_.pair_.word()});
+            server_.holding_.insert(socket_.fd.get());
+        }
+        return true;
+    }
     if (status.error().code == Code::kProtocol) server_.metrics_.protocol_errors_total.fetch_add(1);
     return fail(status.error().code, status.error().text);
 }
@@ -153,7 +165,9 @@ bool MasterLink::refuse(uint64_t request_id, Code code, const std::string& text)
 
 bool MasterLink::fail(Code code, const std::string& text) {
     // Half an answer may stand behind the whole ones.
-    out_.resize(std::max(out_sent_, std::min(out_.size(), whole_answers_)));
+    size_t sendable = held_.empty() ? whole_answers_ : held_.front().from;
+    held_.clear();
+    out_.resize(std::max(out_sent_, std::min(out_.size(), sendable)));
     refuse(0, code, text);
     flush();
     return false;
@@ -164,8 +178,10 @@ bool MasterLink::flush() {
         if (!socket_.flush()) return false;
         sent_some_ |= !socket_.unsent();
     }
-    while (out_sent_ < out_.size()) {
-        ssize_t n = socket_.send(out_.data() + out_sent_, out_.size() - out_sent_, false);
+    while (!held_.empty() && server_.pair_.is_heard(held_.front().word)) held_.pop_front();
+    size_t end = held_.empty() ? out_.size() : held_.front().from;
+    while (out_sent_ < end) {
+        ssize_t n = socket_.send(out_.data() + out_sent_, end - out_sent_, false);
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN) break;
@@ -183,8 +199,17 @@ bool MasterLink::flush() {
     return true;
 }
 
+bool MasterLink::released() { return flush() && serve(now_ms()); }
+
+void MasterLink::write_mirror(uint64_t now_ms, uint8_t flags) {
+    Master& master = server_.master_;
+    master.mirror().cut(now_ms, master.mirror_head(flags), out_);
+}
+
 void MasterLink::want_events() {
-    uint32_t events = (backlog() != 0 || socket_.unsent() ? EPOLLOUT : 0u) |
+    // What waits for the standby's word waits for no room in the socket.
+    bool to_send = !held_.empty() ? out_sent_ < held_.front().from : backlog() != 0;
+    uint32_t events = (to_send || socket_.unsent() ? EPOLLOUT : 0u) |
                       (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
     if (events == events_) return;
     server_.loop_->watch(socket_.fd.get(), events);
@@ -201,10 +226,11 @@ bool MasterLink::on_tick(uint64_t now_ms) {
 // answer that has begun must move.
 bool MasterLink::check_deadlines(uint64_t now_ms) {
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
-    bool stalled = !in_.waiting().empty() || backlog() != 0 || socket_.unsent() ||
+    bool stalled = !in_.waiting().empty() || (backlog() != 0 && held_.empty()) || socket_.unsent() ||
                    (socket_.tls != nullptr && socket_.tls->inside_record());
     const Limits& limits = server_.options_.limits;
-    if (is_member_ && protocol_.node() == kNoNode && now_ms - progress_ms_ > limits.handshake_ms) {
+    if (kind_ == Caller::kNode && protocol_.node() == kNoNode &&
+        now_ms - progress_ms_ > limits.handshake_ms) {
         return fail(Code::kTimeout, "the node did not join in time");
     }
     if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {

@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -17,8 +18,7 @@ namespace moonpool {
 
 class MasterLink final : public EventHandler {
    public:
-    MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, bool is_member,
-               uint64_t now_ms);
+    MasterLink(MasterServer& server, AuthenticatedConnection caller, LinkId id, Caller kind, uint64_t now_ms);
     ~MasterLink() override;
     MasterLink(const MasterLink&) = delete;
 
@@ -28,7 +28,16 @@ class MasterLink final : public EventHandler {
     bool on_tick(uint64_t now_ms) override;
 
     LinkId id() const { return id_; }
-    bool is_member() const { return is_member_; }
+    Caller kind() const { return kind_; }
+    int fd() const { return socket_.fd.get(); }
+    const std::string& peer() const { return peer_; }
+    // Sends what waited for the standby's word, as far as it is there.
+    bool released();
+    bool holds() const { return !held_.empty(); }
+    // Of a standby: a MIRROR frame, which send() sends. False: the connection is over.
+    void write_mirror(uint64_t now_ms, uint8_t flags);
+    bool send() { return flush(); }
+    bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
 
    private:
     // Each returns false when the connection is over.
@@ -41,7 +50,6 @@ class MasterLink final : public EventHandler {
     LatencyHistogram* histogram(Kind kind) const;
 
     bool refuse(uint64_t request_id, Code code, const std::string& text);
-    bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
     bool flush();
     size_t backlog() const { return out_.size() - out_sent_; }
     void want_events();
@@ -51,13 +59,19 @@ class MasterLink final : public EventHandler {
     ClosedInChildren closed_in_children_{socket_.fd};
     std::string peer_;
     LinkId id_;
-    bool is_member_;
+    Caller kind_;
     MasterProtocol protocol_;
     uint64_t progress_ms_;
     bool sent_some_ = false;  // since the last check of the deadlines
     FrameReader in_;
     std::vector<std::byte> out_;
     size_t out_sent_ = 0;
+    // Bytes of out_ from there on wait for that word of the standby.
+    struct Held {
+        size_t from;
+        MasterPair::Word word;
+    };
+    std::deque<Held> held_;
     size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
     uint32_t events_ = kFirstEvents;
 };

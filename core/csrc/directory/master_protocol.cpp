@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "directory/protocol.hpp"
+#include "wire/error_frame.hpp"
 
 namespace moonpool {
 
@@ -14,8 +15,8 @@ Error malformed(const char* what) {
 
 }  // namespace
 
-MasterProtocol::MasterProtocol(MasterProtocolHost host, LinkId link, bool is_member, std::string tenant)
-    : host_(std::move(host)), link_(link), is_member_(is_member), tenant_(std::move(tenant)) {}
+MasterProtocol::MasterProtocol(MasterProtocolHost host, LinkId link, Caller caller, std::string tenant)
+    : host_(std::move(host)), link_(link), caller_(caller), tenant_(std::move(tenant)) {}
 
 void MasterProtocol::closed() {
     if (node_ != kNoNode) host_.master.disconnected(node_, link_);
@@ -25,7 +26,8 @@ void MasterProtocol::closed() {
 // service is malformed here.
 Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Reader body,
                                 std::vector<std::byte>& out) {
-    if (is_member_) {
+    promises_ = false;
+    if (caller_ == Caller::kNode) {
         switch (header.kind) {
             case Kind::kJoin:
                 return on_join(header, body, now_ms, out);
@@ -40,7 +42,7 @@ Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Read
             default:
                 break;
         }
-    } else {
+    } else if (caller_ == Caller::kClient) {
         switch (header.kind) {
             case Kind::kMembers:
                 return on_members(header, body, now_ms, out);
@@ -52,6 +54,18 @@ Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Read
                 return on_forget(header, body, now_ms, out);
             case Kind::kOrdered:
                 return on_ordered(header, body, now_ms, out);
+            default:
+                break;
+        }
+    } else {
+        switch (header.kind) {
+            case Kind::kMirror:
+                return on_mirror(body);
+            case Kind::kMirrored:
+                return on_mirrored(body);
+            case Kind::kLeave:
+                host_.on_standby_left();
+                return success();
             default:
                 break;
         }
@@ -170,6 +184,30 @@ Status MasterProtocol::on_removals(Reader body, uint64_t now_ms) {
     return success();
 }
 
+// An answer of its own: the connection, over which keys are looked up, stays.
+bool MasterProtocol::refuse(const std::function<std::optional<Error>()>& why, const FrameHeader& header,
+                            std::vector<std::byte>& out) {
+    std::optional<Error> refusal = why ? why() : std::nullopt;
+    if (refusal) write_error(out, refusal->code, refusal->text, header.request_id);
+    return refusal.has_value();
+}
+
+// text16 name
+Status MasterProtocol::on_mirror(Reader body) {
+    std::string name;
+    if (!read_text(body, name)) return malformed("is no MIRROR");
+    std::optional<Error> refusal = host_.on_standby(name);
+    return refusal ? Status(*refusal) : success();
+}
+
+// u64 number of a MIRROR frame
+Status MasterProtocol::on_mirrored(Reader body) {
+    auto number = body.number<uint64_t>();
+    if (!body.done() || !host_.master.mirror().heard(number)) return malformed("is no MIRRORED");
+    host_.on_heard();
+    return success();
+}
+
 // The seat is cleared at once. The node closes the connection afterwards, and its end finds no member.
 Status MasterProtocol::on_leave(uint64_t now_ms) {
     if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool"};
@@ -211,11 +249,13 @@ Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, uint64_
     // A frame is served in one piece on the loop; the limit bounds how long all others wait for it.
     if (head.n > host_.master.limits().hashes_per_frame)
         return malformed("asks for more keys than the limit");
+    if ((head.flags & kLocateOrder) != 0 && refuse(host_.why_no_orders, header, out)) return success();
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
     w.number(host_.master.membership().epoch());
     std::string_view hashes = body.bytes(body.left());
     if ((head.flags & kLocateOrder) != 0) {
+        promises_ = true;
         auto placing = static_cast<NodeId>(head.width - 1);  // 0: it is a removal
         std::vector<Taken> taken;
         bool unique = (head.flags & kLocateUnique) != 0;
@@ -267,6 +307,7 @@ Status MasterProtocol::on_ordered(const FrameHeader& header, Reader body, uint64
     if (!done) return malformed("is no ORDERED");
     if (done->keys() > host_.master.limits().hashes_per_frame)
         return malformed("orders more keys than the limit");
+    if (refuse(host_.why_no_ends, header, out)) return success();
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
     host_.master.ordered(now_ms, *done, w);
@@ -284,6 +325,8 @@ Status MasterProtocol::on_forget(const FrameHeader& header, Reader body, uint64_
         return malformed("is no FORGET");
     }
     if (n > host_.master.limits().hashes_per_frame) return malformed("forgets more keys than the limit");
+    if (refuse(host_.why_no_orders, header, out)) return success();
+    promises_ = true;
     std::vector<NodeId> unreached(nodes);
     for (NodeId& node : unreached) node = body.number<NodeId>();
     uint32_t rows = host_.master.forget(now_ms, body.bytes(body.left()), unreached);

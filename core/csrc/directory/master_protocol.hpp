@@ -1,12 +1,14 @@
 // MasterProtocol: the master's side of one connection without its socket: frames in, answers out. MasterLink
 // drives it over a socket, and the simulator of tests/sim over a simulated network.
 //
-// It knows whether a node or a client is at the other end, and lets each ask only what is its own. All bytes
-// of a peer are untrusted: each handler compares counts with the bytes that are there before it reads rows.
+// It knows whether a node, a client or a standby is at the other end, and lets each ask only what is its own.
+// All bytes of a peer are untrusted: each handler compares counts with the bytes that are there before it
+// reads rows.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,11 +25,19 @@ struct MasterProtocolHost {
     std::function<void(LinkId)> close_link;  // a node's former connection
     std::function<void(NodeId)> on_leave;    // before its seat is cleared
     std::function<void(const Error&)> on_join_refused;
+    // Why this master begins no removals now, or ends none, if so.
+    std::function<std::optional<Error>()> why_no_orders, why_no_ends;
+    // A standby asks for all, under that name; why not, if it may not.
+    std::function<std::optional<Error>(const std::string& name)> on_standby;
+    std::function<void()> on_heard;         // the standby has heard more
+    std::function<void()> on_standby_left;  // it ends, and does not take over
 };
+
+enum class Caller : uint8_t { kNode, kClient, kStandby };
 
 class MasterProtocol {
    public:
-    MasterProtocol(MasterProtocolHost host, LinkId link, bool is_member, std::string tenant);
+    MasterProtocol(MasterProtocolHost host, LinkId link, Caller caller, std::string tenant);
 
     // Appends the answer to `out`, if the frame has one. An error ends the connection, after a frame that
     // tells it; half an answer may stand in `out` then.
@@ -37,6 +47,10 @@ class MasterProtocol {
     void closed();
 
     NodeId node() const { return node_; }  // after JOIN; else kNoNode
+    // Whether the last frame's answer waits until the standby has heard of what it changed: a place in the
+    // order. So a removal that any node was told of is known to the standby, also where its client or this
+    // master ends before the end of it.
+    bool promises() const { return promises_; }
 
    private:
     Status on_join(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
@@ -49,14 +63,19 @@ class MasterProtocol {
     Status on_forget(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
     Status on_ordered(const FrameHeader& header, Reader body, uint64_t now_ms, std::vector<std::byte>& out);
     Status on_removals(Reader body, uint64_t now_ms);
+    Status on_mirror(Reader body);
+    Status on_mirrored(Reader body);
+    static bool refuse(const std::function<std::optional<Error>()>& why, const FrameHeader& header,
+                       std::vector<std::byte>& out);
     void write_due(Writer& w) const;
     bool seated() const;
 
     MasterProtocolHost host_;
     LinkId link_;
-    bool is_member_;
+    Caller caller_;
     std::string tenant_;
     NodeId node_ = kNoNode;
+    bool promises_ = false;
 };
 
 }  // namespace moonpool

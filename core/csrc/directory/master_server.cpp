@@ -22,12 +22,19 @@ uint64_t unix_ms() {
     return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
 }
 
+MasterPairOptions with_role(const MasterServerOptions& options) {
+    MasterPairOptions pair = options.pair;
+    pair.is_standby = options.elected || !options.standby_of.empty();
+    return pair;
+}
+
 }  // namespace
 
 MasterServer::MasterServer(MasterServerOptions options)
     : options_(std::move(options)),
       incarnation_(random_incarnation()),
-      master_(options_.master, now_ms(), first_version(unix_ms())) {}
+      master_(options_.master, now_ms(), first_version(unix_ms())),
+      pair_(master_, with_role(options_), now_ms()) {}
 
 MasterServer::~MasterServer() { stop(); }
 
@@ -49,16 +56,23 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     server->loop_ = std::move(*loop);
     // The listener hands over only connections that have proved the cluster token; the service that they
     // name decides what they may ask.
-    for (bool is_member : {true, false}) {
+    constexpr std::pair<std::string_view, Caller> kServices[] = {{kServiceMember, Caller::kNode},
+                                                                 {kServiceDirectory, Caller::kClient},
+                                                                 {kServiceStandby, Caller::kStandby}};
+    for (const auto& [name, kind] : kServices) {
         Service service;
-        service.welcome = [](std::string_view) { return std::vector<std::byte>(); };
-        service.serve = [raw = server.get(), is_member](AuthenticatedConnection caller) {
+        service.welcome = [raw = server.get(), kind](std::string_view) -> Result<std::vector<std::byte>> {
+            if (!raw->pair_.serves(kind)) return raw->not_served();
+            return std::vector<std::byte>();
+        };
+        service.serve = [raw = server.get(), kind](AuthenticatedConnection caller) {
             // std::function has to be copyable, and a connection is not.
             auto shared = std::make_shared<AuthenticatedConnection>(std::move(caller));
-            raw->loop_->post([raw, shared, is_member] { raw->adopt(std::move(*shared), is_member); });
+            raw->loop_->post([raw, shared, kind] { raw->adopt(std::move(*shared), kind); });
         };
-        server->listener_->offer(std::string(is_member ? kServiceMember : kServiceDirectory), service);
+        server->listener_->offer(std::string(name), service);
     }
+    if (o.elected || !o.standby_of.empty()) server->make_agent();
     return server;
 }
 
@@ -66,22 +80,25 @@ Status MasterServer::start() {
     if (running_) return success();
     if (Status status = loop_->start(); !status) return status;
     running_ = true;
-    return listener_->start();
+    if (Status status = listener_->start(); !status) return status;
+    return agent_ == nullptr ? success() : agent_->start();
 }
 
 // The listener first, so that no connection is posted to a loop that has ended. When the loop does not end
 // (a child of fork()), its links are left alone.
 void MasterServer::stop() {
     if (!running_.exchange(false)) return;
+    if (agent_ != nullptr) agent_->stop();
     listener_->stop();
     if (loop_->stop()) links_.clear();
 }
 
-void MasterServer::adopt(AuthenticatedConnection caller, bool is_member) {
-    uint32_t& count = is_member ? members_ : clients_;
-    // A node that is coming back may have two connections for a moment.
+void MasterServer::adopt(AuthenticatedConnection caller, Caller kind) {
+    if (!pair_.serves(kind)) return;  // it has become something else meanwhile
+    bool is_member = kind == Caller::kNode;
+    // A node that is coming back may have two connections for a moment, a standby as well.
     uint32_t limit = is_member ? options_.master.membership.members_max * 2 : options_.clients_max;
-    if (count >= limit) {
+    if (kind != Caller::kStandby && (is_member ? members_ : clients_) >= limit) {
         metrics_.connections_refused_total.fetch_add(1);
         send_error(caller.fd.get(), Code::kTooLarge,
                    "the master already has " + std::to_string(limit) + " connections, the limit (" +
@@ -92,12 +109,16 @@ void MasterServer::adopt(AuthenticatedConnection caller, bool is_member) {
     metrics_.connections_total.fetch_add(1);
     // The descriptor is the key: it is unique as long as the link that owns it is in the map.
     int key = caller.fd.get();
-    auto link = std::make_shared<MasterLink>(*this, std::move(caller), next_link_++, is_member, now_ms());
+    auto link = std::make_shared<MasterLink>(*this, std::move(caller), next_link_++, kind, now_ms());
     if (!loop_->add(key, MasterLink::kFirstEvents, link)) return;
-    ++count;
+    count(kind) += 1;
     links_.emplace(key, link);
     // Bytes behind the proof may have come with it, and may be the end of the connection already.
     if (!link->begin()) drop(key);
+}
+
+uint32_t& MasterServer::count(Caller kind) {
+    return kind == Caller::kNode ? members_ : kind == Caller::kClient ? clients_ : standbys_;
 }
 
 // The loop keeps the handler alive until its current event is over, so a link may drop itself.
@@ -105,9 +126,11 @@ void MasterServer::drop(int fd) {
     auto it = links_.find(fd);
     if (it == links_.end()) return;
     metrics_.connections_dropped_total.fetch_add(1);
-    --(it->second->is_member() ? members_ : clients_);
+    --count(it->second->kind());
+    holding_.erase(fd);
     loop_->remove(fd);
     links_.erase(it);
+    if (fd == standby_fd_) lose_standby("its connection broke");
 }
 
 // Linear: it happens once for each node that comes back.
@@ -123,6 +146,7 @@ void MasterServer::close_link(LinkId link) {
 // that the end of a large node delays no request for longer.
 void MasterServer::on_tick(uint64_t now) {
     master_.tick(now);
+    tick_pair(now);
     note_members(now);
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
@@ -256,6 +280,13 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"drops_total", c.drops_total},
         {"drop_alls_total", c.drop_alls_total},
         {"log_left_out_total", journal_->left_out_total()},
+        {"is_owner", pair_.role() == MasterRole::kOwner},
+        {"is_following", pair_.role() == MasterRole::kStandby && pair_.is_whole()},
+        {"standby_attached", standby_fd_ >= 0},
+        {"standby_is_whole", master_.mirror().whole()},
+        {"standby_lag_ms", pair_.lag_ms(now_ms())},
+        {"standbys_lost_total", m.standbys_lost_total},
+        {"takeovers_total", m.takeovers_total},
         {"connections_nodes", members_},
         {"connections_clients", clients_},
         {"connections_clients_max", options_.clients_max},

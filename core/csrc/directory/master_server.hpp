@@ -1,5 +1,5 @@
 // MasterServer: the master's sockets around Master. One event loop; connections come from the
-// process's Listener, proved, for the service "member" (nodes) or "directory" (clients).
+// process's Listener, proved, for the service "member" (nodes), "directory" (clients) or "standby".
 //
 // A member is heard with every frame it sends. Its connection is its lifeline: when it breaks, the member is
 // suspect at once; when it is silent for a second, too.
@@ -12,14 +12,18 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "base/event_loop.hpp"
 #include "base/journal.hpp"
 #include "base/latency.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "directory/master.hpp"
+#include "directory/master_pair.hpp"
+#include "directory/standby_agent.hpp"
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
 #include "wire/listener.hpp"
@@ -34,12 +38,18 @@ struct MasterServerOptions {
     MasterLimits master;
     Limits limits;
     std::shared_ptr<const TlsServer> tls;  // every connection must be inside TLS; null: none is
+    std::string standby_of;                // host:port of the owner that it follows; empty: it is one
+    bool elected = false;                  // follow() or take_over() says what it is; until then nothing
+    std::string name;                      // by which an owner tells its standbys apart
+    std::shared_ptr<const TlsClient> owner_tls;  // of the way there; null: plain
+    MasterPairOptions pair;
 };
 
 struct MasterServerMetrics {
     using Counter = std::atomic<uint64_t>;
     Counter connections_total{0}, connections_refused_total{0}, connections_dropped_total{0};
     Counter protocol_errors_total{0};
+    Counter takeovers_total{0}, standbys_lost_total{0};
     LatencyHistogram join, delta, beat, members, locate, place, forget;
 };
 
@@ -75,11 +85,43 @@ class MasterServer {
     bool is_alive(uint32_t timeout_ms);
     Journal& journal() const { return *journal_; }
 
+    MasterRole role() const { return pair_.role(); }
+    // The other one of the two is dead, or will never order removals again: a standby is the owner from now
+    // on, an owner that has lost its standby goes on alone. False: neither, or the loop does not answer.
+    bool take_over();
+    // Another master is the owner; any thread. False: the loop does not answer.
+    bool follow(const std::string& owner);
+    // An owner orders nothing after so long, unless this is called again; UINT64_MAX: for ever. Any thread.
+    void set_valid_for(uint64_t ms);
+    struct Standby {
+        std::string name;  // of the standby, as it says; towards a standby: its owner's address
+        bool attached = false;
+        bool is_whole = false;  // the standby knows all
+        uint64_t lag_ms = 0;    // of its word
+    };
+    Standby standby();
+
    private:
     friend class MasterLink;
     explicit MasterServer(MasterServerOptions options);
 
-    void adopt(AuthenticatedConnection caller, bool is_member);
+    Error not_served() const;
+    MasterLink* standby_link() const;
+    std::optional<Error> attach_standby(MasterLink& link, const std::string& name);
+    void lose_standby(const std::string& why);
+    void tell_standby(uint64_t now_ms);
+    void hear_standby();
+    void release();
+    void tick_pair(uint64_t now_ms);
+    void serve_no_longer();
+    void drop_all(Caller kind, const Error& why);
+    void make_agent();
+    bool begin_to_follow();
+    void lose_owner(const std::string& why);
+    bool take_over_now(uint64_t now_ms);
+
+    uint32_t& count(Caller kind);
+    void adopt(AuthenticatedConnection caller, Caller kind);
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
@@ -92,11 +134,23 @@ class MasterServer {
     Incarnation incarnation_;
     MasterServerMetrics metrics_;
     Master master_;
+    MasterPair pair_;
     std::unique_ptr<EventLoop> loop_;
     std::atomic<bool> running_{false};
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
-    uint32_t clients_ = 0, members_ = 0;  // connections of each service
+    uint32_t clients_ = 0, members_ = 0, standbys_ = 0;  // connections of each service
     LinkId next_link_ = 1;
+    int standby_fd_ = -1;
+    std::string standby_name_;
+    mutable Mutex owner_mutex_;
+    std::string owner_ GUARDED_BY(owner_mutex_);  // that it follows
+    std::string owner() const {
+        MutexLock lock(owner_mutex_);
+        return owner_;
+    }
+    bool standby_left_ = false;
+    std::unordered_set<int> holding_;  // links with answers that wait for its word
+    uint64_t ticked_ms_ = 0;
 
     // What was noted of the members, as of that epoch.
     struct Noted {
@@ -107,7 +161,8 @@ class MasterServer {
     std::map<NodeId, Noted> noted_;
     uint64_t noted_epoch_ = 0;
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
-    std::unique_ptr<Listener> listener_;  // last: it hands over to what stands above
+    std::unique_ptr<StandbyAgent> agent_;  // of a standby
+    std::unique_ptr<Listener> listener_;   // last: it hands over to what stands above
 };
 
 }  // namespace moonpool

@@ -30,7 +30,6 @@ static_assert(kReadBytes >= kTlsRecordBytes, "a poll of the socket does not tell
 
 MemberAgent::MemberAgent(MemberAgentOptions options, MemberHooks hooks, DeltaLog& log)
     : options_(std::move(options)),
-      log_(log),
       protocol_({options_.identity, options_.timeout_ms, options_.batch_ms}, std::move(hooks), log, counters_,
                 now_ms) {
     wake_.reset(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
@@ -110,8 +109,7 @@ void MemberAgent::run() {
             counters_.connect_failures_total.fetch_add(1);
             set_why_not(dialed.error().text);
         }
-        // Without a connection changes are not recorded: the next inventory has them.
-        log_.pause();
+        protocol_.disconnected();
         if (stopping_) break;
         auto end = Clock::now() + std::chrono::milliseconds(backoff_ms);
         // wake() may come for other reasons as well: only the deadline or stop() ends the pause.

@@ -80,7 +80,6 @@ class MemberAgent {
     void set_why_not(const std::string& why);
 
     MemberAgentOptions options_;
-    DeltaLog& log_;
     Counters counters_;
     Fd wake_;
     std::atomic<bool> stopping_{false};  // ends an attempt to connect, too

@@ -22,6 +22,8 @@ MemberProtocol::MemberProtocol(MemberProtocolOptions options, MemberHooks hooks,
       now_(std::move(now)) {}
 
 Status MemberProtocol::connected(const std::string& peer, Send send) {
+    // Rows that the lost connection did not carry were checked up to then only.
+    Version checked = rows_lost_ ? rows_applied_ : UINT64_MAX;
     link_ = Link{};
     link_.peer = peer;
     link_.send = std::move(send);
@@ -34,7 +36,7 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     write_identity(w, options_.identity);
     write_load(w, load);
     write_event_endpoints(w, options_.identity);
-    w.number(hooks_.is_empty() ? UINT64_MAX : hooks_.applied());
+    w.number(hooks_.is_empty() ? UINT64_MAX : std::min(hooks_.applied(), checked));
     finish_frame(out_, at);
     link_.asked_ms = now_();
     return link_.send(out_);
@@ -77,6 +79,11 @@ void MemberProtocol::leave() {
     (void)link_.send(out_);
 }
 
+void MemberProtocol::disconnected() {
+    if (std::exchange(link_.joined, false)) rows_lost_ |= log_.size() != 0;
+    log_.pause();
+}
+
 // One beat at a time is open: the next one is due only after the answer, or the time limit that step() sets
 // on it.
 Status MemberProtocol::send_beat() {
@@ -113,6 +120,7 @@ Status MemberProtocol::tell_inventory() {
     counters_.inventories_total.fetch_add(1);
     link_.next_beat_ms = now_();  // its answer says what to drop
     told_ = true;
+    rows_lost_ = false;
     return success();
 }
 

@@ -78,6 +78,8 @@ class MemberProtocol {
     Status step();
     uint64_t due_ms() const;  // when step() has something to do; 0: at once
     Status on_frame(const FrameHeader& header, Reader body);
+    // The connection is over, or none came about: changes are not kept; the next inventory has them.
+    void disconnected();
     // Best effort: a master that takes no bytes now suspects the node, and gives it up later.
     void leave();
 
@@ -124,6 +126,7 @@ class MemberProtocol {
     bool told_ = false;
     uint64_t drops_done_ = 0;
     Version rows_applied_ = kNoVersion;  // when rows were last taken from the log
+    bool rows_lost_ = false;             // that were in it when the connection broke
     NodeId id_ = kNoNode;
     uint64_t epoch_ = 0, answers_ = 0;
 };

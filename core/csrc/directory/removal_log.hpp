@@ -81,7 +81,7 @@ class RemovalLog {
         order_.erase(at);
     }
 
-    const size_t max_;
+    size_t max_;
     // A node may hear of two keys with one version: of a replacement that no master ordered.
     std::multimap<Version, Hash128> order_;
     std::unordered_map<Hash128, Removal, Fold> newest_;

@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -57,6 +58,7 @@ void visit(MasterServerOptions& options, Visitor& visitor) {
     visitor.field("frame_keys_max", options.master.hashes_per_frame);
     visitor.seconds("suspect_after_s", options.master.membership.suspect_ms);
     visitor.seconds("gone_after_s", options.master.membership.gone_ms);
+    visitor.seconds("take_over_after_s", options.pair.take_over_ms);
 }
 
 std::vector<std::string> master_setting_names() {
@@ -69,7 +71,8 @@ std::vector<std::string> master_setting_names() {
 class PyMasterServer {
    public:
     PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, const py::dict& settings,
-                   std::optional<std::shared_ptr<TlsServer>> tls) {
+                   std::optional<std::shared_ptr<TlsServer>> tls, std::string standby_of,
+                   std::optional<std::shared_ptr<TlsClient>> owner_tls, bool elected, std::string name) {
         MasterServerOptions options;
         SettingValues given(settings, "master");
         visit(options, given);
@@ -78,6 +81,12 @@ class PyMasterServer {
         options.addresses = std::move(addresses);
         options.token = std::string(token);
         options.tls = tls.value_or(nullptr);
+        options.standby_of = std::move(standby_of);
+        options.owner_tls = owner_tls.value_or(nullptr);
+        options.elected = elected;
+        options.name = std::move(name);
+        // 0 s, which is 1 ms here: not by itself.
+        if (options.pair.take_over_ms <= 1) options.pair.take_over_ms = UINT32_MAX;
         // The port is bound here, so that a port in use is an exception of the constructor; it serves from
         // start() on.
         server_ = unwrap(MasterServer::create(std::move(options)), "master");
@@ -126,6 +135,36 @@ class PyMasterServer {
     bool is_alive(double timeout_s) {
         py::gil_scoped_release nogil;
         return server_->is_alive(static_cast<uint32_t>(milliseconds(timeout_s)));
+    }
+    const char* role() const {
+        switch (server_->role()) {
+            case MasterRole::kOwner:
+                return "owner";
+            case MasterRole::kStandby:
+                return "standby";
+            case MasterRole::kActing:
+                return "acting";
+            case MasterRole::kSuperseded:
+                return "superseded";
+        }
+        return "";
+    }
+    // The other one of the two: address, whether it is there, whether the standby knows all, lag.
+    std::tuple<std::string, bool, bool, double> standby() {
+        py::gil_scoped_release nogil;
+        MasterServer::Standby now = server_->standby();
+        return {now.name, now.attached, now.is_whole, static_cast<double>(now.lag_ms) / 1000};
+    }
+    bool follow(const std::string& owner) {
+        py::gil_scoped_release nogil;
+        return server_->follow(owner);
+    }
+    void set_valid_for(std::optional<double> seconds) {
+        server_->set_valid_for(seconds ? static_cast<uint64_t>(milliseconds(*seconds)) : UINT64_MAX);
+    }
+    bool take_over() {
+        py::gil_scoped_release nogil;
+        return server_->take_over();
     }
     py::list take_notes() { return notes_of(server_->journal()); }
     int notes_fd() const { return server_->journal().fd(); }
@@ -257,9 +296,26 @@ void bind_directory(py::module_& m) {
     bind_member(m);
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
         .def(py::init<std::vector<std::string>, const py::bytes&, const py::dict&,
-                      std::optional<std::shared_ptr<TlsServer>>>(),
+                      std::optional<std::shared_ptr<TlsServer>>, std::string,
+                      std::optional<std::shared_ptr<TlsClient>>, bool, std::string>(),
              py::arg("addresses"), py::arg("token"), py::arg("settings"), py::kw_only(),
-             py::arg("tls") = py::none(), "settings: a value for each of setting_names().")
+             py::arg("tls") = py::none(), py::arg("standby_of") = "", py::arg("owner_tls") = py::none(),
+             py::arg("elected") = false, py::arg("name") = "",
+             "settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: "
+             "follow() or take_over() says what it is; until then it serves none. name: by which an owner "
+             "tells its standbys apart.")
+        .def_property_readonly("role", &PyMasterServer::role, "owner, standby, acting or superseded.")
+        .def("standby", &PyMasterServer::standby,
+             "(address, attached, whole, lag in s) of an owner's standby; of a standby, of itself and its "
+             "owner")
+        .def("follow", &PyMasterServer::follow, py::arg("owner"),
+             "Another master is the owner. False: its loop does not answer.")
+        .def("set_valid_for", &PyMasterServer::set_valid_for, py::arg("seconds"),
+             "An owner orders nothing after so long, unless this is called again; None: for ever.")
+        .def("take_over", &PyMasterServer::take_over,
+             "The other one of the two is dead for good: a standby is the owner from now on, an owner that "
+             "has "
+             "lost its standby goes on alone. False: neither, or its loop does not answer.")
         .def_static("setting_names", &master_setting_names)
         .def_property_readonly("addresses", &PyMasterServer::addresses)
         .def_property_readonly("incarnation", &PyMasterServer::incarnation)

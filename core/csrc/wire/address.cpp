@@ -71,6 +71,16 @@ std::string host_of(const std::string& text) {
     return parts ? parts->host : "";
 }
 
+std::vector<std::string> split_addresses(const std::string& list) {
+    std::vector<std::string> addresses;
+    for (size_t at = 0; at <= list.size();) {
+        size_t end = std::min(list.find(',', at), list.size());
+        if (end != at) addresses.push_back(list.substr(at, end - at));
+        at = end + 1;
+    }
+    return addresses;
+}
+
 std::string to_text(const SocketAddress& address) {
     char host[NI_MAXHOST], port[NI_MAXSERV];
     if (::getnameinfo(address.get(), address.size, host, sizeof(host), port, sizeof(port),

@@ -29,6 +29,9 @@ Result<std::vector<SocketAddress>> resolve(const std::string& text, bool listeni
 // The host in "host:port", without the brackets of an IPv6 address; empty where there is none.
 std::string host_of(const std::string& text);
 
+// The addresses of a list: "10.0.0.1:7700,10.0.0.2:7700".
+std::vector<std::string> split_addresses(const std::string& list);
+
 std::string to_text(const SocketAddress& address);
 std::string local_address(int fd);
 std::string peer_address(int fd);

@@ -17,11 +17,12 @@
 
 namespace moonpool {
 
-// What serves a connection: a node's store, a transfer engine, a master towards nodes, or towards clients.
+// What serves a connection: a node's store, a transfer engine, a master towards nodes, clients or its standby.
 inline constexpr std::string_view kServiceStore = "store";
 inline constexpr std::string_view kServiceEngine = "engine";
 inline constexpr std::string_view kServiceMember = "member";
 inline constexpr std::string_view kServiceDirectory = "directory";
+inline constexpr std::string_view kServiceStandby = "standby";
 
 struct DialOptions {
     std::string address;  // host:port

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from moonpool.cli.options import ConfigFile, TokenFile, examples
 from moonpool.cli.settings_options import command_of, given
 
-OPTIONS = {"master.listen": "HOST:PORT", "master.http": "HOST:PORT|off"}
+OPTIONS = {
+    "master.listen": "HOST:PORT",
+    "master.http": "HOST:PORT|off",
+    "master.standby_of": "HOST:PORT",
+    "master.take_over_after_s": "SECONDS",
+    "master.election": "URL",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -17,8 +25,51 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "moonpool master",
             "moonpool master --listen 0.0.0.0:7700 --token-file /etc/moonpool/token",
+            "moonpool master --listen 0.0.0.0:7700 --token-file token --standby-of 10.0.0.1:7700",
+            "moonpool master --listen 10.0.0.1:7700 --token-file token --election etcd://10.0.0.9:2379",
         ),
     )(master)
+    app.command(epilog=examples("moonpool promote", "moonpool promote --url http://127.0.0.1:7701"))(promote)
+
+
+def promote(
+    url: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Its HTTP address; default: as master.http says."),
+    ] = "",
+    config: ConfigFile = None,
+) -> None:
+    """Make a standby master the one that orders removals, after its master has died for good.
+
+    Ask for it only where the former master is dead, or will be restarted as a standby: while it runs out of
+    sight, both order removals, and what one side removed the other may serve until they meet again.
+    """
+    import http.client
+
+    import msgspec
+
+    from moonpool.core.config.config import load
+    from moonpool.core.errors import Unavailable
+    from moonpool.core.service.http_get import exchange
+    from moonpool.core.service.http_tls import client_context, scheme
+
+    settings = load(config)
+    place = f"{(url or f'{scheme(settings)}://{settings.master.http}').rstrip('/')}/promote"
+    tls = client_context(settings) if place.startswith("https:") else None
+    headers = {"Authorization": f"Bearer {settings.read_admin_token().decode('ascii')}"}
+    try:
+        answer = exchange("POST", place, headers=headers, timeout_s=5.0, tls=tls)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unavailable(
+            f"no standby answers at {place} ({error}); give its HTTP address: --url", operation="promote"
+        ) from error
+    if answer.status != 200:
+        raise Unavailable(
+            f"{place} answered {answer.status}: {answer.body.decode(errors='replace').strip()}",
+            operation="promote",
+        )
+    taken = msgspec.json.decode(answer.body)["taken_over"]
+    print("it has taken over" if taken else "it was the owner already, and still is")
 
 
 def master(ctx: typer.Context, config: ConfigFile = None, token_file: TokenFile = None) -> None:
@@ -32,6 +83,8 @@ def master(ctx: typer.Context, config: ConfigFile = None, token_file: TokenFile 
 
     def on_ready(ready: Master) -> None:
         place = f", {ready.http_url}/metrics" if ready.http_url else ""
-        print(f"moonpool master at {', '.join(ready.addresses)}{place}", flush=True)
+        owner = settings.master.standby_of
+        standby = f", standby of {owner}" if owner else ""
+        print(f"moonpool master at {', '.join(ready.addresses)}{place}{standby}", flush=True)
 
     run(settings, on_ready=on_ready)

@@ -18,6 +18,7 @@ from moonpool.core.service.cluster import Cluster, read_cluster
 from moonpool.core.service.control_tls import control_client_for
 from moonpool.core.service.http_get import get_json
 from moonpool.core.service.http_tls import client_context, scheme
+from moonpool.core.service.listen_addresses import master_text
 from moonpool.core.service.node_socket import is_served
 from moonpool.launch.up import UpState, read_state
 
@@ -143,7 +144,7 @@ def _cluster(
     config: Config, master: str, nodes: list[dict[str, Any]], timeout_s: float, problems: list[str]
 ) -> Cluster | None:
     """From the master that was named, or that a node of this host has joined, or that runs on this host."""
-    named = master or config.cluster.master or next((str(n["master"]) for n in nodes if n.get("master")), "")
+    named = master or master_text(config) or next((str(n["master"]) for n in nodes if n.get("master")), "")
     try:
         tls = control_client_for(config)
         return read_cluster(

@@ -30,7 +30,7 @@ from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.http_get import answers_ok, get_json
 from moonpool.core.service.http_tls import own_child_context, scheme
-from moonpool.core.service.listen_addresses import OFF, advertised_address, master_address, require_token
+from moonpool.core.service.listen_addresses import OFF, advertised_address, master_text, require_token
 from moonpool.core.service.node_socket import is_served
 from moonpool.core.service.published_events import publishes_events
 from moonpool.disagg_proxy.conductor.policy import make_policy
@@ -110,7 +110,7 @@ class _Planner:
         self._log_dir = log_dir
         self._ports = ports
         self._names = {"proxy"}
-        self._master = str(master_address(config) or "")  # what the nodes join
+        self._master = master_text(config)  # what the nodes join
         self._nodes: dict[str, str] = {}  # name of the node -> its socket
         self._policy = policy_of(
             config.proxy, (engine.role for engine in config.up.engine), has_pool=_has_pool(config)

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.hpp"
+#include "wire/address.hpp"
 
 namespace moonpool {
 
@@ -11,10 +12,10 @@ namespace {
 constexpr size_t kLogRowsMax = 1u << 18;  // 6 MiB; beyond it the master is told everything anew
 constexpr size_t kRemovalsPerFrame = 4096;
 
-MemberAgentOptions agent_options(const ClusterOptions& options, const std::string& token,
+MemberAgentOptions agent_options(const ClusterOptions& options, std::string master, const std::string& token,
                                  const std::string& socket_path, const Incarnation& incarnation) {
     MemberAgentOptions agent;
-    agent.master = options.master;
+    agent.master = std::move(master);
     agent.token = token;
     agent.interface = options.interface;
     agent.tls = options.tls;
@@ -26,6 +27,11 @@ MemberAgentOptions agent_options(const ClusterOptions& options, const std::strin
 
 }  // namespace
 
+NodeMember::ToMaster::ToMaster(MemberAgentOptions options, MemberHooks hooks, DeltaLog* next)
+    : log(
+          kLogRowsMax, [this] { agent.wake(); }, next),
+      agent(std::move(options), std::move(hooks), log) {}
+
 NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
                        const std::string& socket_path, const Incarnation& incarnation, Pools& pools,
                        SsdTier* ssd, Removals& removals, RunOnLoop run_on_loop)
@@ -33,25 +39,50 @@ NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
       ssd_(ssd),
       removals_(removals),
       holdings_(pools, ssd, removals),
-      run_on_loop_(std::move(run_on_loop)),
-      log_(kLogRowsMax, [this] { agent_.wake(); }),
-      agent_(agent_options(options, token, socket_path, incarnation),
-             MemberHooks{
-                 [this](uint64_t& cursor, std::vector<DeltaRow>& rows) { return inventory(cursor, rows); },
-                 [this](NodeLoad& l) { return load(l); }, [this](const Drops& drops) { return drop(drops); },
-                 [this] { return removals_.applied(); }, [this] { return is_empty(); },
-                 [this](Version before, Version& cursor, std::vector<Drop>& rows) {
-                     return this->removals(before, cursor, rows);
-                 }},
-             log_) {
-    for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(&log_);
-    if (ssd_ != nullptr) ssd_->set_delta_log(&log_);
+      run_on_loop_(std::move(run_on_loop)) {
+    MemberHooks hooks{
+        [this](uint64_t& cursor, std::vector<DeltaRow>& rows) { return inventory(cursor, rows); },
+        [this](NodeLoad& l) { return load(l); },
+        [this](const Drops& drops) { return drop(drops); },
+        [this] { return removals_.applied(); },
+        [this] { return is_empty(); },
+        [this](Version before, Version& cursor, std::vector<Drop>& rows) {
+            return this->removals(before, cursor, rows);
+        }};
+    std::vector<std::string> masters = split_addresses(options.master);
+    DeltaLog* next = nullptr;
+    for (size_t i = masters.size(); i-- > 0;) {  // from the last, which has no next one
+        auto to = std::make_unique<ToMaster>(
+            agent_options(options, masters[i], token, socket_path, incarnation), hooks, next);
+        next = &to->log;
+        masters_.insert(masters_.begin(), std::move(to));
+    }
+    for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(next);
+    if (ssd_ != nullptr) ssd_->set_delta_log(next);
 }
 
 NodeMember::~NodeMember() {
-    agent_.stop();
+    stop();
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(nullptr);
     if (ssd_ != nullptr) ssd_->set_delta_log(nullptr);
+}
+
+Status NodeMember::start() {
+    for (auto& to : masters_) {
+        if (Status status = to->agent.start(); !status) return status;
+    }
+    return success();
+}
+
+void NodeMember::stop() {
+    for (auto& to : masters_) to->agent.stop();
+}
+
+MemberAgent::State NodeMember::state() const {
+    for (const auto& to : masters_) {
+        if (MemberAgent::State state = to->agent.state(); state.joined) return state;
+    }
+    return masters_.front()->agent.state();
 }
 
 // What a piece fills in is shared with it: it may run after its caller has given up.
@@ -143,20 +174,31 @@ bool NodeMember::drop_all_of_ssd(Version before) {
 }
 
 std::vector<std::pair<std::string, uint64_t>> NodeMember::gauges() const {
-    MemberAgent::State state = agent_.state();
-    const MemberAgent::Counters& c = agent_.counters();
+    MemberAgent::State state = this->state();
+    uint64_t joined = 0, waiting = 0, overflows = 0;
+    for (const auto& to : masters_) {
+        joined += to->agent.state().joined;
+        waiting = std::max<uint64_t>(waiting, to->log.size());
+        overflows += to->log.overflows();
+    }
+    auto sum = [&](auto counter) {
+        uint64_t of_all = 0;
+        for (const auto& to : masters_) of_all += to->agent.counters().*counter;
+        return of_all;
+    };
     return {
         {"master_joined", state.joined ? 1 : 0},
+        {"masters_joined", joined},
         {"master_silent_ms", state.answered_ms},
-        {"master_joins_total", c.joins_total},
-        {"master_connect_failures_total", c.connect_failures_total},
-        {"master_inventories_total", c.inventories_total},
-        {"master_rows_sent_total", c.rows_sent_total},
-        {"master_rows_waiting", log_.size()},
+        {"master_joins_total", sum(&MemberCounters::joins_total)},
+        {"master_connect_failures_total", sum(&MemberCounters::connect_failures_total)},
+        {"master_inventories_total", sum(&MemberCounters::inventories_total)},
+        {"master_rows_sent_total", sum(&MemberCounters::rows_sent_total)},
+        {"master_rows_waiting", waiting},
         {"master_rows_waiting_max", kLogRowsMax},
-        {"master_log_overflows_total", log_.overflows()},
-        {"master_beats_total", c.beats_total},
-        {"master_dropped_total", c.dropped_total},
+        {"master_log_overflows_total", overflows},
+        {"master_beats_total", sum(&MemberCounters::beats_total)},
+        {"master_dropped_total", sum(&MemberCounters::dropped_total)},
     };
 }
 

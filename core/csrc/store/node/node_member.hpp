@@ -1,5 +1,5 @@
-// NodeMember: a node's place in a pool of many: the log of what changes in its tables, and the agent that
-// tells the master. What it looks at or drops it does on the store's loop, a piece at a time.
+// NodeMember: a node's place in a pool of many: for each master a log of what changes in its tables, and an
+// agent that tells it. What they look at or drop they do on the store's loop, a piece at a time.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace moonpool {
 
 struct ClusterOptions {
-    std::string master;         // "host:port"; empty: the node is alone
+    std::string master;         // "host:port", or several with commas; empty: the node is alone
     std::string name;           // of the node, within its host
     std::string host_id;        // equal for all processes of a host
     std::string address;        // of its wire, as others reach it
@@ -43,9 +43,9 @@ class NodeMember {
     ~NodeMember();  // before it, the loop has ended or goes on running
     NodeMember(const NodeMember&) = delete;
 
-    Status start() { return agent_.start(); }
-    void stop() { agent_.stop(); }
-    MemberAgent::State state() const { return agent_.state(); }
+    Status start();
+    void stop();
+    MemberAgent::State state() const;  // towards the master that it has joined; else towards the first
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
     // What the master asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops);
@@ -66,8 +66,13 @@ class NodeMember {
     Removals& removals_;
     Holdings holdings_;  // of the loop
     RunOnLoop run_on_loop_;
-    DeltaLog log_;
-    MemberAgent agent_;
+    // The tables push to the first one's log, each log to the next one's.
+    struct ToMaster {
+        ToMaster(MemberAgentOptions options, MemberHooks hooks, DeltaLog* next);
+        DeltaLog log;
+        MemberAgent agent;
+    };
+    std::vector<std::unique_ptr<ToMaster>> masters_;
 };
 
 }  // namespace moonpool

@@ -1,0 +1,154 @@
+#include "directory/master_pair.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint64_t kHeartbeatMs = 100;  // a frame without records, so that the standby knows that it is alone
+
+}  // namespace
+
+MasterPair::MasterPair(Master& master, const MasterPairOptions& options, uint64_t now_ms)
+    : master_(master), options_(options) {
+    if (!options.is_standby) return;
+    role_ = MasterRole::kStandby;
+    master_.begin_to_follow(now_ms);
+}
+
+bool MasterPair::serves(Caller caller) const {
+    switch (role_.load()) {
+        case MasterRole::kOwner:
+            return true;
+        case MasterRole::kStandby:
+            return caller == Caller::kNode && is_whole_;
+        case MasterRole::kActing:
+            return caller != Caller::kStandby;
+        case MasterRole::kSuperseded:
+            break;
+    }
+    return false;
+}
+
+// ---- The owner
+
+void MasterPair::attach(const Cut& cut) {
+    ++attachment_;
+    told_closed_ = kNoVersion;
+    master_.begin_mirror(cut);
+}
+
+void MasterPair::detach(bool left) {
+    master_.mirror().detach();
+    alone_ |= left;
+}
+
+// What was begun may end also without the standby, which knows of it.
+std::optional<Error> MasterPair::why_no_ends(uint64_t now_ms) const {
+    if (role_ != MasterRole::kOwner) {
+        return Error{
+            Code::kUnavailable,
+            "the master is lost; its standby, which answers, orders no removals before it is told to "
+            "take over (moonpool promote)"};
+    }
+    if (now_ms < valid_until_ms_) return std::nullopt;
+    return Error{
+        Code::kUnavailable,
+        "the master has no standby, and could not renew its lease in time: another one may have taken "
+        "over; it orders no removals before it has"};
+}
+
+std::optional<Error> MasterPair::why_no_orders(uint64_t now_ms) const {
+    if (std::optional<Error> why = why_no_ends(now_ms)) return why;
+    if (alone_ || attached()) return std::nullopt;
+    return Error{Code::kUnavailable,
+                 "the standby of the master is lost, and may take over; the master orders no removals before "
+                 "that is back, or it is told that there is none (moonpool promote)"};
+}
+
+// With what is recorded and not cut yet.
+MasterPair::Word MasterPair::word() const {
+    const Mirror& mirror = master_.mirror();
+    return {attachment_, mirror.last() + (mirror.has_records() ? 1 : 0)};
+}
+
+bool MasterPair::is_heard(const Word& word) const {
+    if (alone_) return true;
+    const Mirror& mirror = master_.mirror();
+    if (word.attachment != attachment_) return mirror.whole();  // a later standby began with all of that
+    return mirror.attached() && mirror.has_heard(word.number);
+}
+
+bool MasterPair::heard() { return master_.mirror().whole() && std::exchange(alone_, false); }
+
+bool MasterPair::is_frame_due(uint64_t now_ms) {
+    const Mirror& mirror = master_.mirror();
+    if (!mirror.attached()) return false;
+    Version closed = master_.mirror_head(0).closed;
+    bool news = mirror.has_records() || closed != std::exchange(told_closed_, closed);
+    return news || now_ms - mirror.cut_at_ms() >= kHeartbeatMs;
+}
+
+uint8_t MasterPair::frame_flags() const { return master_.mirror().whole() ? kMirrorWhole : uint8_t{0}; }
+
+uint64_t MasterPair::lag_ms(uint64_t now_ms) const {
+    std::optional<uint64_t> since = master_.mirror().waits_since_ms();
+    return since ? now_ms - std::min(now_ms, *since) : 0;
+}
+
+bool MasterPair::is_overdue(uint64_t now_ms) const { return lag_ms(now_ms) > options_.silent_ms; }
+
+bool MasterPair::go_alone() {
+    if (role_ != MasterRole::kOwner || attached()) return false;
+    alone_ = true;
+    return true;
+}
+
+void MasterPair::step_down() {
+    role_ = MasterRole::kSuperseded;
+    is_whole_ = false;
+    master_.step_down();
+    master_.mirror().detach();
+}
+
+// ---- The standby
+
+// Nodes tell all anew: what they told while this master could not compare it with the order of removals does
+// not count.
+bool MasterPair::begin_to_follow(uint64_t now_ms) {
+    if (role_ == MasterRole::kOwner) return false;
+    role_ = MasterRole::kStandby;
+    is_whole_ = false;
+    master_.begin_to_follow(now_ms);
+    return true;
+}
+
+bool MasterPair::follow(uint64_t now_ms, Reader frame) {
+    if (role_ != MasterRole::kStandby || !master_.follow(now_ms, frame)) return false;
+    is_whole_ = master_.is_whole();
+    return true;
+}
+
+bool MasterPair::lose_owner(uint64_t now_ms) {
+    if (role_ != MasterRole::kStandby || !is_whole_) return false;
+    role_ = MasterRole::kActing;
+    owner_lost_ms_ = now_ms;
+    return true;
+}
+
+bool MasterPair::is_take_over_due(uint64_t now_ms) const {
+    return role_ == MasterRole::kActing && options_.take_over_ms != UINT32_MAX &&
+           now_ms - owner_lost_ms_ >= options_.take_over_ms;
+}
+
+bool MasterPair::take_over(uint64_t now_ms, Version first) {
+    if (role_ == MasterRole::kOwner) return false;
+    master_.take_over(now_ms, first);
+    role_ = MasterRole::kOwner;
+    alone_ = true;
+    return true;
+}
+
+}  // namespace moonpool

@@ -1,0 +1,91 @@
+// MasterPair: which of two masters does what, without sockets, threads or a clock. MasterServer drives it,
+// and the simulator of tests/sim.
+//
+//   kOwner      serves, and tells its standby
+//   kStandby    follows an owner; nodes join once it is whole, clients are refused
+//   kActing     a standby whose owner is lost: it answers what it knows, and orders no removals
+//   kSuperseded an owner that has heard of a later one: it serves none
+//
+//   kStandby -> kActing -> kOwner (take_over), kActing -> kStandby (its owner is back)
+//   kOwner -> kSuperseded -> kStandby (if it has an owner to follow)
+//
+// Neither can tell a dead peer from a cut line. So an owner that has lost its standby orders no removals
+// before it is told that there is none (go_alone), or one is back; and a standby that has lost its owner
+// orders none before it is told to take over. Both answer lookups meanwhile: what the other one knows is no
+// newer.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+
+#include "directory/master.hpp"
+#include "directory/master_protocol.hpp"
+
+namespace moonpool {
+
+enum class MasterRole : uint8_t { kOwner, kStandby, kActing, kSuperseded };
+
+struct MasterPairOptions {
+    bool is_standby = false;             // it begins as one
+    uint32_t take_over_ms = UINT32_MAX;  // of an acting standby, by itself; UINT32_MAX: never
+    uint32_t silent_ms = 1000;           // a standby that owes its word for so long is lost
+};
+
+class MasterPair {
+   public:
+    MasterPair(Master& master, const MasterPairOptions& options, uint64_t now_ms);
+
+    // Any thread.
+    MasterRole role() const { return role_; }
+    bool serves(Caller caller) const;
+    bool is_whole() const { return is_whole_; }  // a standby knows all
+
+    // ---- The owner
+    using Cut = std::function<void(uint8_t flags)>;  // makes a MIRROR frame for the standby
+    void attach(const Cut& cut);                     // a standby asks for all
+    void detach(bool left);                          // it is lost, or has left: then none takes over
+    bool attached() const { return master_.mirror().attached(); }
+    // What an answer waits for: that the standby of that attachment has heard that frame.
+    struct Word {
+        uint64_t attachment, number;
+    };
+    bool waits() const { return !alone_; }  // answers that promise something, for such a word
+    std::optional<Error> why_no_orders(uint64_t now_ms) const;
+    std::optional<Error> why_no_ends(uint64_t now_ms) const;  // of what was ordered
+    Word word() const;
+    bool is_heard(const Word& word) const;
+    // The standby has heard more: true, the first time that it knows all.
+    bool heard();
+    bool is_frame_due(uint64_t now_ms);  // cut(frame_flags()) then
+    uint8_t frame_flags() const;
+    bool is_overdue(uint64_t now_ms) const;
+    uint64_t lag_ms(uint64_t now_ms) const;
+    bool go_alone();  // false: there is a standby, or this is no owner
+    // An owner orders nothing from then on, unless this is called again: another master may take over.
+    void set_valid_until(uint64_t at_ms) { valid_until_ms_ = at_ms; }
+    // It has heard of a later owner, and is to step down.
+    bool is_superseded() const { return role_ == MasterRole::kOwner && master_.superseded(); }
+    void step_down();
+
+    // ---- The standby
+    bool begin_to_follow(uint64_t now_ms);  // false: it is the owner
+    bool follow(uint64_t now_ms, Reader frame);
+    bool lose_owner(uint64_t now_ms);  // true: it is acting now
+    bool is_take_over_due(uint64_t now_ms) const;
+    // first: as of Master. False: it is the owner already.
+    bool take_over(uint64_t now_ms, Version first);
+
+   private:
+    Master& master_;
+    const MasterPairOptions options_;
+    std::atomic<MasterRole> role_{MasterRole::kOwner};
+    std::atomic<bool> is_whole_{false};
+    uint64_t attachment_ = 0;
+    bool alone_ = true;  // no standby's word is waited for
+    Version told_closed_ = kNoVersion;
+    uint64_t owner_lost_ms_ = 0;
+    std::atomic<uint64_t> valid_until_ms_{UINT64_MAX};
+};
+
+}  // namespace moonpool

@@ -1,0 +1,59 @@
+// StandbyAgent: a standby master's way to its owner. Its thread dials, asks for all, hands each MIRROR frame
+// on and answers with its number. An owner that is silent for silent_ms is lost; the thread dials again.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/mutex.hpp"
+#include "base/result.hpp"
+#include "base/service_thread.hpp"
+#include "wire/control_socket.hpp"
+#include "wire/frame.hpp"
+
+namespace moonpool {
+
+struct StandbyAgentOptions {
+    std::string token;
+    std::string name;                      // by which its owner tells it from other standbys
+    std::shared_ptr<const TlsClient> tls;  // null: plain
+    int silent_ms = 1000;
+    int pause_ms = 100;  // between two attempts
+};
+
+// On the agent's thread; each gives up by itself, and false ends the connection.
+struct StandbyHooks {
+    std::function<std::string()> owner;  // host:port; empty: there is none to follow
+    std::function<bool()> begin;         // the owner is there
+    std::function<bool(Reader frame, uint64_t& number)> follow;
+    std::function<void(const std::string& why)> lost;  // it is not
+};
+
+class StandbyAgent {
+   public:
+    StandbyAgent(StandbyAgentOptions options, StandbyHooks hooks);
+    ~StandbyAgent();
+    StandbyAgent(const StandbyAgent&) = delete;
+
+    Status start();
+    void stop();  // idempotent
+
+   private:
+    void run();
+    Status follow_one(const std::string& owner);
+    static Status send(ControlSocket& socket, std::span<const std::byte> bytes);
+    static Status receive(ControlSocket& socket, void* data, size_t size);
+
+    StandbyAgentOptions options_;
+    StandbyHooks hooks_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<int> live_fd_{-1};
+    Mutex mutex_;
+    CondVar wake_;
+    ServiceThread thread_;
+};
+
+}  // namespace moonpool

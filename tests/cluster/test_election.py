@@ -1,0 +1,168 @@
+"""Masters that agree in a real etcd on which of them serves: kills, and an etcd that is away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from typing import Any
+
+import pytest
+
+from ..core.store_bed import until
+from .bed import JOIN_S, MASTER_PORT, Cluster, Node, master_metric
+from .hosts import Host, Process, measured
+
+SIZE = 1000
+AGAIN_S = 1.5
+ELECTED_S = 30.0  # 5 times what a lease and a look take
+
+
+class Elected:
+    """etcd and two masters, each in a host of its own, and two nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._etcd_host = cluster.host("e")
+        self.etcd = self.start_etcd()
+        self.hosts = [cluster.host("m"), cluster.host("s")]
+        cluster.master_host, cluster.standby_host = self.hosts
+        self.masters = [self.start_master(host) for host in self.hosts]
+        until(lambda: self.owner() is not None and self.is_whole(), ELECTED_S)
+        self.nodes: list[Node] = cluster.start("a", "b", master=False)
+        for node in self.nodes:
+            until(lambda node=node: node.metric("masters_joined") == 2, JOIN_S)
+        cluster.wait_alive(2)
+
+    def start_etcd(self) -> Process:
+        program = shutil.which("etcd")
+        if program is None:
+            pytest.skip("etcd is not installed: apt install etcd-server")
+        url = f"http://{self._etcd_host.address}:2379"
+        peer = "http://127.0.0.1:2380"
+        command = [program, "--data-dir", str(self._etcd_host.log_dir / "etcd"), "--listen-client-urls", url]
+        command += ["--advertise-client-urls", url, "--listen-peer-urls", peer]
+        command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+        return self._etcd_host.start("etcd", command)
+
+    def start_master(self, host: Host) -> Process:
+        etcd = f"etcd://{self._etcd_host.address}:2379"
+        process = host.moonpool("master", "--listen", f"{host.address}:{MASTER_PORT}", "--election", etcd)
+        process.said("^moonpool master")
+        return process
+
+    def owner(self) -> int | None:
+        """Which of the two it is; None: neither, or both for a moment."""
+        owners = [i for i, host in enumerate(self.hosts) if master_metric(host, "is_owner")]
+        return owners[0] if len(owners) == 1 else None
+
+    def is_whole(self) -> bool:
+        owner = self.owner()
+        return owner is not None and bool(master_metric(self.hosts[owner], "standby_is_whole"))
+
+    def removed(self, puppet: Any, key: str) -> bool:
+        """Once it is acknowledged: a try that was not may have removed it."""
+        return puppet.remove([key]) == [True] or puppet.exists([key]) == ["miss"]
+
+
+@pytest.fixture
+def elected(cluster: Cluster) -> Elected:
+    return Elected(cluster)
+
+
+def test_an_owner_that_dies_is_succeeded_and_comes_back_as_the_standby(elected: Elected) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    names = [f"k{i}" for i in range(50)]
+    on_b.put(names, SIZE)
+    elected.cluster.found(names)
+    assert on_a.remove(["k0"]) == [True]
+    before = {node.name: node.metric("master_inventories_total") for node in elected.nodes}
+    for round_ in range(2):
+        owner = elected.owner()
+        assert owner is not None
+        elected.masters[owner].kill()
+        fresh = elected.cluster.puppet(a.host)
+        measured("lookups answered again", lambda p=fresh: p.has(names[10:], SIZE, room=SIZE), AGAIN_S)
+        until(lambda owner=owner: elected.owner() == 1 - owner, ELECTED_S)
+        until(lambda r=round_: elected.removed(on_a, f"k{r + 1}"), ELECTED_S)
+        assert on_b.get(["k0", f"k{round_ + 1}"]) == [None, None]
+        if round_ == 0:
+            after = {node.name: node.metric("master_inventories_total") for node in elected.nodes}
+            assert after == before
+        elected.masters[owner] = elected.start_master(elected.hosts[owner])
+        until(elected.is_whole, ELECTED_S)
+        for node in elected.nodes:
+            until(lambda node=node: node.metric("masters_joined") == 2, JOIN_S)
+
+
+def test_removals_go_on_when_the_standby_dies(elected: Elected) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    on_b.put(["k", "l"], SIZE)
+    elected.cluster.found(["k", "l"])
+    owner = elected.owner()
+    assert owner is not None
+    elected.masters[1 - owner].kill()
+    until(lambda: elected.removed(on_a, "k"), ELECTED_S)
+    elected.masters[1 - owner] = elected.start_master(elected.hosts[1 - owner])
+    until(elected.is_whole, ELECTED_S)
+    assert elected.owner() == owner
+    until(lambda: elected.removed(on_a, "l"), ELECTED_S)
+    assert on_b.get(["k", "l"]) == [None, None]
+
+
+def test_owner_and_standby_go_on_without_etcd_and_one_of_them_alone_removes_nothing(
+    elected: Elected,
+) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    on_b.put(["k", "l", "kept"], SIZE)
+    elected.cluster.found(["k", "l", "kept"])
+    owner = elected.owner()
+    assert owner is not None
+    elected.etcd.kill()
+    assert on_a.remove(["k"]) == [True]
+    assert on_b.get(["k"]) == [None]
+    elected.masters[owner].kill()
+    until(lambda: not master_metric(elected.hosts[1 - owner], "is_following"), ELECTED_S)
+    until(lambda: on_a.has(["kept"], SIZE, room=SIZE), ELECTED_S)
+    assert on_a.remove(["l"]) not in ([True], [False])
+    assert not master_metric(elected.hosts[1 - owner], "is_owner")
+    elected.etcd = elected.start_etcd()
+    until(lambda: elected.owner() == 1 - owner, ELECTED_S)
+    until(lambda: elected.removed(on_a, "l"), ELECTED_S)
+    assert on_b.get(["l"]) == [None]
+
+
+def test_an_owner_that_stood_still_follows_the_one_that_took_over(elected: Elected) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    on_b.put(["k", "kept"], SIZE)
+    elected.cluster.found(["k", "kept"])
+    owner = elected.owner()
+    assert owner is not None
+    os.kill(elected.masters[owner].pid, signal.SIGSTOP)
+    try:
+        until(lambda: master_metric(elected.hosts[1 - owner], "is_owner"), ELECTED_S)
+        until(lambda: elected.removed(on_a, "k"), ELECTED_S)
+    finally:
+        os.kill(elected.masters[owner].pid, signal.SIGCONT)
+    until(lambda: elected.owner() == 1 - owner and elected.is_whole(), ELECTED_S)
+    assert on_b.get(["k"]) == [None]
+    assert on_a.has(["kept"], SIZE, room=SIZE)
+
+
+def test_both_masters_that_die_are_succeeded_by_those_at_their_addresses(elected: Elected) -> None:
+    a, b = elected.nodes
+    on_a, on_b = elected.cluster.puppet(a.host), elected.cluster.puppet(b.host)
+    on_b.put(["k", "kept"], SIZE)
+    elected.cluster.found(["k", "kept"])
+    assert on_a.remove(["k"]) == [True]
+    for process in elected.masters:
+        process.kill()
+    elected.masters = [elected.start_master(host) for host in elected.hosts]
+    until(lambda: elected.owner() is not None and elected.is_whole(), ELECTED_S)
+    until(lambda: on_a.has(["kept"], SIZE, room=SIZE), ELECTED_S)
+    assert on_b.get(["k"]) == [None]
+    until(lambda: elected.removed(on_a, "kept"), ELECTED_S)

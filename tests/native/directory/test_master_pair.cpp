@@ -1,0 +1,310 @@
+// Two masters over real sockets: what a standby knows, when the owner waits for it, and who serves when one
+// is lost. The order of removals across a take-over is the simulator's matter (tests/sim).
+#include <doctest/doctest.h>
+#include <sys/socket.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../random.hpp"
+#include "directory/mirror.hpp"
+#include "server_bed.hpp"
+#include "wire/dial.hpp"
+#include "wire/error_frame.hpp"
+
+namespace moonpool {
+namespace {
+
+using namespace testing;  // NOLINT: the bed is of these tests alone
+
+struct Pair {
+    std::unique_ptr<MasterServer> owner, standby;
+    std::string addresses;
+
+    explicit Pair(uint32_t take_over_ms = UINT32_MAX) {
+        owner = serve();
+        const std::string of = owner->addresses()[0];
+        standby = serve("127.0.0.1:0", [&](MasterServerOptions& o) {
+            o.standby_of = of;
+            o.pair.take_over_ms = take_over_ms;
+        });
+        addresses = of + "," + standby->addresses()[0];
+        REQUIRE(until([&] { return owner->standby().is_whole && standby->standby().is_whole; }));
+    }
+};
+
+// A node that tells both.
+struct PairNode {
+    FakeNode to_owner, to_standby;
+    PairNode(const Pair& pair, const std::string& name)
+        : to_owner(pair.owner->addresses()[0], name), to_standby(pair.standby->addresses()[0], name) {}
+    void put(uint64_t n) {
+        to_owner.put(n);
+        to_standby.put(n);
+    }
+};
+
+uint64_t metric(MasterServer& server, const std::string& name) {
+    for (auto& [known, value] : server.snapshot()) {
+        if (known == name) return value;
+    }
+    return 0;
+}
+
+// Through all of it; what the master answered to its end.
+Result<std::vector<Version>> remove(DirectoryClient& client, uint64_t key) {
+    std::vector<Hash128> keys = hashes(key, key + 1);
+    Result<OrderAnswer> order = client.order(keys, nullptr);
+    if (!order) return order.error();
+    OrderDone done{keys, order->versions, order->epoch, {{}}, {{}}};
+    return client.ordered(done);
+}
+
+TEST_CASE("masters: a standby answers what it knows when its owner is lost, and orders after it took over") {
+    Pair pair;
+    PairNode node(pair, "a");
+    DirectoryClient client(client_options(pair.addresses));
+    for (uint64_t n = 1; n <= 300; ++n) node.put(n);
+    std::vector<Hash128> keys = hashes(1, 301);
+    REQUIRE(until([&] { return hits(client, keys) == 300; }));
+    REQUIRE(remove(client, 7));
+    REQUIRE(until([&] { return metric(*pair.standby, "directory_rows") == 299; }));
+    uint64_t inventories = metric(*pair.standby, "inventories_total");
+
+    pair.owner.reset();
+    REQUIRE(until([&] { return pair.standby->role() == MasterRole::kActing; }));
+    REQUIRE(until([&] { return hits(client, keys) == 299; }));
+    Result<std::vector<Version>> refused = remove(client, 8);
+    REQUIRE_FALSE(refused);
+    CHECK(refused.error().text.find("moonpool promote") != std::string::npos);
+    CHECK(hits(client, keys) == 299);  // the refusal cost no connection
+
+    CHECK(pair.standby->take_over());
+    CHECK_FALSE(pair.standby->take_over());
+    CHECK(pair.standby->role() == MasterRole::kOwner);
+    REQUIRE(remove(client, 8));
+    REQUIRE(until([&] { return hits(client, keys) == 298; }));
+    CHECK(metric(*pair.standby, "inventories_total") == inventories);
+    CHECK(pair.standby->check_integrity());
+}
+
+TEST_CASE("masters: clients of a pair find the one that serves, whichever it is") {
+    Pair pair(0);
+    std::string turned = pair.standby->addresses()[0] + "," + pair.owner->addresses()[0];
+    DirectoryClient client(client_options(turned));
+    REQUIRE(client.members(true));
+    REQUIRE(remove(client, 1));
+    pair.owner.reset();
+    REQUIRE(until([&] { return pair.standby->role() == MasterRole::kOwner; }));
+    REQUIRE(until([&] { return remove(client, 2).ok(); }));
+}
+
+// A standby that hears and says nothing.
+struct MuteStandby {
+    Dialed line;
+    explicit MuteStandby(const std::string& owner) {
+        DialOptions to;
+        to.address = owner;
+        to.token = kToken;
+        to.service = kServiceStandby;
+        Result<Dialed> dialed = dial(to);
+        REQUIRE(dialed);
+        line = std::move(*dialed);
+        std::vector<std::byte> hello;
+        size_t at = begin_frame(hello, Kind::kMirror, kFlagOneWay, 0);
+        Writer(hello).text16("mute");
+        finish_frame(hello, at);
+        send(hello);
+    }
+    void send(const std::vector<std::byte>& bytes) {
+        REQUIRE(::send(line.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
+                static_cast<ssize_t>(bytes.size()));
+    }
+    void say(Kind kind, uint64_t number) {
+        std::vector<std::byte> out;
+        size_t at = begin_frame(out, kind, kFlagOneWay, 0);
+        if (kind == Kind::kMirrored) Writer(out).number(number);
+        finish_frame(out, at);
+        send(out);
+    }
+    // The next frame's head.
+    MirrorHead hear() {
+        FrameHeader header;
+        REQUIRE(::recv(line.fd.get(), &header, sizeof(header), MSG_WAITALL) == sizeof(header));
+        REQUIRE(header.kind == Kind::kMirror);
+        std::vector<std::byte> body(header.length);
+        REQUIRE(::recv(line.fd.get(), body.data(), body.size(), MSG_WAITALL) ==
+                static_cast<ssize_t>(body.size()));
+        Reader r{std::span<const std::byte>(body)};
+        return MirrorHead::read(r);
+    }
+};
+
+TEST_CASE("masters: no removal gets its place before the standby has heard of it") {
+    auto owner = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.pair.silent_ms = 60000; });
+    const std::string address = owner->addresses()[0];
+    MuteStandby standby(address);
+    standby.say(Kind::kMirrored, standby.hear().number);
+    REQUIRE(until([&] { return owner->standby().is_whole; }));
+    DirectoryClientOptions impatient = client_options(address);
+    impatient.timeout_ms = 200;
+    DirectoryClient client(impatient);
+    Result<std::vector<Version>> held = remove(client, 1);
+    REQUIRE_FALSE(held);
+    CHECK(held.error().code == Code::kTimeout);
+    // Once it says that it has, removals go on; its word for later frames is given ahead of each.
+    std::thread hears([&] {
+        for (;;) {
+            FrameHeader header;
+            if (::recv(standby.line.fd.get(), &header, sizeof(header), MSG_WAITALL) != sizeof(header)) return;
+            std::vector<std::byte> body(header.length);
+            if (::recv(standby.line.fd.get(), body.data(), body.size(), MSG_WAITALL) <= 0) return;
+            Reader r{std::span<const std::byte>(body)};
+            uint64_t number = MirrorHead::read(r).number;
+            std::vector<std::byte> out;
+            size_t at = begin_frame(out, Kind::kMirrored, kFlagOneWay, 0);
+            Writer(out).number(number);
+            finish_frame(out, at);
+            if (::send(standby.line.fd.get(), out.data(), out.size(), MSG_NOSIGNAL) < 0) return;
+        }
+    });
+    bool went_on = until([&] { return remove(client, 2).ok(); });
+    ::shutdown(standby.line.fd.get(), SHUT_RDWR);
+    hears.join();
+    CHECK(went_on);
+}
+
+TEST_CASE("masters: an owner whose standby is lost orders nothing until it hears that there is none") {
+    auto owner = serve();
+    const std::string address = owner->addresses()[0];
+    DirectoryClient client(client_options(address));
+    {
+        MuteStandby standby(address);
+        standby.say(Kind::kMirrored, standby.hear().number);
+        REQUIRE(until([&] { return owner->standby().is_whole; }));
+    }
+    REQUIRE(until([&] { return !owner->standby().attached; }));
+    Result<std::vector<Version>> refused = remove(client, 1);
+    REQUIRE_FALSE(refused);
+    CHECK(refused.error().text.find("standby of the master is lost") != std::string::npos);
+    CHECK(owner->take_over());
+    CHECK(remove(client, 1));
+}
+
+TEST_CASE("masters: an owner goes on alone when its standby says that it leaves") {
+    auto owner = serve();
+    const std::string address = owner->addresses()[0];
+    DirectoryClient client(client_options(address));
+    SUBCASE("by the frame") {
+        MuteStandby standby(address);
+        standby.say(Kind::kMirrored, standby.hear().number);
+        REQUIRE(until([&] { return owner->standby().is_whole; }));
+        standby.say(Kind::kLeave, 0);
+    }
+    SUBCASE("as a standby that is stopped does") {
+        auto standby = serve("127.0.0.1:0", [&](MasterServerOptions& o) { o.standby_of = address; });
+        REQUIRE(until([&] { return owner->standby().is_whole; }));
+        standby->stop();
+    }
+    REQUIRE(until([&] { return !owner->standby().attached; }));
+    CHECK(remove(client, 1));
+}
+
+TEST_CASE("masters: an owner serves no longer when a node has heard of a later one") {
+    Pair pair;
+    PairNode node(pair, "a");
+    DirectoryClient client(client_options(pair.addresses));
+    node.put(1);
+    std::vector<Hash128> keys = hashes(1, 2);
+    REQUIRE(until([&] { return hits(client, keys) == 1; }));
+    REQUIRE(pair.standby->take_over());
+    // The node tells each what it has heard of the other.
+    REQUIRE(until([&] {
+        node.to_owner.set_applied(node.to_standby.applied());
+        return pair.owner->role() == MasterRole::kSuperseded;
+    }));
+    REQUIRE(until([&] { return remove(client, 2).ok(); }));
+    CHECK(hits(client, keys) == 1);
+}
+
+TEST_CASE("masters: a standby that is told nonsense asks for all again") {
+    auto owner = serve();
+    DialOptions to;
+    to.address = owner->addresses()[0];
+    to.token = kToken;
+    to.service = kServiceStandby;
+    for (Kind kind : {Kind::kMirrored, Kind::kLocate, Kind::kJoin}) {
+        Result<Dialed> dialed = dial(to);
+        REQUIRE(dialed);
+        std::vector<std::byte> out;
+        size_t at = begin_frame(out, kind, kFlagOneWay, 0);
+        Writer(out).number(uint64_t{12345});
+        finish_frame(out, at);
+        REQUIRE(::send(dialed->fd.get(), out.data(), out.size(), MSG_NOSIGNAL) > 0);
+        FrameHeader header;
+        REQUIRE(::recv(dialed->fd.get(), &header, sizeof(header), MSG_WAITALL) == sizeof(header));
+        CHECK(header.kind == Kind::kError);
+    }
+    CHECK(owner->check_integrity());
+}
+
+// The frames of an owner with removals that are open, ended and placed, without their headers.
+std::vector<std::vector<std::byte>> mirror_frames() {
+    Master owner(MasterLimits{}, 0, first_version(1000));
+    NodeIdentity who;
+    who.name = "a";
+    who.host_id = "h";
+    who.incarnation.fill(1);
+    NodeId node = owner.join(0, who, {}, 1, UINT64_MAX)->id;
+    std::vector<std::vector<std::byte>> frames;
+    auto cut = [&](uint8_t flags) {
+        std::vector<std::byte> out;
+        owner.mirror().cut(0, owner.mirror_head(flags), out);
+        frames.emplace_back(out.begin() + sizeof(FrameHeader), out.end());
+    };
+    auto order = [&](const std::vector<Hash128>& keys, bool ends) {
+        std::string_view bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * sizeof(Hash128));
+        std::vector<std::byte> out;
+        Writer w(out);
+        Version first = owner.order(0, bytes, node, w);
+        std::string bits(keys.size(), '\1');
+        if (ends) owner.ordered(0, Ordered{first, owner.membership().epoch(), {node}, bytes, bits, bits}, w);
+    };
+    order(hashes(0, 5), true);
+    order(hashes(5, 9), false);
+    owner.begin_mirror(cut);
+    order(hashes(9, 12), true);
+    order(hashes(12, 13), false);
+    cut(kMirrorWhole);
+    return frames;
+}
+
+TEST_CASE("masters: a standby follows damaged frames to no harm") {
+    const std::vector<std::vector<std::byte>> sound = mirror_frames();
+    REQUIRE(sound.size() == 2);
+    Random random(20261128);
+    INFO("seed 20261128");
+    size_t followed = 0;
+    for (int round = 0; round < 3000; ++round) {
+        Master standby(MasterLimits{}, 0, first_version(1000));
+        standby.begin_to_follow(0);
+        for (std::vector<std::byte> frame : sound) {
+            for (uint64_t i = random.below(3); i > 0; --i)
+                frame[random.below(frame.size())] = static_cast<std::byte>(random.below(256));
+            if (random.one_in(4)) frame.resize(random.below(frame.size()));
+            if (!standby.follow(1, Reader(std::span<const std::byte>(frame)))) break;
+            ++followed;
+        }
+        REQUIRE(standby.check_integrity());
+        if (random.one_in(2)) {
+            standby.take_over(2, first_version(2000));
+            standby.tick(10000);
+            REQUIRE(standby.check_integrity());
+        }
+    }
+    CHECK(followed > 1000);
+}
+
+}  // namespace
+}  // namespace moonpool
