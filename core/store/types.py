@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PutResult:
     """STORED; EXISTS (the old bytes stay); or REFUSED with the reason, in one sentence.
 
     replicas: in how many nodes the bytes lie now, of other hosts first. reason: also why there are fewer than
-    asked for.
+    asked for, and after a replacement which nodes may still have an older value (see Unsure).
     """
 
     status: PutStatus
@@ -213,9 +213,20 @@ _PRESENCES: Sequence[Presence] = (Presence.MISS, Presence.HIT, Presence.UNKNOWN)
 
 
 def put_results(
-    outcomes: bytes, refusal: str, copies: bytes = b"", short_of_copies: str = "", *, replicas: int = 1
+    outcomes: bytes,
+    refusal: str,
+    copies: bytes = b"",
+    short_of_copies: str = "",
+    unsure: Sequence[str] = (),
+    *,
+    replicas: int = 1,
 ) -> list[PutResult]:
-    """The native outcome bytes (0 stored, 1 exists, 2 refused) as results; copies: of each, or empty: one."""
+    """The native outcome bytes (0 stored, 1 exists, 2 refused) as results; copies: of each, or empty: one;
+    unsure: of each the nodes that may have an older value, or empty: none of all.
+    """
+    if unsure:
+        made = put_results(outcomes, refusal, copies, short_of_copies, replicas=replicas)
+        return [_with_doubt(result, nodes) for result, nodes in zip(made, unsure, strict=True)]
     if not copies:
         return [_RESULTS[o] if o < 2 else PutResult(PutStatus.REFUSED, refusal, 0) for o in outcomes]
     results = []
@@ -226,6 +237,13 @@ def put_results(
             short = short_of_copies if n < replicas else ""
             results.append(PutResult(_RESULTS[outcome].status, short, n))
     return results
+
+
+def _with_doubt(result: PutResult, nodes: str) -> PutResult:
+    if not nodes:
+        return result
+    doubt = f"an older value may still be on {nodes}"
+    return replace(result, reason=f"{result.reason}; {doubt}" if result.reason else doubt)
 
 
 def removals(flags: bytes, unsure: Sequence[str]) -> list[bool | Unsure]:

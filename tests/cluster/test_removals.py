@@ -111,3 +111,22 @@ def test_a_node_that_was_away_keeps_what_nobody_removed(cluster: Cluster) -> Non
     cluster.found(names)
     assert on_a.has(names, SIZE)
     assert b.metric("objects") == len(names)
+
+
+def test_a_replacement_says_which_node_may_still_have_the_older_value(cluster: Cluster) -> None:
+    a, b = cluster.start("a", "b")
+    on_a = cluster.puppet(a.host)
+    on_a.put(["k", "alone"], SIZE, 0)
+    cluster.puppet(b.host).put(["k"], SIZE, 1, replace=True)
+    cluster.found(["k", "alone"])
+    b.process.stop()
+    try:
+        status, reason, _ = on_a.put(["k"], SIZE, 2, replace=True)[0]
+        assert status == "stored"
+        assert "older value" in reason
+        assert b.name in reason
+        assert on_a.put(["alone"], SIZE, 2, replace=True)[0][:2] == ["stored", ""]
+    finally:
+        b.process.resume()
+    until(lambda: cluster.states()[b.name] == "alive")
+    until(lambda: cluster.puppet(b.host).get(["k"]) == [[SIZE, checksum("k", 2, SIZE)]])

@@ -59,7 +59,7 @@ py::tuple remove_answer(const RemoveReport& report) {
 
 py::tuple put_answer(const PutReport& report) {
     return py::make_tuple(to_bytes(report.outcomes), report.refusal, to_bytes(report.copies),
-                          report.short_of_copies);
+                          report.short_of_copies, report.unsure);
 }
 
 py::list get_answer(const std::vector<int64_t>& sizes) {

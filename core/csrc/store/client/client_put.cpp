@@ -340,7 +340,12 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     end_removal(pool, names, removal);
     names.clear();
     std::vector<Version> versions;
+    report.unsure.clear();
     for (size_t i = 0; i < items.size(); ++i) {
+        if (report.outcomes[i] == PutOutcome::kStored && !removal.unsure(i).empty()) {
+            report.unsure.resize(items.size());
+            report.unsure[i] = removal.unsure(i);
+        }
         if (removal.later()[i] == kNoVersion || !is_free(removal.taken(i)) ||
             report.outcomes[i] == PutOutcome::kRefused)
             continue;

@@ -34,6 +34,8 @@ struct PutReport {
     std::vector<std::pair<size_t, NodeId>> placed;  // items that other nodes took
     std::vector<size_t> manifest_sized;             // items that were there already, and may be striped
     std::vector<size_t> held;  // items of kExists, by what the master has heard, which is some ms old
+    // Of each replacement the nodes that may still have an older value, in words; empty: none of all.
+    std::vector<std::string> unsure;
 };
 
 // What became of a removal, for each key.
