@@ -19,6 +19,7 @@
 #include "base/journal.hpp"
 #include "base/latency.hpp"
 #include "base/result.hpp"
+#include "base/soft_limit.hpp"
 #include "directory/master.hpp"
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
@@ -30,7 +31,8 @@ struct MasterServerOptions {
     std::vector<std::string> addresses;  // host:port each; port 0: any that is free
     std::string token;
     uint32_t beat_ms = 200;
-    uint32_t clients_max = 4096;  // connections for the service "directory"
+    uint32_t clients_max = 4096;  // connections for the service "directory" as expected; it rises
+    std::function<uint64_t()> available_memory;  // in bytes, for more connections; null: it is not asked
     MasterLimits master;
     Limits limits;
     std::shared_ptr<const TlsServer> tls;  // every connection must be inside TLS; null: none is
@@ -80,6 +82,8 @@ class MasterServer {
     explicit MasterServer(MasterServerOptions options);
 
     void adopt(AuthenticatedConnection caller, bool is_member);
+    bool has_room(AuthenticatedConnection& caller, bool is_member);
+    void note_limit(const char* what, const char* setting, const SoftLimit& limit);
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
@@ -95,7 +99,10 @@ class MasterServer {
     std::unique_ptr<EventLoop> loop_;
     std::atomic<bool> running_{false};
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
-    uint32_t clients_ = 0, members_ = 0;  // connections of each service
+    std::unordered_map<LinkId, int> fds_;  // of links_
+    uint32_t clients_ = 0, members_ = 0;   // connections of each service
+    SoftLimit clients_max_;                // of clients_
+    uint64_t noted_nodes_max_;
     LinkId next_link_ = 1;
 
     // What was noted of the members, as of that epoch.
@@ -105,7 +112,7 @@ class MasterServer {
         std::string name, address;
     };
     std::map<NodeId, Noted> noted_;
-    uint64_t noted_epoch_ = 0;
+    uint64_t noted_epoch_ = 1;  // of a pool without members
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
     std::unique_ptr<Listener> listener_;  // last: it hands over to what stands above
 };

@@ -20,6 +20,7 @@
 
 #include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
+#include "memory/available.hpp"
 #include "python/arguments.hpp"
 #include "python/histograms.hpp"
 #include "python/module.hpp"
@@ -78,6 +79,10 @@ class PyMasterServer {
         options.addresses = std::move(addresses);
         options.token = std::string(token);
         options.tls = tls.value_or(nullptr);
+        options.available_memory = [] {
+            std::optional<AvailableMemory> memory = available_memory();
+            return memory ? memory->available_bytes : UINT64_MAX;
+        };
         // The port is bound here, so that a port in use is an exception of the constructor; it serves from
         // start() on.
         server_ = unwrap(MasterServer::create(std::move(options)), "master");
