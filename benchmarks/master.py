@@ -3,8 +3,8 @@
     python -m benchmarks.master --peers-venv DIR [--quick] [--json FILE]
 
 In each round every contender in turn puts all keys in batches, looks all of them up, and removes them; ours
-also loses its master to kill -9 and rebuilds it. Figures are medians over the rounds. README.md explains the
-rows.
+also loses its master to kill -9 and rebuilds it. Figures are medians over the rounds. Last, the nodes and
+clients of a large pool are played to a master of ours. README.md explains the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.directory import servers
+from benchmarks.directory import large_pool, servers
 from benchmarks.directory.client import BATCH
 from benchmarks.options import MADE, make_parser
 from benchmarks.processes import PYTHON, Failed, Talker, end_on_sigterm
@@ -118,12 +118,16 @@ def main() -> None:
     parser = make_parser(__doc__, "200,000 keys, one round", MADE)
     parser.add_argument("--keys", type=int, help="keys (1,000,000; quick: 200,000)")
     parser.add_argument("--rounds", type=int, help="counted rounds (3; quick: 1)")
+    parser.add_argument("--only-large-pool", action="store_true", help="its rows alone")
     options = parser.parse_args()
     end_on_sigterm()
     keys = options.keys or (200_000 if options.quick else 1_000_000)
     rounds = options.rounds or (1 if options.quick else 3)
     peers_python = peers.python(options.peers_venv) if options.peers_venv else None
 
+    if options.only_large_pool:
+        finish(options.json, measure_large_pool(options.quick), "A master of a large pool", {})
+        return
     started_s = time.monotonic()
     missing: dict[str, str] = {}
     with ExitStack() as stack:
@@ -155,16 +159,28 @@ def main() -> None:
             sys.exit(f"master: {error}")
 
     table = rows(backends["ours"], {name: backends.get(name) for name in PEERS})
+    table += measure_large_pool(options.quick)
     title = f"The process that knows where the keys are; medians of {rounds} interleaved rounds"
-    print_table(f"{title} (in brackets: how many times better ours is)", table)
+    finish(options.json, table, f"{title} (in brackets: how many times better ours is)", missing)
+    print(f"in {time.monotonic() - started_s:.0f} s")
+
+
+def measure_large_pool(quick: bool) -> list[Row]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-bench-")))
+        try:
+            return large_pool.measure(Setting(folder, None, False), stack, quick)
+        except Failed as error:
+            sys.exit(f"master: {error}")
+
+
+def finish(json_file: Path | None, table: list[Row], title: str, missing: dict[str, str]) -> None:
+    print_table(title, table)
     for name, why in missing.items():
         print(f"{name}: not run: {why}")
-    write_json(options.json, table)
+    write_json(json_file, table)
     missed = [row.work for row in table if row.met is False]
-    print(
-        f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed, "
-        f"in {time.monotonic() - started_s:.0f} s"
-    )
+    print(f"{sum(row.met is True for row in table)} targets met, {len(missed)} missed")
 
 
 if __name__ == "__main__":

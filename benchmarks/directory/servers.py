@@ -27,17 +27,27 @@ class Contender:
     restart: Callable[[], None] | None = None
 
 
+def start_master(setting: Setting, stack: ExitStack, listen: str) -> Process:
+    words: list[str | Path] = [PYTHON, "-m", "moonpool", "master", "--listen", listen, "--http", "off"]
+    process = Process(words, setting.log("master"), extra=servers.runtime(setting))
+    stack.callback(process.stop)
+    host, _, port = listen.rpartition(":")
+    process.wait_for_port(socket.AF_INET, (host, int(port)))
+    return process
+
+
+def lone_master(setting: Setting, stack: ExitStack) -> tuple[str, Process]:
+    """With the default settings. Its address, and its process."""
+    listen = f"127.0.0.1:{free_port()}"
+    return listen, start_master(setting, stack, listen)
+
+
 def moonpool(setting: Setting, stack: ExitStack, keys: int) -> Contender:
     listen = f"127.0.0.1:{free_port()}"
     extra = servers.runtime(setting)
 
     def master() -> Process:
-        words: list[str | Path] = [PYTHON, "-m", "moonpool", "master", "--listen", listen, "--http", "off"]
-        process = Process(words, setting.log("master"), extra=extra)
-        stack.callback(process.stop)
-        host, _, port = listen.rpartition(":")
-        process.wait_for_port(socket.AF_INET, (host, int(port)))
-        return process
+        return start_master(setting, stack, listen)
 
     contender = Contender("", master(), [listen])
     path = setting.folder / "node.sock"

@@ -145,7 +145,13 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slab_bytes: Annotated[
         Size, about("what a client leases at a time for its puts; 0: derived from the arena")
     ] = 0
-    connections_max: Annotated[Count, about("the most connections on the Unix socket")] = 512
+    connections_max: Annotated[
+        Count,
+        about(
+            "the connections on the Unix socket that are expected; it rises as far as open files and "
+            "memory allow, with a warning"
+        ),
+    ] = 512
     remote_connections_max: Annotated[
         Count,
         about(
@@ -163,6 +169,17 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scrub_bytes_per_s: Annotated[
         Size, about("how fast objects in memory are held against their checksums; 0: not at all")
     ] = parse_size("64MiB")
+    master_timeout_s: Annotated[
+        Duration,
+        about("how long the node waits for an answer of its master before it connects to it anew"),
+    ] = 1.0
+    clients_master_timeout_s: Annotated[
+        Duration,
+        about(
+            "how long the node's clients wait for an answer of the master; a client whose own "
+            "timeout is over four times as long waits a quarter of that"
+        ),
+    ] = 0.5
     http_connections_max: Annotated[
         Count, about("the most HTTP connections; beyond it the oldest is closed")
     ] = 64
@@ -213,8 +230,16 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     http: Annotated[
         str, about("address of the admin pages and /metrics, or off; not loopback: needs a cluster token")
     ] = "127.0.0.1:7701"
-    nodes_max: Annotated[Count, about("the most nodes")] = 1024
-    clients_max: Annotated[Count, about("the most connections of clients")] = 4096
+    nodes_max: Annotated[
+        Count, about("the nodes that are expected; with more of them it rises, with a warning")
+    ] = 1024
+    clients_max: Annotated[
+        Count,
+        about(
+            "the connections of clients that are expected; it rises as far as open files and memory allow, "
+            "with a warning"
+        ),
+    ] = 4096
     keys_max: Annotated[
         Count, about("the most rows of the directory, one for each holder of a key: 27 to 80 bytes each")
     ] = 64 << 20

@@ -15,8 +15,11 @@ JOIN, DELTA, BEAT, MEMBERS, LOCATE, PLACE, FORGET, LEAVE, REMOVALS, ORDERED = ra
 BEGIN, END, APPLIED = 1, 2, 4  # flags of DELTA
 REMOVED = 0x80  # in a row of DELTA
 PREFIX, SUSPECTS, ORDER = 1, 2, 4  # flags of LOCATE
+TAKES_CHANGES = 1  # flag of MEMBERS
+CHANGED, FILLING, SINCE = 1, 2, 4  # flags of its answer
 NOTHING = (1 << 64) - 1  # in place of what a node has applied: it holds nothing
 DRAM, SSD = 0, 1
+PACE = struct.pack("<III", 5, 200, 1)  # of a master with few nodes: behind its answers to JOIN and BEAT
 TENANT_LOAD = struct.Struct("<QQQQ")  # arena, free, objects, oldest age in ms; the tenant's name is before
 
 

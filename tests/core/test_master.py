@@ -217,12 +217,13 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         number, resumed, _, beat_ms, rows_max, epoch = struct.unpack_from("<HBBIIQ", body)
         assert (resumed, beat_ms, rows_max) == (0, 200, 16384)
         assert body[20:33] == m.drops(0, [])
-        (all_before, upto, first) = struct.unpack("<QQQ", body[33:])
+        (all_before, upto, first) = struct.unpack_from("<QQQ", body, 33)
+        assert body[57:] == m.PACE
         assert (all_before, upto) == (0, first)
         node.send(m.DELTA, m.delta([(key, m.DRAM) for key in keys[:3]], flags=m.BEGIN), flags=w.ONE_WAY)
         node.send(m.DELTA, m.delta([(keys[0], m.SSD)], flags=m.END), flags=w.ONE_WAY)
         beat = node.ask(m.BEAT, m.beat(0, Load(objects=4))).body
-        assert beat == struct.pack("<Q", epoch) + m.drops(0, []) + m.versions(first, [])
+        assert beat == struct.pack("<Q", epoch) + m.drops(0, []) + m.versions(first, []) + m.PACE
         newest = struct.pack("<Q", first)
         one = struct.pack("<BHB", 1, number, m.DRAM)
         two = struct.pack("<BHBHB", 2, number, m.DRAM, number, m.SSD)
@@ -247,12 +248,17 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         assert client.ask(m.FORGET, m.forget([keys[0]], [number])).body == struct.pack("<I", 1)
         for _ in range(2):
             told = node.ask(m.BEAT, m.beat(0, Load())).body
-            assert told[8:] == m.drops(0, [keys[0]]) + m.versions(first + 1, [first + 1])
+            assert told[8:] == m.drops(0, [keys[0]]) + m.versions(first + 1, [first + 1]) + m.PACE
         told = node.ask(m.BEAT, m.beat(1, Load())).body
-        assert told[8:] == m.drops(1, []) + m.versions(first + 1, [])
+        assert told[8:] == m.drops(1, []) + m.versions(first + 1, []) + m.PACE
         newest = struct.pack("<Q", first + 1)
         node.close()
         until(lambda: client.ask(m.LOCATE, m.locate([keys[2]])).body[8:] == struct.pack("<IB", 1, 0) + newest)
+        changes = client.ask(m.MEMBERS, struct.pack("<QB", epoch, m.TAKES_CHANGES)).body
+        assert changes[8] & ~m.FILLING == m.CHANGED | m.SINCE
+        silent = changes[17:25]
+        turned = struct.pack("<HHHBB", 0, 1, number, 1, 0) + silent + struct.pack("<I", 0)
+        assert changes[9:] == turned + newest
         suspected = m.locate([keys[2]], flags=m.SUSPECTS)
         assert client.ask(m.LOCATE, suspected).body[8:] == struct.pack("<I", 1) + one + newest
         with connect(master.address, TOKEN, b"member") as again:

@@ -32,7 +32,8 @@ EXAMPLES = {
         struct.pack("<HBBIIQ", 0, 0, 0, 200, 16384, 2)
         + m.drops(0, [])
         + m.versions(FIRST, [])
-        + struct.pack("<Q", FIRST),
+        + struct.pack("<Q", FIRST)
+        + m.PACE,
         1,
     ),
     "REMOVALS": w.frame(m.REMOVALS, m.removals(0, [(KEY, FIRST - 1)]), flags=w.ONE_WAY),
@@ -41,10 +42,18 @@ EXAMPLES = {
     ),
     "BEAT": w.frame(m.BEAT, m.beat(0, Load(), FIRST), request_id=2),
     "BEAT, answer": answer(
-        m.BEAT, struct.pack("<Q", 2) + m.drops(0, [KEY]) + m.versions(FIRST + 1, [FIRST + 1]), 2
+        m.BEAT, struct.pack("<Q", 2) + m.drops(0, [KEY]) + m.versions(FIRST + 1, [FIRST + 1]) + m.PACE, 2
     ),
     "LEAVE": w.frame(m.LEAVE, b"", flags=w.ONE_WAY),
-    "MEMBERS": w.frame(m.MEMBERS, struct.pack("<Q", 0), request_id=3),
+    "MEMBERS": w.frame(m.MEMBERS, struct.pack("<QB", 0, m.TAKES_CHANGES), request_id=3),
+    "MEMBERS, answer of changes": answer(
+        m.MEMBERS,
+        struct.pack("<QB", 4, m.CHANGED | m.SINCE)
+        + struct.pack("<HH", 1, 3)
+        + struct.pack("<HHBBQ", 1, 0, 1, 0, 50)
+        + struct.pack("<IQ", 0, FIRST),
+        3,
+    ),
     "MEMBERS, answer": answer(
         m.MEMBERS,
         struct.pack("<QBI", 2, 1, 1)
@@ -70,7 +79,9 @@ EXAMPLES = {
 
 def examples_of_the_page() -> dict[str, bytes]:
     found = re.findall(
-        r"^Example, ([A-Z_]+(?:, answer)?)[^\n]*:\n\n```hex\n(.*?)^```", PAGE.read_text(), re.M | re.S
+        r"^Example, ([A-Z_]+(?:, answer(?: of changes)?)?)[^\n]*:\n\n```hex\n(.*?)^```",
+        PAGE.read_text(),
+        re.M | re.S,
     )
     return {name: bytes.fromhex(text) for name, text in found}
 

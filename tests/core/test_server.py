@@ -426,16 +426,28 @@ def test_thousands_of_idle_strangers(node: NodeProcess, path: Path) -> None:
     until(lambda: node.metric("connections") == 0)
 
 
-def test_one_connection_more_than_the_limit(path: Path) -> None:
-    node = NodeProcess(path, connections_max=4)
+def test_clients_hear_how_long_to_wait_for_the_master(path: Path) -> None:
+    node = NodeProcess(path, clients_master_timeout_s=1.25)
+    wire = Wire.open(path, TOKEN)
+    assert wire.welcome.endswith(struct.pack("<I", 1250))
+    wire.close()
+    node.close()
+
+
+def test_one_connection_more_than_the_limit_raises_it_as_far_as_open_files_allow(path: Path) -> None:
+    node = NodeProcess(path, connections_max=4, remote_connections_max=1)
+    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (1 + 64 + 10, 1 + 64 + 10))
     stores = [Store(str(path), token=TOKEN) for _ in range(4)]
-    with pytest.raises(TooLarge, match="already has 4 connections"):
+    assert (node.metric("connections_max"), node.metric("limits_raised_total")) == (4, 0)
+    stores += [Store(str(path), token=TOKEN) for _ in range(6)]
+    assert (node.metric("connections_max"), node.metric("limits_raised_total")) == (10, 2)
+    with pytest.raises(TooLarge, match=r"already has 10 connections of its host.*ulimit -n"):
         Store(str(path), token=TOKEN)
     assert node.metric("connections_refused_total") == 1
     for i, store in enumerate(stores):
         assert store.put(f"k{i}", b"x") == STORED
     stores.pop().close()
-    until(lambda: node.metric("connections") == 3)
+    until(lambda: node.metric("connections") == 9)
     stores.append(Store(str(path), token=TOKEN))
     for store in stores:
         store.close()

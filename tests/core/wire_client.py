@@ -194,6 +194,7 @@ class Wire:
         self.socket = sock
         self.socket.settimeout(timeout_s)
         self.descriptors: list[int] = []
+        self.welcome = b""  # its body
         self.space = 0
         self._request_id = 0
 
@@ -224,6 +225,7 @@ class Wire:
         assert (welcome.kind, welcome.request_id) == (WELCOME, 1), welcome
         assert welcome.body[:32] == mac(b"node", token, nonce, node_nonce, incarnation, tenant)
         assert len(self.descriptors) == 2
+        self.welcome = welcome.body
         return Limits(*WELCOME_LIMITS.unpack_from(welcome.body, 32))
 
     def send(self, kind: int, body: bytes = b"", *, request_id: int = 0, flags: int = 0) -> None:

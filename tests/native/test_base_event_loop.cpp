@@ -140,6 +140,25 @@ TEST_CASE("event loop: ticks come to the owner and to each handler, and end one 
     loop->stop();
 }
 
+TEST_CASE("event loop: a handler has one of as many ticks as its owner says") {
+    EventLoopOptions options;
+    options.tick_ms = 1;
+    options.ticks_per_handler = 4;
+    options.idle = [] { return false; };
+    Pair pair;
+    auto reader = std::make_shared<Reader>(pair.ours.get());
+    std::atomic<bool> too_many{false};
+    options.on_tick = [&, owner = 0](uint64_t) mutable {
+        too_many = too_many || reader->ticks > ++owner / 4 + 1;
+    };
+    auto loop = made(std::move(options));
+    REQUIRE(loop->add(pair.ours.get(), EPOLLIN, reader));
+    REQUIRE(loop->start());
+    while (reader->ticks < 3) std::this_thread::yield();
+    CHECK_FALSE(too_many);
+    loop->stop();
+}
+
 TEST_CASE("event loop: it starts again without its handlers, though their sockets stay open") {
     auto loop = made();
     Pair pair;

@@ -209,7 +209,7 @@ size_t SimClient::node_at(const Member& member) const {
 
 void SimClient::ask_members(std::function<void(const Status&)> then) {
     ask(
-        lines_[0], Kind::kMembers, [this](Writer& w) { w.number(members_->epoch()); },
+        lines_[0], Kind::kMembers, [this](Writer& w) { members_->write_question(w); },
         [this, then](const Result<Bytes>& answer) {
             if (!answer) return then(answer.error());
             Reader r = body_of(*answer);

@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <chrono>
 #include <future>
 #include <thread>
@@ -172,8 +173,13 @@ void EventLoop::run() {
 
 void EventLoop::tick() {
     if (options_.on_tick != nullptr) options_.on_tick(now_ms());
-    std::vector<std::pair<int, std::shared_ptr<EventHandler>>> all(handlers_.begin(), handlers_.end());
-    for (auto& [fd, handler] : all) {
+    // Copied, since handlers may go meanwhile.
+    const uint32_t every = std::max(options_.ticks_per_handler, 1u), turn = ticks_++ % every;
+    std::vector<std::pair<int, std::shared_ptr<EventHandler>>> due;
+    for (auto& [fd, handler] : handlers_) {
+        if (static_cast<uint32_t>(fd) % every == turn) due.emplace_back(fd, handler);
+    }
+    for (auto& [fd, handler] : due) {
         if (!handler->on_tick(now_ms())) drop(fd, handler);
     }
 }

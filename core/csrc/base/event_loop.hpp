@@ -42,6 +42,8 @@ struct EventLoopOptions {
     const char* name = "mp-loop";  // of the thread, at most 15 characters
     uint32_t tick_ms = 50;
     std::function<void(uint64_t now_ms)> on_tick = nullptr;  // on the loop, before the handlers'
+    // Of so many ticks each handler has one: where there are many, whose deadlines are seconds.
+    uint32_t ticks_per_handler = 1;
     // Whether no tick is due before the next event. Null: while there is no handler.
     std::function<bool()> idle = nullptr;
     // After an event the loop polls for so long before it sleeps: waking a sleeping thread on another core
@@ -86,6 +88,7 @@ class EventLoop {
     void drop(int fd, const std::shared_ptr<EventHandler>& handler);
 
     EventLoopOptions options_;
+    uint32_t ticks_ = 0;
     ForkGuard fork_;
     Fd epoll_, wake_;
     ClosedInChildren epoll_closed_{epoll_};

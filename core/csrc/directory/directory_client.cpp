@@ -456,10 +456,10 @@ Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done,
     return last;
 }
 
-// With the epoch that it has: the master sends the list only when it is another one.
+// With the epoch that it has: the master sends what changed since.
 Status DirectoryClient::refresh_members() {
     return ask(
-        Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { w.number(members_.epoch()); },
+        Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { members_.write_question(w); },
         [&](Reader& r) REQUIRES(io_mutex_) {
             if (!members_.read(now_ms(), r)) return false;
             hear(r);

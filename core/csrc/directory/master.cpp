@@ -36,6 +36,7 @@ Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first)
       started_ms_(now_ms),
       directory_(limits.rows_max),
       membership_(limits.membership),
+      pace_(limits.pace),
       first_(first),
       version_(first),
       log_(limits.removals_max) {}
@@ -58,6 +59,7 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     }
     Seat& seat = seats_.at(joined->id);
     seat.settled = false;
+    unsettled_.insert(joined->id);
     seat.versions = applied.has_value();
     if (!joined->resumed) seat.since_epoch = membership_.epoch();
     bool empty = applied == UINT64_MAX;
@@ -87,7 +89,10 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
 void Master::seem_joining(uint64_t now_ms, NodeId id, Seat& seat) {
     bool behind = seat.drops.first() < seat.joined_when || seat.drops.all();
     bool unknown = now_ms - started_ms_ < limits_.grace_ms && seat.of_former < former_most_;
-    membership_.set_joining(id, seat.versions && (behind || unknown));
+    bool joining = seat.versions && (behind || unknown);
+    if (joining) joining_.insert(id);
+    if (!joining) joining_.erase(id);
+    membership_.set_joining(id, joining);
 }
 
 // A node may know a later version than this master has given: of another master, which has taken over; else a
@@ -122,6 +127,8 @@ void Master::clear_seat(NodeId id) {
     if (auto seat = seats_.find(id); seat != seats_.end()) numbers_.erase(seat->second.incarnation);
     seats_.erase(id);
     owing_.erase(id);
+    unsettled_.erase(id);
+    joining_.erase(id);
 }
 
 void Master::disconnected(NodeId id, LinkId link) {
@@ -140,6 +147,7 @@ void Master::left(uint64_t now_ms, NodeId id, LinkId link) {
 bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Version applied,
                    std::string_view rows) {
     membership_.heard(now_ms, id, link);
+    pace_.delta();
     Seat& seat = seats_.at(id);
     if ((flags & kDeltaBegin) != 0) {
         directory_.begin_inventory(id);
@@ -176,6 +184,7 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
     if ((flags & kDeltaEnd) != 0) {
         directory_.end_inventory(id);
         seat.settled = true;
+        unsettled_.erase(id);
         if (!standby_) seat.all_told_at = std::min(seat.all_told_at, version_);
     }
     return true;
@@ -483,6 +492,7 @@ uint32_t Master::forget(uint64_t, std::string_view hashes, std::span<const NodeI
 }
 
 void Master::tick(uint64_t now_ms) {
+    pace_.tick(now_ms);
     size_t suspects = membership_.suspects();
     std::vector<NodeId> gone = membership_.tick(now_ms);
     for (NodeId id : gone) clear_seat(id);
@@ -508,20 +518,26 @@ void Master::tick(uint64_t now_ms) {
         std::erase_if(placed->second, is_old);
         placed = placed->second.empty() ? placed_.erase(placed) : std::next(placed);
     }
-    for (auto& [id, seat] : seats_) seem_joining(now_ms, id, seat);
+    if (now_ms - started_ms_ < limits_.grace_ms) {
+        for (auto& [id, seat] : seats_) seem_joining(now_ms, id, seat);
+    } else {  // no other node may be behind
+        std::vector<NodeId> behind(joining_.begin(), joining_.end());
+        behind.insert(behind.end(), owing_.begin(), owing_.end());
+        for (NodeId id : behind) seem_joining(now_ms, id, seats_.at(id));
+    }
 }
 
 bool Master::filling(uint64_t now_ms) const {
-    return now_ms - started_ms_ < limits_.grace_ms || std::ranges::any_of(seats_, [this](const auto& seat) {
-               return !seat.second.settled && in_touch(membership_.state(seat.first));
-           });
+    return now_ms - started_ms_ < limits_.grace_ms ||
+           std::ranges::any_of(unsettled_, [this](NodeId id) { return in_touch(membership_.state(id)); });
 }
 
 bool Master::check_integrity() const {
     Members members = membership_.current(0);
     if (members.rows.size() != seats_.size()) return false;
     for (const Member& member : members.rows) {
-        if (!seats_.contains(member.id)) return false;
+        auto seat = seats_.find(member.id);
+        if (seat == seats_.end() || seat->second.settled == unsettled_.contains(member.id)) return false;
     }
     return directory_.check_integrity() && membership_.check_integrity() && log_.check_integrity();
 }

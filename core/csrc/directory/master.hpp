@@ -19,8 +19,10 @@
 #include "base/result.hpp"
 #include "directory/directory.hpp"
 #include "directory/drop_list.hpp"
+#include "directory/member_answers.hpp"
 #include "directory/membership.hpp"
 #include "directory/mirror.hpp"
+#include "directory/pace.hpp"
 #include "directory/removal_log.hpp"
 #include "directory/requests.hpp"
 #include "wire/frame.hpp"
@@ -29,6 +31,7 @@ namespace moonpool {
 
 struct MasterLimits {
     MembershipOptions membership;
+    PaceOptions pace;
     uint64_t rows_max = 64ull << 20;   // of the directory
     uint32_t removals_max = 1u << 20;  // that are remembered
     uint32_t grace_ms = 5000;          // after the start, for nodes to join in
@@ -125,6 +128,19 @@ class Master {
     void step_down() { standby_ = true, whole_ = false; }
     // A node has heard of later removals than this master gave, which has or had a standby.
     bool superseded() const { return superseded_; }
+    // What a client is told of the members, see MemberAnswers.
+    const MemberAnswers::Answer& members_since(uint64_t now_ms, uint64_t known, bool takes_changes) {
+        return member_answers_.to(membership_, now_ms, known, takes_changes);
+    }
+    // What it tells the nodes: how long to gather changes, and to wait between two beats, of which they were
+    // to send one each least_ms.
+    uint32_t batch_ms() const { return pace_.batch_ms(); }
+    uint32_t beat_ms(uint32_t least_ms) const {
+        return pace_.beat_ms(membership_.size(), least_ms, limits_.membership.suspect_ms);
+    }
+    uint32_t beats_per_answer(uint32_t least_ms) const {
+        return pace_.beats_per_answer(membership_.size(), beat_ms(least_ms));
+    }
 
     // Whether there may be nodes that have yet to tell what they hold.
     bool filling(uint64_t now_ms) const;
@@ -204,19 +220,23 @@ class Master {
     uint64_t started_ms_;
     Directory directory_;
     Membership membership_;
+    MemberAnswers member_answers_;
+    Pace pace_;
     Version first_, version_;
     Version former_most_ = kNoVersion;  // up to which any node was right when it came from a former master
     RemovalLog log_;
     std::map<Version, Open> open_;                                   // by the first version of each
     std::unordered_map<Hash128, std::vector<Placed>, Fold> placed_;  // of a moment ago
-    std::map<NodeId, Seat> seats_;
-    std::set<NodeId> owing_;  // that have drops to carry out
     std::map<Incarnation, NodeId> numbers_;
     Mirror mirror_;
     bool one_of_several_ = false, superseded_ = false;
     bool standby_ = false, whole_ = false;
     Version closed_of_owner_ = kNoVersion;
     uint64_t followed_ms_ = 0;  // when the last frame of the owner came
+    ByNode<Seat> seats_;
+    std::set<NodeId> owing_;      // that have drops to carry out
+    std::set<NodeId> unsettled_;  // whose inventory is not told
+    std::set<NodeId> joining_;    // that are not read: they may have yet to drop something
     MasterCounters counters_;
     std::vector<Holder> found_;  // scratch
 };

@@ -66,8 +66,8 @@ void Master::mirror_ended(const Ordered& done) {
 // ---- The standby
 
 void Master::begin_to_follow(uint64_t now_ms) {
-    while (!seats_.empty()) {
-        NodeId id = seats_.begin()->first;
+    while (seats_.size() != 0) {
+        NodeId id = (*seats_.begin()).first;
         membership_.left(now_ms, id, membership_.link(id));
         clear_seat(id);
     }

@@ -101,11 +101,12 @@ Status MasterProtocol::on_join(const FrameHeader& header, Reader body, uint64_t 
     w.number(uint8_t{0});
     // The master sets the pace and the frame size, so that they are configured in one place for the
     // cluster.
-    w.number(host_.beat_ms);
+    w.number(host_.master.beat_ms(host_.beat_ms));
     w.number(host_.master.limits().hashes_per_frame);
     w.number(host_.master.membership().epoch());
     write_due(w);
     w.number(host_.master.first());
+    write_pace(w);
     finish_frame(out, at);
     return success();
 }
@@ -115,6 +116,13 @@ void MasterProtocol::write_due(Writer& w) const {
     uint32_t most = host_.master.limits().drops_per_answer;
     write_drops(w, drops, most);
     write_versions(w, drops, most, host_.master.closed());
+}
+
+// Behind all else: a node of the release before reads no further, and keeps the pace of its JOIN.
+void MasterProtocol::write_pace(Writer& w) const {
+    w.number(host_.master.batch_ms());
+    w.number(host_.master.beat_ms(host_.beat_ms));
+    w.number(host_.master.beats_per_answer(host_.beat_ms));
 }
 
 // Whether this connection still speaks for its node: an incarnation ends by silence, or another connection
@@ -139,11 +147,7 @@ Status MasterProtocol::on_delta(Reader body, uint64_t now_ms, std::vector<std::b
     // A copy that was removed before its node told of it goes at once: an answer to a BEAT that was not
     // asked.
     if (host_.master.drops(node_).end() != drops_before && host_.master.knows_versions(node_)) {
-        size_t at = begin_frame(out, Kind::kBeat, kFlagAnswer, 0);
-        Writer w(out);
-        w.number(host_.master.membership().epoch());
-        write_due(w);
-        finish_frame(out, at);
+        write_beat_answer(0, out);
     }
     return success();
 }
@@ -158,12 +162,22 @@ Status MasterProtocol::on_beat(const FrameHeader& header, Reader body, uint64_t 
     if (!body.ok()) return malformed("ends early");
     if (!seated()) return Error{Code::kClosed, "this node is no longer in the pool; join again"};
     host_.master.beat(now_ms, node_, link_, load, drops_done, applied);
-    size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
+    if ((header.flags & kFlagOneWay) == 0) {
+        write_beat_answer(header.request_id, out);
+    } else if (!host_.master.drops(node_).empty()) {
+        write_beat_answer(0, out);
+    }
+    return success();
+}
+
+// request_id: 0 where it was not asked for; then without the pace.
+void MasterProtocol::write_beat_answer(uint64_t request_id, std::vector<std::byte>& out) const {
+    size_t at = begin_frame(out, Kind::kBeat, kFlagAnswer, request_id);
     Writer w(out);
     w.number(host_.master.membership().epoch());
     write_due(w);
+    if (request_id != 0) write_pace(w);
     finish_frame(out, at);
-    return success();
 }
 
 // u64 complete since, u32 n, n hashes with a version each
@@ -216,24 +230,21 @@ Status MasterProtocol::on_leave(uint64_t now_ms) {
     return success();
 }
 
+// u64 known epoch, u8 flags, which a client of the release before does not send
 Status MasterProtocol::on_members(const FrameHeader& header, Reader body, uint64_t now_ms,
                                   std::vector<std::byte>& out) {
     auto known = body.number<uint64_t>();
+    uint8_t takes = body.left() != 0 ? body.number<uint8_t>() : uint8_t{0};
     if (!body.ok()) return malformed("is no MEMBERS");
-    const Membership& membership = host_.master.membership();
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
-    w.number(membership.epoch());
-    bool changed = known != membership.epoch();
+    w.number(host_.master.membership().epoch());
+    const MemberAnswers::Answer& answer =
+        host_.master.members_since(now_ms, known, (takes & kMembersTake) != 0);
     // Told with every answer, also when the list has not changed: the end of the filling moves no epoch.
     bool filling = host_.master.filling(now_ms);
-    w.number(static_cast<uint8_t>((changed ? kMembersChanged : 0) | (filling ? kMembersFilling : 0)));
-    if (changed) {
-        Members members = membership.current(now_ms);
-        w.number(static_cast<uint32_t>(members.rows.size()));
-        for (const Member& member : members.rows) write_member(w, member);
-        for (const Member& member : members.rows) write_event_endpoints(w, member.identity);
-    }
+    w.number(static_cast<uint8_t>(answer.flags | (filling ? kMembersFilling : 0)));
+    w.bytes(answer.rows.data(), answer.rows.size());
     w.number(host_.master.newest());
     finish_frame(out, at);
     return success();

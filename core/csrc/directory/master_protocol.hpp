@@ -21,7 +21,7 @@ namespace moonpool {
 // What a connection's frames change, and whom else they concern.
 struct MasterProtocolHost {
     Master& master;
-    uint32_t beat_ms;                        // the pace of the nodes
+    uint32_t beat_ms;                        // between two beats of a node, at least
     std::function<void(LinkId)> close_link;  // a node's former connection
     std::function<void(NodeId)> on_leave;    // before its seat is cleared
     std::function<void(const Error&)> on_join_refused;
@@ -68,6 +68,8 @@ class MasterProtocol {
     static bool refuse(const std::function<std::optional<Error>()>& why, const FrameHeader& header,
                        std::vector<std::byte>& out);
     void write_due(Writer& w) const;
+    void write_pace(Writer& w) const;
+    void write_beat_answer(uint64_t request_id, std::vector<std::byte>& out) const;
     bool seated() const;
 
     MasterProtocolHost host_;

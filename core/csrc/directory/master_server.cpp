@@ -9,6 +9,7 @@
 #include <chrono>
 
 #include "directory/master_link.hpp"
+#include "wire/connection_places.hpp"
 
 namespace moonpool {
 
@@ -34,7 +35,9 @@ MasterServer::MasterServer(MasterServerOptions options)
     : options_(std::move(options)),
       incarnation_(random_incarnation()),
       master_(options_.master, now_ms(), first_version(unix_ms())),
-      pair_(master_, with_role(options_), now_ms()) {}
+      pair_(master_, with_role(options_), now_ms()),
+      clients_max_(options_.clients_max),
+      noted_nodes_max_(options_.master.membership.members_max) {}
 
 MasterServer::~MasterServer() { stop(); }
 
@@ -50,6 +53,7 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     loop_options.name = "mp-master";
     loop_options.tick_ms = kTickMs;
     loop_options.on_tick = [raw = server.get()](uint64_t now) { raw->on_tick(now); };
+    loop_options.ticks_per_handler = 8;
     loop_options.idle = [] { return false; };
     Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(loop_options));
     if (!loop) return loop.error();
@@ -90,22 +94,47 @@ void MasterServer::stop() {
     if (!running_.exchange(false)) return;
     if (agent_ != nullptr) agent_->stop();
     listener_->stop();
-    if (loop_->stop()) links_.clear();
+    if (!loop_->stop()) return;
+    links_.clear();
+    fds_.clear();
+}
+
+// Nodes get what there is: without them there is no pool. Clients leave them a part of the open files.
+bool MasterServer::has_room(AuthenticatedConnection& caller, bool is_member) {
+    constexpr uint64_t kOtherFiles = 64;  // the listener, handshakes, logs, admin pages
+    const uint64_t have = links_.size();
+    ConnectionPlaces places = connection_places(have, kOtherFiles, nullptr);
+    bool full = have >= places.most;
+    if (!is_member && !full) {
+        uint64_t for_nodes = std::max<uint64_t>(kOtherFiles, places.most / 16);
+        full = have + for_nodes >= places.most;
+        auto most = [&] {
+            places = connection_places(have, kOtherFiles + for_nodes, options_.available_memory);
+            return places.most - std::min<uint64_t>(places.most, members_);
+        };
+        auto answer = full ? SoftLimit::Answer::kFull : clients_max_.admit(clients_, most);
+        full = answer == SoftLimit::Answer::kFull;
+        if (answer == SoftLimit::Answer::kRaised)
+            note_limit("connections of clients", "master.clients_max", clients_max_);
+    }
+    if (!full) return true;
+    metrics_.connections_refused_total.fetch_add(1);
+    std::string why = "the master already has " + std::to_string(have) + " connections, " + places.because;
+    journal_->note(Level::kWarning, "connections_full", caller.peer, "a connection was refused: " + why);
+    send_error(caller.fd.get(), Code::kTooLarge, why, caller.tls.get());
+    return false;
+}
+
+void MasterServer::note_limit(const char* what, const char* setting, const SoftLimit& limit) {
+    journal_->note(Level::kWarning, "limit_raised", "",
+                   std::string("there are more ") + what + " than " + setting + " = " +
+                       std::to_string(limit.set()) + "; the limit is " + std::to_string(limit.now()) +
+                       " now. Set it to what you expect");
 }
 
 void MasterServer::adopt(AuthenticatedConnection caller, Caller kind) {
     if (!pair_.serves(kind)) return;  // it has become something else meanwhile
-    bool is_member = kind == Caller::kNode;
-    // A node that is coming back may have two connections for a moment, a standby as well.
-    uint32_t limit = is_member ? options_.master.membership.members_max * 2 : options_.clients_max;
-    if (kind != Caller::kStandby && (is_member ? members_ : clients_) >= limit) {
-        metrics_.connections_refused_total.fetch_add(1);
-        send_error(caller.fd.get(), Code::kTooLarge,
-                   "the master already has " + std::to_string(limit) + " connections, the limit (" +
-                       (is_member ? "master.nodes_max" : "master.clients_max") + ")",
-                   caller.tls.get());
-        return;
-    }
+    if (kind != Caller::kStandby && !has_room(caller, kind == Caller::kNode)) return;
     metrics_.connections_total.fetch_add(1);
     // The descriptor is the key: it is unique as long as the link that owns it is in the map.
     int key = caller.fd.get();
@@ -113,6 +142,7 @@ void MasterServer::adopt(AuthenticatedConnection caller, Caller kind) {
     if (!loop_->add(key, MasterLink::kFirstEvents, link)) return;
     count(kind) += 1;
     links_.emplace(key, link);
+    fds_.emplace(link->id(), key);
     // Bytes behind the proof may have come with it, and may be the end of the connection already.
     if (!link->begin()) drop(key);
 }
@@ -129,17 +159,14 @@ void MasterServer::drop(int fd) {
     --count(it->second->kind());
     holding_.erase(fd);
     loop_->remove(fd);
+    fds_.erase(it->second->id());
     links_.erase(it);
     if (fd == standby_fd_) lose_standby("its connection broke");
 }
 
-// Linear: it happens once for each node that comes back.
 void MasterServer::close_link(LinkId link) {
-    for (auto& [fd, other] : links_) {
-        if (other->id() != link) continue;
-        drop(fd);
-        return;
-    }
+    auto it = fds_.find(link);
+    if (it != fds_.end()) drop(it->second);
 }
 
 // Every 50 ms. Time passes for the members; what changed goes to the log; then up to 5 ms of sweeping, so
@@ -157,34 +184,44 @@ void MasterServer::on_tick(uint64_t now) {
 void MasterServer::note_members(uint64_t now) {
     const Membership& membership = master_.membership();
     if (membership.epoch() == noted_epoch_) return;
+    Membership::Changes changes = membership.changes(noted_epoch_).value_or(Membership::Changes{});
+    if (changes.ended.empty() && changes.turned.empty() && changes.moved.empty()) {
+        // More ended since than are remembered: all are looked at.
+        for (const auto& [id, who] : noted_) changes.ended.push_back(id);
+        for (const Member& member : membership.current(now).rows) changes.moved.push_back(member.id);
+    }
     noted_epoch_ = membership.epoch();
-    // What stays in `known` at the end was there at the last look and is not now. A node that has said that
-    // it leaves was taken out by note_left().
-    std::map<NodeId, Noted> known = std::exchange(noted_, {});
+    if (std::exchange(noted_nodes_max_, membership.limit().now()) != membership.limit().now())
+        note_limit("nodes", "master.nodes_max", membership.limit());
     auto say = [&](Level level, const char* kind, const Noted& who, const std::string& what) {
         journal_->note(level, kind, who.address, "node " + who.name + " " + what);
     };
-    for (const Member& member : membership.current(now).rows) {
-        const NodeIdentity& identity = member.identity;
-        Noted who{member.state, identity.incarnation, identity.name + " on host " + identity.host_id,
+    // A node that has said that it leaves was taken out by note_left().
+    for (NodeId id : changes.ended) {
+        auto it = noted_.find(id);
+        if (it == noted_.end()) continue;
+        bool is_back = membership.state(id) != MemberState::kGone &&
+                       membership.identity(id).incarnation == it->second.incarnation;
+        if (is_back) continue;
+        say(Level::kWarning, "member_gone", it->second,
+            "is gone; what it held is no longer in the directory");
+        noted_.erase(it);
+    }
+    changes.moved.insert(changes.moved.end(), changes.turned.begin(), changes.turned.end());
+    for (NodeId id : changes.moved) {
+        const NodeIdentity& identity = membership.identity(id);
+        Noted who{membership.state(id), identity.incarnation, identity.name + " on host " + identity.host_id,
                   identity.address};
-        auto before = known.find(member.id);
-        bool is_new = before == known.end() || before->second.incarnation != who.incarnation;
-        bool suspect = member.state == MemberState::kSuspect;
-        if (is_new) {
-            say(Level::kInfo, "member_joined", who, "has joined, as number " + std::to_string(member.id));
-        }
-        if (suspect && (is_new || before->second.state != MemberState::kSuspect)) {
+        auto before = noted_.find(id);
+        bool is_new = before == noted_.end();
+        bool suspect = who.state == MemberState::kSuspect;
+        bool was_suspect = !is_new && before->second.state == MemberState::kSuspect;
+        if (is_new) say(Level::kInfo, "member_joined", who, "has joined, as number " + std::to_string(id));
+        if (suspect && !was_suspect) {
             say(Level::kWarning, "member_suspect", who, "is suspect: its connection broke, or it is silent");
         }
-        if (!suspect && !is_new && before->second.state == MemberState::kSuspect) {
-            say(Level::kInfo, "member_back", who, "is heard again");
-        }
-        if (!is_new) known.erase(before);
-        noted_.emplace(member.id, std::move(who));
-    }
-    for (const auto& [id, who] : known) {
-        say(Level::kWarning, "member_gone", who, "is gone; what it held is no longer in the directory");
+        if (!suspect && was_suspect) say(Level::kInfo, "member_back", who, "is heard again");
+        noted_.insert_or_assign(id, std::move(who));
     }
 }
 
@@ -252,7 +289,7 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
     return {
         {"nodes_alive", membership.size() - suspects},
         {"nodes_suspect", suspects},
-        {"nodes_max", options_.master.membership.members_max},
+        {"nodes_max", membership.limit().now()},
         {"members_epoch", membership.epoch()},
         {"suspicions_total", c.suspicions_total},
         {"nodes_gone_total", c.nodes_gone_total},
@@ -260,6 +297,8 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"joins_total", c.joins_total},
         {"joins_refused_total", c.joins_refused_total},
         {"beats_total", c.beats_total},
+        {"nodes_beat_ms", master_.beat_ms(options_.beat_ms)},
+        {"nodes_batch_ms", master_.batch_ms()},
         {"inventories_total", c.inventories_total},
         {"directory_rows", directory.rows},
         {"directory_rows_void", directory.void_rows},
@@ -289,7 +328,8 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
         {"takeovers_total", m.takeovers_total},
         {"connections_nodes", members_},
         {"connections_clients", clients_},
-        {"connections_clients_max", options_.clients_max},
+        {"connections_clients_max", clients_max_.now()},
+        {"limits_raised_total", membership.limit().raised_total() + clients_max_.raised_total()},
         {"connections_total", m.connections_total},
         // Refusals and errors before and after the hand-over from the listener are one number for the
         // reader.

@@ -21,6 +21,7 @@
 #include "base/latency.hpp"
 #include "base/mutex.hpp"
 #include "base/result.hpp"
+#include "base/soft_limit.hpp"
 #include "directory/master.hpp"
 #include "directory/master_pair.hpp"
 #include "directory/standby_agent.hpp"
@@ -34,7 +35,8 @@ struct MasterServerOptions {
     std::vector<std::string> addresses;  // host:port each; port 0: any that is free
     std::string token;
     uint32_t beat_ms = 200;
-    uint32_t clients_max = 4096;  // connections for the service "directory"
+    uint32_t clients_max = 4096;  // connections for the service "directory" as expected; it rises
+    std::function<uint64_t()> available_memory;  // in bytes, for more connections; null: it is not asked
     MasterLimits master;
     Limits limits;
     std::shared_ptr<const TlsServer> tls;  // every connection must be inside TLS; null: none is
@@ -122,6 +124,8 @@ class MasterServer {
 
     uint32_t& count(Caller kind);
     void adopt(AuthenticatedConnection caller, Caller kind);
+    bool has_room(AuthenticatedConnection& caller, bool is_member);
+    void note_limit(const char* what, const char* setting, const SoftLimit& limit);
     void drop(int fd);
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
@@ -138,7 +142,10 @@ class MasterServer {
     std::unique_ptr<EventLoop> loop_;
     std::atomic<bool> running_{false};
     std::unordered_map<int, std::shared_ptr<MasterLink>> links_;
+    std::unordered_map<LinkId, int> fds_;                // of links_
     uint32_t clients_ = 0, members_ = 0, standbys_ = 0;  // connections of each service
+    SoftLimit clients_max_;                              // of clients_
+    uint64_t noted_nodes_max_;
     LinkId next_link_ = 1;
     int standby_fd_ = -1;
     std::string standby_name_;
@@ -159,7 +166,7 @@ class MasterServer {
         std::string name, address;
     };
     std::map<NodeId, Noted> noted_;
-    uint64_t noted_epoch_ = 0;
+    uint64_t noted_epoch_ = 1;  // of a pool without members
     std::shared_ptr<Journal> journal_ = std::make_shared<Journal>();
     std::unique_ptr<StandbyAgent> agent_;  // of a standby
     std::unique_ptr<Listener> listener_;   // last: it hands over to what stands above

@@ -37,7 +37,7 @@ struct MemberAgentOptions {
     int backoff_first_ms = 50;
     int backoff_longest_ms = 500;
     std::shared_ptr<Journal> journal;  // of joins and of what keeps it from them; null: none
-    int batch_ms = 5;                  // changes wait at most so long for others to go with them
+    int batch_ms = 5;                  // changes wait so long for others to go with them, or longer
 };
 
 class MemberAgent {

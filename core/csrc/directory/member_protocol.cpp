@@ -3,11 +3,17 @@
 #include <algorithm>
 #include <utility>
 
+#include "directory/pace.hpp"
 #include "wire/error_frame.hpp"
 
 namespace moonpool {
 
 namespace {
+
+// The master is another process, perhaps of another version: its numbers are brought within bounds that
+// cannot stop the caller or make it spin.
+uint32_t within_pace(uint32_t beat_ms) { return std::clamp<uint32_t>(beat_ms, 1, 60000); }
+constexpr uint32_t kBatchMsMax = 1000;
 
 Error store_is_silent() { return Error{Code::kTimeout, "the node's store did not answer in time"}; }
 
@@ -90,15 +96,22 @@ Status MemberProtocol::send_beat() {
     NodeLoad load;
     if (!hooks_.load(load)) return store_is_silent();
     out_.clear();
-    size_t at = begin_frame(out_, Kind::kBeat, 0, link_.next_request++);
+    // Asked at once where the master waits for something, or may have more.
+    bool asks = ++link_.beats >= link_.beats_per_answer || link_.asks_now;
+    size_t at = asks ? begin_frame(out_, Kind::kBeat, 0, link_.next_request++)
+                     : begin_frame(out_, Kind::kBeat, kFlagOneWay, 0);
     Writer w(out_);
     w.number(drops_done_);
     write_load(w, load);
     w.number(hooks_.applied());
     finish_frame(out_, at);
-    link_.beat_open = true;
-    link_.asked_ms = now_();
-    link_.next_beat_ms = link_.asked_ms + link_.beat_ms;
+    link_.next_beat_ms = now_() + link_.beat_ms;
+    if (asks) {
+        link_.beat_open = true;
+        link_.asks_now = false;
+        link_.beats = 0;
+        link_.asked_ms = now_();
+    }
     counters_.beats_total.fetch_add(1);
     return link_.send(out_);
 }
@@ -118,7 +131,7 @@ Status MemberProtocol::tell_inventory() {
     if (!sent || !last) return sent;
     link_.inventory = false;
     counters_.inventories_total.fetch_add(1);
-    link_.next_beat_ms = now_();  // its answer says what to drop
+    ask_now();  // the answer says what to drop
     told_ = true;
     rows_lost_ = false;
     return success();
@@ -177,9 +190,7 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         id = body.number<NodeId>();
         resumed = (body.number<uint8_t>() & kJoinResumed) != 0;
         body.number<uint8_t>();
-        // The master is another process, perhaps of another version: its numbers are brought within bounds
-        // that cannot stop the caller or make it spin.
-        link_.beat_ms = std::clamp<uint32_t>(body.number<uint32_t>(), 1, 60000);
+        link_.beat_ms = within_pace(body.number<uint32_t>());
         link_.rows_max = std::max<uint32_t>(body.number<uint32_t>(), 1);
     }
     auto epoch = body.number<uint64_t>();
@@ -192,24 +203,40 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         counters_.joins_total.fetch_add(1);
     } else if (header.request_id != 0) {
         link_.beat_open = false;  // else it is one that was not asked, of what is to be dropped at once
+        read_pace(body);
     }
     epoch_ = epoch;
     ++answers_;
     uint64_t done = drops_done_;
     if (Status status = carry_out(std::move(drops)); !status) return status;
-    if (drops_done_ != done) link_.next_beat_ms = now_();  // the master waits to hear it, and may have more
+    if (drops_done_ != done) ask_now();  // the master waits to hear it, and may have more
     if (joins) {
         // The log records from before the first piece of the inventory is read; a change that the inventory
         // does not have is therefore in the log.
         log_.begin_inventory();
         rows_applied_ = hooks_.applied();
         link_.joined = link_.inventory = true;
+        Version first = link_.versions ? body.number<Version>() : kNoVersion;
+        read_pace(body);
         if (link_.versions) {
-            if (Status status = send_removals(body.number<Version>()); !status) return status;
+            if (Status status = send_removals(first); !status) return status;
         }
-        link_.next_beat_ms = now_();
+        ask_now();
     }
     return success();
+}
+
+void MemberProtocol::ask_now() {
+    link_.asks_now = true;
+    link_.next_beat_ms = now_();
+}
+
+// A master of the release before says nothing of it.
+void MemberProtocol::read_pace(Reader& body) {
+    if (body.left() < 3 * sizeof(uint32_t)) return;
+    link_.batch_ms = std::min(body.number<uint32_t>(), kBatchMsMax);
+    link_.beat_ms = within_pace(body.number<uint32_t>());
+    link_.beats_per_answer = std::clamp(body.number<uint32_t>(), 1u, Pace::kBeatsPerAnswerMax);
 }
 
 // A master that took over, or was restarted, does not know what the former one ordered: the nodes do.

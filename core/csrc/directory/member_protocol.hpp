@@ -19,6 +19,7 @@
 // drop is carried out at least once and confirmed only afterwards.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -61,7 +62,7 @@ struct MemberCounters {
 struct MemberProtocolOptions {
     NodeIdentity identity;
     int timeout_ms = 1000;  // of an answer
-    int batch_ms = 5;       // changes wait at most so long for others to go with them
+    int batch_ms = 5;       // changes wait so long for others to go with them, or as the master says
 };
 
 class MemberProtocol {
@@ -95,10 +96,14 @@ class MemberProtocol {
         Send send;
         uint64_t next_request = 1;
         uint32_t beat_ms = 200;
+        uint32_t batch_ms = 0;          // that the master asks for
+        uint32_t beats_per_answer = 1;  // the others are one-way
+        uint32_t beats = 0;             // since one was asked
         uint32_t rows_max = 16384;
         uint64_t next_beat_ms = 0, asked_ms = 0, told_ms = 0;
         bool joined = false;
         bool beat_open = false;  // a BEAT without its answer
+        bool asks_now = false;   // with the next one
         bool inventory = false;  // is being told
         bool begun = false;      // and its first frame is sent
         bool versions = false;   // the master knows them
@@ -106,7 +111,11 @@ class MemberProtocol {
     };
 
     uint64_t timeout_ms() const { return static_cast<uint64_t>(options_.timeout_ms); }
-    uint64_t batch_ms() const { return static_cast<uint64_t>(options_.batch_ms); }
+    uint64_t batch_ms() const {
+        return std::max(static_cast<uint64_t>(options_.batch_ms), uint64_t{link_.batch_ms});
+    }
+    void read_pace(Reader& body);
+    void ask_now();
     Status tell_inventory();
     Status tell_changes();
     Status send_rows(const std::vector<DeltaRow>& rows, Version applied, uint8_t first_flags,

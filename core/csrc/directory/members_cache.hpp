@@ -1,12 +1,12 @@
-// MembersCache: the list of members as a client last heard it from its master, which sends it only when it
-// has changed. Pure: times are the caller's.
+// MembersCache: the list of members as a client last heard it from its master, which sends what has changed
+// since. Pure: times are the caller's.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 
-#include "directory/protocol.hpp"
+#include "directory/member_frames.hpp"
 #include "directory/types.hpp"
 
 namespace moonpool {
@@ -28,9 +28,11 @@ class MembersCache {
     }
 
     const std::shared_ptr<const Members>& current() const { return members_; }  // null: never heard
-    uint64_t epoch() const {
-        return epoch_;
-    }  // as this connection's master counts, to be asked with; 0: none
+    // MEMBERS, with the epoch that is known, as this connection's master counts; 0: none.
+    void write_question(Writer& w) const {
+        w.number(epoch_);
+        w.number(kMembersTake);
+    }
     bool due(uint64_t now_ms) const { return !heard_ms_ || now_ms - *heard_ms_ >= fresh_ms_; }
     // Whether it names the holders in an answer of that epoch.
     bool fits(uint64_t now_ms, uint64_t epoch) const {
@@ -45,7 +47,14 @@ class MembersCache {
         fresh->epoch = r.number<uint64_t>();
         auto flags = r.number<uint8_t>();
         bool changed = (flags & kMembersChanged) != 0;
-        if (changed && !read_rows(r, fresh->rows)) return false;
+        if ((flags & kMembersSince) != 0) {
+            MemberChanges changes;
+            if (!changed || epoch_ == 0 || !changes.read(r)) return false;
+            fresh->rows = members_->rows;
+            if (!changes.carry_out(fresh->rows)) return false;
+        } else if (changed && !read_member_rows(r, fresh->rows)) {
+            return false;
+        }
         if (!r.ok()) return false;
         if ((flags & kMembersFilling) == 0) before_ = nullptr;
         fresh->before = before_;
@@ -62,18 +71,6 @@ class MembersCache {
     }
 
    private:
-    static bool read_rows(Reader& r, std::vector<Member>& rows) {
-        auto n = r.number<uint32_t>();
-        if (n > r.left()) return false;
-        for (uint32_t i = 0; i < n; ++i) {
-            if (!read_member(r, rows.emplace_back())) return false;
-        }
-        for (Member& member : rows) {
-            if (!read_event_endpoints(r, member.identity)) return false;
-        }
-        return true;
-    }
-
     const uint64_t fresh_ms_;
     std::shared_ptr<const Members> members_;
     uint64_t epoch_ = 0;

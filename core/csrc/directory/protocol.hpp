@@ -27,8 +27,6 @@ inline constexpr uint8_t kDeltaEnd = 2;      // and ends with this one
 inline constexpr uint8_t kDeltaApplied = 4;  // and says up to which removal its rows are checked
 
 inline constexpr uint8_t kJoinResumed = 1;
-inline constexpr uint8_t kMembersChanged = 1;  // rows follow
-inline constexpr uint8_t kMembersFilling = 2;
 inline constexpr uint8_t kDropAll = 1;
 
 inline constexpr uint8_t kLocatePrefix = 1;
@@ -120,26 +118,6 @@ inline void write_event_endpoints(Writer& w, const NodeIdentity& who) {
 inline bool read_event_endpoints(Reader& r, NodeIdentity& who) {
     if (r.left() == 0) return true;  // of an earlier version
     return read_text(r, who.events) && read_text(r, who.events_replay);
-}
-
-inline void write_member(Writer& w, const Member& member) {
-    w.number(member.id);
-    // A client of the release before knows no members that join: for it they are suspect.
-    bool joining = member.state == MemberState::kJoining;
-    w.number(static_cast<uint8_t>(joining ? MemberState::kSuspect : member.state));
-    w.number(static_cast<uint8_t>(joining));
-    w.number(member.silent_ms);
-    write_identity(w, member.identity);
-    write_load(w, member.load);
-}
-inline bool read_member(Reader& r, Member& member) {
-    member.id = r.number<NodeId>();
-    auto state = r.number<uint8_t>();
-    bool joining = r.number<uint8_t>() != 0;
-    member.silent_ms = r.number<uint64_t>();
-    if (state > static_cast<uint8_t>(MemberState::kGone)) return false;
-    member.state = joining ? MemberState::kJoining : static_cast<MemberState>(state);
-    return read_identity(r, member.identity) && read_load(r, member.load);
 }
 
 // LOCATE, before its n hashes.

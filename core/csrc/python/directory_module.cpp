@@ -21,6 +21,7 @@
 
 #include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
+#include "memory/available.hpp"
 #include "python/arguments.hpp"
 #include "python/histograms.hpp"
 #include "python/module.hpp"
@@ -87,6 +88,10 @@ class PyMasterServer {
         options.name = std::move(name);
         // 0 s, which is 1 ms here: not by itself.
         if (options.pair.take_over_ms <= 1) options.pair.take_over_ms = UINT32_MAX;
+        options.available_memory = [] {
+            std::optional<AvailableMemory> memory = available_memory();
+            return memory ? memory->available_bytes : UINT64_MAX;
+        };
         // The port is bound here, so that a port in use is an exception of the constructor; it serves from
         // start() on.
         server_ = unwrap(MasterServer::create(std::move(options)), "master");

@@ -332,8 +332,19 @@ TEST_CASE("master server: mutated frames") {
     CHECK(master->check_integrity());
 }
 
+uint64_t limits_raised(MasterServer& master) {
+    for (auto& [name, value] : master.snapshot()) {
+        if (name == "limits_raised_total") return value;
+    }
+    return UINT64_MAX;
+}
+
 TEST_CASE("master server: limits of connections, and clients from many threads") {
-    auto master = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.clients_max = 8; });
+    auto memory = std::make_shared<std::atomic<uint64_t>>(0);
+    auto master = serve("127.0.0.1:0", [memory](MasterServerOptions& o) {
+        o.clients_max = 8;
+        o.available_memory = [memory] { return memory->load(); };
+    });
     std::string address = master->addresses()[0];
     FakeNode node(address, "a");
     for (uint64_t n = 1; n <= 50; ++n) node.put(n);
@@ -361,9 +372,20 @@ TEST_CASE("master server: limits of connections, and clients from many threads")
         Result<std::shared_ptr<const Members>> members = crowd.back()->members();
         if (members) continue;
         ++refused;
-        CHECK(members.error().text.find("master.clients_max") != std::string::npos);
+        CHECK(members.error().text.find("available memory") != std::string::npos);
     }
     CHECK(refused >= 4);
+    // With more memory the limit gives way, and the log and the metrics say so.
+    *memory = 64 << 20;
+    CHECK(limits_raised(*master) == 0);
+    crowd.clear();
+    for (int i = 0; i < 12; ++i) {
+        crowd.push_back(std::make_unique<DirectoryClient>(client_options(address)));
+        CHECK(crowd.back()->members());
+    }
+    CHECK(limits_raised(*master) == 1);
+    auto notes = master->journal().take();
+    CHECK(std::ranges::count(notes, "limit_raised", &Note::kind) == 1);
     CHECK(hits(shared, keys) == 50);
     shared.close();
     CHECK(shared.locate(keys).error().code == Code::kClosed);

@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <map>
+#include <set>
 #include <string>
 
 #include "../random.hpp"
@@ -143,14 +144,22 @@ TEST_CASE("membership: a number is not given away while its rows are there") {
     CHECK_FALSE(m.join(0, identity("b", 1), load(5), 2, [](NodeId) { return false; }));
 }
 
-TEST_CASE("membership: limits") {
-    Membership m({.members_max = 2});
+TEST_CASE("membership: the limit of nodes rises, as far as there are numbers") {
+    Membership m({.members_max = 2, .members_most = 5});
     joined(m, 0, identity("a", 1), 1);
     joined(m, 0, identity("b", 2), 2);
-    Result<Membership::Joined> third = m.join(0, identity("c", 3), load(5), 3, any);
-    REQUIRE_FALSE(third);
-    CHECK(third.error().code == Code::kTooLarge);
-    CHECK(m.join(0, identity("a", 1), load(5), 4, any)->resumed);  // is in already
+    CHECK(m.limit().raised_total() == 0);
+    for (uint8_t i = 3; i <= 5; ++i) {
+        joined(m, 0, identity(std::to_string(i), i), i);
+        CHECK(m.limit().now() == (i == 5 ? 5 : 4));
+    }
+    CHECK(m.limit().raised_total() == 2);
+    Result<Membership::Joined> sixth = m.join(0, identity("f", 6), load(5), 6, any);
+    REQUIRE_FALSE(sixth);
+    CHECK(sixth.error().code == Code::kTooLarge);
+    CHECK(sixth.error().text.find("another master") != std::string::npos);
+    CHECK(m.join(0, identity("a", 1), load(5), 7, any)->resumed);  // is in already
+    CHECK(m.check_integrity());
 }
 
 TEST_CASE("membership: a master that stood still does not blame its members") {
@@ -181,6 +190,87 @@ TEST_CASE("membership: place by free room, on different hosts, then by the age o
     CHECK(m.place("default", 2000, 1, {}, {}, true).empty());
     m.disconnected(c, 3);
     CHECK(m.place("default", 100, 1, {}, {"h1"}, false).empty());
+}
+
+// The answers of a walk over all members.
+std::vector<NodeId> place_slowly(const Members& members, uint64_t bytes, size_t n,
+                                 const std::vector<NodeId>& avoid_nodes,
+                                 const std::vector<std::string_view>& avoid_hosts, bool evict) {
+    struct Choice {
+        const Member* member;
+        const TenantLoad* load;
+        bool has_room;
+    };
+    std::vector<Choice> choices;
+    for (const Member& member : members.rows) {
+        const TenantLoad* load = member.load.find("default");
+        if (member.state != MemberState::kAlive || load == nullptr || load->arena_bytes < bytes) continue;
+        if (std::ranges::find(avoid_nodes, member.id) != avoid_nodes.end()) continue;
+        if (std::ranges::find(avoid_hosts, member.identity.host_id) != avoid_hosts.end()) continue;
+        bool has_room = load->free_bytes >= bytes + load->arena_bytes / 8;
+        if (has_room || evict) choices.push_back({&member, load, has_room});
+    }
+    auto room = [](const TenantLoad& load) { return load.free_bytes - load.arena_bytes / 8; };
+    std::ranges::stable_sort(choices, [&](const Choice& a, const Choice& b) {
+        if (a.has_room != b.has_room) return a.has_room;
+        return a.has_room ? room(*a.load) > room(*b.load) : a.load->oldest_age_ms > b.load->oldest_age_ms;
+    });
+    std::vector<NodeId> chosen;
+    std::set<std::string_view> hosts;
+    for (const Choice& choice : choices) {
+        if (chosen.size() < n && hosts.insert(choice.member->identity.host_id).second)
+            chosen.push_back(choice.member->id);
+    }
+    return chosen;
+}
+
+TEST_CASE("membership: the nodes that it places at are those of a walk over all of them") {
+    Random random(42);
+    Membership m({});
+    std::map<NodeId, LinkId> links;
+    LinkId link = 0;
+    auto some_load = [&] {
+        NodeLoad l = load(random.below(1001), 1000 * (1 + random.below(2)), random.below(20));
+        if (random.one_in(3)) l.tenants.push_back(TenantLoad{"other", 500, random.below(501), 0, 7});
+        if (random.one_in(10)) l.tenants.erase(l.tenants.begin());
+        return l;
+    };
+    for (int step = 0; step < 20000; ++step) {
+        auto name = static_cast<uint8_t>(random.below(30));
+        auto id = static_cast<NodeId>(random.below(35));
+        auto it = links.find(id);
+        switch (random.below(6)) {
+            case 0: {
+                Result<Membership::Joined> result =
+                    m.join(0, identity(std::to_string(name), 1, "h" + std::to_string(name % 12)), some_load(),
+                           ++link, any);
+                REQUIRE(result);
+                links[result->id] = link;
+                break;
+            }
+            case 1:
+                if (it != links.end() && random.one_in(4)) m.disconnected(id, it->second);
+                break;
+            case 2:
+                if (it != links.end() && random.one_in(8)) m.left(0, id, it->second);
+                break;
+            case 3:
+                if (it != links.end()) m.set_joining(id, random.one_in(4));
+                break;
+            default:
+                if (it != links.end()) m.beat(0, id, it->second, some_load());
+        }
+        std::vector<NodeId> avoid_nodes;
+        std::vector<std::string_view> avoid_hosts;
+        if (random.one_in(2)) avoid_nodes = {static_cast<NodeId>(random.below(35)), id};
+        if (random.one_in(2)) avoid_hosts = {"h3", "h5"};
+        uint64_t bytes = random.below(random.one_in(2) ? 100 : 2000);
+        size_t n = random.below(5);
+        bool evict = random.one_in(2);
+        std::vector<NodeId> expected = place_slowly(m.current(0), bytes, n, avoid_nodes, avoid_hosts, evict);
+        REQUIRE(m.place("default", bytes, n, avoid_nodes, avoid_hosts, evict) == expected);
+        if (step % 16 == 0) REQUIRE(m.check_integrity());
+    }
 }
 
 // Every sequence of a few events on one name, two lives of it: the invariants hold, and the epoch moves

@@ -49,6 +49,8 @@ std::shared_ptr<Client::Pool> Client::pool() {
     to.master = session->master();
     to.token = options_.token;
     to.tenant = options_.tenant;
+    if (uint32_t ms = session->master_timeout_ms(); ms != 0)
+        to.timeout_ms = static_cast<int>(std::min<uint32_t>(ms, INT_MAX));
     // A caller that waits longer for a node waits longer for the master, too: a quarter of its own budget.
     to.timeout_ms = std::min(options_.timeout_ms, std::max(to.timeout_ms, options_.timeout_ms / 4));
     to.tls = options_.tls;

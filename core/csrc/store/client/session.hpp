@@ -111,6 +111,8 @@ class Session {
     const std::string& host_id() const { return host_id_; }
     const std::string& address() const { return address_; }  // where other hosts reach the node
     const std::string& master() const { return master_; }    // empty: the node is alone
+    // How long to wait for it; 0: the node does not say.
+    uint32_t master_timeout_ms() const { return master_timeout_ms_; }
     bool knows(uint32_t feature) const { return (features_ & feature) != 0; }
 
     // For the path while it opens: to a node's Unix socket, or to its TCP port.
@@ -165,7 +167,7 @@ class Session {
     uint32_t space_ = 0;
     uint64_t arena_bytes_ = 0, slab_bytes_ = 0, object_bytes_max_ = 0;
     uint32_t key_bytes_max_ = 0, parts_max_ = 0, frame_bytes_max_ = 0, frame_keys_max_ = 0;
-    uint32_t features_ = 0;
+    uint32_t features_ = 0, master_timeout_ms_ = 0;
 
     std::atomic<bool> alive_{true};
 

@@ -214,6 +214,7 @@ bool Session::read_welcome(Reader& welcome, uint64_t& arena_bytes, uint64_t& ind
     master_ = std::string(welcome.text16());
     // Appended later than the others; what a node does not say it does not have.
     if (welcome.left() != 0) features_ = welcome.number<uint32_t>();
+    if (welcome.left() != 0) master_timeout_ms_ = welcome.number<uint32_t>();
     return welcome.ok();
 }
 

@@ -20,6 +20,7 @@ MemberAgentOptions agent_options(const ClusterOptions& options, std::string mast
     agent.interface = options.interface;
     agent.tls = options.tls;
     agent.journal = options.journal;
+    agent.timeout_ms = options.timeout_ms;
     agent.identity = NodeIdentity{options.name, incarnation,    options.host_id,      options.address,
                                   socket_path,  options.events, options.events_replay};
     return agent;

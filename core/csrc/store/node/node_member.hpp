@@ -28,6 +28,8 @@ struct ClusterOptions {
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // of the way to the master; null: plain
     std::shared_ptr<Journal> journal;      // null: none
+    int timeout_ms = 1000;                 // of an answer of the master,
+    uint32_t clients_timeout_ms = 500;     // and of one to the node's clients
 };
 
 class NodeMember {

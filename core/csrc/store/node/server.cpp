@@ -22,8 +22,10 @@
 #include <cstring>
 #include <future>
 
+#include "memory/available.hpp"
 #include "memory/room.hpp"
 #include "store/node/connection.hpp"
+#include "wire/connection_places.hpp"
 
 namespace moonpool {
 
@@ -32,6 +34,7 @@ namespace {
 // The loop polls for 50 us after an event, since the next frame of a client often follows at once. kCallMs:
 // how long other threads wait for an answer of the loop.
 constexpr uint32_t kTickMs = 100, kSpinUs = 50, kCallMs = 2000;
+constexpr uint64_t kOtherFiles = 64;            // arenas, logs, disks, the master, admin pages
 constexpr uint32_t kEventSlotsPerPiece = 1024;  // others wait meanwhile, about 0.5 ms
 
 // A process that may read our memory must run as our user, or as root.
@@ -44,7 +47,6 @@ bool same_user(int fd) {
 
 // Open files are one supply for both kinds of connections: what the own host's may need is kept.
 size_t remote_places(const Limits& limits) {
-    constexpr uint64_t kOtherFiles = 64;  // arenas, logs, disks, the master, admin pages
     rlimit files{};
     if (::getrlimit(RLIMIT_NOFILE, &files) != 0) return limits.remote_connections;
     uint64_t kept = uint64_t{limits.connections} + 2 * limits.connections_unproved + kOtherFiles;
@@ -90,7 +92,10 @@ struct Server::LocalListener final : EventHandler {
     Fd fd;
 };
 
-Server::Server(ServerOptions options) : options_(std::move(options)), incarnation_(random_incarnation()) {}
+Server::Server(ServerOptions options)
+    : options_(std::move(options)),
+      incarnation_(random_incarnation()),
+      connections_max_(options_.limits.connections) {}
 
 Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
@@ -236,6 +241,7 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.text16(options_.cluster.address);
     w.text16(options_.cluster.master);
     w.number(kFeatures);
+    w.number(options_.cluster.clients_timeout_ms);
 }
 
 Server::~Server() {
@@ -464,16 +470,35 @@ void Server::adopt(Fd fd) {
     if (!connection->greet()) drop(key);
 }
 
-// Each kind has its own places: however many other hosts call, the engines of this one get in.
+// Each kind has its own places: however many other hosts call, the engines of this one get in. Their limit
+// rises where it is too low.
 bool Server::has_room(int fd, bool remote) {
     size_t have = remote ? remote_connections_ : connections_.size() - remote_connections_;
-    size_t most = remote ? remote_connections_max_ : options_.limits.connections;
-    if (have >= most) {
+    std::string limit;
+    if (!remote) {
+        auto memory_bytes = [this] {
+            std::optional<AvailableMemory> memory = available_memory(options_.memory_root);
+            return memory ? memory->available_bytes : UINT64_MAX;
+        };
+        auto answer = connections_max_.admit(have, [&] {
+            auto places = connection_places(have, remote_connections_max_ + kOtherFiles, memory_bytes);
+            limit = places.because;
+            return places.most;
+        });
+        if (answer != SoftLimit::Answer::kFull) limit.clear();
+        if (answer == SoftLimit::Answer::kRaised) {
+            journal_->note(Level::kWarning, "limit_raised", "",
+                           "there are more connections of this host than node.connections_max = " +
+                               std::to_string(connections_max_.set()) + "; the limit is " +
+                               std::to_string(connections_max_.now()) + " now. Set it to what you expect");
+        }
+    } else if (have >= remote_connections_max_) {
+        limit = remote_connections_max_ < options_.limits.remote_connections
+                    ? "as many as the limit of open files allows"
+                    : "the limit (node.remote_connections_max)";
+    }
+    if (!limit.empty()) {
         metrics_.connections_refused_total.fetch_add(1);
-        const char* limit = most < options_.limits.remote_connections && remote
-                                ? "as many as the limit of open files allows"
-                            : remote ? "the limit (node.remote_connections_max)"
-                                     : "the limit (node.connections_max)";
         journal_->note(Level::kWarning, "connections_full", "",
                        "a connection was refused: there are " + std::to_string(have) + ", " + limit);
         send_error(fd, Code::kTooLarge,
@@ -624,6 +649,8 @@ std::vector<std::pair<std::string, uint64_t>> Server::gauges() {
         {"leased_bytes", leased},
         {"connections", connections_.size()},
         {"remote_connections", remote_connections_},
+        {"connections_max", connections_max_.now()},
+        {"limits_raised_total", connections_max_.raised_total()},
         {"connections_total", m.connections_total},
         {"connections_refused_total", m.connections_refused_total + door.refused},
         {"connections_dropped_total", m.connections_dropped_total},

@@ -21,6 +21,7 @@
 #include "base/journal.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
+#include "base/soft_limit.hpp"
 #include "store/node/block_events.hpp"
 #include "store/node/node_member.hpp"
 #include "store/node/node_metrics.hpp"
@@ -127,6 +128,7 @@ class Server {
     std::unordered_map<int, std::shared_ptr<Connection>> connections_;
     size_t remote_connections_ = 0;      // of them
     size_t remote_connections_max_ = 0;  // as open files allow
+    SoftLimit connections_max_;          // of the own host
     uint64_t next_pin_ = 1;
 
     std::atomic<bool> stopping_{false};  // of reserve_thread_

@@ -1,0 +1,181 @@
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "directory/member_protocol.hpp"
+#include "directory/pace.hpp"
+
+namespace moonpool {
+namespace {
+
+// A node's side of a connection, its clock, and what it has sent.
+struct Bed {
+    explicit Bed(MemberProtocolOptions options = {.identity = {}, .timeout_ms = 700})
+        : log(1000, [] {}),
+          protocol(std::move(options),
+                   MemberHooks{[](uint64_t& cursor, std::vector<DeltaRow>&) {
+                                   cursor = 0;
+                                   return true;
+                               },
+                               [](NodeLoad&) { return true; }, [](const Drops&) { return true; },
+                               [] { return kNoVersion; }, [] { return true; },
+                               [](Version, Version&, std::vector<Drop>&) { return kNoVersion; }},
+                   log, counters, [this] { return now; }) {
+        REQUIRE(protocol.connected("master", [this](std::span<const std::byte> frame) {
+            FrameHeader header;
+            std::memcpy(&header, frame.data(), sizeof(header));
+            sent.push_back(header);
+            return success();
+        }));
+    }
+
+    // pace: what stands behind the answer.
+    void answer(Kind kind, const std::vector<uint32_t>& pace) {
+        std::vector<std::byte> body;
+        Writer w(body);
+        if (kind == Kind::kJoin) {
+            w.number(uint16_t{0});
+            w.number(uint16_t{0});
+            w.number(uint32_t{200});
+            w.number(uint32_t{16384});
+        }
+        w.number(uint64_t{1});
+        DropList drops(10);
+        write_drops(w, drops, 10);
+        write_versions(w, drops, 10, kNoVersion);
+        if (kind == Kind::kJoin) w.number(kNoVersion);
+        for (uint32_t ms : pace) w.number(ms);
+        FrameHeader header;
+        header.kind = kind;
+        header.request_id = sent.empty() ? 1 : sent.back().request_id;
+        REQUIRE(protocol.on_frame(header, Reader(body)));
+    }
+    // Answers what it asks; how many frames of that kind it sends within that time.
+    size_t frames(Kind kind, uint64_t ms, const std::vector<uint32_t>& pace) {
+        size_t n = 0;
+        for (uint64_t end = now + ms; now < end; ++now) {
+            log.push(Hash128{now, now}, Tier::kDram, true);
+            sent.clear();
+            REQUIRE(protocol.step());
+            for (const FrameHeader& header : std::vector<FrameHeader>(sent)) {
+                n += header.kind == kind;
+                asked += header.kind == Kind::kBeat && (header.flags & kFlagOneWay) == 0;
+                if (header.kind != Kind::kBeat || (header.flags & kFlagOneWay) != 0) continue;
+                sent = {header};
+                answer(Kind::kBeat, pace);
+            }
+        }
+        return n;
+    }
+    void join(const std::vector<uint32_t>& pace) {
+        answer(Kind::kJoin, pace);
+        frames(Kind::kBeat, 20, {});
+    }
+
+    uint64_t now = 1000000;
+    size_t asked = 0;  // beats that are to be answered
+    std::vector<FrameHeader> sent;
+    DeltaLog log;
+    MemberCounters counters;
+    MemberProtocol protocol;
+};
+
+TEST_CASE(
+    "member protocol: a node gathers changes, and waits between beats, for as long as its master says") {
+    Bed bed;
+    bed.join({20, 250, 1});
+    CHECK(bed.frames(Kind::kDelta, 1000, {}) == 50);
+    CHECK(bed.frames(Kind::kBeat, 1000, {}) == 4);
+    bed.frames(Kind::kDelta, 500, {100, 500, 1});
+    CHECK(bed.frames(Kind::kDelta, 1000, {100, 500, 1}) == 10);
+    CHECK(bed.frames(Kind::kBeat, 1000, {100, 500, 1}) == 2);
+    bed.frames(Kind::kDelta, 1000, {0, 200, 1});
+    CHECK(bed.frames(Kind::kDelta, 1000, {0, 200, 1}) == 200);  // its own 5 ms
+}
+
+TEST_CASE(
+    "member protocol: a master of the release before says nothing of the pace, one that is wrong too much") {
+    Bed old;
+    old.join({});
+    CHECK(old.frames(Kind::kDelta, 1000, {}) == 200);
+    CHECK(old.frames(Kind::kBeat, 1000, {}) == 5);
+    Bed wrong;
+    wrong.join({UINT32_MAX, 0, 0});
+    CHECK(wrong.frames(Kind::kDelta, 10000, {UINT32_MAX, 50, UINT32_MAX}) == 10);  // at most 1 s
+}
+
+TEST_CASE(
+    "member protocol: where the master says so, a beat in some is to be answered, and one that it waits "
+    "for") {
+    Bed bed;
+    bed.join({5, 100, 4});
+    bed.frames(Kind::kBeat, 1000, {});
+    bed.asked = 0;
+    CHECK(bed.frames(Kind::kBeat, 4000, {5, 100, 4}) == 40);
+    CHECK(bed.asked == 10);
+    // Something to drop, that was not asked for: that it is done is told at once, and an answer is wanted.
+    DropList drops(10);
+    drops.push({Hash128{1, 1}, 7});
+    std::vector<std::byte> body;
+    Writer w(body);
+    w.number(uint64_t{1});
+    write_drops(w, drops, 10);
+    write_versions(w, drops, 10, 7);
+    FrameHeader header;
+    header.kind = Kind::kBeat;
+    REQUIRE(bed.protocol.on_frame(header, Reader(body)));
+    bed.asked = 0;
+    CHECK(bed.frames(Kind::kBeat, 2, {5, 100, 4}) == 1);
+    CHECK(bed.asked == 1);
+}
+
+TEST_CASE("member protocol: it gives a master up that does not answer within its time") {
+    Bed bed;
+    bed.now += 700;
+    CHECK(bed.protocol.step());
+    CHECK(bed.protocol.due_ms() == bed.now + 1);
+    bed.now += 1;
+    CHECK(bed.protocol.step().error().code == Code::kTimeout);
+}
+
+TEST_CASE(
+    "pace: as many frames as a master takes, however many nodes change, and fast again when they rest") {
+    Pace pace({});
+    uint64_t now = 500000;
+    // Nodes that send a frame each batch_ms.
+    auto frames_a_second = [&](uint64_t nodes) {
+        uint64_t frames = nodes * 1000 / pace.batch_ms();
+        for (uint64_t i = 0; i < 2 * frames; ++i) pace.delta();
+        pace.tick(now += 2000);
+        return frames;
+    };
+    pace.tick(now);
+    CHECK(pace.batch_ms() == 5);
+    for (int i = 0; i < 5; ++i) frames_a_second(90);
+    CHECK(pace.batch_ms() == 5);
+    CHECK(frames_a_second(10000) == 2000000);
+    for (int i = 0; i < 5; ++i) CHECK(frames_a_second(10000) <= 20000);
+    CHECK(pace.batch_ms() == 500);
+    CHECK(frames_a_second(60000) > 20000);
+    frames_a_second(60000);
+    CHECK(pace.batch_ms() == 1000);  // and no longer
+    for (int i = 0; i < 10; ++i) frames_a_second(10);
+    CHECK(pace.batch_ms() == 5);
+}
+
+TEST_CASE("pace: beats of as many nodes as a master takes, and never so few that a node seems silent") {
+    Pace pace({});
+    CHECK(pace.beat_ms(100, 200, 1000) == 200);
+    CHECK(pace.beat_ms(9000, 200, 1000) == 300);
+    CHECK(pace.beat_ms(60000, 200, 1000) == 333);
+    CHECK(pace.beat_ms(60000, 200, 5000) == 1666);
+    CHECK(pace.beat_ms(60000, 200, 300) == 200);
+    CHECK(pace.beats_per_answer(100, 200) == 1);
+    CHECK(pace.beats_per_answer(10000, 333) == 4);
+    CHECK(pace.beats_per_answer(65000, 333) == 5);
+}
+
+}  // namespace
+}  // namespace moonpool
