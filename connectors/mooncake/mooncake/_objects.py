@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moonpool.core.errors import InvalidArgument
+from moonpool.core.errors import InvalidArgument, Unavailable
 from moonpool.core.store.store import ROWS_MAX, Store
 from moonpool.core.store.types import EXISTS, STORED, PutResult, Unsure
 
@@ -30,6 +30,14 @@ Part = Any  # what moonpool takes as the bytes of an object
 _OK, _REFUSED = int(Code.OK), int(Code.NO_AVAILABLE_HANDLE)
 _UNKNOWN = 2  # a flag of Store.exist_flags
 _BYTE = np.dtype(np.uint8)
+
+
+def put_once(store: Store, names: list[bytes], parts: Sequence[Part], **options: Any) -> list[PutResult]:
+    """Stores what no node of the pool has. While the master is away this host's node alone decides."""
+    try:
+        return store.put(names, parts, unique=True, **options)
+    except Unavailable:
+        return store.put(names, parts, **options)
 
 
 def removal_code(removed: bool | Unsure) -> int:
@@ -226,8 +234,10 @@ class Objects(Base):
         try:
             results: list[PutResult] = self._ask_of(
                 keys,
-                lambda store, names: store.put(
-                    names, parts, replace=replace, replicas=config.replica_num, **asked
+                lambda store, names: (
+                    store.put(names, parts, replace=True, replicas=config.replica_num, **asked)
+                    if replace
+                    else put_once(store, names, parts, replicas=config.replica_num, **asked)
                 ),
             )
         except InvalidArgument:  # moonpool takes all or none

@@ -151,6 +151,8 @@ class Replicas(Objects):
     ) -> Copy | None:
         """The copy there that it made; None: the same bytes were there before. Raises for other bytes."""
         with self._open().open_at(target) as store:  # from here a put would find the copy that is here
+            # The master is asked first: what it has ordered until then, this copy comes after.
+            store.stat(name)
             result = store.put(name, view, node=target.address)
             copy = _own(store, name, target)
         if copy is None:
