@@ -386,7 +386,7 @@ def _reach_of(settings: Settings, config: Config) -> NodeAddresses:
     except ConfigError as error:
         raise ConfigError(
             f"local_hostname = {(settings.called or settings.host).host!r} with the master "
-            f"{master_text(config)}: {error}",
+            f"{', '.join(map(str, settings.masters))}: {error}",
             operation="setup",
             key="local_hostname",
         ) from error
