@@ -154,19 +154,23 @@ class Operation {
 
     // False: the region is closing, and must not be posted.
     bool hold(Region& region) {
-        if (!held_.empty() && held_.back() == &region) return true;
+        if (last_ == &region) return true;
         if (!region.begin_operation()) return false;
-        held_.push_back(&region);
+        if (last_ != nullptr) others_.push_back(last_);
+        last_ = &region;
         return true;
     }
     void end() {
-        for (Region* region : held_) region->end_operation();
-        held_.clear();
+        if (last_ != nullptr) last_->end_operation();
+        for (Region* region : others_) region->end_operation();
+        last_ = nullptr;
+        others_.clear();
     }
 
    private:
     std::shared_ptr<const Regions> regions_;
-    std::vector<Region*> held_;
+    Region* last_ = nullptr;
+    std::vector<Region*> others_;
 };
 
 // The regions that one thread is inside of; leaves them all at the end.

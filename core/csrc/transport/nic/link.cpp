@@ -12,6 +12,7 @@ namespace moonpool::transport::nic {
 namespace {
 
 constexpr uint64_t kSpinNs = 200'000;  // a caller polls, before it sleeps
+constexpr uint64_t kEagerNs = 3'000;   // and leaves its core to nothing else: so long a NIC takes
 constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
 constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
 constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
@@ -89,16 +90,18 @@ Status Link::run(Job& job) {
     if (closed_) return Error{Code::kUnavailable, "the segment was closed"};
     tasks_.push_back(std::make_unique<Task>(job, nullptr, nullptr));
     Task* task = tasks_.back().get();
-    uint64_t spin_until = now_ns() + kSpinNs;
+    uint64_t now = now_ns(), spin_from = now;
     ++looking_;
+    (void)drive(now, false);
     while (!task->over) {
-        if (drive()) spin_until = now_ns() + kSpinNs;
+        if (drive(now)) spin_from = now;
         if (task->over) break;
-        if (now_ns() < spin_until) {
+        if (now < spin_from + kSpinNs) {
             tell_ended();
             lock.unlock();
-            ::sched_yield();  // the other side may be on this core
+            if (now >= spin_from + kEagerNs) ::sched_yield();  // the other side may be on this core
             lock.lock();
+            now = now_ns();
             continue;
         }
         --looking_;
@@ -107,6 +110,7 @@ Status Link::run(Job& job) {
         changed_.wait_for(lock, task->keyless.empty() ? kSleep : kNap,
                           [&]() REQUIRES(mutex_) { return task->over; });
         ++looking_;
+        now = now_ns();
     }
     --looking_;
     if (!tasks_.empty()) drive_armed();
@@ -203,10 +207,11 @@ void Link::tell_ended() {
     mutex_.lock();
 }
 
-bool Link::drive() {
+bool Link::drive(uint64_t wall_ns, bool look) {
+    wall_ns_ = wall_ns;
     bool settled = false;
-    for (const auto& rail : rails_) settled = settle(*rail) || settled;
-    const uint64_t now = clock();
+    for (const auto& rail : rails_) settled = ((look || rail->busy()) && settle(*rail)) || settled;
+    const uint64_t now = options_.nic.clock_ns == &now_ns ? wall_ns : clock();
     // Of a process that did not run meanwhile the clock says nothing about its rails.
     const bool away = now - looked_ns_ > kAwayNs;
     looked_ns_ = now;
@@ -216,7 +221,7 @@ bool Link::drive() {
     }
     if (now >= keyless_until_ns_) {
         for (const auto& task : tasks_) {
-            task->again.insert(task->again.end(), task->keyless.begin(), task->keyless.end());
+            for (const Task::Range& range : task->keyless) task->again.push_back(range);
             task->keyless.clear();
         }
     }
@@ -245,18 +250,22 @@ uint64_t Link::back_off_ns(int faults) { return std::min(kBackOffNs << std::min(
 
 bool Link::settle(Rail& rail) {
     if (rail.state != Rail::State::kUp) return false;
-    bool any = false;
-    auto done = [&](std::span<const Piece> pieces) REQUIRES(mutex_) {
-        any = true;
-        uint64_t progress_ns = now_ns();
+    struct {
+        Tally tally;
+        uint64_t now;
+        bool any = false;
+    } found{Tally(counters_), wall_ns_};
+    // One pointer, lest it should be allocated.
+    auto done = [&found](std::span<const Piece> pieces) {
+        found.any = true;
         for (const Piece& piece : pieces) {
-            piece.task->job.progress_ns.store(progress_ns, std::memory_order_relaxed);
-            piece_done(piece);
+            piece.task->job.progress_ns.store(found.now, std::memory_order_relaxed);
+            piece_done(piece, found.tally);
         }
     };
     std::optional<Rail::Fault> fault = rail.poll(options_.nic.clock_ns, done);
     if (fault) on_fault(rail, *fault);
-    return any || fault;
+    return found.any || fault;
 }
 
 void Link::on_fault(Rail& rail, const Rail::Fault& fault) {

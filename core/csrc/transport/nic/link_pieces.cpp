@@ -14,7 +14,7 @@ constexpr int kRefusedMax = 3;                // of one slice
 
 }  // namespace
 
-void Link::piece_done(const Piece& piece) {
+void Link::piece_done(const Piece& piece, Tally& tally) {
     Task& task = *piece.task;
     Job& job = task.job;
     --task.open;
@@ -28,7 +28,7 @@ void Link::piece_done(const Piece& piece) {
     }
     job.bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
     job.done(piece.slice);
-    (slice.direction == Direction::kWrite ? counters_.write : counters_.read).add(1, slice.length);
+    tally.count(slice.direction == Direction::kWrite, slice.length);
 }
 
 void Link::put_back(const Piece& piece) {
@@ -68,6 +68,17 @@ const RemoteRegion* Link::find_remote(uint64_t address, uint64_t bytes) const {
     return row.contains(address, bytes) ? &row : nullptr;
 }
 
+// Null: it has no keys.
+KeyedRegion* Link::find_keyed(Task& task, const Region& local) const {
+    auto& [region, keyed] = task.keyed_last;
+    if (region == &local && keyed != nullptr) return keyed.get();
+    if (keyed != nullptr) task.keyed_others.try_emplace(region, std::move(keyed));
+    region = &local;
+    auto known = task.keyed_others.find(&local);
+    keyed = known != task.keyed_others.end() ? known->second : keys_->find(local.id);
+    return keyed.get();
+}
+
 // Whether the rail has another piece of the task to carry.
 bool Link::take_piece(Rail& rail, Task& task) {
     Job& job = task.job;
@@ -103,8 +114,7 @@ bool Link::take_piece(Rail& rail, Task& task) {
             leave("the peer's NIC refuses memory that the peer lists");
             continue;
         }
-        std::shared_ptr<KeyedRegion>& keyed = task.keyed[&local];
-        if (keyed == nullptr) keyed = keys_->find(local.id);
+        const KeyedRegion* keyed = find_keyed(task, local);
         if (local.closing()) {
             job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
             continue;
@@ -169,10 +179,10 @@ bool Link::wants_rail(const Task& task) const {
            (!task.again.empty() || task.next < task.job.slices.size());
 }
 
-bool Link::is_late(const Task& task) {
+bool Link::is_late(const Task& task) const {
     const Job& job = task.job;
-    return now_ns() - job.progress_ns.load(std::memory_order_relaxed) >
-           static_cast<uint64_t>(job.timeout_ms) * 1'000'000;
+    return wall_ns_ > job.progress_ns.load(std::memory_order_relaxed) +
+                          static_cast<uint64_t>(job.timeout_ms) * 1'000'000;
 }
 
 // A task that must end waits for no answer of the peer, nor for a rail that has been silent as long as the
