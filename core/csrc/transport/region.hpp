@@ -130,13 +130,14 @@ class RegionTable {
     std::atomic<bool> ever_on_card_{false};
     mutable Mutex mutex_;
     uint64_t next_id_ GUARDED_BY(mutex_) = 1;
-    std::shared_ptr<const Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();
+    std::shared_ptr<Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();
     std::unordered_map<uint64_t, uint64_t> addresses_ GUARDED_BY(mutex_);  // by id
     // The last kChangesKept; each makes an edition, of which the first is 1.
     struct Change {
         uint64_t id, address;
         bool added;
     };
+    Regions& own_regions() REQUIRES(mutex_);
     void note(const Region& region, bool added) REQUIRES(mutex_);
     std::deque<Change> log_ GUARDED_BY(mutex_);
     uint64_t edition_ GUARDED_BY(mutex_) = 0;
