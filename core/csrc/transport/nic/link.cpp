@@ -72,7 +72,12 @@ std::string Link::path() const {
     return rails_.size() == 1 ? text : text + " and " + std::to_string(rails_.size() - 1) + " more";
 }
 
-bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
+// Of a card it depends on the region: its keys say.
+bool Link::reaches(MemoryKind kind, std::string* why) const {
+    if (kind != MemoryKind::kDevice) return reached_by_cpu(kind, why);
+    if (why != nullptr) *why = options_.no_card_keys;
+    return options_.no_card_keys.empty();
+}
 
 // While every rail waits for its next try, jobs go another way at once; but for late bytes that could land
 // over theirs: the job that comes here has the peer asked.

@@ -106,6 +106,8 @@ struct LinkOptions {
     KeySize key_size = KeySize::k64;
     NicOptions nic;
     std::shared_ptr<Links> links;
+    // Why the NICs here have no keys for memory of cards; empty: they may have.
+    std::string no_card_keys = "it has no keys for memory of cards";
 };
 
 class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
@@ -119,7 +121,8 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     std::string path() const override;
     bool reaches(MemoryKind kind, std::string* why) const override;
     bool reaches_nothing() const override;
-    bool takes_slots() const override { return false; }               // NICs have keys for regions only
+    bool takes_slots() const override { return false; }  // NICs have keys for regions only
+    bool copies_by_card() const override { return options_.no_card_keys.empty(); }
     bool runs_on_caller(const Job&) const override { return false; }  // it waits for a NIC
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;

@@ -90,10 +90,6 @@ bool Link::take_piece(Rail& rail, Task& task) {
             task.again.pop_front();
         };
         Region& local = *job.locals[i];
-        if (local.on_card()) {
-            leave("no NIC of this process reaches memory of a card");
-            continue;
-        }
         if (!local.contains(slice.local, slice.length)) {
             job.fail(i, Code::kProtocol, kOutsideText);
             continue;
@@ -106,8 +102,9 @@ bool Link::take_piece(Rail& rail, Task& task) {
             continue;
         }
         std::string why;
-        if (!reaches(remote->kind, &why)) {
-            leave(std::move(why));
+        const bool of_card = remote->kind == MemoryKind::kDevice;
+        if (!reaches(remote->kind, &why) || (of_card && remote->devices == 0)) {
+            leave(why.empty() ? "the peer's NIC has no keys for memory of a card" : std::move(why));
             continue;
         }
         if (auto found = task.refused.find(i); found != task.refused.end() && found->second >= kRefusedMax) {
@@ -162,7 +159,7 @@ bool Link::take_piece(Rail& rail, Task& task) {
         n = std::min({n, keyed->chunk_bytes - from % keyed->chunk_bytes,
                       remote->chunk_bytes - to % remote->chunk_bytes});
         rail.add({&task, i, range->at, n}, slice.direction == Direction::kWrite,
-                 {slice.local + range->at, here.local},
+                 {slice.local + range->at, here.local, 0, local.on_card()},
                  {slice.remote + range->at, there.remote, to % remote->chunk_bytes});
         note_missed(rail, node);
         ++task.open;

@@ -66,6 +66,7 @@ struct KeyRow {
     uint32_t key;
     int access;
     uint64_t address, length;
+    uint64_t at;  // where its process has the bytes
 };
 struct alignas(128) SharedLock {
     pthread_mutex_t mutex;
@@ -82,7 +83,7 @@ struct Shared {
 
 struct Script {
     int devices = 2, pairs = 2048;
-    bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false;
+    bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false, no_dma_buf = false;
     std::string gids = "v4";
     int mtu[kDevicesMax];
     uint64_t speed[kDevicesMax] = {};
@@ -98,6 +99,16 @@ struct Script {
     }
 };
 
+// A registration, with what was mapped for it.
+struct SoftMr : Mr {
+    void* mapped = nullptr;
+    size_t mapped_bytes = 0;
+};
+// Memory of a card, and where the CPU sees it.
+struct PeerMemory {
+    uint64_t address, bytes;
+    char* seen;
+};
 struct SoftDevice {
     char name[16];
     int index;
@@ -154,6 +165,7 @@ struct State {
     std::vector<SoftContext*> contexts;
     std::map<uint32_t, SoftQp*> pairs;  // of this process
     std::vector<InWire> wire;
+    std::vector<PeerMemory> peermem;
     std::deque<Request> under_way[kDevicesMax];
     uint64_t busy_until[kDevicesMax] = {};
     uint64_t virtual_ns = 1, idle_polls = 0;
@@ -180,6 +192,7 @@ void read_script(State& s, const char* text) {
     std::fill_n(s.shared->down, kDevicesMax, false);
     std::fill_n(s.shared->silent, kDevicesMax, false);
     s.requests = s.posts = s.registrations = s.landed_late = s.dropped_late = 0;
+    s.peermem.clear();
     for (Counts& counts : s.counts) counts.requests = counts.posts = 0;
     s.wire.clear();
     std::fill_n(s.busy_until, kDevicesMax, 0);
@@ -195,6 +208,7 @@ void read_script(State& s, const char* text) {
         if (name == "ib") s.script.infiniband = true;
         if (name == "virtual") s.script.is_virtual = true;
         if (name == "relaxed") s.script.relaxed = true;
+        if (name == "nodmabuf") s.script.no_dma_buf = true;
         if (name == "gids") s.script.gids = value;
         if (name.starts_with("mtu")) s.script.mtu[device] = static_cast<int>(number);
         if (name.starts_with("down")) s.shared->down[device] = true;
@@ -332,7 +346,9 @@ int land(State& s, uint32_t pair, uint32_t dest, uint32_t key, uint64_t address,
     bool inside = row != nullptr && row->pid == target->pid && (row->access & right) != 0 &&
                   address >= row->address && size <= row->length &&
                   address - row->address <= row->length - size;
-    if (!inside || !copy(s, target->pid, bytes, address, size, write)) return kRemoteAccess;
+    if (!inside || !copy(s, target->pid, bytes, row->at + (address - row->address), size, write)) {
+        return kRemoteAccess;
+    }
     return 0;
 }
 
@@ -361,11 +377,13 @@ bool is_silent(State& s, const SoftQp& qp) {
     return of(qp.row->device) || (target != nullptr && of(target->device));
 }
 
-// Whether the NIC here may touch the memory of a request.
-bool is_own(State& s, const Sge& sge, bool write) {
+// Where the bytes of a request are that the NIC here may touch; null: it may not.
+char* find_own(State& s, const Sge& sge, bool write) {
     KeyRow* own = find_key(s, sge.lkey);
-    return own != nullptr && own->pid == s.pid && sge.addr >= own->address && sge.length <= own->length &&
-           sge.addr - own->address <= own->length - sge.length && (write || (own->access & kLocalWrite) != 0);
+    bool sound = own != nullptr && own->pid == s.pid && sge.addr >= own->address &&
+                 sge.length <= own->length && sge.addr - own->address <= own->length - sge.length &&
+                 (write || (own->access & kLocalWrite) != 0);
+    return sound ? reinterpret_cast<char*>(own->at + (sge.addr - own->address)) : nullptr;
 }
 
 void execute(State& s, Request& request) {
@@ -387,8 +405,8 @@ void execute(State& s, Request& request) {
     }
     const Sge& sge = request.sge;
     bool write = wr.opcode == kWrite;
-    char* local = request.inlined.empty() ? reinterpret_cast<char*>(sge.addr) : request.inlined.data();
-    if (request.inlined.empty() && !is_own(s, sge, write)) return fail_pair(s, qp, wr, kLocalProtection);
+    char* local = request.inlined.empty() ? find_own(s, sge, write) : request.inlined.data();
+    if (local == nullptr) return fail_pair(s, qp, wr, kLocalProtection);
     const bool late = s.script.late.contains(request.ordinal);
     if (write && (late || s.script.relaxed)) {
         InWire left{qp.qp_num, qp.row->dest, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, {}};
@@ -533,9 +551,10 @@ SendWr* post_plain(State& s, SoftQp& qp, SendWr* wr) {
         const Sge& sge = *wr->sg_list;
         const bool write = wr->opcode == kWrite;
         if (qp.open == qp.requests_max || cq.done.size() >= static_cast<size_t>(cq.cqe)) return wr;
-        if ((wr->send_flags & kInline) == 0 && !is_own(s, sge, write)) return wr;
-        if (land(s, qp.qp_num, qp.row->dest, wr->wr.rdma.rkey, wr->wr.rdma.remote_addr,
-                 reinterpret_cast<void*>(sge.addr), sge.length, write) != 0) {
+        const bool inlined = (wr->send_flags & kInline) != 0;
+        char* local = inlined ? reinterpret_cast<char*>(sge.addr) : find_own(s, sge, write);
+        if (local == nullptr || land(s, qp.qp_num, qp.row->dest, wr->wr.rdma.rkey, wr->wr.rdma.remote_addr,
+                                     local, sge.length, write) != 0) {
             return wr;
         }
         ++qp.open;
@@ -612,6 +631,26 @@ Gid address_of(int device, const std::string& kind) {
 }
 
 SoftContext& of(Context* context) { return static_cast<SoftContext&>(*context); }
+
+// at: where this process has the bytes. Null: no memory, as the script says.
+SoftMr* add_key(State& s, Pd& pd, uint64_t address, size_t bytes, int access, uint64_t at) {
+    ++s.registrations;
+    if (s.script.no_memory.contains(s.registrations) || s.registrations >= s.script.no_memory_from) {
+        errno = ENOMEM;
+        return nullptr;
+    }
+    uint32_t number = s.shared->next_key;
+    while (s.shared->keys[number % std::size(s.shared->keys)].used) ++number;
+    s.shared->next_key = (number + 1) & 0xffffff;
+    KeyRow& row = s.shared->keys[number % std::size(s.shared->keys)];
+    row = {true, s.pid, number << 8, access, address, bytes, at};
+    ++of(pd.context).objects;
+    ++s.objects;
+    auto* made = new SoftMr{};
+    static_cast<Mr&>(*made) = {pd.context, &pd,    reinterpret_cast<void*>(address), bytes, number,
+                               row.key,    row.key};
+    return made;
+}
 
 }  // namespace
 
@@ -735,22 +774,45 @@ int ibv_dealloc_pd(Pd* pd) {
 Mr* ibv_reg_mr_iova2(Pd* pd, void* at, size_t bytes, uint64_t, unsigned access) {
     State& s = state();
     Lock lock(s);
-    ++s.registrations;
-    if (s.script.no_memory.contains(s.registrations) || s.registrations >= s.script.no_memory_from) {
-        errno = ENOMEM;
+    auto address = reinterpret_cast<uint64_t>(at);
+    for (const PeerMemory& card : s.peermem) {
+        if (address < card.address || bytes > card.bytes || address - card.address > card.bytes - bytes)
+            continue;
+        auto seen = reinterpret_cast<uint64_t>(card.seen + (address - card.address));
+        return add_key(s, *pd, address, bytes, static_cast<int>(access), seen);
+    }
+    char byte = 0;
+    iovec here{&byte, 1}, there{at, 1};
+    if (::process_vm_readv(s.pid, &here, 1, &there, 1, 0) != 1) {  // of a card: no page of the host
+        errno = EFAULT;
         return nullptr;
     }
-    uint32_t number = s.shared->next_key;
-    while (s.shared->keys[number % std::size(s.shared->keys)].used) ++number;
-    s.shared->next_key = (number + 1) & 0xffffff;
-    KeyRow& row = s.shared->keys[number % std::size(s.shared->keys)];
-    row = {true, s.pid, number << 8, static_cast<int>(access), reinterpret_cast<uint64_t>(at), bytes};
-    ++of(pd->context).objects;
-    ++s.objects;
-    return new Mr{pd->context, pd, at, bytes, number, row.key, row.key};
+    return add_key(s, *pd, address, bytes, static_cast<int>(access), address);
 }
 Mr* ibv_reg_mr(Pd* pd, void* at, size_t bytes, int access) {
     return ibv_reg_mr_iova2(pd, at, bytes, 0, static_cast<unsigned>(access));
+}
+// A memfd stands for the buffer; the buffer begins at the descriptor's own offset.
+Mr* ibv_reg_dmabuf_mr(Pd* pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access) {
+    State& s = state();
+    Lock lock(s);
+    if (s.script.no_dma_buf) {
+        errno = EOPNOTSUPP;
+        return nullptr;
+    }
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uint64_t from = static_cast<uint64_t>(::lseek(fd, 0, SEEK_CUR)) + offset, before = from % page;
+    void* mapped = ::mmap(nullptr, before + bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
+                          static_cast<off_t>(from - before));
+    if (mapped == MAP_FAILED) return nullptr;
+    SoftMr* made = add_key(s, *pd, iova, bytes, access, reinterpret_cast<uint64_t>(mapped) + before);
+    if (made == nullptr) {
+        ::munmap(mapped, before + bytes);
+        return nullptr;
+    }
+    made->mapped = mapped;
+    made->mapped_bytes = before + bytes;
+    return made;
 }
 int ibv_dereg_mr(Mr* mr) {
     State& s = state();
@@ -758,7 +820,9 @@ int ibv_dereg_mr(Mr* mr) {
     if (KeyRow* row = find_key(s, mr->lkey)) row->used = false;
     --of(mr->context).objects;
     --s.objects;
-    delete mr;
+    auto* soft = static_cast<SoftMr*>(mr);
+    if (soft->mapped != nullptr) ::munmap(soft->mapped, soft->mapped_bytes);
+    delete soft;
     return 0;
 }
 
@@ -942,6 +1006,11 @@ void soft_verbs_port(int device, int up) {
         uint64_t one = 1;
         (void)!::write(context->async_fd, &one, sizeof(one));
     }
+}
+void soft_verbs_peermem(uint64_t address, uint64_t bytes, char* seen) {
+    State& s = state();
+    Lock lock(s);
+    s.peermem.push_back({address, bytes, seen});
 }
 void soft_verbs_silent(int device, int silent) {
     State& s = state();
