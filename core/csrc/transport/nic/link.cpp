@@ -190,10 +190,11 @@ bool Link::end_idle(size_t device) {
 }
 
 // What completed before the arming is told by no event; what completes later is, also when this looks first.
-// While a caller looks by itself, an event would only wake a thread to stand in its way.
+// While a caller looks by itself, an event would only wake a thread to stand in its way; so would the event
+// of the next caller, where nothing is under way now.
 void Link::drive_armed() {
     for (const auto& rail : rails_) {
-        if (looking_ == 0 && rail->state == Rail::State::kUp) rail->arm();
+        if (looking_ == 0 && !tasks_.empty() && rail->state == Rail::State::kUp) rail->arm();
     }
     (void)drive();
 }

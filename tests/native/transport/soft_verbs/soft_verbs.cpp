@@ -148,9 +148,9 @@ struct Request {
     uint64_t ordinal;
 };
 
-// Of what was done under one lock alone.
+// Of what was done under one lock alone; events of all.
 struct alignas(128) Counts {
-    uint64_t requests = 0, posts = 0;
+    uint64_t requests = 0, posts = 0, events = 0;
     uint64_t bytes[kDevicesMax] = {};
 };
 
@@ -320,6 +320,7 @@ void add_completion(State& s, SoftCq& cq, const Wc& wc) {
     cq.done.push_back(wc);
     if (!cq.armed || cq.channel == nullptr) return;
     cq.armed = false;
+    ++s.counts[cq.lock].events;
     uint64_t one = 1;
     (void)!::write(cq.channel->fd, &one, sizeof(one));
 }
@@ -1036,11 +1037,12 @@ uint64_t soft_verbs_count(const char* what) {
     State& s = state();
     Lock lock(s);
     std::string name = what;
-    Counts all{s.requests, s.posts, {}};
+    Counts all{s.requests, s.posts, 0, {}};
     std::copy(std::begin(s.bytes), std::end(s.bytes), std::begin(all.bytes));
     for (const Counts& counts : s.counts) {
         all.requests += counts.requests;
         all.posts += counts.posts;
+        all.events += counts.events;
         for (size_t i = 0; i < kDevicesMax; ++i) all.bytes[i] += counts.bytes[i];
     }
     if (name == "bytes0" || name == "bytes1") return all.bytes[name.back() - '0'];
@@ -1048,6 +1050,7 @@ uint64_t soft_verbs_count(const char* what) {
            : name == "violations"    ? s.violations
            : name == "requests"      ? all.requests
            : name == "posts"         ? all.posts
+           : name == "events"        ? all.events  // that told of completions
            : name == "registrations" ? s.registrations
            : name == "pairs"         ? s.pairs.size()
            : name == "pairs_made"    ? s.shared->next_pair
