@@ -90,10 +90,19 @@ bool Link::reaches_nothing() const {
     });
 }
 
+void Link::add_task(std::unique_ptr<Task> task) {
+    if (spare_nodes_.empty()) {
+        tasks_.push_back(std::move(task));
+        return;
+    }
+    spare_nodes_.front() = std::move(task);
+    tasks_.splice(tasks_.end(), spare_nodes_, spare_nodes_.begin());
+}
+
 Status Link::run(Job& job) {
     MutexLock lock(mutex_);
     if (closed_) return Error{Code::kUnavailable, "the segment was closed"};
-    tasks_.push_back(std::make_unique<Task>(job, nullptr, nullptr));
+    add_task(std::make_unique<Task>(job, nullptr, nullptr));
     Task* task = tasks_.back().get();
     uint64_t now = now_ns(), spin_from = now;
     ++looking_;
@@ -128,7 +137,7 @@ Status Link::run(Job& job) {
 bool Link::post(const std::shared_ptr<Job>& job, const Finished& finished) {
     MutexLock lock(mutex_);
     if (closed_) return false;  // run() says why
-    tasks_.push_back(std::make_unique<Task>(*job, job, finished));
+    add_task(std::make_unique<Task>(*job, job, finished));
     (void)drive();
     drive_armed();
     tell_ended();
@@ -245,7 +254,12 @@ bool Link::drive(uint64_t wall_ns, bool look) {
         (*it)->held.end();
         (*it)->over = ended = true;
         ended_.push_back(std::move(*it));
-        it = tasks_.erase(it);
+        auto node = it++;
+        if (spare_nodes_.empty()) {
+            spare_nodes_.splice(spare_nodes_.end(), tasks_, node);
+        } else {
+            tasks_.erase(node);
+        }
     }
     if (ended) changed_.notify_all();
     if (needs_help(now)) get_help();

@@ -78,12 +78,15 @@ struct Task {
     };
 
     Task(Job& j, std::shared_ptr<Job> kept, transport::Link::Finished f)
-        : job(j), owned(std::move(kept)), finished(std::move(f)), held(j.regions) {}
+        : job(j),
+          owned(std::move(kept)),
+          finished(std::move(f)),
+          held(owned == nullptr ? nullptr : j.regions) {}
 
     Job& job;
     const std::shared_ptr<Job> owned;  // null: of a caller that waits
     const transport::Link::Finished finished;
-    Operation held;                   // the local regions
+    Operation held;                   // the local regions, which the job of a caller that waits keeps
     size_t next = 0;                  // slices from here on were not begun
     Ranges again;                     // before those
     std::vector<Range> unknown;       // in memory of the peer whose keys are not known here
@@ -148,6 +151,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     uint64_t clock() const { return options_.nic.clock_ns(); }
     uint64_t silence_ns() const { return static_cast<uint64_t>(options_.nic.silence_ms) * 1'000'000; }
 
+    void add_task(std::unique_ptr<Task> task) REQUIRES(mutex_);
     // Carries all tasks on, without waiting. Whether something has completed.
     // wall_ns: now_ns(), read under the lock. look: at rails, too, that have nothing under way.
     bool drive(uint64_t wall_ns, bool look = true) REQUIRES(mutex_);
@@ -210,6 +214,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     const std::vector<std::unique_ptr<Rail>> rails_;  // what they point to is guarded by mutex_
     const bool uneven_;                               // some are nearer to memory of a node than others
     std::list<std::unique_ptr<Task>> tasks_ GUARDED_BY(mutex_);
+    std::list<std::unique_ptr<Task>> spare_nodes_ GUARDED_BY(mutex_);  // one at most, of null
     Ended ended_ GUARDED_BY(mutex_);
     std::map<uint64_t, RemoteRegion> known_ GUARDED_BY(mutex_);  // of the peer, by address
     uint64_t keyless_until_ns_ GUARDED_BY(mutex_) = 0;
