@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moonpool import _native
 
 LIBRARY = "libcuda.so.1"
+VERBS, DMA_BUF = "libibverbs.so.1", "ibv_reg_dmabuf_mr"
 NVIDIA = "0x10de"
 
 
@@ -79,6 +80,13 @@ def _peer_memory(host: Host) -> Iterator[Finding]:
         return
     if host.exists("/sys/module/nvidia_peermem") or host.exists("/sys/module/nv_peer_mem"):
         yield works("GPUDirect RDMA", "the module nvidia_peermem is loaded")
+    elif not host.has_function(VERBS, DMA_BUF):
+        yield broken(
+            "GPUDirect RDMA",
+            f"no NIC gets keys for memory of a card, which goes over TCP: {VERBS} lacks {DMA_BUF}, and the "
+            "module nvidia_peermem is not loaded",
+            "modprobe nvidia-peermem; or install libibverbs of rdma-core 34 or newer",
+        )
     else:
         yield weak(
             "GPUDirect RDMA",

@@ -30,6 +30,14 @@ def open_library(name: str) -> str:
     return ""
 
 
+def has_function(library: str, name: str) -> bool:
+    """False as well where the library does not open."""
+    try:
+        return hasattr(ctypes.CDLL(library), name)
+    except OSError:
+        return False
+
+
 def probe_io_uring() -> int:
     """0, or the errno with which the kernel refuses io_uring."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -69,6 +77,7 @@ class Host:
     root: str = ""
     soft_limit: Callable[[int], int] = lambda which: resource.getrlimit(which)[0]
     open_library: Callable[[str], str] = open_library
+    has_function: Callable[[str, str], bool] = has_function
     probe_io_uring: Callable[[], int] = probe_io_uring
     probe_process_vm: Callable[[], int] = probe_process_vm
     filesystem_bytes: Callable[[str], int] = filesystem_bytes

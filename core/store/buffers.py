@@ -21,9 +21,9 @@ def memory_of(item: Any) -> BufferRange:
 
     Raises InvalidArgument for anything else, and for no bytes at all. An (address, length) is not checked.
     """
-    part = item if type(item) is tuple else _as_part(item)  # tens of thousands of ranges are registered
+    part = _as_part(item)
     if isinstance(part, tuple):
-        address, length = _as_range(part)
+        address, length = range_of(part)
         return BufferRange(address, length, True, item)
     view = memoryview(part)
     if not view.contiguous:
@@ -33,7 +33,8 @@ def memory_of(item: Any) -> BufferRange:
     return BufferRange(_address_of(view), view.nbytes, not view.readonly, view)
 
 
-def _as_range(pair: tuple[Any, ...]) -> tuple[int, int]:
+def range_of(pair: tuple[Any, ...]) -> tuple[int, int]:
+    """(address, length), checked to be that. Raises InvalidArgument."""
     if len(pair) != 2 or not (isinstance(pair[0], int) and isinstance(pair[1], int)):
         raise InvalidArgument(f"a range of memory is (address, length), two integers, not {pair!r:.80}")
     address, length = pair

@@ -7,9 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from moonpool.core.errors import Closed, InvalidArgument, Timeout
-from moonpool.core.store.buffers import memory_of
+from moonpool.core.store.buffers import memory_of, range_of
 from moonpool.core.store.device_memory import device_memory_of
-from moonpool.core.store.types import BufferRange
 from moonpool.core.transfer.types import offset_in
 
 if TYPE_CHECKING:
@@ -37,14 +36,14 @@ class Region:
     caller drops its reference to the region.
     """
 
-    __slots__ = ("_closing", "_memory", "_table", "address", "length", "location")
+    __slots__ = ("_closing", "_held", "_table", "address", "length", "location")
 
-    def __init__(self, table: RegionTable, memory: BufferRange, location: str) -> None:
-        self.address = memory.address
-        self.length = memory.length
+    def __init__(self, table: RegionTable, address: int, length: int, held: object, location: str) -> None:
+        self.address = address
+        self.length = length
         self.location = location
         self._closing = threading.Lock()
-        self._memory: BufferRange | None = memory
+        self._held: object | None = held  # keeps the memory there; None: closed
         self._table = table
 
     def close(self) -> None:
@@ -66,7 +65,7 @@ class Region:
         return self.length
 
     def __repr__(self) -> str:
-        state = "" if self._memory is not None else ", closed"
+        state = "" if self._held is not None else ", closed"
         return f"Region({self.address:#x}, {self.length} bytes, {self.location}{state})"
 
     def at(self, offset: int) -> int:
@@ -78,11 +77,11 @@ class Region:
         """Its bytes, writable where the memory is. Raises Closed after close(), and InvalidArgument for a
         region made of an (address, length) or a tensor: look at those through their owner.
         """
-        if self._memory is None:
+        if self._held is None:
             raise Closed("this region is closed")
-        if not isinstance(self._memory.held, memoryview):
+        if not isinstance(self._held, memoryview):
             raise InvalidArgument("a region made of an address or a tensor has no view")
-        return self._memory.held.cast("B")
+        return self._held.cast("B")
 
 
 class RegionTable:
@@ -91,11 +90,15 @@ class RegionTable:
     def __init__(self, native: _native.Engine) -> None:
         self._native = native
         self._regions: set[Region] = set()
-        self._kept: dict[Region, BufferRange] = {}  # after a close() of the engine that was not the end
+        self._kept: dict[Region, object] = {}  # after a close() of the engine that was not the end
 
     def register(self, memory: Any, location: str) -> Region:
         """See TransferEngine.register."""
-        on_card = None if type(memory) is tuple else device_memory_of(memory)
+        check_text(location, "a location")
+        if type(memory) is tuple:  # tens of thousands of ranges are registered
+            address, length = range_of(memory)
+            return self._keep(address, length, memory, self._native.register(address, length, location))
+        on_card = device_memory_of(memory)
         found = on_card or memory_of(memory)
         if not found.writable:
             raise InvalidArgument(
@@ -103,7 +106,6 @@ class RegionTable:
                 f"bytearray or a writable array",
                 operation="register",
             )
-        check_text(location, "a location")
         # Of another vendor's card, for example.
         if on_card and self._native.describe(found.address, found.length)[0] != "device":
             raise InvalidArgument(
@@ -111,14 +113,16 @@ class RegionTable:
                 f"process does not know its address",
                 operation="register",
             )
-        return self._keep(found, self._native.register(found.address, found.length, location))
+        label = self._native.register(found.address, found.length, location)
+        return self._keep(found.address, found.length, found.held, label)
 
     def allocate(self, nbytes: int, location: str) -> Region:
         """See TransferEngine.allocate."""
         if not 0 < nbytes < 1 << 62:
             raise InvalidArgument(f"cannot allocate {nbytes} bytes", operation="allocate")
         check_text(location, "a location")
-        return self._keep(memory_of(memoryview(self._native.allocate(nbytes, location))), location)
+        memory = memory_of(memoryview(self._native.allocate(nbytes, location)))
+        return self._keep(memory.address, memory.length, memory.held, location)
 
     def close(self, region: Region) -> None:
         """See Region.close."""
@@ -132,7 +136,7 @@ class RegionTable:
             if region in self._regions:
                 self._native.deregister(region.address)
                 self._regions.discard(region)  # unless the engine was closed meanwhile
-            region._memory = None
+            region._held = None
 
     def close_all(self, *, may_free: bool) -> bool:
         """After the native engine's close, each time: drops the references to all memory -> may_free.
@@ -146,17 +150,17 @@ class RegionTable:
                 "an engine was closed while something still accessed its memory; its regions stay in memory "
                 "until a further close() of it returns True, or this process ends"
             )
-            self._kept.update((region, region._memory) for region in regions if region._memory is not None)
+            self._kept.update((region, region._held) for region in regions if region._held is not None)
             _unfinished.add(self)
         for region in regions:
-            region._memory = None
+            region._held = None
         self._regions.clear()
         if may_free:
             self._kept.clear()
             _unfinished.discard(self)
         return may_free
 
-    def _keep(self, memory: BufferRange, location: str) -> Region:
-        region = Region(self, memory, location)
+    def _keep(self, address: int, length: int, held: object, location: str) -> Region:
+        region = Region(self, address, length, held, location)
         self._regions.add(region)
         return region

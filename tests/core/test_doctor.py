@@ -189,6 +189,11 @@ def no_peer_memory(root: Path, host: Host) -> None:
     shutil.rmtree(root / "sys/module/nvidia_peermem")
 
 
+def no_card_keys(root: Path, host: Host) -> Host:
+    no_peer_memory(root, host)
+    return changed(host, has_function=lambda library, name: False)
+
+
 FAULTS: list[tuple[Plant, str, State, str, str]] = [
     (memlock, "memlock", BROKEN, "8.0 MiB of memory may be locked, and RDMA locks", "ulimit -l unlimited"),
     (open_files, "open files", WEAK, "1024 files open", "ulimit -n 65536"),
@@ -224,6 +229,7 @@ FAULTS: list[tuple[Plant, str, State, str, str]] = [
     (no_cuda_library, "CUDA library", BROKEN, "has 1 CUDA card, and libcuda.so.1", "--gpus all"),
     (no_gpu_node, "GPU device nodes", BROKEN, "/dev/nvidiactl is not there", "nvidia-modprobe"),
     (no_peer_memory, "GPUDirect RDMA", WEAK, "nvidia_peermem", "modprobe nvidia-peermem"),
+    (no_card_keys, "GPUDirect RDMA", BROKEN, "lacks ibv_reg_dmabuf_mr", "install libibverbs of rdma-core 34"),
 ]  # fmt: skip
 
 

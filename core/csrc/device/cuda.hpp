@@ -62,6 +62,7 @@ inline constexpr int kCopyEngines = 40;
 inline constexpr int kComputeMajor = 75;
 inline constexpr int kComputeMinor = 76;
 inline constexpr int kReadOnlyHostRegister = 113;
+inline constexpr int kNicWritesOrdering = 118;
 inline constexpr int kHostNumaNode = 134;
 
 // CUpointer_attribute, and CUmemorytype
@@ -80,6 +81,8 @@ inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kRegisterPortable = 1;
 inline constexpr unsigned kRegisterReadOnly = 8;
 inline constexpr unsigned kIpcLazyPeerAccess = 1;
+inline constexpr int kRangeAsDmaBuf = 1;
+inline constexpr int kNicWritesOrderedForOwner = 100;
 inline constexpr int kCaptureModeGlobal = 0;
 inline constexpr int kCaptureModeRelaxed = 2;
 inline constexpr int kJitErrorLog = 5;

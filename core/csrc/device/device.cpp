@@ -49,6 +49,7 @@ DeviceFacts read_facts(const Driver& driver, int ordinal, int handle) {
     facts.copy_engines = attribute(cu::kCopyEngines, 0);
     facts.compute_capability = attribute(cu::kComputeMajor, 0) * 10 + attribute(cu::kComputeMinor, 0);
     facts.registers_read_only = attribute(cu::kReadOnlyHostRegister, 0) != 0;
+    facts.orders_nic_writes = attribute(cu::kNicWritesOrdering, 0) >= cu::kNicWritesOrderedForOwner;
     return facts;
 }
 

@@ -36,6 +36,7 @@ struct DeviceFacts {
     int copy_engines = 0;
     int compute_capability = 0;        // 90: 9.0
     bool registers_read_only = false;  // memory that is mapped read-only can be pinned
+    bool orders_nic_writes = false;    // its kernels see what a NIC wrote to its memory before they began
 };
 
 using DeviceUuid = std::array<unsigned char, 16>;  // of a card, or of a part of one (MIG); in every process

@@ -70,7 +70,9 @@ namespace moonpool::device {
     X(cuIpcGetMemHandle, 4010, cuIpcGetMemHandle, (CuIpcMemory * handle, uint64_t address))         \
     X(cuIpcOpenMemHandle, 11000, cuIpcOpenMemHandle_v2,                                             \
       (uint64_t * address, CuIpcMemory handle, unsigned flags))                                     \
-    X(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle, (uint64_t address))
+    X(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle, (uint64_t address))                           \
+    X(cuMemGetHandleForAddressRange, 11070, cuMemGetHandleForAddressRange,                          \
+      (void* handle, uint64_t address, size_t bytes, int type, unsigned long long flags))
 
 // PTX 7.8, which the kernel is committed in, needs the driver of CUDA 11.8.
 inline constexpr int kDriverVersionMin = 11080;

@@ -18,7 +18,7 @@ std::string seconds_text(int ms) {
     return text;
 }
 
-constexpr uint32_t kCopiesTimedEvery = 64;
+constexpr uint32_t kTimedEvery = 64;
 
 bool is_staged(const Link& link, const Job& job) { return job.on_card && !link.copies_by_card(); }
 
@@ -102,20 +102,21 @@ LinkOrder::Packed Peer::order_of(const Job& job) {
     return order_.order_or_probe(job.slices.size(), bytes, clock_ns_());
 }
 
-// Where copies are all that a link does, a look at the clock for each would be felt: one in kCopiesTimedEvery
-// is timed.
-Peer::Timing Peer::begin_timing(size_t route, const Job& job) {
+// Where copies are all that a link does, or another link than this one would not be chosen anyway, a look at
+// the clock for each would be felt: one in kTimedEvery is timed.
+Peer::Timing Peer::begin_timing(size_t route, const Job& job, bool first) {
     Timing timing;
-    if (route == 0 && first_copies_) {
-        uint32_t n = copied_.load(std::memory_order_relaxed);
-        copied_.store(n + 1, std::memory_order_relaxed);
-        if (n % kCopiesTimedEvery != 0) return timing;
+    if (route == 0 && (first_copies_ || !order_.chooses())) {
+        uint32_t n = untimed_.load(std::memory_order_relaxed);
+        untimed_.store(n + 1, std::memory_order_relaxed);
+        if (n % kTimedEvery != 0) return timing;
     }
     if (clock_ns_ == nullptr || job.on_card) return timing;
     timing.alone = routes_[route].link->only_copies();
     timing.timed = true;
     timing.whole = job.waiting == job.slices.size();
-    timing.began_ns = clock_ns_();
+    timing.began_ns =
+        first && clock_ns_ == &now_ns ? job.progress_ns.load(std::memory_order_relaxed) : clock_ns_();
     if (!timing.alone) order_.began(route, timing.began_ns);
     return timing;
 }
@@ -137,7 +138,7 @@ Outcome Peer::run(Job& job) {
         if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
         Link& link = *tries.link();
         job.last_path = tries.is_last();
-        Timing timing = begin_timing(tries.index(), job);
+        Timing timing = begin_timing(tries.index(), job, outcome.last == nullptr);
         Status status = carry(link, job);
         if (timing.timed) end_timing(timing, tries.index(), job);
         if (account(job, link, std::move(status), outcome)) break;
@@ -156,7 +157,8 @@ void Peer::post_to(Tries tries, std::shared_ptr<Job> job, Outcome outcome, Finis
     if (outcome.last != nullptr) counters_.retries_total.fetch_add(before, std::memory_order_relaxed);
     const std::shared_ptr<Link>& link = tries.link();
     job->last_path = tries.is_last();
-    auto next = [self = shared_from_this(), tries, timing = begin_timing(tries.index(), *job),
+    auto next = [self = shared_from_this(), tries,
+                 timing = begin_timing(tries.index(), *job, outcome.last == nullptr),
                  outcome = std::move(outcome),
                  finished = std::move(finished)](std::shared_ptr<Job> ended, Status status) mutable {
         if (timing.timed) self->end_timing(timing, tries.index(), *ended);

@@ -142,7 +142,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
         bool whole = false;  // no other link has carried any of it
         uint64_t began_ns = 0;
     };
-    Timing begin_timing(size_t route, const transport::Job& job);
+    // first: the job was made just now.
+    Timing begin_timing(size_t route, const transport::Job& job, bool first);
     // Of a job that was timed.
     void end_timing(const Timing& timing, size_t route, const transport::Job& job);
     LinkOrder::Packed order_of(const transport::Job& job);
@@ -159,9 +160,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
     transport::Workers& workers_;
     transport::Lane waiters_;
     uint64_t (*const clock_ns_)();
-    const bool first_copies_;          // of routes_
-    LinkOrder order_;                  // of routes_
-    std::atomic<uint32_t> copied_{0};  // jobs by such a first link, about
+    const bool first_copies_;           // of routes_
+    LinkOrder order_;                   // of routes_
+    std::atomic<uint32_t> untimed_{0};  // jobs by a first link of which few are timed, about
 };
 
 }  // namespace moonpool::engine

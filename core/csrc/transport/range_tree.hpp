@@ -1,13 +1,15 @@
-// RangeTree: ranges of addresses that do not overlap, by address. A tree never changes: with() and without()
-// give another one, and the two share all nodes but those on the path to the change. So a thread that has a
-// tree looks at it without a lock for as long as it likes, and a change costs O(log n), however many hold the
-// old one.
+// RangeTree: ranges of addresses that do not overlap, by address. A copy of a tree shares its nodes, and
+// costs one reference. A change of a tree copies the nodes on the path to it that another tree has, too, and
+// changes those that are its own in place. So a thread that has a copy looks at it without a lock for as long
+// as it likes, a change costs O(log n), however many hold an old copy, and where none does it allocates one
+// node.
 //
 // It is a treap: sorted by address, and a heap by a hash of the address, so that its form depends on what is
 // in it and not on the order in which it came.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -15,6 +17,18 @@
 #include <vector>
 
 namespace moonpool::transport {
+
+// Whether this is the only reference; no other thread may make one meanwhile. What a thread has read that
+// dropped the last other one comes before what is written now.
+template <class T>
+bool is_only(const std::shared_ptr<T>& ref) {
+    if (ref.use_count() != 1) return false;
+#if defined(__SANITIZE_THREAD__)
+    (void)std::shared_ptr<T>(ref);  // TSan sees no fences; to count up acquires, too
+#endif
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return true;
+}
 
 // T has `address`, `length` and contains(address, bytes); the first two never change in a tree.
 template <class T>
@@ -42,14 +56,16 @@ class RangeTree {
     }
 
     // item: overlaps none that is in here.
-    RangeTree with(Item item) const {
+    void add(Item item) {
         uint64_t address = item->address;
-        Node fresh{address, hash(address), std::move(item), nullptr, nullptr};
-        return RangeTree(insert(root_, std::move(fresh)), size_ + 1);
+        insert(root_, std::make_shared<Node>(address, hash(address), std::move(item), nullptr, nullptr));
+        ++size_;
     }
-    // Without the range that begins there.
-    RangeTree without(uint64_t address) const {
-        return at(address) == nullptr ? *this : RangeTree(remove(root_, address), size_ - 1);
+    // The range that begins there, if one does.
+    void remove(uint64_t address) {
+        if (at(address) == nullptr) return;
+        remove(root_, address);
+        --size_;
     }
 
     // By ascending address.
@@ -63,11 +79,9 @@ class RangeTree {
     // Nodes on the longest path: a change copies as many at most.
     size_t depth() const { return depth_of(root_.get()); }
 
-    RangeTree() = default;
-
    private:
     struct Node;
-    using Ref = std::shared_ptr<const Node>;
+    using Ref = std::shared_ptr<Node>;
     struct Node {
         uint64_t address;
         uint64_t priority;
@@ -75,18 +89,16 @@ class RangeTree {
         Ref left, right;
     };
 
-    RangeTree(Ref root, size_t size) : root_(std::move(root)), size_(size) {}
-
     // SplitMix64's last step: neighbouring addresses get unlike priorities.
     static uint64_t hash(uint64_t x) {
         x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
         return x ^ (x >> 31);
     }
-    static Ref make(Node&& node) { return std::make_shared<const Node>(std::move(node)); }
-    // As that node, above others.
-    static Ref make(const Node& node, Ref left, Ref right) {
-        return make({node.address, node.priority, node.item, std::move(left), std::move(right)});
+    // The node, made this tree's own. Those above it are already: a copy of a node shares those below it.
+    static Node& own(Ref& ref) {
+        if (!is_only(ref)) ref = std::make_shared<Node>(*ref);
+        return *ref;
     }
 
     const Item* at_or_before(uint64_t address) const {
@@ -102,39 +114,49 @@ class RangeTree {
         return best == nullptr ? nullptr : &best->item;
     }
 
-    static Ref insert(const Ref& at, Node&& fresh) {
-        if (at == nullptr || fresh.priority > at->priority) {
-            split(at, fresh.address, fresh.left, fresh.right);
-            return make(std::move(fresh));
-        }
-        if (fresh.address < at->address) return make(*at, insert(at->left, std::move(fresh)), at->right);
-        return make(*at, at->left, insert(at->right, std::move(fresh)));
-    }
-    static void split(const Ref& at, uint64_t address, Ref& below, Ref& above) {
-        if (at == nullptr) {
-            below = above = nullptr;
+    static void insert(Ref& at, Ref fresh) {
+        if (at == nullptr || fresh->priority > at->priority) {
+            split(std::move(at), fresh->address, fresh->left, fresh->right);
+            at = std::move(fresh);
             return;
         }
-        Ref middle;
-        if (at->address < address) {
-            split(at->right, address, middle, above);
-            below = make(*at, at->left, std::move(middle));
+        Node& node = own(at);
+        Ref& below = fresh->address < node.address ? node.left : node.right;
+        insert(below, std::move(fresh));
+    }
+    static void split(Ref at, uint64_t address, Ref& below, Ref& above) {
+        if (at == nullptr) return;
+        Node& node = own(at);
+        if (node.address < address) {
+            Ref right = std::move(node.right);
+            split(std::move(right), address, node.right, above);
+            below = std::move(at);
         } else {
-            split(at->left, address, below, middle);
-            above = make(*at, std::move(middle), at->right);
+            Ref left = std::move(node.left);
+            split(std::move(left), address, below, node.left);
+            above = std::move(at);
         }
     }
-    static Ref remove(const Ref& at, uint64_t address) {
-        if (at->address == address) return merge(at->left, at->right);
-        if (address < at->address) return make(*at, remove(at->left, address), at->right);
-        return make(*at, at->left, remove(at->right, address));
+    static void remove(Ref& at, uint64_t address) {
+        Node& node = own(at);
+        if (node.address == address) {
+            at = merge(std::move(node.left), std::move(node.right));
+        } else {
+            remove(address < node.address ? node.left : node.right, address);
+        }
     }
     // All of `below` begins before all of `above`.
-    static Ref merge(const Ref& below, const Ref& above) {
+    static Ref merge(Ref below, Ref above) {
         if (below == nullptr) return above;
         if (above == nullptr) return below;
-        if (below->priority > above->priority) return make(*below, below->left, merge(below->right, above));
-        return make(*above, merge(below, above->left), above->right);
+        if (below->priority > above->priority) {
+            Node& node = own(below);
+            node.right = merge(std::move(node.right), std::move(above));
+            return below;
+        }
+        Node& node = own(above);
+        node.left = merge(std::move(below), std::move(node.left));
+        return above;
     }
     static size_t depth_of(const Node* at) {
         return at == nullptr ? 0 : 1 + std::max(depth_of(at->left.get()), depth_of(at->right.get()));

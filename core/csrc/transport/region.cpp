@@ -48,7 +48,7 @@ Result<std::shared_ptr<Region>> RegionTable::add(uint64_t address, uint64_t leng
     region->location = location;
     static_cast<RegionMemory&>(*region) = std::move(memory);
     if (region->on_card()) ever_on_card_ = true;
-    regions_ = std::make_shared<const Regions>(regions_->with(region));
+    own_regions().add(region);
     addresses_[region->id] = address;
     note(*region, true);
     return region;
@@ -63,11 +63,17 @@ Result<std::shared_ptr<Region>> RegionTable::remove(uint64_t address) {
         return Error{Code::kInvalidArgument, std::string("no region is registered at ") + text};
     }
     std::shared_ptr<Region> region = *found;
-    regions_ = std::make_shared<const Regions>(regions_->without(address));
+    own_regions().remove(address);
     addresses_.erase(region->id);
     note(*region, false);
     region->close();
     return region;
+}
+
+// The tree, to be changed. One that all() gave away and that is still in use stays as it is.
+Regions& RegionTable::own_regions() {
+    if (!is_only(regions_)) regions_ = std::make_shared<Regions>(*regions_);
+    return *regions_;
 }
 
 void RegionTable::note(const Region& region, bool added) {

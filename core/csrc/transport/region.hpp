@@ -130,13 +130,14 @@ class RegionTable {
     std::atomic<bool> ever_on_card_{false};
     mutable Mutex mutex_;
     uint64_t next_id_ GUARDED_BY(mutex_) = 1;
-    std::shared_ptr<const Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();
+    std::shared_ptr<Regions> regions_ GUARDED_BY(mutex_) = std::make_shared<Regions>();
     std::unordered_map<uint64_t, uint64_t> addresses_ GUARDED_BY(mutex_);  // by id
     // The last kChangesKept; each makes an edition, of which the first is 1.
     struct Change {
         uint64_t id, address;
         bool added;
     };
+    Regions& own_regions() REQUIRES(mutex_);
     void note(const Region& region, bool added) REQUIRES(mutex_);
     std::deque<Change> log_ GUARDED_BY(mutex_);
     uint64_t edition_ GUARDED_BY(mutex_) = 0;
@@ -154,19 +155,23 @@ class Operation {
 
     // False: the region is closing, and must not be posted.
     bool hold(Region& region) {
-        if (!held_.empty() && held_.back() == &region) return true;
+        if (last_ == &region) return true;
         if (!region.begin_operation()) return false;
-        held_.push_back(&region);
+        if (last_ != nullptr) others_.push_back(last_);
+        last_ = &region;
         return true;
     }
     void end() {
-        for (Region* region : held_) region->end_operation();
-        held_.clear();
+        if (last_ != nullptr) last_->end_operation();
+        for (Region* region : others_) region->end_operation();
+        last_ = nullptr;
+        others_.clear();
     }
 
    private:
     std::shared_ptr<const Regions> regions_;
-    std::vector<Region*> held_;
+    Region* last_ = nullptr;
+    std::vector<Region*> others_;
 };
 
 // The regions that one thread is inside of; leaves them all at the end.

@@ -219,8 +219,7 @@ inline void each_kinds(const std::string& transport,
         if (transport == "shm" && sides.theirs == kDevice) continue;  // another path's
         if (transport == kOutside && sides.theirs == kDevice) continue;
         if (transport == "cuda_ipc" && sides.theirs != kDevice) continue;
-        if ((transport == "rdma" || transport == "efa") && (sides.mine == kDevice || sides.theirs == kDevice))
-            continue;                                                 // of other paths
+        if (transport == "efa" && (sides.mine == kDevice || sides.theirs == kDevice)) continue;  // of others
         if (cards_there() != nullptr) cards_there()->device.reset();  // each has a software device of its own
         CAPTURE(kind_name(sides.mine));
         CAPTURE(kind_name(sides.theirs));

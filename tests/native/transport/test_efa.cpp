@@ -120,8 +120,10 @@ TEST_CASE("efa: a host without it says why in one sentence") {
     options.fabric = tcp_fabric();
     CHECK(why_not(options, "efa").empty());
     options.fabric.provider = "no-such";
-    CHECK(why_not(options, "efa").find("libfabric's provider \"no-such\" has no reliable datagrams here") ==
-          0);
+    std::string why = why_not(options, "efa");
+    CHECK_MESSAGE(why.find("libfabric's provider \"no-such\" has no reliable datagrams here (") == 0, why);
+    size_t names = why.find("efa_provider may name one of: ");
+    CHECK_MESSAGE((names != std::string::npos && why.find("\"tcp\"", names) != std::string::npos), why);
 }
 
 TEST_CASE("efa: offers and endpoints of odd lengths, and random ones, are refused or harmless") {

@@ -3,9 +3,11 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <thread>
 
 #include "bed.hpp"
 #include "transport/frames.hpp"
@@ -92,20 +94,20 @@ TEST_CASE("regions: a tree says what a plain list says, and older trees stay as 
             if (random.one_in(3) && !model.ranges.empty()) {
                 auto victim = model.ranges.lower_bound(address);
                 if (victim == model.ranges.end()) victim = model.ranges.begin();
-                tree = tree.without(victim->first);
+                tree.remove(victim->first);
                 model.ranges.erase(victim);
             } else if (!model.overlaps(address, length)) {
-                tree = tree.with(std::make_shared<Range>(Range{address, length}));
+                tree.add(std::make_shared<Range>(Range{address, length}));
                 model.ranges[address] = length;
             }
-            tree = tree.without(100000);  // none is there
+            tree.remove(100000);  // none is there
             if (random.one_in(10)) compare(tree, model, random);
             if (random.one_in(50)) kept.emplace_back(tree, model);
         }
         for (const auto& [old, then] : kept) compare(old, then, random);
     }
     RangeTree<Range> top;
-    top = top.with(std::make_shared<Range>(Range{UINT64_MAX - 9, 10}));
+    top.add(std::make_shared<Range>(Range{UINT64_MAX - 9, 10}));
     CHECK(top.overlapping(UINT64_MAX, 1) != nullptr);
     CHECK(top.overlapping(UINT64_MAX - 20, 11) == nullptr);
 }
@@ -113,10 +115,43 @@ TEST_CASE("regions: a tree says what a plain list says, and older trees stay as 
 TEST_CASE("regions: of 16,000 a change touches some tens") {
     RangeTree<Range> tree;
     for (uint64_t i = 0; i < transport::kRegionsMax; ++i) {
-        tree = tree.with(std::make_shared<Range>(Range{(i + 1) * 16 * kKiB, 8 * kKiB}));
+        tree.add(std::make_shared<Range>(Range{(i + 1) * 16 * kKiB, 8 * kKiB}));
     }
     CHECK(tree.depth() >= 14);
     CHECK(tree.depth() < 60);
+}
+
+TEST_CASE("regions: what a thread has taken of the table stays as it was while others change it") {
+    constexpr uint64_t kFixed = 64, kStep = 16 * kKiB;
+    RegionTable table;
+    // Of the even places, which stay; those between come and go.
+    for (uint64_t i = 0; i < kFixed; ++i) REQUIRE(table.add((2 * i + 2) * kStep, kKiB, "", {}).ok());
+    std::atomic<bool> over{false};
+    std::atomic<int> looks{0}, wrong{0};
+    auto look = [&] {
+        for (; !over || looks < 2; ++looks) {
+            std::shared_ptr<const transport::Regions> all = table.all();
+            transport::RegionList first = all->list();
+            uint64_t fixed = 0;
+            for (const auto& region : first) {
+                fixed += region->address / kStep % 2 == 0;
+                const auto* found = all->find(region->address, kKiB);
+                if (found == nullptr || *found != region) ++wrong;
+            }
+            if (fixed != kFixed || first.size() != all->size() || first != all->list()) ++wrong;
+        }
+    };
+    std::thread one(look), other(look);
+    Random random(3812);
+    for (int step = 0; step < 3000 || looks < 50; ++step) {
+        uint64_t address = (2 * random.below(kFixed) + 1) * kStep;
+        if (!table.remove(address).ok()) REQUIRE(table.add(address, kKiB, "", {}).ok());
+    }
+    over = true;
+    one.join();
+    other.join();
+    CHECK(wrong == 0);
+    CHECK(table.check_integrity());
 }
 
 TEST_CASE("regions: the changes since an edition make the old list the new one, as frames too") {

@@ -81,15 +81,41 @@ struct FabricLibraries {
 };
 ForkFresh<FabricLibraries> fabric_libraries;
 
-// What this host has of a provider, or why it has nothing; to be freed.
-Result<fi::Info*> ask_info(const Fabric& library, const FabricOptions& options) {
+// What is needed of a provider; null: libfabric has no memory left. To be freed.
+fi::Info* make_hints(const Fabric& library) {
     fi::Info* hints = library.dupinfo(nullptr);
-    if (hints == nullptr) return Error{Code::kUnavailable, "libfabric has no memory left"};
+    if (hints == nullptr) return nullptr;
     hints->caps = fi::kMsg | fi::kRma;
     hints->mode = fi::kContext | fi::kContext2;
     hints->ep_attr->type = fi::kReliableDatagram;
     hints->domain_attr->threading = fi::kThreadSafe;
     hints->domain_attr->mr_mode = fi::kMrLocal | fi::kMrVirtual | fi::kMrAllocated | fi::kMrProviderKey;
+    return hints;
+}
+
+// The providers of this host that would do, for people; "none".
+std::string providers_text(const Fabric& library) {
+    std::vector<std::string> names;
+    fi::Info* hints = make_hints(library);
+    fi::Info* found = nullptr;
+    if (hints != nullptr && library.getinfo(kApi, nullptr, nullptr, 0, hints, &found) == 0) {
+        for (const fi::Info* info = found; info != nullptr; info = info->next) {
+            std::string name = info->fabric_attr->provider;  // "tcp;ofi_rxm": the name of a part is enough
+            name.resize(std::min(name.find(';'), name.size()));
+            if (std::ranges::find(names, name) == names.end()) names.push_back(std::move(name));
+        }
+    }
+    if (found != nullptr) library.freeinfo(found);
+    if (hints != nullptr) library.freeinfo(hints);
+    std::string text;
+    for (const std::string& name : names) text += (text.empty() ? "\"" : ", \"") + name + "\"";
+    return text.empty() ? "none" : text;
+}
+
+// What this host has of a provider, or why it has nothing; to be freed.
+Result<fi::Info*> ask_info(const Fabric& library, const FabricOptions& options) {
+    fi::Info* hints = make_hints(library);
+    if (hints == nullptr) return Error{Code::kUnavailable, "libfabric has no memory left"};
     hints->fabric_attr->provider = ::strdup(options.provider.c_str());
     fi::Info* found = nullptr;
     const char* source = options.source.empty() ? nullptr : options.source.c_str();
@@ -97,7 +123,8 @@ Result<fi::Info*> ask_info(const Fabric& library, const FabricOptions& options) 
     library.freeinfo(hints);
     if (code != 0 || found == nullptr) {
         return Error{Code::kUnavailable, "libfabric's provider \"" + options.provider +
-                                             "\" has no reliable datagrams here: " + library.text(code)};
+                                             "\" has no reliable datagrams here (" + library.text(code) +
+                                             "); efa_provider may name one of: " + providers_text(library)};
     }
     return found;
 }

@@ -49,9 +49,8 @@ Keys::~Keys() {
     for (const auto& [id, keyed] : left) (void)release(*keyed);
 }
 
-// Memory of a card is reached by other paths.
 void Keys::add(std::shared_ptr<Region> region) {
-    if (region == nullptr || region->on_card()) return;
+    if (region == nullptr) return;
     auto keyed = std::make_shared<KeyedRegion>(std::move(region), chunk_bytes_, devices_.size());
     int begin = 0;
     {
@@ -85,10 +84,13 @@ void Keys::key_chunks() {
 void Keys::key_chunk(KeyedRegion& keyed, size_t chunk) {
     uint64_t at = keyed.region->address + chunk * keyed.chunk_bytes;
     uint64_t bytes = std::min(keyed.chunk_bytes, keyed.region->address + keyed.region->length - at);
-    keyed.nodes_[chunk].store(node_of_(reinterpret_cast<const void*>(at)), std::memory_order_relaxed);
+    const device::CardCopier* card = keyed.region->card.get();
+    int node = card != nullptr ? -1 : node_of_(reinterpret_cast<const void*>(at));
+    keyed.nodes_[chunk].store(node, std::memory_order_relaxed);
     for (size_t d = 0; d < keyed.devices; ++d) {
         size_t place = chunk * keyed.devices + d;
-        Result<KeyMaker::Made> made = devices_[d]->make_key(at, bytes);
+        Result<KeyMaker::Made> made = card != nullptr ? devices_[d]->make_card_key(*card->device(), at, bytes)
+                                                      : devices_[d]->make_key(at, bytes);
         KeyState state = KeyState::kKeyed;
         if (!made) {
             state = KeyState::kRefused;

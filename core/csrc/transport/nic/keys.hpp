@@ -38,6 +38,11 @@ class KeyMaker {
     virtual const std::string& device_name() const = 0;
     // Lets it read and write that memory, also for peers. The error: its reason, for people.
     virtual Result<Made> make_key(uint64_t address, uint64_t bytes) = 0;
+    // The same for memory of a card.
+    virtual Result<Made> make_card_key(const device::Device& card, uint64_t address, uint64_t bytes) {
+        (void)card, (void)address, (void)bytes;
+        return Error{Code::kUnavailable, "it has no keys for memory of a card"};
+    }
     // Waits for the NIC: nothing lands behind it. False: it keeps the key.
     virtual bool end_key(void* handle) = 0;
     // Whether that is safe while requests of this engine use it: they fail.
@@ -54,7 +59,7 @@ class KeyedRegion {
     const size_t devices;
 
     size_t chunks() const { return states_.size() / devices; }
-    // The NUMA node of its memory; -1: not known. Never waits, as key() does not.
+    // The NUMA node of its memory; -1: not known, or memory of a card. Never waits, as key() does not.
     int node(size_t chunk) const { return nodes_[chunk].load(std::memory_order_relaxed); }
     Key key(size_t chunk, size_t device) const;
     std::string why_refused() const;

@@ -12,6 +12,7 @@ namespace moonpool::transport::nic {
 namespace {
 
 constexpr uint64_t kSpinNs = 200'000;  // a caller polls, before it sleeps
+constexpr uint64_t kEagerNs = 3'000;   // and leaves its core to nothing else: so long a NIC takes
 constexpr uint64_t kBackOffNs = 500'000'000, kBackOffNsMax = 60'000'000'000;
 constexpr uint64_t kSilentNsMax = 10'000'000'000;  // however slow a rail is
 constexpr uint64_t kGoodNs = 60'000'000'000;       // of a rail: then it has one fault less
@@ -71,7 +72,12 @@ std::string Link::path() const {
     return rails_.size() == 1 ? text : text + " and " + std::to_string(rails_.size() - 1) + " more";
 }
 
-bool Link::reaches(MemoryKind kind, std::string* why) const { return reached_by_cpu(kind, why); }
+// Of a card it depends on the region: its keys say.
+bool Link::reaches(MemoryKind kind, std::string* why) const {
+    if (kind != MemoryKind::kDevice) return reached_by_cpu(kind, why);
+    if (why != nullptr) *why = options_.no_card_keys;
+    return options_.no_card_keys.empty();
+}
 
 // While every rail waits for its next try, jobs go another way at once; but for late bytes that could land
 // over theirs: the job that comes here has the peer asked.
@@ -84,21 +90,32 @@ bool Link::reaches_nothing() const {
     });
 }
 
+void Link::add_task(std::unique_ptr<Task> task) {
+    if (spare_nodes_.empty()) {
+        tasks_.push_back(std::move(task));
+        return;
+    }
+    spare_nodes_.front() = std::move(task);
+    tasks_.splice(tasks_.end(), spare_nodes_, spare_nodes_.begin());
+}
+
 Status Link::run(Job& job) {
     MutexLock lock(mutex_);
     if (closed_) return Error{Code::kUnavailable, "the segment was closed"};
-    tasks_.push_back(std::make_unique<Task>(job, nullptr, nullptr));
+    add_task(std::make_unique<Task>(job, nullptr, nullptr));
     Task* task = tasks_.back().get();
-    uint64_t spin_until = now_ns() + kSpinNs;
+    uint64_t now = now_ns(), spin_from = now;
     ++looking_;
+    (void)drive(now, false);
     while (!task->over) {
-        if (drive()) spin_until = now_ns() + kSpinNs;
+        if (drive(now)) spin_from = now;
         if (task->over) break;
-        if (now_ns() < spin_until) {
+        if (now < spin_from + kSpinNs) {
             tell_ended();
             lock.unlock();
-            ::sched_yield();  // the other side may be on this core
+            if (now >= spin_from + kEagerNs) ::sched_yield();  // the other side may be on this core
             lock.lock();
+            now = now_ns();
             continue;
         }
         --looking_;
@@ -107,6 +124,7 @@ Status Link::run(Job& job) {
         changed_.wait_for(lock, task->keyless.empty() ? kSleep : kNap,
                           [&]() REQUIRES(mutex_) { return task->over; });
         ++looking_;
+        now = now_ns();
     }
     --looking_;
     if (!tasks_.empty()) drive_armed();
@@ -119,7 +137,7 @@ Status Link::run(Job& job) {
 bool Link::post(const std::shared_ptr<Job>& job, const Finished& finished) {
     MutexLock lock(mutex_);
     if (closed_) return false;  // run() says why
-    tasks_.push_back(std::make_unique<Task>(*job, job, finished));
+    add_task(std::make_unique<Task>(*job, job, finished));
     (void)drive();
     drive_armed();
     tell_ended();
@@ -181,10 +199,11 @@ bool Link::end_idle(size_t device) {
 }
 
 // What completed before the arming is told by no event; what completes later is, also when this looks first.
-// While a caller looks by itself, an event would only wake a thread to stand in its way.
+// While a caller looks by itself, an event would only wake a thread to stand in its way; so would the event
+// of the next caller, where nothing is under way now.
 void Link::drive_armed() {
     for (const auto& rail : rails_) {
-        if (looking_ == 0 && rail->state == Rail::State::kUp) rail->arm();
+        if (looking_ == 0 && !tasks_.empty() && rail->state == Rail::State::kUp) rail->arm();
     }
     (void)drive();
 }
@@ -203,10 +222,11 @@ void Link::tell_ended() {
     mutex_.lock();
 }
 
-bool Link::drive() {
+bool Link::drive(uint64_t wall_ns, bool look) {
+    wall_ns_ = wall_ns;
     bool settled = false;
-    for (const auto& rail : rails_) settled = settle(*rail) || settled;
-    const uint64_t now = clock();
+    for (const auto& rail : rails_) settled = ((look || rail->busy()) && settle(*rail)) || settled;
+    const uint64_t now = options_.nic.clock_ns == &now_ns ? wall_ns : clock();
     // Of a process that did not run meanwhile the clock says nothing about its rails.
     const bool away = now - looked_ns_ > kAwayNs;
     looked_ns_ = now;
@@ -216,7 +236,7 @@ bool Link::drive() {
     }
     if (now >= keyless_until_ns_) {
         for (const auto& task : tasks_) {
-            task->again.insert(task->again.end(), task->keyless.begin(), task->keyless.end());
+            for (const Task::Range& range : task->keyless) task->again.push_back(range);
             task->keyless.clear();
         }
     }
@@ -234,7 +254,12 @@ bool Link::drive() {
         (*it)->held.end();
         (*it)->over = ended = true;
         ended_.push_back(std::move(*it));
-        it = tasks_.erase(it);
+        auto node = it++;
+        if (spare_nodes_.empty()) {
+            spare_nodes_.splice(spare_nodes_.end(), tasks_, node);
+        } else {
+            tasks_.erase(node);
+        }
     }
     if (ended) changed_.notify_all();
     if (needs_help(now)) get_help();
@@ -245,18 +270,22 @@ uint64_t Link::back_off_ns(int faults) { return std::min(kBackOffNs << std::min(
 
 bool Link::settle(Rail& rail) {
     if (rail.state != Rail::State::kUp) return false;
-    bool any = false;
-    auto done = [&](std::span<const Piece> pieces) REQUIRES(mutex_) {
-        any = true;
-        uint64_t progress_ns = now_ns();
+    struct {
+        Tally tally;
+        uint64_t now;
+        bool any = false;
+    } found{Tally(counters_), wall_ns_};
+    // One pointer, lest it should be allocated.
+    auto done = [&found](std::span<const Piece> pieces) {
+        found.any = true;
         for (const Piece& piece : pieces) {
-            piece.task->job.progress_ns.store(progress_ns, std::memory_order_relaxed);
-            piece_done(piece);
+            piece.task->job.progress_ns.store(found.now, std::memory_order_relaxed);
+            piece_done(piece, found.tally);
         }
     };
     std::optional<Rail::Fault> fault = rail.poll(options_.nic.clock_ns, done);
     if (fault) on_fault(rail, *fault);
-    return any || fault;
+    return found.any || fault;
 }
 
 void Link::on_fault(Rail& rail, const Rail::Fault& fault) {

@@ -21,14 +21,15 @@
 #pragma once
 
 #include <chrono>
-#include <deque>
 #include <list>
 #include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "base/clock.hpp"
 #include "base/event_loop.hpp"
 #include "base/mutex.hpp"
 #include "transport/link.hpp"
@@ -45,21 +46,56 @@ struct Task {
         size_t slice = 0;
         uint64_t at = 0, bytes = 0;
     };
+    // First in, first out. It mostly has one, for which nothing is allocated.
+    class Ranges {
+       public:
+        bool empty() const { return !has_one_ && rows_.empty(); }
+        Range& front() { return has_one_ ? one_ : rows_[first_]; }
+        void push_back(const Range& range) {
+            if (empty()) {
+                one_ = range;
+                has_one_ = true;
+            } else {
+                rows_.push_back(range);
+            }
+        }
+        void pop_front() {
+            if (std::exchange(has_one_, false) || ++first_ < rows_.size()) return;
+            rows_.clear();
+            first_ = 0;
+        }
+        uint64_t bytes() const {
+            uint64_t sum = has_one_ ? one_.bytes : 0;
+            for (size_t i = first_; i < rows_.size(); ++i) sum += rows_[i].bytes;
+            return sum;
+        }
+
+       private:
+        Range one_;  // before the rows
+        bool has_one_ = false;
+        std::vector<Range> rows_;  // empty, or some from first_ on
+        size_t first_ = 0;
+    };
 
     Task(Job& j, std::shared_ptr<Job> kept, transport::Link::Finished f)
-        : job(j), owned(std::move(kept)), finished(std::move(f)), held(j.regions) {}
+        : job(j),
+          owned(std::move(kept)),
+          finished(std::move(f)),
+          held(owned == nullptr ? nullptr : j.regions) {}
 
     Job& job;
     const std::shared_ptr<Job> owned;  // null: of a caller that waits
     const transport::Link::Finished finished;
-    Operation held;                   // the local regions
+    Operation held;                   // the local regions, which the job of a caller that waits keeps
     size_t next = 0;                  // slices from here on were not begun
-    std::deque<Range> again;          // before those
-    std::deque<Range> unknown;        // in memory of the peer whose keys are not known here
-    std::deque<Range> keyless;        // whose memory gets its keys at this moment
+    Ranges again;                     // before those
+    std::vector<Range> unknown;       // in memory of the peer whose keys are not known here
+    std::vector<Range> keyless;       // whose memory gets its keys at this moment
     size_t open = 0;                  // pieces under way, or behind a fence
     std::map<size_t, uint64_t> rest;  // of slices that were cut: bytes that are not done
-    std::unordered_map<const Region*, std::shared_ptr<KeyedRegion>> keyed;
+    // Of the last piece's region; and of those before.
+    std::pair<const Region*, std::shared_ptr<KeyedRegion>> keyed_last;
+    std::unordered_map<const Region*, std::shared_ptr<KeyedRegion>> keyed_others;
     int faults = 0;                 // rails that failed meanwhile
     std::map<size_t, int> refused;  // by a NIC, though the peer lists the memory
     Error left_undone{Code::kUnavailable, "left undone"};
@@ -73,6 +109,8 @@ struct LinkOptions {
     KeySize key_size = KeySize::k64;
     NicOptions nic;
     std::shared_ptr<Links> links;
+    // Why the NICs here have no keys for memory of cards; empty: they may have.
+    std::string no_card_keys = "it has no keys for memory of cards";
 };
 
 class Link final : public transport::Link, public std::enable_shared_from_this<Link> {
@@ -86,7 +124,8 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     std::string path() const override;
     bool reaches(MemoryKind kind, std::string* why) const override;
     bool reaches_nothing() const override;
-    bool takes_slots() const override { return false; }               // NICs have keys for regions only
+    bool takes_slots() const override { return false; }  // NICs have keys for regions only
+    bool copies_by_card() const override { return options_.no_card_keys.empty(); }
     bool runs_on_caller(const Job&) const override { return false; }  // it waits for a NIC
     Status run(Job& job) override;
     bool post(const std::shared_ptr<Job>& job, const Finished& finished) override;
@@ -112,8 +151,11 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     uint64_t clock() const { return options_.nic.clock_ns(); }
     uint64_t silence_ns() const { return static_cast<uint64_t>(options_.nic.silence_ms) * 1'000'000; }
 
+    void add_task(std::unique_ptr<Task> task) REQUIRES(mutex_);
     // Carries all tasks on, without waiting. Whether something has completed.
-    bool drive() REQUIRES(mutex_);
+    // wall_ns: now_ns(), read under the lock. look: at rails, too, that have nothing under way.
+    bool drive(uint64_t wall_ns, bool look = true) REQUIRES(mutex_);
+    bool drive() REQUIRES(mutex_) { return drive(now_ns()); }
     void drive_armed() REQUIRES(mutex_);
     // Before the lock is left: tells owners of the tasks that have ended, without it.
     void tell_ended() REQUIRES(mutex_);
@@ -122,7 +164,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     Rail* longest_idle(size_t device) const REQUIRES(mutex_);
 
     bool settle(Rail& rail) REQUIRES(mutex_);
-    void piece_done(const Piece& piece) REQUIRES(mutex_);
+    static void piece_done(const Piece& piece, Tally& tally);
     void on_fault(Rail& rail, const Rail::Fault& fault) REQUIRES(mutex_);
     void watch(Rail& rail, uint64_t now) REQUIRES(mutex_);
     // of_path: the rail waits before it is tried again.
@@ -138,10 +180,11 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     bool is_for_nearer(const Rail& rail, const Task& task, int node, uint64_t bytes) const REQUIRES(mutex_);
     bool take_piece(Rail& rail, Task& task) REQUIRES(mutex_);
     Task::Range* next_range(Task& task) const REQUIRES(mutex_);
+    KeyedRegion* find_keyed(Task& task, const Region& local) const REQUIRES(mutex_);
     int node_of(Task& task) const REQUIRES(mutex_);
     const RemoteRegion* find_remote(uint64_t address, uint64_t bytes) const REQUIRES(mutex_);
     bool may_end(Task& task, uint64_t now) REQUIRES(mutex_);
-    static bool is_late(const Task& task);
+    bool is_late(const Task& task) const REQUIRES(mutex_);
     void give_up_open(Task& task, uint64_t now) REQUIRES(mutex_);
     bool wants_rail(const Task& task) const REQUIRES(mutex_);
     bool may_connect(const Rail& rail, uint64_t now) const REQUIRES(mutex_);
@@ -171,10 +214,12 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
     const std::vector<std::unique_ptr<Rail>> rails_;  // what they point to is guarded by mutex_
     const bool uneven_;                               // some are nearer to memory of a node than others
     std::list<std::unique_ptr<Task>> tasks_ GUARDED_BY(mutex_);
+    std::list<std::unique_ptr<Task>> spare_nodes_ GUARDED_BY(mutex_);  // one at most, of null
     Ended ended_ GUARDED_BY(mutex_);
     std::map<uint64_t, RemoteRegion> known_ GUARDED_BY(mutex_);  // of the peer, by address
     uint64_t keyless_until_ns_ GUARDED_BY(mutex_) = 0;
-    uint64_t looked_ns_ GUARDED_BY(mutex_) = 0;  // at the rails
+    uint64_t wall_ns_ GUARDED_BY(mutex_) = 0;    // of the last drive()
+    uint64_t looked_ns_ GUARDED_BY(mutex_) = 0;  // at the rails, by the NICs' clock
     bool helping_ GUARDED_BY(mutex_) = false;
     int looking_ GUARDED_BY(mutex_) = 0;  // callers of run() that look for completions
     bool closed_ GUARDED_BY(mutex_) = false;

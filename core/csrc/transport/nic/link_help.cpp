@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <set>
+#include <utility>
 
 #include "base/clock.hpp"
 #include "transport/nic/link.hpp"
@@ -190,8 +191,7 @@ bool Link::ask_keys() {
         known_[row.address] = std::move(row);
     }
     for (const auto& task : tasks_) {
-        std::deque<Task::Range> unknown = std::move(task->unknown);
-        task->unknown.clear();
+        std::vector<Task::Range> unknown = std::exchange(task->unknown, {});
         for (const Task::Range& range : unknown) {
             const Slice& slice = task->job.slices[range.slice];
             if (!asked.contains({slice.remote, slice.length})) {

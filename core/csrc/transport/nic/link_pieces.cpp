@@ -14,7 +14,7 @@ constexpr int kRefusedMax = 3;                // of one slice
 
 }  // namespace
 
-void Link::piece_done(const Piece& piece) {
+void Link::piece_done(const Piece& piece, Tally& tally) {
     Task& task = *piece.task;
     Job& job = task.job;
     --task.open;
@@ -28,7 +28,7 @@ void Link::piece_done(const Piece& piece) {
     }
     job.bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
     job.done(piece.slice);
-    (slice.direction == Direction::kWrite ? counters_.write : counters_.read).add(1, slice.length);
+    tally.count(slice.direction == Direction::kWrite, slice.length);
 }
 
 void Link::put_back(const Piece& piece) {
@@ -68,6 +68,17 @@ const RemoteRegion* Link::find_remote(uint64_t address, uint64_t bytes) const {
     return row.contains(address, bytes) ? &row : nullptr;
 }
 
+// Null: it has no keys.
+KeyedRegion* Link::find_keyed(Task& task, const Region& local) const {
+    auto& [region, keyed] = task.keyed_last;
+    if (region == &local && keyed != nullptr) return keyed.get();
+    if (keyed != nullptr) task.keyed_others.try_emplace(region, std::move(keyed));
+    region = &local;
+    auto known = task.keyed_others.find(&local);
+    keyed = known != task.keyed_others.end() ? known->second : keys_->find(local.id);
+    return keyed.get();
+}
+
 // Whether the rail has another piece of the task to carry.
 bool Link::take_piece(Rail& rail, Task& task) {
     Job& job = task.job;
@@ -79,10 +90,6 @@ bool Link::take_piece(Rail& rail, Task& task) {
             task.again.pop_front();
         };
         Region& local = *job.locals[i];
-        if (local.on_card()) {
-            leave("no NIC of this process reaches memory of a card");
-            continue;
-        }
         if (!local.contains(slice.local, slice.length)) {
             job.fail(i, Code::kProtocol, kOutsideText);
             continue;
@@ -95,16 +102,16 @@ bool Link::take_piece(Rail& rail, Task& task) {
             continue;
         }
         std::string why;
-        if (!reaches(remote->kind, &why)) {
-            leave(std::move(why));
+        const bool of_card = remote->kind == MemoryKind::kDevice;
+        if (!reaches(remote->kind, &why) || (of_card && remote->devices == 0)) {
+            leave(why.empty() ? "the peer's NIC has no keys for memory of a card" : std::move(why));
             continue;
         }
         if (auto found = task.refused.find(i); found != task.refused.end() && found->second >= kRefusedMax) {
             leave("the peer's NIC refuses memory that the peer lists");
             continue;
         }
-        std::shared_ptr<KeyedRegion>& keyed = task.keyed[&local];
-        if (keyed == nullptr) keyed = keys_->find(local.id);
+        const KeyedRegion* keyed = find_keyed(task, local);
         if (local.closing()) {
             job.fail(i, Code::kInvalidArgument, "the local region was deregistered");
             continue;
@@ -152,7 +159,7 @@ bool Link::take_piece(Rail& rail, Task& task) {
         n = std::min({n, keyed->chunk_bytes - from % keyed->chunk_bytes,
                       remote->chunk_bytes - to % remote->chunk_bytes});
         rail.add({&task, i, range->at, n}, slice.direction == Direction::kWrite,
-                 {slice.local + range->at, here.local},
+                 {slice.local + range->at, here.local, 0, local.on_card()},
                  {slice.remote + range->at, there.remote, to % remote->chunk_bytes});
         note_missed(rail, node);
         ++task.open;
@@ -169,10 +176,10 @@ bool Link::wants_rail(const Task& task) const {
            (!task.again.empty() || task.next < task.job.slices.size());
 }
 
-bool Link::is_late(const Task& task) {
+bool Link::is_late(const Task& task) const {
     const Job& job = task.job;
-    return now_ns() - job.progress_ns.load(std::memory_order_relaxed) >
-           static_cast<uint64_t>(job.timeout_ms) * 1'000'000;
+    return wall_ns_ > job.progress_ns.load(std::memory_order_relaxed) +
+                          static_cast<uint64_t>(job.timeout_ms) * 1'000'000;
 }
 
 // A task that must end waits for no answer of the peer, nor for a rail that has been silent as long as the

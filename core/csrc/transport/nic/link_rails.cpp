@@ -29,7 +29,8 @@ bool Link::fill(Rail& rail, uint64_t now) {
         for (bool posted = true; posted;) {
             posted = false;
             for (const auto& task : tasks_) {
-                if (task->job.background != background || !may_take(rail, *task)) continue;
+                if (task->job.background != background || !wants_rail(*task) || !may_take(rail, *task))
+                    continue;
                 bool added = false;
                 while (rail.has_room() && !hoards(rail, now) && !last_to_end(rail) && take_piece(rail, *task))
                     added = true;
@@ -107,7 +108,7 @@ bool Link::last_to_end(const Rail& rail) const {
     const double rest_max = 64 * static_cast<double>(options_.nic.piece_bytes);
     double rest = 0;  // to be posted
     for (const auto& task : tasks_) {
-        for (const Task::Range& range : task->again) rest += static_cast<double>(range.bytes);
+        rest += static_cast<double>(task->again.bytes());
         for (size_t i = task->next; i < task->job.slices.size() && rest <= rest_max; ++i) {
             rest += static_cast<double>(task->job.slices[i].length);
         }

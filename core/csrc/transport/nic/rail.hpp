@@ -58,7 +58,8 @@ class Rail {
     struct Place {
         uint64_t address;
         uint64_t key;
-        uint64_t offset = 0;  // of the peer's side, from the beginning of the memory that has this key
+        uint64_t offset = 0;   // of the peer's side, from the beginning of the memory that has this key
+        bool on_card = false;  // of the own side: no CPU reads it
     };
     struct Fault {
         enum class Of : uint8_t {

@@ -6,9 +6,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "device/dma_buf.hpp"
+
 namespace moonpool::transport::rdma {
 
 namespace {
+
+constexpr int kKeyAccess = ib::kLocalWrite | ib::kRemoteWrite | ib::kRemoteRead;
 
 bool is_mapped_ipv4(const Gid& gid) {
     return std::all_of(gid.begin(), gid.begin() + 10, [](uint8_t b) { return b == 0; }) && gid[10] == 0xff &&
@@ -222,15 +226,37 @@ Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names
 // A message never relies on the order of writes: a read behind them comes first (rail.hpp).
 Result<Device::Made> Device::make_key(uint64_t address, uint64_t bytes) {
     auto* at = reinterpret_cast<void*>(address);
-    constexpr int kAccess = ib::kLocalWrite | ib::kRemoteWrite | ib::kRemoteRead;
     ib::Mr* made = nullptr;
     errno = EINVAL;
     if (verbs.reg_mr_iova2 != nullptr) {
-        made = verbs.reg_mr_iova2(pd, at, bytes, address, kAccess | ib::kRelaxedOrdering);
+        made = verbs.reg_mr_iova2(pd, at, bytes, address, kKeyAccess | ib::kRelaxedOrdering);
     }
-    if (made == nullptr && errno == EINVAL) made = verbs.reg_mr(pd, at, bytes, kAccess);
+    if (made == nullptr && errno == EINVAL) made = verbs.reg_mr(pd, at, bytes, kKeyAccess);
     if (made == nullptr) return Error{Code::kUnavailable, verb_error_text(errno)};
     return Made{made, made->lkey, made->rkey};
+}
+
+Result<Device::Made> Device::make_card_key(const device::Device& card, uint64_t address, uint64_t bytes) {
+    if (!card.facts().orders_nic_writes) {
+        return Error{Code::kUnavailable,
+                     "the card's kernels may not see what a NIC has written "
+                     "(GPU_DIRECT_RDMA_WRITES_ORDERING)"};
+    }
+    std::string why;
+    if (verbs.reg_dmabuf_mr == nullptr) {
+        why = "libibverbs lacks ibv_reg_dmabuf_mr, which rdma-core 34 has";
+    } else if (Result<device::DmaBuf> buffer = device::export_dma_buf(card, address, bytes); !buffer) {
+        why = buffer.error().text;
+    } else {
+        ib::Mr* made = verbs.reg_dmabuf_mr(pd, buffer->offset, bytes, address, buffer->fd.get(), kKeyAccess);
+        if (made != nullptr) return Made{made, made->lkey, made->rkey};
+        why = "the NIC takes no dma-buf of the card: " + verb_error_text(errno);
+    }
+    Result<Made> plain = make_key(address, bytes);
+    if (plain) return plain;
+    return Error{Code::kUnavailable, why + "; nor its addresses (" + plain.error().text +
+                                         "), as with the kernel module nvidia_peermem: modprobe "
+                                         "nvidia-peermem"};
 }
 
 bool Device::end_key(void* handle) { return verbs.dereg_mr(static_cast<ib::Mr*>(handle)) == 0; }

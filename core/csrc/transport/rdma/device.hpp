@@ -35,6 +35,8 @@ class Device final : public nic::KeyMaker {
 
     const std::string& device_name() const override { return name; }
     Result<Made> make_key(uint64_t address, uint64_t bytes) override;
+    // By dma-buf, which needs no module; else as memory of the host, which the module nvidia_peermem allows.
+    Result<Made> make_card_key(const device::Device& card, uint64_t address, uint64_t bytes) override;
     bool end_key(void* handle) override;
 
     const Verbs& verbs;

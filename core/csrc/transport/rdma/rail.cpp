@@ -113,7 +113,7 @@ void Rail::add(const Piece& piece, bool write, const Place& local, const Place& 
     wr.sg_list = &sges_[i];
     wr.num_sge = 1;
     wr.opcode = write ? ib::kWrite : ib::kRead;
-    if (write && piece.bytes <= pair_->inline_bytes()) wr.send_flags = ib::kInline;
+    if (write && piece.bytes <= pair_->inline_bytes() && !local.on_card) wr.send_flags = ib::kInline;
     wr.wr.rdma = {remote.address, static_cast<uint32_t>(remote.key)};
     adding_.pieces.push_back(piece);
     adding_.bytes += piece.bytes;

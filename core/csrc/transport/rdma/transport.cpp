@@ -1,6 +1,7 @@
 #include "transport/rdma/transport.hpp"
 
 #include <sys/epoll.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -56,6 +57,16 @@ std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared
                                                *context.loops[number % context.loops.size()]));
     }
     return rails;
+}
+
+// Empty: a NIC here may get keys for memory of a card.
+std::string why_no_card_keys(const Verbs& verbs, const std::string& machine) {
+    if (verbs.reg_dmabuf_mr != nullptr) return "";
+    for (const char* module : {"nvidia_peermem", "nv_peer_mem"}) {
+        if (::access((machine + "/sys/module/" + module).c_str(), F_OK) == 0) return "";
+    }
+    return "no NIC here takes memory of a card: libibverbs lacks ibv_reg_dmabuf_mr, which rdma-core 34 "
+           "has, and the kernel module nvidia_peermem is not loaded (modprobe nvidia-peermem)";
 }
 
 }  // namespace
@@ -152,8 +163,10 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
             "no port here and of the peer are of one kind (InfiniBand, RoCE over IPv4, RoCE over IPv6)"};
     }
     auto link = std::make_shared<nic::Link>(
-        context_, nic::LinkOptions{kName, nic::KeySize::k32, context_.options.rdma, links_}, counters_, keys_,
-        std::move(rails), control, timeout_ms);
+        context_,
+        nic::LinkOptions{kName, nic::KeySize::k32, context_.options.rdma, links_,
+                         why_no_card_keys(nics_.devices.front()->verbs, context_.options.machine)},
+        counters_, keys_, std::move(rails), control, timeout_ms);
     links_->add(link);
     return std::shared_ptr<transport::Link>(std::move(link));
 }

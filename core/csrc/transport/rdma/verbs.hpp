@@ -41,6 +41,8 @@ namespace moonpool::transport::rdma {
     X(is_fork_initialized, "IBVERBS_1.13", int, ())                                              \
     X(reg_mr_iova2, "IBVERBS_1.8", ib::Mr*,                                                      \
       (ib::Pd * pd, void* at, size_t bytes, uint64_t iova, unsigned access))                     \
+    X(reg_dmabuf_mr, "IBVERBS_1.12", ib::Mr*,                                                    \
+      (ib::Pd * pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access))           \
     X(query_gid_ex, "IBVERBS_1.11", int,                                                         \
       (ib::Context * context, uint32_t port, uint32_t index, ib::GidEntry * out, uint32_t flags, \
        size_t bytes))

@@ -152,7 +152,7 @@ Result<Link::Places> Link::changed(const Places& old, ChangedRows changes) {
     Places next = changes.whole ? Places() : old;
     for (const RegionChanges::Removed& removed : changes.removed) {
         const std::shared_ptr<Place>* place = next.at(removed.address);
-        if (place != nullptr && (*place)->id == removed.id) next = next.without(removed.address);
+        if (place != nullptr && (*place)->id == removed.id) next.remove(removed.address);
     }
     for (RegionRow& row : changes.added) {
         const std::shared_ptr<Place>* known = old.at(row.address);
@@ -161,7 +161,7 @@ Result<Link::Places> Link::changed(const Places& old, ChangedRows changes) {
         if (next.overlapping(row.address, row.length) != nullptr || next.size() == kRegionsMax) {
             return Error{Code::kProtocol, "the peer sent a list of regions that contradicts itself"};
         }
-        next = next.with(same ? *known : std::make_shared<Place>(std::move(row)));
+        next.add(same ? *known : std::make_shared<Place>(std::move(row)));
     }
     return next;
 }

@@ -82,6 +82,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case cu::kComputeMinor:
             *value = state().capability % 10;
             return 0;
+        case cu::kNicWritesOrdering:
+            *value = state().capability >= 80 ? cu::kNicWritesOrderedForOwner : 0;
+            return 0;
         case cu::kReadOnlyHostRegister:
             *value = 1;
             return 0;

@@ -61,6 +61,7 @@ const Function kFunctions[] = {
     {"cuIpcGetMemHandle", 4010, "cuIpcGetMemHandle"},
     {"cuIpcOpenMemHandle", 11000, "cuIpcOpenMemHandle_v2"},
     {"cuIpcCloseMemHandle", 4010, "cuIpcCloseMemHandle"},
+    {"cuMemGetHandleForAddressRange", 11070, "cuMemGetHandleForAddressRange"},
 };
 
 // This library. Opened once: TSan reads all mappings of the process whenever a library is opened.

@@ -1,5 +1,6 @@
 // The driver: memory of a card that processes share. A handle names the memfd of an allocation by a process
-// and a number there, and proves it by the secret behind the allocation's bytes.
+// and a number there, and proves it by the secret behind the allocation's bytes. And memory of a card that
+// other devices take: that memfd stands for the dma-buf, opened anew at the place where the range begins.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -118,4 +119,21 @@ int cuIpcCloseMemHandle(uint64_t address) {
     return state().broken;
 }
 
+int cuMemGetHandleForAddressRange(void* handle, uint64_t address, size_t bytes, int type,
+                                  unsigned long long) {
+    Call call("cuMemGetHandleForAddressRange", kContext);
+    if (call.code != 0) return call.code;
+    uint64_t base = 0;
+    const CardMemory* memory = state().find_card(address, &base);
+    if (memory == nullptr || memory->fd < 0 || type != cu::kRangeAsDmaBuf) return cu::kInvalidValue;
+    const uint64_t pages = CardMemory::mapped(memory->bytes) - 4096;
+    if (address % 4096 != 0 || bytes % 4096 != 0 || bytes > pages - (address - base))
+        return cu::kInvalidValue;
+    std::string path = "/proc/self/fd/" + std::to_string(memory->fd);
+    int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (fd < 0) return cu::kInvalidValue;
+    (void)::lseek(fd, static_cast<off_t>(address - base), SEEK_SET);
+    *static_cast<int*>(handle) = fd;
+    return 0;
+}
 }  // extern "C"

@@ -17,16 +17,20 @@
 //   with soft_verbs_release() if the target's queue pair still takes them
 // - relaxed: bytes of writes land, in reverse order, when a read on their queue pair comes behind them
 // - full=3: the 3rd call to post is refused with ENOMEM
+// - nodmabuf: the NICs take no dma-buf
 // - nomem=3: the 3rd registration of memory is refused with ENOMEM; nomem=3+: all from there on
 #pragma once
 
 #include <cstdint>
 
-#define MOONPOOL_SOFT_VERBS_CONTROLS(X)                  \
-    X(void, soft_verbs_script, (const char* script))     \
-    X(void, soft_verbs_port, (int device, int up))       \
-    X(void, soft_verbs_silent, (int device, int silent)) \
-    X(int, soft_verbs_release, ())                       \
-    X(uint64_t, soft_verbs_count, (const char* what))    \
-    X(uint64_t, soft_verbs_now, ())                      \
+#define MOONPOOL_SOFT_VERBS_CONTROLS(X)                                                                    \
+    X(void, soft_verbs_script, (const char* script))                                                       \
+    X(void, soft_verbs_port, (int device, int up))                                                         \
+    X(void, soft_verbs_silent, (int device, int silent))                                                   \
+    X(int, soft_verbs_release, ())                                                                         \
+    /* As the module nvidia_peermem: NICs take a card's addresses, where the CPU sees the bytes at `seen`. \
+     */                                                                                                    \
+    X(void, soft_verbs_peermem, (uint64_t address, uint64_t bytes, char* seen))                            \
+    X(uint64_t, soft_verbs_count, (const char* what))                                                      \
+    X(uint64_t, soft_verbs_now, ())                                                                        \
     X(void, soft_verbs_pass, (uint64_t ns))

@@ -1,9 +1,11 @@
 // A software libibverbs: the symbols and structures of the real one, reliable connections that read and write
 // memory of this process and, over a file that both map, of others. Tests only.
 //
-// All of it is under one lock, which processes share. A registration ends under that lock, too: no byte lands
-// behind it, as behind a real NIC's. Queue pairs and keys are rows of the shared table; completion queues and
-// requests under way are the process's own.
+// All of it is under kLocks locks, which processes share. A call takes all of them, but for requests that go
+// well, and polls, of a script without faults: those take the one of their completion queue, so that threads
+// with queues of their own do not meet. A registration ends under all locks: no byte lands behind it, as
+// behind a real NIC's. Queue pairs and keys are rows of the shared table; completion queues and requests
+// under way are the process's own.
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -26,6 +28,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/tsan.hpp"
@@ -46,6 +49,7 @@ using moonpool::OrderedByThePeer;
 
 constexpr int kDevicesMax = 8;
 constexpr int kReset = 0;
+constexpr size_t kLocks = 8;
 constexpr uint64_t kLookNs = 2'000'000;  // a virtual clock goes on while something lost is waited for
 
 struct PairRow {
@@ -62,10 +66,14 @@ struct KeyRow {
     uint32_t key;
     int access;
     uint64_t address, length;
+    uint64_t at;  // where its process has the bytes
 };
-// What all processes share.
-struct Shared {
+struct alignas(128) SharedLock {
     pthread_mutex_t mutex;
+};
+// What all processes share. One lock is enough to read it.
+struct Shared {
+    SharedLock locks[kLocks];
     int ready;
     uint32_t next_pair, next_key;
     bool down[kDevicesMax], silent[kDevicesMax];
@@ -75,21 +83,39 @@ struct Shared {
 
 struct Script {
     int devices = 2, pairs = 2048;
-    bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false;
+    bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false, no_dma_buf = false;
     std::string gids = "v4";
     int mtu[kDevicesMax];
     uint64_t speed[kDevicesMax] = {};
     std::map<uint64_t, int> fail;
     std::set<uint64_t> lost, late, full, no_memory;
     uint64_t no_memory_from = UINT64_MAX;
+
+    // No request fails, waits or is counted by it.
+    bool is_plain() const {
+        bool no_speed = std::ranges::all_of(speed, [](uint64_t each) { return each == 0; });
+        return !is_virtual && !relaxed && no_speed && fail.empty() && lost.empty() && late.empty() &&
+               full.empty();
+    }
 };
 
+// A registration, with what was mapped for it.
+struct SoftMr : Mr {
+    void* mapped = nullptr;
+    size_t mapped_bytes = 0;
+};
+// Memory of a card, and where the CPU sees it.
+struct PeerMemory {
+    uint64_t address, bytes;
+    char* seen;
+};
 struct SoftDevice {
     char name[16];
     int index;
 };
 struct SoftChannel : Channel {};
 struct SoftCq : Cq {
+    size_t lock = 0;  // of kLocks, for what is in here
     std::deque<Wc> done;
     bool armed = false;
     uint64_t armed_at = 0;  // as State::acts counts
@@ -122,13 +148,24 @@ struct Request {
     uint64_t ordinal;
 };
 
+// Of what was done under one lock alone; events of all.
+struct alignas(128) Counts {
+    uint64_t requests = 0, posts = 0, events = 0;
+    uint64_t bytes[kDevicesMax] = {};
+};
+
 struct State {
     Shared* shared = nullptr;
+    pid_t pid = ::getpid();  // a system call each time
     Script script;
+    bool plain = true;  // Script::is_plain()
+    size_t next_lock = 0;
+    Counts counts[kLocks];  // of each lock
     SoftDevice devices[kDevicesMax];
     std::vector<SoftContext*> contexts;
     std::map<uint32_t, SoftQp*> pairs;  // of this process
     std::vector<InWire> wire;
+    std::vector<PeerMemory> peermem;
     std::deque<Request> under_way[kDevicesMax];
     uint64_t busy_until[kDevicesMax] = {};
     uint64_t virtual_ns = 1, idle_polls = 0;
@@ -155,6 +192,8 @@ void read_script(State& s, const char* text) {
     std::fill_n(s.shared->down, kDevicesMax, false);
     std::fill_n(s.shared->silent, kDevicesMax, false);
     s.requests = s.posts = s.registrations = s.landed_late = s.dropped_late = 0;
+    s.peermem.clear();
+    for (Counts& counts : s.counts) counts.requests = counts.posts = 0;
     s.wire.clear();
     std::fill_n(s.busy_until, kDevicesMax, 0);
     std::istringstream words(text);
@@ -169,6 +208,7 @@ void read_script(State& s, const char* text) {
         if (name == "ib") s.script.infiniband = true;
         if (name == "virtual") s.script.is_virtual = true;
         if (name == "relaxed") s.script.relaxed = true;
+        if (name == "nodmabuf") s.script.no_dma_buf = true;
         if (name == "gids") s.script.gids = value;
         if (name.starts_with("mtu")) s.script.mtu[device] = static_cast<int>(number);
         if (name.starts_with("down")) s.shared->down[device] = true;
@@ -180,6 +220,7 @@ void read_script(State& s, const char* text) {
         if (name == "nomem") s.script.no_memory.insert(number);
         if (name == "nomem" && value.back() == '+') s.script.no_memory_from = number;
     }
+    s.plain = s.script.is_plain();
 }
 
 State& state() {
@@ -203,7 +244,7 @@ State& state() {
             pthread_mutexattr_init(&attr);
             pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
             pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
-            pthread_mutex_init(&made->shared->mutex, &attr);
+            for (SharedLock& lock : made->shared->locks) pthread_mutex_init(&lock.mutex, &attr);
             made->shared->next_pair = 16;
             made->shared->next_key = 1;
             made->shared->ready = 1;
@@ -215,20 +256,35 @@ State& state() {
             made->devices[i].index = i;
         }
         state_now = made;
+        pthread_atfork(nullptr, nullptr, [] { state_now->pid = ::getpid(); });
     });
     return *state_now;
 }
 
-class Lock {
+// The lock of one completion queue.
+class QueueLock {
    public:
-    explicit Lock(State& s) : s_(s) {
+    QueueLock(State& s, size_t number) : mutex_(s.shared->locks[number].mutex) {
         // Of a process that was killed: its pairs and keys stay, and no process answers behind them.
-        if (pthread_mutex_lock(&s.shared->mutex) == EOWNERDEAD) pthread_mutex_consistent(&s.shared->mutex);
+        if (pthread_mutex_lock(&mutex_) == EOWNERDEAD) pthread_mutex_consistent(&mutex_);
     }
-    ~Lock() { pthread_mutex_unlock(&s_.shared->mutex); }
+    ~QueueLock() { pthread_mutex_unlock(&mutex_); }
+    QueueLock(const QueueLock&) = delete;
 
    private:
-    State& s_;
+    pthread_mutex_t& mutex_;
+};
+
+// All of them.
+class Lock {
+   public:
+    explicit Lock(State& s) : Lock(s, std::make_index_sequence<kLocks>()) {}
+
+   private:
+    template <size_t... kNumbers>
+    Lock(State& s, std::index_sequence<kNumbers...>) : locks_{{s, kNumbers}...} {}
+
+    QueueLock locks_[kLocks];
 };
 
 KeyRow* find_key(State& s, uint32_t key) {
@@ -240,12 +296,12 @@ PairRow* find_pair(State& s, uint32_t number) {
     PairRow& row = s.shared->pairs[number % std::size(s.shared->pairs)];
     return row.used && row.number == number ? &row : nullptr;
 }
-bool alive(pid_t pid) { return pid == ::getpid() || ::kill(pid, 0) == 0; }
+bool alive(const State& s, pid_t pid) { return pid == s.pid || ::kill(pid, 0) == 0; }
 
 // Between this process and `pid`'s memory. Whether all of it was there.
-bool copy(pid_t pid, void* here, uint64_t there, size_t bytes, bool write) {
+bool copy(const State& s, pid_t pid, void* here, uint64_t there, size_t bytes, bool write) {
     auto* other = reinterpret_cast<void*>(there);
-    if (pid == ::getpid()) {
+    if (pid == s.pid) {
         OrderedByThePeer scope;
         std::memmove(write ? other : here, write ? here : other, bytes);
         return true;
@@ -264,6 +320,7 @@ void add_completion(State& s, SoftCq& cq, const Wc& wc) {
     cq.done.push_back(wc);
     if (!cq.armed || cq.channel == nullptr) return;
     cq.armed = false;
+    ++s.counts[cq.lock].events;
     uint64_t one = 1;
     (void)!::write(cq.channel->fd, &one, sizeof(one));
 }
@@ -283,14 +340,16 @@ int land(State& s, uint32_t pair, uint32_t dest, uint32_t key, uint64_t address,
          bool write) {
     PairRow* target = find_pair(s, dest);
     bool answers = target != nullptr && (target->state == kReadyToReceive || target->state == kReadyToSend) &&
-                   target->dest == pair && alive(target->pid);
+                   target->dest == pair && alive(s, target->pid);
     if (!answers) return kRetriesOver;
     KeyRow* row = find_key(s, key);
     int right = write ? kRemoteWrite : kRemoteRead;
     bool inside = row != nullptr && row->pid == target->pid && (row->access & right) != 0 &&
                   address >= row->address && size <= row->length &&
                   address - row->address <= row->length - size;
-    if (!inside || !copy(target->pid, bytes, address, size, write)) return kRemoteAccess;
+    if (!inside || !copy(s, target->pid, bytes, row->at + (address - row->address), size, write)) {
+        return kRemoteAccess;
+    }
     return 0;
 }
 
@@ -313,6 +372,21 @@ void fail_pair(State& s, SoftQp& qp, const SendWr& wr, int status) {
     complete(s, qp, wr, status);
 }
 
+bool is_silent(State& s, const SoftQp& qp) {
+    auto of = [&](int device) { return s.shared->down[device] || s.shared->silent[device]; };
+    PairRow* target = find_pair(s, qp.row->dest);
+    return of(qp.row->device) || (target != nullptr && of(target->device));
+}
+
+// Where the bytes of a request are that the NIC here may touch; null: it may not.
+char* find_own(State& s, const Sge& sge, bool write) {
+    KeyRow* own = find_key(s, sge.lkey);
+    bool sound = own != nullptr && own->pid == s.pid && sge.addr >= own->address &&
+                 sge.length <= own->length && sge.addr - own->address <= own->length - sge.length &&
+                 (write || (own->access & kLocalWrite) != 0);
+    return sound ? reinterpret_cast<char*>(own->at + (sge.addr - own->address)) : nullptr;
+}
+
 void execute(State& s, Request& request) {
     auto it = s.pairs.find(request.pair);
     if (it == s.pairs.end()) return;  // the queue pair was destroyed
@@ -323,10 +397,7 @@ void execute(State& s, Request& request) {
         qp.lost = true;
         return;
     }
-    PairRow* target = find_pair(s, qp.row->dest);
-    bool silent = s.shared->down[qp.row->device] || s.shared->silent[qp.row->device] ||
-                  (target != nullptr && (s.shared->down[target->device] || s.shared->silent[target->device]));
-    if (silent) {  // as soft RoCE: no completion at all
+    if (is_silent(s, qp)) {  // as soft RoCE: no completion at all
         qp.lost = true;
         return;
     }
@@ -335,12 +406,8 @@ void execute(State& s, Request& request) {
     }
     const Sge& sge = request.sge;
     bool write = wr.opcode == kWrite;
-    char* local = request.inlined.empty() ? reinterpret_cast<char*>(sge.addr) : request.inlined.data();
-    KeyRow* own = find_key(s, sge.lkey);
-    bool sound = own != nullptr && own->pid == ::getpid() && sge.addr >= own->address &&
-                 sge.length <= own->length && sge.addr - own->address <= own->length - sge.length &&
-                 (write || (own->access & kLocalWrite) != 0);
-    if (request.inlined.empty() && !sound) return fail_pair(s, qp, wr, kLocalProtection);
+    char* local = request.inlined.empty() ? find_own(s, sge, write) : request.inlined.data();
+    if (local == nullptr) return fail_pair(s, qp, wr, kLocalProtection);
     const bool late = s.script.late.contains(request.ordinal);
     if (write && (late || s.script.relaxed)) {
         InWire left{qp.qp_num, qp.row->dest, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, {}};
@@ -426,19 +493,28 @@ void run_nic() {
     }
 }
 
-int poll_cq(Cq* raw, int n, Wc* out) {
-    State& s = state();
-    Lock lock(s);
-    auto& cq = static_cast<SoftCq&>(*raw);
-    if (cq.done.empty()) {
-        idle(s);
-        return 0;  // what completes now is found at the next look, by a clock that was read meanwhile
-    }
+int take(SoftCq& cq, int n, Wc* out) {
     int count = 0;
     while (count < n && !cq.done.empty()) {
         out[count++] = cq.done.front();
         cq.done.pop_front();
     }
+    return count;
+}
+
+int poll_cq(Cq* raw, int n, Wc* out) {
+    State& s = state();
+    auto& cq = static_cast<SoftCq&>(*raw);
+    {
+        QueueLock lock(s, cq.lock);
+        if (s.plain) return take(cq, n, out);
+    }
+    Lock lock(s);
+    if (cq.done.empty()) {
+        idle(s);
+        return 0;  // what completes now is found at the next look, by a clock that was read meanwhile
+    }
+    int count = take(cq, n, out);
     if (count != 0) {
         s.idle_polls = 0;
         s.last_work = ++s.acts;
@@ -448,18 +524,55 @@ int poll_cq(Cq* raw, int n, Wc* out) {
 
 int req_notify_cq(Cq* raw, int) {
     State& s = state();
-    Lock lock(s);
     auto& cq = static_cast<SoftCq&>(*raw);
+    {
+        QueueLock lock(s, cq.lock);
+        if (s.plain) {
+            cq.armed = true;
+            return 0;
+        }
+    }
+    Lock lock(s);
     cq.armed = true;
     cq.armed_at = ++s.acts;
     s.armed_ns = clock_ns(s);
     return 0;
 }
 
+// Executes requests that go well, under the lock of their completion queue alone. -> the first that does not,
+// of which nothing was done; null: there is none.
+SendWr* post_plain(State& s, SoftQp& qp, SendWr* wr) {
+    auto& cq = static_cast<SoftCq&>(*qp.send_cq);
+    QueueLock lock(s, cq.lock);
+    const int device = qp.row->device;
+    if (!s.plain || qp.row->state != kReadyToSend || qp.lost || is_silent(s, qp)) return wr;
+    if (!s.under_way[device].empty() || !s.wire.empty()) return wr;
+    Counts& counts = s.counts[cq.lock];
+    for (; wr != nullptr; wr = wr->next) {
+        const Sge& sge = *wr->sg_list;
+        const bool write = wr->opcode == kWrite;
+        if (qp.open == qp.requests_max || cq.done.size() >= static_cast<size_t>(cq.cqe)) return wr;
+        const bool inlined = (wr->send_flags & kInline) != 0;
+        char* local = inlined ? reinterpret_cast<char*>(sge.addr) : find_own(s, sge, write);
+        if (local == nullptr || land(s, qp.qp_num, qp.row->dest, wr->wr.rdma.rkey, wr->wr.rdma.remote_addr,
+                                     local, sge.length, write) != 0) {
+            return wr;
+        }
+        ++qp.open;
+        ++counts.requests;
+        counts.bytes[device] += sge.length;
+        complete(s, qp, *wr, 0);
+    }
+    ++counts.posts;
+    return nullptr;
+}
+
 int post_send(Qp* raw, SendWr* wr, SendWr** bad) {
     State& s = state();
-    Lock lock(s);
     auto& qp = static_cast<SoftQp&>(*raw);
+    wr = post_plain(s, qp, wr);
+    if (wr == nullptr) return 0;
+    Lock lock(s);
     s.idle_polls = 0;
     s.last_work = ++s.acts;
     if (s.script.full.contains(++s.posts)) {
@@ -519,6 +632,26 @@ Gid address_of(int device, const std::string& kind) {
 }
 
 SoftContext& of(Context* context) { return static_cast<SoftContext&>(*context); }
+
+// at: where this process has the bytes. Null: no memory, as the script says.
+SoftMr* add_key(State& s, Pd& pd, uint64_t address, size_t bytes, int access, uint64_t at) {
+    ++s.registrations;
+    if (s.script.no_memory.contains(s.registrations) || s.registrations >= s.script.no_memory_from) {
+        errno = ENOMEM;
+        return nullptr;
+    }
+    uint32_t number = s.shared->next_key;
+    while (s.shared->keys[number % std::size(s.shared->keys)].used) ++number;
+    s.shared->next_key = (number + 1) & 0xffffff;
+    KeyRow& row = s.shared->keys[number % std::size(s.shared->keys)];
+    row = {true, s.pid, number << 8, access, address, bytes, at};
+    ++of(pd.context).objects;
+    ++s.objects;
+    auto* made = new SoftMr{};
+    static_cast<Mr&>(*made) = {pd.context, &pd,    reinterpret_cast<void*>(address), bytes, number,
+                               row.key,    row.key};
+    return made;
+}
 
 }  // namespace
 
@@ -642,22 +775,45 @@ int ibv_dealloc_pd(Pd* pd) {
 Mr* ibv_reg_mr_iova2(Pd* pd, void* at, size_t bytes, uint64_t, unsigned access) {
     State& s = state();
     Lock lock(s);
-    ++s.registrations;
-    if (s.script.no_memory.contains(s.registrations) || s.registrations >= s.script.no_memory_from) {
-        errno = ENOMEM;
+    auto address = reinterpret_cast<uint64_t>(at);
+    for (const PeerMemory& card : s.peermem) {
+        if (address < card.address || bytes > card.bytes || address - card.address > card.bytes - bytes)
+            continue;
+        auto seen = reinterpret_cast<uint64_t>(card.seen + (address - card.address));
+        return add_key(s, *pd, address, bytes, static_cast<int>(access), seen);
+    }
+    char byte = 0;
+    iovec here{&byte, 1}, there{at, 1};
+    if (::process_vm_readv(s.pid, &here, 1, &there, 1, 0) != 1) {  // of a card: no page of the host
+        errno = EFAULT;
         return nullptr;
     }
-    uint32_t number = s.shared->next_key;
-    while (s.shared->keys[number % std::size(s.shared->keys)].used) ++number;
-    s.shared->next_key = (number + 1) & 0xffffff;
-    KeyRow& row = s.shared->keys[number % std::size(s.shared->keys)];
-    row = {true, ::getpid(), number << 8, static_cast<int>(access), reinterpret_cast<uint64_t>(at), bytes};
-    ++of(pd->context).objects;
-    ++s.objects;
-    return new Mr{pd->context, pd, at, bytes, number, row.key, row.key};
+    return add_key(s, *pd, address, bytes, static_cast<int>(access), address);
 }
 Mr* ibv_reg_mr(Pd* pd, void* at, size_t bytes, int access) {
     return ibv_reg_mr_iova2(pd, at, bytes, 0, static_cast<unsigned>(access));
+}
+// A memfd stands for the buffer; the buffer begins at the descriptor's own offset.
+Mr* ibv_reg_dmabuf_mr(Pd* pd, uint64_t offset, size_t bytes, uint64_t iova, int fd, int access) {
+    State& s = state();
+    Lock lock(s);
+    if (s.script.no_dma_buf) {
+        errno = EOPNOTSUPP;
+        return nullptr;
+    }
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uint64_t from = static_cast<uint64_t>(::lseek(fd, 0, SEEK_CUR)) + offset, before = from % page;
+    void* mapped = ::mmap(nullptr, before + bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
+                          static_cast<off_t>(from - before));
+    if (mapped == MAP_FAILED) return nullptr;
+    SoftMr* made = add_key(s, *pd, iova, bytes, access, reinterpret_cast<uint64_t>(mapped) + before);
+    if (made == nullptr) {
+        ::munmap(mapped, before + bytes);
+        return nullptr;
+    }
+    made->mapped = mapped;
+    made->mapped_bytes = before + bytes;
+    return made;
 }
 int ibv_dereg_mr(Mr* mr) {
     State& s = state();
@@ -665,7 +821,9 @@ int ibv_dereg_mr(Mr* mr) {
     if (KeyRow* row = find_key(s, mr->lkey)) row->used = false;
     --of(mr->context).objects;
     --s.objects;
-    delete mr;
+    auto* soft = static_cast<SoftMr*>(mr);
+    if (soft->mapped != nullptr) ::munmap(soft->mapped, soft->mapped_bytes);
+    delete soft;
     return 0;
 }
 
@@ -696,6 +854,7 @@ Cq* ibv_create_cq(Context* context, int entries, void* user, Channel* channel, i
     cq->channel = channel;
     cq->cq_context = user;
     cq->cqe = entries;
+    cq->lock = s.next_lock++ % kLocks;
     ++of(context).objects;
     ++s.objects;
     if (channel != nullptr) s.cqs.insert(cq);
@@ -747,7 +906,7 @@ Qp* ibv_create_qp(Pd* pd, QpInit* init) {
     qp->row = &s.shared->pairs[number % std::size(s.shared->pairs)];
     *qp->row = {};
     qp->row->used = true;
-    qp->row->pid = ::getpid();
+    qp->row->pid = s.pid;
     qp->row->number = number;
     qp->row->device = of(pd->context).index;
     s.pairs[number] = qp;
@@ -849,6 +1008,11 @@ void soft_verbs_port(int device, int up) {
         (void)!::write(context->async_fd, &one, sizeof(one));
     }
 }
+void soft_verbs_peermem(uint64_t address, uint64_t bytes, char* seen) {
+    State& s = state();
+    Lock lock(s);
+    s.peermem.push_back({address, bytes, seen});
+}
 void soft_verbs_silent(int device, int silent) {
     State& s = state();
     Lock lock(s);
@@ -873,11 +1037,20 @@ uint64_t soft_verbs_count(const char* what) {
     State& s = state();
     Lock lock(s);
     std::string name = what;
-    if (name == "bytes0" || name == "bytes1") return s.bytes[name.back() - '0'];
+    Counts all{s.requests, s.posts, 0, {}};
+    std::copy(std::begin(s.bytes), std::end(s.bytes), std::begin(all.bytes));
+    for (const Counts& counts : s.counts) {
+        all.requests += counts.requests;
+        all.posts += counts.posts;
+        all.events += counts.events;
+        for (size_t i = 0; i < kDevicesMax; ++i) all.bytes[i] += counts.bytes[i];
+    }
+    if (name == "bytes0" || name == "bytes1") return all.bytes[name.back() - '0'];
     return name == "objects"         ? s.objects
            : name == "violations"    ? s.violations
-           : name == "requests"      ? s.requests
-           : name == "posts"         ? s.posts
+           : name == "requests"      ? all.requests
+           : name == "posts"         ? all.posts
+           : name == "events"        ? all.events  // that told of completions
            : name == "registrations" ? s.registrations
            : name == "pairs"         ? s.pairs.size()
            : name == "pairs_made"    ? s.shared->next_pair
