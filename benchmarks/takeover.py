@@ -4,9 +4,9 @@
 
 etcd, two masters that agree in it (`--election`), and three nodes with host ids of their own, on this
 machine. Two nodes hold all objects, 16 bytes each, and the client's node none. In each round the master that
-serves is killed with SIGKILL. The client, which has looked up none of these keys yet, looks up 64 of them until
-all are found, removes one until that is acknowledged, and then looks up a sample of all. The killed master is
-started again before the next round. Targets alone judge: no peer has a standby that runs here.
+serves is killed with SIGKILL. The client, which has looked up none of these keys yet, looks up 64 of them
+until all are found, removes one until that is acknowledged, and then looks up a sample of all. The killed
+master is started again before the next round. Targets alone judge: no peer has a standby that runs here.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@
 
 namespace moonpool {
 
-// What serves a connection: a node's store, a transfer engine, a master towards nodes, clients or its standby.
+// What serves a connection: a node's store, an engine, a master towards nodes, clients or its standby.
 inline constexpr std::string_view kServiceStore = "store";
 inline constexpr std::string_view kServiceEngine = "engine";
 inline constexpr std::string_view kServiceMember = "member";

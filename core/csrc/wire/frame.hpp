@@ -56,7 +56,7 @@ enum class Kind : uint8_t {
     kLeave = 39,     // node -> master, one-way: it stops serving
     kRemovals = 40,  // node -> master, one-way: removals that a new master may not know
     kOrdered = 41,   // a removal or replacement that a LOCATE began is carried out
-    kMirror = 42,    // master -> its standby, one-way: the order of removals goes on; first: standby -> master
+    kMirror = 42,    // master -> its standby, one-way: the order of removals; first: standby -> master
     kMirrored = 43,  // standby -> master, one-way: it has heard that
 
     // 48..63: the transfer engine (docs/wire_engine.md)
