@@ -123,7 +123,7 @@ class Nodes:
             time.sleep(min(0.5, left_s))
             try:
                 self.wires[place] = self._join(self.first + place)
-            except (RuntimeError, TimeoutError) as error:  # the machine is too busy; it comes again
+            except (RuntimeError, TimeoutError) as error:  # where the machine is too busy
                 print(error, file=sys.stderr)
             lost += 1
             time.sleep(max(0.0, min(began_s + lost - time.monotonic(), began_s + seconds - time.monotonic())))

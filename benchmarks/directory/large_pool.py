@@ -63,7 +63,7 @@ def measure(setting: Setting, stack: ExitStack, quick: bool) -> list[Row]:
     whole = heard[0]["whole_bytes"]
     what = (
         f"{nodes:,} nodes, {processes:,} processes on {connections:,} connections, a node lost every second "
-        f"({beats['beats_per_s'] * nodes / LOST:,.0f} beats and {per_s:,.0f} questions a second)"
+        f"(a beat of each node every {beats['beat_s']:g} s, {per_s:,.0f} questions a second)"
     )
 
     def row(work: str, figure: float, unit: str, at_most: float) -> Row:
