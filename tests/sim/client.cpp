@@ -335,7 +335,7 @@ void SimClient::read_at(size_t node, const ReadAsk& what,
 }
 
 // As NodeClient: a put without a place of its own that is older than what the node knows begins anew.
-void SimClient::put_at(size_t node, const CallRef& call, Version replaces, Version known,
+void SimClient::put_at(size_t node, const CallRef& call, Version replaces, Version known, bool anew,
                        std::function<void(const Result<PutOutcome>&)> then) {
     auto build = [call, replaces, known](Writer& w) {
         std::string bytes = bytes_of(call->operation.value);
@@ -346,20 +346,23 @@ void SimClient::put_at(size_t node, const CallRef& call, Version replaces, Versi
         PutObject{bytes.size(), crc32c(0, bytes.data(), bytes.size()), key}.write(w, flags);
         w.bytes(bytes.data(), bytes.size());
     };
-    ask(lines_[node + 1], Kind::kPut, build, [this, node, call, replaces, then](const Result<Bytes>& answer) {
-        if (!answer) return then(answer.error());
-        Reader r = body_of(*answer);
-        auto outcome = PutOutcome::kRefused;
-        Version newest = kNoVersion;
-        bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o, Version v) {
-            outcome = o;
-            newest = v;
+    ask(lines_[node + 1], Kind::kPut, build,
+        [this, node, call, replaces, anew, then](const Result<Bytes>& answer) {
+            if (!answer) return then(answer.error());
+            Reader r = body_of(*answer);
+            auto outcome = PutOutcome::kRefused;
+            Version newest = kNoVersion;
+            bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o, Version v) {
+                outcome = o;
+                newest = v;
+            });
+            if (!fits) return then(misfit());
+            if (outcome == PutOutcome::kOlder && replaces == kNoVersion) {
+                if (anew) return put_at(node, call, kNoVersion, newest, true, then);
+                return then(PutOutcome::kRefused);
+            }
+            then(outcome);
         });
-        if (!fits) return then(misfit());
-        if (outcome == PutOutcome::kOlder && replaces == kNoVersion)
-            return put_at(node, call, kNoVersion, newest, then);
-        then(outcome);
-    });
 }
 
 void SimClient::ask_place(const PlaceOptions& where,
@@ -538,6 +541,7 @@ void SimClient::one_told(const RemovalRef& removal) {
 void SimClient::put(const CallRef& call) {
     auto put = std::make_shared<Put>();
     put->call = call;
+    put->known = known();
     put->steps.emplace(1, PutSteps::Plan{.replace = call->operation.kind == Operation::kReplace});
     go_on(put);
 }
@@ -576,7 +580,7 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
             put->steps->put(put->steps->left());
             return go_on(put);
         case PutSteps::Wants::kPutHere:
-            return put_at(host(), put->call, put->version, known(),
+            return put_at(host(), put->call, put->version, put->known, true,
                           [this, put](const Result<PutOutcome>& own) {
                               std::vector<size_t> left = note(*put, own);
                               if (left.empty() && put->removal != nullptr && !put->older)
@@ -642,7 +646,7 @@ void SimClient::place(const std::shared_ptr<Put>& put) {
                 put->place->put(left);
                 place(put);
             };
-            return put_at(node_at(to), put->call, put->version, known(), done);
+            return put_at(node_at(to), put->call, put->version, put->known, !put->unanswered, done);
         }
         case PlaceSteps::Wants::kDone:
             put->steps->put(put->place->left());

@@ -69,6 +69,7 @@ class SimClient final : public Process {
         std::optional<PlaceSteps> place;
         RemovalRef removal;            // of what is replaced
         Version version = kNoVersion;  // of the replacement
+        Version known = kNoVersion;    // the removals that it comes after
         size_t attempts = 0;
         Operation::Outcome outcome = Operation::kUnknown;
         bool older = false, unanswered = false;
@@ -98,7 +99,8 @@ class SimClient final : public Process {
     void remove_at(size_t node, const std::string& name, const std::vector<Version>& versions,
                    std::function<void(const Result<std::vector<uint8_t>>&)> then);
     void read_at(size_t node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
-    void put_at(size_t node, const CallRef& call, Version replaces, Version known,
+    // anew: where the node knows of later removals it begins anew, and comes after these.
+    void put_at(size_t node, const CallRef& call, Version replaces, Version known, bool anew,
                 std::function<void(const Result<PutOutcome>&)> then);
 
     // Verbs.

@@ -63,6 +63,9 @@ struct PutHow {
     bool ack = true;             // wait for the node's answer
     int timeout_ms = 0;          // the longest wait without progress; 0: the session's own
     Version known = kNoVersion;  // the removals that this put comes after
+    // Where the node knows of later ones the put begins anew, and comes after these. Not where it may have
+    // been carried out at another node before: one put would come both before and after a removal.
+    bool anew = true;
 };
 
 class BlockPath {

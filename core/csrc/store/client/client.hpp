@@ -39,7 +39,8 @@ struct PutOptions {
     // Where it should rather go, by name or address, the first that takes it; the copies to the next ones.
     // Any that is not to be reached, or has no room, is passed over.
     std::vector<std::string> nodes{};
-    bool unique = false;  // no node of the pool has it: kExists is the pool's word, not the own node's
+    bool unique = false;         // no node of the pool has it: kExists is the pool's word, not the own node's
+    Version known = kNoVersion;  // the removals that the call comes after: those known at its begin
 };
 
 // An object as a whole: its copies, the own node's first. No copy: it is a miss.
@@ -249,6 +250,7 @@ class Client {
                                 size_t attempt = 1);
     void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
                          PutReport& report);
+    PutHow how(const PutOptions& options, const PutReport& report, bool is_copy);
     PutHow how(const PutOptions& options, bool ack);
     void find_elsewhere(Pool& pool, std::span<const GetItem> items, bool verify, std::vector<int64_t>& sizes);
     void pin_elsewhere(Pool& pool, std::span<const std::string_view> names, std::span<const size_t> missing,

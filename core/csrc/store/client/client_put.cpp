@@ -186,6 +186,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
         }
         if (others == nullptr || report) return report;
     }
+    options.known = others->directory->newest();
     uint64_t bytes = 0;
     for (const PutItem& item : items) bytes += std::min(total(item.parts), UINT64_MAX - bytes);
     PutReport report;
@@ -289,8 +290,10 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
                     for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
                     report.refusal = own->refusal;
                     report.stored_bytes += own->stored_bytes;
+                    report.known = std::max(report.known, own->known);
                 } else if (no_answer(own.error())) {
                     own_error = own.error();
+                    report.unanswered = true;
                 } else {
                     if (removal) end_removal(*others, names_of(all), *removal);  // others may put the keys
                     return own;
@@ -359,10 +362,19 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
 
 PutHow Client::how(const PutOptions& options, bool ack) {
     std::shared_ptr<Pool> others = pool();
+    Version newest = others == nullptr ? kNoVersion : others->directory->newest();
     return {.replace = options.replace,
             .ack = ack,
             .timeout_ms = options.timeout_ms,
-            .known = others == nullptr ? kNoVersion : others->directory->newest()};
+            .known = options.known != kNoVersion ? options.known : newest};
+}
+
+// At another node than the own one, where other nodes may have carried the put out.
+PutHow Client::how(const PutOptions& options, const PutReport& report, bool is_copy) {
+    PutHow how = this->how(options, true);
+    how.known = std::max(how.known, report.known);
+    how.anew = !is_copy && !report.unanswered;
+    return how;
 }
 
 // Those that can be reached, in the caller's order.
@@ -378,11 +390,13 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
                     const PutOptions& options, std::vector<size_t>& left, PutReport& report) {
     std::vector<PutItem> batch;
     for (size_t i : left) batch.push_back(items[i]);
-    Result<PutReport> put = to.put(batch, how(options, true));
+    Result<PutReport> put = to.put(batch, how(options, report, false));
     if (!put) {
         report.refusal = put.error().text;
+        report.unanswered |= no_answer(put.error());
         return false;
     }
+    report.known = std::max(report.known, put->known);
     std::vector<size_t> refused;
     for (size_t k = 0; k < left.size(); ++k) {
         report.outcomes[left[k]] = put->outcomes[k];
@@ -538,7 +552,7 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
         where.avoid_nodes.push_back(member.id);
         std::vector<PutItem> batch;
         for (size_t i : left) batch.push_back(items[i]);
-        Result<PutReport> put = to.put(batch, how(options, true));
+        Result<PutReport> put = to.put(batch, how(options, report, true));
         if (!put) {
             why = put.error().text;
             return;

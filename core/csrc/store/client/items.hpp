@@ -28,6 +28,8 @@ struct PutReport {
     std::vector<PutOutcome> outcomes;
     std::string refusal;  // why, for the items whose outcome is kRefused
     uint64_t stored_bytes = 0;
+    Version known = kNoVersion;   // the removals that the put came after
+    bool unanswered = false;      // a node may have carried it out, and has not said so
     std::vector<uint8_t> copies;  // of each stored item, on different hosts; empty: one each
     std::string short_of_copies;  // why there are fewer than asked for
     std::vector<std::pair<size_t, Version>> older;  // items whose outcome is kOlder, and what comes after all

@@ -210,9 +210,11 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
-    if (const IndexReader* index = s.path().index()) how.known = std::max(how.known, index->applied());
+    const IndexReader* index = how.anew ? s.path().index() : nullptr;
+    if (index != nullptr) how.known = std::max(how.known, index->applied());
     // All items are judged before the first byte is copied: a call is refused as a whole or not at all.
     Result<PutReport> report = s.path().put(items, how);
+    if (report) report->known = how.known;
     if (report && !report->older.empty()) put_after_removals(s, items, how, *report);
     return report;
 }
@@ -225,8 +227,14 @@ void NodeClient::put_after_removals(Session& s, std::span<const PutItem> items, 
     std::vector<size_t> place;
     for (auto [i, newest] : report.older) {
         if (items[i].version != kNoVersion) continue;
+        if (!how.anew) {
+            report.outcomes[i] = PutOutcome::kRefused;
+            report.refusal = "the key was removed while it was put";
+            continue;
+        }
         again.push_back(items[i]);
         again.back().version = newest;
+        report.known = std::max(report.known, newest);
         place.push_back(i);
     }
     report.older.clear();
