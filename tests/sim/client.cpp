@@ -476,13 +476,13 @@ void SimClient::end_removal(const RemovalRef& removal, std::function<void()> the
         for (const Member& member : members_->current()->rows) done.told[0].push_back(member.id);
     }
     auto last = std::make_shared<Result<std::vector<Version>>>(std::vector<Version>{});
-    removal->waits_for = 1 + removal->steps->witness().size();
+    removal->waits_for = 1 + removal->steps->witnesses().size();
     auto one = [removal, last, then] {
         if (--removal->waits_for != 0) return;
         removal->steps->ended(*last);
         then();
     };
-    for (const NodeItems& node : removal->steps->witness()) {
+    for (const NodeItems& node : removal->steps->witnesses()) {
         remove_at(node_at(node.member), removal->call->name, removal->steps->versions(),
                   [removal, node, one](const Result<std::vector<uint8_t>>& flags) {
                       removal->steps->witnessed(node, flags);

@@ -90,8 +90,8 @@ TEST_CASE("sim: a put that a standing node carries out late brings nothing back"
     expect_none("sim, late puts", 60, c);
 }
 
-// Each attempt of a put once came after the removals known by then, so a later one brought back what an earlier
-// one had stored and another client had removed.
+// Each attempt of a put once came after the removals known by then, so a later one brought back what an
+// earlier one had stored and another client had removed.
 TEST_CASE("sim: a put that goes to a second node is one put") {
     Conditions c = puts_and_removals();
     c.stops = c.cuts = c.broken_links = 2;
@@ -139,6 +139,17 @@ TEST_CASE("sim: all at once leave no removed value for ever, at any pace") {
     c.cuts = c.master_restarts = c.client_restarts = c.clock_jumps = 1;
     c.disks = true;
     expect_none("sim, all at once", 40, c, [](const Finding& f) { return f.for_ever; });
+}
+
+// With the own node away, a removal was once known to the node with the new bytes alone. 219: that node, the
+// own one and the master restart one after the other.
+TEST_CASE("sim: two nodes know of a replacement while the own node is away") {
+    Conditions c;
+    c.restarts = c.stops = c.broken_links = 2;
+    c.cuts = c.master_restarts = c.client_restarts = c.clock_jumps = 1;
+    c.disks = true;
+    Search found = search(219, 4, c, {}, [](const Finding& f) { return f.for_ever; });
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
 }
 
 TEST_CASE("sim: a seed is one history") {

@@ -134,7 +134,7 @@ void Client::end_removal(Pool& pool, std::span<const std::string_view> names, Re
     if (!steps.versions().empty()) {
         return steps.ended(pool.directory->ordered(steps.done(), [&] {
             WaitBudget most(kWitnessMs);
-            for (const Group& group : steps.witness()) {
+            for (const Group& group : steps.witnesses()) {
                 std::vector<RemovedManifest> none;
                 steps.witnessed(group, tell(pool, names, steps, group, none));
             }

@@ -1,8 +1,16 @@
 #include "store/client/removal_steps.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace moonpool {
+
+namespace {
+
+// Nodes, at least, that are to know of each removal.
+constexpr size_t kKnow = 2;
+
+}  // namespace
 
 RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bool own_too,
                            LocationCache& locations, RecentCopies& recent, bool unique)
@@ -64,7 +72,7 @@ void RemovalSteps::ordered(uint64_t now_ms, const Result<OrderAnswer>& answer) {
     // Nodes that the former master knew may have copies, and have not joined this one yet. Clients read there
     // what they know to be there; once such a node joins, it is sent what was removed.
     if (answer->filling && at.members->before != nullptr) everywhere(*at.members->before);
-    plan(now_ms, *at.members);
+    plan(now_ms, at.members);
 }
 
 // The master is away: every node that was in the pool is told.
@@ -75,7 +83,7 @@ void RemovalSteps::members(uint64_t now_ms, const Result<std::shared_ptr<const M
         return;
     }
     everywhere(**answer);
-    plan(now_ms, **answer);
+    plan(now_ms, *answer);
 }
 
 void RemovalSteps::everywhere(const Members& known) {
@@ -89,21 +97,23 @@ void RemovalSteps::everywhere(const Members& known) {
     }
 }
 
-void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
-    if (const Member* own = known.find(own_); own != nullptr) own_id_ = own->id;
+void RemovalSteps::plan(uint64_t now_ms, std::shared_ptr<const Members> known) {
+    if (const Member* own = known->find(own_); own != nullptr) {
+        own_id_ = own->id;
+        own_host_ = own->identity.host_id;
+    }
     // And where this client put copies of which the directory has not heard yet.
     for (size_t i = 0; i < keys_.size(); ++i) {
         if (taken_[i] != Taken::kFree) continue;
         std::vector<NodeId> at;
         recent_.find(now_ms, keys_[i], at);
         for (NodeId node : at) {
-            const Member* member = known.find(node);
+            const Member* member = known->find(node);
             NodeItems* also = member == nullptr ? nullptr : planned(*member);
             if (also == nullptr || std::ranges::find(also->items, i) != also->items.end()) continue;
             also->items.push_back(i);
         }
     }
-    if (!versions_.empty()) add_witness(known);
     for (auto& [life, node] : planned_) {
         for (size_t i : node.items) recent_.forget(keys_[i], node.member.id);
         // One that is away now is not waited for.
@@ -114,24 +124,34 @@ void RemovalSteps::plan(uint64_t now_ms, const Members& known) {
         }
     }
     planned_.clear();
+    members_ = std::move(known);
     wants_ = Wants::kTell;
 }
 
-void RemovalSteps::add_witness(const Members& known) {
-    std::vector<uint8_t> others(keys_.size());
-    for (size_t i = 0; i < keys_.size(); ++i) others[i] = taken_[i] != Taken::kFree;
-    for (auto& [life, node] : planned_) {
-        for (size_t i : node.items) others[i] |= in_touch(node.member.state);
-    }
-    if (std::ranges::find(others, 0) == others.end()) return;
-    auto other = std::ranges::find_if(known.rows, [this](const Member& member) {
-        return member.state == MemberState::kAlive && member.identity.incarnation != own_;
-    });
-    if (other == known.rows.end()) return;
-    NodeItems& witness = witness_.emplace_back(NodeItems{*other, {}});
+// Of each key, as many as are missing: holders in touch, the own node, and where the new bytes are know it by
+// now. Nodes of other hosts come first, so that the end of one host does not take both.
+std::vector<NodeItems>& RemovalSteps::witnesses() {
+    if (std::exchange(witnesses_chosen_, true) || versions_.empty()) return witnesses_;
+    std::vector<size_t> missing(keys_.size());
     for (size_t i = 0; i < keys_.size(); ++i) {
-        if (others[i] == 0) witness.items.push_back(i);
+        if (taken_[i] == Taken::kFree) missing[i] = kKnow - std::min(kKnow, done_.told[i].size());
     }
+    for (bool same_host : {false, true}) {
+        for (const Member& member : members_->rows) {
+            if (std::ranges::count(missing, 0u) == std::ssize(missing)) return witnesses_;
+            bool fits = member.state == MemberState::kAlive && member.identity.incarnation != own_;
+            if (!fits || (member.identity.host_id == own_host_) != same_host) continue;
+            NodeItems witness{member, {}};
+            for (size_t i = 0; i < keys_.size(); ++i) {
+                if (missing[i] == 0 || std::ranges::find(done_.told[i], member.id) != done_.told[i].end())
+                    continue;
+                witness.items.push_back(i);
+                --missing[i];
+            }
+            if (!witness.items.empty()) witnesses_.push_back(std::move(witness));
+        }
+    }
+    return witnesses_;
 }
 
 void RemovalSteps::told(uint64_t now_ms, const NodeItems& node, const Result<std::vector<uint8_t>>& flags) {
@@ -171,7 +191,8 @@ void RemovalSteps::all_told() { wants_ = has_master_ ? Wants::kEnd : Wants::kDon
 
 void RemovalSteps::placed(size_t item, NodeId node) {
     if (!has_master_ || node == kNoNode) return;
-    done_.told[item].push_back(node);
+    std::vector<NodeId>& told = done_.told[item];
+    if (std::ranges::find(told, node) == told.end()) told.push_back(node);
     done_.placed[item].push_back(node);
 }
 

@@ -10,9 +10,10 @@
 // between all_told() and kEnd a replacement puts the new bytes (placed()); and the master hears which nodes
 // know. It sees to it that all others drop what is older, also when this client ends half way.
 //
-// Two nodes at least are told of each key, also where none other than the own one has a copy: they hand it to
-// a new master when this one ends. A node that is told for that reason alone, the witness, is told while the
-// master hears which nodes know: it has no copy, so the master need not know that it does.
+// Two nodes at least are told of each key, also where no other node than the own one has a copy, or that one
+// is away: they hand it to a new master when this one ends. A node that is told for that reason alone, a
+// witness, is told while the master hears which nodes know: it has no copy, so the master need not know that
+// it does.
 //
 // unsure() names what may still have an older copy for a while, or, without a master, until it is removed
 // again.
@@ -68,9 +69,9 @@ class RemovalSteps {
     void placed(size_t item, NodeId node);
     void placed_here(size_t item);
 
-    // kEnd: a node, or none, that is to know of its items and has no copy. It is told while the master hears
-    // of the end, and before ended().
-    std::vector<NodeItems>& witness() { return witness_; }
+    // kEnd, after placed(): nodes that are to know of their items and have no copy. They are told while the
+    // master hears of the end, and before ended().
+    std::vector<NodeItems>& witnesses();
     void witnessed(const NodeItems& node, const Result<std::vector<uint8_t>>& flags);
 
     // kEnd: the master hears of it. A master of the release before gave no versions: it hears of the nodes
@@ -90,15 +91,15 @@ class RemovalSteps {
 
    private:
     NodeItems* planned(const Member& member);
-    void plan(uint64_t now_ms, const Members& known);
+    void plan(uint64_t now_ms, std::shared_ptr<const Members> known);
     void everywhere(const Members& known);
     void doubt(size_t item, std::string_view nodes);
-    void add_witness(const Members& known);
 
     std::vector<Hash128> keys_;
     Incarnation own_;
     bool own_too_, unique_;
     NodeId own_id_ = kNoNode;
+    std::string own_host_;
     LocationCache& locations_;
     RecentCopies& recent_;
     Wants wants_ = Wants::kOrder;
@@ -110,7 +111,9 @@ class RemovalSteps {
     OrderDone done_;
     std::vector<uint8_t> removed_;
     std::vector<std::string> unsure_;
-    std::vector<NodeItems> witness_;
+    std::vector<NodeItems> witnesses_;
+    bool witnesses_chosen_ = false;
+    std::shared_ptr<const Members> members_;
     std::vector<Taken> taken_;
     std::string no_master_;
 };
