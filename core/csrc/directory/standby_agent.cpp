@@ -7,6 +7,7 @@
 #include "base/fork.hpp"
 #include "wire/dial.hpp"
 #include "wire/error_frame.hpp"
+#include "wire/frame_reader.hpp"
 #include "wire/limits.hpp"
 
 namespace moonpool {
