@@ -29,11 +29,24 @@ NodeLoad load_of(uint64_t free_bytes, uint64_t arena = 1000) {
     return NodeLoad{{TenantLoad{"default", arena, free_bytes, 0, 5}}, 0, 0};
 }
 
+MasterProtocolHost host_of(Master& master) {
+    return {.master = master,
+            .beat_ms = 200,
+            .close_link = [](LinkId) {},
+            .on_leave = {},
+            .on_join_refused = {},
+            .why_no_orders = {},
+            .why_no_ends = {},
+            .on_standby = {},
+            .on_heard = {},
+            .on_standby_left = {}};
+}
+
 // A master, and the connection of a client.
 struct Bed {
     explicit Bed(const MembershipOptions& options = {})
         : master(limits_with(options), 0, 1),
-          protocol({master, 200, [](LinkId) {}, {}, {}}, 1000000, false, "default") {}
+          protocol(host_of(master), 1000000, Caller::kClient, "default") {}
 
     static MasterLimits limits_with(const MembershipOptions& options) {
         MasterLimits limits;
@@ -196,7 +209,7 @@ TEST_CASE("member changes: loads are as fresh as a client's own list may be, how
 // A node's beats, over the protocol.
 TEST_CASE("master protocol: a beat that asks for no answer gets one when there is something to drop") {
     Bed bed;
-    MasterProtocol node({bed.master, 200, [](LinkId) {}, {}, {}}, 77, true, "default");
+    MasterProtocol node(host_of(bed.master), 77, Caller::kNode, "default");
     auto say = [&](Kind kind, uint16_t flags, auto write) {
         std::vector<std::byte> body, out;
         Writer w(body);
