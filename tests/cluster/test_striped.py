@@ -39,7 +39,8 @@ def test_an_object_that_lost_stripes_with_a_node_ends_with_it(cluster: Cluster, 
     for reader in (on_a, on_c):
         assert set(reader.exists(["k", "left"])) <= {"miss", "unknown"}
         assert unless_lost(lambda reader=reader: reader.get(["k"])) in ([None], None)
-        assert reader.longest_prefix(["k"])["blocks"] == 0
+        for pin in (True, False):
+            assert reader.longest_prefix(["k"], pin=pin)["blocks"] == 0
     assert [row[0] for row in on_a.put(["k"], again, 1)] == ["stored"]
     assert on_a.get(["k"]) == [[again, checksum("k", 1, again)]]
     until(lambda: on_c.get(["k"]) == [[again, checksum("k", 1, again)]])

@@ -315,8 +315,20 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
         prefix.descriptors.resize(have + more);
         prefix.under.resize(have + more);
     } else {
-        for (size_t k = 0; k < more; ++k) {  // may be striped, and one that lost a stripe
-            if (own_has(rest[k]) == kManifestBytes) prefix.descriptors[have + k].size = kManifestBytes;
+        // The holders say what is there, and what may be striped and have lost a stripe.
+        std::vector<size_t> manifest_sized;
+        Result<std::vector<Presence>> present = exists_whole(rest.first(more), false, manifest_sized);
+        if (present) {
+            auto gap = std::ranges::find_if(*present, [](Presence is) { return is != Presence::kHit; });
+            more = static_cast<size_t>(gap - present->begin()) / width * width;
+        } else {
+            prefix.why = present.error().text;
+            more = 0;
+        }
+        prefix.descriptors.resize(have + more);
+        prefix.under.resize(have + more);
+        for (size_t k : manifest_sized) {
+            if (k < more) prefix.descriptors[have + k].size = kManifestBytes;
         }
         for (size_t k = 0; k < more; k += width) {
             const Member* member = nearest(*others, *located->members, located->keys[k], {}, k);
