@@ -160,7 +160,8 @@ void SimClient::dialed(Line& line, std::shared_ptr<End> end) {
             if (line.end.get() == raw) lost(line, Error{Code::kUnavailable, "the connection has ended"});
         };
         if (index == 0) members_->connected();
-        if (index == host() + 1) place_.own = nodes_[host()]->identity().incarnation;
+        if (index != 0) line.life = nodes_[index - 1]->identity().incarnation;
+        if (index == host() + 1) place_.own = line.life;
     }
     for (auto& then : std::exchange(line.waiting, {})) then(status);
 }
@@ -199,10 +200,20 @@ void SimClient::ask(Line& line, Kind kind, std::function<void(Writer&)> build, A
     });
 }
 
-// By its address: a restarted node has that of its former life.
-size_t SimClient::node_at(const Member& member) const {
+void SimClient::ask(const At& at, Kind kind, std::function<void(Writer&)> build, Answer answer) {
+    Line& line = lines_[at.node + 1];
+    connect(line, [this, at, &line, kind, build, answer](const Status& status) {
+        if (status && at.life && *at.life != line.life)
+            return answer(Error{Code::kUnavailable, "the node was restarted"});
+        ask(line, kind, build, answer);
+    });
+}
+
+// By its address, which a restarted node has, too.
+SimClient::At SimClient::at(const Member& member) const {
     auto same = [&](const SimNode* node) { return node->identity().address == member.identity.address; };
-    return static_cast<size_t>(std::ranges::find_if(nodes_, same) - nodes_.begin());
+    return At{static_cast<size_t>(std::ranges::find_if(nodes_, same) - nodes_.begin()),
+              member.identity.incarnation};
 }
 
 // ---- Questions
@@ -302,7 +313,7 @@ void SimClient::ordered(const OrderDone& done,
     });
 }
 
-void SimClient::remove_at(size_t node, const std::string& name, const std::vector<Version>& versions,
+void SimClient::remove_at(const At& node, const std::string& name, const std::vector<Version>& versions,
                           std::function<void(const Result<std::vector<uint8_t>>&)> then) {
     auto build = [name, versions](Writer& w) {
         w.number(kSpace);
@@ -310,7 +321,7 @@ void SimClient::remove_at(size_t node, const std::string& name, const std::vecto
         w.text16(name);
         for (Version version : versions) w.number(version);
     };
-    ask(lines_[node + 1], Kind::kRemove, build, [then](const Result<Bytes>& answer) {
+    ask(node, Kind::kRemove, build, [then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
         r.number<uint32_t>();
@@ -319,7 +330,7 @@ void SimClient::remove_at(size_t node, const std::string& name, const std::vecto
     });
 }
 
-void SimClient::read_at(size_t node, const ReadAsk& what,
+void SimClient::read_at(const At& node, const ReadAsk& what,
                         std::function<void(const Result<std::string>&)> then) {
     auto build = [what, name = std::string(what.name)](Writer& w) {
         w.number(kSpace);
@@ -328,14 +339,14 @@ void SimClient::read_at(size_t node, const ReadAsk& what,
         row.name = name;
         row.write(w);
     };
-    ask(lines_[node + 1], Kind::kRead, build, [then](const Result<Bytes>& answer) {
+    ask(node, Kind::kRead, build, [then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         then(read_object(*answer));
     });
 }
 
 // As NodeClient: a put without a place of its own that is older than what the node knows begins anew.
-void SimClient::put_at(size_t node, const CallRef& call, Version replaces, Version known, bool anew,
+void SimClient::put_at(const At& node, const CallRef& call, Version replaces, Version known, bool anew,
                        std::function<void(const Result<PutOutcome>&)> then) {
     auto build = [call, replaces, known](Writer& w) {
         std::string bytes = bytes_of(call->operation.value);
@@ -346,23 +357,22 @@ void SimClient::put_at(size_t node, const CallRef& call, Version replaces, Versi
         PutObject{bytes.size(), crc32c(0, bytes.data(), bytes.size()), key}.write(w, flags);
         w.bytes(bytes.data(), bytes.size());
     };
-    ask(lines_[node + 1], Kind::kPut, build,
-        [this, node, call, replaces, anew, then](const Result<Bytes>& answer) {
-            if (!answer) return then(answer.error());
-            Reader r = body_of(*answer);
-            auto outcome = PutOutcome::kRefused;
-            Version newest = kNoVersion;
-            bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o, Version v) {
-                outcome = o;
-                newest = v;
-            });
-            if (!fits) return then(misfit());
-            if (outcome == PutOutcome::kOlder && replaces == kNoVersion) {
-                if (anew) return put_at(node, call, kNoVersion, newest, true, then);
-                return then(PutOutcome::kRefused);
-            }
-            then(outcome);
+    ask(node, Kind::kPut, build, [this, node, call, replaces, anew, then](const Result<Bytes>& answer) {
+        if (!answer) return then(answer.error());
+        Reader r = body_of(*answer);
+        auto outcome = PutOutcome::kRefused;
+        Version newest = kNoVersion;
+        bool fits = read_outcomes(r, 1, [&](size_t, PutOutcome o, Version v) {
+            outcome = o;
+            newest = v;
         });
+        if (!fits) return then(misfit());
+        if (outcome == PutOutcome::kOlder && replaces == kNoVersion) {
+            if (anew) return put_at(node, call, kNoVersion, newest, true, then);
+            return then(PutOutcome::kRefused);
+        }
+        then(outcome);
+    });
 }
 
 void SimClient::ask_place(const PlaceOptions& where,
@@ -420,7 +430,7 @@ void SimClient::search(const std::shared_ptr<Search>& search) {
         case SearchSteps::Wants::kRead: {
             const NodeItems& node = search->steps->nodes().front();  // one key: one node at a time
             ReadAsk what{.how = kReadByName, .from = 0, .room = 64, .name = search->call->name};
-            return read_at(node_at(node.member), what, [this, search](const Result<std::string>& bytes) {
+            return read_at(at(node.member), what, [this, search](const Result<std::string>& bytes) {
                 Result<std::vector<int64_t>> sizes = std::vector<int64_t>{kMiss};
                 if (!bytes) {
                     sizes = bytes.error();
@@ -476,14 +486,16 @@ void SimClient::end_removal(const RemovalRef& removal, std::function<void()> the
         for (const Member& member : members_->current()->rows) done.told[0].push_back(member.id);
     }
     auto last = std::make_shared<Result<std::vector<Version>>>(std::vector<Version>{});
-    removal->waits_for = 1 + removal->steps->witnesses().size();
+    const std::vector<NodeItems> none;
+    const std::vector<NodeItems>& witnesses = planted_.one_told ? none : removal->steps->witnesses();
+    removal->waits_for = 1 + witnesses.size();
     auto one = [removal, last, then] {
         if (--removal->waits_for != 0) return;
         removal->steps->ended(*last);
         then();
     };
-    for (const NodeItems& node : removal->steps->witnesses()) {
-        remove_at(node_at(node.member), removal->call->name, removal->steps->versions(),
+    for (const NodeItems& node : witnesses) {
+        remove_at(at(node.member), removal->call->name, removal->steps->versions(),
                   [removal, node, one](const Result<std::vector<uint8_t>>& flags) {
                       removal->steps->witnessed(node, flags);
                       one();
@@ -512,7 +524,7 @@ void SimClient::go_on(const RemovalRef& removal) {
             removal->waits_for = steps.nodes().size() + 1;
             if (steps.tells_own()) {
                 ++removal->waits_for;
-                remove_at(host(), removal->call->name, steps.versions(),
+                remove_at({host()}, removal->call->name, steps.versions(),
                           [this, removal](const Result<std::vector<uint8_t>>& flags) {
                               removal->steps->own_told(flags);
                               one_told(removal);
@@ -523,7 +535,7 @@ void SimClient::go_on(const RemovalRef& removal) {
                     removal->steps->told(now_ms(), removal->steps->nodes()[i], flags);
                     one_told(removal);
                 };
-                remove_at(node_at(steps.nodes()[i].member), removal->call->name, steps.versions(), told);
+                remove_at(at(steps.nodes()[i].member), removal->call->name, steps.versions(), told);
             }
             return one_told(removal);
         case RemovalSteps::Wants::kEnd:
@@ -580,7 +592,7 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
             put->steps->put(put->steps->left());
             return go_on(put);
         case PutSteps::Wants::kPutHere:
-            return put_at(host(), put->call, put->version, put->known, true,
+            return put_at({host()}, put->call, put->version, put->known, true,
                           [this, put](const Result<PutOutcome>& own) {
                               std::vector<size_t> left = note(*put, own);
                               if (left.empty() && put->removal != nullptr && !put->older)
@@ -606,7 +618,7 @@ void SimClient::end(const std::shared_ptr<Put>& put) {
         if (outcome == Operation::kDone) outcome = outcome_of(removal);
         Version later = removal.later()[0];
         if (later != kNoVersion && outcome != Operation::kUnknown) {
-            return remove_at(host(), put->call->name, {later},
+            return remove_at({host()}, put->call->name, {later},
                              [this, put, outcome](const auto&) { finish(put->call, outcome); });
         }
         if (!put->older) return finish(put->call, outcome);
@@ -646,7 +658,9 @@ void SimClient::place(const std::shared_ptr<Put>& put) {
                 put->place->put(left);
                 place(put);
             };
-            return put_at(node_at(to), put->call, put->version, put->known, !put->unanswered, done);
+            if (planted_.put_anew) put->known = known();
+            return put_at(at(to), put->call, put->version, put->known, !put->unanswered || planted_.put_anew,
+                          done);
         }
         case PlaceSteps::Wants::kDone:
             put->steps->put(put->place->left());
@@ -676,7 +690,7 @@ void SimClient::pin(const CallRef& call) {
                            .name = {},
                            .generation = what.generation,
                            .slot = what.slot};
-            read_at(node, pinned, [this, call, &line, found, what, held](const Result<std::string>& bytes) {
+            read_at({node}, pinned, [this, call, &line, found, what, held](const Result<std::string>& bytes) {
                 if (!bytes || line.end != held) return finish(call, Operation::kUnknown);
                 if (bytes->size() != what.size || crc32c(0, bytes->data(), bytes->size()) != what.crc) {
                     findings_.push_back({Finding::kPinLost, call->name + ": what was pinned is not there",

@@ -39,6 +39,7 @@ class SimClient final : public Process {
         std::shared_ptr<End> end;
         std::map<uint64_t, Answer> open;  // by request
         bool dialing = false, connected_before = false;
+        Incarnation life{};  // of the node that it leads to
         uint64_t attempts = 0;
         Micros retry_at = 0, backoff = 0;
         std::vector<std::function<void(const Status&)>> waiting;  // for the connection
@@ -86,7 +87,13 @@ class SimClient final : public Process {
     void answered(Line& line, const Bytes& frame);
     void lost(Line& line, const Error& why);
     void ask(Line& line, Kind kind, std::function<void(Writer&)> build, Answer answer);
-    size_t node_at(const Member& member) const;
+    // A node, and which life of it; none: any.
+    struct At {
+        size_t node;
+        std::optional<Incarnation> life{};
+    };
+    void ask(const At& at, Kind kind, std::function<void(Writer&)> build, Answer answer);
+    At at(const Member& member) const;
 
     // Questions.
     void ask_members(std::function<void(const Status&)> then);
@@ -96,11 +103,11 @@ class SimClient final : public Process {
     void order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then);
     void ordered(const OrderDone& done, std::function<void(const Result<std::vector<Version>>&)> then);
     void ask_place(const PlaceOptions& where, std::function<void(const Result<std::vector<NodeId>>&)> then);
-    void remove_at(size_t node, const std::string& name, const std::vector<Version>& versions,
+    void remove_at(const At& node, const std::string& name, const std::vector<Version>& versions,
                    std::function<void(const Result<std::vector<uint8_t>>&)> then);
-    void read_at(size_t node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
+    void read_at(const At& node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
     // anew: where the node knows of later removals it begins anew, and comes after these.
-    void put_at(size_t node, const CallRef& call, Version replaces, Version known, bool anew,
+    void put_at(const At& node, const CallRef& call, Version replaces, Version known, bool anew,
                 std::function<void(const Result<PutOutcome>&)> then);
 
     // Verbs.

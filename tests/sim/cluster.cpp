@@ -75,7 +75,7 @@ class Cluster {
         return all;
     }
 
-    SimMaster& owner() const { return owner_is_dead_ ? *standby_ : *master_; }
+    SimMaster& owner() const { return has_taken_over_ ? *standby_ : *master_; }
 
     void begin(Operation operation) {
         SimClient& client = *clients_[operation.client];
@@ -138,15 +138,21 @@ class Cluster {
                 });
             case Action::kRestartStandby:
                 // One that has taken over is not started again as a standby of a master that is dead.
-                if (standby_ != nullptr && !owner_is_dead_) restart(*standby_, action.lasts, action.flag);
+                if (standby_ != nullptr && !has_taken_over_) restart(*standby_, action.lasts, action.flag);
                 return;
             case Action::kOwnerDies:
                 // Else its operator starts it again: what it knows is nowhere.
-                if (!standby_->is_whole() || !master_->running()) return;
-                owner_is_dead_ = true;
+                if (!standby_->is_whole() || !master_->running() || has_taken_over_) return;
+                owner_is_dead_ = has_taken_over_ = true;
                 network_.ended(*master_, action.flag);
                 master_->end();
                 return world_.at(end, nullptr, [this] { standby_->take_over(); });
+            case Action::kOwnerStops:
+                if (!standby_->is_whole() || !master_->running() || has_taken_over_) return;
+                master_->stop();
+                has_taken_over_ = true;
+                world_.at(world_.now() + action.lasts / 2, nullptr, [this] { standby_->take_over(); });
+                return world_.at(end, nullptr, [this] { master_->go_on(); });
             case Action::kJumpClock:
                 return (action.flag ? static_cast<Process&>(*master_) : node).jump_clock(action.lasts / kMs);
         }
@@ -166,7 +172,7 @@ class Cluster {
         auto settled = [&](auto& node) {
             return node->in_pool(owner()) && (standby_ == nullptr || node->in_pool(*standby_));
         };
-        if (owner_is_dead_) standby_->take_over();
+        if (has_taken_over_) standby_->take_over();
         while (world_.now() < end && !std::ranges::all_of(nodes_, settled))
             world_.run_until(world_.now() + 100 * kMs);
         world_.run_until(world_.now() + 2 * kSecond);
@@ -237,7 +243,7 @@ class Cluster {
     World world_;
     Network network_;
     std::unique_ptr<SimMaster> master_, standby_;
-    bool owner_is_dead_ = false;
+    bool owner_is_dead_ = false, has_taken_over_ = false;
     std::vector<std::unique_ptr<SimNode>> nodes_;
     std::vector<std::unique_ptr<SimClient>> clients_;
     std::vector<Operation> history_;
@@ -254,10 +260,11 @@ std::string to_text(Micros at, const Action& action) {
                                          "restart of client-",
                                          "jump of clock of node-",
                                          "death of master",
-                                         "restart of standby"};
+                                         "restart of standby",
+                                         "stop of master"};
     std::string text = std::to_string(at / kMs) + " ms  " + kNames[action.kind];
     bool of_host = action.kind != Action::kRestartMaster && action.kind != Action::kOwnerDies &&
-                   action.kind != Action::kRestartStandby;
+                   action.kind != Action::kRestartStandby && action.kind != Action::kOwnerStops;
     if (of_host) text += std::to_string(action.host);
     if (action.kind == Action::kCut) text += (action.flag ? " <-> " : " -> ") + std::to_string(action.other);
     return text + ", " + std::to_string(action.lasts / kMs) + " ms";
@@ -317,6 +324,7 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
     fault(Action::kRestartClient, c.client_restarts, 50 * kMs, kSecond);
     fault(Action::kRestartStandby, c.standby_restarts, 50 * kMs, 2 * kSecond);
     fault(Action::kOwnerDies, c.standby && c.owner_dies, 0, 3 * kSecond);
+    fault(Action::kOwnerStops, c.standby && c.owner_stops, 200 * kMs, 5 * kSecond);
     fault(Action::kJumpClock, c.clock_jumps, 100 * kMs, 20 * kSecond);
     std::ranges::stable_sort(plan, {}, &Action::at);
     return plan;

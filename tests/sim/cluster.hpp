@@ -61,8 +61,9 @@ struct Conditions {
     uint32_t master_restarts = 0;
     uint32_t client_restarts = 0, standby_restarts = 0;
     uint32_t clock_jumps = 0;
-    bool standby = false;     // there is one, on a host of its own
-    bool owner_dies = false;  // at a time within the plan, for good; a while later the standby takes over
+    bool standby = false;      // there is one, on a host of its own
+    bool owner_dies = false;   // at a time within the plan, for good; a while later the standby takes over
+    bool owner_stops = false;  // it stands still, the standby takes over, and the owner goes on
     MasterLimits limits{};
 };
 
@@ -77,7 +78,8 @@ struct Action {
         kRestartClient,
         kJumpClock,
         kOwnerDies,
-        kRestartStandby
+        kRestartStandby,
+        kOwnerStops
     };
     Kind kind = kOperation;
     Micros at = 0, lasts = 0;

@@ -13,6 +13,12 @@ struct Planted {
     bool all_told = false;       // a client says of all holders that they know of a removal
     bool handover_lost = false;  // nodes tell a new master of no removals
     bool standby_late = false;   // an owner acknowledges before its standby has heard
+    bool older_taken = false;    // a node puts an object that is older than a removal it was told
+    bool put_anew = false;       // each attempt of a put comes after the removals known by then
+    bool one_told = false;       // a client tells no second node of a removal
+    bool applied_early =
+        false;                  // a disk says up to which removal it is right before it has what goes with it
+    bool term_ignored = false;  // a former owner goes on when another one has taken over
 };
 
 }  // namespace moonpool::sim

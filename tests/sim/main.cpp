@@ -48,7 +48,13 @@ int main(int argc, char** argv) {
                                        {"plant_all_told", &planted.all_told},
                                        {"plant_handover_lost", &planted.handover_lost},
                                        {"plant_standby_late", &planted.standby_late},
+                                       {"plant_older_taken", &planted.older_taken},
+                                       {"plant_put_anew", &planted.put_anew},
+                                       {"plant_one_told", &planted.one_told},
+                                       {"plant_applied_early", &planted.applied_early},
+                                       {"plant_term_ignored", &planted.term_ignored},
                                        {"standby", &c.standby},
+                                       {"owner_stops", &c.owner_stops},
                                        {"owner_dies", &c.owner_dies}};
     for (int i = 1; i < argc; ++i) {
         const char* equals = std::strchr(argv[i], '=');

@@ -31,7 +31,7 @@ void SimMaster::tick() {
     master_->tick(now_ms());
     for (int i = 0; i < 16 && master_->sweep(); ++i) {
     }
-    if (pair_->is_superseded()) {
+    if (pair_->is_superseded() && !planted_.term_ignored) {
         pair_->step_down();
         drop_all(Caller::kClient);
         drop_all(Caller::kNode);
@@ -47,27 +47,32 @@ void SimMaster::tick() {
 bool SimMaster::accept(std::shared_ptr<End> end, Caller kind) {
     if (pair_ == nullptr || !pair_->serves(kind)) return false;
     LinkId id = next_link_++;
-    MasterProtocolHost host{.master = *master_,
-                            .beat_ms = 200,
-                            .close_link = [this](LinkId link) { drop(link); },
-                            .on_leave = {},
-                            .on_join_refused = {},
-                            .why_no_orders = [this] { return pair_->why_no_orders(now_ms()); },
-                            .why_no_ends = [this] { return pair_->why_no_ends(now_ms()); },
-                            .on_standby = [this, id](const std::string&) -> std::optional<Error> {
-                                attach(id);
-                                return std::nullopt;
-                            },
-                            .on_heard =
-                                [this] {
-                                    pair_->heard();
-                                    release();
-                                },
-                            .on_standby_left = {}};
+    MasterProtocolHost host{
+        .master = *master_,
+        .beat_ms = 200,
+        .close_link = [this](LinkId link) { drop(link); },
+        .on_leave = {},
+        .on_join_refused = {},
+        .why_no_orders = [this] { return unless_ignored(pair_->why_no_orders(now_ms())); },
+        .why_no_ends = [this] { return unless_ignored(pair_->why_no_ends(now_ms())); },
+        .on_standby = [this, id](const std::string&) -> std::optional<Error> {
+            attach(id);
+            return std::nullopt;
+        },
+        .on_heard =
+            [this] {
+                pair_->heard();
+                release();
+            },
+        .on_standby_left = {}};
     end->on_frame = [this, id](const Bytes& frame) { on_frame(id, frame); };
     end->on_end = [this, id] { drop(id); };
     links_.emplace(id, Link{std::move(end), MasterProtocol(std::move(host), id, kind, "default"), kind, {}});
     return true;
+}
+
+std::optional<Error> SimMaster::unless_ignored(std::optional<Error> why) const {
+    return planted_.term_ignored ? std::nullopt : why;
 }
 
 void SimMaster::drop(LinkId id) {
@@ -103,7 +108,8 @@ void SimMaster::on_frame(LinkId id, const Bytes& frame) {
     it = links_.find(id);  // what it asked for may have ended it
     if (it == links_.end()) return;
     Link& link = it->second;
-    bool waits = link.protocol.promises() && pair_->waits() && !planted_.standby_late;
+    bool waits =
+        link.protocol.promises() && pair_->waits() && !planted_.standby_late && !planted_.term_ignored;
     MasterPair::Word word = pair_->word();
     if (status && !out.empty() && (waits || !link.held.empty())) {
         link.held.push_back({waits ? word : link.held.back().word, std::move(out)});

@@ -51,6 +51,7 @@ class SimMaster final : public Process {
     void lose_standby();
     void tell_standby();
     void release();
+    std::optional<Error> unless_ignored(std::optional<Error> why) const;
 
     // The standby.
     void dial_owner();

@@ -16,6 +16,7 @@ namespace {
 constexpr size_t kLogRowsMax = 256;  // small, so that it overflows now and then
 constexpr uint32_t kObjectsMax = 256;
 constexpr size_t kRemovalsPerFrame = 16;
+constexpr Micros kDiskEvery = kSecond;  // at most, as of the superblock
 
 }  // namespace
 
@@ -76,6 +77,7 @@ void SimNode::on_start() {
         agent.backoff_ms = 50;
         dial_master(agent);
     }
+    if (has_disk_) write_disk();
 }
 
 void SimNode::on_end() {
@@ -85,15 +87,7 @@ void SimNode::on_end() {
         agent.protocol.reset();
     }
     holdings_.reset();
-    disk_.clear();
-    const ObjectTable& table = store_pool().table();
-    for (uint32_t slot = 0; has_disk_ && slot < table.slots_used(); ++slot) {
-        if (!table.committed(slot)) continue;
-        std::string name(table.name(slot));
-        disk_.emplace(name, OnDisk{*read(name), table.version(slot)});
-    }
-    // Written once a second: it may be behind.
-    disk_applied_ = has_disk_ ? removals_->applied() : kNoVersion;
+    if (has_disk_ && planted_.applied_early) disk_applied_ = removals_->applied();
     removals_.reset();
     pools_.clear();
     for (Agent& agent : agents_) agent.log.reset();
@@ -191,6 +185,18 @@ bool SimNode::drop(const Drops& drops) {
     return true;
 }
 
+void SimNode::write_disk() {
+    disk_.clear();
+    const ObjectTable& table = store_pool().table();
+    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+        if (!table.committed(slot)) continue;
+        std::string name(table.name(slot));
+        disk_.emplace(name, OnDisk{*read(name), table.version(slot)});
+    }
+    disk_applied_ = removals_->applied();
+    later(world_.random.between(kMs, kDiskEvery), [this] { write_disk(); });
+}
+
 void SimNode::load(const std::string& name, const OnDisk& on_disk) {
     store(name, on_disk.bytes, crc32c(0, on_disk.bytes.data(), on_disk.bytes.size()), true, on_disk.version,
           true);
@@ -273,6 +279,7 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
     if (there && planted_.replace_lost) return PutOutcome::kStored;
     Hash128 hash = pool.hash(space_, name);
     std::optional<Version> version = recovered ? given : removals_->of_put(hash, given);
+    if (!version && planted_.older_taken) version = given;
     if (!version) return PutOutcome::kOlder;
     if (replace && !recovered) removals_->add(hash, given.value_or(kNoVersion));
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());

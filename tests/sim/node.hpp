@@ -2,7 +2,8 @@
 // MemberProtocol, which answers the real frames of the store. What it answers itself repeats the rules of
 // Connection (core/csrc/store/node), whose handlers are bound to sockets.
 //
-// Its disk is a model for now: what memory held when the process ended is there again at its next start.
+// Its disk is a model for now: now and then all that memory holds is written at once, and what was written
+// last is there at the next start.
 #pragma once
 
 #include <map>
@@ -80,6 +81,7 @@ class SimNode final : public Process {
     void on_remove(const FrameHeader& header, Reader body, Bytes& out);
     PutOutcome store(const std::string& name, std::string_view bytes, uint32_t crc, bool replace,
                      std::optional<Version> given, bool recovered);
+    void write_disk();
     void load(const std::string& name, const OnDisk& on_disk);
     Pool& store_pool() { return *pools_.begin()->second; }
 

@@ -117,6 +117,23 @@ TEST_CASE("sim: a standby takes over from an owner that has died, and nothing re
     expect_none("sim, take-over", 40, c);
 }
 
+TEST_CASE("sim: an owner that stood still while its standby took over orders nothing any more") {
+    Conditions c = puts_and_removals();
+    c.stops = c.cuts = 2;
+    c.standby = c.owner_stops = true;
+    expect_none("sim, former owners", 40, c);
+}
+
+// 33: a client went by what a node's former life had held, and the next one had not heard of the removal yet.
+TEST_CASE(
+    "sim: a node that was restarted with its disk is not read before it has heard of what was removed") {
+    Conditions c = puts_and_removals();
+    c.restarts = 3;
+    c.broken_links = 2;
+    c.disks = true;
+    expect_none("sim, disks that are behind", 40, c);
+}
+
 TEST_CASE("sim: replacements at any pace have one order, also across a take-over") {
     Conditions c;
     c.puts = c.pins = 0;

@@ -61,6 +61,43 @@ Conditions with_a_standby() {
     return c;
 }
 
+// The owner stands still while its standby takes over, and goes on.
+Conditions with_a_former_owner() {
+    Conditions c;
+    c.puts = c.pins = 0;
+    c.keys = 2;
+    c.cuts = 4;
+    c.standby = c.owner_stops = true;
+    return c;
+}
+
+// Replacements and removals that nodes carry out late.
+Conditions with_late_replacements() {
+    Conditions c;
+    c.puts = c.pins = 0;
+    c.keys = 2;
+    c.removes = c.stops = 4;
+    c.cuts = 2;
+    return c;
+}
+
+// Nodes are away while removals are ordered, and back under another master; others have restarted.
+Conditions with_masters_and_nodes_that_restart() {
+    Conditions c = with_drops();
+    c.removes = 6;
+    c.stops = c.master_restarts = 2;
+    return c;
+}
+
+// A node is silent to a put, which goes to another one.
+Conditions with_second_attempts() {
+    Conditions c;
+    c.replaces = 0;
+    c.apart = 300 * kMs;
+    c.stops = c.cuts = c.broken_links = 2;
+    return c;
+}
+
 void expect_found(const Planted& planted, const Conditions& conditions = with_drops(),
                   uint64_t seeds = kSeeds) {
     Search found = search(1, seeds, conditions, planted);
@@ -72,7 +109,9 @@ void expect_found(const Planted& planted, const Conditions& conditions = with_dr
 
 TEST_CASE("sim, planted: nothing is found without a mistake") {
     for (const Conditions& conditions :
-         {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby()}) {
+         {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby(),
+          with_a_former_owner(), with_late_replacements(), with_masters_and_nodes_that_restart(),
+          with_second_attempts()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
     }
@@ -100,6 +139,28 @@ TEST_CASE("sim, planted: nodes that tell a new master of no removals") {
 
 TEST_CASE("sim, planted: an owner that gives removals their places before its standby has heard of them") {
     expect_found({.standby_late = true}, with_a_standby(), 60);
+}
+
+TEST_CASE("sim, planted: a former owner that goes on when its standby has taken over") {
+    expect_found({.term_ignored = true}, with_a_former_owner(), 60);
+}
+
+TEST_CASE("sim, planted: a node that puts what is older than a replacement it was told of") {
+    expect_found({.older_taken = true}, with_late_replacements(), 60);
+}
+
+TEST_CASE("sim, planted: a client that tells no second node") {
+    expect_found({.one_told = true}, with_masters_and_nodes_that_restart(), 60);
+}
+
+TEST_CASE("sim, planted: a disk that says what it is right up to before it is") {
+    expect_found({.applied_early = true});
+}
+
+TEST_CASE("sim, planted: each attempt of a put comes after the removals known by then") {
+    Search found = search(460, kSeeds, with_second_attempts(), {.put_anew = true});
+    REQUIRE(found.seed);
+    MESSAGE(explain(*found.seed, found.plan, found.report));
 }
 
 TEST_CASE("sim, planted: a released pin that stays") { expect_found({.unpin_lost = true}); }

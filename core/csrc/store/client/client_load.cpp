@@ -125,7 +125,7 @@ LoadReport Client::load(std::string_view holders, std::span<const Descriptor> de
         if (source.route.empty()) {
             own_.load(source.incarnation, plain, source.which, table, indices, columns, verify, part);
         } else {
-            peers_.node(source.route)
+            peers_.node(source.route, source.incarnation)
                 ->load(source.incarnation, plain, source.which, table, indices, columns, verify, part);
         }
         MutexLock lock(merging);

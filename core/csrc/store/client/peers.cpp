@@ -18,16 +18,18 @@ std::string Peers::route(const Member& member, const std::string& own_host_id) {
 }
 
 std::shared_ptr<NodeClient> Peers::node(const Member& member, const std::string& own_host_id) {
-    return node(route(member, own_host_id));
+    return node(route(member, own_host_id), member.identity.incarnation);
 }
 
-std::shared_ptr<NodeClient> Peers::node(const std::string& route) {
+std::shared_ptr<NodeClient> Peers::node(const std::string& route, const Incarnation& incarnation) {
     MutexLock lock(mutex_);
-    if (auto it = nodes_.find(route); it != nodes_.end()) return it->second;
+    auto key = std::make_pair(route, incarnation);
+    if (auto it = nodes_.find(key); it != nodes_.end()) return it->second;
     ClientOptions options = own_;
     options.dial = nullptr;
     options.socket_path.clear();
     options.address.clear();
+    options.incarnation = incarnation;
     (void)set_route(options, route);
     auto made = std::make_shared<NodeClient>(std::move(options));
     if (closed_) {
@@ -35,14 +37,14 @@ std::shared_ptr<NodeClient> Peers::node(const std::string& route) {
         return made;
     }
     if (nodes_.size() >= kNodesMax) nodes_.clear();
-    nodes_.emplace(route, made);
+    nodes_.emplace(std::move(key), made);
     return made;
 }
 
 void Peers::close() {
     MutexLock lock(mutex_);
     closed_ = true;
-    for (auto& [route, node] : nodes_) node->close();
+    for (auto& [key, node] : nodes_) node->close();
     nodes_.clear();
 }
 

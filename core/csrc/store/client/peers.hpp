@@ -1,10 +1,12 @@
 // Peers: a client's ways to the other nodes of the pool, opened when first needed and kept. A node of this
-// host is reached by its Unix socket, so that its memory is mapped; any other over TCP.
+// host is reached by its Unix socket, so that its memory is mapped; any other over TCP. A node that was
+// restarted is another one: a client that still goes by what the former one held gets no answer from it.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.hpp"
@@ -20,7 +22,7 @@ class Peers {
 
     std::shared_ptr<NodeClient> node(const Member& member, const std::string& own_host_id);
     // By what route() gave to another process.
-    std::shared_ptr<NodeClient> node(const std::string& route);
+    std::shared_ptr<NodeClient> node(const std::string& route, const Incarnation& incarnation);
     void close();
 
     // How a process of `own_host_id` reaches a member: "unix:PATH" or "tcp:HOST:PORT".
@@ -32,7 +34,8 @@ class Peers {
     ClientOptions own_;
     Mutex mutex_;
     bool closed_ GUARDED_BY(mutex_) = false;
-    std::map<std::string, std::shared_ptr<NodeClient>> nodes_ GUARDED_BY(mutex_);  // by route
+    // By route and life.
+    std::map<std::pair<std::string, Incarnation>, std::shared_ptr<NodeClient>> nodes_ GUARDED_BY(mutex_);
 };
 
 }  // namespace moonpool

@@ -40,6 +40,7 @@ struct ClientOptions {
     std::string name_space = "default";
     std::string fingerprint;
     int timeout_ms = 2000;  // of a call's waits without progress, all together: see base/wait_budget.hpp
+    std::optional<Incarnation> incarnation{};  // of the node; another life of it is not taken
     std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
 };
 

@@ -103,6 +103,9 @@ Status Session::open_within(const ClientOptions& options, int most_ms, const std
     Result<std::unique_ptr<BlockPath>> path = open_path(*this, options);
     if (!path) return path.error();
     path_ = std::move(*path);
+    // What its former life held it may hold no more, or not yet: it may have to hear of removals first.
+    if (options.incarnation && incarnation_ != *options.incarnation)
+        return Error{Code::kUnavailable, "the node at " + peer_ + " was restarted"};
     {
         MutexLock lock(io_mutex_);
         timeout_ms_ = waits_ms_ = socket_ms_ = one_wait(options.timeout_ms);
