@@ -1,4 +1,4 @@
-"""The nodes of the pool, as the master reports them to any process with the cluster token."""
+"""The nodes of the pool and its masters, as these report to any process with the cluster token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moonpool.core.errors import Unavailable
+from moonpool.core.errors import Error, Unavailable
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -32,6 +32,53 @@ class Cluster(msgspec.Struct, frozen=True):
 
     master: str
     nodes: list[ClusterNode]
+
+
+class MasterRow(msgspec.Struct, frozen=True):
+    """One master. ``role``: owner, standby, acting or superseded; "" where it does not answer, for the reason
+    ``why``. ``other``: of an owner the name of its standby, of a standby the address of its owner; "" where
+    there is none. ``attached``: that one is there. ``lag_s``: for how long the standby has owed its word, s.
+    """
+
+    address: str
+    role: str = ""
+    other: str = ""
+    attached: bool = False
+    is_whole: bool = False
+    lag_s: float = 0.0
+    nodes: int = 0
+    keys: int = 0
+    why: str = ""
+
+
+def read_masters(
+    addresses: str, token: bytes, *, tls: _native.TlsClient | None = None, timeout_s: float = 1.0
+) -> list[MasterRow]:
+    """Asks each of the masters at ``addresses`` ("host:port", several with commas between), also those that
+    serve no clients, for at most ``timeout_s`` each. Raises nothing for one that does not answer.
+    """
+    import moonpool._native as _native
+
+    rows = []
+    for address in (address.strip() for address in addresses.split(",")):
+        try:
+            state = _native.master_state(address, token, timeout_s=timeout_s, tls=tls)
+        except Error as error:
+            rows.append(MasterRow(address, why=str(error)))
+            continue
+        rows.append(
+            MasterRow(
+                address,
+                role=state.role,
+                other=state.other,
+                attached=state.attached,
+                is_whole=state.is_whole,
+                lag_s=state.lag_s,
+                nodes=state.nodes,
+                keys=state.keys,
+            )
+        )
+    return rows
 
 
 def read_cluster(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -30,6 +31,32 @@ def promote(cluster: Cluster) -> None:
     asked = cluster.standby_host.moonpool("promote")
     assert asked.wait() == 0, asked.text()
     assert "taken over" in asked.text()
+
+
+def masters_of(cluster: Cluster) -> dict[str, dict[str, object]]:
+    """What `moonpool status` says of each master, by address."""
+    assert cluster.master_host is not None
+    assert cluster.standby_host is not None
+    both = f"{cluster.master},{cluster.standby_host.address}:{cluster.master.rpartition(':')[2]}"
+    asked = cluster.master_host.moonpool("status", "--json", "--master", both)
+    assert asked.wait() in (0, 3), asked.text()
+    return {row["address"]: row for row in json.loads(asked.text())["masters"]}
+
+
+def test_status_says_which_master_serves_and_how_far_its_standby_is(cluster: Cluster) -> None:
+    with_a_standby(cluster)
+    assert cluster.standby_host is not None
+    owner, standby = masters_of(cluster).values()
+    assert (owner["role"], owner["attached"], owner["is_whole"], owner["nodes"]) == ("owner", True, True, 2)
+    assert (standby["role"], standby["other"], standby["is_whole"]) == ("standby", cluster.master, True)
+    assert cluster.master_process is not None
+    cluster.master_process.kill()
+    until(lambda: not master_metric(cluster.standby_host, "is_following"))
+    promote(cluster)
+    dead, serving = masters_of(cluster).values()
+    assert dead["role"] == ""
+    assert cluster.master in str(dead["why"])
+    assert (serving["role"], serving["attached"]) == ("owner", False)
 
 
 def test_a_standby_answers_at_once_and_orders_removals_once_it_is_promoted(cluster: Cluster) -> None:

@@ -76,6 +76,17 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
         };
         server->listener_->offer(std::string(name), service);
     }
+    Service state;
+    state.welcome = [raw = server.get()](std::string_view) -> Result<std::vector<std::byte>> {
+        std::vector<std::byte> out;
+        Writer w(out);
+        MutexLock lock(raw->state_mutex_);
+        raw->state_.write(w);
+        return out;
+    };
+    state.serve = [](const AuthenticatedConnection&) {};
+    server->listener_->offer(std::string(kServiceMaster), state);
+    server->note_state(now_ms());
     if (o.elected || !o.standby_of.empty()) server->make_agent();
     return server;
 }
@@ -175,9 +186,25 @@ void MasterServer::on_tick(uint64_t now) {
     master_.tick(now);
     tick_pair(now);
     note_members(now);
+    note_state(now);
     auto end = std::chrono::steady_clock::now() + kSweep;
     while (master_.sweep() && std::chrono::steady_clock::now() < end) {
     }
+}
+
+void MasterServer::note_state(uint64_t now) {
+    Standby other = standby_now(now);
+    MasterState state{.role = pair_.role(),
+                      .attached = other.attached,
+                      .is_whole = other.is_whole,
+                      .nodes = static_cast<uint32_t>(master_.membership().size()),
+                      .lag_ms = other.lag_ms,
+                      .rows = master_.directory().counters().rows,
+                      .first = master_.first(),
+                      .newest = master_.newest(),
+                      .other = std::move(other.name)};
+    MutexLock lock(state_mutex_);
+    state_ = std::move(state);
 }
 
 // Which members came, fell silent, were heard again or went, since the last look.

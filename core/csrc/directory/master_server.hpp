@@ -24,6 +24,7 @@
 #include "base/soft_limit.hpp"
 #include "directory/master.hpp"
 #include "directory/master_pair.hpp"
+#include "directory/master_state.hpp"
 #include "directory/standby_agent.hpp"
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
@@ -130,6 +131,8 @@ class MasterServer {
     void close_link(LinkId link);
     void on_tick(uint64_t now_ms);
     void note_members(uint64_t now_ms);
+    void note_state(uint64_t now_ms);
+    Standby standby_now(uint64_t now_ms) const;
     void note_left(NodeId id);
     bool call_on_loop(std::function<void()> f);
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
@@ -158,6 +161,9 @@ class MasterServer {
     bool standby_left_ = false;
     std::unordered_set<int> holding_;  // links with answers that wait for its word
     uint64_t ticked_ms_ = 0;
+
+    Mutex state_mutex_;
+    MasterState state_ GUARDED_BY(state_mutex_);  // as of the last tick
 
     // What was noted of the members, as of that epoch.
     struct Noted {

@@ -217,17 +217,17 @@ void MasterServer::set_valid_for(uint64_t ms) {
     pair_.set_valid_until(ms > UINT64_MAX - now ? UINT64_MAX : now + ms);
 }
 
+MasterServer::Standby MasterServer::standby_now(uint64_t now_ms) const {
+    MasterRole role = pair_.role();
+    if (role != MasterRole::kOwner)
+        return Standby{owner(), role == MasterRole::kStandby && pair_.is_whole(), pair_.is_whole(), 0};
+    if (standby_link() == nullptr) return Standby{};
+    return Standby{standby_name_, true, master_.mirror().whole(), pair_.lag_ms(now_ms)};
+}
+
 MasterServer::Standby MasterServer::standby() {
     auto now = std::make_shared<Standby>();
-    auto look = [this, now] {
-        MasterRole role = pair_.role();
-        if (role != MasterRole::kOwner) {
-            *now = Standby{owner(), role == MasterRole::kStandby && pair_.is_whole(), pair_.is_whole(), 0};
-        } else if (MasterLink* link = standby_link(); link != nullptr) {
-            *now = Standby{standby_name_, true, master_.mirror().whole(), pair_.lag_ms(now_ms())};
-        }
-    };
-    call_on_loop(look);
+    call_on_loop([this, now] { *now = standby_now(now_ms()); });
     return *now;
 }
 

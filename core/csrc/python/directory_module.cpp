@@ -33,6 +33,20 @@ namespace moonpool::python {
 
 namespace {
 
+const char* name_of(MasterRole role) {
+    switch (role) {
+        case MasterRole::kOwner:
+            return "owner";
+        case MasterRole::kStandby:
+            return "standby";
+        case MasterRole::kActing:
+            return "acting";
+        case MasterRole::kSuperseded:
+            return "superseded";
+    }
+    return "";
+}
+
 const char* name_of(MemberState state) {
     switch (state) {
         case MemberState::kAlive:
@@ -141,19 +155,7 @@ class PyMasterServer {
         py::gil_scoped_release nogil;
         return server_->is_alive(static_cast<uint32_t>(milliseconds(timeout_s)));
     }
-    const char* role() const {
-        switch (server_->role()) {
-            case MasterRole::kOwner:
-                return "owner";
-            case MasterRole::kStandby:
-                return "standby";
-            case MasterRole::kActing:
-                return "acting";
-            case MasterRole::kSuperseded:
-                return "superseded";
-        }
-        return "";
-    }
+    const char* role() const { return name_of(server_->role()); }
     // The other one of the two: address, whether it is there, whether the standby knows all, lag.
     std::tuple<std::string, bool, bool, double> standby() {
         py::gil_scoped_release nogil;
@@ -297,8 +299,41 @@ void bind_member(py::module_& m) {
 }  // namespace
 
 // Members first: the signatures of the classes below name them.
+MasterState master_state(const std::string& address, const py::bytes& token, double timeout_s,
+                         std::optional<std::shared_ptr<TlsClient>> tls) {
+    DialOptions to;
+    to.address = address;
+    to.token = std::string(token);
+    to.timeout_ms = milliseconds(timeout_s);
+    to.tls = tls.value_or(nullptr);
+    auto state = [&] {
+        py::gil_scoped_release nogil;
+        return ask_master_state(std::move(to));
+    }();
+    return unwrap(std::move(state), "status", address);
+}
+
+void bind_master_state(py::module_& m) {
+    py::class_<MasterState>(m, "MasterState", "What a master says of itself.")
+        .def_property_readonly("role", [](const MasterState& s) { return name_of(s.role); })
+        .def_readonly("attached", &MasterState::attached, "The other one of the two is there.")
+        .def_readonly("is_whole", &MasterState::is_whole, "The standby knows all that its owner knows.")
+        .def_readonly("nodes", &MasterState::nodes)
+        .def_readonly("keys", &MasterState::rows, "Rows of the directory.")
+        .def_readonly("newest", &MasterState::newest, "The last version that it has given, or heard of.")
+        .def_readonly("other", &MasterState::other,
+                      "The name of an owner's standby; of a standby the address of its owner.")
+        .def_property_readonly(
+            "lag_s", [](const MasterState& s) { return static_cast<double>(s.lag_ms) / 1000; },
+            "For how long the standby has owed its word, s.");
+    m.def("master_state", &master_state, py::arg("address"), py::arg("token"), py::kw_only(),
+          py::arg("timeout_s") = 1.0, py::arg("tls") = py::none(),
+          "Of the master at that address, also where it serves no clients.");
+}
+
 void bind_directory(py::module_& m) {
     bind_member(m);
+    bind_master_state(m);
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
         .def(py::init<std::vector<std::string>, const py::bytes&, const py::dict&,
                       std::optional<std::shared_ptr<TlsServer>>, std::string,

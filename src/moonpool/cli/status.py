@@ -14,7 +14,7 @@ from moonpool.core.service.exit_codes import EXIT_UNAVAILABLE
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from moonpool.core.service.cluster import Cluster
+    from moonpool.core.service.cluster import Cluster, MasterRow
     from moonpool.launch.snapshot import Snapshot
 
 
@@ -110,6 +110,8 @@ def render(snapshot: Snapshot) -> RenderableType:
             parts += _node(node)
     if snapshot.cluster is not None:
         parts += _cluster(snapshot.cluster)
+    if snapshot.masters:
+        parts += [Text("masters"), _masters(snapshot.masters)]
     if snapshot.proxy_answers:
         table = Table()
         for heading in ("engine", "address", "health", "requests now", "so far", "failed"):
@@ -177,6 +179,32 @@ def _hit_rate(counters: Mapping[str, int]) -> str:
     """Keys found of those looked up; "-" before the first."""
     asked = counters.get("lookup_keys_total", 0)
     return f"{counters.get('lookup_hits_total', 0) / asked:.1%}" if asked else "-"
+
+
+def _masters(masters: Sequence[MasterRow]) -> RenderableType:
+    """Which master serves, and how far its standby is."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for heading in ("master", "role", "the other one", "nodes", "keys"):
+        table.add_column(heading, overflow="fold")
+    for row in masters:
+        if not row.role:
+            table.add_row(row.address, Text("does not answer", "red"), row.why, "-", "-")
+            continue
+        other = "none"
+        if row.other or row.attached:
+            if not row.attached:
+                state = "does not answer"
+            elif not row.is_whole:
+                state = "does not know all yet"
+            else:
+                state = f"{row.lag_s:.1f} s behind" if row.lag_s >= 0.1 else "knows all"
+            other = f"{row.other}: {state}"
+        role = Text(row.role, "red" if row.role == "superseded" else "")
+        table.add_row(row.address, role, other, f"{row.nodes:,}", f"{row.keys:,}")
+    return table
 
 
 def _cluster(cluster: Cluster) -> list[RenderableType]:

@@ -14,7 +14,7 @@ from moonpool.core.config import paths
 from moonpool.core.config.config import Config
 from moonpool.core.errors import ConfigError, Error, Unavailable
 from moonpool.core.printable import printable_all
-from moonpool.core.service.cluster import Cluster, read_cluster
+from moonpool.core.service.cluster import Cluster, MasterRow, read_cluster, read_masters
 from moonpool.core.service.control_tls import control_client_for
 from moonpool.core.service.http_get import get_json
 from moonpool.core.service.http_tls import client_context, scheme
@@ -37,12 +37,14 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 class Snapshot(msgspec.Struct, frozen=True):
     """node: the first node's /stat; nodes: of all that answer; cluster: what the master tells of the nodes of
-    all hosts; engines: as the proxy sees them; problems: a sentence for each that did not answer.
+    all hosts; masters: where there are several, each of them; engines: as the proxy sees them; problems: a
+    sentence for each that did not answer.
     """
 
     node: dict[str, Any] | None = None
     nodes: list[dict[str, Any]] = []
     cluster: Cluster | None = None
+    masters: list[MasterRow] = []
     proxy_url: str = ""
     proxy_answers: bool = False
     engines: list[EngineRow] = []
@@ -111,8 +113,19 @@ def take(
                 f"node {node.get('name')} has not joined the master at {state.get('address')}: "
                 f"{state.get('why_not')}"
             )
-    cluster = _cluster(config, master, nodes, timeout_s, problems)
-    return Snapshot(nodes[0] if nodes else None, nodes, cluster, proxy_url, answers, engines, up, problems)
+    named = master or master_text(config) or next((str(n["master"]) for n in nodes if n.get("master")), "")
+    cluster = _cluster(config, named, timeout_s, problems)
+    return Snapshot(
+        node=nodes[0] if nodes else None,
+        nodes=nodes,
+        cluster=cluster,
+        masters=_masters(config, named, timeout_s) if "," in named else [],
+        proxy_url=proxy_url,
+        proxy_answers=answers,
+        engines=engines,
+        up=up,
+        problems=problems,
+    )
 
 
 def _places(config: Config, up: UpState | None) -> list[tuple[str, str]]:
@@ -140,11 +153,15 @@ def _proxy_key(config: Config) -> str:
         return ""
 
 
-def _cluster(
-    config: Config, master: str, nodes: list[dict[str, Any]], timeout_s: float, problems: list[str]
-) -> Cluster | None:
-    """From the master that was named, or that a node of this host has joined, or that runs on this host."""
-    named = master or master_text(config) or next((str(n["master"]) for n in nodes if n.get("master")), "")
+def _masters(config: Config, named: str, timeout_s: float) -> list[MasterRow]:
+    try:
+        return read_masters(named, config.client_token(), tls=control_client_for(config), timeout_s=timeout_s)
+    except Error:  # the reason stands with the cluster
+        return []
+
+
+def _cluster(config: Config, named: str, timeout_s: float, problems: list[str]) -> Cluster | None:
+    """From the masters that were named, or that a node of this host joins, or the one that runs here."""
     try:
         tls = control_client_for(config)
         return read_cluster(

@@ -211,6 +211,30 @@ TEST_CASE("masters: an owner goes on alone when its standby says that it leaves"
     CHECK(remove(client, 1));
 }
 
+TEST_CASE("masters: each says what it is, also one that serves no clients") {
+    Pair pair;
+    PairNode node(pair, "a");
+    node.put(1);
+    auto state_of = [](const MasterServer& server) {
+        Result<MasterState> state = ask_master_state({.address = server.addresses()[0], .token = kToken});
+        if (!state) FAIL(state.error().text);
+        return *state;
+    };
+    REQUIRE(until([&] { return state_of(*pair.owner).rows == 1 && state_of(*pair.owner).is_whole; }));
+    MasterState owner = state_of(*pair.owner);
+    CHECK(owner.role == MasterRole::kOwner);
+    CHECK(owner.attached);
+    CHECK(owner.nodes == 1);
+    REQUIRE(until([&] { return state_of(*pair.standby).rows == 1; }));
+    MasterState standby = state_of(*pair.standby);
+    CHECK(standby.role == MasterRole::kStandby);
+    CHECK(standby.other == pair.owner->addresses()[0]);
+    CHECK(standby.is_whole);
+    REQUIRE(pair.standby->take_over());
+    CHECK(until([&] { return state_of(*pair.standby).role == MasterRole::kOwner; }));
+    CHECK_FALSE(ask_master_state({.address = pair.owner->addresses()[0], .token = "another"}));
+}
+
 TEST_CASE("masters: an owner serves no longer when a node has heard of a later one") {
     Pair pair;
     PairNode node(pair, "a");
