@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -442,6 +442,46 @@ class NodeRow:
         ...
     @property
     def ssd_keys(self) -> int:
+        ...
+class MasterState:
+    """
+    What a master says of itself.
+    """
+    @property
+    def attached(self) -> bool:
+        """
+        The other one of the two is there.
+        """
+    @property
+    def is_whole(self) -> bool:
+        """
+        The standby knows all that its owner knows.
+        """
+    @property
+    def keys(self) -> int:
+        """
+        Rows of the directory.
+        """
+    @property
+    def lag_s(self) -> float:
+        """
+        For how long the standby has owed its word, s.
+        """
+    @property
+    def newest(self) -> int:
+        """
+        The last version that it has given, or heard of.
+        """
+    @property
+    def nodes(self) -> int:
+        ...
+    @property
+    def other(self) -> str:
+        """
+        The name of an owner's standby; of a standby the address of its owner.
+        """
+    @property
+    def role(self) -> str:
         ...
 class MasterServer:
     """
@@ -1506,6 +1546,10 @@ def key_hash(tenant: str, namespace: str, fingerprint: bytes, name: bytes) -> by
 def kv_event_block_tokens(payload: typing.Any) -> typing.Any:
     """
     Tokens of a block, as the first event of a batch says that has tokens; None: no event has.
+    """
+def master_state(address: str, token: bytes, *, timeout_s: typing.SupportsFloat | typing.SupportsIndex = 1.0, tls: TlsClient | None = None) -> MasterState:
+    """
+    Of the master at that address, also where it serves no clients.
     """
 def room_for_arenas(root: str = '') -> int | None:
     """
