@@ -215,8 +215,14 @@ TEST_CASE("masters: each says what it is, also one that serves no clients") {
     Pair pair;
     PairNode node(pair, "a");
     node.put(1);
-    auto state_of = [](const MasterServer& server) {
-        Result<MasterState> state = ask_master_state({.address = server.addresses()[0], .token = kToken});
+    auto ask = [](const MasterServer& server, const char* token) {
+        DialOptions to;
+        to.address = server.addresses()[0];
+        to.token = token;
+        return ask_master_state(std::move(to));
+    };
+    auto state_of = [&](const MasterServer& server) {
+        Result<MasterState> state = ask(server, kToken);
         if (!state) FAIL(state.error().text);
         return *state;
     };
@@ -232,7 +238,7 @@ TEST_CASE("masters: each says what it is, also one that serves no clients") {
     CHECK(standby.is_whole);
     REQUIRE(pair.standby->take_over());
     CHECK(until([&] { return state_of(*pair.standby).role == MasterRole::kOwner; }));
-    CHECK_FALSE(ask_master_state({.address = pair.owner->addresses()[0], .token = "another"}));
+    CHECK_FALSE(ask(*pair.owner, "another"));
 }
 
 TEST_CASE("masters: an owner serves no longer when a node has heard of a later one") {
