@@ -15,6 +15,12 @@
 // - late=5: the 5th request, a write, is in the network: its sender is told that retries are over, its bytes
 // land
 //   with soft_verbs_release() if the target's queue pair still takes them
+// - held=5:9: the 5th request is carried out, but told of only when the 9th is posted, on whichever queue
+// pair;
+//   all behind it on its own one never completes
+// - swapped=5: the completion of the 5th request is told behind the next one of its queue pair
+// - twice=5: the completion of the 5th request is told twice
+// - gone0: no way leads to the GIDs of the device
 // - relaxed: bytes of writes land, in reverse order, when a read on their queue pair comes behind them
 // - full=3: the 3rd call to post is refused with ENOMEM
 // - nodmabuf: the NICs take no dma-buf
@@ -26,6 +32,8 @@
 #define MOONPOOL_SOFT_VERBS_CONTROLS(X)                                                                    \
     X(void, soft_verbs_script, (const char* script))                                                       \
     X(void, soft_verbs_port, (int device, int up))                                                         \
+    /* The device fails as a whole: an event says so, and nothing of it completes any more. */             \
+    X(void, soft_verbs_fatal, (int device))                                                                \
     X(void, soft_verbs_silent, (int device, int silent))                                                   \
     X(int, soft_verbs_release, ())                                                                         \
     /* As the module nvidia_peermem: NICs take a card's addresses, where the CPU sees the bytes at `seen`. \
