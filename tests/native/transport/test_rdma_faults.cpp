@@ -181,3 +181,41 @@ TEST_CASE("rdma: nothing lands in memory of a transfer that has ended, though th
     REQUIRE(VerbsBed::count("under_way") == 0);
     CHECK(all_are(std::byte{0x22}, nodes.mine.data(), nodes.mine.size()));
 }
+
+TEST_CASE("rdma: a rail that fails again and again is tried after longer and longer pauses") {
+    constexpr uint64_t kMs = 1'000'000, kMarginMs = 50;
+    VerbsBed bed("devices=1 virtual");
+    Nodes nodes({"rdma", "tcp"}, kMiB,
+                [](EngineOptions& options) { options.rdma.clock_ns = soft_verbs().soft_verbs_now; });
+    nodes.warm_up("rdma");
+    auto by_rdma = [&] {
+        const uint64_t before = nodes.moved_by("rdma");
+        Result<uint64_t> moved = nodes.pair.transfer(write_of(nodes, 1000));
+        REQUIRE_MESSAGE(moved.ok(), why_failed(moved));
+        return nodes.moved_by("rdma") != before;
+    };
+    auto fails = [&] {
+        soft_verbs().soft_verbs_script("devices=1 virtual fail=1:12");
+        CHECK_FALSE(by_rdma());
+        soft_verbs().soft_verbs_script("devices=1 virtual");
+    };
+    // It fails, is left alone for so long, and then carries what comes.
+    auto flap = [&](uint64_t pause_ms) {
+        CAPTURE(pause_ms);
+        fails();
+        CHECK_FALSE(by_rdma());
+        soft_verbs().soft_verbs_pass((pause_ms - kMarginMs) * kMs);
+        CHECK_FALSE(by_rdma());
+        soft_verbs().soft_verbs_pass(2 * kMarginMs * kMs);
+        CHECK(by_rdma());
+        CHECK(by_rdma());
+    };
+    for (uint64_t pause_ms : {500, 1000, 2000, 4000}) flap(pause_ms);
+    // It is good for 61 s, and idle meanwhile: then it has one fault less, and no connection.
+    soft_verbs().soft_verbs_pass(61'000 * kMs);
+    const uint64_t limit = now_ns() + 60'000 * kMs;
+    while (VerbsBed::count("pairs") != 0 && now_ns() < limit) std::this_thread::yield();
+    REQUIRE(VerbsBed::count("pairs") == 0);
+    CHECK(by_rdma());
+    for (uint64_t pause_ms : {4000, 8000, 16'000, 32'000, 60'000, 60'000}) flap(pause_ms);
+}
