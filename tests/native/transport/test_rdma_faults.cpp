@@ -219,3 +219,34 @@ TEST_CASE("rdma: a rail that fails again and again is tried after longer and lon
     CHECK(by_rdma());
     for (uint64_t pause_ms : {4000, 8000, 16'000, 32'000, 60'000, 60'000}) flap(pause_ms);
 }
+
+TEST_CASE("rdma: a batch costs one call, one completion, and no look at memory for what is short") {
+    VerbsBed bed("devices=1");
+    Nodes nodes({"rdma"}, kMiB);
+    nodes.warm_up("rdma");
+    struct Batch {
+        size_t slices;
+        uint64_t bytes;  // of each
+        Direction direction;
+        uint64_t posts, requests, inlined;
+    };
+    for (const Batch& batch :
+         {Batch{1, 8, Direction::kWrite, 1, 2, 1}, Batch{1, 8, Direction::kRead, 1, 1, 0},
+          Batch{63, 64, Direction::kWrite, 1, 64, 63}, Batch{64, 65, Direction::kWrite, 1, 65, 0},
+          Batch{64, 8, Direction::kRead, 1, 64, 0}, Batch{65, 8, Direction::kWrite, 2, 67, 65},
+          Batch{128, 512, Direction::kRead, 2, 128, 0}}) {
+        CAPTURE(batch.slices);
+        CAPTURE(batch.bytes);
+        CAPTURE(static_cast<int>(batch.direction));
+        std::vector<Slice> slices = small_ones(nodes, batch.slices, batch.bytes, batch.direction);
+        REQUIRE(nodes.pair.transfer(slices).ok());  // by now the rail's rate is known
+        std::vector<uint64_t> before;
+        const std::vector<const char*> names = {"posts", "requests", "signaled", "inlined"};
+        for (const char* name : names) before.push_back(VerbsBed::count(name));
+        REQUIRE(nodes.pair.transfer(slices).ok());
+        const std::vector<uint64_t> expected = {batch.posts, batch.requests, batch.posts, batch.inlined};
+        for (size_t i = 0; i < names.size(); ++i) {
+            CHECK_MESSAGE(VerbsBed::count(names[i]) - before[i] == expected[i], names[i]);
+        }
+    }
+}
