@@ -30,20 +30,35 @@ int shared_bits(const Gid& a, const Gid& b) {
 
 bool is_ipv4(const Gid& gid) { return gid[10] == 0xff && gid[11] == 0xff && gid[0] == 0; }
 
-// Port i here and port i there, unless another one of the peer is nearer.
+// Whether a port here may reach that one of a peer.
+bool of_one_kind(const PortAddress& here, const PortAddress& there) {
+    if (here.infiniband != there.infiniband) return false;
+    return here.infiniband || is_ipv4(here.gid) == is_ipv4(there.gid);
+}
+
+// Of those that may reach the peer the kRailsMax that are nearest to the memory of this host; port i here and
+// port i there, unless another one of the peer is nearer.
 std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared_ptr<Port>>& own,
                                                    const std::vector<OfferedPort>& peer,
                                                    std::atomic<uint32_t>& next, const Context& context) {
     std::vector<std::unique_ptr<nic::Rail>> rails;
     std::vector<bool> taken(peer.size());
-    for (size_t i = 0; i < own.size() && rails.size() < kRailsMax; ++i) {
+    std::vector<size_t> places;
+    std::vector<std::shared_ptr<Port>> usable;
+    for (size_t i = 0; i < own.size(); ++i) {
+        auto reached = [&](const OfferedPort& port) { return of_one_kind(own[i]->address, port.address); };
+        if (std::ranges::none_of(peer, reached)) continue;
+        places.push_back(i);
+        usable.push_back(own[i]);
+    }
+    for (size_t chosen : choose_ports(usable, kRailsMax)) {
+        const size_t i = places[chosen];
         const PortAddress& here = own[i]->address;
         std::optional<size_t> best;
         int most = -1;
         for (size_t k = 0; k < peer.size(); ++k) {
             const PortAddress& there = peer[k].address;
-            if (taken[k] || here.infiniband != there.infiniband) continue;
-            if (!here.infiniband && is_ipv4(here.gid) != is_ipv4(there.gid)) continue;
+            if (taken[k] || !of_one_kind(here, there)) continue;
             int bits = 2 * shared_bits(here.gid, there.gid) + (i == k ? 1 : 0);
             if (bits <= most) continue;
             most = bits;
@@ -57,6 +72,21 @@ std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared
                                                *context.loops[number % context.loops.size()]));
     }
     return rails;
+}
+
+// No more ports than an engine offers. A device that has none of them is closed: its keys would be for
+// nothing.
+void keep_nearest(Nics& nics) {
+    std::vector<std::shared_ptr<Port>> ports;
+    for (size_t i : choose_ports(nics.ports, kPortsMax)) ports.push_back(nics.ports[i]);
+    std::vector<std::shared_ptr<Device>> devices;
+    for (const auto& port : ports) {
+        auto found = std::ranges::find(devices, port->device);
+        port->device_index = static_cast<size_t>(found - devices.begin());
+        if (found == devices.end()) devices.push_back(port->device);
+    }
+    nics.ports = std::move(ports);
+    nics.devices = std::move(devices);
 }
 
 // Empty: a NIC here may get keys for memory of a card.
@@ -109,8 +139,8 @@ Status Transport::start() {
     if (!verbs) return verbs.error();
     Result<Nics> nics = open_nics(**verbs, context_.options.rdma.devices);
     if (!nics) return nics.error();
-    if (nics->ports.size() > kPortsMax) nics->ports.resize(kPortsMax);
     if (nics->ports.size() > 1) rank_ports(topology::read_machine(context_.options.machine), nics->ports);
+    if (nics->ports.size() > kPortsMax) keep_nearest(*nics);
     nics_ = std::move(*nics);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(nics_.devices.begin(), nics_.devices.end());
     serve_by(std::move(makers), context_.options.rdma, nic::KeySize::k32,

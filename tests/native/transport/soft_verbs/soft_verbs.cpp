@@ -47,7 +47,7 @@ namespace {
 using namespace moonpool::transport::rdma::ib;
 using moonpool::OrderedByThePeer;
 
-constexpr int kDevicesMax = 8;
+constexpr int kDevicesMax = 10;
 constexpr int kReset = 0;
 constexpr size_t kLocks = 8;
 constexpr uint64_t kLookNs = 2'000'000;  // a virtual clock goes on while something lost is waited for
@@ -1121,7 +1121,7 @@ uint64_t soft_verbs_count(const char* what) {
         all.inlined += counts.inlined;
         for (size_t i = 0; i < kDevicesMax; ++i) all.bytes[i] += counts.bytes[i];
     }
-    if (name == "bytes0" || name == "bytes1") return all.bytes[name.back() - '0'];
+    if (name.starts_with("bytes")) return all.bytes[(name.back() - '0') % kDevicesMax];
     if (name == "under_way") {  // that wait for a device with a speed
         uint64_t sum = 0;
         for (const auto& queue : s.under_way) sum += queue.size();
