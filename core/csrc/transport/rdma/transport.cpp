@@ -17,23 +17,17 @@ namespace {
 
 constexpr size_t kRailsMax = 8;  // to one peer
 
-// Bits at the front that two addresses share: ports of one subnet have most.
-int shared_bits(const Gid& a, const Gid& b) {
-    int bits = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-        auto differing = static_cast<uint8_t>(a[i] ^ b[i]);
-        bits += std::countl_zero(differing);
-        if (differing != 0) break;
+// Bits at the front that an address here shares with the nearest one there: ports of one subnet have most.
+// -1: the ports are of different kinds.
+int nearness(const Port& here, const OfferedPort& there) {
+    if (here.address.infiniband != there.address.infiniband) return -1;
+    const GidEntry own = here.gids_toward(there.gids).front();
+    int most = -1;
+    for (const Gid& gid : there.gids) {
+        if (!here.address.infiniband && is_ipv4(own.gid) != is_ipv4(gid)) continue;
+        most = std::max(most, shared_bits(own.gid, gid));
     }
-    return bits;
-}
-
-bool is_ipv4(const Gid& gid) { return gid[10] == 0xff && gid[11] == 0xff && gid[0] == 0; }
-
-// Whether a port here may reach that one of a peer.
-bool of_one_kind(const PortAddress& here, const PortAddress& there) {
-    if (here.infiniband != there.infiniband) return false;
-    return here.infiniband || is_ipv4(here.gid) == is_ipv4(there.gid);
+    return most;
 }
 
 // Of those that may reach the peer the kRailsMax that are nearest to the memory of this host; port i here and
@@ -46,20 +40,19 @@ std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared
     std::vector<size_t> places;
     std::vector<std::shared_ptr<Port>> usable;
     for (size_t i = 0; i < own.size(); ++i) {
-        auto reached = [&](const OfferedPort& port) { return of_one_kind(own[i]->address, port.address); };
+        auto reached = [&](const OfferedPort& port) { return nearness(*own[i], port) >= 0; };
         if (std::ranges::none_of(peer, reached)) continue;
         places.push_back(i);
         usable.push_back(own[i]);
     }
     for (size_t chosen : choose_ports(usable, kRailsMax)) {
         const size_t i = places[chosen];
-        const PortAddress& here = own[i]->address;
         std::optional<size_t> best;
         int most = -1;
         for (size_t k = 0; k < peer.size(); ++k) {
-            const PortAddress& there = peer[k].address;
-            if (taken[k] || !of_one_kind(here, there)) continue;
-            int bits = 2 * shared_bits(here.gid, there.gid) + (i == k ? 1 : 0);
+            const int near = taken[k] ? -1 : nearness(*own[i], peer[k]);
+            if (near < 0) continue;
+            const int bits = 2 * near + (i == k ? 1 : 0);
             if (bits <= most) continue;
             most = bits;
             best = k;
@@ -171,7 +164,16 @@ Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t number, Reader 
         pair = QueuePair::create(port, *none);
     }
     if (!pair) return pair.error();
-    if (Status connected = (*pair)->connect(initiator, false); !connected) return connected.error();
+    std::string why;
+    bool connected = false;
+    for (const GidEntry& own : port->gids_toward({initiator.port.gid})) {
+        (*pair)->use(own);
+        Status made = (*pair)->connect(initiator, false);
+        connected = made.ok();
+        if (connected) break;
+        why += (why.empty() ? "" : "; ") + made.error().text;
+    }
+    if (!connected) return Error{Code::kUnavailable, std::move(why)};
     encode(answer, (*pair)->endpoint());
     return std::unique_ptr<nic::TargetEnd>(std::move(*pair));
 }

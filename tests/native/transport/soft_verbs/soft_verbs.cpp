@@ -91,7 +91,7 @@ struct Script {
     std::map<uint64_t, int> fail;
     std::set<uint64_t> lost, late, full, no_memory, twice, swapped;
     std::map<uint64_t, uint64_t> held;
-    bool gone[kDevicesMax] = {};
+    std::string gone[kDevicesMax];
     uint64_t no_memory_from = UINT64_MAX;
 
     // No request fails, waits or is counted by it.
@@ -232,7 +232,7 @@ void read_script(State& s, const char* text) {
         }
         if (name == "twice") s.script.twice.insert(number);
         if (name == "swapped") s.script.swapped.insert(number);
-        if (name.starts_with("gone")) s.script.gone[device] = true;
+        if (name.starts_with("gone")) s.script.gone[device] = value.empty() ? "all" : value;
         if (name == "lost") s.script.lost.insert(number);
         if (name == "late") s.script.late.insert(number);
         if (name == "full") s.script.full.insert(number);
@@ -700,6 +700,11 @@ void tell_engines(State& s, int device, const AsyncEvent& event) {
     }
 }
 
+// Of the GIDs by which a device of such a script is reached.
+std::vector<std::string> kinds_of(const std::string& gids) {
+    return gids == "both" ? std::vector<std::string>{"v4", "v6"} : std::vector<std::string>{gids};
+}
+
 SoftContext& of(Context* context) { return static_cast<SoftContext&>(*context); }
 
 // at: where this process has the bytes. Null: no memory, as the script says.
@@ -815,8 +820,9 @@ int _ibv_query_gid_ex(Context* context, uint32_t, uint32_t index, GidEntry* out,
     }
     if (kind == "v1") return ENODATA;
     if (index == 2) out->gid = address_of(device, "local");
-    if (index == 3) out->gid = address_of(device, kind);
-    return index == 2 || index == 3 ? 0 : ENODATA;  // 1 is a hole
+    const std::vector<std::string> kinds = kinds_of(kind);
+    if (index >= 3 && index < 3 + kinds.size()) out->gid = address_of(device, kinds[index - 3]);
+    return index >= 2 && index < 3 + kinds.size() ? 0 : ENODATA;  // 1 is a hole
 }
 int ibv_query_gid(Context* context, uint8_t port, int index, Gid* out) {
     GidEntry entry;
@@ -996,9 +1002,11 @@ int ibv_modify_qp(Qp* raw, QpAttr* attr, int fields) {
         // A GID that no port has is looked for, and not found.
         bool known = s.script.infiniband;
         for (int i = 0; i < kDevicesMax && !known; ++i) {
-            if (s.script.gone[i]) continue;
-            Gid gid = address_of(i, s.script.gids);
-            known = std::memcmp(gid.raw, attr->ah_attr.grh.dgid.raw, sizeof(gid.raw)) == 0;
+            for (const std::string& kind : kinds_of(s.script.gids)) {
+                if (s.script.gone[i] == "all" || s.script.gone[i] == kind) continue;
+                Gid gid = address_of(i, kind);
+                known = known || std::memcmp(gid.raw, attr->ah_attr.grh.dgid.raw, sizeof(gid.raw)) == 0;
+            }
         }
         if (!known) return ETIMEDOUT;
         qp->row->dest = attr->dest_qp_num;
