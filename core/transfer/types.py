@@ -61,6 +61,7 @@ class PeerPath:
                with the reason.
     jobs:      how many transfers were timed to know its cost, which is ``slice_s`` for each slice and
                ``byte_s`` for each byte, in seconds, of late. With 0 jobs nothing is known.
+    remarks:   for people: parts of the path that are not used, as addresses of a port, each with the reason.
     """
 
     transport: str
@@ -70,6 +71,7 @@ class PeerPath:
     jobs: int = 0
     slice_s: float = 0.0
     byte_s: float = 0.0
+    remarks: str = ""
 
 
 class TransferOptions(TypedDict, total=False):

@@ -125,6 +125,7 @@ struct SegmentPath {
     double slice_ns = 0, byte_ns = 0;
     // Kinds of the peer's memory that the path does not reach, and why.
     std::vector<std::pair<MemoryKind, std::string>> unreached{};
+    std::string remarks{};  // for people: parts of it that are not used, with the reasons
 };
 
 class Engine {

@@ -363,7 +363,8 @@ class PyEngine {
     }
 
     // (transport, path or "", why there is none, {kind of the peer's memory: why it does not reach it}, and
-    // of the jobs that were timed: how many, seconds for each slice, seconds for each byte)
+    // of the jobs that were timed: how many, seconds for each slice, seconds for each byte; parts of it
+    // that are not used, with the reasons)
     py::list paths(uint32_t segment) {
         py::list rows;
         for (const SegmentPath& path : unwrap(engine_->paths(segment), "paths")) {
@@ -372,7 +373,7 @@ class PyEngine {
                 unreached[py::str(moonpool::kind_name(kind))] = why;
             }
             rows.append(py::make_tuple(path.transport, path.path, path.why, unreached, path.jobs,
-                                       path.slice_ns / 1e9, path.byte_ns / 1e9));
+                                       path.slice_ns / 1e9, path.byte_ns / 1e9, path.remarks));
         }
         return rows;
     }

@@ -78,6 +78,8 @@ class Link {
    public:
     virtual ~Link() = default;
     virtual std::string path() const = 0;  // for people: "tcp 10.0.0.7:7000"
+    // Of its parts, for people: what is not used, with the reasons; empty: nothing is to be said.
+    virtual std::string remarks() const { return ""; }
 
     // Whether this path can move bytes to or from a peer's memory of that kind; if not, `why` (may be null)
     // says the reason in one sentence.

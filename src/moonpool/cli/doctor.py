@@ -129,5 +129,7 @@ def _peer(peer: Peer) -> Iterator[Text]:
     for row in peer.paths:
         shown = printable(row.path or f"none: {row.why}")
         yield Text(f"{'':<8}{row.transport + ':':<20} {shown}")
+        if row.remarks:
+            yield Text(f"{'':<8}{'':<20} {printable(row.remarks)}")
         for unreached, why in row.unreached.items():
             yield Text(f"{'':<8}{'':<20} not {unreached} memory: {printable(why)}")

@@ -130,6 +130,64 @@ TEST_CASE("rdma: ports are near memory as recorded machines say") {
     CHECK(tiers("rxe_vm", soft, 2) == near_0);
 }
 
+TEST_CASE("rdma: of more ports than there may be rails those are chosen that are near to each node") {
+    using Places = std::vector<size_t>;
+    Recorded recorded("dgx_h100");
+    std::vector<std::string> names = {"of_no_tree", "of_none_either"};
+    for (int i = 0; i < 12; ++i) names.push_back("mlx5_" + std::to_string(i));
+    std::vector<std::shared_ptr<Port>> ports = ports_of(names);
+    transport::rdma::rank_ports(recorded.machine(), ports);
+    auto near = [&](const Places& places, int node) {
+        return std::ranges::count_if(places, [&](size_t i) { return ports[i]->tier(node) == 0; });
+    };
+    for (size_t n : {2, 8, 12}) {
+        CAPTURE(n);
+        Places places = transport::rdma::choose_ports(ports, n);
+        CHECK(places.size() == n);
+        CHECK(std::ranges::is_sorted(places));
+        CHECK(places.front() >= 2);
+        CHECK(near(places, 0) == static_cast<long>(n / 2));
+        CHECK(near(places, 1) == static_cast<long>(n / 2));
+    }
+    CHECK(transport::rdma::choose_ports(ports, 14).size() == 14);
+    CHECK(transport::rdma::choose_ports(ports, 20).size() == 14);
+    // Of equally near ones the fastest, then the first.
+    const size_t fast = 2 + 5;
+    REQUIRE(ports[fast]->tier(0) == 0);
+    ports[fast]->gbit_s = 400;
+    Places two = transport::rdma::choose_ports(ports, 2);
+    CHECK(std::ranges::count(two, fast) == 1);
+    // Where nothing is known of any.
+    CHECK(transport::rdma::choose_ports(ports_of({"a", "b", "c"}), 2) == Places{0, 1});
+}
+
+TEST_CASE("rdma: with ten ports the eight near ones carry") {
+    VerbsBed bed("devices=10");
+    Recorded recorded("two_sockets");
+    for (int i = 2; i < 10; ++i) {  // soft0 and soft1 are in no tree
+        recorded.link("/sys/class/infiniband/soft" + std::to_string(i),
+                      i % 2 == 0 ? "../../devices/pci0000:30/0000:30:02.0/0000:31:00.0/infiniband/mlx5_0"
+                                 : "../../devices/pci0000:b0/0000:b0:02.0/0000:b1:00.0/infiniband/mlx5_1");
+    }
+    auto options = [&](const char* name) {
+        EngineOptions made = engine_options(name, "rdma");
+        made.machine = recorded.root();
+        return made;
+    };
+    Pair pair(options("here"), options("there"));
+    Memory mine(*pair.here, 4 * kMiB, MemoryKind::kHost), theirs(*pair.there, 4 * kMiB, MemoryKind::kHost);
+    Random random(941);
+    mine.fill(random);
+    const uint64_t limit = now_ns() + 60'000'000'000;
+    while (VerbsBed::count("pairs") < 2 * 8 && now_ns() < limit) {
+        REQUIRE(pair.transfer({{mine.address(), theirs.address(), mine.size(), Direction::kWrite}}).ok());
+    }
+    CHECK(mine.bytes() == theirs.bytes());
+    CHECK(VerbsBed::count("bytes0") == 0);
+    CHECK(VerbsBed::count("bytes1") == 0);
+    CHECK(VerbsBed::count("pairs") == 2 * 8);
+}
+
 TEST_CASE("rdma: the rail near the memory comes first, and the far one helps where that is slow") {
     for (int near : {0, 1}) {
         CAPTURE(near);

@@ -72,6 +72,19 @@ std::string Link::path() const {
     return rails_.size() == 1 ? text : text + " and " + std::to_string(rails_.size() - 1) + " more";
 }
 
+std::string Link::remarks() const {
+    MutexLock lock(mutex_);
+    std::string text;
+    for (const auto& rail : rails_) {
+        auto add = [&](const std::string& remark) {
+            if (!remark.empty()) text += (text.empty() ? "" : "; ") + (rail->name() + ": ") + remark;
+        };
+        if (rail->faults > 0 && rail->state != Rail::State::kUp) add(rail->why);
+        add(rail->remarks());
+    }
+    return text;
+}
+
 // Of a card it depends on the region: its keys say.
 bool Link::reaches(MemoryKind kind, std::string* why) const {
     if (kind != MemoryKind::kDevice) return reached_by_cpu(kind, why);

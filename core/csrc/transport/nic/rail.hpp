@@ -74,6 +74,8 @@ class Rail {
 
     virtual std::string name() const = 0;  // of the port here
     virtual std::string path() const = 0;  // "mlx5_0:1 10.0.0.7 to mlx5_1:1 10.0.0.8"
+    // Of its ends, for people: addresses that are not used, each with the reason.
+    virtual std::string remarks() const { return ""; }
     virtual bool port_up() const { return true; }
     // NUMA node -> how many tiers of ports are nearer to its memory; null: nothing is known.
     using Tiers = std::map<int, int>;

@@ -4,7 +4,9 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <tuple>
 
 #include "device/dma_buf.hpp"
 
@@ -14,11 +16,11 @@ namespace {
 
 constexpr int kKeyAccess = ib::kLocalWrite | ib::kRemoteWrite | ib::kRemoteRead;
 
-bool is_mapped_ipv4(const Gid& gid) {
-    return std::all_of(gid.begin(), gid.begin() + 10, [](uint8_t b) { return b == 0; }) && gid[10] == 0xff &&
-           gid[11] == 0xff;
+// IPv4, IPv6, and addresses of one link.
+int rank_of(const Gid& gid) {
+    if (is_ipv4(gid)) return 0;
+    return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80 ? 2 : 1;
 }
-bool is_link_local(const Gid& gid) { return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80; }
 
 // The device list, freed with the scope.
 class DeviceList {
@@ -82,10 +84,9 @@ double speed_gbit_s(const ib::PortAttr& port) {
     }
 }
 
-// The GID by which peers reach a RoCE port: version 2 over IPv4 before IPv6. Why each other one is not taken
-// stands in port.rejected.
-bool choose_gid(const Verbs& verbs, Port& port, int entries) {
-    int best = 0;
+// The GIDs by which peers reach a RoCE port: of version 2, over IPv4 before IPv6. Why each one is not the
+// first stands in port.rejected.
+bool choose_gids(const Verbs& verbs, Port& port, int entries) {
     auto reject = [&](int index, const Gid& gid, const char* why) {
         port.rejected += (port.rejected.empty() ? "" : "; ") + std::string("GID ") + std::to_string(index) +
                          " (" + gid_text(gid) + ") " + why;
@@ -103,17 +104,15 @@ bool choose_gid(const Verbs& verbs, Port& port, int entries) {
             reject(i, gid, "is RoCE v1, which no router forwards");
             continue;
         }
-        int rank = is_mapped_ipv4(gid) ? 3 : is_link_local(gid) ? 1 : 2;
-        if (rank <= best) {
-            reject(i, gid, "comes behind another one");
-            continue;
-        }
-        if (best != 0) reject(port.gid_index, port.address.gid, "comes behind another one");
-        best = rank;
-        port.gid_index = static_cast<uint8_t>(i);
-        port.address.gid = gid;
+        port.gids.push_back({gid, static_cast<uint8_t>(i)});
     }
-    return best != 0;
+    if (port.gids.empty()) return false;
+    std::ranges::stable_sort(port.gids, {}, [](const GidEntry& entry) { return rank_of(entry.gid); });
+    if (port.gids.size() > kGidsMax) port.gids.resize(kGidsMax);
+    for (size_t i = 1; i < port.gids.size(); ++i)
+        reject(port.gids[i].index, port.gids[i].gid, "comes behind another one");
+    port.address.gid = port.gids.front().gid;
+    return true;
 }
 
 // -> why the port is of no use; empty: it is.
@@ -128,21 +127,37 @@ std::string look_at(const Verbs& verbs, Port& port) {
     port.address.lid = facts.lid;
     port.gbit_s = speed_gbit_s(facts);
     if (!port.address.infiniband) {
-        if (choose_gid(verbs, port, facts.gid_tbl_len)) return "";
+        if (choose_gids(verbs, port, facts.gid_tbl_len)) return "";
         return "has no GID of use" + (port.rejected.empty() ? "" : ": " + port.rejected);
     }
     ib::Gid gid{};
     if (verbs.query_gid(port.device->context, port.number, 0, &gid) == 0) {
         std::memcpy(port.address.gid.data(), gid.raw, sizeof(gid.raw));
     }
+    port.gids = {{port.address.gid, 0}};
     return port.address.lid != 0 ? "" : "has no LID: no subnet manager has given it one";
 }
 
 }  // namespace
 
+bool is_ipv4(const Gid& gid) {
+    return std::all_of(gid.begin(), gid.begin() + 10, [](uint8_t b) { return b == 0; }) && gid[10] == 0xff &&
+           gid[11] == 0xff;
+}
+
+int shared_bits(const Gid& a, const Gid& b) {
+    int bits = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+        auto differing = static_cast<uint8_t>(a[i] ^ b[i]);
+        bits += std::countl_zero(differing);
+        if (differing != 0) break;
+    }
+    return bits;
+}
+
 std::string gid_text(const Gid& gid) {
     char text[INET6_ADDRSTRLEN] = {};
-    if (is_mapped_ipv4(gid)) {
+    if (is_ipv4(gid)) {
         ::inet_ntop(AF_INET, gid.data() + 12, text, sizeof(text));
     } else {
         ::inet_ntop(AF_INET6, gid.data(), text, sizeof(text));
@@ -155,8 +170,29 @@ std::string verb_error_text(int code) {
     return code == ENOMEM ? text + "; raise the limit of locked memory (ulimit -l)" : text;
 }
 
-std::string Port::text() const {
-    return name + " " + (address.infiniband ? "LID " + std::to_string(address.lid) : gid_text(address.gid));
+std::string PortAddress::text() const { return infiniband ? "LID " + std::to_string(lid) : gid_text(gid); }
+
+std::string Port::text() const { return name + " " + address.text(); }
+
+std::vector<GidEntry> Port::gids_toward(const std::vector<Gid>& peer) const {
+    auto bits = [&](const GidEntry& entry, auto same) {
+        int most = -1;
+        for (const Gid& gid : peer) {
+            if (same(gid) == same(entry.gid)) most = std::max(most, shared_bits(entry.gid, gid));
+        }
+        return most;
+    };
+    std::vector<GidEntry> ordered;
+    for (const GidEntry& entry : gids) {
+        if (bits(entry, is_ipv4) >= 0) ordered.push_back(entry);
+    }
+    if (ordered.empty()) return {gids.front()};  // and says that it does not reach the peer
+    std::ranges::stable_sort(ordered, {}, [&](const GidEntry& entry) {
+        const int most = bits(entry, rank_of);
+        return std::tuple(most < 0, rank_of(entry.gid), -most);
+    });
+    if (ordered.size() > kGidsTriedMax) ordered.resize(kGidsTriedMax);
+    return ordered;
 }
 
 Device::Device(const Verbs& v, ib::Context* c, ib::Pd* p, std::string n)

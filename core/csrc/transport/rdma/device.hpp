@@ -19,12 +19,22 @@ namespace moonpool::transport::rdma {
 
 using Gid = std::array<uint8_t, 16>;
 
+// An entry of a port's table of GIDs.
+struct GidEntry {
+    Gid gid{};
+    uint8_t index = 0;
+};
+inline constexpr size_t kGidsMax = 16;      // of a port
+inline constexpr size_t kGidsTriedMax = 4;  // of those, for one connection
+
 // How the other side reaches a port.
 struct PortAddress {
     bool infiniband = false;  // by LID; else RoCE, by GID
     uint8_t mtu = 0;          // as in the ABI: 1 is 256 bytes, 5 is 4,096
     uint16_t lid = 0;
     Gid gid{};
+
+    std::string text() const;  // "10.0.0.7" or "LID 3"
 };
 
 class Device final : public nic::KeyMaker {
@@ -62,9 +72,9 @@ struct Port {
     uint8_t number = 1;
     std::string name;  // "mlx5_0:1"
     PortAddress address;
-    uint8_t gid_index = 0;
+    std::vector<GidEntry> gids;  // by which peers may reach it; address has the first
     double gbit_s = 0;
-    std::string rejected;      // GIDs, each with the reason
+    std::string rejected;      // GIDs that are not the first, each with the reason
     std::map<int, int> tiers;  // NUMA node -> how many tiers of ports are nearer to its memory
     std::atomic<bool> up{true};
 
@@ -74,6 +84,10 @@ struct Port {
         return found == tiers.end() ? 0 : found->second;
     }
     std::string device_name() const { return name.substr(0, name.rfind(':')); }
+    // Those by which a peer with one of these GIDs may be reached, kGidsTriedMax at most, in the order in
+    // which a connection tries them: IPv4, IPv6, addresses of the link; of one kind those of the peer's
+    // subnet first. At least one.
+    std::vector<GidEntry> gids_toward(const std::vector<Gid>& peer) const;
     std::string text() const;  // "mlx5_0:1 10.0.0.7"
 };
 
@@ -90,6 +104,9 @@ Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names
 Status has_device(const Verbs& verbs);
 
 std::string gid_text(const Gid& gid);
+bool is_ipv4(const Gid& gid);
+// Bits at the front that two addresses share: ports of one subnet have most.
+int shared_bits(const Gid& a, const Gid& b);
 // Of a verb that failed; of memory with what an operator can do.
 std::string verb_error_text(int code);
 

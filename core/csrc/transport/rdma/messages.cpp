@@ -13,13 +13,18 @@ void encode(Writer& w, const PortAddress& port) {
     w.number(port.lid);
     w.bytes(port.gid.data(), port.gid.size());
 }
+Gid decode_gid(Reader& r) {
+    Gid gid{};
+    std::string_view bytes = r.bytes(gid.size());
+    if (r.ok()) std::memcpy(gid.data(), bytes.data(), gid.size());
+    return gid;
+}
 PortAddress decode_port(Reader& r) {
     PortAddress port;
     port.infiniband = r.number<uint8_t>() != 0;
     port.mtu = r.number<uint8_t>();
     port.lid = r.number<uint16_t>();
-    std::string_view gid = r.bytes(port.gid.size());
-    if (r.ok()) std::memcpy(port.gid.data(), gid.data(), gid.size());
+    port.gid = decode_gid(r);
     return port;
 }
 bool sound(const PortAddress& port) { return port.mtu >= 1 && port.mtu <= 5; }
@@ -36,6 +41,12 @@ std::vector<std::byte> encode_offer(const std::vector<std::shared_ptr<Port>>& po
         encode(w, ports[i]->address);
         w.text16(ports[i]->name);
     }
+    for (size_t i = 0; i < n; ++i) {
+        const std::vector<GidEntry>& gids = ports[i]->gids;
+        const size_t offered = std::min(gids.size(), kGidsTriedMax);
+        w.number(static_cast<uint8_t>(offered - 1));
+        for (size_t k = 1; k < offered; ++k) w.bytes(gids[k].gid.data(), gids[k].gid.size());
+    }
     return out;
 }
 
@@ -48,6 +59,13 @@ std::optional<std::vector<OfferedPort>> decode_offer(std::span<const std::byte> 
         port.address = decode_port(r);
         port.name = r.text16();
         if (!r.ok() || !sound(port.address) || port.device >= kPortsMax) return std::nullopt;
+        port.gids = {port.address.gid};
+    }
+    const bool further = r.left() != 0;  // an engine of a release before says none
+    for (size_t k = 0; further && k < ports.size(); ++k) {
+        auto n = r.number<uint8_t>();
+        if (n >= kGidsMax) return std::nullopt;
+        for (uint8_t i = 0; i < n; ++i) ports[k].gids.push_back(decode_gid(r));
     }
     if (!r.ok()) return std::nullopt;  // a later version may append fields
     return ports;

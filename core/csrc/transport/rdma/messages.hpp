@@ -18,6 +18,7 @@ inline constexpr size_t kPortsMax = 16;       // of an engine
 struct OfferedPort {
     uint8_t device = 0;  // ports of one device share its keys
     PortAddress address;
+    std::vector<Gid> gids;  // by which it may be reached; the first is that of the address
     std::string name;
 };
 std::vector<std::byte> encode_offer(const std::vector<std::shared_ptr<Port>>& ports);

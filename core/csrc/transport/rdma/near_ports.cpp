@@ -1,6 +1,9 @@
 #include "transport/rdma/near_ports.hpp"
 
+#include <algorithm>
+#include <numeric>
 #include <optional>
+#include <set>
 #include <utility>
 
 namespace moonpool::transport::rdma {
@@ -22,6 +25,28 @@ void rank_ports(const topology::Machine& machine, const std::vector<std::shared_
         }
         for (const auto& port : ports) port->tiers.try_emplace(node.id, tier + 1);
     }
+}
+
+std::vector<size_t> choose_ports(const std::vector<std::shared_ptr<Port>>& ports, size_t n) {
+    std::vector<size_t> left(ports.size()), chosen;
+    std::iota(left.begin(), left.end(), size_t{0});
+    if (ports.size() <= n) return left;
+    std::set<int> nodes;
+    for (const auto& port : ports) {
+        for (const auto& [node, tier] : port->tiers) nodes.insert(node);
+    }
+    if (nodes.empty()) nodes.insert(-1);  // of which no port is known to be near
+    while (chosen.size() < n) {
+        for (int node : nodes) {
+            if (chosen.size() == n) break;
+            auto cost = [&](size_t i) { return std::pair(ports[i]->tier(node), -ports[i]->gbit_s); };
+            auto best = std::ranges::min_element(left, {}, cost);
+            chosen.push_back(*best);
+            left.erase(best);
+        }
+    }
+    std::ranges::sort(chosen);
+    return chosen;
 }
 
 }  // namespace moonpool::transport::rdma

@@ -87,6 +87,7 @@ QueuePair::~QueuePair() {
 
 Endpoint QueuePair::endpoint() const {
     Endpoint own{port_->address, qp_->qp_num, psn_, 1};
+    own.port.gid = own_.gid;
     own.reads = static_cast<uint8_t>(std::clamp(port_->device->facts.max_qp_rd_atom, 1, kReadsMax));
     return own;
 }
@@ -95,10 +96,8 @@ Status QueuePair::connect(const Endpoint& peer, bool sends) {
     const Verbs& verbs = port_->device->verbs;
     const Endpoint own = endpoint();
     auto failed = [&](const char* step, int code) {
-        return Error{Code::kUnavailable, port_->text() + " does not reach " +
-                                             (peer.port.infiniband ? "LID " + std::to_string(peer.port.lid)
-                                                                   : gid_text(peer.port.gid)) +
-                                             ": " + step + ": " + verb_error_text(code)};
+        return Error{Code::kUnavailable, port_->name + " " + own.port.text() + " does not reach " +
+                                             peer.port.text() + ": " + step + ": " + verb_error_text(code)};
     };
     ib::QpAttr attr{};
     attr.qp_state = ib::kInit;
@@ -121,7 +120,7 @@ Status QueuePair::connect(const Endpoint& peer, bool sends) {
     if (by_gid) {
         attr.ah_attr.is_global = 1;
         std::memcpy(attr.ah_attr.grh.dgid.raw, peer.port.gid.data(), peer.port.gid.size());
-        attr.ah_attr.grh.sgid_index = port_->gid_index;
+        attr.ah_attr.grh.sgid_index = own_.index;
         attr.ah_attr.grh.hop_limit = kHops;
     }
     code = verbs.modify_qp(

@@ -53,8 +53,10 @@ class QueuePair final : public nic::TargetEnd {
     ~QueuePair() override;
     QueuePair(const QueuePair&) = delete;
 
+    // Before connect(): the GID of its port by which the peer is to reach it; else it is the port's first.
+    void use(const GidEntry& own) { own_ = own; }
     // May wait for the kernel to find the way to the peer. `sends`: it begins transfers; else it answers
-    // only.
+    // only. One that answers may be connected again after an error.
     Status connect(const Endpoint& peer, bool sends);
     Endpoint endpoint() const;
     uint32_t inline_bytes() const { return inline_bytes_; }
@@ -66,9 +68,10 @@ class QueuePair final : public nic::TargetEnd {
 
    private:
     QueuePair(std::shared_ptr<Port> port, std::shared_ptr<Completions> completions)
-        : port_(std::move(port)), completions_(std::move(completions)) {}
+        : port_(std::move(port)), completions_(std::move(completions)), own_(port_->gids.front()) {}
     const std::shared_ptr<Port> port_;
     const std::shared_ptr<Completions> completions_;
+    GidEntry own_;
     ib::Qp* qp_ = nullptr;
     uint32_t psn_ = 0;
     uint32_t inline_bytes_ = 0, requests_max_ = 0;

@@ -29,26 +29,70 @@ class CompletionEvents final : public EventHandler {
 }  // namespace
 
 std::string Rail::path() const {
-    return port_->text() + " to " + peer_.name + " " +
-           (peer_.address.infiniband ? "LID " + std::to_string(peer_.address.lid)
-                                     : gid_text(peer_.address.gid));
+    MutexLock lock(route_mutex_);
+    return port_->name + " " + route_here_.text() + " to " + peer_.name + " " + route_there_.text();
 }
 
+std::string Rail::remarks() const {
+    MutexLock lock(route_mutex_);
+    if (not_by_.empty() || port_->rejected.empty()) return port_->rejected + not_by_;
+    return port_->rejected + "; " + not_by_;
+}
+
+// By one GID of the port after the other: which of them leads to the peer its answer shows, and the kernel,
+// which looks for the way. The one that did last time comes first.
 Status Rail::connect(const Ask& ask) {
     if (Status made = make_completions(); !made) return made;
+    PortAddress last;
+    {
+        MutexLock lock(route_mutex_);
+        last = route_here_;
+    }
+    std::vector<GidEntry> gids = port_->gids_toward(peer_.gids);
+    if (!no_route_yet_)
+        std::ranges::stable_partition(gids, [&](const auto& own) { return own.gid == last.gid; });
+    std::string not_by;
+    Error error{Code::kUnavailable, ""};
+    for (const GidEntry& own : gids) {
+        Way way;
+        Result<std::unique_ptr<QueuePair>> pair = connect_by(own, ask, way);
+        if (pair) {
+            coming_ = std::move(*pair);
+            no_route_yet_ = false;
+            MutexLock lock(route_mutex_);
+            route_here_.gid = own.gid;
+            route_there_ = way.there;
+            not_by_ = std::move(not_by);
+            return success();
+        }
+        error = pair.error();
+        if (!way.may_be_another) return error;
+        not_by += (not_by.empty() ? "" : "; ") + error.text;
+    }
+    MutexLock lock(route_mutex_);
+    not_by_.clear();  // the link has them
+    return Error{error.code, std::move(not_by)};
+}
+
+Result<std::unique_ptr<QueuePair>> Rail::connect_by(const GidEntry& own_gid, const Ask& ask, Way& way) {
     Result<std::unique_ptr<QueuePair>> pair = QueuePair::create(port_, completions_);
     if (!pair) return pair.error();
+    (*pair)->use(own_gid);
     std::vector<std::byte> own;
     Writer w(own);
     encode(w, (*pair)->endpoint());
     Result<std::vector<std::byte>> answer = ask(own);
-    if (!answer) return Error{Code::kUnavailable, "no queue pair of the peer: " + answer.error().text};
+    if (!answer) {
+        way.may_be_another = answer.error().code == Code::kUnavailable;
+        return Error{Code::kUnavailable, "no queue pair of the peer: " + answer.error().text};
+    }
     Reader r(*answer);
     Endpoint peer = decode_endpoint(r);
     if (!r.ok()) return Error{Code::kProtocol, "the peer sent an unreadable answer about its queue pair"};
-    if (Status way = (*pair)->connect(peer, true); !way) return way.error();
-    coming_ = std::move(*pair);
-    return success();
+    way.there = peer.port;
+    way.may_be_another = true;
+    if (Status made = (*pair)->connect(peer, true); !made) return made.error();
+    return pair;
 }
 
 Status Rail::make_completions() {

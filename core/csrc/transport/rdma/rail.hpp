@@ -17,6 +17,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "transport/nic/rail.hpp"
 #include "transport/rdma/messages.hpp"
 #include "transport/rdma/queue_pair.hpp"
@@ -37,7 +38,8 @@ class Rail final : public nic::Rail {
           loop_(loop) {}
 
     std::string name() const override { return port_->name; }
-    std::string path() const override;
+    std::string path() const override EXCLUDES(route_mutex_);
+    std::string remarks() const override EXCLUDES(route_mutex_);
     bool port_up() const override { return port_->up; }
     const Tiers* tiers() const override { return &port_->tiers; }
     int tier(int node) const override { return port_->tier(node); }
@@ -69,6 +71,11 @@ class Rail final : public nic::Rail {
 
     uint64_t wr_id(uint64_t request) const { return uint64_t{life_} << 40 | request; }
     Status make_completions();
+    struct Way {
+        PortAddress there;
+        bool may_be_another = false;  // after an error: by another GID
+    };
+    Result<std::unique_ptr<QueuePair>> connect_by(const GidEntry& own, const Ask& ask, Way& way);
     void begin_connected() override;
     uint64_t next_bytes() const override { return batches_.empty() ? 0 : batches_.front().bytes; }
     void complete(const Batch& batch, uint64_t now);
@@ -76,6 +83,11 @@ class Rail final : public nic::Rail {
 
     const std::shared_ptr<Port> port_;
     const OfferedPort peer_;
+    // What a connection found out; as the ports have it until then.
+    mutable Mutex route_mutex_;
+    PortAddress route_here_ GUARDED_BY(route_mutex_) = port_->address;
+    PortAddress route_there_ GUARDED_BY(route_mutex_) = peer_.address;
+    std::string not_by_ GUARDED_BY(route_mutex_);  // GIDs here that did not reach the peer, with the reasons
     const uint64_t window_bytes_;
     EventLoop& loop_;
     std::shared_ptr<Completions> completions_;
@@ -91,8 +103,9 @@ class Rail final : public nic::Rail {
     std::unique_ptr<Scratch> scratch_;
     std::unique_ptr<QueuePair> coming_;  // of connect(), until begin()
     std::unique_ptr<QueuePair> pair_;
-    uint32_t life_ = 0;      // of the queue pair: completions of one before are ignored
-    uint64_t requests_ = 0;  // of this life
+    bool no_route_yet_ = true;  // of connect()
+    uint32_t life_ = 0;         // of the queue pair: completions of one before are ignored
+    uint64_t requests_ = 0;     // of this life
     std::deque<Batch> batches_;
     std::vector<Batch> spare_;
     Batch adding_;

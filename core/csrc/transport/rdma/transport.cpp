@@ -17,34 +17,42 @@ namespace {
 
 constexpr size_t kRailsMax = 8;  // to one peer
 
-// Bits at the front that two addresses share: ports of one subnet have most.
-int shared_bits(const Gid& a, const Gid& b) {
-    int bits = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-        auto differing = static_cast<uint8_t>(a[i] ^ b[i]);
-        bits += std::countl_zero(differing);
-        if (differing != 0) break;
+// Bits at the front that an address here shares with the nearest one there: ports of one subnet have most.
+// -1: the ports are of different kinds.
+int nearness(const Port& here, const OfferedPort& there) {
+    if (here.address.infiniband != there.address.infiniband) return -1;
+    const GidEntry own = here.gids_toward(there.gids).front();
+    int most = -1;
+    for (const Gid& gid : there.gids) {
+        if (!here.address.infiniband && is_ipv4(own.gid) != is_ipv4(gid)) continue;
+        most = std::max(most, shared_bits(own.gid, gid));
     }
-    return bits;
+    return most;
 }
 
-bool is_ipv4(const Gid& gid) { return gid[10] == 0xff && gid[11] == 0xff && gid[0] == 0; }
-
-// Port i here and port i there, unless another one of the peer is nearer.
+// Of those that may reach the peer the kRailsMax that are nearest to the memory of this host; port i here and
+// port i there, unless another one of the peer is nearer.
 std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared_ptr<Port>>& own,
                                                    const std::vector<OfferedPort>& peer,
                                                    std::atomic<uint32_t>& next, const Context& context) {
     std::vector<std::unique_ptr<nic::Rail>> rails;
     std::vector<bool> taken(peer.size());
-    for (size_t i = 0; i < own.size() && rails.size() < kRailsMax; ++i) {
-        const PortAddress& here = own[i]->address;
+    std::vector<size_t> places;
+    std::vector<std::shared_ptr<Port>> usable;
+    for (size_t i = 0; i < own.size(); ++i) {
+        auto reached = [&](const OfferedPort& port) { return nearness(*own[i], port) >= 0; };
+        if (std::ranges::none_of(peer, reached)) continue;
+        places.push_back(i);
+        usable.push_back(own[i]);
+    }
+    for (size_t chosen : choose_ports(usable, kRailsMax)) {
+        const size_t i = places[chosen];
         std::optional<size_t> best;
         int most = -1;
         for (size_t k = 0; k < peer.size(); ++k) {
-            const PortAddress& there = peer[k].address;
-            if (taken[k] || here.infiniband != there.infiniband) continue;
-            if (!here.infiniband && is_ipv4(here.gid) != is_ipv4(there.gid)) continue;
-            int bits = 2 * shared_bits(here.gid, there.gid) + (i == k ? 1 : 0);
+            const int near = taken[k] ? -1 : nearness(*own[i], peer[k]);
+            if (near < 0) continue;
+            const int bits = 2 * near + (i == k ? 1 : 0);
             if (bits <= most) continue;
             most = bits;
             best = k;
@@ -57,6 +65,21 @@ std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared
                                                *context.loops[number % context.loops.size()]));
     }
     return rails;
+}
+
+// No more ports than an engine offers. A device that has none of them is closed: its keys would be for
+// nothing.
+void keep_nearest(Nics& nics) {
+    std::vector<std::shared_ptr<Port>> ports;
+    for (size_t i : choose_ports(nics.ports, kPortsMax)) ports.push_back(nics.ports[i]);
+    std::vector<std::shared_ptr<Device>> devices;
+    for (const auto& port : ports) {
+        auto found = std::ranges::find(devices, port->device);
+        port->device_index = static_cast<size_t>(found - devices.begin());
+        if (found == devices.end()) devices.push_back(port->device);
+    }
+    nics.ports = std::move(ports);
+    nics.devices = std::move(devices);
 }
 
 // Empty: a NIC here may get keys for memory of a card.
@@ -109,8 +132,8 @@ Status Transport::start() {
     if (!verbs) return verbs.error();
     Result<Nics> nics = open_nics(**verbs, context_.options.rdma.devices);
     if (!nics) return nics.error();
-    if (nics->ports.size() > kPortsMax) nics->ports.resize(kPortsMax);
     if (nics->ports.size() > 1) rank_ports(topology::read_machine(context_.options.machine), nics->ports);
+    if (nics->ports.size() > kPortsMax) keep_nearest(*nics);
     nics_ = std::move(*nics);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(nics_.devices.begin(), nics_.devices.end());
     serve_by(std::move(makers), context_.options.rdma, nic::KeySize::k32,
@@ -141,7 +164,16 @@ Result<std::unique_ptr<nic::TargetEnd>> Transport::serve(uint8_t number, Reader 
         pair = QueuePair::create(port, *none);
     }
     if (!pair) return pair.error();
-    if (Status connected = (*pair)->connect(initiator, false); !connected) return connected.error();
+    std::string why;
+    bool connected = false;
+    for (const GidEntry& own : port->gids_toward({initiator.port.gid})) {
+        (*pair)->use(own);
+        Status made = (*pair)->connect(initiator, false);
+        connected = made.ok();
+        if (connected) break;
+        why += (why.empty() ? "" : "; ") + made.error().text;
+    }
+    if (!connected) return Error{Code::kUnavailable, std::move(why)};
     encode(answer, (*pair)->endpoint());
     return std::unique_ptr<nic::TargetEnd>(std::move(*pair));
 }

@@ -3,7 +3,9 @@
 // - devices=2: that the list has; none: "not implemented", as a kernel without RDMA says; 0: an empty list
 // - pairs=2: that an engine may have on a device, half of what the device can
 // - ib: ports are InfiniBand's, with LIDs
-// - gids=v4: IPv4-mapped RoCE v2 at index 3, behind a RoCE v1, a hole and a link-local one; or v6, v1, none
+// - gids=v4: IPv4-mapped RoCE v2 at index 3, behind a RoCE v1, a hole and a link-local one; or v6, v1, none;
+// both: v6 at index 4,
+//   too
 // - mtu0=3: active MTU of a device's port, as in the ABI
 // - down0: the device's port is not active
 // - speed0=100: bytes a microsecond that a device carries; 0: at once, on the poster's thread
@@ -15,6 +17,12 @@
 // - late=5: the 5th request, a write, is in the network: its sender is told that retries are over, its bytes
 // land
 //   with soft_verbs_release() if the target's queue pair still takes them
+// - held=5:9: the 5th request is carried out, but told of only when the 9th is posted, on whichever queue
+// pair;
+//   all behind it on its own one never completes
+// - swapped=5: the completion of the 5th request is told behind the next one of its queue pair
+// - twice=5: the completion of the 5th request is told twice
+// - gone0: no way leads to the GIDs of the device; gone0=v4: to that one
 // - relaxed: bytes of writes land, in reverse order, when a read on their queue pair comes behind them
 // - full=3: the 3rd call to post is refused with ENOMEM
 // - nodmabuf: the NICs take no dma-buf
@@ -26,6 +34,8 @@
 #define MOONPOOL_SOFT_VERBS_CONTROLS(X)                                                                    \
     X(void, soft_verbs_script, (const char* script))                                                       \
     X(void, soft_verbs_port, (int device, int up))                                                         \
+    /* The device fails as a whole: an event says so, and nothing of it completes any more. */             \
+    X(void, soft_verbs_fatal, (int device))                                                                \
     X(void, soft_verbs_silent, (int device, int silent))                                                   \
     X(int, soft_verbs_release, ())                                                                         \
     /* As the module nvidia_peermem: NICs take a card's addresses, where the CPU sees the bytes at `seen`. \

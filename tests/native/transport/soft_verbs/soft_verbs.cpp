@@ -47,7 +47,7 @@ namespace {
 using namespace moonpool::transport::rdma::ib;
 using moonpool::OrderedByThePeer;
 
-constexpr int kDevicesMax = 8;
+constexpr int kDevicesMax = 10;
 constexpr int kReset = 0;
 constexpr size_t kLocks = 8;
 constexpr uint64_t kLookNs = 2'000'000;  // a virtual clock goes on while something lost is waited for
@@ -57,6 +57,7 @@ struct PairRow {
     pid_t pid;
     uint32_t number, dest;
     int state, device;
+    int mtu;  // of its path, as in the ABI
     Gid peer;
     uint16_t peer_lid;
 };
@@ -88,14 +89,16 @@ struct Script {
     int mtu[kDevicesMax];
     uint64_t speed[kDevicesMax] = {};
     std::map<uint64_t, int> fail;
-    std::set<uint64_t> lost, late, full, no_memory;
+    std::set<uint64_t> lost, late, full, no_memory, twice, swapped;
+    std::map<uint64_t, uint64_t> held;
+    std::string gone[kDevicesMax];
     uint64_t no_memory_from = UINT64_MAX;
 
     // No request fails, waits or is counted by it.
     bool is_plain() const {
         bool no_speed = std::ranges::all_of(speed, [](uint64_t each) { return each == 0; });
         return !is_virtual && !relaxed && no_speed && fail.empty() && lost.empty() && late.empty() &&
-               full.empty();
+               full.empty() && twice.empty() && swapped.empty() && held.empty();
     }
 };
 
@@ -133,6 +136,12 @@ struct InWire {
     uint64_t address;
     std::vector<char> bytes;
 };
+// A completion that is told of later.
+struct Told {
+    SoftCq* cq;
+    Wc wc;
+    uint64_t at;  // held: when that request is posted
+};
 struct SoftQp : Qp {
     PairRow* row = nullptr;
     bool all_signaled = false;
@@ -150,7 +159,7 @@ struct Request {
 
 // Of what was done under one lock alone; events of all.
 struct alignas(128) Counts {
-    uint64_t requests = 0, posts = 0, events = 0;
+    uint64_t requests = 0, posts = 0, events = 0, signaled = 0, inlined = 0;
     uint64_t bytes[kDevicesMax] = {};
 };
 
@@ -165,13 +174,14 @@ struct State {
     std::vector<SoftContext*> contexts;
     std::map<uint32_t, SoftQp*> pairs;  // of this process
     std::vector<InWire> wire;
+    std::vector<Told> held, swapped;
     std::vector<PeerMemory> peermem;
     std::deque<Request> under_way[kDevicesMax];
     uint64_t busy_until[kDevicesMax] = {};
     uint64_t virtual_ns = 1, idle_polls = 0;
     uint64_t bytes[kDevicesMax] = {};  // posted
-    uint64_t requests = 0, posts = 0, registrations = 0, objects = 0, violations = 0, landed_late = 0,
-             dropped_late = 0;
+    uint64_t requests = 0, posts = 0, signaled = 0, inlined = 0, registrations = 0, objects = 0,
+             violations = 0, landed_late = 0, dropped_late = 0, told_late = 0;
     std::set<SoftCq*> cqs;  // that tell of their completions
     // Calls that post, take completions or arm a queue; the last of the first two.
     uint64_t acts = 0, last_work = 0;
@@ -191,10 +201,13 @@ void read_script(State& s, const char* text) {
     for (int& mtu : s.script.mtu) mtu = 5;
     std::fill_n(s.shared->down, kDevicesMax, false);
     std::fill_n(s.shared->silent, kDevicesMax, false);
-    s.requests = s.posts = s.registrations = s.landed_late = s.dropped_late = 0;
+    s.requests = s.posts = s.signaled = s.inlined = 0;
+    s.registrations = s.landed_late = s.dropped_late = s.told_late = 0;
     s.peermem.clear();
-    for (Counts& counts : s.counts) counts.requests = counts.posts = 0;
+    for (Counts& counts : s.counts) counts.requests = counts.posts = counts.signaled = counts.inlined = 0;
     s.wire.clear();
+    s.held.clear();
+    s.swapped.clear();
     std::fill_n(s.busy_until, kDevicesMax, 0);
     std::istringstream words(text);
     for (std::string word; words >> word;) {
@@ -214,6 +227,12 @@ void read_script(State& s, const char* text) {
         if (name.starts_with("down")) s.shared->down[device] = true;
         if (name.starts_with("speed")) s.script.speed[device] = number;
         if (name == "fail") s.script.fail[number] = std::atoi(value.substr(value.find(':') + 1).c_str());
+        if (name == "held") {
+            s.script.held[number] = std::strtoull(value.c_str() + value.find(':') + 1, nullptr, 10);
+        }
+        if (name == "twice") s.script.twice.insert(number);
+        if (name == "swapped") s.script.swapped.insert(number);
+        if (name.starts_with("gone")) s.script.gone[device] = value.empty() ? "all" : value;
         if (name == "lost") s.script.lost.insert(number);
         if (name == "late") s.script.late.insert(number);
         if (name == "full") s.script.full.insert(number);
@@ -325,14 +344,44 @@ void add_completion(State& s, SoftCq& cq, const Wc& wc) {
     (void)!::write(cq.channel->fd, &one, sizeof(one));
 }
 
-void complete(State& s, SoftQp& qp, const SendWr& wr, int status) {
+// ordinal: of the request; 0: of a script without faults.
+void complete(State& s, SoftQp& qp, const SendWr& wr, int status, uint64_t ordinal) {
     if (status == 0 && !qp.all_signaled && (wr.send_flags & kSignaled) == 0) return;
     Wc wc{};
     wc.wr_id = wr.wr_id;
     wc.status = status;
     wc.qp_num = qp.qp_num;
-    add_completion(s, static_cast<SoftCq&>(*qp.send_cq), wc);
+    auto& cq = static_cast<SoftCq&>(*qp.send_cq);
     if (status == 0) qp.open = 0;  // in order: all before it are over, too
+    if (auto held = s.script.held.find(ordinal); held != s.script.held.end()) {
+        s.held.push_back({&cq, wc, held->second});
+        qp.lost = true;
+        return;
+    }
+    if (s.script.swapped.contains(ordinal)) {
+        s.swapped.push_back({&cq, wc, 0});
+        return;
+    }
+    add_completion(s, cq, wc);
+    if (s.script.twice.contains(ordinal)) add_completion(s, cq, wc);
+    for (const Told& told : std::exchange(s.swapped, {})) {
+        if (told.wc.qp_num == wc.qp_num) {
+            add_completion(s, cq, told.wc);
+            ++s.told_late;
+        } else {
+            s.swapped.push_back(told);
+        }
+    }
+}
+
+// What was held until that request is posted. Its queue pair may have gone meanwhile.
+void tell_held(State& s, uint64_t ordinal) {
+    for (const Told& told : s.held) {
+        if (told.at != ordinal) continue;
+        add_completion(s, *told.cq, told.wc);
+        ++s.told_late;
+    }
+    std::erase_if(s.held, [&](const Told& told) { return told.at == ordinal; });
 }
 
 // What a target's NIC says to bytes that arrive.
@@ -342,6 +391,12 @@ int land(State& s, uint32_t pair, uint32_t dest, uint32_t key, uint64_t address,
     bool answers = target != nullptr && (target->state == kReadyToReceive || target->state == kReadyToSend) &&
                    target->dest == pair && alive(s, target->pid);
     if (!answers) return kRetriesOver;
+    // A packet that is larger than its receiver's path allows is no packet of this connection.
+    if (const PairRow* sender = find_pair(s, pair); sender != nullptr) {
+        auto bytes_of = [](int mtu) { return size_t{128} << mtu; };
+        const PairRow &giver = write ? *sender : *target, &taker = write ? *target : *sender;
+        if (std::min(size, bytes_of(giver.mtu)) > bytes_of(taker.mtu)) return kRemoteInvalid;
+    }
     KeyRow* row = find_key(s, key);
     int right = write ? kRemoteWrite : kRemoteRead;
     bool inside = row != nullptr && row->pid == target->pid && (row->access & right) != 0 &&
@@ -366,10 +421,10 @@ void flush_relaxed(State& s, uint32_t pair) {
     }
 }
 
-void fail_pair(State& s, SoftQp& qp, const SendWr& wr, int status) {
+void fail_pair(State& s, SoftQp& qp, const SendWr& wr, int status, uint64_t ordinal) {
     qp.row->state = kError;
     qp.state = kError;
-    complete(s, qp, wr, status);
+    complete(s, qp, wr, status, ordinal);
 }
 
 bool is_silent(State& s, const SoftQp& qp) {
@@ -392,7 +447,7 @@ void execute(State& s, Request& request) {
     if (it == s.pairs.end()) return;  // the queue pair was destroyed
     SoftQp& qp = *it->second;
     SendWr& wr = request.wr;
-    if (qp.row->state == kError) return complete(s, qp, wr, kFlushed);
+    if (qp.row->state == kError) return complete(s, qp, wr, kFlushed, request.ordinal);
     if (qp.lost || s.script.lost.contains(request.ordinal)) {
         qp.lost = true;
         return;
@@ -402,12 +457,12 @@ void execute(State& s, Request& request) {
         return;
     }
     if (auto fault = s.script.fail.find(request.ordinal); fault != s.script.fail.end()) {
-        return fail_pair(s, qp, wr, fault->second);
+        return fail_pair(s, qp, wr, fault->second, request.ordinal);
     }
     const Sge& sge = request.sge;
     bool write = wr.opcode == kWrite;
     char* local = request.inlined.empty() ? find_own(s, sge, write) : request.inlined.data();
-    if (local == nullptr) return fail_pair(s, qp, wr, kLocalProtection);
+    if (local == nullptr) return fail_pair(s, qp, wr, kLocalProtection, request.ordinal);
     const bool late = s.script.late.contains(request.ordinal);
     if (write && (late || s.script.relaxed)) {
         InWire left{qp.qp_num, qp.row->dest, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, {}};
@@ -416,14 +471,14 @@ void execute(State& s, Request& request) {
             left.bytes.assign(local, local + sge.length);
         }
         s.wire.push_back(std::move(left));
-        if (late) return fail_pair(s, qp, wr, kRetriesOver);
-        return complete(s, qp, wr, 0);
+        if (late) return fail_pair(s, qp, wr, kRetriesOver, request.ordinal);
+        return complete(s, qp, wr, 0, request.ordinal);
     }
     if (!write) flush_relaxed(s, qp.qp_num);
     int status =
         land(s, qp.qp_num, qp.row->dest, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, local, sge.length, write);
-    if (status != 0) return fail_pair(s, qp, wr, status);
-    complete(s, qp, wr, 0);
+    if (status != 0) return fail_pair(s, qp, wr, status, request.ordinal);
+    complete(s, qp, wr, 0, request.ordinal);
 }
 
 // Executes what is due.
@@ -560,8 +615,10 @@ SendWr* post_plain(State& s, SoftQp& qp, SendWr* wr) {
         }
         ++qp.open;
         ++counts.requests;
+        if ((wr->send_flags & kSignaled) != 0) ++counts.signaled;
+        if (inlined) ++counts.inlined;
         counts.bytes[device] += sge.length;
-        complete(s, qp, *wr, 0);
+        complete(s, qp, *wr, 0, 0);
     }
     ++counts.posts;
     return nullptr;
@@ -589,7 +646,10 @@ int post_send(Qp* raw, SendWr* wr, SendWr** bad) {
             return ENOMEM;
         }
         Request request{0, qp.qp_num, *wr, *wr->sg_list, {}, ++s.requests};
+        tell_held(s, request.ordinal);
+        if ((wr->send_flags & kSignaled) != 0) ++s.signaled;
         if ((wr->send_flags & kInline) != 0) {
+            ++s.inlined;
             const char* from = reinterpret_cast<const char*>(wr->sg_list->addr);
             OrderedByThePeer scope;
             request.inlined.assign(from, from + wr->sg_list->length);
@@ -629,6 +689,20 @@ Gid address_of(int device, const std::string& kind) {
         gid.raw[15] = static_cast<uint8_t>(device + 1);
     }
     return gid;
+}
+
+void tell_engines(State& s, int device, const AsyncEvent& event) {
+    for (SoftContext* context : s.contexts) {
+        if (context->index != device) continue;
+        context->events.push_back(event);
+        uint64_t one = 1;
+        (void)!::write(context->async_fd, &one, sizeof(one));
+    }
+}
+
+// Of the GIDs by which a device of such a script is reached.
+std::vector<std::string> kinds_of(const std::string& gids) {
+    return gids == "both" ? std::vector<std::string>{"v4", "v6"} : std::vector<std::string>{gids};
 }
 
 SoftContext& of(Context* context) { return static_cast<SoftContext&>(*context); }
@@ -746,8 +820,9 @@ int _ibv_query_gid_ex(Context* context, uint32_t, uint32_t index, GidEntry* out,
     }
     if (kind == "v1") return ENODATA;
     if (index == 2) out->gid = address_of(device, "local");
-    if (index == 3) out->gid = address_of(device, kind);
-    return index == 2 || index == 3 ? 0 : ENODATA;  // 1 is a hole
+    const std::vector<std::string> kinds = kinds_of(kind);
+    if (index >= 3 && index < 3 + kinds.size()) out->gid = address_of(device, kinds[index - 3]);
+    return index >= 2 && index < 3 + kinds.size() ? 0 : ENODATA;  // 1 is a hole
 }
 int ibv_query_gid(Context* context, uint8_t port, int index, Gid* out) {
     GidEntry entry;
@@ -869,6 +944,8 @@ int ibv_destroy_cq(Cq* raw) {
         return EBUSY;
     }
     s.cqs.erase(cq);
+    std::erase_if(s.held, [&](const Told& told) { return told.cq == cq; });
+    std::erase_if(s.swapped, [&](const Told& told) { return told.cq == cq; });
     --of(cq->context).objects;
     --s.objects;
     delete cq;
@@ -925,11 +1002,15 @@ int ibv_modify_qp(Qp* raw, QpAttr* attr, int fields) {
         // A GID that no port has is looked for, and not found.
         bool known = s.script.infiniband;
         for (int i = 0; i < kDevicesMax && !known; ++i) {
-            Gid gid = address_of(i, s.script.gids);
-            known = std::memcmp(gid.raw, attr->ah_attr.grh.dgid.raw, sizeof(gid.raw)) == 0;
+            for (const std::string& kind : kinds_of(s.script.gids)) {
+                if (s.script.gone[i] == "all" || s.script.gone[i] == kind) continue;
+                Gid gid = address_of(i, kind);
+                known = known || std::memcmp(gid.raw, attr->ah_attr.grh.dgid.raw, sizeof(gid.raw)) == 0;
+            }
         }
         if (!known) return ETIMEDOUT;
         qp->row->dest = attr->dest_qp_num;
+        qp->row->mtu = attr->path_mtu;
     }
     if (attr->qp_state == kReadyToSend && qp->row->state != kReadyToReceive) return EINVAL;
     if (attr->qp_state == kReadyToSend && attr->retry_cnt > 6) ++s.violations;  // for ever, to soft RoCE
@@ -1000,13 +1081,14 @@ void soft_verbs_port(int device, int up) {
     State& s = state();
     Lock lock(s);
     s.shared->down[device] = up == 0;
-    for (SoftContext* context : s.contexts) {
-        if (context->index != device) continue;
-        AsyncEvent event{reinterpret_cast<void*>(uintptr_t{1}), up != 0 ? kEventPortActive : kEventPortError};
-        context->events.push_back(event);
-        uint64_t one = 1;
-        (void)!::write(context->async_fd, &one, sizeof(one));
-    }
+    tell_engines(s, device,
+                 {reinterpret_cast<void*>(uintptr_t{1}), up != 0 ? kEventPortActive : kEventPortError});
+}
+void soft_verbs_fatal(int device) {
+    State& s = state();
+    Lock lock(s);
+    s.shared->silent[device] = true;
+    tell_engines(s, device, {nullptr, kEventFatal});
 }
 void soft_verbs_peermem(uint64_t address, uint64_t bytes, char* seen) {
     State& s = state();
@@ -1037,20 +1119,30 @@ uint64_t soft_verbs_count(const char* what) {
     State& s = state();
     Lock lock(s);
     std::string name = what;
-    Counts all{s.requests, s.posts, 0, {}};
+    Counts all{s.requests, s.posts, 0, s.signaled, s.inlined, {}};
     std::copy(std::begin(s.bytes), std::end(s.bytes), std::begin(all.bytes));
     for (const Counts& counts : s.counts) {
         all.requests += counts.requests;
         all.posts += counts.posts;
         all.events += counts.events;
+        all.signaled += counts.signaled;
+        all.inlined += counts.inlined;
         for (size_t i = 0; i < kDevicesMax; ++i) all.bytes[i] += counts.bytes[i];
     }
-    if (name == "bytes0" || name == "bytes1") return all.bytes[name.back() - '0'];
+    if (name.starts_with("bytes")) return all.bytes[(name.back() - '0') % kDevicesMax];
+    if (name == "under_way") {  // that wait for a device with a speed
+        uint64_t sum = 0;
+        for (const auto& queue : s.under_way) sum += queue.size();
+        return sum;
+    }
     return name == "objects"         ? s.objects
            : name == "violations"    ? s.violations
            : name == "requests"      ? all.requests
            : name == "posts"         ? all.posts
            : name == "events"        ? all.events  // that told of completions
+           : name == "signaled"      ? all.signaled
+           : name == "inlined"       ? all.inlined
+           : name == "told_late"     ? s.told_late  // completions of held and swapped requests
            : name == "registrations" ? s.registrations
            : name == "pairs"         ? s.pairs.size()
            : name == "pairs_made"    ? s.shared->next_pair
