@@ -180,12 +180,12 @@ class Bench:
 
     def _moved(self) -> dict[str, int]:
         """Bytes by transport."""
-        moved: dict[str, int] = {}
-        for name, value in self.engine.metrics().items():
-            transport, _, rest = name.partition("_")
-            if rest in ("read_bytes_total", "write_bytes_total"):
-                moved[transport] = moved.get(transport, 0) + value
-        return moved
+        metrics = self.engine.metrics()
+        ways = ("read", "write")
+        return {
+            name: sum(metrics.get(f"{name}_{way}_bytes_total", 0) for way in ways)
+            for name in self.engine.transports()
+        }
 
 
 class EngineBench(Bench):

@@ -84,6 +84,34 @@ def test_each_transport_and_direction_verified(tmp_path: Path, transport: str, d
         assert row["peer_cpu_s_per_gb"] > 0.01  # the other side takes part
 
 
+class Counting:
+    """The counters of an engine, which the test changes."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, int] = {}
+
+    def transports(self) -> dict[str, str]:
+        return dict.fromkeys(("cuda_ipc", "rdma", "unix_socket", "tcp"), "")
+
+    def metrics(self) -> dict[str, int]:
+        return self.counters
+
+
+def test_bytes_of_each_transport_are_counted_whatever_its_name() -> None:
+    engine: Any = Counting()
+    client = transfer.Bench.__new__(transfer.Bench)
+    client.engine = engine
+    engine.counters = {
+        "cuda_ipc_read_bytes_total": 3,
+        "cuda_ipc_write_bytes_total": 4,
+        "cuda_ipc_read_slices_total": 100,
+        "unix_socket_write_bytes_total": 5,
+        "served_tcp_read_bytes_total": 100,  # by peers
+        'rdma_rail_bytes_total{port="mlx5_0:1"}': 100,
+    }
+    assert client._moved() == {"cuda_ipc": 7, "rdma": 0, "unix_socket": 5, "tcp": 0}
+
+
 @pytest.mark.parametrize("extra", [["--foreign"], ["--transport", "tcp"]], ids=["foreign", "tcp"])
 def test_depth_and_threads(tmp_path: Path, extra: list[str]) -> None:
     file = tmp_path / "rows.json"
