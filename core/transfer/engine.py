@@ -112,6 +112,7 @@ class TransferEngine(EngineFacts):
     rdma_library: libibverbs, where it is not the system's, by name or path.
     efa_provider: the provider of libfabric for "efa"; another than "efa", as "tcp", is for tests, and both
                 engines need it.
+    efa_devices: names of the devices that "efa" uses, as "rdmap0s6"; (): all that work here.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
@@ -121,7 +122,7 @@ class TransferEngine(EngineFacts):
     timeout_s:  the longest wait without progress of every call that gives no ``deadline_s``.
 
     Raises ConfigError for an address in use or not allowed, and for a name that another engine has published;
-    InvalidArgument for an RDMA device that this host has not, with the list of those that it has;
+    InvalidArgument for an RDMA or EFA device that this host has not, with the list of those that it has;
     AuthError where the store of names refuses us. After ``close()`` every call raises Closed; in a
     child of fork() every call raises Forked.
     """
@@ -138,6 +139,7 @@ class TransferEngine(EngineFacts):
         rdma_devices: Sequence[str] = (),
         rdma_library: str = "",
         efa_provider: str = "efa",
+        efa_devices: Sequence[str] = (),
         interface: str = "",
         host_id: str = "",
         metadata: str | Metadata | None = None,
@@ -157,6 +159,7 @@ class TransferEngine(EngineFacts):
             rdma_devices=rdma_devices,
             rdma_library=rdma_library,
             efa_provider=efa_provider,
+            efa_devices=efa_devices,
             interface=interface,
             host_id=host_id,
             io_threads=io_threads,
@@ -388,6 +391,7 @@ def open_engine(
     transports: Sequence[str] | None,
     outside_transports: Sequence[str | os.PathLike[str]],
     rdma_devices: Sequence[str],
+    efa_devices: Sequence[str],
     **options: Any,
 ) -> _native.Engine:
     """The native engine of both facades."""
@@ -398,9 +402,10 @@ def open_engine(
     for what in ("tenant", "host_id", "interface", "rdma_library", "efa_provider"):
         check_text(options[what], f"the {what} of an engine")
     check_text(name, "the name of an engine")
-    devices = [rdma_devices] if isinstance(rdma_devices, str) else list(rdma_devices)
-    for device in devices:
-        check_text(device, "the name of an RDMA device")
+    own_rdma, own_efa = _listed(rdma_devices), _listed(efa_devices)
+    for kind, devices in (("RDMA", own_rdma), ("EFA", own_efa)):
+        for device in devices:
+            check_text(device, f"the name of an {kind} device")
     addresses = [] if listen is None else [listen] if isinstance(listen, str) else list(listen)
     for address in addresses:
         _check_listen(address, token)
@@ -410,9 +415,14 @@ def open_engine(
         token or paths.read_or_create_token(),
         transports=None if transports is None else list(transports),
         outside_transports=library_paths(outside_transports),
-        rdma_devices=devices,
+        rdma_devices=own_rdma,
+        efa_devices=own_efa,
         **options,
     )
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def name_engine(

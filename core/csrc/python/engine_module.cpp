@@ -272,7 +272,8 @@ class PyEngine {
              uint32_t io_threads, uint32_t connections_per_peer,
              std::optional<std::vector<std::string>> transports, std::vector<std::string> outside_transports,
              std::vector<std::string> rdma_devices, std::string rdma_library, std::string efa_provider,
-             std::string interface, std::string host_id, double timeout_s) {
+             std::vector<std::string> efa_devices, std::string interface, std::string host_id,
+             double timeout_s) {
         EngineOptions options;
         options.name = std::move(name);
         options.listen = std::move(listen);
@@ -289,6 +290,7 @@ class PyEngine {
             options.fabric.source = host_of(options.listen.front());
         }
         options.fabric.provider = std::move(efa_provider);
+        options.fabric.devices = std::move(efa_devices);
         options.interface = std::move(interface);
         options.host_id = std::move(host_id);
         options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
@@ -498,13 +500,14 @@ void bind_engine(py::module_& m) {
     engine
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
                       uint32_t, std::optional<std::vector<std::string>>, std::vector<std::string>,
-                      std::vector<std::string>, std::string, std::string, std::string, std::string, double>(),
+                      std::vector<std::string>, std::string, std::string, std::vector<std::string>,
+                      std::string, std::string, double>(),
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
              py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
              py::arg("rdma_devices") = std::vector<std::string>(), py::arg("rdma_library") = "",
-             py::arg("efa_provider") = "efa", py::arg("interface") = "", py::arg("host_id") = "",
-             py::arg("timeout_s") = 5.0)
+             py::arg("efa_provider") = "efa", py::arg("efa_devices") = std::vector<std::string>(),
+             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
         .def_property_readonly("segment_id", &PyEngine::segment_id)
