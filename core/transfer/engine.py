@@ -38,6 +38,7 @@ from moonpool.core.transfer.types import (
     Local,
     Notification,
     PeerPath,
+    PeerRail,
     Slice,
     TransferOptions,
 )
@@ -77,7 +78,7 @@ class EngineFacts:
     def paths(self, segment: Segment) -> list[PeerPath]:
         """How each transport reaches that peer, or why it does not, and what it has cost, in the order in
         which a transfer of small slices tries them. Asks nothing of the peer."""
-        return [PeerPath(*row) for row in self._native.paths(segment.handle)]
+        return [_path_of(row) for row in self._native.paths(segment.handle)]
 
     def metrics(self) -> dict[str, int]:
         """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
@@ -419,6 +420,11 @@ def open_engine(
         efa_devices=own_efa,
         **options,
     )
+
+
+def _path_of(row: Any) -> PeerPath:
+    cells = [*row[:-1], tuple(PeerRail(*rail) for rail in row[-1])]
+    return PeerPath(*cells)
 
 
 def _listed(names: Sequence[str]) -> list[str]:

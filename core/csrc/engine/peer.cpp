@@ -51,6 +51,7 @@ SegmentPath Peer::path_of(std::string_view transport) const {
         const Route& route = routes_[i];
         if (route.transport != transport) continue;
         path.path = route.link->path();
+        path.rails = route.link->rails();
         LinkOrder::Measured measured = order_.measured(i);
         path.jobs = measured.jobs;
         path.slice_ns = measured.cost.slice_ns;

@@ -365,7 +365,8 @@ class PyEngine {
     }
 
     // (transport, path or "", why there is none, {kind of the peer's memory: why it does not reach it}, and
-    // of the jobs that were timed: how many, seconds for each slice, seconds for each byte)
+    // of the jobs that were timed: how many, seconds for each slice, seconds for each byte, and its rails:
+    // (port, path, state, why it is not up, bytes, pieces, faults, bytes a second))
     py::list paths(uint32_t segment) {
         py::list rows;
         for (const SegmentPath& path : unwrap(engine_->paths(segment), "paths")) {
@@ -373,8 +374,13 @@ class PyEngine {
             for (const auto& [kind, why] : path.unreached) {
                 unreached[py::str(moonpool::kind_name(kind))] = why;
             }
+            py::list rails;
+            for (const moonpool::transport::RailReport& rail : path.rails) {
+                rails.append(py::make_tuple(rail.port, rail.path, rail.state, rail.why, rail.bytes,
+                                            rail.pieces, rail.faults, rail.bytes_per_ns * 1e9));
+            }
             rows.append(py::make_tuple(path.transport, path.path, path.why, unreached, path.jobs,
-                                       path.slice_ns / 1e9, path.byte_ns / 1e9));
+                                       path.slice_ns / 1e9, path.byte_ns / 1e9, rails));
         }
         return rows;
     }
