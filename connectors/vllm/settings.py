@@ -32,7 +32,7 @@ class Settings(PoolOptions):
     save_decode: whether blocks of answers are saved, beside those of prompts.
     handover: whether this engine hands KV over to decode engines, or takes it from prefill engines.
     handover_listen: where those engines reach its workers, "host:port".
-    handover_transports: "all", or some of loopback, shm, cuda_ipc, tcp with commas between.
+    handover_transports: "all", or some of loopback, shm, cuda_ipc, rdma, efa, tcp with commas between.
     lease_s: seconds that a finished prefill is kept for a decode engine that sends no heartbeat.
     bootstrap_port: port of the page for the concurrent form; 0: none; None: see ``bootstrap``.
     compute_if_faster: whether stored blocks are computed where measured rates say that a load takes longer.

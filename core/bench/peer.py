@@ -1,9 +1,9 @@
 """The serving side of `moonpool bench transfer`: memory to read and write, and its own CPU time.
 
-    python -m moonpool.core.bench.peer PARENT BYTES own|foreign
+    python -m moonpool.core.bench.peer PARENT BYTES own|foreign OPTIONS
 
 is the peer that a bench on one host starts for itself: it says its address as a line of JSON, and ends with
-its parent.
+its parent. OPTIONS: keywords of its engine, as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moonpool.core.bench import control
+from moonpool.core.errors import InvalidArgument
 from moonpool.core.transfer.engine import TransferEngine
 
 _LOOK_S = 0.25  # how soon a signal is noticed
@@ -54,13 +55,19 @@ def data_region(engine: TransferEngine, nbytes: int, foreign: bool) -> Any:
 
 def main() -> None:
     """Serves with the arguments of the command line until the parent dies, which kills this process
-    (SIGKILL), or until SIGTERM. Prints {"address": ...} once the memory is filled.
+    (SIGKILL), or until SIGTERM. Prints {"address": ...} once the memory is filled, or {"refused": ...} where
+    an option of the engine cannot be.
     """
     from moonpool.core.service.processes import die_with_parent
 
-    parent, nbytes, kind = sys.argv[1:]
+    parent, nbytes, kind, options = sys.argv[1:]
     die_with_parent(int(parent), signal.SIGKILL)
-    with TransferEngine("bench-peer", metadata="") as engine:
+    try:
+        engine = TransferEngine("bench-peer", metadata="", **json.loads(options))
+    except InvalidArgument as error:
+        print(json.dumps({"refused": str(error)}), flush=True)
+        return
+    with engine:
         serve(
             engine,
             int(nbytes),

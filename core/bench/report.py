@@ -56,6 +56,19 @@ class Column(NamedTuple):
     justify: Literal["left", "right"] = "right"
 
 
+def rails_text(row: transfer.Row) -> str:
+    """ "mlx5_0:1 60 %, mlx5_1:1 40 %"; of each that failed or is not up, how often and why."""
+    total = sum(rail.bytes for rail in row.rails) or 1
+    said = []
+    for rail in row.rails:
+        notes = [f"{rail.faults} faults"] if rail.faults else []
+        notes += [f"{rail.state}: {rail.why}"] if rail.why else []
+        said.append(
+            f"{rail.port} {100 * rail.bytes / total:.0f} %" + (f" ({'; '.join(notes)})" if notes else "")
+        )
+    return ", ".join(said)
+
+
 TRANSFER = (
     Column("size", lambda row: format_size(row.size)),
     Column("transport", lambda row: row.transport),
@@ -66,6 +79,7 @@ TRANSFER = (
     Column("CPU s/GB", lambda row: f"{row.cpu_s_per_gb:.3f}"),
     Column("peer's", lambda row: f"{row.peer_cpu_s_per_gb:.3f}"),
     Column("verified", lambda row: format_size(row.verified_bytes) if row.verified_bytes else "-"),
+    Column("rails", rails_text, "left"),
 )
 
 STORE = (
@@ -82,10 +96,14 @@ STORE = (
 
 
 def columns_of(kind: str, rows: Sequence[transfer.Row | store.Row]) -> list[Column]:
-    """kind: transfer or store. What was verified has a column where any bytes were."""
-    some = any(row.verified_bytes for row in rows)
+    """kind: transfer or store. What was verified has a column where any bytes were; rails, where any are."""
+    empty = set()
+    if not any(row.verified_bytes for row in rows):
+        empty.add("verified")
+    if not any(getattr(row, "rails", ()) for row in rows):
+        empty.add("rails")
     columns = TRANSFER if kind == "transfer" else STORE
-    return [column for column in columns if some or column.heading != "verified"]
+    return [column for column in columns if column.heading not in empty]
 
 
 def table(columns: Sequence[Column], rows: Sequence[Any], title: str = "") -> Table:

@@ -23,7 +23,7 @@ from moonpool.core.errors import CorruptObject, InvalidArgument, ProtocolError, 
 from moonpool.core.transfer.engine import TransferEngine
 from moonpool.core.transfer.region import Region
 from moonpool.core.transfer.segment import Segment
-from moonpool.core.transfer.types import Batch, RemoteRegion
+from moonpool.core.transfer.types import Batch, PeerRail, RemoteRegion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,9 +73,25 @@ class Plan:
         return self.working_set // self.threads // step * step
 
 
+@dataclass(frozen=True)
+class RailUse:
+    """A network card here and one of the peer, during one row. state, why: at its end, as of PeerRail."""
+
+    transport: str
+    port: str
+    path: str
+    state: str
+    why: str
+    bytes: int
+    pieces: int
+    faults: int
+
+
 @dataclass
 class Row:
-    """What was measured. cpu_s_per_gb: CPU seconds for 10**9 bytes, of this side and of the other."""
+    """What was measured. cpu_s_per_gb: CPU seconds for 10**9 bytes, of this side and of the other.
+    rails: of transports that have such, also those that carried nothing.
+    """
 
     size: int
     batch: int
@@ -93,7 +109,8 @@ class Row:
     cpu_s_per_gb: float
     peer_cpu_s_per_gb: float
     verified_bytes: int
-    interrupted: bool = field(default=False)
+    interrupted: bool = False
+    rails: list[RailUse] = field(default_factory=list)
 
 
 class Bench:
@@ -117,10 +134,12 @@ class Bench:
         reading = plan.direction == "read"
         expected = self._prepare(plan) if plan.verify else None
         workers = [_Worker(self, plan, number, expected) for number in range(plan.threads)]
-        peer_before, moved_before, cpu_before = self.peer_cpu_ns(), self._moved(), time.process_time_ns()
+        peer_before, moved_before, rails_before = self.peer_cpu_ns(), self._moved(), self._rails()
+        cpu_before = time.process_time_ns()
         outcome = load.run(workers, plan.seconds, on_second)
         cpu_ns = time.process_time_ns() - cpu_before
         transport = _shares(moved_before, self._moved())
+        rails = _used(rails_before, self._rails())
         peer_cpu_ns = self.peer_cpu_ns() - peer_before
         verified = 0
         if expected is not None:
@@ -147,6 +166,7 @@ class Bench:
             peer_cpu_ns / 1e9 / gigabytes,
             verified,
             outcome.interrupted,
+            rails,
         )
 
     def _prepare(self, plan: Plan) -> npt.NDArray[np.uint8]:
@@ -180,12 +200,20 @@ class Bench:
 
     def _moved(self) -> dict[str, int]:
         """Bytes by transport."""
-        moved: dict[str, int] = {}
-        for name, value in self.engine.metrics().items():
-            transport, _, rest = name.partition("_")
-            if rest in ("read_bytes_total", "write_bytes_total"):
-                moved[transport] = moved.get(transport, 0) + value
-        return moved
+        metrics = self.engine.metrics()
+        ways = ("read", "write")
+        return {
+            name: sum(metrics.get(f"{name}_{way}_bytes_total", 0) for way in ways)
+            for name in self.engine.transports()
+        }
+
+    def _rails(self) -> dict[tuple[str, str], PeerRail]:
+        """By transport and path."""
+        return {
+            (path.transport, rail.path): rail
+            for path in self.engine.paths(self.segment)
+            for rail in path.rails
+        }
 
 
 class EngineBench(Bench):
@@ -350,14 +378,34 @@ def _shares(before: dict[str, int], after: dict[str, int]) -> str:
     return ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in ordered)
 
 
+def _used(before: dict[tuple[str, str], PeerRail], after: dict[tuple[str, str], PeerRail]) -> list[RailUse]:
+    """What each rail carried between two readings."""
+    return [
+        RailUse(
+            transport,
+            rail.port,
+            rail.path,
+            rail.state,
+            rail.why,
+            rail.bytes - before[transport, path].bytes,
+            rail.pieces - before[transport, path].pieces,
+            rail.faults - before[transport, path].faults,
+        )
+        for (transport, path), rail in after.items()
+    ]
+
+
 @contextmanager
-def spawned(nbytes: int, foreign: bool) -> Iterator[tuple[str, bytes]]:
-    """A peer in a process of its own, with a token of its own. -> its address, the token"""
+def spawned(nbytes: int, foreign: bool, **options: Any) -> Iterator[tuple[str, bytes]]:
+    """A peer in a process of its own, with a token of its own. -> its address, the token
+
+    options: keywords of its TransferEngine, which JSON can carry.
+    """
     token = secrets.token_hex(16)
     env = {name: value for name, value in os.environ.items() if name != paths.TOKEN_FILE_VARIABLE}
     command = [sys.executable, "-P", "-m", "moonpool.core.bench.peer", str(os.getpid()), str(nbytes)]
     process = subprocess.Popen(
-        [*command, "foreign" if foreign else "own"],
+        [*command, "foreign" if foreign else "own", json.dumps(options)],
         env=env | {paths.TOKEN_VARIABLE: token},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -379,17 +427,21 @@ def _hear_address(process: subprocess.Popen[bytes]) -> str:
     line = process.stdout.readline()
     if not line:
         raise Unavailable(f"the peer ended with {process.wait()} while it started", operation="bench")
-    return str(json.loads(line)["address"])
+    said = json.loads(line)
+    if "refused" in said:
+        raise InvalidArgument(said["refused"], operation="bench")
+    return str(said["address"])
 
 
 @contextmanager
-def in_process(
-    token: bytes | None, nbytes: int, foreign: bool, *, efa_provider: str = "efa"
-) -> Iterator[str]:
-    """A peer that is another engine of this process. -> its address"""
+def in_process(token: bytes | None, nbytes: int, foreign: bool, **options: Any) -> Iterator[str]:
+    """A peer that is another engine of this process. -> its address
+
+    options: keywords of its TransferEngine.
+    """
     import threading
 
-    with TransferEngine("bench-peer", token=token, metadata="", efa_provider=efa_provider) as engine:
+    with TransferEngine("bench-peer", token=token, metadata="", **options) as engine:
         block = engine.allocate(control.CONTROL_BYTES, control.CONTROL)
         control.start(block.view)
         peer.fill(peer.data_region(engine, nbytes, foreign).view)

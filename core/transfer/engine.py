@@ -38,6 +38,7 @@ from moonpool.core.transfer.types import (
     Local,
     Notification,
     PeerPath,
+    PeerRail,
     Slice,
     TransferOptions,
 )
@@ -77,7 +78,7 @@ class EngineFacts:
     def paths(self, segment: Segment) -> list[PeerPath]:
         """How each transport reaches that peer, or why it does not, and what it has cost, in the order in
         which a transfer of small slices tries them. Asks nothing of the peer."""
-        return [PeerPath(*row) for row in self._native.paths(segment.handle)]
+        return [_path_of(row) for row in self._native.paths(segment.handle)]
 
     def metrics(self) -> dict[str, int]:
         """Counters (``*_total``) and gauges by name; docs/transfer.md describes them."""
@@ -112,6 +113,7 @@ class TransferEngine(EngineFacts):
     rdma_library: libibverbs, where it is not the system's, by name or path.
     efa_provider: the provider of libfabric for "efa"; another than "efa", as "tcp", is for tests, and both
                 engines need it.
+    efa_devices: names of the devices that "efa" uses, as "rdmap0s6"; (): all that work here.
     interface:  the network interface for connections to peers; "": as the system routes.
     host_id:    what names this host; "": its boot id. Engines with the same one try shared memory.
     metadata:   the store in which engines find each other by name, as "etcd://h1:2379", or a ``Metadata``;
@@ -121,7 +123,7 @@ class TransferEngine(EngineFacts):
     timeout_s:  the longest wait without progress of every call that gives no ``deadline_s``.
 
     Raises ConfigError for an address in use or not allowed, and for a name that another engine has published;
-    InvalidArgument for an RDMA device that this host has not, with the list of those that it has;
+    InvalidArgument for an RDMA or EFA device that this host has not, with the list of those that it has;
     AuthError where the store of names refuses us. After ``close()`` every call raises Closed; in a
     child of fork() every call raises Forked.
     """
@@ -138,6 +140,7 @@ class TransferEngine(EngineFacts):
         rdma_devices: Sequence[str] = (),
         rdma_library: str = "",
         efa_provider: str = "efa",
+        efa_devices: Sequence[str] = (),
         interface: str = "",
         host_id: str = "",
         metadata: str | Metadata | None = None,
@@ -157,6 +160,7 @@ class TransferEngine(EngineFacts):
             rdma_devices=rdma_devices,
             rdma_library=rdma_library,
             efa_provider=efa_provider,
+            efa_devices=efa_devices,
             interface=interface,
             host_id=host_id,
             io_threads=io_threads,
@@ -388,6 +392,7 @@ def open_engine(
     transports: Sequence[str] | None,
     outside_transports: Sequence[str | os.PathLike[str]],
     rdma_devices: Sequence[str],
+    efa_devices: Sequence[str],
     **options: Any,
 ) -> _native.Engine:
     """The native engine of both facades."""
@@ -398,9 +403,10 @@ def open_engine(
     for what in ("tenant", "host_id", "interface", "rdma_library", "efa_provider"):
         check_text(options[what], f"the {what} of an engine")
     check_text(name, "the name of an engine")
-    devices = [rdma_devices] if isinstance(rdma_devices, str) else list(rdma_devices)
-    for device in devices:
-        check_text(device, "the name of an RDMA device")
+    own_rdma, own_efa = _listed(rdma_devices), _listed(efa_devices)
+    for kind, devices in (("RDMA", own_rdma), ("EFA", own_efa)):
+        for device in devices:
+            check_text(device, f"the name of an {kind} device")
     addresses = [] if listen is None else [listen] if isinstance(listen, str) else list(listen)
     for address in addresses:
         _check_listen(address, token)
@@ -410,9 +416,19 @@ def open_engine(
         token or paths.read_or_create_token(),
         transports=None if transports is None else list(transports),
         outside_transports=library_paths(outside_transports),
-        rdma_devices=devices,
+        rdma_devices=own_rdma,
+        efa_devices=own_efa,
         **options,
     )
+
+
+def _path_of(row: Any) -> PeerPath:
+    cells = [*row[:-1], tuple(PeerRail(*rail) for rail in row[-1])]
+    return PeerPath(*cells)
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def name_engine(

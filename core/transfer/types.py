@@ -53,6 +53,30 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerRail:
+    """A network card here and one of the peer, of which a path has one or several.
+
+    port:   of this host, as "mlx5_0:1".
+    path:   for people, with the peer's side.
+    state:  "up"; "down": it is connected when there is more to carry, and after a fault not before some time;
+            "connecting"; "ending".
+    why:    it is not up; "": it is.
+    pieces: a large slice is cut into several. With ``bytes``: carried since the peer was opened.
+    faults: times that it failed since then; its pieces went another way.
+    bytes_per_s: as measured of late; 0: not yet.
+    """
+
+    port: str
+    path: str
+    state: str
+    why: str
+    bytes: int
+    pieces: int
+    faults: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PeerPath:
     """How one transport reaches a peer.
 
@@ -62,6 +86,7 @@ class PeerPath:
     jobs:      how many transfers were timed to know its cost, which is ``slice_s`` for each slice and
                ``byte_s`` for each byte, in seconds, of late. With 0 jobs nothing is known.
     remarks:   for people: parts of the path that are not used, as addresses of a port, each with the reason.
+    rails:     of "rdma" and "efa".
     """
 
     transport: str
@@ -72,6 +97,7 @@ class PeerPath:
     slice_s: float = 0.0
     byte_s: float = 0.0
     remarks: str = ""
+    rails: tuple[PeerRail, ...] = ()
 
 
 class TransferOptions(TypedDict, total=False):

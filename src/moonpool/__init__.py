@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from moonpool.core.transfer.types import Batch as Batch
     from moonpool.core.transfer.types import Notification as Notification
     from moonpool.core.transfer.types import PeerPath as PeerPath
+    from moonpool.core.transfer.types import PeerRail as PeerRail
     from moonpool.core.transfer.types import Priority as Priority
     from moonpool.core.transfer.types import RemoteRegion as RemoteRegion
     from moonpool.core.transfer.types import Slice as Slice
@@ -73,7 +74,8 @@ _NAMES = {
     "transfer.region": "Region",
     "transfer.segment": "Segment",
     "transfer.transfer": "Transfer",
-    "transfer.types": "Batch Notification PeerPath Priority RemoteRegion Slice SliceState TransferState",
+    "transfer.types": "Batch Notification PeerPath PeerRail Priority RemoteRegion Slice SliceState "
+    "TransferState",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

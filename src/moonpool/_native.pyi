@@ -594,7 +594,7 @@ class Engine:
     """
     Moves bytes between registered memory of processes.
     """
-    def __init__(self, name: str, listen: collections.abc.Sequence[str], token: bytes, *, tenant: str = 'default', io_threads: typing.SupportsInt | typing.SupportsIndex = 2, connections_per_peer: typing.SupportsInt | typing.SupportsIndex = 2, transports: collections.abc.Sequence[str] | None = None, outside_transports: collections.abc.Sequence[str] = [], rdma_devices: collections.abc.Sequence[str] = [], rdma_library: str = '', efa_provider: str = 'efa', interface: str = '', host_id: str = '', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 5.0) -> None:
+    def __init__(self, name: str, listen: collections.abc.Sequence[str], token: bytes, *, tenant: str = 'default', io_threads: typing.SupportsInt | typing.SupportsIndex = 2, connections_per_peer: typing.SupportsInt | typing.SupportsIndex = 2, transports: collections.abc.Sequence[str] | None = None, outside_transports: collections.abc.Sequence[str] = [], rdma_devices: collections.abc.Sequence[str] = [], rdma_library: str = '', efa_provider: str = 'efa', efa_devices: collections.abc.Sequence[str] = [], interface: str = '', host_id: str = '', timeout_s: typing.SupportsFloat | typing.SupportsIndex = 5.0) -> None:
         ...
     def admit(self, segment_id: bytes) -> None:
         ...

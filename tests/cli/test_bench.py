@@ -17,9 +17,10 @@ import pytest
 
 from moonpool import Store, TransferEngine
 from moonpool.cli import run
-from moonpool.core.bench import control, load, peer, store, transfer
+from moonpool.core.bench import control, load, peer, report, store, transfer
 from moonpool.core.bench.load import Gauge
 from moonpool.core.errors import CorruptObject, Unavailable
+from tests import outside_example, soft_verbs
 from tests.descriptors import speaks
 
 from ..core.metadata_bed import running
@@ -82,6 +83,137 @@ def test_each_transport_and_direction_verified(tmp_path: Path, transport: str, d
         assert min(row["bytes"], 8 * MIB) <= row["verified_bytes"] <= 8 * MIB
     if transport == "tcp":
         assert row["peer_cpu_s_per_gb"] > 0.01  # the other side takes part
+
+
+@pytest.fixture(scope="session")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if outside_example.COMPILER is None:
+        pytest.skip("needs a C compiler")
+    return outside_example.build(tmp_path_factory.mktemp("outside"))
+
+
+@pytest.fixture
+def verbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A libibverbs with soft0 and soft1, which the peer of a bench shares."""
+    if soft_verbs.COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("MOONPOOL_SOFT_VERBS", "devices=2 speed0=500 speed1=500")  # MB/s
+    monkeypatch.setenv("MOONPOOL_SOFT_VERBS_FILE", str(tmp_path / "wire"))
+    return soft_verbs.compile_library(tmp_path)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_transport_that_is_built_outside(tmp_path: Path, outside: Path, direction: str) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--outside", str(outside), "--transport", "unix_socket", "--direction", direction, "--verify"]
+    assert run(["bench", "transfer", *QUICK, *options, "--size", "64KiB", "--json", str(file)]) == 0
+    (row,) = rows_of(file)
+    assert row["transport"] == "unix_socket"
+    assert row["verified_bytes"] > 0
+    assert row["rails"] == []
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_rdma_and_what_each_rail_carried(
+    tmp_path: Path, verbs: Path, direction: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--transport", "rdma", "--rdma-library", str(verbs), "--direction", direction, "--verify"]
+    assert run(["bench", "transfer", *QUICK, *options, "--depth", "2", "--json", str(file)]) == 0
+    (row,) = rows_of(file)
+    assert row["transport"] == "rdma"
+    assert row["verified_bytes"] > 0
+    assert [rail["port"] for rail in row["rails"]] == ["soft0:1", "soft1:1"]
+    # Beside what was counted, the control block was read, and what was under way at the end.
+    assert sum(rail["bytes"] for rail in row["rails"]) >= row["bytes"]
+    for rail in row["rails"]:
+        assert rail["transport"] == "rdma"
+        assert rail["state"] == "up"
+        assert rail["bytes"] > 0
+        assert rail["pieces"] > 0
+        assert rail["faults"] == 0
+    text = capsys.readouterr().out
+    assert "rails" in text
+    assert "soft0:1" in text
+    assert "soft1:1" in text
+
+
+def test_rdma_by_the_device_that_is_named(
+    tmp_path: Path, verbs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--transport", "rdma", "--rdma-library", str(verbs), "--rdma-devices"]
+    assert run(["bench", "transfer", *QUICK, *options, "soft1", "--json", str(file)]) == 0
+    (row,) = rows_of(file)
+    assert [rail["port"] for rail in row["rails"]] == ["soft1:1"]
+    capsys.readouterr()
+    assert run(["bench", "transfer", *QUICK, *options, "mlx5_0"]) == 2
+    said = capsys.readouterr().err
+    assert 'no RDMA device of this host is called "mlx5_0"; it has soft0, soft1' in said
+    assert said.count("\n") == 1
+
+
+def test_efa_by_the_provider_that_is_named(tmp_path: Path) -> None:
+    with TransferEngine("asked", transports=["efa"], efa_provider="tcp") as engine:
+        if why := engine.transports()["efa"]:
+            pytest.skip(why)
+    file = tmp_path / "rows.json"
+    options = ["--transport", "efa", "--efa-provider", "tcp", "--verify", "--json", str(file)]
+    assert run(["bench", "transfer", *QUICK, *options]) == 0
+    (row,) = rows_of(file)
+    assert row["transport"] == "efa"
+    assert row["verified_bytes"] > 0
+    assert sum(rail["bytes"] for rail in row["rails"]) >= row["bytes"]
+
+
+@pytest.mark.parametrize("names", ["cuda_ipc", "tcp,cufile"])
+def test_transports_of_cards_are_refused_with_the_reason(
+    names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "transfer", *QUICK, "--transport", names]) == 2
+    said = capsys.readouterr().err
+    assert names.split(",")[-1] in said
+    assert "memory of cards" in said
+
+
+class Counting:
+    """The counters of an engine, which the test changes."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, int] = {}
+
+    def transports(self) -> dict[str, str]:
+        return dict.fromkeys(("cuda_ipc", "rdma", "unix_socket", "tcp"), "")
+
+    def metrics(self) -> dict[str, int]:
+        return self.counters
+
+
+def test_bytes_of_each_transport_are_counted_whatever_its_name() -> None:
+    engine: Any = Counting()
+    client = transfer.Bench.__new__(transfer.Bench)
+    client.engine = engine
+    engine.counters = {
+        "cuda_ipc_read_bytes_total": 3,
+        "cuda_ipc_write_bytes_total": 4,
+        "cuda_ipc_read_slices_total": 100,
+        "unix_socket_write_bytes_total": 5,
+        "served_tcp_read_bytes_total": 100,  # by peers
+        'rdma_rail_bytes_total{port="mlx5_0:1"}': 100,
+    }
+    assert client._moved() == {"cuda_ipc": 7, "rdma": 0, "unix_socket": 5, "tcp": 0}
+
+
+def test_the_column_of_rails_says_why_one_was_left() -> None:
+    up = transfer.RailUse("rdma", "mlx5_0:1", "to there", "up", "", 3 * MIB, 12, 0)
+    left = transfer.RailUse("rdma", "mlx5_1:1", "to there", "down", "the port is down", MIB, 4, 1)
+    plan = transfer.Plan(MIB)
+    row: Any = transfer.Row(*(plan.size, 1, 1, 1, "read", "rdma"), *(1.0, 4 * MIB, 4), *(0.0,) * 6, 0)
+    assert [column.heading for column in report.columns_of("transfer", [row])][-1] == "peer's"
+    row.rails = [up, left]
+    column = report.columns_of("transfer", [row])[-1]
+    assert column.heading == "rails"
+    assert column.text(row) == "mlx5_0:1 75 %, mlx5_1:1 25 % (1 faults; down: the port is down)"
 
 
 @pytest.mark.parametrize("extra", [["--foreign"], ["--transport", "tcp"]], ids=["foreign", "tcp"])

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from moonpool import TransferEngine
-from moonpool.core.errors import Unavailable
+from moonpool.core.errors import InvalidArgument, Unavailable
 
 from .store_bed import MIB, TOKEN
 
@@ -21,9 +21,10 @@ SEED = 2506
 def engine() -> Iterator[Callable[..., TransferEngine]]:
     with ExitStack() as stack:
 
-        def make(name: str, provider: str, *transports: str) -> TransferEngine:
+        def make(name: str, provider: str, *transports: str, devices: tuple[str, ...] = ()) -> TransferEngine:
             options = {"token": TOKEN, "metadata": "", "transports": transports or ("efa",)}
-            made = stack.enter_context(TransferEngine(name, efa_provider=provider, **options))
+            options |= {"efa_provider": provider, "efa_devices": devices}
+            made = stack.enter_context(TransferEngine(name, **options))
             why = made.transports()["efa"]
             if why.startswith("there is no libfabric"):
                 pytest.skip(why)
@@ -50,8 +51,27 @@ def test_bytes_go_by_the_provider_that_is_named(provider: str, engine: Callable[
     assert bytes(mine.view) == data
     moved = {way: here.metrics()[f"efa_{way}_bytes_total"] for way in ("write", "read")}
     assert moved == {"write": MIB, "read": MIB}
-    (path,) = [row.path for row in here.paths(peer) if row.transport == "efa"]
-    assert path.startswith(f"efa {provider}"), path
+    (row,) = [row for row in here.paths(peer) if row.transport == "efa"]
+    assert row.path.startswith(f"efa {provider}"), row.path
+    (rail,) = row.rails
+    assert (rail.state, rail.bytes, rail.faults) == ("up", 2 * MIB, 0)
+    counted = here.metrics()
+    assert counted[f'efa_rail_bytes_total{{port="{rail.port}"}}'] == 2 * MIB
+
+
+def test_the_device_that_is_named_is_used_and_another_is_refused(
+    engine: Callable[..., TransferEngine],
+) -> None:
+    here, there = engine("here", "tcp"), engine("there", "tcp")
+    (row,) = [row for row in here.paths(here.open(there.addresses[0])) if row.transport == "efa"]
+    port = row.rails[0].port
+    named = engine("named", "tcp", devices=(port,))
+    (row,) = [row for row in named.paths(named.open(there.addresses[0])) if row.transport == "efa"]
+    assert [rail.port for rail in row.rails] == [port]
+    with pytest.raises(InvalidArgument, match=f'on this host is called "rdmap0s6"; it has {port}'):
+        engine("refused", "tcp", devices=("rdmap0s6",))
+    with pytest.raises(InvalidArgument, match="was given the EFA device rdmap0s6, and cannot use it: it is"):
+        engine("without", "tcp", "tcp", devices=("rdmap0s6",))
 
 
 def test_a_provider_that_is_none_is_refused_with_those_that_there_are(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from moonpool import InvalidArgument, TransferEngine, TransferError
-from moonpool.capi import root
+from tests.outside_example import COMPILER, EXAMPLE, build
 
 from .store_bed import stop_process
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transport_outside"
-COMPILER = shutil.which(os.environ.get("CC", "cc").split()[-1])
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 
@@ -26,12 +21,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example, built by its own Makefile."""
-    folder = tmp_path_factory.mktemp("outside")
-    for name in ("Makefile", "unix_socket.c"):
-        shutil.copy(EXAMPLE / name, folder)
-    command = ["make", f"HEADERS={root() / 'include'}", f"CC={COMPILER}", "CFLAGS=-O2 -Wall -Wextra -Werror"]
-    subprocess.run(command, cwd=folder, check=True, timeout=100)
-    return folder / "libunix_socket.so"
+    return build(tmp_path_factory.mktemp("outside"))
 
 
 def test_the_example_moves_bytes_between_two_processes(library: Path) -> None:

@@ -18,9 +18,12 @@ def address_of(text: str, key: str, port: int = 0) -> Address:
 
 
 def session_of(name: str) -> str:
-    """A session id as moonpool reads it: callers write f"{host}:{port}" of any host. TypeError for no str."""
+    """A session id as moonpool reads it: callers write f"{host}:{port}" of any host. "file:///path" stays as
+    it is. TypeError for no str."""
     if not isinstance(name, str):
         raise TypeError(f"a session id is a str, not {name!r:.80}")
+    if name.startswith("file://"):
+        return name
     host, _, port = name.rpartition(":")
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else name
 

@@ -34,7 +34,7 @@ from ._codes import code_of, coded, logger
 from ._hosts import address_of, is_ip, session_of
 from ._memory import number, same_length
 from ._metadata import WITHOUT_SCHEME, store_named
-from ._protocols import engine_options
+from ._protocols import HOST_MEMORY, engine_options, managed_memory
 from ._rpc import ReceivedData, ReceivedTensor, RpcInterface, create_rpc_client, create_rpc_server
 from ._shared_segment import SharedSegment
 
@@ -96,6 +96,7 @@ class TransferEngine:
         self._engine: moonpool.TransferEngine | None = None
         self._regions: dict[int, Region] = {}
         self._managed: dict[int, Region] = {}
+        self._managed_location = HOST_MEMORY
         self._peers = Peers(lambda name: self._open().open(session_of(name)))
         self._transfers: dict[int, tuple[Transfer, str]] = {}  # and the peer's session id
         self._numbers = itertools.count(1)
@@ -114,7 +115,10 @@ class TransferEngine:
                          local_hostname as its name, and looks others up: "http://host:port/metadata",
                          "etcd://host:2379", "redis://:password@host:6379/0"; without a scheme it is etcd.
         protocol:        what moves bytes between hosts; TCP where that is not available, with a warning.
-        device_name:     "a,b", of that protocol; "": all.
+                         "cxl": where managed buffers lie; "nvmeof": names of the form "file:///path" are
+                         segments.
+        device_name:     "a,b", of that protocol; "": all. With "cxl" one DAX device, "/dev/dax0.0"; "": that
+                         of MC_CXL_DEV_PATH.
         """
         return self._initialize(local_hostname, metadata_server, protocol, device_name)
 
@@ -133,6 +137,7 @@ class TransferEngine:
             host, store = local_hostname or "127.0.0.1", store_named(metadata_server, kind)
             address = address_of(host, "local_hostname")
             is_name = not is_ip(address.host) and address.host != "localhost"
+            self._managed_location = managed_memory(protocol, device_name)
             self._engine = moonpool.TransferEngine(
                 session_of(host) if store else "",
                 listen=str(address),
@@ -262,8 +267,9 @@ class TransferEngine:
 
     @coded("allocate_managed_buffer", floor=0)
     def allocate_managed_buffer(self, length: int, /) -> int:
-        """The address of new registered memory, zeros; 0 when there is none."""
-        region = self._open().allocate(number(length))
+        """The address of new registered memory, zeros; 0 when there is none. With the protocol "cxl" it lies
+        on the DAX device."""
+        region = self._open().allocate(number(length), self._managed_location)
         with self._lock:
             self._managed[region.address] = region
         return region.address

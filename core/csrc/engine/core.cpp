@@ -219,10 +219,14 @@ Status Engine::Core::add_transport(Entry entry) {
     }
     // Named devices are wanted: an engine that left them out for another reason than their ports would keep
     // silent about it.
-    if (entry.name == "rdma" && !options.rdma.devices.empty() &&
-        (!entry.allowed || !entry.not_viable.empty())) {
-        return Error{Code::kInvalidArgument, "an engine was given the RDMA device " +
-                                                 options.rdma.devices.front() +
+    auto is_named = [&](std::string_view transport, const std::vector<std::string>& devices) {
+        return entry.name == transport && !devices.empty() && (!entry.allowed || !entry.not_viable.empty());
+    };
+    if (is_named("rdma", options.rdma.devices) || is_named("efa", options.fabric.devices)) {
+        const bool rdma = entry.name == "rdma";
+        const std::string& device = (rdma ? options.rdma.devices : options.fabric.devices).front();
+        return Error{Code::kInvalidArgument, std::string("an engine was given the ") +
+                                                 (rdma ? "RDMA" : "EFA") + " device " + device +
                                                  ", and cannot use it: " + entry.unavailable};
     }
     if (carrier == nullptr) carrier = entry.transport->control();

@@ -123,6 +123,7 @@ struct SegmentPath {
     // What it has cost: a time for each slice and one for each byte, of so many jobs. 0: none was timed.
     uint64_t jobs = 0;
     double slice_ns = 0, byte_ns = 0;
+    std::vector<transport::RailReport> rails{};  // where the path has such
     // Kinds of the peer's memory that the path does not reach, and why.
     std::vector<std::pair<MemoryKind, std::string>> unreached{};
     std::string remarks{};  // for people: parts of it that are not used, with the reasons

@@ -52,6 +52,7 @@ SegmentPath Peer::path_of(std::string_view transport) const {
         if (route.transport != transport) continue;
         path.path = route.link->path();
         path.remarks = route.link->remarks();
+        path.rails = route.link->rails();
         LinkOrder::Measured measured = order_.measured(i);
         path.jobs = measured.jobs;
         path.slice_ns = measured.cost.slice_ns;

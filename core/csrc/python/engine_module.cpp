@@ -272,7 +272,8 @@ class PyEngine {
              uint32_t io_threads, uint32_t connections_per_peer,
              std::optional<std::vector<std::string>> transports, std::vector<std::string> outside_transports,
              std::vector<std::string> rdma_devices, std::string rdma_library, std::string efa_provider,
-             std::string interface, std::string host_id, double timeout_s) {
+             std::vector<std::string> efa_devices, std::string interface, std::string host_id,
+             double timeout_s) {
         EngineOptions options;
         options.name = std::move(name);
         options.listen = std::move(listen);
@@ -289,6 +290,7 @@ class PyEngine {
             options.fabric.source = host_of(options.listen.front());
         }
         options.fabric.provider = std::move(efa_provider);
+        options.fabric.devices = std::move(efa_devices);
         options.interface = std::move(interface);
         options.host_id = std::move(host_id);
         options.timeout_ms = std::max(1, milliseconds_from_zero(timeout_s));
@@ -364,7 +366,8 @@ class PyEngine {
 
     // (transport, path or "", why there is none, {kind of the peer's memory: why it does not reach it}, and
     // of the jobs that were timed: how many, seconds for each slice, seconds for each byte; parts of it
-    // that are not used, with the reasons)
+    // that are not used, with the reasons; and its rails: (port, path, state, why it is not up, bytes,
+    // pieces, faults, bytes a second))
     py::list paths(uint32_t segment) {
         py::list rows;
         for (const SegmentPath& path : unwrap(engine_->paths(segment), "paths")) {
@@ -372,8 +375,13 @@ class PyEngine {
             for (const auto& [kind, why] : path.unreached) {
                 unreached[py::str(moonpool::kind_name(kind))] = why;
             }
+            py::list rails;
+            for (const moonpool::transport::RailReport& rail : path.rails) {
+                rails.append(py::make_tuple(rail.port, rail.path, rail.state, rail.why, rail.bytes,
+                                            rail.pieces, rail.faults, rail.bytes_per_ns * 1e9));
+            }
             rows.append(py::make_tuple(path.transport, path.path, path.why, unreached, path.jobs,
-                                       path.slice_ns / 1e9, path.byte_ns / 1e9, path.remarks));
+                                       path.slice_ns / 1e9, path.byte_ns / 1e9, path.remarks, rails));
         }
         return rows;
     }
@@ -499,13 +507,14 @@ void bind_engine(py::module_& m) {
     engine
         .def(py::init<std::string, std::vector<std::string>, const py::bytes&, std::string, uint32_t,
                       uint32_t, std::optional<std::vector<std::string>>, std::vector<std::string>,
-                      std::vector<std::string>, std::string, std::string, std::string, std::string, double>(),
+                      std::vector<std::string>, std::string, std::string, std::vector<std::string>,
+                      std::string, std::string, double>(),
              py::arg("name"), py::arg("listen"), py::arg("token"), py::kw_only(),
              py::arg("tenant") = "default", py::arg("io_threads") = 2, py::arg("connections_per_peer") = 2,
              py::arg("transports") = py::none(), py::arg("outside_transports") = std::vector<std::string>(),
              py::arg("rdma_devices") = std::vector<std::string>(), py::arg("rdma_library") = "",
-             py::arg("efa_provider") = "efa", py::arg("interface") = "", py::arg("host_id") = "",
-             py::arg("timeout_s") = 5.0)
+             py::arg("efa_provider") = "efa", py::arg("efa_devices") = std::vector<std::string>(),
+             py::arg("interface") = "", py::arg("host_id") = "", py::arg("timeout_s") = 5.0)
         .def_property_readonly("name", [](PyEngine& e) { return e.engine().name(); })
         .def_property_readonly("addresses", [](PyEngine& e) { return e.engine().addresses(); })
         .def_property_readonly("segment_id", &PyEngine::segment_id)

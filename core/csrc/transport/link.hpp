@@ -73,6 +73,17 @@ struct Job {
     }
 };
 
+// A part of a path that fails and carries by itself: a NIC here and one of the peer.
+struct RailReport {
+    std::string port;   // of this host: "mlx5_0:1"
+    std::string path;   // for people: "mlx5_0:1 10.0.0.7 to mlx5_1:1 10.0.0.8"
+    std::string state;  // "up", "down", "connecting", "ending"
+    std::string why;    // it is not up; empty: it is
+    // Since the link was made. Of a slice that was cut each piece counts.
+    uint64_t bytes = 0, pieces = 0, faults = 0;
+    double bytes_per_ns = 0;  // as measured of late; 0: it was not
+};
+
 // One peer over one kind of path. Thread-safe.
 class Link {
    public:
@@ -80,6 +91,8 @@ class Link {
     virtual std::string path() const = 0;  // for people: "tcp 10.0.0.7:7000"
     // Of its parts, for people: what is not used, with the reasons; empty: nothing is to be said.
     virtual std::string remarks() const { return ""; }
+    // Its rails, where it has such.
+    virtual std::vector<RailReport> rails() const { return {}; }
 
     // Whether this path can move bytes to or from a peer's memory of that kind; if not, `why` (may be null)
     // says the reason in one sentence.

@@ -57,6 +57,7 @@ struct FabricOptions : NicOptions {
 
     std::string library = "libfabric.so.1";
     std::string provider = "efa";
+    std::vector<std::string> devices;  // by name; none: all
     std::string source;  // address or name of this host, for providers that have such; empty: none
 };
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moonpool.core.config.config import Config
 
 SERVE_ADDRESS = "127.0.0.1:7720"
+OF_CARDS = ("cuda_ipc", "cufile")  # transports that reach no memory of the host
 
 Sizes = Annotated[
     str, typer.Option("--size", metavar="SIZE,...", help="Bytes of a slice; several: a row each.")
@@ -44,6 +45,8 @@ def register(app: typer.Typer) -> None:
             "--token-file token",
             "moonpool bench transfer --connect far --metadata etcd://h1:2379 --token-file token",
             "moonpool bench transfer --file /mnt/nvme --size 64KiB,1MiB --depth 8",
+            "moonpool bench transfer --connect 10.0.0.7:7720 --token-file token --transport rdma "
+            "--rdma-devices mlx5_0,mlx5_1",
         )
     )(transfer)
     group.command(
@@ -96,7 +99,28 @@ def transfer(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="loopback, shm, cuda_ipc, rdma, efa, tcp, file, cufile; default: the engine chooses.",
+            help="loopback, shm, rdma, efa, tcp, file, or one of --outside; default: the engine chooses.",
+        ),
+    ] = "",
+    rdma_devices: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help="The RDMA devices to use, as mlx5_0; default: all that work."),
+    ] = "",
+    rdma_library: Annotated[
+        str, typer.Option(metavar="FILE", help="libibverbs, where it is not the system's.")
+    ] = "",
+    efa_provider: Annotated[
+        str, typer.Option(metavar="NAME", help="The provider of libfabric for efa; both sides need the same.")
+    ] = "efa",
+    efa_devices: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help="The EFA devices to use, as rdmap0s6; default: all that work."),
+    ] = "",
+    outside: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH|NAME,...",
+            help="Libraries with a transport each that is built outside of Moonpool; both sides need them.",
         ),
     ] = "",
     working_set: Annotated[
@@ -117,6 +141,8 @@ def transfer(
 ) -> int:
     """Move bytes between two engines, two processes of this host or two hosts, or between memory and a file.
 
+    The memory is that of the host, not of a card. A peer that this command starts has the same options.
+
     GB/s counts 10**9 bytes; an operation is one call of --batch slices; CPU s/GB is of this process and,
     beside it, of the peer.
     """
@@ -132,9 +158,22 @@ def transfer(
         raise typer.BadParameter("--serve, --connect and --file exclude each other")
     if direction not in ("read", "write"):
         raise typer.BadParameter(f"--direction is read or write, not {direction}")
+    names = _names(transport)
+    if of_cards := [one for one in names if one in OF_CARDS]:
+        raise typer.BadParameter(
+            f"--transport {','.join(of_cards)}: it moves memory of cards, and this command measures memory "
+            f"of the host; in a checkout, python -m benchmarks.gpu_copies measures cards"
+        )
+    both: dict[str, Any] = {  # of the engine here and of a peer that is started here
+        "rdma_devices": _names(rdma_devices),
+        "rdma_library": rdma_library,
+        "efa_provider": efa_provider,
+        "efa_devices": _names(efa_devices),
+        "outside_transports": _names(outside),
+    }
     if serve:
         size_bytes = _size(memory, "--memory")
-        with TransferEngine(name, listen=listen, token=token, metadata=metadata) as engine:
+        with TransferEngine(name, listen=listen, token=token, metadata=metadata, **both) as engine:
             peer.serve(
                 engine, size_bytes, foreign, lambda found: _say_served(found, size_bytes, name, metadata)
             )
@@ -144,7 +183,6 @@ def transfer(
     plans = [
         bench.Plan(one, batch, depth, threads, direction, walked, seconds, verify) for one in _sizes(size)
     ]
-    names = [name.strip() for name in transport.split(",") if name.strip()] or None
     with ExitStack() as stack:
         far, writable = Path(file), False
         if file:
@@ -156,20 +194,21 @@ def transfer(
         elif names == ["loopback"]:
             address = ""
         else:
-            address, token = stack.enter_context(bench.spawned(walked, foreign))
+            address, token = stack.enter_context(bench.spawned(walked, foreign, **both))
         engine = stack.enter_context(
             TransferEngine(
                 "bench",
                 token=token,
-                transports=names,
+                transports=names or None,
                 interface=interface,
                 metadata=metadata,
                 io_threads=io_threads,
                 connections_per_peer=connections,
+                **both,
             )
         )
         if not address:
-            address = stack.enter_context(bench.in_process(token, walked, foreign))
+            address = stack.enter_context(bench.in_process(token, walked, foreign, **both))
         client: bench.Bench
         if file:
             client = FileBench(engine, far, walked, foreign, writable=writable)
@@ -208,7 +247,7 @@ def store(
     from moonpool.core.bench import store as bench
     from moonpool.core.config import paths
 
-    verbs = [name.strip() for name in verb.split(",") if name.strip()]
+    verbs = _names(verb)
     for name in verbs:
         if name not in bench.VERBS:
             raise typer.BadParameter(f"--verb knows {', '.join(bench.VERBS)}, not {name}")
@@ -297,6 +336,10 @@ def _chosen_token(config: Path | None, token_file: Path | None) -> bytes | None:
     """The token that a person chose; None: none, so only loopback addresses will do."""
     settings = _settings(config, token_file)
     return settings.read_token() if settings.token_is_configured else None
+
+
+def _names(text: str) -> list[str]:
+    return [one.strip() for one in text.split(",") if one.strip()]
 
 
 def _sizes(text: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from mooncake.engine import TransferEngine
 from mooncake.http_metadata_server import KVBootstrapServer
 from mooncake.store import MooncakeDistributedStore
 
+import moonpool
+from moonpool import InvalidArgument
 from tests.core.master_bed import MasterProcess
 from tests.core.metadata_bed import running
 from tests.core.store_bed import MIB, until
@@ -125,7 +128,7 @@ def test_a_metadata_server_without_a_scheme(url: str, free_port: int) -> None:
 
 
 def test_protocols_that_this_machine_has_not(caplog: pytest.LogCaptureFixture) -> None:
-    for protocol in ("rdma", "RDMA ", "efa", "ascend", "nvmeof"):
+    for protocol in ("rdma", "RDMA ", "efa", "ascend"):
         caplog.clear()
         engine = made(HOST, P2P, protocol, "mlx5_0")
         assert f"protocol = {protocol} is not available here: " in caplog.text
@@ -146,7 +149,8 @@ def test_protocols_that_this_machine_has_not(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_protocol_chooses_the_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = dict.fromkeys(("loopback", "shm", "cuda_ipc", "rdma", "efa", "cxl", "tcp"), "")
+    with moonpool.TransferEngine("all", listen=None, metadata="") as engine:
+        here = dict.fromkeys(engine.transports(), "")  # as if all of them worked on this host
     monkeypatch.setattr(_protocols, "_transports_here", lambda: here)
     near = ["loopback", "shm", "cuda_ipc"]
     for protocol, devices, options in (
@@ -154,13 +158,100 @@ def test_a_protocol_chooses_the_transports(monkeypatch: pytest.MonkeyPatch) -> N
         ("rdma", "", {"transports": [*near, "rdma", "tcp"]}),
         ("rdma", "a, b", {"transports": [*near, "rdma", "tcp"], "rdma_devices": ["a", "b"]}),
         ("efa", "", {"transports": [*near, "efa", "tcp"]}),
-        ("cxl", "", {"transports": [*near, "cxl", "tcp"]}),
+        ("efa", "a", {"transports": [*near, "efa", "tcp"], "efa_devices": ["a"]}),
+        ("cxl", "/dev/dax0.0", {"transports": [*near, "tcp"]}),
+        ("nvmeof", "", {"transports": [*near, "file", "cufile", "tcp"]}),
         ("nvlink", "", {"transports": [*near, "tcp"]}),
         ("", "", {}),
     ):
         assert _protocols.engine_options(protocol, devices) == options
     here["rdma"] = "no device"
     assert "rdma_devices" not in _protocols.engine_options("rdma", "a")
+
+
+def test_every_protocol_that_is_to_be_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Its transports are names that this moonpool has; the others say that there are none."""
+    with moonpool.TransferEngine("all", listen=None, metadata="") as engine:
+        known = engine.transports()
+    for name, row in _protocols.PROTOCOLS.items():
+        assert {row.transport, *row.beside} - {""} <= set(known)
+        caplog.clear()
+        _protocols.engine_options(name, "")
+        assert ("this moonpool has no such transport" in caplog.text) == (row.transport == "")
+
+
+def test_cxl_puts_managed_buffers_on_the_dax_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("dax0.0", "dax1.0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(_protocols, "DAX_FOLDER", tmp_path)
+    monkeypatch.delenv("MC_CXL_DEV_PATH", raising=False)
+    place = _protocols.managed_memory
+    assert place("cxl", "/dev/dax0.0") == place("CXL", "dax0.0") == "dax:/dev/dax0.0"
+    monkeypatch.setenv("MC_CXL_DEV_PATH", "/dev/dax1.0")
+    assert place("cxl", "") == "dax:/dev/dax1.0"
+    assert place("cxl", "/dev/dax0.0") == "dax:/dev/dax0.0"
+    assert place("cxl", "mlx5_0") == "dax:/dev/dax1.0"
+    assert place("tcp", "") == place("", "") == "cpu:0"
+    assert caplog.text == ""
+    with pytest.raises(InvalidArgument, match=r"no DAX device /dev/dax7.0; it has dax0.0, dax1.0"):
+        place("cxl", "/dev/dax7.0")
+
+
+def test_the_engine_asks_for_memory_of_that_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "dax99.7").mkdir()
+    monkeypatch.setattr(_protocols, "DAX_FOLDER", tmp_path)
+    engine = made(HOST, P2P, "cxl", "/dev/dax99.7")
+    assert "not available here" not in caplog.text
+    assert engine.allocate_managed_buffer(4096) == 0  # the device is the test's: no kernel has it
+    assert 'no memory of the DAX device "/dev/dax99.7" can be had' in caplog.text
+    close(engine)
+
+
+def test_cxl_without_a_dax_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for device, variable, said in (
+        ("", None, "device_name or MC_CXL_DEV_PATH names no DAX device"),
+        ("mlx5_0", None, "device_name = mlx5_0 names no DAX device"),
+        ("mlx5_0", "/tmp/it", "device_name = mlx5_0 and MC_CXL_DEV_PATH = /tmp/it names no DAX device"),
+    ):
+        caplog.clear()
+        if variable is None:
+            monkeypatch.delenv("MC_CXL_DEV_PATH", raising=False)
+        else:
+            monkeypatch.setenv("MC_CXL_DEV_PATH", variable)
+        engine = made(HOST, P2P, "cxl", device)
+        assert said in caplog.text
+        assert "shared memory within the host and TCP between hosts" in caplog.text
+        address = engine.allocate_managed_buffer(4096)
+        assert address != 0
+        assert engine.free_managed_buffer(address, 4096) == 0
+        close(engine)
+    engine = TransferEngine()
+    assert engine.initialize(HOST, P2P, "cxl", "/dev/dax99.9") == -1
+    assert "this host has no DAX device /dev/dax99.9; it has " in caplog.text
+    close(made(HOST, P2P, "tcp", ""))
+
+
+def test_nvmeof_moves_bytes_between_memory_and_a_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "name:space"
+    path.write_bytes(bytes(64 * 1024))
+    engine, peer = made(HOST, P2P, "nvmeof"), made(HOST, P2P)
+    assert "not available" not in caplog.text
+    array = np.full(8192, 7, np.uint8)
+    assert engine.register_memory(array.ctypes.data, 8192) == 0
+    assert engine.transfer_sync_write(f"file://{path}", array.ctypes.data, 16384, 8192) == 0
+    assert path.read_bytes() == bytes(16384) + bytes([7]) * 8192 + bytes(40960)
+    array[:] = 0
+    assert engine.transfer_sync_read(f"file://{path}", array.ctypes.data, 20480, 8192) == 0
+    assert bytes(array) == bytes([7]) * 4096 + bytes(4096)
+    assert engine.send_probe(f"{HOST}:{peer.get_rpc_port()}") == 0  # engines are peers as before
+    assert peer.transfer_sync_read(f"file://{path}", array.ctypes.data, 0, 4096) == -1  # it was given tcp
+    close(engine, peer)
 
 
 def test_the_arguments_of_a_store(caplog: pytest.LogCaptureFixture, master: MasterProcess) -> None:

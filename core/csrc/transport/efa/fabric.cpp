@@ -129,6 +129,24 @@ Result<fi::Info*> ask_info(const Fabric& library, const FabricOptions& options) 
     return found;
 }
 
+// The kernel's name of an EFA device is enough: libfabric adds the kind of its endpoints ("rdmap0s6-rdm").
+bool is_called(const std::string& domain, const std::string& name) {
+    return domain == name || domain == name + "-rdm";
+}
+
+// Of what libfabric found, none of which is called so.
+Error no_device(const std::string& name, const fi::Info* found) {
+    std::vector<std::string> names;
+    for (const fi::Info* info = found; info != nullptr; info = info->next) {
+        if (std::ranges::find(names, info->domain_attr->name) == names.end()) {
+            names.emplace_back(info->domain_attr->name);
+        }
+    }
+    std::string text = "no device of libfabric on this host is called \"" + name + "\"; it has";
+    for (const std::string& each : names) text += (&each == &names.front() ? " " : ", ") + each;
+    return Error{Code::kInvalidArgument, text};
+}
+
 }  // namespace
 
 Result<const Fabric*> open_fabric(const FabricOptions& options) {
@@ -161,9 +179,27 @@ Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const FabricOption
     if (!library) return library.error();
     Result<fi::Info*> found = ask_info(**library, options);
     if (!found) return found.error();
+    auto is_found = [&found](const std::string& name) {
+        for (const fi::Info* info = *found; info != nullptr; info = info->next) {
+            if (is_called(info->domain_attr->name, name)) return true;
+        }
+        return false;
+    };
+    auto missing = std::ranges::find_if_not(options.devices, is_found);
+    if (missing != options.devices.end()) {
+        Error error = no_device(*missing, *found);
+        (*library)->freeinfo(*found);
+        return error;
+    }
+    auto is_wanted = [&options](const fi::Info& info) {
+        return options.devices.empty() || std::ranges::any_of(options.devices, [&](const auto& name) {
+                   return is_called(info.domain_attr->name, name);
+               });
+    };
     std::vector<std::shared_ptr<Domain>> domains;
     Error error{Code::kUnavailable, "no domain"};
     for (fi::Info* info = *found; info != nullptr; info = info->next) {
+        if (!is_wanted(*info)) continue;
         // One NIC may be there in several forms: the provider prefers the first.
         if (domains.size() == nic::kDevicesMax || std::ranges::any_of(domains, [&](const auto& domain) {
                 return domain->name_ == info->domain_attr->name;
@@ -177,7 +213,8 @@ Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const FabricOption
             continue;
         }
         domains.push_back(std::move(domain));
-        if (options.provider != "efa") break;  // the others are further addresses of this host
+        if (options.provider != "efa" && options.devices.empty())
+            break;  // the others are further addresses of this host
     }
     (*library)->freeinfo(*found);
     if (domains.empty()) return error;

@@ -63,7 +63,7 @@ Link::Link(const Context& context, const LinkOptions& options, TransportCounters
       rails_(std::move(rails)),
       uneven_(is_uneven(rails_)) {}
 
-Link::~Link() = default;
+Link::~Link() { options_.links->remove(*this); }
 
 std::shared_ptr<EventHandler> Link::make_watcher() { return std::make_shared<Watcher>(weak_from_this()); }
 
@@ -83,6 +83,20 @@ std::string Link::remarks() const {
         add(rail->remarks());
     }
     return text;
+}
+
+std::vector<RailReport> Link::rails() const {
+    static constexpr const char* kStates[] = {"down", "connecting", "up", "ending"};  // as Rail::State
+    std::vector<RailReport> reports;
+    MutexLock lock(mutex_);
+    for (const auto& rail : rails_) {
+        const bool up = rail->state == Rail::State::kUp;
+        reports.push_back({rail->name(), rail->path(), kStates[static_cast<size_t>(rail->state)],
+                           up ? "" : rail->why, rail->bytes_done, rail->pieces_done, rail->faults_total,
+                           rail->bytes_per_ns()});
+        if (!up && !rail->port_up()) reports.back().why = "the port " + rail->name() + " is down";
+    }
+    return reports;
 }
 
 // Of a card it depends on the region: its keys say.
@@ -286,12 +300,15 @@ bool Link::settle(Rail& rail) {
     struct {
         Tally tally;
         uint64_t now;
+        Rail& rail;
         bool any = false;
-    } found{Tally(counters_), wall_ns_};
+    } found{Tally(counters_), wall_ns_, rail};
     // One pointer, lest it should be allocated.
     auto done = [&found](std::span<const Piece> pieces) {
         found.any = true;
+        found.rail.pieces_done += pieces.size();
         for (const Piece& piece : pieces) {
+            found.rail.bytes_done += piece.bytes;
             piece.task->job.progress_ns.store(found.now, std::memory_order_relaxed);
             piece_done(piece, found.tally);
         }
@@ -336,6 +353,7 @@ void Link::stop(Rail& rail, const std::string& why, bool of_path) {
     known_.clear();  // the peer may have deregistered any of it: it is asked for again
     if (of_path) {
         rail.retry_ns = clock() + back_off_ns(rail.faults++);
+        ++rail.faults_total;
         for (const auto& task : tasks_) ++task->faults;
     }
     // Not before the peer has ended its side: closed, it does so when the connections to it are.

@@ -123,6 +123,7 @@ class Link final : public transport::Link, public std::enable_shared_from_this<L
 
     std::string path() const override;
     std::string remarks() const override;
+    std::vector<RailReport> rails() const override;
     bool reaches(MemoryKind kind, std::string* why) const override;
     bool reaches_nothing() const override;
     bool takes_slots() const override { return false; }  // NICs have keys for regions only

@@ -155,6 +155,7 @@ bool Link::connect_rail() {
         rail.state = Rail::State::kDown;
         rail.why = made.error().text;
         rail.retry_ns = clock() + back_off_ns(rail.faults++);
+        ++rail.faults_total;
         for (const auto& task : tasks_) ++task->faults;
         return true;
     }

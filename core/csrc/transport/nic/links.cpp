@@ -7,10 +7,39 @@
 
 namespace moonpool::transport::nic {
 
-void Links::add(std::weak_ptr<Link> link) {
+namespace {
+
+void add_rails(const Link& link, Ports& ports) {
+    for (const RailReport& rail : link.rails()) {
+        PortTotals& port = ports[rail.port];
+        port.bytes += rail.bytes;
+        port.pieces += rail.pieces;
+        port.faults += rail.faults;
+        port.up += rail.state == "up" ? 1 : 0;
+    }
+}
+
+}  // namespace
+
+void Links::add(const std::shared_ptr<Link>& link) {
     MutexLock lock(mutex_);
     std::erase_if(links_, [](const auto& each) { return each.expired(); });
-    links_.push_back(std::move(link));
+    links_.push_back(link);
+    counted_.push_back(link.get());
+}
+
+void Links::remove(const Link& link) {
+    MutexLock lock(mutex_);
+    if (std::erase(counted_, &link) == 0) return;
+    add_rails(link, ended_);
+    for (auto& [name, port] : ended_) port.up = 0;
+}
+
+Ports Links::ports() const {
+    MutexLock lock(mutex_);
+    Ports ports = ended_;
+    for (const Link* link : counted_) add_rails(*link, ports);
+    return ports;
 }
 
 bool Links::end_idle(size_t device) {

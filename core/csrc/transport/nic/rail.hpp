@@ -48,6 +48,7 @@ class Rail {
     int faults = 0;                           // of the path, until it has been good for a while
     uint64_t retry_ns = 0;                    // not before
     uint64_t good_since_ns = 0;
+    uint64_t bytes_done = 0, pieces_done = 0, faults_total = 0;
     bool missed = false;        // it would carry what another one carries better, and is down
     bool watched = false;       // tell() was called
     std::vector<Piece> fenced;  // writes that may still land until the peer has ended its side

@@ -50,4 +50,17 @@ void Transport::close() {
     if (target_) target_->close();
 }
 
+void Transport::metrics(const std::string& name, Metrics& rows) const {
+    append(name, counters_, rows);
+    for (const auto& [port, totals] : links_->ports()) {
+        auto add = [&](const char* what, uint64_t value) {
+            rows.emplace_back(name + "_rail_" + what + "{port=\"" + port + "\"}", value);
+        };
+        add("bytes_total", totals.bytes);
+        add("pieces_total", totals.pieces);
+        add("faults_total", totals.faults);
+        add("connections", totals.up);
+    }
+}
+
 }  // namespace moonpool::transport::nic

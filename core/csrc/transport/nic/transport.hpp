@@ -23,6 +23,7 @@ class Transport : public transport::Transport {
     void peer_left(const SegmentId& peer) override;
     void shut_out(const SegmentId& segment) override;
     void close() override;
+    void metrics(const std::string& name, Metrics& rows) const override;
 
    protected:
     // what: it is called, for people: "RDMA".
