@@ -1,4 +1,4 @@
-"""Mutated frames over real sockets against a living node and a living master, by one who knows the token.
+"""Mutated frames over real sockets against a living node, master and engine, by a peer that has the token.
 
 Whatever they say, the processes live, stay small, keep what others stored and serve them. FUZZ_SECONDS=N
 fuzzes each target for so long (two by default); the seed is printed, MOONPOOL_TEST_SEED repeats it.
@@ -27,7 +27,9 @@ from .mutations import documented_frames, mutated, of_kinds
 from .tcp_wire import TcpWire, connect
 
 FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "2"))
-STRANGER, STORE, MASTER = range(1, 5), range(16, 32), range(32, 48)
+STRANGER, STORE, MASTER, ENGINE = range(1, 5), range(16, 32), range(32, 48), range(48, 64)
+HELLO, REGIONS, TRANSFER, NOTIFY, FENCE, ASK = 48, 49, 50, 51, 52, 56  # of the engine, over TCP
+ENGINE_PORT = 7720
 
 
 def drain(sock: socket.socket) -> bool:
@@ -150,6 +152,59 @@ def test_the_master(shared_cluster: Cluster, rng: random.Random, purpose: str) -
     on_a, on_b = cluster.puppet(a.host), cluster.puppet(b.host)
     assert on_a.put([f"after {purpose}"], 10_000)[0][0] == "stored"
     until(lambda: on_b.has([f"after {purpose}"], 10_000))
+
+
+def greeted(cluster: Cluster, address: str, channel: int) -> w.Wire:
+    """A connection to an engine, behind a HELLO that is in order."""
+    wire = TcpWire.call(cluster.network.switch, address)
+    segment = wire.prove(TOKEN.encode(), b"engine")[2:18]
+    hello = struct.pack("<H", 3) + b"f" * 16 + segment + struct.pack("<I", channel) + w.text16(b"fuzz")
+    assert wire.ask(HELLO, hello).kind == HELLO
+    return wire
+
+
+def test_the_engine(shared_cluster: Cluster, rng: random.Random) -> None:
+    """Strangers, peers before HELLO, and peers behind it, which know where its memory is."""
+    cluster = shared_cluster
+    host, client = cluster.host("e"), cluster.host("f")
+    address = f"{host.address}:{ENGINE_PORT}"
+    process = host.moonpool(
+        *("bench", "transfer", "--serve", "--listen", address, "--memory", "16MiB"), name="serve"
+    )
+    process.said("moonpool bench transfer --connect")
+    corpus = of_kinds(documented_frames("wire_engine.md"), ENGINE)
+    assert {frame[5] for frame in corpus} == {HELLO, REGIONS, TRANSFER, NOTIFY, FENCE, ASK}
+    with greeted(cluster, address, 1).socket as sock:
+        regions = w.Wire(sock, 5).ask(REGIONS, struct.pack("<H", 3)).body
+    (n,) = struct.unpack_from("<I", regions, 8)
+    assert n >= 1
+    start, length = struct.unpack_from("<QQ", regions, 20)
+    for kind, body in (
+        (TRANSFER, struct.pack("<IIQIIQII", 2, 0, start, 4, 1, start + length - 100, 100, 0) + b"data"),
+        (ASK, w.text16(b"rdma") + b"\0" + struct.pack("<HQQ", 1, start, length)),  # KEYS
+        (ASK, w.text16(b"efa") + b"\1" + struct.pack("<IB", 3, 0) + b"\1" + w.text16(bytes(16))),  # CONNECT
+        (ASK, w.text16(b"tcp")),
+    ):
+        corpus.append(w.frame(kind, body))
+    before = process.rss_bytes()
+    channels = iter(range(2, 1 << 32))
+    strangers = of_kinds(documented_frames("wire.md"), STRANGER)
+    print(fuzz(lambda: connect(cluster.network.switch, address), strangers, rng))
+    print(fuzz(lambda: proved(cluster, address, b"engine"), corpus, rng))
+    counts = fuzz(lambda: greeted(cluster, address, next(channels)).socket, corpus, rng)
+    print(counts)
+    assert counts["frames"] > 20
+    assert process.is_running, process.text()
+    grown = process.rss_bytes() - before
+    print(f"grew by {grown / MIB:.1f} MiB")
+    assert grown < 128 * MIB  # its inbox, which no user reads here, has 64
+    measure = client.moonpool(
+        *("bench", "transfer", "--connect", address, "--working-set", "16MiB", "--seconds", "1"),
+        "--verify",
+        name="measure",
+    )
+    assert measure.wait(60) == 0, measure.text()
+    process.kill()
 
 
 def lying_node(sock: socket.socket, answers: list[bytes], rng: random.Random) -> None:
