@@ -25,6 +25,8 @@ from scripts.system_packages import BUSYBOX, CHECKS, DEPMOD, VM
 
 # Its flavour for clouds has neither rdma_rxe nor 9p.
 KERNEL = "linux-image-amd64"
+# Works with the libibverbs of the same Debian only, and with its Python; PyPI has none that does.
+PYVERBS = "python3-pyverbs"
 DRIVERS = ("infiniband", "nvme", "cxl", "dax", "nvdimm", "acpi", "virtio", "block", "net", "ptp", "pps")
 FOLDERS = ("fs", "net", "lib", "block", "crypto", "arch", *(f"drivers/{name}" for name in DRIVERS))
 MOUNTING = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
@@ -76,6 +78,33 @@ def prepare(progress: Progress) -> Path | None:
             return None
         os.rename(made, folder)
     return folder
+
+
+def prepare_pyverbs(progress: Progress) -> Path | None:
+    """The folder of Python packages that has Debian's pyverbs, made if it is missing; None, after a sentence
+    that says why, where it cannot be had."""
+    found = subprocess.run(
+        ["apt-cache", "show", "--no-all-versions", PYVERBS], capture_output=True, text=True, check=False
+    )
+    version = re.search(r"^Version: (\S+)", found.stdout, re.MULTILINE)
+    if version is None:
+        progress.say(f"no pyverbs in the virtual machine: apt-cache knows no {PYVERBS}")
+        return None
+    folder = environments.cache() / "vm" / f"{PYVERBS}-{version[1]}"
+    packages = folder / "usr" / "lib" / "python3" / "dist-packages"
+    if folder.exists():
+        return packages
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        code, output = progress.attempt(["apt-get", "download", PYVERBS], cwd=Path(scratch))
+        if code:
+            progress.say(f"no pyverbs: apt-get could not download it: {output.splitlines()[-1:]}")
+            return None
+        made = Path(scratch) / "made"
+        [package] = Path(scratch).glob("*.deb")
+        subprocess.run(["dpkg-deb", "--extract", package, made], check=True, timeout=60)
+        os.rename(made, folder)
+    return packages
 
 
 def unpack(package: Path, folder: Path) -> None:

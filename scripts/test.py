@@ -70,6 +70,8 @@ def main() -> None:
     kernel = guest_kernel.prepare(progress)
     if kernel is not None:
         env["GUEST_KERNEL"] = str(kernel)
+        if pyverbs := guest_kernel.prepare_pyverbs(progress):
+            env["GUEST_PYVERBS"] = str(pyverbs)
     if options.heavy:
         env["HEAVY"] = "1"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.vm.machine import Ended
 
 FOLDER = Path(__file__).parent
 PROGRAM, FAULTS = FOLDER / "transfer_by_rdma.py", FOLDER / "rails_and_faults.py"
+DEVICES = FOLDER / "devices_by_pyverbs.py"
 
 
 @pytest.mark.slow
@@ -19,6 +21,19 @@ def test_two_engines_move_bytes_over_two_rails(guest: Callable[..., Ended]) -> N
     ended = guest(f"rails 2 && ulimit -l unlimited && python {PROGRAM}")
     assert "all bytes came by RDMA" in ended.output
     assert "no RDMA device of this host is called" in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_devices_ports_and_gids_are_those_of_pyverbs(guest: Callable[..., Ended]) -> None:
+    """What the doctor reads from sysfs, and the engine by libibverbs, against a third reader."""
+    packages = os.environ.get("GUEST_PYVERBS")
+    if not packages:
+        pytest.skip("needs Debian's python3-pyverbs in GUEST_PYVERBS; `make test` brings it")
+    ended = guest(f"rails 2 && ip link set b1 down && PYTHONPATH={packages} python {DEVICES}")
+    if "no pyverbs:" in ended.output:
+        pytest.skip(ended.output.strip())
+    assert "4 devices are as pyverbs has them" in ended.output
 
 
 @pytest.mark.heavy
