@@ -5,10 +5,12 @@
 #include <sys/un.h>
 
 #include <atomic>
+#include <chrono>
 #include <iostream>
 #include <mutex>
 #include <thread>
 
+#include "../drip.hpp"
 #include "bed.hpp"
 #include "transport/efa/fabric.hpp"
 #include "transport/efa/messages.hpp"
@@ -24,6 +26,7 @@ using transport::TransferRow;
 namespace nic = transport::nic;
 namespace rdma = transport::rdma;
 namespace efa = transport::efa;
+using std::chrono::steady_clock;
 
 namespace {
 
@@ -405,6 +408,98 @@ TEST_CASE("hostile: mutated questions for transports, of many initiators, beside
         REQUIRE(there->check_integrity());
     }
     CHECK(metric(*here, "rdma_read_bytes_total") != 0);
+}
+
+// ---- slow peers
+
+TEST_CASE("hostile: a peer that sends one byte now and then does not keep its place") {
+    constexpr int kStalledMs = 300;
+    EngineOptions options = engine_options("there", "");
+    options.limits.stalled_frame_ms = kStalledMs;
+    auto there = make_engine(options);
+    Memory memory(*there, 8 << 20, MemoryKind::kHost);
+    // Inside of the payload of a write, of a message, and of the head of a frame.
+    std::vector<std::byte> write = transfer({{memory.address(), 1 << 20, 1}}), message, ask;
+    write.resize(write.size() - (1 << 20));
+    frame(message, Kind::kEngineNotify, std::vector<std::byte>(100000));
+    message.resize(sizeof(FrameHeader));
+    frame(ask, Kind::kEngineAsk, nic::end_question("rdma", 1));
+    for (const std::vector<std::byte>* begun : {&write, &message}) {
+        Liar liar(*there);
+        liar.send(*begun);
+        int64_t ms = drip(liar.fd());
+        CHECK(ms >= kStalledMs / 2);
+    }
+    {
+        Liar liar(*there);
+        int64_t ms = drip(liar.fd(), ask);
+        CHECK(ms >= kStalledMs / 2);
+    }
+    // Answers that it does not read in time.
+    {
+        Liar liar(*there);
+        std::vector<std::byte> reads;
+        for (int i = 0; i < 4; ++i) {
+            std::vector<std::byte> one = transfer({{memory.address(), 8 << 20, 0}});
+            reads.insert(reads.end(), one.begin(), one.end());
+        }
+        liar.send(reads);
+        // What it would see of that stands behind what it does not read.
+        const auto begin = steady_clock::now();
+        while (metric(*there, "connections") != 0 && steady_clock::now() - begin < std::chrono::seconds(8)) {
+            ::poll(nullptr, 0, 5);
+        }
+        CHECK(metric(*there, "connections") == 0);
+        CHECK(steady_clock::now() - begin >= std::chrono::milliseconds(kStalledMs / 2));
+    }
+    // One that is at rest between frames stays.
+    Liar idle(*there);
+    pollfd over{idle.fd(), POLLIN | POLLRDHUP, 0};
+    CHECK(::poll(&over, 1, 3 * kStalledMs) == 0);
+    idle.ask(nic::end_question("none", 1));
+}
+
+TEST_CASE("hostile: before HELLO, and on the Unix socket, a byte now and then keeps no place either") {
+    EngineOptions options = engine_options("there", "");
+    options.limits.handshake_ms = 1500;
+    options.limits.stalled_frame_ms = 300;
+    auto there = make_engine(options);
+    Result<Dialed> dialed = dial(to(*there));
+    REQUIRE(dialed.ok());
+    std::vector<std::byte> bytes;
+    frame(bytes, Kind::kEngineHello, std::vector<std::byte>(4000));
+    CHECK(drip(dialed->fd.get(), bytes) != 0);
+    transport::PeerInfo info = *transport::decode_welcome(dialed->welcome);
+    for (bool proved : {false, true}) {
+        CAPTURE(proved);
+        Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        sockaddr_un address{};
+        socklen_t size = transport::host::abstract_address(info.shm.socket, address);
+        REQUIRE(::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0);
+        set_socket_timeouts(fd.get(), 20000);
+        bytes.clear();
+        if (proved) {
+            std::vector<std::byte> body;
+            Writer w(body);
+            w.bytes(info.shm.cookie.data(), info.shm.cookie.size());
+            w.text16(info.host_id);
+            w.text16(info.boot_id);
+            frame(bytes, Kind::kShmOpen, body);
+            REQUIRE(::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
+                    static_cast<ssize_t>(bytes.size()));
+            std::byte answer[sizeof(FrameHeader) + 16];
+            REQUIRE(::recv(fd.get(), answer, sizeof(answer), MSG_WAITALL) ==
+                    static_cast<ssize_t>(sizeof(answer)));
+            CHECK(Kind(answer[5]) == Kind::kShmOpen);
+            // It is at rest for longer than a frame may take.
+            CHECK_FALSE(readable(fd.get(), 2000));
+            bytes.clear();
+            frame(bytes, Kind::kEngineRegions, std::vector<std::byte>(4000));
+        } else {
+            frame(bytes, Kind::kShmOpen, std::vector<std::byte>(4000));
+        }
+        CHECK(drip(fd.get(), bytes) != 0);
+    }
 }
 
 TEST_CASE("hostile: a frame that promises much costs nothing") {
