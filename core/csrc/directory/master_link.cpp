@@ -26,7 +26,8 @@ MasterLink::MasterLink(MasterServer& server, AuthenticatedConnection caller, Lin
       id_(id),
       kind_(kind),
       protocol_(host(), id, kind, std::move(caller.tenant)),
-      progress_ms_(now_ms) {}
+      since_ms_(now_ms),
+      pace_(server.options_.limits, now_ms) {}
 
 MasterProtocolHost MasterLink::host() {
     return {.master = server_.master_,
@@ -49,7 +50,7 @@ MasterLink::~MasterLink() { protocol_.closed(); }
 bool MasterLink::begin() {
     if (!flush()) return false;
     // What came behind the proof; no event will tell of it.
-    return socket_.tls == nullptr || !socket_.tls->pending() || on_readable(progress_ms_);
+    return socket_.tls == nullptr || !socket_.tls->pending() || on_readable(since_ms_);
 }
 
 bool MasterLink::on_readable(uint64_t now_ms) {
@@ -65,7 +66,8 @@ bool MasterLink::on_readable(uint64_t now_ms) {
             if (errno == EINTR) continue;
             return errno == EAGAIN;
         }
-        progress_ms_ = now_ms;
+        if (!is_inside()) pace_.restart(now_ms);
+        pace_.moved(static_cast<uint64_t>(n), now_ms);
         in_.received(static_cast<size_t>(n));
         if (!serve(now_ms)) return false;
         // A record is never larger than the room; the socket may hold more of them.
@@ -174,9 +176,10 @@ bool MasterLink::fail(Code code, const std::string& text) {
 }
 
 bool MasterLink::flush() {
+    uint64_t sent = 0;
     if (socket_.unsent()) {
         if (!socket_.flush()) return false;
-        sent_some_ |= !socket_.unsent();
+        if (!socket_.unsent()) sent += kTlsRecordBytes;
     }
     while (!held_.empty() && server_.pair_.is_heard(held_.front().word)) held_.pop_front();
     size_t end = held_.empty() ? out_.size() : held_.front().from;
@@ -188,8 +191,10 @@ bool MasterLink::flush() {
             return false;
         }
         out_sent_ += static_cast<size_t>(n);
-        sent_some_ = true;
+        sent += static_cast<uint64_t>(n);
     }
+    // Without a look at the clock where the socket took all.
+    if (sent != 0 && (out_sent_ < end || socket_.unsent())) pace_.moved(sent, now_ms());
     if (out_sent_ == out_.size()) {
         if (out_.capacity() > (1u << 16)) decltype(out_)().swap(out_);
         out_.clear();
@@ -225,19 +230,17 @@ bool MasterLink::on_tick(uint64_t now_ms) {
 // A quiet connection between frames is in order; the beat tells whether a node lives. Only a frame or an
 // answer that has begun must move.
 bool MasterLink::check_deadlines(uint64_t now_ms) {
-    if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
-    bool stalled = !in_.waiting().empty() || (backlog() != 0 && held_.empty()) || socket_.unsent() ||
-                   (socket_.tls != nullptr && socket_.tls->inside_record());
     const Limits& limits = server_.options_.limits;
-    if (kind_ == Caller::kNode && protocol_.node() == kNoNode &&
-        now_ms - progress_ms_ > limits.handshake_ms) {
+    if (kind_ == Caller::kNode && protocol_.node() == kNoNode && now_ms - since_ms_ > limits.handshake_ms) {
         return fail(Code::kTimeout, "the node did not join in time");
     }
-    if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
-        return fail(Code::kTimeout,
-                    "nothing moved for " + std::to_string(limits.stalled_frame_ms) + " ms inside a frame");
-    }
-    return true;
+    if (!is_inside()) pace_.restart(now_ms);
+    return !pace_.is_late(now_ms) || fail(Code::kTimeout, FramePace::late_text(limits));
+}
+
+bool MasterLink::is_inside() const {
+    return !in_.waiting().empty() || (backlog() != 0 && held_.empty()) || socket_.unsent() ||
+           (socket_.tls != nullptr && socket_.tls->inside_record());
 }
 
 }  // namespace moonpool

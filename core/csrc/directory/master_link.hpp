@@ -12,6 +12,7 @@
 #include "directory/master_server.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/error_frame.hpp"
+#include "wire/frame_pace.hpp"
 #include "wire/frame_reader.hpp"
 
 namespace moonpool {
@@ -43,6 +44,7 @@ class MasterLink final : public EventHandler {
     // Each returns false when the connection is over.
     bool on_readable(uint64_t now_ms);
     bool check_deadlines(uint64_t now_ms);
+    bool is_inside() const;
     bool serve(uint64_t now_ms);
     bool parse_frames(uint64_t now_ms);
     bool handle(const FrameHeader& header, Reader body, uint64_t now_ms);
@@ -61,8 +63,8 @@ class MasterLink final : public EventHandler {
     LinkId id_;
     Caller kind_;
     MasterProtocol protocol_;
-    uint64_t progress_ms_;
-    bool sent_some_ = false;  // since the last check of the deadlines
+    const uint64_t since_ms_;
+    FramePace pace_;
     FrameReader in_;
     std::vector<std::byte> out_;
     size_t out_sent_ = 0;

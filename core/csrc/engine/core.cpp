@@ -175,6 +175,7 @@ Status Engine::Core::start_transports() {
                     .frame_bytes = options.frame_bytes,
                     .file_io = options.file_io,
                     .timeout_ms = options.timeout_ms,
+                    .limits = options.limits,
                     .rdma = options.rdma,
                     .fabric = options.fabric,
                     .machine = options.machine}};

@@ -58,6 +58,7 @@ struct EngineOptions {
     std::string interface;  // for connections to peers
     std::string host_id;    // engines with different ones never share memory
     int timeout_ms = 5000;
+    Limits limits;                 // of what peers ask; tests have shorter times
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice. Tests make frames small, to have many borders
     std::string file_io = "auto";  // of files: io_uring, threads; auto: threads where io_uring is forbidden
     io::OpenForTransfers open_file = io::OpenedFile::open;  // tests give files that fail

@@ -31,6 +31,7 @@
 #include "transport/region.hpp"
 #include "transport/shut_out.hpp"
 #include "transport/workers.hpp"
+#include "wire/limits.hpp"
 
 namespace moonpool::transport {
 
@@ -68,6 +69,7 @@ struct ConnectOptions {
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice
     std::string file_io = "auto";  // io_uring, threads
     int timeout_ms = 5000;         // without progress
+    Limits limits;                 // of what peers ask; tests have shorter times
     RdmaOptions rdma;
     FabricOptions fabric;
     std::string machine;  // before /sys and /dev; "" but in tests

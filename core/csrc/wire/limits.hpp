@@ -14,7 +14,8 @@ struct Limits {
     uint32_t frame_keys = 16384;
     uint32_t handshake_bytes = 1024;         // before the peer has proved that it knows the token
     uint32_t handshake_ms = 5000;            // for the whole handshake
-    uint32_t stalled_frame_ms = 10000;       // without progress inside a frame
+    uint32_t stalled_frame_ms = 10000;       // inside a frame; more as bytes move (frame_pace.hpp):
+    uint32_t frame_bytes_per_s_min = 16384;  // of a peer that is not given up
     uint32_t connections = 512;              // of the own host, of which
     uint32_t connections_unproved = 64;      // may still be in the handshake
     uint32_t remote_connections = 4096;      // of other hosts: they take no place from the own host's

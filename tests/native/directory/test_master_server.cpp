@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../certificates.hpp"
+#include "../drip.hpp"
 #include "../random.hpp"
 #include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
@@ -113,6 +114,36 @@ TEST_CASE("master server: many frames' worth of keys in one call") {
     CHECK(client.locate(keys)->keys.size() == 100000);
     CHECK(client.locate({})->keys.size() == 0);
     CHECK(*client.forget(keys) == 0);
+}
+
+TEST_CASE("master server: one byte now and then keeps no place, in a frame and before a node has joined") {
+    auto master = serve("127.0.0.1:0", [](MasterServerOptions& o) {
+        o.limits.stalled_frame_ms = 300;
+        o.limits.handshake_ms = 1500;
+    });
+    DialOptions options;
+    options.address = master->addresses()[0];
+    options.token = kToken;
+    options.timeout_ms = 10000;
+    auto begun = [](Kind kind) {
+        std::vector<std::byte> out;
+        size_t at = begin_frame(out, kind, 0, 1);
+        out.resize(out.size() + 100000);
+        finish_frame(out, at);
+        return out;
+    };
+    for (auto [service, kind] :
+         {std::pair{kServiceDirectory, Kind::kLocate}, std::pair{kServiceMember, Kind::kJoin}}) {
+        options.service = service;
+        Result<Dialed> dialed = dial(options);
+        REQUIRE_MESSAGE(dialed.ok(), (dialed.ok() ? "" : dialed.error().text));
+        CHECK(drip(dialed->fd.get(), begun(kind)) != 0);
+    }
+    options.service = kServiceDirectory;
+    Result<Dialed> idle = dial(options);
+    REQUIRE(idle.ok());
+    pollfd over{idle->fd.get(), POLLIN, 0};
+    CHECK(::poll(&over, 1, 1500) == 0);
 }
 
 TEST_CASE("master server: a new master hears everything again, and calls fail at once meanwhile") {

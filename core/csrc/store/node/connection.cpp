@@ -22,7 +22,12 @@
 namespace moonpool {
 
 Connection::Connection(Server& server, Fd fd, uint64_t now_ms)
-    : server_(server), fd_(std::move(fd)), nonce_(random_nonce()), since_ms_(now_ms), progress_ms_(now_ms) {}
+    : server_(server),
+      fd_(std::move(fd)),
+      nonce_(random_nonce()),
+      since_ms_(now_ms),
+      progress_ms_(now_ms),
+      pace_(server.options_.limits, now_ms) {}
 
 Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
     : server_(server),
@@ -31,6 +36,7 @@ Connection::Connection(Server& server, Fd fd, uint64_t now_ms, Pool& pool)
       nonce_(),
       since_ms_(now_ms),
       progress_ms_(now_ms),
+      pace_(server.options_.limits, now_ms),
       remote_(true) {
     leave_bbr_when_near(fd_.get());
 }
@@ -64,10 +70,10 @@ bool Connection::on_readable(uint64_t now_ms) {
     constexpr size_t kRoomMin = 4096, kKeptMax = 64u << 10;
     for (int round = 0; round < kRoundsMax; ++round) {
         if (put_ != nullptr) {
-            bool more = false;
-            if (!receive_put(more)) return false;
-            if (!more) return true;
-            progress_ms_ = now_ms;
+            uint64_t received = 0;
+            if (!receive_put(received)) return false;
+            if (received == 0) return true;
+            note_moved(received, now_ms);
             if (put_ != nullptr) continue;
         }
         std::span<std::byte> room = in_.room(kRoomMin);
@@ -77,7 +83,8 @@ bool Connection::on_readable(uint64_t now_ms) {
             if (errno == EINTR) continue;
             return errno == EAGAIN;
         }
-        progress_ms_ = now_ms;
+        if (!is_inside()) pace_.restart(now_ms);
+        note_moved(static_cast<uint64_t>(n), now_ms);
         in_.received(static_cast<size_t>(n));
         if (!serve()) return false;
         if (parked_ != nullptr || ended_) break;
@@ -320,7 +327,11 @@ bool Connection::on_tick(uint64_t now_ms) {
 // lose their pins here.
 bool Connection::flush() {
     constexpr uint64_t kTurnBytes = 1u << 20;  // then it is the turn of others
-    bool alive = queue_.flush(fd_.get(), kTurnBytes, sent_pieces_, sent_some_);
+    uint64_t sent = 0;
+    bool alive = queue_.flush(fd_.get(), kTurnBytes, sent_pieces_, sent);
+    sent_some_ |= sent != 0;
+    // Without a look at the clock where the socket took all.
+    if (sent != 0 && backlog() != 0) pace_.moved(sent, now_ms());
     for (const OutPiece& piece : sent_pieces_) pool_->table().unpin(piece.slot, piece.generation);
     sent_pieces_.clear();
     if (alive) want_events();
@@ -350,6 +361,7 @@ bool Connection::check_deadlines(uint64_t now_ms) {
     if (std::exchange(sent_some_, false)) progress_ms_ = now_ms;
     if (parked_ != nullptr) {
         progress_ms_ = now_ms;  // it is the node that lets its frames wait
+        pace_.restart(now_ms);
         return true;
     }
     // A process of this host maps the arena, and what it holds is its own until it ends. Another host's reads
@@ -359,13 +371,13 @@ bool Connection::check_deadlines(uint64_t now_ms) {
         return fail(Code::kTimeout, "pins were held for " + std::to_string(limits.remote_pin_idle_ms / 1000) +
                                         " s without a word (node.remote_pin_idle_s)");
     }
-    bool half_frame = !in_.waiting().empty() || put_ != nullptr;
-    bool stalled = half_frame || backlog() != 0;
-    if (stalled && now_ms - progress_ms_ > limits.stalled_frame_ms) {
-        return fail(Code::kTimeout,
-                    "nothing moved for " + std::to_string(limits.stalled_frame_ms) + " ms inside a frame");
-    }
-    return true;
+    if (!is_inside()) pace_.restart(now_ms);
+    return !pace_.is_late(now_ms) || fail(Code::kTimeout, FramePace::late_text(limits));
+}
+
+void Connection::note_moved(uint64_t bytes, uint64_t now_ms) {
+    progress_ms_ = now_ms;
+    pace_.moved(bytes, now_ms);
 }
 
 }  // namespace moonpool

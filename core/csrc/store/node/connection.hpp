@@ -18,6 +18,7 @@
 #include "store/node/server.hpp"
 #include "wire/error_frame.hpp"
 #include "wire/frame.hpp"
+#include "wire/frame_pace.hpp"
 #include "wire/frame_reader.hpp"
 
 namespace moonpool {
@@ -66,6 +67,8 @@ class Connection final : public EventHandler {
 
     bool on_readable(uint64_t now_ms);
     bool check_deadlines(uint64_t now_ms);
+    void note_moved(uint64_t bytes, uint64_t now_ms);
+    bool is_inside() const { return put_ != nullptr || !in_.waiting().empty() || backlog() != 0; }
     bool flush();
     bool serve();
     bool parse_frames();
@@ -88,7 +91,7 @@ class Connection final : public EventHandler {
     Begun begin_put(const FrameHeader& header);
     bool make_room(PutSink& put);
     void note_refusal(Code code, const std::string& text);
-    bool receive_put(bool& more);
+    bool receive_put(uint64_t& received);
     bool finish_put();
     PutOutcome store(const PutSink& put, const PutRow& row);
     bool on_read(const FrameHeader& header, Reader body);
@@ -126,6 +129,7 @@ class Connection final : public EventHandler {
     uint64_t since_ms_;
     uint64_t progress_ms_;
     bool sent_some_ = false;  // since the last check of the deadlines
+    FramePace pace_;
     FrameReader in_;
     OutQueue queue_;
     std::vector<std::byte>& out_ = queue_.frames();

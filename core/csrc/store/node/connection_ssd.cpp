@@ -62,6 +62,7 @@ bool Connection::resume(uint64_t now_ms) {
     std::shared_ptr<Parked> parked = std::move(parked_);
     parked->owner = nullptr;
     progress_ms_ = now_ms;
+    pace_.restart(now_ms);
     whole_answers_ = out_.size();
     resumed_ = true;
     bool alive = handle(parked->header, Reader(parked->body));

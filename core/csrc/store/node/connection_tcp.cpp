@@ -132,8 +132,8 @@ bool Connection::make_room(PutSink& put) {
     return true;
 }
 
-// `more`: something arrived, and there may be more.
-bool Connection::receive_put(bool& more) {
+// received: what arrived; if anything, there may be more.
+bool Connection::receive_put(uint64_t& received) {
     iovec parts[32];
     size_t n_parts = put_->targets(parts, 32);
     if (n_parts != 0) {
@@ -143,7 +143,7 @@ bool Connection::receive_put(bool& more) {
             if (errno == EINTR) return true;
             return errno == EAGAIN;
         }
-        more = true;
+        received = static_cast<uint64_t>(n);
         put_->advance(static_cast<uint64_t>(n));
         count(server_.metrics_.tcp_received_bytes_total, static_cast<uint64_t>(n));
     }

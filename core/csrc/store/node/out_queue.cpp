@@ -57,7 +57,7 @@ void OutQueue::advance(uint64_t n, std::vector<OutPiece>& done) {
     }
 }
 
-bool OutQueue::flush(int fd, uint64_t max, std::vector<OutPiece>& done, bool& moved) {
+bool OutQueue::flush(int fd, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved) {
     constexpr size_t kParts = 64;
     iovec parts[kParts];
     uint64_t sent = 0;
@@ -70,7 +70,7 @@ bool OutQueue::flush(int fd, uint64_t max, std::vector<OutPiece>& done, bool& mo
             if (errno == EINTR) continue;
             return errno == EAGAIN;
         }
-        moved = true;
+        moved += static_cast<uint64_t>(n);
         sent += static_cast<uint64_t>(n);
         advance(static_cast<uint64_t>(n), done);
     }

@@ -37,8 +37,8 @@ class OutQueue {
     void truncate(size_t size);
 
     // Sends what the socket takes without waiting, at most about `max` bytes. Pieces that are through are
-    // appended to `done`. False: the connection is lost. `moved`: whether any byte went out.
-    bool flush(int fd, uint64_t max, std::vector<OutPiece>& done, bool& moved);
+    // appended to `done`, and the bytes that went out added to `moved`. False: the connection is lost.
+    bool flush(int fd, uint64_t max, std::vector<OutPiece>& done, uint64_t& moved);
 
     const std::deque<OutPiece>& pieces() const { return pieces_; }
 

@@ -31,8 +31,8 @@
 #include "transport/frames.hpp"
 #include "transport/host/unix_frame.hpp"
 #include "wire/auth.hpp"
+#include "wire/frame_pace.hpp"
 #include "wire/frame_reader.hpp"
-#include "wire/limits.hpp"
 
 namespace moonpool::transport::host {
 
@@ -72,7 +72,11 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
 // One initiator's socket. It lives on the I/O thread; its gate goes when it ends.
 class Server::Session final : public EventHandler {
    public:
-    Session(Server& server, Fd fd) : server_(server), fd_(std::move(fd)) {}
+    Session(Server& server, Fd fd)
+        : server_(server),
+          fd_(std::move(fd)),
+          since_ms_(now_ms()),
+          pace_(server.context_.options.limits, since_ms_) {}
     ~Session() override {
         // Its gate goes with it, and with the gate the slots that the process may have left occupied.
         if (id_ == 0) return;
@@ -95,6 +99,8 @@ class Server::Session final : public EventHandler {
                 if (errno != EAGAIN) return false;
                 break;
             }
+            if (!is_inside()) pace_.restart(now_ms());
+            pace_.moved(static_cast<uint64_t>(n), now_ms());
             in_.received(static_cast<size_t>(n));
             if (!serve()) return false;
         }
@@ -103,7 +109,11 @@ class Server::Session final : public EventHandler {
         watched_ = events;
         return true;
     }
-    bool on_tick(uint64_t now) override { return !unread() || now - moved_ms_ <= Limits{}.stalled_frame_ms; }
+    bool on_tick(uint64_t now) override {
+        if (id_ == 0 && now - since_ms_ > server_.context_.options.limits.handshake_ms) return false;
+        if (!is_inside()) pace_.restart(now);
+        return !pace_.is_late(now);
+    }
 
    private:
     bool serve() {
@@ -209,9 +219,9 @@ class Server::Session final : public EventHandler {
     bool finish(Passed passed) {
         finish_frame(out_, 0);
         passed_ = std::move(passed);
-        moved_ms_ = now_ms();
         return out_.size() <= kAnswerBytesMax && flush();
     }
+    bool is_inside() const { return unread() || !in_.waiting().empty(); }
     // Whether some of the last answer is still here.
     bool unread() const { return sent_ < out_.size(); }
     // Sends what the socket takes. False: the initiator has gone.
@@ -221,7 +231,7 @@ class Server::Session final : public EventHandler {
             if (n < 0 && errno == EINTR) continue;
             if (n < 0) return errno == EAGAIN;
             sent_ += static_cast<size_t>(n);
-            moved_ms_ = now_ms();
+            pace_.moved(static_cast<uint64_t>(n), now_ms());
         }
         passed_ = {};
         return true;
@@ -235,7 +245,8 @@ class Server::Session final : public EventHandler {
     std::vector<std::byte> out_;  // the last answer, of which sent_ bytes have gone
     size_t sent_ = 0;
     Passed passed_;
-    uint64_t moved_ms_ = 0;
+    const uint64_t since_ms_;
+    FramePace pace_;
     uint32_t watched_ = EPOLLIN;
 };
 

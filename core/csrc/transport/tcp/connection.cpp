@@ -29,7 +29,6 @@
 #include "base/tsan.hpp"
 #include "wire/congestion.hpp"
 #include "wire/error_frame.hpp"
-#include "wire/limits.hpp"
 
 namespace moonpool::transport::tcp {
 
@@ -65,7 +64,12 @@ ssize_t send_parts(int fd, const msghdr& message) {
 }  // namespace
 
 Connection::Connection(Target& target, EventLoop& loop, Fd fd, std::string peer)
-    : target_(target), loop_(loop), fd_(std::move(fd)), peer_(std::move(peer)), progress_ms_(now_ms()) {
+    : target_(target),
+      loop_(loop),
+      fd_(std::move(fd)),
+      peer_(std::move(peer)),
+      since_ms_(now_ms()),
+      pace_(target.context().options.limits, since_ms_) {
     in_.resize(kInBytes);
     leave_bbr_when_near(fd_.get());
 }
@@ -108,15 +112,15 @@ bool Connection::backlogged() const {
 }
 
 // Called by the loop now and then: ends a connection that is in the middle of a frame, or owes answers,
-// and has not moved for too long. An idle one may stay for ever.
+// and moves too slowly. An idle one may stay for ever.
 bool Connection::on_tick(uint64_t now) {
     if (fenced_) return false;
     // A thread that waits for a card, or a fence, has a deadline of its own.
     if (!card_work_.empty() || awaits_slot_ || awaits_fence_) return true;
-    bool inside = receiving_ || in_begin_ != in_end_ || !out_.empty();
-    uint64_t limit = ended_ ? kEndedMs : Limits{}.stalled_frame_ms;
-    if (!greeted_ && !ended_) return now - progress_ms_ <= Limits{}.handshake_ms;
-    return !(inside || ended_) || now - progress_ms_ <= limit;
+    if (ended_) return now - ended_ms_ <= kEndedMs;
+    if (!greeted_) return now - since_ms_ <= target_.context().options.limits.handshake_ms;
+    if (!is_inside()) pace_.restart(now);
+    return !pace_.is_late(now);
 }
 
 // Both sides write before they read (sequentially consistent): either the I/O thread sees fenced_ before
@@ -140,7 +144,9 @@ Connection::Flow Connection::receive() {
     ssize_t n = ::recv(fd_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
     if (n == 0) return Flow::kOver;
     if (n < 0) return errno == EAGAIN || errno == EINTR ? Flow::kBlocked : Flow::kOver;
-    progress_ms_ = ended_ ? progress_ms_ : now_ms();
+    uint64_t now = now_ms();
+    if (!is_inside()) pace_.restart(now);
+    pace_.moved(static_cast<uint64_t>(n), now);
     in_end_ += static_cast<size_t>(n);
     if (ended_) {
         in_begin_ = in_end_ = 0;
@@ -262,7 +268,7 @@ void Connection::got_slot(const Status& got) {
 
 // Outside of an event: what a thread has waited for is there.
 void Connection::go_on() {
-    progress_ms_ = now_ms();
+    pace_.restart(now_ms());
     // What was read ahead is parsed without a new event; so is what came while nothing was read.
     bool fine = parse() && on_events(0);
     if (!fine) loop_.remove(fd_.get());
@@ -425,7 +431,7 @@ Connection::Flow Connection::receive_payload() {
         }
         return error == EAGAIN || error == EINTR ? Flow::kBlocked : Flow::kOver;
     }
-    progress_ms_ = now_ms();
+    pace_.moved(static_cast<uint64_t>(n), now_ms());
     advance(static_cast<uint64_t>(n));
     if (incoming_.left == 0) {
         finish_transfer();
@@ -669,6 +675,7 @@ bool Connection::protocol_error(const std::string& text) {
     target_.context().counters.protocol_errors_total.fetch_add(1);
     answer_error(0, Code::kProtocol, text);
     ended_ = true;
+    ended_ms_ = now_ms();
     receiving_ = false;
     in_begin_ = in_end_ = 0;
     return true;
@@ -726,7 +733,7 @@ bool Connection::flush() {
             free_slot(answer);
             return true;
         }
-        progress_ms_ = ended_ ? progress_ms_ : now_ms();
+        pace_.moved(static_cast<uint64_t>(n), now_ms());
         auto left = static_cast<uint64_t>(n);
         uint64_t head = std::min<uint64_t>(left, answer.head.size() - answer.head_sent);
         answer.head_sent += head;

@@ -20,6 +20,7 @@
 #include "transport/frames.hpp"
 #include "transport/tcp/card_rows.hpp"
 #include "transport/tcp/target.hpp"
+#include "wire/frame_pace.hpp"
 
 namespace moonpool::transport::tcp {
 
@@ -107,6 +108,7 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     bool flush();
     void watch();
     bool backlogged() const;
+    bool is_inside() const { return receiving_ || in_begin_ != in_end_ || !out_.empty(); }
 
     Target& target_;
     EventLoop& loop_;
@@ -117,7 +119,9 @@ class Connection final : public EventHandler, public std::enable_shared_from_thi
     Target::Name name_;
     bool greeted_ = false;
     bool ended_ = false;  // an ERROR for the whole connection is on its way; what comes is thrown away
-    uint64_t progress_ms_;
+    const uint64_t since_ms_;
+    uint64_t ended_ms_ = 0;
+    FramePace pace_;
 
     std::vector<std::byte> in_;
     size_t in_begin_ = 0, in_end_ = 0;
