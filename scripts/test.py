@@ -70,7 +70,7 @@ def main() -> None:
     kernel = guest_kernel.prepare(progress)
     if kernel is not None:
         env["GUEST_KERNEL"] = str(kernel)
-        if pyverbs := guest_kernel.prepare_pyverbs(progress):
+        if options.heavy and (pyverbs := guest_kernel.prepare_pyverbs(progress)):
             env["GUEST_PYVERBS"] = str(pyverbs)
     if options.heavy:
         env["HEAVY"] = "1"

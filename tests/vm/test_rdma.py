@@ -23,6 +23,7 @@ def test_two_engines_move_bytes_over_two_rails(guest: Callable[..., Ended]) -> N
     assert "no RDMA device of this host is called" in ended.output
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_devices_ports_and_gids_are_those_of_pyverbs(guest: Callable[..., Ended]) -> None:
