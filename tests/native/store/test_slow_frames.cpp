@@ -1,6 +1,7 @@
 // Callers of a node that send one byte now and then inside a frame: they keep neither their place nor memory.
 #include <doctest/doctest.h>
 
+#include <cstring>
 #include <string_view>
 
 #include "../drip.hpp"
@@ -23,8 +24,8 @@ std::vector<std::byte> frame(Kind kind, const std::vector<std::byte>& body) {
     return out;
 }
 
-// With the default space open, which is number 0.
-Fd proved(Server& server) {
+// With the default space open, whose number goes to `space`.
+Fd proved(Server& server, uint32_t& space) {
     DialOptions options;
     options.address = server.addresses().at(0);
     options.token = kToken;
@@ -43,6 +44,7 @@ Fd proved(Server& server) {
     REQUIRE(::recv(dialed->fd.get(), answer, sizeof(answer), MSG_WAITALL) ==
             static_cast<ssize_t>(sizeof(answer)));
     CHECK(Kind(answer[5]) == Kind::kOpenSpace);
+    std::memcpy(&space, answer + sizeof(FrameHeader), sizeof(space));
     return std::move(dialed->fd);
 }
 
@@ -67,19 +69,20 @@ TEST_CASE("server: one byte now and then keeps no place, and no memory of a put"
     auto server = Server::create(std::move(options));
     REQUIRE(server);
     REQUIRE((*server)->start());
+    uint32_t space = 0;
     {
-        Fd fd = proved(**server);
+        Fd fd = proved(**server, space);
         CHECK(drip(fd.get(), frame(Kind::kList, std::vector<std::byte>(4000))) >= kStalledMs / 2);
     }
     // A put of 1 MiB, all of whose rows are there.
-    Fd fd = proved(**server);
+    Fd fd = proved(**server, space);
     std::vector<std::byte> rows, body;
     Writer r(rows), w(body);
     r.number(uint64_t{1} << 20);
     r.number(uint32_t{0});
     r.text16("key");
     r.text16("");
-    w.number(uint32_t{0});  // space
+    w.number(space);
     w.number(uint32_t{0});  // flags
     w.number(uint32_t{1});
     w.number(static_cast<uint32_t>(rows.size()));
@@ -92,7 +95,7 @@ TEST_CASE("server: one byte now and then keeps no place, and no memory of a put"
     CHECK(drip(fd.get()) >= kStalledMs / 2);
     CHECK(gauge(**server, "leased_bytes") == 0);
     // One that is at rest between frames stays.
-    Fd idle = proved(**server);
+    Fd idle = proved(**server, space);
     pollfd over{idle.get(), POLLIN, 0};
     CHECK(::poll(&over, 1, 3 * kStalledMs) == 0);
     CHECK((*server)->check_integrity());
