@@ -12,7 +12,8 @@ namespace {
 void apart(EngineOptions& options) { options.rdma.devices = {options.name == "here" ? "soft0" : "soft1"}; }
 
 SegmentPath path_by_rdma(Engine& engine, uint32_t segment) {
-    for (const SegmentPath& path : *engine.paths(segment)) {
+    const std::vector<SegmentPath> paths = *engine.paths(segment);
+    for (const SegmentPath& path : paths) {
         if (path.transport == "rdma") return path;
     }
     FAIL("no row of rdma");
