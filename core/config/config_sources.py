@@ -263,10 +263,14 @@ def _scalar(kind: inspect.Type, raw: object, unit: object, textual: bool) -> obj
     return raw
 
 
+_IPV6 = re.compile(r"\[[0-9A-Fa-f.]*:")  # the beginning of "[::1]:7700"
+
+
 def _list_of_text(text: object) -> object:
-    """A list in a variable: JSON when it starts with a bracket, else items between commas."""
+    """A list in a variable: JSON when it starts with a bracket that is not an IPv6 address's, else items
+    between commas."""
     stripped = str(text).strip()
-    if stripped.startswith("["):
+    if stripped.startswith("[") and not _IPV6.match(stripped):
         return json.loads(stripped)
     return [item.strip() for item in stripped.split(",") if item.strip()]
 

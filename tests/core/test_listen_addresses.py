@@ -74,6 +74,19 @@ def test_an_address_for_all_is_advertised_as_one_of_this_host(
     assert node_addresses(given).advertise == "[fd00::1]:9"
 
 
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("[::1]:7700", "[::1]:7700"),  # no list in JSON
+        ("[::1]:7700, 127.0.0.1:7701", "[::1]:7700,127.0.0.1:7701"),
+        ('["127.0.0.1:7700", "[::1]:7701"]', "127.0.0.1:7700,[::1]:7701"),
+    ],
+)
+def test_masters_may_have_addresses_of_ipv6(text: str, addresses: str) -> None:
+    assert listen_addresses.master_text(made(TOKEN, cluster__master=text)) == addresses
+    assert listen_addresses.master_text(config.load(env={"MOONPOOL_CLUSTER_MASTER": text})) == addresses
+
+
 def test_the_source_of_a_route_is_an_address_of_this_host() -> None:
     assert listen_addresses._source_towards(socket.AF_INET, Address("127.0.0.1", 7700)) == "127.0.0.1"
     assert listen_addresses._source_towards(socket.AF_INET, Address("no.such.host.invalid", 7700)) == ""
