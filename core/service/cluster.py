@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moonpool.core.errors import Error, Unavailable
+from moonpool.core.errors import Error
+from moonpool.core.service.native_core import native_core
 
 if TYPE_CHECKING:
     from moonpool import _native
@@ -55,14 +56,14 @@ def read_masters(
     addresses: str, token: bytes, *, tls: _native.TlsClient | None = None, timeout_s: float = 1.0
 ) -> list[MasterRow]:
     """Asks each of the masters at ``addresses`` ("host:port", several with commas between), also those that
-    serve no clients, for at most ``timeout_s`` each. Raises nothing for one that does not answer.
+    serve no clients, for at most ``timeout_s`` each. Raises nothing for one that does not answer; Unavailable
+    where the C++ core is not built.
     """
-    import moonpool._native as _native
-
+    core = native_core("status")
     rows = []
     for address in (address.strip() for address in addresses.split(",")):
         try:
-            state = _native.master_state(address, token, timeout_s=timeout_s, tls=tls)
+            state = core.master_state(address, token, timeout_s=timeout_s, tls=tls)
         except Error as error:
             rows.append(MasterRow(address, why=str(error)))
             continue
@@ -87,15 +88,7 @@ def read_cluster(
     """Asks the master at ``master`` ("host:port"), inside ``tls`` or in plain. Raises a moonpool Error when
     it does not answer.
     """
-    try:
-        import moonpool._native as _native
-    except ImportError as error:
-        raise Unavailable(
-            f"the C++ core of moonpool is not built ({error}); run: pip install .",
-            operation="status",
-            cause=error,
-        ) from error
-    client = _native.DirectoryClient(master, token, timeout_s=timeout_s, tls=tls)
+    client = native_core("status").DirectoryClient(master, token, timeout_s=timeout_s, tls=tls)
     try:
         _, members = client.members(fresh=True)
     finally:

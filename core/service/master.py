@@ -38,10 +38,10 @@ from moonpool.core.service.listen_addresses import (
     require_token,
 )
 from moonpool.core.service.metadata_page import MetadataPage
+from moonpool.core.service.native_core import native_core
 from moonpool.core.service.service_process import (
     ServiceProcess,
     json_response,
-    native_core,
     run_until_signal,
 )
 from moonpool.core.store.keys import Space

@@ -37,13 +37,13 @@ from moonpool.core.service.listen_addresses import (
     listen_address,
     node_addresses,
 )
+from moonpool.core.service.native_core import native_core
 from moonpool.core.service.node_event_source import published_by, publisher_of_node
 from moonpool.core.service.node_socket import Claim, hand_over_default, link_default
 from moonpool.core.service.published_events import PublishedEvents, publishes_events
 from moonpool.core.service.service_process import (
     ServiceProcess,
     json_response,
-    native_core,
     run_until_signal,
 )
 

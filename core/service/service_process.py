@@ -9,13 +9,11 @@ answers HTTP, logs the server's notes and waits for a signal.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import signal
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
@@ -23,7 +21,6 @@ from aiohttp import web
 
 from moonpool.core.config.config import Config
 from moonpool.core.config.logs import Notes
-from moonpool.core.errors import Unavailable
 from moonpool.core.service import http_faults, metrics
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer, AnswerTo
@@ -150,18 +147,6 @@ class ServiceProcess(Generic[S]):
             return web.Response(status=503)
         body = await asyncio.to_thread(metrics.exposition, self._server, prefix=self.METRICS_PREFIX)
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
-
-
-def native_core(operation: str) -> ModuleType:
-    """The C++ core, moonpool._native. Raises Unavailable where it is not built."""
-    try:
-        return importlib.import_module("moonpool._native")
-    except ImportError as error:
-        raise Unavailable(
-            f"the C++ core of moonpool is not built ({error}); run: pip install .",
-            operation=operation,
-            cause=error,
-        ) from error
 
 
 def run_until_signal(
