@@ -133,12 +133,14 @@ void RemovalSteps::plan(uint64_t now_ms, std::shared_ptr<const Members> known) {
 std::vector<NodeItems>& RemovalSteps::witnesses() {
     if (std::exchange(witnesses_chosen_, true) || versions_.empty()) return witnesses_;
     std::vector<size_t> missing(keys_.size());
+    size_t left = 0;  // of all
     for (size_t i = 0; i < keys_.size(); ++i) {
         if (taken_[i] == Taken::kFree) missing[i] = kKnow - std::min(kKnow, done_.told[i].size());
+        left += missing[i];
     }
     for (bool same_host : {false, true}) {
         for (const Member& member : members_->rows) {
-            if (std::ranges::count(missing, 0u) == std::ssize(missing)) return witnesses_;
+            if (left == 0) return witnesses_;
             bool fits = member.state == MemberState::kAlive && member.identity.incarnation != own_;
             if (!fits || (member.identity.host_id == own_host_) != same_host) continue;
             NodeItems witness{member, {}};
@@ -147,6 +149,7 @@ std::vector<NodeItems>& RemovalSteps::witnesses() {
                     continue;
                 witness.items.push_back(i);
                 --missing[i];
+                --left;
             }
             if (!witness.items.empty()) witnesses_.push_back(std::move(witness));
         }
