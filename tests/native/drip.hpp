@@ -12,10 +12,10 @@
 
 namespace moonpool::testing {
 
-// Sends these bytes, then zeros, one each 20 ms, until the other side hangs up -> after how many ms; 0: it
-// did not within 8 s.
-inline int64_t drip(int fd, const std::vector<std::byte>& bytes = {}) {
-    const auto begin = std::chrono::steady_clock::now();
+// Sends these bytes, then zeros, one each 20 ms, until the other side hangs up -> how many ms after `begin`,
+// when the frame began; 0: it did not within 8 s.
+inline int64_t drip(int fd, const std::vector<std::byte>& bytes = {},
+                    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now()) {
     auto spent_ms = [&] {
         auto spent = std::chrono::steady_clock::now() - begin;
         return std::max<int64_t>(1, std::chrono::duration_cast<std::chrono::milliseconds>(spent).count());
