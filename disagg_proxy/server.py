@@ -145,7 +145,13 @@ class Proxy:
         self._registry = self._register()
         self._reconciler = self._follow()
         self.ui = SnapshotBuilder(
-            self._dispatcher, self.counters, self.relay.now, settings.policy, self._group, self._streams
+            self._dispatcher,
+            self.counters,
+            self.relay.now,
+            settings.policy,
+            self._group,
+            self._streams,
+            tuple if self._pool_discovery is None else self._pool_discovery.masters,
         )
         self._pages = self._make_pages()
 

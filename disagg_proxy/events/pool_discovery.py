@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 
+from moonpool.core.service.cluster import MasterRow
 from moonpool.disagg_proxy.events.pool_search import FoundNodes, PoolSearch
 from moonpool.disagg_proxy.events.settings import EventSource
 from moonpool.disagg_proxy.events.subscribed_streams import SubscribedStreams
@@ -77,6 +78,10 @@ class PoolDiscovery:
             del self._said[place]
         self._last = found
 
+    def masters(self) -> tuple[MasterRow, ...]:
+        """What the pool's masters said of themselves at the last look; empty once it looks no more."""
+        return self._last.masters
+
     def remedy(self) -> str:
         """What to do where engines get blocks from a pool that tells nothing: part of a sentence. From any
         thread: it reads a copy of what apply() changes."""
@@ -116,6 +121,7 @@ class PoolDiscovery:
                         self.apply(await asyncio.shield(looking))
                     if self._streams is None and self._last.sources:
                         self._advise()
+                        self._last = self._last._replace(masters=())
                         return
                     await asyncio.sleep(max(0.0, began_s + LOOK_EVERY_S - time.monotonic()))
                 except Exception as error:  # the next look may do better

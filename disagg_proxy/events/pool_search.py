@@ -23,6 +23,7 @@ from typing import NamedTuple
 from moonpool import _native
 from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError, Error, Timeout, Unavailable
+from moonpool.core.service.cluster import MasterRow, read_masters
 from moonpool.core.service.control_tls import control_client_from, control_client_of
 from moonpool.core.service.listen_addresses import host_id
 from moonpool.core.service.published_events import LocalNode, local_nodes
@@ -39,23 +40,27 @@ class FoundNodes(NamedTuple):
     places:     where it looked, for people: "in FOLDER", "at the master HOST:PORT".
     problems:   place -> a sentence on why it could not look there.
     unfollowed: name -> a sentence on why this node, which it found, cannot be followed.
+    masters:    what each of them says of itself.
     """
 
     sources: Mapping[str, EventSource]
     places: tuple[str, ...]
     problems: Mapping[str, str]
     unfollowed: Mapping[str, str] = MappingProxyType({})
+    masters: tuple[MasterRow, ...] = ()
 
 
 @dataclass(slots=True)
 class _Master:
-    """A master, and what it last said. by: the socket of a node that joins it; None: it is configured.
-    problem: why it said nothing the last time; "": it did."""
+    """A master, or several that are one another's standbys, and what they last said. by: the socket of a node
+    that joins it; None: it is configured. problem: why it said nothing the last time; "": it did."""
 
     by: Path | None
     token: bytes = b""
     client: _native.DirectoryClient | None = None
+    tls: _native.TlsClient | None = None
     members: list[_native.Member] = field(default_factory=list)
+    rows: list[MasterRow] = field(default_factory=list)
     problem: str = ""
 
     def close(self) -> None:
@@ -139,7 +144,8 @@ class PoolSearch:
                 except ConfigError as error:
                     unfollowed[name] = str(error)
         places = (self._place, *(f"at the master {address}" for address in self._masters))
-        return FoundNodes(sources, places, problems, unfollowed)
+        rows = tuple(row for master in self._masters.values() for row in master.rows)
+        return FoundNodes(sources, places, problems, unfollowed, rows)
 
     def stop_soon(self) -> None:
         """From any thread: after the master that is being asked no other one is."""
@@ -164,10 +170,11 @@ class PoolSearch:
         if master.client is None:
             by = master.by
             master.token = self._token(by)
-            tls = control_client_from(self._settings.tls)
-            if tls is None and by is not None:
-                tls = control_client_of(by)
-            master.client = _native.DirectoryClient(address, master.token, timeout_s=ANSWER_S, tls=tls)
+            master.tls = control_client_from(self._settings.tls)
+            if master.tls is None and by is not None:
+                master.tls = control_client_of(by)
+            master.client = _native.DirectoryClient(address, master.token, timeout_s=ANSWER_S, tls=master.tls)
+        master.rows = read_masters(address, master.token, tls=master.tls, timeout_s=ANSWER_S)
         _, master.members = master.client.members(fresh=True, former=True)
 
     def _source(self, name: str, member: _native.Member, token: bytes) -> EventSource:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonpool import __version__
+from moonpool.core.service.cluster import MasterRow
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
 from moonpool.disagg_proxy.conductor.observer import Finished
 from moonpool.disagg_proxy.conductor.worker import Worker
@@ -120,6 +121,7 @@ class Snapshot(msgspec.Struct):
     blind: int
     last: Sequence[DecisionRow]
     pool: Sequence[PoolStreamRow] = ()  # event streams of the pool's nodes
+    masters: Sequence[MasterRow] = ()  # of the pool
 
 
 class SnapshotBuilder:
@@ -133,6 +135,7 @@ class SnapshotBuilder:
         policy: str,
         group: Callable[[], ProxyGroup] = ProxyGroup,
         streams: StreamWatch | None = None,
+        masters: Callable[[], Sequence[MasterRow]] = tuple,
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
@@ -140,6 +143,7 @@ class SnapshotBuilder:
         self._policy = policy
         self._group = group
         self._streams = streams
+        self._masters = masters
         self._made = b""
         self._made_s = -math.inf
         self.history = History(self.wait_s, lambda: look().rejected)
@@ -218,6 +222,7 @@ class SnapshotBuilder:
                 _decision_row(finished, workers, now_s, dispatcher.uses_tokens) for finished in reversed(last)
             ],
             pool=[] if self._streams is None else self._streams.of_pool()[:ROWS_MAX],
+            masters=self._masters(),
         )
 
     def wait_s(self) -> float:

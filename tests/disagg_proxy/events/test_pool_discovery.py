@@ -110,6 +110,13 @@ def in_pool(b: Bed, prompt: list[int]) -> int:
     return b.proxy._locator.find(array.array("I", prompt).tobytes(), b"").pool
 
 
+async def master_rows(b: Bed) -> list[dict[str, Any]]:
+    """What the page at /ui says of the pool's masters."""
+    found = json.loads((await b.ask("GET", "/ui/data")).body)["masters"]
+    assert isinstance(found, list)
+    return found
+
+
 async def pool_rows(b: Bed) -> dict[str, str]:
     page = json.loads((await b.ask("GET", "/engines")).body)
     return {row["name"]: row["state"] for row in page.get("pool", [])}
@@ -271,11 +278,16 @@ async def test_nodes_of_other_hosts_come_from_the_master(
                 await put(folder / f"node-{name}.sock", tokens(1000 * at), TOKEN)
                 await until(lambda at=at: in_pool(b, tokens(1000 * at)) == 4 * BLOCK)
             assert [row.partition("@")[0] for row in await pool_rows(b)] == ["node:far", "node:hand"]
+            (row,) = await master_rows(b)
+            assert (row["address"], row["role"], row["why"]) == (master.address, "owner", "")
+            assert row["nodes"] == 3
             nodes[0].process.terminate()
             await until(lambda: in_pool(b, tokens(0)) == 0)
             master.close()  # the nodes that it had last stay
             await until(lambda: f"looked for at the master {master.address}" in caplog.text)
             assert in_pool(b, tokens(1000)) == 4 * BLOCK
+            while not (await master_rows(b))[0]["why"]:
+                await asyncio.sleep(0.05)
     finally:
         for made in nodes:
             made.kill()
