@@ -4,7 +4,8 @@
 
 In each round every contender in turn puts all keys in batches, looks all of them up, and removes them; ours
 also loses its master to kill -9 and rebuilds it. Figures are medians over the rounds. Last, the nodes and
-clients of a large pool are played to a master of ours. README.md explains the rows.
+clients of a large pool are played to a master of ours, and nodes that hold 125 M rows. README.md explains the
+rows.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks import peers
-from benchmarks.directory import large_pool, servers
+from benchmarks.directory import large_pool, many_rows, servers
 from benchmarks.directory.client import BATCH
 from benchmarks.options import MADE, make_parser
 from benchmarks.processes import PYTHON, Failed, Talker, end_on_sigterm
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, help="keys (1,000,000; quick: 200,000)")
     parser.add_argument("--rounds", type=int, help="counted rounds (3; quick: 1)")
     parser.add_argument("--only-large-pool", action="store_true", help="its rows alone")
+    parser.add_argument("--only-many-rows", action="store_true", help="its rows alone; 125 M rows take 8 GB")
     options = parser.parse_args()
     end_on_sigterm()
     keys = options.keys or (200_000 if options.quick else 1_000_000)
@@ -126,7 +129,10 @@ def main() -> None:
     peers_python = peers.python(options.peers_venv) if options.peers_venv else None
 
     if options.only_large_pool:
-        finish(options.json, measure_large_pool(options.quick), "A master of a large pool", {})
+        finish(options.json, measured(large_pool, options.quick), "A master of a large pool", {})
+        return
+    if options.only_many_rows:
+        finish(options.json, measured(many_rows, options.quick), "A master with very many rows", {})
         return
     started_s = time.monotonic()
     missing: dict[str, str] = {}
@@ -159,17 +165,18 @@ def main() -> None:
             sys.exit(f"master: {error}")
 
     table = rows(backends["ours"], {name: backends.get(name) for name in PEERS})
-    table += measure_large_pool(options.quick)
+    table += measured(large_pool, options.quick) + measured(many_rows, options.quick)
     title = f"The process that knows where the keys are; medians of {rounds} interleaved rounds"
     finish(options.json, table, f"{title} (in brackets: how many times better ours is)", missing)
     print(f"in {time.monotonic() - started_s:.0f} s")
 
 
-def measure_large_pool(quick: bool) -> list[Row]:
+def measured(part: ModuleType, quick: bool) -> list[Row]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-bench-")))
         try:
-            return large_pool.measure(Setting(folder, None, False), stack, quick)
+            found: list[Row] = part.measure(Setting(folder, None, False), stack, quick)
+            return found
         except Failed as error:
             sys.exit(f"master: {error}")
 

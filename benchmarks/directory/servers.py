@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +27,23 @@ class Contender:
     restart: Callable[[], None] | None = None
 
 
-def start_master(setting: Setting, stack: ExitStack, listen: str) -> Process:
+def start_master(
+    setting: Setting, stack: ExitStack, listen: str, settings: Mapping[str, str] | None = None
+) -> Process:
     words: list[str | Path] = [PYTHON, "-m", "moonpool", "master", "--listen", listen, "--http", "off"]
-    process = Process(words, setting.log("master"), extra=servers.runtime(setting))
+    process = Process(words, setting.log("master"), extra={**servers.runtime(setting), **(settings or {})})
     stack.callback(process.stop)
     host, _, port = listen.rpartition(":")
     process.wait_for_port(socket.AF_INET, (host, int(port)))
     return process
 
 
-def lone_master(setting: Setting, stack: ExitStack) -> tuple[str, Process]:
-    """With the default settings. Its address, and its process."""
+def lone_master(
+    setting: Setting, stack: ExitStack, settings: Mapping[str, str] | None = None
+) -> tuple[str, Process]:
+    """With the default settings but for those of ``settings``. Its address, and its process."""
     listen = f"127.0.0.1:{free_port()}"
-    return listen, start_master(setting, stack, listen)
+    return listen, start_master(setting, stack, listen, settings)
 
 
 def moonpool(setting: Setting, stack: ExitStack, keys: int) -> Contender:

@@ -47,6 +47,6 @@ BATCH = {size: Cell(4 * KIB, size, batch=128) for size in (SMALL_SET, LARGE_SET)
 STREAM = [
     Cell(block, size, threads=threads)
     for block, size in ((MIB, SMALL_SET), (MIB, LARGE_SET), (16 * MIB, LARGE_SET))
-    for threads in (1, 2)
+    for threads in ((1, 2, 4) if block == MIB else (1, 2))
 ]
 CELLS = [*SINGLE.values(), *BATCH.values(), *STREAM]

@@ -117,6 +117,8 @@ DROP_IN = Section("drop-in", "drop-in", ("ours foreign",), "")
 TCP = Section("TCP", "ours tcp", ("mooncake", "nixl tcp", "plain C++"), "plain")
 TCP_READS = Section("TCP", "ours tcp reads", TCP.peers, "plain")  # beside writes of the others
 
+SUBMITTED = Section("TCP, submitted", "ours submit", ("ours tcp", *TCP.peers), "plain")
+
 
 def own(outcome: Outcome) -> Iterator[Row | None]:
     for cell in STREAM:
@@ -169,10 +171,26 @@ def _tcp(outcome: Outcome, section: Section, op: str) -> Iterator[Row | None]:
         yield section.row(outcome, work, cell, "cpu_s_gb", (Bar(0.65, "mooncake"),))
 
 
+def submitted(outcome: Outcome) -> Iterator[Row | None]:
+    """What submit() adds to a call is a hand-over to the engine's thread, which a caller that waits at once
+    pays in full."""
+    single = (Bar(1, "mooncake"),)
+    batch = (Bar(1 / 7, "mooncake"), Bar(1 / 1.5, "nixl tcp"), Bar(1.3, "plain C++"))
+    for cell in SINGLE.values():
+        yield SUBMITTED.row(outcome, f"write {human(cell.block)}", cell, "p50_us", single)
+    for cell in BATCH.values():
+        yield SUBMITTED.row(outcome, "write 128 x 4 KiB", cell, "p50_us", batch)
+    for cell in STREAM:
+        if cell.threads == 1:
+            bars = (Bar(1.35, "mooncake"),)
+            yield SUBMITTED.row(outcome, f"write {human(cell.block)}", cell, "gb_s", bars)
+
+
 TABLES: dict[str, tuple[Section, Callable[[Outcome], Iterator[Row | None]]]] = {
     "Same host, the engine's own memory": (OWN, own),
     "Same host, foreign memory": (FOREIGN, foreign),
     "The drop-in `mooncake`, in the column ours": (DROP_IN, drop_in),
     "TCP over the loopback": (TCP, tcp),
     "TCP over the loopback: our reads beside the others' writes": (TCP_READS, tcp_reads),
+    "TCP over the loopback: our writes by submit() and result()": (SUBMITTED, submitted),
 }

@@ -63,6 +63,7 @@ DRIVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ours foreign": ("moonpool", {"transport": "shm", "own": False}),
     "ours tcp": ("moonpool", {"transport": "tcp", "own": False}),
     "ours tcp reads": ("moonpool", {"transport": "tcp", "own": False, "reads": True}),
+    "ours submit": ("moonpool", {"transport": "tcp", "own": False, "submits": True}),
     "drop-in": ("drop_in", {}),
     "mooncake": ("mooncake", {}),
     "nixl shm": ("nixl", {"transport": "shm"}),

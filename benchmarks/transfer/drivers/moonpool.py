@@ -34,7 +34,9 @@ def memory(made: Any, size: int, own: bool) -> Region:
 
 
 class Target:
-    def __init__(self, size: int, transport: str, own: bool, reads: bool = False) -> None:
+    def __init__(
+        self, size: int, transport: str, own: bool, reads: bool = False, submits: bool = False
+    ) -> None:
         self._engine = engine("target", transport)
         self.region = memory(self._engine, size, own)
         self.about = {"address": self._engine.addresses[0], "pid": os.getpid()}
@@ -49,8 +51,9 @@ class Initiator:
         transport: str,
         own: bool,
         reads: bool = False,
+        submits: bool = False,
     ) -> None:
-        self._engine = engine("initiator", transport)
+        self._engine, self._submits = engine("initiator", transport), submits
         self.region, self._remote, self._pid = memory(self._engine, size, own), remote, about["pid"]
         self._segment = self._engine.open(about["address"])
         foreign = transport == "shm" and not own
@@ -67,12 +70,16 @@ class Initiator:
         for offsets in calls:
             here = array("Q", [self.region.address + offset for offset in offsets])
             there = array("Q", [self._remote + offset for offset in offsets])
-            if len(offsets) == 1:
+            if len(offsets) == 1 and not self._submits:
                 made.append(partial(one, self._segment, here[0], there[0], block))
             else:
                 many = batch(segment=self._segment, op=self.op, local=here, remote=there, lengths=block)
-                made.append(partial(self._engine.transfer, many))
+                made.append(partial(self._submitted if self._submits else self._engine.transfer, many))
         return PythonCaller(made, expected=block * len(calls[0]))
+
+    def _submitted(self, batch: Any) -> int:
+        moved: int = self._engine.submit(batch).result()
+        return moved
 
     def limit_caller(self, thread: int, calls: Sequence[Sequence[int]], block: int) -> Caller:
         return self._copies(calls, block) if self.limit == "memcpy" else self._raw_reads(calls, block)
