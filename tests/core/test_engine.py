@@ -633,6 +633,27 @@ def test_transfers_that_nobody_keeps_are_forgotten(engines: Callable[..., Transf
     until(lambda: moved(engine) == {"loopback": 80 * 1002})
 
 
+def test_a_transfer_that_has_ended_keeps_no_memory(engines: Callable[..., TransferEngine], own: Peer) -> None:
+    """However long its caller keeps it, and whether or not its result was asked for."""
+
+    def is_mapped(address: int) -> bool:
+        with open("/proc/self/maps") as maps:
+            shared = [line.split()[0].split("-") for line in maps if "memfd:" in line]
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in shared)
+
+    engine = engines(transports=["tcp"])
+    segment, region = engine.open(own.address), engine.allocate(65536)
+    address = region.address
+    transfer = engine.submit([Slice("read", segment, region, segment.at(0), 65536)])
+    assert transfer.wait(10)
+    assert is_mapped(address)
+    region.close()
+    del region
+    gc.collect()
+    until(lambda: not is_mapped(address))
+    assert transfer.result() == 65536
+
+
 def test_waiting_with_a_time_limit(engines: Callable[..., TransferEngine], own: Peer) -> None:
     engine = engines(transports=["tcp"])
     with Relay(own.address) as relay:

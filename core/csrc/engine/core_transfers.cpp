@@ -351,6 +351,8 @@ void Engine::Core::end_ticket(const std::shared_ptr<Ticket>& ticket) {
     }
     counters.transfers_total.fetch_add(1);
     if (state == TicketState::kFailed) counters.transfers_failed_total.fetch_add(1);
+    // A ticket may be kept long after its end; memory that is deregistered meanwhile is not.
+    for (const auto& share : ticket->shares) share->job->regions.reset();
     tickets.end(*ticket, state, std::move(failure));
     ticket->over = true;
 }
