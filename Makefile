@@ -18,7 +18,7 @@ help:
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
 	@echo 'make kernels  write the PTX of the GPU kernels anew, with a compiler that needs no GPU'
 	@echo 'make wheel    sdist and wheel into dist/'
-	@echo "make matrix   other versions of engines and Python (VERSIONS='vllm-0.31.0 python-3.13'); long, not in CI"
+	@echo "make matrix   other engines and Pythons, the release before (VERSIONS='vllm-0.31.0 release'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
 
 demo:
