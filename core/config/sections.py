@@ -180,6 +180,13 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "timeout is over four times as long waits a quarter of that"
         ),
     ] = 0.5
+    relay: Annotated[
+        bool,
+        about(
+            "the processes of the host ask the master over one connection, the node's; false: each over "
+            "one of its own"
+        ),
+    ] = True
     http_connections_max: Annotated[
         Count, about("the most HTTP connections; beyond it the oldest is closed")
     ] = 64

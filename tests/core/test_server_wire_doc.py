@@ -74,6 +74,7 @@ EXAMPLES = {
     "DESCRIBE, answer": answer(
         w.DESCRIBE, struct.pack("<I", 2) + w.DESCRIPTION.pack(5, 7, 0x9A71BB4C, 1, 1, 2) + bytes(32), 11
     ),
+    "RELAY": w.frame(w.RELAY, struct.pack("<IB3xQB", 375, 35, 3, 1), request_id=12),
     "STAT": w.frame(w.STAT, request_id=8),
     "STAT, answer": answer(w.STAT, struct.pack("<I", 1) + w.text16(b"objects") + struct.pack("<Q", 1), 8),
 }

@@ -27,6 +27,7 @@
 #include "base/clock.hpp"
 #include "base/wait_budget.hpp"
 #include "directory/protocol.hpp"
+#include "directory/questions.hpp"
 #include "wire/address.hpp"
 #include "wire/limits.hpp"
 
@@ -34,7 +35,7 @@ namespace moonpool {
 
 namespace {
 
-constexpr size_t kHashesPerFrame = 16384;
+constexpr size_t kHashesPerFrame = kQuestionKeysMax;
 constexpr size_t kFramesAhead = 4;  // questions on their way: the master works while the last answer travels
 constexpr uint32_t kAnswerMax = 64u << 20;
 
@@ -103,7 +104,7 @@ class DirectoryClient::CallTimeout {
 
 DirectoryClient::DirectoryClient(DirectoryClientOptions options)
     : options_(std::move(options)),
-      addresses_(split_addresses(options_.master)),
+      addresses_(options_.master),
       members_(static_cast<uint64_t>(options_.members_ms)) {}
 
 DirectoryClient::~DirectoryClient() { close(); }
@@ -137,19 +138,27 @@ void DirectoryClient::dial_loop() {
     while (!closed_) {
         dialing.wake.wait(lock, [&]() REQUIRES(dialing.mutex) { return closed_ || dialing.wanted; });
         if (closed_) return;
+        const bool only_node = dialing.only_node;
+        bool by_node = false;
         lock.unlock();
-        Result<Dialed> dialed = dial_any();
+        Result<Dialed> dialed = dial_any(only_node, by_node);
         lock.lock();
         dialing.once = true;
         if (dialed) {
             dialing.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
-            dialing.wanted = false;
+            dialing.by_node = by_node;
+            dialing.wanted = dialing.only_node = false;
+            left_ = true;
             backoff_ms = options_.backoff_first_ms;
-        } else {
+        } else if (!only_node) {
             dialing.why_not = dialed.error();
         }
         dialing.done.notify_all();
         if (dialed) continue;
+        if (only_node) {  // the connection to the master serves on, or any is wanted by now
+            dialing.wanted &= !std::exchange(dialing.only_node, false);
+            continue;
+        }
         // A caller that wants a connection meanwhile does not shorten the pause: a master that is down must
         // not be dialed at the rate of its clients' calls.
         dialing.wake.wait_for(lock, std::chrono::milliseconds(backoff_ms), [this] { return closed_.load(); });
@@ -157,32 +166,74 @@ void DirectoryClient::dial_loop() {
     }
 }
 
-// The master that served last comes last: this one is called when its connection is lost.
-Result<Dialed> DirectoryClient::dial_any() {
-    Error why{Code::kInvalidArgument, "no address of a master is given"};
-    for (size_t i = 0; i < addresses_.size() && !closed_; ++i) {
-        DialOptions to;
-        to.address = addresses_[next_address_++ % addresses_.size()];
-        to.token = options_.token;
-        to.tenant = options_.tenant;
-        to.service = kServiceDirectory;
-        to.timeout_ms = options_.timeout_ms;
-        to.interface = options_.interface;
-        to.given_up = &closed_;
-        to.tls = options_.tls;
+// The own node's word that the master is away is taken for the whole answer. Else a master that is back would
+// be dialed by all processes of all hosts, because their nodes have not reached it yet.
+Result<Dialed> DirectoryClient::dial_any(bool only_node, bool& by_node) {
+    DialOptions to;
+    to.token = options_.token;
+    to.tenant = options_.tenant;
+    to.service = kServiceDirectory;
+    to.timeout_ms = options_.timeout_ms;
+    to.given_up = &closed_;
+    const NodeRelay& node = options_.relay;
+    if (node.connect != nullptr && now_ms() >= no_node_until_ms_ && node.answers()) {
+        bool refused = false;
+        to.address = node.name;
+        to.connect = node.connect;
+        to.refused = &refused;
         Result<Dialed> dialed = dial(to);
-        if (dialed) return dialed;
-        why = dialed.error();
+        by_node = dialed.ok();
+        if (dialed || (refused && dialed.error().code == Code::kUnavailable) || closed_) return dialed;
+        no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
+        to.connect = nullptr;
+        to.refused = nullptr;
     }
-    return why;
+    if (only_node) return Error{Code::kUnavailable, "the own node does not pass questions on"};
+    to.interface = options_.interface;
+    to.tls = options_.tls;
+    return addresses_.dial(to);
+}
+
+// Whether the connection that there is serves the next call.
+bool DirectoryClient::keeps_way() {
+    if (!connected_) return false;
+    if (options_.relay.connect == nullptr) return true;
+    if (by_node_) {
+        if (options_.relay.answers()) return true;
+        connected_ = false;
+        dial_at_once();
+        return false;
+    }
+    if (left_) return false;
+    const uint64_t now = now_ms();
+    if (now < back_at_ms_) return true;
+    back_at_ms_ = now + static_cast<uint64_t>(options_.back_to_node_ms);
+    if (now < no_node_until_ms_ || !options_.relay.answers()) return true;
+    MutexLock lock(dialing_->mutex);
+    if (!closed_ && !dialing_->wanted) {
+        dialing_->wanted = dialing_->only_node = true;
+        dialing_->wake.notify_all();
+    }
+    return true;
+}
+
+// The next call waits for the result, as the first one does: the master may well be there.
+void DirectoryClient::dial_at_once() {
+    MutexLock lock(dialing_->mutex);
+    if (closed_) return;
+    dialing_->once = false;
+    dialing_->only_node = false;
+    dialing_->wanted = true;
+    dialing_->wake.notify_all();
 }
 
 // With io_mutex_ held: a connection, or why there is none. Only the first call waits for it.
 Status DirectoryClient::ready() {
-    if (connected_) return success();
+    if (keeps_way()) return success();
     Dialing& dialing = *dialing_;
     MutexLock lock(dialing.mutex);
     if (closed_) return Error{Code::kClosed, "the directory's client was closed"};
+    connected_ = false;  // where it is changed for one to the own node, too
     socket_ = {};
     live_fd_ = -1;
     if (dialing.thread == nullptr) {
@@ -208,6 +259,9 @@ Status DirectoryClient::ready() {
     }
     socket_ = std::move(dialing.socket);
     live_fd_ = socket_.fd.get();
+    left_ = false;
+    by_node_ = dialing.by_node;
+    back_at_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
     dialing.why_not =
         Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
     members_.connected();
@@ -223,9 +277,44 @@ Error DirectoryClient::lost(Error error) {
     MutexLock lock(dialing_->mutex);
     if (!closed_) {
         dialing_->wanted = true;
+        dialing_->only_node = false;
         dialing_->wake.notify_all();
     }
     return error;
+}
+
+// The other end of the connection is silent, or gone. That is the own node's failure where it relays: the
+// same call asks the master itself then.
+Error DirectoryClient::peer_failed(Error error) {
+    const bool by_node = by_node_;
+    const bool silent = error.code == Code::kTimeout;
+    error = lost(std::move(error));
+    if (!by_node) return error;
+    // A caller that had hardly any time left does not know that the node is silent.
+    constexpr int kWaitMin = 100;
+    if (silent && waits_ms_ >= kWaitMin)
+        no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
+    node_failed_ = true;
+    dial_at_once();
+    return error;
+}
+
+std::string DirectoryClient::peer() const {
+    return by_node_ ? "the node at " + options_.relay.name : "the master at " + options_.master;
+}
+
+// A call's question, with io_mutex_ held; again, over another connection, where it was the own node that
+// failed. Each question may be asked twice: a version that is given and not used counts as a removal that its
+// client did not end.
+Status DirectoryClient::with_master(const std::function<Status()>& question) {
+    for (bool again = false;; again = true) {
+        if (Status status = ready(); !status) return status;
+        CallTimeout timeout(*this);
+        if (Status status = timeout.status(); !status) return status;
+        node_failed_ = false;
+        Status status = question();
+        if (status || again || !node_failed_) return status;
+    }
 }
 
 Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
@@ -233,11 +322,11 @@ Status DirectoryClient::send_all(std::span<const std::byte> bytes) {
         ssize_t n = socket_.send(bytes.data(), bytes.size(), true);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) {
-            return lost({Code::kTimeout, "the master at " + options_.master + " took no bytes in time"});
+            return peer_failed({Code::kTimeout, peer() + " took no bytes in time"});
         }
         if (n < 0) {
-            return lost({Code::kUnavailable, "the connection to the master at " + options_.master +
-                                                 " is lost: " + std::strerror(errno)});
+            return peer_failed(
+                {Code::kUnavailable, "the connection to " + peer() + " is lost: " + std::strerror(errno)});
         }
         bytes = bytes.subspan(static_cast<size_t>(n));
     }
@@ -250,10 +339,10 @@ Status DirectoryClient::receive(void* data, size_t size) {
         ssize_t n = receive_soon(socket_, at, size);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) {
-            return lost({Code::kTimeout, "the master at " + options_.master + " did not answer in time"});
+            return peer_failed({Code::kTimeout, peer() + " did not answer in time"});
         }
         if (n <= 0) {
-            return lost({Code::kUnavailable, "the master at " + options_.master + " closed the connection"});
+            return peer_failed({Code::kUnavailable, peer() + " closed the connection"});
         }
         at += n;
         size -= static_cast<size_t>(n);
@@ -262,7 +351,10 @@ Status DirectoryClient::receive(void* data, size_t size) {
 }
 
 uint64_t DirectoryClient::begin(Kind kind) {
-    frame_at_ = begin_frame(out_, kind, 0, next_request_);
+    frame_at_ = begin_frame(out_, by_node_ ? Kind::kRelay : kind, 0, next_request_);
+    // The node has three quarters of the time, so that its word that the master is silent arrives.
+    Writer w(out_);
+    if (by_node_) RelayHead{static_cast<uint32_t>(waits_ms_) * 3 / 4, kind}.write(w);
     return next_request_++;
 }
 
@@ -272,16 +364,20 @@ Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Par
     FrameHeader header;
     if (Status status = receive(&header, sizeof(header)); !status) return status;
     if (header.magic != kMagic || header.version != kVersion || header.length > kAnswerMax) {
-        return lost({Code::kProtocol, options_.master + " does not speak the protocol of a Moonpool master"});
+        return lost({Code::kProtocol, peer() + " does not speak the protocol of a Moonpool master"});
     }
     body_.resize(header.length);
     if (Status status = receive(body_.data(), body_.size()); !status) return status;
     Reader body(body_);
     // A refusal of this question alone, or of the connection.
-    if (header.kind == Kind::kError && header.request_id == request_id) return read_error(body);
+    if (header.kind == Kind::kError && header.request_id == request_id) {
+        Error error = read_error(body);
+        if (by_node_ && error.code == Code::kTimeout) WaitBudget::spent(waits_ms_ * 3 / 4);  // of the node
+        return error;
+    }
     if (header.kind == Kind::kError) return lost(read_error(body));
     if (header.request_id != request_id || header.kind != kind || !parse(body)) {
-        return lost({Code::kProtocol, options_.master + " sent an answer that does not fit the question"});
+        return lost({Code::kProtocol, peer() + " sent an answer that does not fit the question"});
     }
     return success();
 }
@@ -337,10 +433,15 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
 Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
-    if (Status status = ready(); !status) return status.error();
-    CallTimeout timeout(*this);
-    if (Status status = timeout.status(); !status) return status.error();
     LocateAnswer answer;
+    Status status = with_master([&]() REQUIRES(io_mutex_) { return locate_now(hashes, options, answer); });
+    if (!status) return status.error();
+    return answer;
+}
+
+Status DirectoryClient::locate_now(std::span<const Hash128> hashes, const LocateOptions& options,
+                                   LocateAnswer& answer) {
+    answer = {};
     uint16_t width = std::max<uint16_t>(options.width, 1);
     uint64_t epoch = 0;
     bool gap = false;
@@ -370,28 +471,34 @@ Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, co
             return r.ok();
         },
         [&] { return !gap; });
-    if (!status) return status.error();
+    if (!status) return status;
     if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
     // Holders are ids, and ids mean nodes only together with the list of members of the same epoch.
     if (!members_.fits(now_ms(), epoch)) {
-        if (Status fresh = refresh_members(); !fresh) return fresh.error();
+        if (Status fresh = refresh_members(); !fresh) return fresh;
     }
     answer.members = members_.current();
-    return answer;
+    return success();
 }
 
 Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, const Incarnation* placing,
                                            bool unique) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
-    if (Status status = ready(); !status) return status.error();
-    CallTimeout timeout(*this);
-    if (Status status = timeout.status(); !status) return status.error();
     OrderAnswer answer;
+    Status status =
+        with_master([&]() REQUIRES(io_mutex_) { return order_now(hashes, placing, unique, answer); });
+    if (!status) return status.error();
+    return answer;
+}
+
+Status DirectoryClient::order_now(std::span<const Hash128> hashes, const Incarnation* placing, bool unique,
+                                  OrderAnswer& answer) {
+    answer = {};
     const Version known = newest();
     uint16_t width = order_width(members_.current().get(), placing);
     if (unique && width == 0) {  // else no other client would hear that the key is being put
-        if (Status fresh = refresh_members(); !fresh) return fresh.error();
+        if (Status fresh = refresh_members(); !fresh) return fresh;
         width = order_width(members_.current().get(), placing);
         if (width == 0) return Error{Code::kUnavailable, "this host's node has not joined the pool yet"};
     }
@@ -417,42 +524,48 @@ Result<OrderAnswer> DirectoryClient::order(std::span<const Hash128> hashes, cons
             return r.ok();
         },
         [] { return true; });
-    if (!status) return status.error();
-    // Of several masters the one that has taken over gives later versions than all before.
+    if (!status) return status;
+    // Of several masters the one that has taken over gives later versions than all before. The own node may
+    // have a connection to the other one, and is not asked for a while.
     if (addresses_.size() > 1 && !answer.versions.empty() && answer.versions.front() <= known) {
+        if (by_node_) no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
         return lost({Code::kUnavailable, "another master has taken over from the one that was asked"});
     }
     if (answer.versions.size() != hashes.size()) answer.versions.clear();
     if (answer.taken.size() != hashes.size()) answer.taken.clear();
     if (!members_.fits(now_ms(), answer.epoch)) {
-        if (Status fresh = refresh_members(); !fresh) return fresh.error();
+        if (Status fresh = refresh_members(); !fresh) return fresh;
     }
     answer.at.members = members_.current();
-    return answer;
+    return success();
 }
 
 Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done,
                                                       const std::function<void()>& meanwhile) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
-    if (Status status = ready(); !status) return status.error();
-    CallTimeout timeout(*this);
-    if (Status status = timeout.status(); !status) return status.error();
     std::vector<Version> last;
-    // The frames of order(): each has versions that follow one another.
-    for (size_t begin = 0; begin < done.keys.size(); begin += kHashesPerFrame) {
-        size_t n = std::min(kHashesPerFrame, done.keys.size() - begin);
-        OrderedFrame frame(done, begin, n);
-        Status status = ask(
-            Kind::kOrdered, [&](Writer& w) { frame.write(w); },
-            [&](Reader& r) {
+    bool told = false;  // meanwhile has been called
+    Status status = with_master([&]() REQUIRES(io_mutex_) {
+        last.clear();
+        // The frames of order(): each has versions that follow one another.
+        for (size_t begin = 0; begin < done.keys.size(); begin += kHashesPerFrame) {
+            size_t n = std::min(kHashesPerFrame, done.keys.size() - begin);
+            OrderedFrame frame(done, begin, n);
+            auto parse = [&](Reader& r) {
                 if (r.number<uint32_t>() != n) return false;
                 for (size_t i = 0; i < n; ++i) last.push_back(r.number<Version>());
                 return r.ok();
-            },
-            begin == 0 ? meanwhile : nullptr);
-        if (!status) return status.error();
-    }
+            };
+            bool tells = meanwhile && !told;
+            told |= tells;
+            Status asked = ask(
+                Kind::kOrdered, [&](Writer& w) { frame.write(w); }, parse, tells ? meanwhile : nullptr);
+            if (!asked) return asked;
+        }
+        return success();
+    });
+    if (!status) return status.error();
     return last;
 }
 
@@ -479,12 +592,7 @@ Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
     if (members_.current() != nullptr && !fresh && !members_.due(now_ms()) && !closed_) {
         return members_.current();
     }
-    Status status = ready();
-    if (status) {
-        CallTimeout timeout(*this);
-        status = timeout.status();
-        if (status) status = refresh_members();
-    }
+    Status status = with_master([this]() REQUIRES(io_mutex_) { return refresh_members(); });
     // While the master is away the last list serves on, except for a caller that insists on a fresh one.
     if (!status && (fresh || members_.current() == nullptr || closed_)) return status.error();
     return members_.current();
@@ -493,28 +601,24 @@ Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
 Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, const PlaceOptions& options) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
-    if (Status status = ready(); !status) return status.error();
-    CallTimeout timeout(*this);
-    if (Status status = timeout.status(); !status) return status.error();
     std::vector<NodeId> chosen;
-    Status status = ask(
-        Kind::kPlace,
-        [&](Writer& w) {
-            w.number(bytes);
-            w.number(n);
-            w.number(static_cast<uint8_t>(options.evict ? kPlaceEvict : 0));
-            w.number(uint8_t{0});
-            w.number(static_cast<uint16_t>(options.avoid_nodes.size()));
-            w.number(static_cast<uint16_t>(options.avoid_host_ids.size()));
-            for (NodeId node : options.avoid_nodes) w.number(node);
-            for (const std::string& host : options.avoid_host_ids) w.text16(host);
-        },
-        [&](Reader& r) {
-            chosen.resize(r.number<uint16_t>());
-            for (NodeId& node : chosen) node = r.number<NodeId>();
-            hear(r);
-            return r.ok() && chosen.size() <= n;
-        });
+    auto build = [&](Writer& w) {
+        w.number(bytes);
+        w.number(n);
+        w.number(static_cast<uint8_t>(options.evict ? kPlaceEvict : 0));
+        w.number(uint8_t{0});
+        w.number(static_cast<uint16_t>(options.avoid_nodes.size()));
+        w.number(static_cast<uint16_t>(options.avoid_host_ids.size()));
+        for (NodeId node : options.avoid_nodes) w.number(node);
+        for (const std::string& host : options.avoid_host_ids) w.text16(host);
+    };
+    auto parse = [&](Reader& r) {
+        chosen.resize(r.number<uint16_t>());
+        for (NodeId& node : chosen) node = r.number<NodeId>();
+        hear(r);
+        return r.ok() && chosen.size() <= n;
+    };
+    Status status = with_master([&]() REQUIRES(io_mutex_) { return ask(Kind::kPlace, build, parse); });
     if (!status) return status.error();
     return chosen;
 }
@@ -522,17 +626,17 @@ Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, c
 Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
-    if (Status status = ready(); !status) return status.error();
-    CallTimeout timeout(*this);
-    if (Status status = timeout.status(); !status) return status.error();
     uint32_t rows = 0;
-    Status status = ask_in_pieces(
-        Kind::kForget, hashes, [&](Writer& w, uint32_t n) { write_forget_head(w, n, unreached); },
-        [&](Reader& r) {
-            rows += r.number<uint32_t>();
-            return r.ok();
-        },
-        [] { return true; });
+    Status status = with_master([&]() REQUIRES(io_mutex_) {
+        rows = 0;
+        return ask_in_pieces(
+            Kind::kForget, hashes, [&](Writer& w, uint32_t n) { write_forget_head(w, n, unreached); },
+            [&](Reader& r) {
+                rows += r.number<uint32_t>();
+                return r.ok();
+            },
+            [] { return true; });
+    });
     if (!status) return status.error();
     return rows;
 }

@@ -7,6 +7,9 @@
 //
 // Of several masters one serves at a time; a standby refuses the connection until it has taken over. The
 // thread tries one after the other.
+//
+// Where the own node relays, the connection is one to that node, and the frames are the same. Where the node
+// does not answer, the client asks the master itself, within the same call, and goes back to the node later.
 #pragma once
 
 #include <atomic>
@@ -22,6 +25,7 @@
 #include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
+#include "directory/master_addresses.hpp"
 #include "directory/members_cache.hpp"
 #include "directory/requests.hpp"
 #include "wire/control_socket.hpp"
@@ -29,6 +33,14 @@
 #include "wire/frame.hpp"
 
 namespace moonpool {
+
+// The way to the master by a node of this host that relays (store/node/relay.hpp).
+struct NodeRelay {
+    std::string name;                     // of the node, for errors
+    std::function<Result<Fd>()> connect;  // to its Unix socket; null: there is no such way
+    // Whether the node answers, as far as is known; false: the master is asked directly. Never waits.
+    std::function<bool()> answers;
+};
 
 struct DirectoryClientOptions {
     std::string master;  // "host:port", or several with commas between
@@ -40,6 +52,8 @@ struct DirectoryClientOptions {
     int members_ms = 200;                  // members() asks again when its answer is older
     int backoff_first_ms = 100;            // pause after a failed attempt; it doubles,
     int backoff_longest_ms = 500;          // up to this
+    NodeRelay relay{};
+    int back_to_node_ms = 10000;  // after the node did not answer, it is tried again
 };
 
 class DirectoryClient {
@@ -78,6 +92,7 @@ class DirectoryClient {
     Version newest() const { return newest_.load(std::memory_order_relaxed); }
 
     bool connected() const { return connected_.load(std::memory_order_acquire); }
+    bool by_node() const { return by_node_.load(std::memory_order_acquire); }  // while connected
     const std::string& master() const { return options_.master; }
     void close();  // ends calls in progress; every later call fails with kClosed
 
@@ -89,6 +104,13 @@ class DirectoryClient {
     class CallTimeout;
     class IoLock;
     Status ready() REQUIRES(io_mutex_);
+    Status with_master(const std::function<Status()>& question) REQUIRES(io_mutex_);
+    bool keeps_way() REQUIRES(io_mutex_);
+    void dial_at_once() REQUIRES(io_mutex_);
+    Status locate_now(std::span<const Hash128> hashes, const LocateOptions& options, LocateAnswer& answer)
+        REQUIRES(io_mutex_);
+    Status order_now(std::span<const Hash128> hashes, const Incarnation* placing, bool unique,
+                     OrderAnswer& answer) REQUIRES(io_mutex_);
     Status ask(Kind kind, const Build& build, const Parse& parse,
                const std::function<void()>& meanwhile = nullptr) REQUIRES(io_mutex_);
     Status ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
@@ -101,22 +123,28 @@ class DirectoryClient {
     Status refresh_members() REQUIRES(io_mutex_);
     void hear(Reader& r);  // the newest version, behind an answer
     Error lost(Error error) REQUIRES(io_mutex_);
+    Error peer_failed(Error error) REQUIRES(io_mutex_);
+    std::string peer() const;
     static Error forked();
     void dial_loop();
-    Result<Dialed> dial_any();
+    Result<Dialed> dial_any(bool only_node, bool& by_node);
 
     DirectoryClientOptions options_;
-    const std::vector<std::string> addresses_;
-    size_t next_address_ = 0;  // of the thread that dials
+    MasterAddresses addresses_;  // of the thread that dials
     ForkGuard fork_;
     std::atomic<bool> connected_{false};
+    std::atomic<bool> by_node_{false};  // the connection is one to the own node; written under io_mutex_
+    std::atomic<bool> left_{false};     // whether Dialing has a socket
+    std::atomic<uint64_t> no_node_until_ms_{0};  // the own node did not answer
     std::atomic<bool> closed_{false};
     std::atomic<Version> newest_{kNoVersion};
 
     Mutex io_mutex_;
     ControlSocket socket_ GUARDED_BY(io_mutex_);
     ClosedInChildren closed_in_children_{socket_.fd};
-    int waits_ms_ GUARDED_BY(io_mutex_) = 0;  // of one wait of the call in progress
+    int waits_ms_ GUARDED_BY(io_mutex_) = 0;          // of one wait of the call in progress
+    bool node_failed_ GUARDED_BY(io_mutex_) = false;  // the call's connection to the own node, not the master
+    uint64_t back_at_ms_ GUARDED_BY(io_mutex_) = 0;   // then the own node is tried again
     std::vector<std::byte> out_ GUARDED_BY(io_mutex_), body_ GUARDED_BY(io_mutex_);
     size_t frame_at_ GUARDED_BY(io_mutex_) = 0;
     uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;
@@ -128,7 +156,9 @@ class DirectoryClient {
         Mutex mutex;
         CondVar wake, done;
         bool wanted GUARDED_BY(mutex) = false, once GUARDED_BY(mutex) = false;
-        ControlSocket socket GUARDED_BY(mutex);  // that a caller has yet to take
+        bool only_node GUARDED_BY(mutex) = false;  // wanted: there is a connection to the master itself
+        ControlSocket socket GUARDED_BY(mutex);    // that a caller has yet to take
+        bool by_node GUARDED_BY(mutex) = false;    // socket: to the own node
         ClosedInChildren closed_in_children{socket.fd};
         Error why_not GUARDED_BY(mutex);
         std::unique_ptr<ServiceThread> thread GUARDED_BY(mutex);

@@ -45,6 +45,7 @@ void visit(NodeSettings& settings, Visitor& visitor) {
     visitor.field("object_share_max", options.limits.object_share);
     visitor.seconds("master_timeout_s", options.cluster.timeout_ms);
     visitor.seconds("clients_master_timeout_s", options.cluster.clients_timeout_ms);
+    visitor.field("relay", options.cluster.relay);
     visitor.field("objects_max", pool.objects_max);
     visitor.field("slab_bytes", pool.slab_bytes);
     visitor.field("scrub_bytes_per_s", options.scrub_bytes_per_s);

@@ -26,9 +26,10 @@ namespace {
 // A WELCOME has some hundred bytes; later versions append to it.
 constexpr uint32_t kWelcomeBytesMax = 64u << 10;
 
-Error refused_by(const std::string& peer, Reader& body) {
+Error refused_by(const DialOptions& options, Reader& body) {
+    if (options.refused != nullptr) *options.refused = true;
     Error error = read_error(body);
-    error.text = peer + ": " + error.text;
+    error.text = options.address + ": " + error.text;
     return error;
 }
 
@@ -165,7 +166,9 @@ Result<Dialed> dial(const DialOptions& options) {
         if (!tls) return tls.error();
         dialed.tls = std::move(*tls);
     }
-    Result<Fd> fd = connect_tcp(options.address, options.timeout_ms, options.interface, options.given_up);
+    Result<Fd> fd = options.connect != nullptr ? options.connect()
+                                               : connect_tcp(options.address, options.timeout_ms,
+                                                             options.interface, options.given_up);
     if (!fd) return fd.error();
     dialed.fd = std::move(*fd);
     dialed.peer = options.address;
@@ -182,7 +185,7 @@ Result<Dialed> dial(const DialOptions& options) {
     }
     Reader challenge(body);
     // The port may be full, or the process out of descriptors: it says so instead of the challenge.
-    if (header.kind == Kind::kError) return refused_by(options.address, challenge);
+    if (header.kind == Kind::kError) return refused_by(options, challenge);
     Nonce node_nonce;
     std::string_view nonce = challenge.bytes(node_nonce.size());
     std::string_view incarnation = challenge.bytes(dialed.incarnation.size());
@@ -209,7 +212,7 @@ Result<Dialed> dial(const DialOptions& options) {
 
     if (Status status = handshake.receive(header, body, kWelcomeBytesMax); !status) return status.error();
     Reader welcome(body);
-    if (header.kind == Kind::kError) return refused_by(options.address, welcome);
+    if (header.kind == Kind::kError) return refused_by(options, welcome);
     std::string_view proof = welcome.bytes(sizeof(Mac));
     if (header.kind != Kind::kWelcome || !welcome.ok()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};

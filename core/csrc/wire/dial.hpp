@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,6 +34,9 @@ struct DialOptions {
     std::string interface;                           // a network device, empty: the route decides
     const std::atomic<bool>* given_up = nullptr;     // set by another thread: dial() fails at once
     std::shared_ptr<const TlsClient> tls = nullptr;  // all that follows is inside TLS; null: plain
+    // Instead of connecting to the address by TCP: the address is then only a name for errors.
+    std::function<Result<Fd>()> connect = nullptr;
+    bool* refused = nullptr;  // set where the other side answered, and by an ERROR
 };
 
 struct Dialed {

@@ -44,6 +44,7 @@ enum class Kind : uint8_t {
     kRead = 26,      // bytes of objects over TCP
     kPut = 27,       // objects over TCP, bytes and all
     kDescribe = 28,  // size and state of objects, without a use of them
+    kRelay = 29,     // a question to the master, which the node passes on
 
     // 32 to 47: the master (docs/wire_master.md)
     kJoin = 32,      // node -> master: its identity

@@ -5,6 +5,8 @@
 #include <system_error>
 #include <thread>
 
+#include "wire/address.hpp"
+
 namespace moonpool {
 
 namespace {
@@ -54,6 +56,14 @@ std::shared_ptr<Client::Pool> Client::pool() {
     // A caller that waits longer for a node waits longer for the master, too: a quarter of its own budget.
     to.timeout_ms = std::min(options_.timeout_ms, std::max(to.timeout_ms, options_.timeout_ms / 4));
     to.tls = options_.tls;
+    // A node of another host has its own way to the master, as this process has.
+    if (options_.address.empty() && session->knows(kFeatureRelay)) {
+        to.relay = {
+            .name = session->peer(),
+            .connect = [node = options_,
+                        ms = to.timeout_ms] { return connect_to_node(node, deadline_in(ms), nullptr); },
+            .answers = [this] { return own_.answers(); }};
+    }
     pool->directory = std::make_unique<DirectoryClient>(std::move(to));
     pool_ = std::move(pool);
     return pool_;

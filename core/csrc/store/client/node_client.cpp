@@ -134,6 +134,8 @@ Result<std::shared_ptr<Session>> NodeClient::session() {
     }
     backoff_ = std::chrono::milliseconds{0};
     session_ = *opened;
+    MutexLock newest_lock(newest_mutex_);
+    newest_ = session_;
     return session_;
 }
 

@@ -184,6 +184,14 @@ class NodeClient {
         SessionLock lock(*this);
         return session_;
     }
+    // Whether there is a session, and its node has answered what it was asked last. Never waits, unlike the
+    // others, which may find another thread that connects.
+    bool answers() {
+        if (fork_.in_child()) return false;
+        MutexLock lock(newest_mutex_);
+        std::shared_ptr<Session> newest = newest_.lock();
+        return newest != nullptr && newest->alive();
+    }
     const ClientOptions& options() const { return options_; }
     const KeyHasher& hasher() const { return hash_; }
 
@@ -227,7 +235,9 @@ class NodeClient {
     std::chrono::steady_clock::time_point retry_at_ GUARDED_BY(mutex_){};
     std::chrono::milliseconds backoff_ GUARDED_BY(mutex_){0};
     Error last_error_ GUARDED_BY(mutex_);
-    std::atomic<bool> closed_{false};  // ends an opening, too
+    Mutex newest_mutex_;                                       // after mutex_, and never held for long
+    std::weak_ptr<Session> newest_ GUARDED_BY(newest_mutex_);  // session_
+    std::atomic<bool> closed_{false};                          // ends an opening, too
 };
 
 }  // namespace moonpool

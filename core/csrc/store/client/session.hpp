@@ -44,6 +44,10 @@ struct ClientOptions {
     std::shared_ptr<const TlsClient> tls;  // to the node's master; null: plain. Nodes are spoken to in plain
 };
 
+// A connection to the Unix socket of a node of this host, before the handshake.
+Result<Fd> connect_to_node(const ClientOptions& options, std::chrono::steady_clock::time_point end,
+                           const std::atomic<bool>* given_up);
+
 // What a node of this host hands over with its WELCOME.
 struct SharedMemory {
     Fd arena, index;

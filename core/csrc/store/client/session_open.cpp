@@ -36,7 +36,9 @@ std::string node_command(std::string_view path) {
     return command + " --name " + std::string(file.substr(5, file.size() - 10));
 }
 
-Result<Fd> connect_to(const ClientOptions& options, Deadline end, const std::atomic<bool>* given_up) {
+}  // namespace
+
+Result<Fd> connect_to_node(const ClientOptions& options, Deadline end, const std::atomic<bool>* given_up) {
     if (options.dial) return options.dial();
     const std::string& path = options.socket_path;
     // A longer path does not fit the address; cut off, it would name another socket.
@@ -70,6 +72,8 @@ Result<Fd> connect_to(const ClientOptions& options, Deadline end, const std::ato
         }
     }
 }
+
+namespace {
 
 int left_ms(Deadline end) {
     auto left = end - std::chrono::steady_clock::now();
@@ -119,7 +123,7 @@ Status Session::open_within(const ClientOptions& options, int most_ms, const std
 
 Status Session::connect_here(const ClientOptions& options, SharedMemory& memory) {
     MutexLock lock(io_mutex_);
-    Result<Fd> fd = connect_to(options, opening_->end, opening_->given_up);
+    Result<Fd> fd = connect_to_node(options, opening_->end, opening_->given_up);
     if (!fd) return fd.error();
     fd_ = std::move(*fd);
     peer_ = options.dial ? "the embedded node" : options.socket_path;

@@ -18,6 +18,7 @@
 
 #include "base/hmac.hpp"
 #include "wire/congestion.hpp"
+#include "wire/dial.hpp"
 
 namespace moonpool {
 
@@ -199,13 +200,16 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     std::string_view tenant = body.text16();
     std::string_view client_nonce_bytes = body.bytes(32);
     std::string_view mac = body.bytes(32);
+    // Of what serves it, where that is not the store.
+    std::string_view service = body.left() != 0 ? body.text16() : std::string_view();
     if (!body.done()) return malformed("is no AUTH");
     Nonce client_nonce;
     std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
     // Both sides contribute a nonce, so a recorded handshake is of no use to either. The tenant is part of
-    // the proof.
+    // the proof, and the service.
+    std::string covered = service.empty() ? std::string(tenant) : mac_tenant(tenant, service);
     auto expected = handshake_mac(Role::kClient, server_.options_.token, nonce_, client_nonce,
-                                  server_.incarnation_, tenant);
+                                  server_.incarnation_, covered);
     if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
         count(server_.metrics_.auth_failures_total);
         return fail(Code::kAuth, "the cluster token is wrong; give client and node the same token file");
@@ -215,6 +219,8 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
         count(server_.metrics_.auth_failures_total);
         return fail(Code::kAuth, "this node has no such tenant");
     }
+    if (service == kServiceDirectory) return on_auth_for_master(header, tenant, client_nonce);
+    if (!service.empty()) return fail(Code::kAuth, "this node has no such service");
     Pool& pool = *it->second;
     // Opened read-only for this client: it may map the index, but not write to it, whatever it does.
     Result<Fd> index_fd = pool.table().index().read_only_fd();
@@ -250,6 +256,19 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     if (::sendmsg(fd_.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(frame.size())) return false;
     pool_ = &pool;
     return true;
+}
+
+// The relay sends the WELCOME, once it knows whether the master is there.
+bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view tenant,
+                                    const Nonce& client_nonce) {
+    if (server_.relay_ == nullptr) return fail(Code::kProtocol, "this node passes no questions to a master");
+    if (!flush() || backlog() != 0 || !in_.waiting().empty()) return false;
+    relayed_.emplace();
+    relayed_->tenant = tenant;
+    relayed_->proof = handshake_mac(Role::kNode, server_.options_.token, nonce_, client_nonce,
+                                    server_.incarnation_, mac_tenant(tenant, kServiceDirectory));
+    relayed_->request_id = header.request_id;
+    return false;
 }
 
 bool Connection::refuse(uint64_t request_id, Code code, const std::string& text) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -15,6 +16,7 @@
 #include "base/fd.hpp"
 #include "store/node/out_queue.hpp"
 #include "store/node/put_sink.hpp"
+#include "store/node/relay.hpp"
 #include "store/node/server.hpp"
 #include "wire/error_frame.hpp"
 #include "wire/frame.hpp"
@@ -43,6 +45,12 @@ class Connection final : public EventHandler {
 
     int fd() const { return fd_.get(); }
     bool proved() const { return pool_ != nullptr; }
+    // Set when the connection is over here because the relay has it from now on.
+    bool is_relayed() const { return relayed_.has_value(); }
+    std::optional<RelayCaller> take_relayed() {
+        relayed_->fd = std::move(fd_);
+        return std::exchange(relayed_, std::nullopt);
+    }
     bool remote() const { return remote_; }
     bool cut_off() const { return cut_off_; }
     uint64_t since_ms() const { return since_ms_; }
@@ -74,6 +82,7 @@ class Connection final : public EventHandler {
     bool parse_frames();
     bool handle(const FrameHeader& header, Reader body);
     bool on_auth(const FrameHeader& header, Reader body);
+    bool on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Nonce& client_nonce);
     bool on_open_space(const FrameHeader& header, Reader body);
     bool on_lease(const FrameHeader& header, Reader body);
     bool on_return(Reader body);
@@ -138,9 +147,10 @@ class Connection final : public EventHandler {
     const bool remote_ = false;     // over TCP: no memory is shared
     std::unique_ptr<PutSink> put_;  // the PUT frame whose bytes are arriving
     uint32_t events_ = kFirstEvents;
-    bool cut_off_ = false;               // by the node, not ended by its client
-    bool ended_ = false;                 // refused; kept for what its client holds
-    std::map<uint64_t, Extent> leases_;  // its own, by offset
+    bool cut_off_ = false;                // by the node, not ended by its client
+    bool ended_ = false;                  // refused; kept for what its client holds
+    std::optional<RelayCaller> relayed_;  // its client asks the master
+    std::map<uint64_t, Extent> leases_;   // its own, by offset
     uint64_t leased_bytes_ = 0;
     std::unordered_set<uint32_t> spaces_;
     uint32_t last_space_ = UINT32_MAX;  // of them: mostly there is one

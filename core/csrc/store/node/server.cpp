@@ -240,7 +240,7 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.text16(options_.cluster.host_id);
     w.text16(options_.cluster.address);
     w.text16(options_.cluster.master);
-    w.number(kFeatures);
+    w.number(kFeatures | (relays() ? kFeatureRelay : 0));
     w.number(options_.cluster.clients_timeout_ms);
 }
 
@@ -285,6 +285,15 @@ Status Server::start() {
         member_ = std::make_unique<NodeMember>(
             options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
             removals_, [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
+    }
+    if (relays()) {
+        const ClusterOptions& cluster = options_.cluster;
+        RelayOptions to{cluster.master, options_.token, cluster.interface, cluster.tls,
+                        static_cast<int>(cluster.clients_timeout_ms)};
+        Result<std::unique_ptr<Relay>> relay = Relay::create(std::move(to));
+        if (!relay) return relay.error();
+        relay_ = std::move(*relay);
+        if (Status status = relay_->start(); !status) return status;
     }
     // The table has no clock: a soft pin of a put that comes before the first tick needs the time.
     for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
@@ -376,6 +385,7 @@ void Server::stop() {
     }
     if (member_ != nullptr) member_->stop();
     if (listener_ != nullptr) listener_->stop();
+    if (relay_ != nullptr) relay_->stop();
     save_all();
     // Only now: while objects are saved the loop still runs, and reserving goes on harmlessly.
     stopping_ = true;
@@ -476,6 +486,8 @@ bool Server::has_room(int fd, bool remote) {
     size_t have = remote ? remote_connections_ : connections_.size() - remote_connections_;
     std::string limit;
     if (!remote) {
+        // Each process that asks the master has one there as well, and each kind has so many places.
+        if (relay_ != nullptr) have = std::max(have, relay_->connections());
         auto memory_bytes = [this] {
             std::optional<AvailableMemory> memory = available_memory(options_.memory_root);
             return memory ? memory->available_bytes : UINT64_MAX;
@@ -528,9 +540,19 @@ void Server::resume(Connection& connection, uint64_t now) {
     if (!connection.resume(now)) drop(fd);
 }
 
+// Off the loop, so that the descriptor can belong to another one.
+std::optional<RelayCaller> Server::take_relayed(Connections::iterator it) {
+    std::shared_ptr<Connection> connection = it->second;
+    if (!connection->is_relayed()) return std::nullopt;
+    loop_->remove(it->first);
+    connections_.erase(it);
+    return connection->take_relayed();
+}
+
 void Server::drop(int fd, bool cut_off) {
     auto it = connections_.find(fd);
     if (it == connections_.end()) return;
+    if (std::optional<RelayCaller> caller = take_relayed(it)) return relay_->adopt(std::move(*caller));
     // Dropped: the node ended it. Closed: the client did. Its destructor gives back what it held.
     cut_off |= it->second->cut_off();
     count(cut_off ? metrics_.connections_dropped_total : metrics_.connections_closed_total);
@@ -584,6 +606,9 @@ std::vector<std::pair<std::string, uint64_t>> Server::snapshot() {
     // The member's numbers are atomics, or have a mutex of their own: they need no loop.
     if (member_ != nullptr) {
         for (auto& row : member_->gauges()) rows->push_back(std::move(row));
+    }
+    if (relay_ != nullptr) {
+        for (auto& row : relay_->gauges()) rows->push_back(std::move(row));
     }
     return *rows;
 }

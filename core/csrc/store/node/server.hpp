@@ -26,6 +26,7 @@
 #include "store/node/node_member.hpp"
 #include "store/node/node_metrics.hpp"
 #include "store/node/pool.hpp"
+#include "store/node/relay.hpp"
 #include "store/node/ssd_tier.hpp"
 #include "wire/auth.hpp"
 #include "wire/frame.hpp"
@@ -105,7 +106,10 @@ class Server {
     bool has_room(int fd, bool remote);
     void save_all();
     void write_welcome(Writer& w, Pool& pool) const;
+    using Connections = std::unordered_map<int, std::shared_ptr<Connection>>;
+    std::optional<RelayCaller> take_relayed(Connections::iterator it);
     void drop(int fd, bool cut_off = false);
+    bool relays() const { return options_.cluster.relay && !options_.cluster.master.empty(); }
     void resume(Connection& connection, uint64_t now_ms);
     void on_tick(uint64_t now_ms);
     void post(std::function<void()> f) { loop_->post(std::move(f)); }
@@ -125,7 +129,7 @@ class Server {
     std::unique_ptr<Listener> listener_;
     std::unique_ptr<EventLoop> loop_;
     Fd spare_;  // a descriptor to give up when there are no more
-    std::unordered_map<int, std::shared_ptr<Connection>> connections_;
+    Connections connections_;
     size_t remote_connections_ = 0;      // of them
     size_t remote_connections_max_ = 0;  // as open files allow
     SoftLimit connections_max_;          // of the own host
@@ -139,6 +143,7 @@ class Server {
     uint64_t ssd_looked_ms_ = 0;
     ServiceThread reserve_thread_;
     std::unique_ptr<NodeMember> member_;
+    std::unique_ptr<Relay> relay_;  // nullptr: none; made by start(), before the loop runs
 };
 
 }  // namespace moonpool

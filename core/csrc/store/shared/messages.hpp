@@ -343,6 +343,8 @@ inline constexpr uint32_t kFeatureMarks = 2;      // of COMMIT and PUT
 inline constexpr uint32_t kFeatureRemoveOne = 4;  // REMOVE of one generation
 inline constexpr uint32_t kFeatureVersions = 8;   // of COMMIT, PUT and REMOVE
 inline constexpr uint32_t kFeatureSizes = 16;     // of what exists, in the answers to COMMIT and PUT
+inline constexpr uint32_t kFeatureRelay = 32;     // it passes questions of its host's processes to its master
+// Of every node of this release; the relay is a setting.
 inline constexpr uint32_t kFeatures =
     kFeatureDescribe | kFeatureMarks | kFeatureRemoveOne | kFeatureVersions | kFeatureSizes;
 

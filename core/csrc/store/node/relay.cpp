@@ -1,0 +1,511 @@
+// Threads. "mp-relay" is the loop: it owns clients and links and all of their state. Each link has a thread
+// "mp-relay-dial", which does nothing but connect and prove the token: both may take as long as the master
+// pleases. The node's loop hands over processes (adopt) and never waits for the relay.
+//
+// States of a link:
+//   first      its first attempt since it was made, or since it lost its master: processes wait for the
+//   result,
+//              half of timeout_ms at most
+//   up         it has a connection; processes are welcomed and their questions passed on
+//   down       the last attempt failed: processes are refused with that reason
+//
+// A question that is not answered in its client's time is answered with an ERROR, and its answer is dropped
+// when it comes. When nothing has come for timeout_ms from a master that was asked, or for as long as the
+// most patient process waits, the link is lost.
+#include "store/node/relay.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+
+#include "base/fork.hpp"
+#include "directory/questions.hpp"
+#include "store/node/relay_dialer.hpp"
+#include "wire/control_socket.hpp"
+#include "wire/error_frame.hpp"
+#include "wire/frame_reader.hpp"
+#include "wire/outgoing.hpp"
+
+namespace moonpool {
+
+namespace {
+
+constexpr uint32_t kRelayTickMs = 20;
+constexpr uint32_t kRelaySpinUs = 50;  // as the node's loop does: a process that was answered asks again
+constexpr uint32_t kRelayAnswerMax = 64u << 20;
+constexpr size_t kRelayBacklogStop = 1u << 20;  // over it, no more is read from the process
+constexpr size_t kRelayBacklogMax = 64u << 20;  // over it, the process is given up
+constexpr uint64_t kRelayStalledMs = 10000;     // without progress inside a frame or an answer
+constexpr size_t kRelayKeptMax = 64u << 10;     // of a buffer, while nothing is in it
+constexpr int kRelayRoundsMax = 8;              // of reading, then it is the turn of others
+
+void write_relayed(std::vector<std::byte>& out, Kind kind, uint16_t flags, uint64_t request_id, Reader body) {
+    size_t at = begin_frame(out, kind, flags, request_id);
+    std::string_view bytes = body.bytes(body.left());
+    Writer(out).bytes(bytes.data(), bytes.size());
+    finish_frame(out, at);
+}
+
+}  // namespace
+
+// One process of this host.
+class RelayClient final : public EventHandler {
+   public:
+    RelayClient(Relay& relay, RelayCaller caller, RelayTable::ClientId id, std::shared_ptr<RelayLink> link);
+
+    bool on_events(uint32_t events) override;
+    bool on_tick(uint64_t now_ms) override;
+
+    RelayTable::ClientId id() const { return id_; }
+    int fd() const { return socket_.fd.get(); }
+    bool welcomed() const { return welcomed_; }
+    const std::shared_ptr<RelayLink>& link() const { return link_; }
+    // Each of these may end the connection.
+    void welcome();
+    void answer(Kind kind, uint64_t request_id, Reader body);
+    void refuse(const Error& why, uint64_t request_id);
+    void fail(const Error& why);
+
+   private:
+    bool read();
+    bool parse();
+    bool on_frame(const FrameHeader& header, Reader body);
+    bool flush();
+    bool last_words(const Error& why);
+
+    Relay& relay_;
+    ControlSocket socket_;
+    ClosedInChildren closed_in_children_{socket_.fd};
+    const RelayTable::ClientId id_;
+    const std::shared_ptr<RelayLink> link_;
+    const Mac proof_;
+    const uint64_t auth_id_;
+    FrameReader in_;
+    Outgoing out_;
+    bool welcomed_ = false;
+    uint64_t begun_ms_ = now_ms(), progress_ms_ = begun_ms_;
+    uint32_t events_ = EPOLLIN;
+};
+
+// The way to the master, of one tenant.
+class RelayLink final : public EventHandler, public std::enable_shared_from_this<RelayLink> {
+   public:
+    RelayLink(Relay& relay, const std::string& tenant);
+
+    bool on_events(uint32_t events) override;
+
+    Status open() { return dialer_.want(); }
+    void stop() { dialer_.stop(); }
+    void check(uint64_t now_ms);
+    // Welcomes the process, or refuses it, or lets it wait for what the attempt under way brings.
+    void greet(RelayClient& client);
+    // Nothing: the question is on its way.
+    std::optional<Error> ask(const RelayTable::Asked& asked, uint32_t wait_ms, Reader body);
+    void end(RelayTable::ClientId client) { table_.end(client); }
+    bool is_first() const { return state_ == State::kFirst; }
+    Error why_not() const;
+
+   private:
+    enum class State { kFirst, kUp, kDown };
+    void dialed(Result<Dialed>& dialed);
+    void lost(const Error& why);
+    bool read();
+    bool on_frame(const FrameHeader& header, Reader body);
+    bool flush();
+    void for_each_client(const std::function<void(RelayClient&)>& visit);
+    Error broken(const std::string& how) const {
+        return Error{Code::kUnavailable, "the connection to the master at " + relay_.options_.master + how};
+    }
+
+    Relay& relay_;
+    State state_ = State::kFirst;
+    std::optional<Error> why_not_;
+    ControlSocket socket_;
+    ClosedInChildren closed_in_children_{socket_.fd};
+    std::string peer_;
+    FrameReader in_;
+    Outgoing out_;
+    RelayTable table_;
+    uint64_t heard_ms_ = 0;
+    uint32_t events_ = EPOLLIN;
+    RelayDialer dialer_;
+};
+
+// ---- RelayClient
+
+RelayClient::RelayClient(Relay& relay, RelayCaller caller, RelayTable::ClientId id,
+                         std::shared_ptr<RelayLink> link)
+    : relay_(relay),
+      socket_{std::move(caller.fd), nullptr},
+      id_(id),
+      link_(std::move(link)),
+      proof_(caller.proof),
+      auth_id_(caller.request_id) {}
+
+bool RelayClient::on_events(uint32_t events) {
+    bool alive = true;
+    if ((events & EPOLLOUT) != 0) alive = flush() && parse();
+    if (alive && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = read();
+    if (!alive) relay_.drop(id_);
+    return alive;
+}
+
+// False: the connection is over, and has been taken out by none yet.
+bool RelayClient::read() {
+    for (int round = 0; round < kRelayRoundsMax; ++round) {
+        std::span<std::byte> room = in_.room(4096);
+        ssize_t n = socket_.receive(room.data(), room.size(), false);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n < 0 && errno == EAGAIN;
+        progress_ms_ = now_ms();
+        in_.received(static_cast<size_t>(n));
+        if (!parse()) return false;
+        if (static_cast<size_t>(n) < room.size() || out_.waiting() > kRelayBacklogStop) break;
+    }
+    in_.shrink(kRelayKeptMax);
+    return true;
+}
+
+bool RelayClient::parse() {
+    while (out_.waiting() <= kRelayBacklogStop) {
+        std::optional<FrameHeader> header = in_.header();
+        if (!header) break;
+        if (std::optional<Error> wrong =
+                unfit(*header, kQuestionBytesMax + RelayHead::kBytes, "node", "8 MiB")) {
+            return last_words(*wrong);
+        }
+        std::optional<Reader> body = in_.body(*header);
+        if (!body) break;
+        if (!on_frame(*header, *body)) return false;
+    }
+    return flush();
+}
+
+bool RelayClient::on_frame(const FrameHeader& header, Reader body) {
+    RelayHead head = RelayHead::read(body);
+    if (!welcomed_ || header.kind != Kind::kRelay || !body.ok() || !fits_question(head.kind, body)) {
+        return last_words({Code::kProtocol, "a frame is no question to a master; the connection is closed"});
+    }
+    relay_.counters_.questions_total.fetch_add(1);
+    std::optional<Error> why = link_->ask({id_, header.request_id, head.kind}, head.wait_ms, body);
+    if (!why) return true;
+    relay_.counters_.refused_total.fetch_add(1);
+    write_error(out_.bytes, why->code, why->text, header.request_id);
+    return true;
+}
+
+void RelayClient::welcome() {
+    size_t at = begin_frame(out_.bytes, Kind::kWelcome, kFlagAnswer, auth_id_);
+    Writer(out_.bytes).bytes(proof_.data(), proof_.size());
+    finish_frame(out_.bytes, at);
+    welcomed_ = true;
+    if (!flush()) relay_.drop(id_);
+}
+
+void RelayClient::answer(Kind kind, uint64_t request_id, Reader body) {
+    write_relayed(out_.bytes, kind, kFlagAnswer, request_id, body);
+    if (!flush() || out_.waiting() > kRelayBacklogMax) relay_.drop(id_);
+}
+
+void RelayClient::refuse(const Error& why, uint64_t request_id) {
+    write_error(out_.bytes, why.code, why.text, request_id);
+    if (!flush()) relay_.drop(id_);
+}
+
+void RelayClient::fail(const Error& why) {
+    last_words(why);
+    relay_.drop(id_);
+}
+
+// What the socket does not take of them is lost; a client that does not read them finds the end.
+bool RelayClient::last_words(const Error& why) {
+    write_error(out_.bytes, why.code, why.text, 0);
+    (void)out_.flush(socket_);
+    return false;
+}
+
+bool RelayClient::flush() {
+    size_t before = out_.waiting();
+    if (!out_.flush(socket_)) return false;
+    if (out_.waiting() < before) progress_ms_ = now_ms();
+    uint32_t events =
+        (out_.waiting() != 0 ? EPOLLOUT : 0u) | (out_.waiting() <= kRelayBacklogStop ? EPOLLIN : 0u);
+    if (events != events_) relay_.loop_->watch(fd(), events);
+    events_ = events;
+    return true;
+}
+
+bool RelayClient::on_tick(uint64_t now_ms) {
+    if (!welcomed_ && now_ms - begun_ms_ > static_cast<uint64_t>(relay_.options_.timeout_ms) / 2) {
+        fail(link_->why_not());
+        return false;
+    }
+    bool stalled = !in_.waiting().empty() || out_.waiting() != 0;
+    if (!stalled || now_ms - progress_ms_ <= kRelayStalledMs) return true;
+    fail({Code::kTimeout, "nothing moved for " + std::to_string(kRelayStalledMs) + " ms inside a frame"});
+    return false;
+}
+
+// ---- RelayLink
+
+static RelayDialerOptions dialing(const RelayOptions& options, const std::string& tenant) {
+    RelayDialerOptions to;
+    to.master = options.master;
+    to.token = options.token;
+    to.tenant = tenant;
+    to.interface = options.interface;
+    to.tls = options.tls;
+    to.timeout_ms = options.timeout_ms;
+    return to;
+}
+
+RelayLink::RelayLink(Relay& relay, const std::string& tenant)
+    : relay_(relay),
+      table_(relay.options_.limits),
+      dialer_(dialing(relay.options_, tenant), [this](std::shared_ptr<Result<Dialed>> result) {
+          // Refused once the loop has ended; links live longer than it (Relay::stop).
+          relay_.loop_->post([this, result] { dialed(*result); });
+      }) {}
+
+Error RelayLink::why_not() const {
+    if (why_not_) return *why_not_;
+    return Error{Code::kUnavailable,
+                 "the node has no connection to the master at " + relay_.options_.master + " yet"};
+}
+
+void RelayLink::greet(RelayClient& client) {
+    if (state_ == State::kUp) return client.welcome();
+    if (state_ == State::kDown) return client.fail(why_not());
+}
+
+// By id, since a visited client may end.
+void RelayLink::for_each_client(const std::function<void(RelayClient&)>& visit) {
+    std::vector<RelayTable::ClientId> ids;
+    for (auto& [id, client] : relay_.clients_) {
+        if (client->link().get() == this) ids.push_back(id);
+    }
+    for (RelayTable::ClientId id : ids) {
+        if (RelayClient* client = relay_.client(id)) visit(*client);
+    }
+}
+
+void RelayLink::dialed(Result<Dialed>& dialed) {
+    if (dialed) {
+        socket_ = {std::move(dialed->fd), std::move(dialed->tls), relay_.options_.timeout_ms};
+        peer_ = dialed->peer;
+        in_.clear();
+        out_ = {};
+        events_ = EPOLLIN;
+        heard_ms_ = now_ms();
+        if (relay_.loop_->add(socket_.fd.get(), events_, shared_from_this())) {
+            state_ = State::kUp;
+            relay_.counters_.connected.fetch_add(1);
+            for_each_client([](RelayClient& client) { client.welcome(); });
+            return;
+        }
+        socket_ = {};
+        why_not_ = os_error("epoll");
+        (void)dialer_.want();
+    } else {
+        // Whatever kept it from a master, for a process it is that the master is not there.
+        Code code = dialed.error().code == Code::kAuth ? Code::kAuth : Code::kUnavailable;
+        why_not_ = Error{code, dialed.error().text};
+    }
+    state_ = State::kDown;
+    for_each_client([&](RelayClient& client) { client.fail(why_not()); });
+}
+
+// All processes lose their connection with it: the next master may count its epochs anew.
+void RelayLink::lost(const Error& why) {
+    if (state_ != State::kUp) return;
+    state_ = State::kFirst;
+    why_not_ = why;
+    relay_.counters_.connected.fetch_sub(1);
+    relay_.counters_.links_lost_total.fetch_add(1);
+    table_.clear();
+    relay_.loop_->remove(socket_.fd.get());
+    socket_ = {};
+    for_each_client([&](RelayClient& client) { client.fail(why); });
+    if (Status status = dialer_.want(); !status) {
+        state_ = State::kDown;
+        why_not_ = status.error();
+    }
+}
+
+std::optional<Error> RelayLink::ask(const RelayTable::Asked& asked, uint32_t wait_ms, Reader body) {
+    if (std::optional<Error> why = table_.refusal(asked.client, body.left())) return why;
+    const uint64_t now = now_ms();
+    // A client that waits for longer than any setting says is taken at its word up to an hour.
+    wait_ms = std::min<uint32_t>(wait_ms, 3600 * 1000);
+    uint64_t number = table_.ask(now, asked, body.left(), wait_ms);
+    write_relayed(out_.bytes, asked.kind, 0, number, body);
+    // A socket that is lost tells the loop so, too; the clients are not ended inside of their own frame.
+    (void)flush();
+    return std::nullopt;
+}
+
+bool RelayLink::flush() {
+    if (!out_.flush(socket_)) return false;
+    uint32_t events = EPOLLIN | (out_.waiting() != 0 || socket_.unsent() ? EPOLLOUT : 0u);
+    if (events != events_) relay_.loop_->watch(socket_.fd.get(), events);
+    events_ = events;
+    return true;
+}
+
+bool RelayLink::on_events(uint32_t events) {
+    std::shared_ptr<RelayLink> alive = shared_from_this();
+    int fd = socket_.fd.get();
+    if ((events & EPOLLOUT) != 0 && !flush()) {
+        lost(broken(" is lost"));
+    } else if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && !read() && state_ == State::kUp) {
+        lost(broken(" is lost"));
+    }
+    return state_ == State::kUp && socket_.fd.get() == fd;
+}
+
+// False: the connection is over; where there is a reason to tell, lost() has been called with it.
+bool RelayLink::read() {
+    const size_t room_min = socket_.tls != nullptr ? kTlsRecordBytes : kRelayKeptMax;
+    for (int round = 0; round < kRelayRoundsMax; ++round) {
+        std::span<std::byte> room = in_.room(room_min);
+        ssize_t n = socket_.receive(room.data(), room.size(), false);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n < 0 && errno == EAGAIN;
+        heard_ms_ = now_ms();
+        in_.received(static_cast<size_t>(n));
+        while (std::optional<FrameHeader> header = in_.header()) {
+            if (unfit(*header, kRelayAnswerMax, "node", "")) {
+                lost({Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool master"});
+                return false;
+            }
+            std::optional<Reader> body = in_.body(*header);
+            if (!body) break;
+            if (!on_frame(*header, *body)) return false;
+        }
+        // A record is never larger than the room; the socket may hold more of them.
+        if (socket_.tls == nullptr && static_cast<size_t>(n) < room.size()) break;
+    }
+    in_.shrink(1u << 20);
+    return true;
+}
+
+bool RelayLink::on_frame(const FrameHeader& header, Reader body) {
+    if (header.kind == Kind::kError && header.request_id == 0) {
+        lost(read_error(body));
+        return false;
+    }
+    std::optional<RelayTable::Answered> answered = table_.answered(header.request_id);
+    if (!answered || (header.kind != Kind::kError && header.kind != answered->kind)) {
+        lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
+        return false;
+    }
+    if (!answered->asked) return true;
+    if (RelayClient* client = relay_.client(answered->asked->client)) {
+        client->answer(header.kind, answered->asked->request_id, body);
+    }
+    return true;
+}
+
+void RelayLink::check(uint64_t now_ms) {
+    if (state_ != State::kUp) return;
+    const auto timeout_ms = static_cast<uint64_t>(relay_.options_.timeout_ms);
+    if (std::optional<uint64_t> asked_ms = table_.oldest_ms()) {
+        uint64_t since_ms = std::max(*asked_ms, heard_ms_);
+        // A process that is patient keeps the connection that brings its answer.
+        if (now_ms >= since_ms + timeout_ms && now_ms >= since_ms + table_.longest_wait_ms()) {
+            return lost({Code::kTimeout, "the master at " + peer_ + " did not answer in time"});
+        }
+    }
+    for (const RelayTable::Asked& late : table_.expire(now_ms)) {
+        relay_.counters_.late_total.fetch_add(1);
+        if (RelayClient* client = relay_.client(late.client)) {
+            client->refuse({Code::kTimeout, "the master at " + peer_ + " did not answer in time"},
+                           late.request_id);
+        }
+    }
+}
+
+// ---- Relay
+
+Result<std::unique_ptr<Relay>> Relay::create(RelayOptions options) {
+    std::unique_ptr<Relay> relay(new Relay(std::move(options)));
+    EventLoopOptions loop_options;
+    loop_options.name = "mp-relay";
+    loop_options.tick_ms = kRelayTickMs;
+    loop_options.spin_us = kRelaySpinUs;
+    loop_options.on_tick = [raw = relay.get()](uint64_t now) { raw->on_tick(now); };
+    Result<std::unique_ptr<EventLoop>> loop = EventLoop::create(std::move(loop_options));
+    if (!loop) return loop.error();
+    relay->loop_ = std::move(*loop);
+    return relay;
+}
+
+Relay::~Relay() { stop(); }
+
+Status Relay::start() { return loop_->start(); }
+
+// The loop first: only it makes links. What their dialers post afterwards is refused.
+void Relay::stop() {
+    bool ended = loop_->stop();
+    for (auto& [tenant, link] : links_) link->stop();
+    if (!ended) return;  // a child of fork(): all of it is the parent's
+    clients_.clear();
+    links_.clear();
+}
+
+void Relay::adopt(RelayCaller caller) {
+    auto shared = std::make_shared<RelayCaller>(std::move(caller));
+    loop_->post([this, shared] { take(std::move(*shared)); });
+}
+
+void Relay::take(RelayCaller caller) {
+    auto it = links_.find(caller.tenant);
+    if (it == links_.end()) {
+        auto link = std::make_shared<RelayLink>(*this, caller.tenant);
+        if (Status status = link->open(); !status) {
+            std::vector<std::byte> out;
+            write_error(out, status.error().code, status.error().text, 0);
+            (void)!::send(caller.fd.get(), out.data(), out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+            return;
+        }
+        it = links_.emplace(caller.tenant, std::move(link)).first;
+    }
+    auto client = std::make_shared<RelayClient>(*this, std::move(caller), next_client_++, it->second);
+    if (!loop_->add(client->fd(), EPOLLIN, client)) return;
+    clients_.emplace(client->id(), client);
+    counters_.connections.fetch_add(1);
+    it->second->greet(*client);
+}
+
+RelayClient* Relay::client(RelayTable::ClientId id) {
+    auto it = clients_.find(id);
+    return it == clients_.end() ? nullptr : it->second.get();
+}
+
+void Relay::drop(RelayTable::ClientId id) {
+    auto it = clients_.find(id);
+    if (it == clients_.end()) return;
+    std::shared_ptr<RelayClient> client = std::move(it->second);
+    clients_.erase(it);
+    client->link()->end(id);
+    loop_->remove(client->fd());
+    counters_.connections.fetch_sub(1);
+}
+
+void Relay::on_tick(uint64_t now_ms) {
+    for (auto& [tenant, link] : links_) link->check(now_ms);
+}
+
+std::vector<std::pair<std::string, uint64_t>> Relay::gauges() const {
+    return {{"relay_connections", counters_.connections},
+            {"relay_masters_connected", counters_.connected},
+            {"relay_questions_total", counters_.questions_total},
+            {"relay_late_total", counters_.late_total},
+            {"relay_refused_total", counters_.refused_total},
+            {"relay_master_lost_total", counters_.links_lost_total}};
+}
+
+}  // namespace moonpool
