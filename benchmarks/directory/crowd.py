@@ -1,14 +1,14 @@
 """Many nodes, or many clients, of one master: their connections and frames, without their stores.
 
     python -m benchmarks.directory.crowd FD nodes ADDRESS FIRST COUNT
-    python -m benchmarks.directory.crowd FD clients ADDRESS CONNECTIONS PROCESSES
+    python -m benchmarks.directory.crowd FD clients ADDRESS CONNECTIONS ASKERS
 
 FD is a socket for JSON lines (benchmarks.processes.serve). Nodes join, tell an empty inventory and beat at
 the pace that the master asks for, with another load each time; {"lose": seconds} has one of them end each
-second, and another life take its place half a second later. {"ask": seconds, "every_s": ..} has each process
-ask the master so often what changed since the epoch that it knows. The processes are spread over the
-connections; a process's first list of all nodes is asked for once and taken for all, since the master keeps
-nothing of its clients.
+second, and another life take its place half a second later. {"ask": seconds, "every_s": ..} has each asker,
+a host that asks for its processes, ask the master so often what changed since the epoch that it knows. The
+askers are spread over the connections; the first list of all nodes is asked for once and taken for all, since
+the master keeps nothing of its clients.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ class Nodes:
 
 
 class Clients:
-    def __init__(self, address: str, connections: int, processes: int) -> None:
+    def __init__(self, address: str, connections: int, askers: int) -> None:
         token = read_or_create_token()
         self.wires = [
             m.connect(address, token, b"directory", timeout_s=CONNECT_TIMEOUT_S) for _ in range(connections)
         ]
         self.of_socket = {wire.socket.fileno(): number for number, wire in enumerate(self.wires)}
-        self.epochs = [0] * processes
+        self.epochs = [0] * askers
         self.arrivals = select.epoll()
 
     def ask(self, seconds: float, every_s: float) -> dict[str, float]:

@@ -139,14 +139,14 @@ void DirectoryClient::dial_loop() {
         dialing.wake.wait(lock, [&]() REQUIRES(dialing.mutex) { return closed_ || dialing.wanted; });
         if (closed_) return;
         const bool only_node = dialing.only_node;
-        bool by_node = false;
+        std::optional<ByNode> by_node;
         lock.unlock();
         Result<Dialed> dialed = dial_any(only_node, by_node);
         lock.lock();
         dialing.once = true;
         if (dialed) {
             dialing.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};
-            dialing.by_node = by_node;
+            dialing.by_node = std::move(by_node);
             dialing.wanted = dialing.only_node = false;
             left_ = true;
             backoff_ms = options_.backoff_first_ms;
@@ -168,7 +168,7 @@ void DirectoryClient::dial_loop() {
 
 // The own node's word that the master is away is taken for the whole answer. Else a master that is back would
 // be dialed by all processes of all hosts, because their nodes have not reached it yet.
-Result<Dialed> DirectoryClient::dial_any(bool only_node, bool& by_node) {
+Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& by_node) {
     DialOptions to;
     to.token = options_.token;
     to.tenant = options_.tenant;
@@ -181,12 +181,19 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, bool& by_node) {
         to.address = node.name;
         to.connect = node.connect;
         to.refused = &refused;
+        std::vector<Fd> fds;
+        to.fds = &fds;
         Result<Dialed> dialed = dial(to);
-        by_node = dialed.ok();
+        if (dialed) {
+            Reader welcome(dialed->welcome);
+            by_node.emplace().life = welcome.number<uint64_t>();
+            if (fds.size() == 1) by_node->members = std::move(fds.front());
+        }
         if (dialed || (refused && dialed.error().code == Code::kUnavailable) || closed_) return dialed;
         no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
         to.connect = nullptr;
         to.refused = nullptr;
+        to.fds = nullptr;
     }
     if (only_node) return Error{Code::kUnavailable, "the own node does not pass questions on"};
     to.interface = options_.interface;
@@ -260,7 +267,15 @@ Status DirectoryClient::ready() {
     socket_ = std::move(dialing.socket);
     live_fd_ = socket_.fd.get();
     left_ = false;
-    by_node_ = dialing.by_node;
+    by_node_ = dialing.by_node.has_value();
+    file_.reset();
+    life_ = 0;
+    if (by_node_ && dialing.by_node->life != 0 && dialing.by_node->members.valid()) {
+        Result<MembersReader> file = MembersReader::open(dialing.by_node->members);
+        if (file) file_ = std::move(*file);
+        life_ = dialing.by_node->life;
+    }
+    dialing.by_node.reset();
     back_at_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
     dialing.why_not =
         Error{Code::kUnavailable, "the connection to the master at " + options_.master + " is lost"};
@@ -474,9 +489,7 @@ Status DirectoryClient::locate_now(std::span<const Hash128> hashes, const Locate
     if (!status) return status;
     if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
     // Holders are ids, and ids mean nodes only together with the list of members of the same epoch.
-    if (!members_.fits(now_ms(), epoch)) {
-        if (Status fresh = refresh_members(); !fresh) return fresh;
-    }
+    if (Status fits = fit_members(epoch); !fits) return fits;
     answer.members = members_.current();
     return success();
 }
@@ -533,9 +546,7 @@ Status DirectoryClient::order_now(std::span<const Hash128> hashes, const Incarna
     }
     if (answer.versions.size() != hashes.size()) answer.versions.clear();
     if (answer.taken.size() != hashes.size()) answer.taken.clear();
-    if (!members_.fits(now_ms(), answer.epoch)) {
-        if (Status fresh = refresh_members(); !fresh) return fresh;
-    }
+    if (Status fits = fit_members(answer.epoch); !fits) return fits;
     answer.at.members = members_.current();
     return success();
 }
@@ -569,8 +580,28 @@ Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done,
     return last;
 }
 
-// With the epoch that it has: the master sends what changed since.
+// With the epoch that it has: the master sends what changed since. Where the node shares its list, it asks
+// for that, and its word is that the list is as of now.
 Status DirectoryClient::refresh_members() {
+    if (file_) {
+        bool in_file = false;
+        Status status = ask(
+            Kind::kMembers,
+            [&](Writer& w) REQUIRES(io_mutex_) { members_.write_question(w, kMembersTake | kMembersByFile); },
+            [&](Reader& r) REQUIRES(io_mutex_) {
+                Reader head = r;
+                head.number<uint64_t>();
+                in_file = (head.number<uint8_t>() & kMembersInFile) != 0;
+                if (in_file) {
+                    r = head;
+                } else if (!members_.read(now_ms(), r)) {
+                    return false;
+                }
+                hear(r);
+                return head.ok();
+            });
+        if (!status || !in_file || take_members(now_ms())) return status;
+    }
     return ask(
         Kind::kMembers, [&](Writer& w) REQUIRES(io_mutex_) { members_.write_question(w); },
         [&](Reader& r) REQUIRES(io_mutex_) {
@@ -578,6 +609,37 @@ Status DirectoryClient::refresh_members() {
             hear(r);
             return true;
         });
+}
+
+// The list that names the holders in an answer of that epoch.
+Status DirectoryClient::fit_members(uint64_t epoch) {
+    if (members_.fits(now_ms(), epoch)) return success();
+    if (file_ && take_members(std::nullopt) && members_.fits(now_ms(), epoch)) return success();
+    return refresh_members();
+}
+
+// As the node's list says it; heard_ms: when the master did, nothing: as the list says. False: the list
+// cannot be read, is not of this connection's master, or is older than what is known.
+bool DirectoryClient::take_members(std::optional<uint64_t> heard_ms) {
+    std::optional<MembersHead> head = file_->head();
+    std::vector<std::byte> rows, answer;
+    auto fits = [&]() REQUIRES(io_mutex_) {
+        return head && head->life == life_ && head->epoch >= members_.epoch();
+    };
+    if (!fits()) return false;
+    const bool changed = head->epoch != members_.epoch();
+    if (changed) head = file_->read(rows);  // of a later epoch by now, maybe
+    if (!fits()) return false;
+    // An answer to MEMBERS is made of it.
+    Writer w(answer);
+    w.number(head->epoch);
+    w.number(static_cast<uint8_t>((head->flags & kMembersFilling) | (changed ? kMembersChanged : 0)));
+    w.bytes(rows.data(), rows.size());
+    w.number(head->newest);
+    Reader r(answer);
+    if (!members_.read(heard_ms.value_or(head->heard_ms), r)) return false;
+    hear(r);
+    return true;
 }
 
 void DirectoryClient::hear(Reader& r) {
@@ -592,7 +654,11 @@ Result<std::shared_ptr<const Members>> DirectoryClient::members(bool fresh) {
     if (members_.current() != nullptr && !fresh && !members_.due(now_ms()) && !closed_) {
         return members_.current();
     }
-    Status status = with_master([this]() REQUIRES(io_mutex_) { return refresh_members(); });
+    Status status = with_master([&]() REQUIRES(io_mutex_) -> Status {
+        // Another process of the host may have asked a moment ago.
+        if (!fresh && file_ && take_members(std::nullopt) && !members_.due(now_ms())) return success();
+        return refresh_members();
+    });
     // While the master is away the last list serves on, except for a caller that insists on a fresh one.
     if (!status && (fresh || members_.current() == nullptr || closed_)) return status.error();
     return members_.current();

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,6 +28,7 @@
 #include "base/service_thread.hpp"
 #include "directory/master_addresses.hpp"
 #include "directory/members_cache.hpp"
+#include "directory/members_file.hpp"
 #include "directory/requests.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/dial.hpp"
@@ -127,7 +129,14 @@ class DirectoryClient {
     std::string peer() const;
     static Error forked();
     void dial_loop();
-    Result<Dialed> dial_any(bool only_node, bool& by_node);
+    // By the own node, with what came with the WELCOME.
+    struct ByNode {
+        uint64_t life = 0;  // of its connection to the master; 0: its list of members is not to be had
+        Fd members;
+    };
+    Result<Dialed> dial_any(bool only_node, std::optional<ByNode>& by_node);
+    Status fit_members(uint64_t epoch) REQUIRES(io_mutex_);
+    bool take_members(std::optional<uint64_t> heard_ms) REQUIRES(io_mutex_);
 
     DirectoryClientOptions options_;
     MasterAddresses addresses_;  // of the thread that dials
@@ -149,6 +158,8 @@ class DirectoryClient {
     size_t frame_at_ GUARDED_BY(io_mutex_) = 0;
     uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;
     MembersCache members_ GUARDED_BY(io_mutex_);
+    std::optional<MembersReader> file_ GUARDED_BY(io_mutex_);  // of the own node, while it relays
+    uint64_t life_ GUARDED_BY(io_mutex_) = 0;                  // that file_ is to be of
 
     // Between callers and the thread that dials. A child of fork() does not destroy it: the thread is not
     // there, and destroying a condition variable waits for the threads that wait on it.
@@ -158,7 +169,7 @@ class DirectoryClient {
         bool wanted GUARDED_BY(mutex) = false, once GUARDED_BY(mutex) = false;
         bool only_node GUARDED_BY(mutex) = false;  // wanted: there is a connection to the master itself
         ControlSocket socket GUARDED_BY(mutex);    // that a caller has yet to take
-        bool by_node GUARDED_BY(mutex) = false;    // socket: to the own node
+        std::optional<ByNode> by_node GUARDED_BY(mutex);  // of the socket, where it is to the own node
         ClosedInChildren closed_in_children{socket.fd};
         Error why_not GUARDED_BY(mutex);
         std::unique_ptr<ServiceThread> thread GUARDED_BY(mutex);

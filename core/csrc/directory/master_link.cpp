@@ -150,14 +150,28 @@ bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms)
     if (LatencyHistogram* histogram = this->histogram(header.kind)) timed.emplace(*histogram);
     Status status = protocol_.on_frame(now_ms, header, body, out_);
     if (status) {
-        if (protocol_.promises() && server_.pair_.waits()) {
-            held_.push_back({whole_answers_, server_.pair_.word()});
-            server_.holding_.insert(socket_.fd.get());
-        }
+        // Behind those that wait already, so that a client's places in the order reach it in their order.
+        if (protocol_.promises() && (server_.pair_.waits() || !held_.empty())) hold(header.request_id);
         return true;
     }
     if (status.error().code == Code::kProtocol) server_.metrics_.protocol_errors_total.fetch_add(1);
     return fail(status.error().code, status.error().text);
+}
+
+// The answer that was just written, until the standby has heard. Others overtake it: where a host's processes
+// share the connection, what they look up does not wait for another one's removal.
+void MasterLink::hold(uint64_t request_id) {
+    auto from = out_.begin() + static_cast<ptrdiff_t>(whole_answers_);
+    held_.push_back({{from, out_.end()}, request_id, server_.pair_.word()});
+    out_.erase(from, out_.end());
+    held_bytes_ += held_.back().answer.size();
+    server_.holding_.insert(socket_.fd.get());
+}
+
+bool MasterLink::refuse_held(const Error& why) {
+    for (const Held& held : std::exchange(held_, {})) refuse(held.request_id, why.code, why.text);
+    held_bytes_ = 0;
+    return released();
 }
 
 bool MasterLink::refuse(uint64_t request_id, Code code, const std::string& text) {
@@ -166,10 +180,10 @@ bool MasterLink::refuse(uint64_t request_id, Code code, const std::string& text)
 }
 
 bool MasterLink::fail(Code code, const std::string& text) {
-    // Half an answer may stand behind the whole ones.
-    size_t sendable = held_.empty() ? whole_answers_ : held_.front().from;
     held_.clear();
-    out_.resize(std::max(out_sent_, std::min(out_.size(), sendable)));
+    held_bytes_ = 0;
+    // Half an answer may stand behind the whole ones.
+    out_.resize(std::max(out_sent_, std::min(out_.size(), whole_answers_)));
     refuse(0, code, text);
     flush();
     return false;
@@ -181,10 +195,14 @@ bool MasterLink::flush() {
         if (!socket_.flush()) return false;
         if (!socket_.unsent()) sent += kTlsRecordBytes;
     }
-    while (!held_.empty() && server_.pair_.is_heard(held_.front().word)) held_.pop_front();
-    size_t end = held_.empty() ? out_.size() : held_.front().from;
-    while (out_sent_ < end) {
-        ssize_t n = socket_.send(out_.data() + out_sent_, end - out_sent_, false);
+    while (!held_.empty() && server_.pair_.is_heard(held_.front().word)) {
+        const std::vector<std::byte>& answer = held_.front().answer;
+        out_.insert(out_.end(), answer.begin(), answer.end());
+        held_bytes_ -= answer.size();
+        held_.pop_front();
+    }
+    while (out_sent_ < out_.size()) {
+        ssize_t n = socket_.send(out_.data() + out_sent_, out_.size() - out_sent_, false);
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN) break;
@@ -213,8 +231,7 @@ void MasterLink::write_mirror(uint64_t now_ms, uint8_t flags) {
 
 void MasterLink::want_events() {
     // What waits for the standby's word waits for no room in the socket.
-    bool to_send = !held_.empty() ? out_sent_ < held_.front().from : backlog() != 0;
-    uint32_t events = (to_send || socket_.unsent() ? EPOLLOUT : 0u) |
+    uint32_t events = (out_sent_ != out_.size() || socket_.unsent() ? EPOLLOUT : 0u) |
                       (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
     if (events == events_) return;
     server_.loop_->watch(socket_.fd.get(), events);
@@ -239,7 +256,7 @@ bool MasterLink::check_deadlines(uint64_t now_ms) {
 }
 
 bool MasterLink::is_inside() const {
-    return !in_.waiting().empty() || (backlog() != 0 && held_.empty()) || socket_.unsent() ||
+    return !in_.waiting().empty() || out_sent_ != out_.size() || socket_.unsent() ||
            (socket_.tls != nullptr && socket_.tls->inside_record());
 }
 

@@ -35,6 +35,7 @@ class MasterLink final : public EventHandler {
     // Sends what waited for the standby's word, as far as it is there.
     bool released();
     bool holds() const { return !held_.empty(); }
+    bool refuse_held(const Error& why);  // false: the connection is over
     // Of a standby: a MIRROR frame, which send() sends. False: the connection is over.
     void write_mirror(uint64_t now_ms, uint8_t flags);
     bool send() { return flush(); }
@@ -53,7 +54,8 @@ class MasterLink final : public EventHandler {
 
     bool refuse(uint64_t request_id, Code code, const std::string& text);
     bool flush();
-    size_t backlog() const { return out_.size() - out_sent_; }
+    size_t backlog() const { return out_.size() - out_sent_ + held_bytes_; }
+    void hold(uint64_t request_id);
     void want_events();
 
     MasterServer& server_;
@@ -68,12 +70,14 @@ class MasterLink final : public EventHandler {
     FrameReader in_;
     std::vector<std::byte> out_;
     size_t out_sent_ = 0;
-    // Bytes of out_ from there on wait for that word of the standby.
+    // Answers that wait for that word of the standby.
     struct Held {
-        size_t from;
+        std::vector<std::byte> answer;
+        uint64_t request_id;
         MasterPair::Word word;
     };
     std::deque<Held> held_;
+    size_t held_bytes_ = 0;
     size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
     uint32_t events_ = kFirstEvents;
 };

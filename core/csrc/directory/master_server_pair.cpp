@@ -68,8 +68,8 @@ void MasterServer::lose_standby(const std::string& why) {
         auto it = links_.find(fd);
         if (it == links_.end() || !refusal) continue;
         std::shared_ptr<MasterLink> link = it->second;
-        link->fail(refusal->code, refusal->text);
-        drop(fd);
+        if (!link->refuse_held(*refusal)) drop(fd);
+        holding_.erase(fd);
     }
 }
 

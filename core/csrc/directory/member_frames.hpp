@@ -16,8 +16,11 @@ namespace moonpool {
 
 inline constexpr uint8_t kMembersChanged = 1;  // rows follow
 inline constexpr uint8_t kMembersFilling = 2;
-inline constexpr uint8_t kMembersSince = 4;  // with kMembersChanged: what follows is what changed since
-inline constexpr uint8_t kMembersTake = 1;   // flag of the question: the client takes such an answer
+inline constexpr uint8_t kMembersSince = 4;   // with kMembersChanged: what follows is what changed since
+inline constexpr uint8_t kMembersInFile = 8;  // of a node that relays: the list is in members_file.hpp
+// Flags of the question: the client takes what changed,
+inline constexpr uint8_t kMembersTake = 1;
+inline constexpr uint8_t kMembersByFile = 2;  // or reads it in the memory that its node shares
 
 // The state of a member: all that is told of one of which nothing else changed.
 struct MemberTurn {

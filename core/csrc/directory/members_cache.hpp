@@ -2,6 +2,7 @@
 // since. Pure: times are the caller's.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -29,11 +30,17 @@ class MembersCache {
 
     const std::shared_ptr<const Members>& current() const { return members_; }  // null: never heard
     // MEMBERS, with the epoch that is known, as this connection's master counts; 0: none.
-    void write_question(Writer& w) const {
+    void write_question(Writer& w, uint8_t flags = kMembersTake) const {
         w.number(epoch_);
-        w.number(kMembersTake);
+        w.number(flags);
     }
-    bool due(uint64_t now_ms) const { return !heard_ms_ || now_ms - *heard_ms_ >= fresh_ms_; }
+    uint64_t epoch() const { return epoch_; }
+    // The larger the pool, the less often it is asked for; holders of keys come with an epoch all the same.
+    bool due(uint64_t now_ms) const {
+        constexpr uint64_t kRows = 400;
+        uint64_t rows = members_ == nullptr ? 0 : members_->rows.size();
+        return !heard_ms_ || now_ms - *heard_ms_ >= fresh_ms_ * std::max<uint64_t>(1, rows / kRows);
+    }
     // Whether it names the holders in an answer of that epoch.
     bool fits(uint64_t now_ms, uint64_t epoch) const {
         return members_ != nullptr && epoch_ == epoch && (before_ == nullptr || !due(now_ms));

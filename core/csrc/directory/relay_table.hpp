@@ -61,6 +61,9 @@ class RelayTable {
         return next_++;
     }
 
+    // A number for a question of the node's own.
+    uint64_t take_number() { return next_++; }
+
     // The question with that number, which is answered. No `asked`: its client waits no longer.
     struct Answered {
         std::optional<Asked> asked;

@@ -40,7 +40,8 @@ class Handshake {
           tls_(tls),
           peer_(options.address),
           end_(deadline_in(options.timeout_ms)),
-          given_up_(options.given_up) {}
+          given_up_(options.given_up),
+          fds_(options.fds) {}
 
     // The handshake of TLS itself.
     Status secure() {
@@ -89,7 +90,7 @@ class Handshake {
             if (tls_ == nullptr || !tls_->pending()) {
                 if (Status ready = wait(POLLIN); !ready) return ready;
             }
-            ssize_t n = tls_ != nullptr ? tls_->receive(fd_, at, size) : ::recv(fd_, at, size, MSG_DONTWAIT);
+            ssize_t n = tls_ != nullptr ? tls_->receive(fd_, at, size) : receive_plain(at, size);
             if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
             if (n == 0) {
                 return Error{Code::kUnavailable, peer_ + " closed the connection during the handshake"};
@@ -99,6 +100,29 @@ class Handshake {
             size -= static_cast<size_t>(n);
         }
         return success();
+    }
+    // Descriptors ride on bytes: a plain recv would throw them away.
+    ssize_t receive_plain(void* data, size_t size) {
+        if (fds_ == nullptr) return ::recv(fd_, data, size, MSG_DONTWAIT);
+        iovec part{data, size};
+        alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
+        msghdr message{};
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = control;
+        message.msg_controllen = sizeof(control);
+        ssize_t n = ::recvmsg(fd_, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+        if (n <= 0) return n;
+        for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+            if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+            size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            for (size_t i = 0; i < count; ++i) {
+                int fd;
+                std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
+                fds_->emplace_back(fd);
+            }
+        }
+        return n;
     }
     ssize_t write(const void* data, size_t size) {
         if (tls_ == nullptr) return ::send(fd_, data, size, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -140,6 +164,7 @@ class Handshake {
     std::string peer_;
     Deadline end_;  // of the whole handshake: a peer that sends a byte now and then gains nothing
     const std::atomic<bool>* given_up_;
+    std::vector<Fd>* fds_;  // null: none are expected
 };
 
 }  // namespace

@@ -36,7 +36,8 @@ struct DialOptions {
     std::shared_ptr<const TlsClient> tls = nullptr;  // all that follows is inside TLS; null: plain
     // Instead of connecting to the address by TCP: the address is then only a name for errors.
     std::function<Result<Fd>()> connect = nullptr;
-    bool* refused = nullptr;  // set where the other side answered, and by an ERROR
+    std::vector<Fd>* fds = nullptr;  // receives those that come with the WELCOME, on a Unix socket
+    bool* refused = nullptr;         // set where the other side answered, and by an ERROR
 };
 
 struct Dialed {

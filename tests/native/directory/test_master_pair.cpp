@@ -175,6 +175,59 @@ TEST_CASE("masters: no removal gets its place before the standby has heard of it
     CHECK(went_on);
 }
 
+// Several questions of one connection, as a node passes them on for its processes.
+TEST_CASE("masters: what waits for the standby holds up no other question, and is refused by itself") {
+    auto owner = serve("127.0.0.1:0", [](MasterServerOptions& o) { o.pair.silent_ms = 60000; });
+    const std::string address = owner->addresses()[0];
+    auto standby = std::make_unique<MuteStandby>(address);
+    standby->say(Kind::kMirrored, standby->hear().number);
+    REQUIRE(until([&] { return owner->standby().is_whole; }));
+    DialOptions to;
+    to.address = address;
+    to.token = kToken;
+    to.service = kServiceDirectory;
+    Result<Dialed> line = dial(to);
+    REQUIRE(line);
+    std::vector<std::byte> out;
+    auto ask = [&](Kind kind, uint64_t id, const std::function<void(Writer&)>& build) {
+        size_t at = begin_frame(out, kind, 0, id);
+        Writer w(out);
+        build(w);
+        finish_frame(out, at);
+    };
+    auto locate = [&](uint64_t id, uint8_t flags) {
+        ask(Kind::kLocate, id, [&](Writer& w) {
+            LocateHead{.flags = flags, .width = 0, .n = 1}.write(w);
+            write_hash(w, hash_of(id));
+        });
+    };
+    locate(1, kLocateSuspects | kLocateOrder);
+    locate(2, 0);
+    locate(3, kLocateSuspects | kLocateOrder);
+    ask(Kind::kMembers, 4, [](Writer& w) { w.number(uint64_t{0}); });
+    REQUIRE(::send(line->fd.get(), out.data(), out.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(out.size()));
+    auto next = [&] {
+        FrameHeader header;
+        REQUIRE(::recv(line->fd.get(), &header, sizeof(header), MSG_WAITALL) == sizeof(header));
+        std::vector<std::byte> body(header.length);
+        REQUIRE(::recv(line->fd.get(), body.data(), body.size(), MSG_WAITALL) ==
+                static_cast<ssize_t>(body.size()));
+        return header;
+    };
+    CHECK(next().request_id == 2);
+    CHECK(next().request_id == 4);
+    standby.reset();
+    for (uint64_t id : {1, 3}) {
+        FrameHeader header = next();
+        CHECK(header.kind == Kind::kError);
+        CHECK(header.request_id == id);
+    }
+    out.clear();
+    locate(5, 0);
+    REQUIRE(::send(line->fd.get(), out.data(), out.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(out.size()));
+    CHECK(next().request_id == 5);
+}
+
 TEST_CASE("masters: an owner whose standby is lost orders nothing until it hears that there is none") {
     auto owner = serve();
     const std::string address = owner->addresses()[0];

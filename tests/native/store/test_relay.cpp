@@ -150,6 +150,59 @@ TEST_CASE("processes of a node ask the master over one connection, each what it 
     CHECK(gauge(master->snapshot(), "connections_clients") == 1);
 }
 
+TEST_CASE("processes read the members in their node's memory, and ask for one look at the master together") {
+    auto master = serve();
+    const std::string at = master->addresses().front();
+    auto node = make_node(at);
+    FakeNode other(at, "b", 2);
+    std::vector<std::unique_ptr<DirectoryClient>> clients;
+    for (int i = 0; i < 8; ++i) {
+        DirectoryClientOptions options = by(*node, at);
+        options.members_ms = 3600 * 1000;
+        clients.push_back(std::make_unique<DirectoryClient>(options));
+    }
+    // The first asks; the others find what it was told.
+    REQUIRE(until([&] { return clients[0]->members().ok(); }));
+    REQUIRE(until([&] {
+        auto members = clients[0]->members(true);
+        return members && (*members)->rows.size() == 2;
+    }));
+    for (auto& client : clients) REQUIRE(until([&] { return client->locate(hashes(0, 1)).ok(); }));
+    const uint64_t asked = gauge(node->snapshot(), "relay_members_total");
+    for (auto& client : clients) {
+        auto members = client->members();
+        REQUIRE(members);
+        CHECK((*members)->rows.size() == 2);
+        CHECK((*members)->rows == (*clients[0]->members())->rows);
+    }
+    CHECK(gauge(node->snapshot(), "relay_members_total") == asked);
+    // A change: a lookup shows it to each, for it has a later epoch, with no more looks than processes.
+    FakeNode third(at, "c", 3);
+    REQUIRE(until([&] { return gauge(master->snapshot(), "nodes_alive") == 3; }));
+    for (auto& client : clients) {
+        auto located = client->locate(hashes(0, 1));
+        REQUIRE(located);
+        CHECK(located->members->rows.size() == 3);
+    }
+    CHECK(gauge(node->snapshot(), "relay_members_total") <= asked + clients.size());
+    // Many that insist on the master's word at once, while members come and go.
+    std::atomic<uint64_t> wrong{0};
+    std::vector<std::thread> threads;
+    for (auto& client : clients) {
+        threads.emplace_back([&wrong, &client] {
+            uint64_t epoch = 0;
+            for (int i = 0; i < 100; ++i) {
+                auto members = client->members(true);
+                if (!members || (*members)->epoch < epoch || (*members)->rows.size() < 3) ++wrong;
+                if (members) epoch = (*members)->epoch;
+            }
+        });
+    }
+    for (uint8_t life = 4; life < 8; ++life) FakeNode passing(at, "passing" + std::to_string(life), life);
+    for (std::thread& thread : threads) thread.join();
+    CHECK(wrong == 0);
+}
+
 TEST_CASE("each tenant of a node has a connection of its own to the master") {
     auto master = serve();
     auto node = make_node(master->addresses().front(), "other");

@@ -18,10 +18,14 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <optional>
+#include <utility>
 
 #include "base/fork.hpp"
+#include "directory/members_cache.hpp"
+#include "directory/members_file.hpp"
 #include "directory/questions.hpp"
 #include "store/node/relay_dialer.hpp"
 #include "wire/control_socket.hpp"
@@ -102,6 +106,8 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     void check(uint64_t now_ms);
     // Welcomes the process, or refuses it, or lets it wait for what the attempt under way brings.
     void greet(RelayClient& client);
+    uint64_t life() const { return file_ ? life_ : 0; }  // for the WELCOME
+    Result<Fd> members_fd() const { return file_->read_only_fd(); }
     // Nothing: the question is on its way.
     std::optional<Error> ask(const RelayTable::Asked& asked, uint32_t wait_ms, Reader body);
     void end(RelayTable::ClientId client) { table_.end(client); }
@@ -115,6 +121,9 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     bool read();
     bool on_frame(const FrameHeader& header, Reader body);
     bool flush();
+    void refresh();
+    bool on_members(const FrameHeader& header, Reader body);
+    void publish(uint8_t flags, Version newest);
     void for_each_client(const std::function<void(RelayClient&)>& visit);
     Error broken(const std::string& how) const {
         return Error{Code::kUnavailable, "the connection to the master at " + relay_.options_.master + how};
@@ -131,6 +140,16 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     RelayTable table_;
     uint64_t heard_ms_ = 0;
     uint32_t events_ = EPOLLIN;
+
+    // The list of members, of which processes want to know that it is as of now: of one question to the
+    // master, all that have asked before it.
+    std::optional<MembersWriter> file_;  // nothing: the kernel gave none
+    uint64_t life_ = 0;                  // of the connection, counted from 1
+    MembersCache members_{0};
+    std::optional<uint64_t> published_epoch_;  // of the rows in file_
+    std::vector<uint64_t> waiting_, told_;     // numbers in table_: of the next question, of that under way
+    std::optional<uint64_t> refresh_;          // the number of the question under way
+
     RelayDialer dialer_;
 };
 
@@ -197,12 +216,38 @@ bool RelayClient::on_frame(const FrameHeader& header, Reader body) {
     return true;
 }
 
+// It goes out by itself, and as a whole, with the descriptor on its first byte: nothing was sent before.
 void RelayClient::welcome() {
-    size_t at = begin_frame(out_.bytes, Kind::kWelcome, kFlagAnswer, auth_id_);
-    Writer(out_.bytes).bytes(proof_.data(), proof_.size());
-    finish_frame(out_.bytes, at);
+    uint64_t life = link_->life();
+    Fd members;
+    if (life != 0) {
+        Result<Fd> fd = link_->members_fd();
+        if (fd) members = std::move(*fd);
+    }
+    std::vector<std::byte> frame;
+    size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, auth_id_);
+    Writer w(frame);
+    w.bytes(proof_.data(), proof_.size());
+    w.number(members.valid() ? life : 0);
+    finish_frame(frame, at);
+    iovec part{frame.data(), frame.size()};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (members.valid()) {
+        message.msg_control = control;
+        message.msg_controllen = sizeof(control);
+        cmsghdr* rights = CMSG_FIRSTHDR(&message);
+        rights->cmsg_level = SOL_SOCKET;
+        rights->cmsg_type = SCM_RIGHTS;
+        rights->cmsg_len = CMSG_LEN(sizeof(int));
+        int fd = members.get();
+        std::memcpy(CMSG_DATA(rights), &fd, sizeof(fd));
+    }
     welcomed_ = true;
-    if (!flush()) relay_.drop(id_);
+    ssize_t sent = ::sendmsg(socket_.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent != static_cast<ssize_t>(frame.size())) relay_.drop(id_);
 }
 
 void RelayClient::answer(Kind kind, uint64_t request_id, Reader body) {
@@ -268,7 +313,10 @@ RelayLink::RelayLink(Relay& relay, const std::string& tenant)
       dialer_(dialing(relay.options_, tenant), [this](std::shared_ptr<Result<Dialed>> result) {
           // Refused once the loop has ended; links live longer than it (Relay::stop).
           relay_.loop_->post([this, result] { dialed(*result); });
-      }) {}
+      }) {
+    Result<MembersWriter> file = MembersWriter::create();
+    if (file) file_ = std::move(*file);
+}
 
 Error RelayLink::why_not() const {
     if (why_not_) return *why_not_;
@@ -302,6 +350,8 @@ void RelayLink::dialed(Result<Dialed>& dialed) {
         heard_ms_ = now_ms();
         if (relay_.loop_->add(socket_.fd.get(), events_, shared_from_this())) {
             state_ = State::kUp;
+            ++life_;
+            members_.connected();
             relay_.counters_.connected.fetch_add(1);
             for_each_client([](RelayClient& client) { client.welcome(); });
             return;
@@ -326,6 +376,11 @@ void RelayLink::lost(const Error& why) {
     relay_.counters_.connected.fetch_sub(1);
     relay_.counters_.links_lost_total.fetch_add(1);
     table_.clear();
+    waiting_.clear();
+    told_.clear();
+    refresh_.reset();
+    published_epoch_.reset();
+    if (file_) file_->withdraw();
     relay_.loop_->remove(socket_.fd.get());
     socket_ = {};
     for_each_client([&](RelayClient& client) { client.fail(why); });
@@ -335,12 +390,23 @@ void RelayLink::lost(const Error& why) {
     }
 }
 
+// Of a MEMBERS question.
+static bool takes_file(Reader body) {
+    body.number<uint64_t>();
+    return body.left() != 0 && (body.number<uint8_t>() & kMembersByFile) != 0;
+}
+
 std::optional<Error> RelayLink::ask(const RelayTable::Asked& asked, uint32_t wait_ms, Reader body) {
     if (std::optional<Error> why = table_.refusal(asked.client, body.left())) return why;
     const uint64_t now = now_ms();
     // A client that waits for longer than any setting says is taken at its word up to an hour.
     wait_ms = std::min<uint32_t>(wait_ms, 3600 * 1000);
     uint64_t number = table_.ask(now, asked, body.left(), wait_ms);
+    if (asked.kind == Kind::kMembers && file_ && takes_file(body)) {
+        waiting_.push_back(number);
+        if (!refresh_) refresh();
+        return std::nullopt;
+    }
     write_relayed(out_.bytes, asked.kind, 0, number, body);
     // A socket that is lost tells the loop so, too; the clients are not ended inside of their own frame.
     (void)flush();
@@ -397,6 +463,7 @@ bool RelayLink::on_frame(const FrameHeader& header, Reader body) {
         lost(read_error(body));
         return false;
     }
+    if (refresh_ && header.request_id == *refresh_) return on_members(header, body);
     std::optional<RelayTable::Answered> answered = table_.answered(header.request_id);
     if (!answered || (header.kind != Kind::kError && header.kind != answered->kind)) {
         lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
@@ -407,6 +474,67 @@ bool RelayLink::on_frame(const FrameHeader& header, Reader body) {
         client->answer(header.kind, answered->asked->request_id, body);
     }
     return true;
+}
+
+void RelayLink::refresh() {
+    relay_.counters_.members_total.fetch_add(1);
+    refresh_ = table_.take_number();
+    told_ = std::exchange(waiting_, {});
+    size_t at = begin_frame(out_.bytes, Kind::kMembers, 0, *refresh_);
+    Writer w(out_.bytes);
+    members_.write_question(w);
+    finish_frame(out_.bytes, at);
+    (void)flush();
+}
+
+// The answer to the node's own question: into the memory that it shares, and word of it to those that asked.
+bool RelayLink::on_members(const FrameHeader& header, Reader body) {
+    std::vector<uint64_t> told = std::exchange(told_, {});
+    refresh_.reset();
+    std::vector<std::byte> word;
+    if (header.kind != Kind::kError) {
+        Reader head = body;
+        auto epoch = head.number<uint64_t>();
+        auto flags = head.number<uint8_t>();
+        if (header.kind != Kind::kMembers || !members_.read(now_ms(), body)) {
+            lost({Code::kProtocol, peer_ + " sent an answer that does not fit the question"});
+            return false;
+        }
+        Version newest = body.left() < sizeof(Version) ? kNoVersion : body.number<Version>();
+        flags = static_cast<uint8_t>(flags & kMembersFilling);
+        publish(flags, newest);
+        Writer w(word);
+        w.number(epoch);
+        w.number(static_cast<uint8_t>(flags | kMembersInFile));
+        w.number(newest);
+        body = Reader(word);
+    }
+    for (uint64_t number : told) {
+        std::optional<RelayTable::Answered> answered = table_.answered(number);
+        if (!answered || !answered->asked) continue;
+        if (RelayClient* client = relay_.client(answered->asked->client)) {
+            client->answer(header.kind, answered->asked->request_id, body);
+        }
+    }
+    if (!waiting_.empty()) refresh();
+    return true;
+}
+
+// Rows that do not fit, or for which there is no memory, leave nothing to read: a process asks by frames
+// then.
+void RelayLink::publish(uint8_t flags, Version newest) {
+    const Members& members = *members_.current();
+    const MembersHead head{
+        .life = life_, .epoch = members.epoch, .flags = flags, .newest = newest, .heard_ms = now_ms()};
+    if (published_epoch_ == members.epoch) {
+        (void)file_->publish(head, std::nullopt);
+        return;
+    }
+    std::vector<std::byte> rows;
+    Writer w(rows);
+    write_member_rows(w, members.rows);
+    published_epoch_.reset();
+    if (file_->publish(head, rows)) published_epoch_ = members.epoch;
 }
 
 void RelayLink::check(uint64_t now_ms) {
@@ -504,6 +632,7 @@ std::vector<std::pair<std::string, uint64_t>> Relay::gauges() const {
             {"relay_masters_connected", counters_.connected},
             {"relay_questions_total", counters_.questions_total},
             {"relay_late_total", counters_.late_total},
+            {"relay_members_total", counters_.members_total},
             {"relay_refused_total", counters_.refused_total},
             {"relay_master_lost_total", counters_.links_lost_total}};
 }

@@ -51,7 +51,8 @@ struct RelayCaller {
 
 struct RelayCounters {
     std::atomic<uint64_t> connections{0}, connected{0};  // of processes; links that have a master
-    std::atomic<uint64_t> questions_total{0}, late_total{0}, refused_total{0}, links_lost_total{0};
+    std::atomic<uint64_t> questions_total{0}, late_total{0}, members_total{0}, refused_total{0},
+        links_lost_total{0};
 };
 
 class RelayClient;
