@@ -1,9 +1,9 @@
 """A real master with the nodes and clients of a large pool (crowd.py): its CPU, and what its clients hear.
 
-The processes of a host ask by their node, which has one connection to the master for them, and shares the list
-of members with them in memory. In a pool of this size a process takes a list that is up to 5 s old
-(members_cache.hpp), so that a host asks no more often for all of its processes than for one. Hosts are played,
-then, and not processes: a question of each every 5 s.
+The processes of a host ask by their node, which has one connection to the master for them, and shares the
+list of members with them in memory. In a pool of this size a process takes a list that is up to 5 s old
+(members_cache.hpp), so that a host asks no more often for all of its processes than for one. Hosts are
+played, then, and not processes: a question of each every 5 s.
 """
 
 from __future__ import annotations

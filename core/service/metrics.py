@@ -75,7 +75,7 @@ DESCRIPTIONS: dict[str, str] = {
     "relay_masters_connected": "Connections to the master over which they ask: one for each tenant.",
     "relay_questions_total": "Questions of these processes.",
     "relay_late_total": "Of them, those that the master did not answer in the time of the process.",
-    "relay_members_total": "Times that the node asked the master which nodes are in the pool, for all of them.",
+    "relay_members_total": "Times that the node asked the master for the list of nodes, for all of them.",
     "relay_refused_total": "Of them, those that were refused because too many were under way.",
     "relay_master_lost_total": "Times that such a connection to the master was lost.",
     "master_joined": "1 while the master knows this node and all it holds.",
