@@ -181,12 +181,13 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 0.5
     relay: Annotated[
-        bool,
+        str,
         about(
-            "the processes of the host ask the master over one connection, the node's; false: each over "
-            "one of its own"
+            "whether the processes of the host ask the master over one connection, the node's, or each over "
+            "one of its own; auto: where the pool has more than 2,000 nodes",
+            choices=("auto", "always", "never"),
         ),
-    ] = True
+    ] = "auto"
     http_connections_max: Annotated[
         Count, about("the most HTTP connections; beyond it the oldest is closed")
     ] = 64

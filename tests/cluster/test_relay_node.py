@@ -27,7 +27,7 @@ def askers(cluster: Cluster, node: Node, names: list[str], **options: object) ->
 
 
 def test_processes_of_a_host_share_one_connection_to_the_master(cluster: Cluster) -> None:
-    a, b = cluster.start("a", "b")
+    a, b = cluster.start("a", "b", relay="always")
     cluster.puppet(b.host).put(["k"], SIZE)
     cluster.found(["k"])
     puppets = askers(cluster, a, ["k"])
@@ -46,7 +46,7 @@ def test_processes_of_a_host_share_one_connection_to_the_master(cluster: Cluster
 
 def test_a_node_that_does_not_relay_leaves_each_process_its_own_connection(cluster: Cluster) -> None:
     """As one of the release before does not: neither says in WELCOME that it relays."""
-    a, b = cluster.start("a", "b", relay="false")
+    a, b = cluster.start("a", "b", relay="never")
     cluster.puppet(b.host).put(["k"], SIZE)
     cluster.found(["k"])
     askers(cluster, a, ["k"])
@@ -54,8 +54,17 @@ def test_a_node_that_does_not_relay_leaves_each_process_its_own_connection(clust
     assert "relay_connections" not in a.metrics()
 
 
-def test_after_the_masters_death_all_ask_its_successor_by_their_node(cluster: Cluster) -> None:
+def test_in_a_small_pool_each_process_has_its_own_connection(cluster: Cluster) -> None:
     a, b = cluster.start("a", "b")
+    cluster.puppet(b.host).put(["k"], SIZE)
+    cluster.found(["k"])
+    askers(cluster, a, ["k"])
+    assert clients(cluster) == PROCESSES
+    assert a.metric("relay_connections") == 0
+
+
+def test_after_the_masters_death_all_ask_its_successor_by_their_node(cluster: Cluster) -> None:
+    a, b = cluster.start("a", "b", relay="always")
     on_b = cluster.puppet(b.host)
     on_b.put(["k"], SIZE)
     cluster.found(["k"])
@@ -75,7 +84,7 @@ def test_after_the_masters_death_all_ask_its_successor_by_their_node(cluster: Cl
 
 
 def test_a_node_that_stands_still_keeps_its_processes_from_no_other_node(cluster: Cluster) -> None:
-    a, b = cluster.start("a", "b")
+    a, b = cluster.start("a", "b", relay="always")
     names = [f"k{i}" for i in range(10)]
     cluster.puppet(b.host).put(names, SIZE)
     cluster.found(names)
@@ -96,7 +105,7 @@ def test_a_node_that_stands_still_keeps_its_processes_from_no_other_node(cluster
 
 
 def test_a_node_that_is_killed_keeps_its_processes_from_no_other_node(cluster: Cluster) -> None:
-    a, b = cluster.start("a", "b")
+    a, b = cluster.start("a", "b", relay="always")
     names = [f"k{i}" for i in range(10)]
     cluster.puppet(b.host).put(names, SIZE)
     cluster.found(names)
@@ -109,7 +118,7 @@ def test_a_node_that_is_killed_keeps_its_processes_from_no_other_node(cluster: C
 def test_the_nodes_connection_goes_to_the_standby_that_takes_over(cluster: Cluster) -> None:
     cluster.start_master()
     cluster.start_standby(take_over_after_s=0.5)
-    a, b = cluster.start("a", "b", master=False)
+    a, b = cluster.start("a", "b", master=False, relay="always")
     for node in (a, b):
         until(lambda node=node: node.metric("masters_joined") == 2)
     cluster.wait_alive(2)

@@ -40,7 +40,8 @@ namespace moonpool {
 struct NodeRelay {
     std::string name;                     // of the node, for errors
     std::function<Result<Fd>()> connect;  // to its Unix socket; null: there is no such way
-    // Whether the node answers, as far as is known; false: the master is asked directly. Never waits.
+    // Whether the node relays, and answers as far as is known; false: the master is asked directly. Never
+    // waits.
     std::function<bool()> answers;
 };
 

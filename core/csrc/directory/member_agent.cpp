@@ -199,6 +199,7 @@ void MemberAgent::note_progress() {
         MutexLock lock(state_mutex_);
         state_.id = protocol_.id();
         state_.epoch = protocol_.epoch();
+        state_.large_pool = protocol_.large_pool();
         if (std::exchange(answers_, protocol_.answers()) != protocol_.answers()) answered_at_ = Clock::now();
         if (protocol_.told() && !state_.joined) {
             has_joined = state_.joined = true;

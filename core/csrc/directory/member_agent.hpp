@@ -56,6 +56,7 @@ class MemberAgent {
         std::string why_not;       // the last reason to be without a master, while not joined
         uint64_t epoch = 0;        // of the membership, as of the last beat
         uint64_t answered_ms = 0;  // since the master's last answer
+        bool large_pool = false;   // so that the master has to care how often it is asked
     };
     State state() const;
     using Counters = MemberCounters;

@@ -88,6 +88,7 @@ class MemberProtocol {
     NodeId id() const { return id_; }              // of its last incarnation
     uint64_t epoch() const { return epoch_; }      // of the membership, as of the last answer
     uint64_t answers() const { return answers_; }  // so far
+    bool large_pool() const { return link_.beats_per_answer > 1; }
 
    private:
     // One connection, from JOIN to its end.

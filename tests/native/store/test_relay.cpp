@@ -10,6 +10,7 @@
 
 #include "../directory/server_bed.hpp"
 #include "directory/questions.hpp"
+#include "store/client/node_client.hpp"
 #include "store/node/server.hpp"
 #include "wire/dial.hpp"
 
@@ -34,6 +35,7 @@ std::unique_ptr<Server> make_node(const std::string& master, const char* tenant 
     options.cluster.host_id = "h-a";
     options.cluster.address = "127.0.0.1:7710";
     options.cluster.clients_timeout_ms = 2000;  // sanitizers on a busy machine
+    options.cluster.relay = "always";
     if (change) change(options);
     auto server = Server::create(std::move(options));
     REQUIRE(server);
@@ -222,12 +224,35 @@ TEST_CASE("each tenant of a node has a connection of its own to the master") {
 
 TEST_CASE("a node that is told not to relay says so, and refuses") {
     auto master = serve();
-    auto node =
-        make_node(master->addresses().front(), "default", [](ServerOptions& o) { o.cluster.relay = false; });
+    auto node = make_node(master->addresses().front(), "default",
+                          [](ServerOptions& o) { o.cluster.relay = "never"; });
     CHECK(!raw(*node));
     DirectoryClient client(by(*node, master->addresses().front()));
     REQUIRE(until([&] { return client.members(true).ok(); }));
     CHECK(!client.by_node());
+}
+
+TEST_CASE("a node has the processes of its host ask by it where the pool is large") {
+    for (bool large : {true, false}) {
+        // Of five beats a second more than one is the most that the master answers: as with 2,000 nodes.
+        auto master = serve("127.0.0.1:0", [large](MasterServerOptions& o) {
+            if (large) o.master.pace.answers_per_s_max = 1;
+        });
+        auto node = make_node(master->addresses().front(), "default",
+                              [](ServerOptions& o) { o.cluster.relay = "auto"; });
+        ClientOptions options;
+        options.token = kToken;
+        options.timeout_ms = 20000;  // sanitizers on a busy machine
+        options.dial = [&node] { return node->dial(); };
+        NodeClient client(std::move(options));
+        REQUIRE(client.session().ok());
+        if (large) {
+            CHECK(until([&] { return client.relays(); }));
+        } else {
+            REQUIRE(until([&] { return gauge(node->snapshot(), "master_beats_total") > 3; }));
+            CHECK(!client.relays());
+        }
+    }
 }
 
 TEST_CASE("while the master is away processes are told at once, and all are back by the node when it is") {

@@ -62,7 +62,7 @@ std::shared_ptr<Client::Pool> Client::pool() {
             .name = session->peer(),
             .connect = [node = options_,
                         ms = to.timeout_ms] { return connect_to_node(node, deadline_in(ms), nullptr); },
-            .answers = [this] { return own_.answers(); }};
+            .answers = [this] { return own_.relays(); }};
     }
     pool->directory = std::make_unique<DirectoryClient>(std::move(to));
     pool_ = std::move(pool);

@@ -205,6 +205,18 @@ Status NodeClient::check_item(const Session& session, const PutItem& item) const
                                              std::to_string(session.parts_max()) + " (node.parts_max)"};
 }
 
+bool NodeClient::relays() {
+    if (fork_.in_child()) return false;
+    std::shared_ptr<Session> newest;
+    {
+        MutexLock lock(newest_mutex_);
+        newest = newest_.lock();
+    }
+    if (newest == nullptr || !newest->alive()) return false;
+    const IndexReader* index = newest->path().index();
+    return index != nullptr && index->relays();
+}
+
 Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
     Result<std::shared_ptr<Session>> opened = session();
     if (!opened) return opened.error();

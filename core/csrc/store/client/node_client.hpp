@@ -184,14 +184,9 @@ class NodeClient {
         SessionLock lock(*this);
         return session_;
     }
-    // Whether there is a session, and its node has answered what it was asked last. Never waits, unlike the
-    // others, which may find another thread that connects.
-    bool answers() {
-        if (fork_.in_child()) return false;
-        MutexLock lock(newest_mutex_);
-        std::shared_ptr<Session> newest = newest_.lock();
-        return newest != nullptr && newest->alive();
-    }
+    // Whether there is a session, its node has answered what it was asked last, and it relays to the master.
+    // Never waits, unlike the others, which may find another thread that connects.
+    bool relays();
     const ClientOptions& options() const { return options_; }
     const KeyHasher& hasher() const { return hash_; }
 

@@ -30,7 +30,8 @@ struct ClusterOptions {
     std::shared_ptr<Journal> journal;      // null: none
     int timeout_ms = 1000;                 // of an answer of the master,
     uint32_t clients_timeout_ms = 500;     // and of one to the node's clients
-    bool relay = true;                     // the questions of these clients go over one connection
+    // The questions of these clients go over one connection: auto (in a large pool), always, never.
+    std::string relay = "auto";
 };
 
 class NodeMember {

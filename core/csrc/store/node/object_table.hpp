@@ -159,6 +159,7 @@ class ObjectTable {
     const IndexWriter& index() const { return index_; }
     void publish_free_bytes(uint64_t to_come) { index_.set_free_bytes(allocator_.free_bytes() + to_come); }
     void publish_applied(Version version) { index_.set_applied(version); }
+    void publish_relays() { index_.set_relays(); }
     void publish_settled_bytes(uint64_t bytes) { index_.set_settled_bytes(bytes); }  // on any thread
     const TableCounters& counters() const { return counters_; }
 

@@ -30,6 +30,7 @@
 #include "store/node/relay_dialer.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/error_frame.hpp"
+#include "wire/frame_pace.hpp"
 #include "wire/frame_reader.hpp"
 #include "wire/outgoing.hpp"
 
@@ -42,7 +43,6 @@ constexpr uint32_t kRelaySpinUs = 50;  // as the node's loop does: a process tha
 constexpr uint32_t kRelayAnswerMax = 64u << 20;
 constexpr size_t kRelayBacklogStop = 1u << 20;  // over it, no more is read from the process
 constexpr size_t kRelayBacklogMax = 64u << 20;  // over it, the process is given up
-constexpr uint64_t kRelayStalledMs = 10000;     // without progress inside a frame or an answer
 constexpr size_t kRelayKeptMax = 64u << 10;     // of a buffer, while nothing is in it
 constexpr int kRelayRoundsMax = 8;              // of reading, then it is the turn of others
 
@@ -79,6 +79,7 @@ class RelayClient final : public EventHandler {
     bool on_frame(const FrameHeader& header, Reader body);
     bool flush();
     bool last_words(const Error& why);
+    bool is_inside() const { return !in_.waiting().empty() || out_.waiting() != 0; }
 
     Relay& relay_;
     ControlSocket socket_;
@@ -90,7 +91,8 @@ class RelayClient final : public EventHandler {
     FrameReader in_;
     Outgoing out_;
     bool welcomed_ = false;
-    uint64_t begun_ms_ = now_ms(), progress_ms_ = begun_ms_;
+    const uint64_t begun_ms_ = now_ms();
+    FramePace pace_;
     uint32_t events_ = EPOLLIN;
 };
 
@@ -162,7 +164,8 @@ RelayClient::RelayClient(Relay& relay, RelayCaller caller, RelayTable::ClientId 
       id_(id),
       link_(std::move(link)),
       proof_(caller.proof),
-      auth_id_(caller.request_id) {}
+      auth_id_(caller.request_id),
+      pace_(relay.options_.frames, begun_ms_) {}
 
 bool RelayClient::on_events(uint32_t events) {
     bool alive = true;
@@ -179,7 +182,8 @@ bool RelayClient::read() {
         ssize_t n = socket_.receive(room.data(), room.size(), false);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return n < 0 && errno == EAGAIN;
-        progress_ms_ = now_ms();
+        if (!is_inside()) pace_.restart(now_ms());
+        pace_.moved(static_cast<uint64_t>(n), now_ms());
         in_.received(static_cast<size_t>(n));
         if (!parse()) return false;
         if (static_cast<size_t>(n) < room.size() || out_.waiting() > kRelayBacklogStop) break;
@@ -275,7 +279,7 @@ bool RelayClient::last_words(const Error& why) {
 bool RelayClient::flush() {
     size_t before = out_.waiting();
     if (!out_.flush(socket_)) return false;
-    if (out_.waiting() < before) progress_ms_ = now_ms();
+    if (out_.waiting() < before) pace_.moved(before - out_.waiting(), now_ms());
     uint32_t events =
         (out_.waiting() != 0 ? EPOLLOUT : 0u) | (out_.waiting() <= kRelayBacklogStop ? EPOLLIN : 0u);
     if (events != events_) relay_.loop_->watch(fd(), events);
@@ -288,9 +292,9 @@ bool RelayClient::on_tick(uint64_t now_ms) {
         fail(link_->why_not());
         return false;
     }
-    bool stalled = !in_.waiting().empty() || out_.waiting() != 0;
-    if (!stalled || now_ms - progress_ms_ <= kRelayStalledMs) return true;
-    fail({Code::kTimeout, "nothing moved for " + std::to_string(kRelayStalledMs) + " ms inside a frame"});
+    if (!is_inside()) pace_.restart(now_ms);
+    if (!pace_.is_late(now_ms)) return true;
+    fail({Code::kTimeout, FramePace::late_text(relay_.options_.frames)});
     return false;
 }
 

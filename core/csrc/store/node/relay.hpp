@@ -28,6 +28,7 @@
 #include "base/result.hpp"
 #include "directory/relay_table.hpp"
 #include "wire/auth.hpp"
+#include "wire/limits.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
@@ -39,6 +40,7 @@ struct RelayOptions {
     std::shared_ptr<const TlsClient> tls;  // null: plain
     int timeout_ms = 500;                  // of the master, without progress; also of an attempt to connect
     RelayLimits limits{};
+    Limits frames{};  // of the processes' connections
 };
 
 // A process that has proved the cluster token to the node's loop, and waits for the WELCOME.

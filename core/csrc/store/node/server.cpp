@@ -240,7 +240,7 @@ void Server::write_welcome(Writer& w, Pool& pool) const {
     w.text16(options_.cluster.host_id);
     w.text16(options_.cluster.address);
     w.text16(options_.cluster.master);
-    w.number(kFeatures | (relays() ? kFeatureRelay : 0));
+    w.number(kFeatures | (may_relay() ? kFeatureRelay : 0));
     w.number(options_.cluster.clients_timeout_ms);
 }
 
@@ -286,10 +286,11 @@ Status Server::start() {
             options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
             removals_, [this](std::function<void()> f) { return loop_->call(f, kCallMs); });
     }
-    if (relays()) {
+    if (may_relay()) {
         const ClusterOptions& cluster = options_.cluster;
         RelayOptions to{cluster.master, options_.token, cluster.interface, cluster.tls,
                         static_cast<int>(cluster.clients_timeout_ms)};
+        to.frames = options_.limits;
         Result<std::unique_ptr<Relay>> relay = Relay::create(std::move(to));
         if (!relay) return relay.error();
         relay_ = std::move(*relay);
@@ -297,6 +298,7 @@ Status Server::start() {
     }
     // The table has no clock: a soft pin of a put that comes before the first tick needs the time.
     for (auto& [tenant, pool] : pools_) pool->table().on_time(now_ms());
+    look_whether_to_relay();
     if (Status status = loop_->start(); !status) return status;
     stopping_ = false;
     running_ = true;
@@ -568,6 +570,7 @@ void Server::on_tick(uint64_t now) {
         pool->table().on_time(now);
         pool->publish_free_bytes();
     }
+    look_whether_to_relay();
     if (ssd_ != nullptr) ssd_->on_tick();
     if (ssd_ != nullptr && now - ssd_looked_ms_ >= 1000) {
         ssd_looked_ms_ = now;
@@ -576,6 +579,14 @@ void Server::on_tick(uint64_t now) {
     uint64_t budget = options_.scrub_bytes_per_s * kTickMs / 1000;
     if (budget == 0) return;
     for (auto& [tenant, pool] : pools_) metrics_.scrub_dropped_total.fetch_add(pool->scrub(budget));
+}
+
+// Once it relays it goes on: a pool whose size wavers would have all processes connect anew each time.
+void Server::look_whether_to_relay() {
+    if (relay_ == nullptr || relays_) return;
+    relays_ = options_.cluster.relay == "always" || member_->state().large_pool;
+    if (!relays_) return;
+    for (auto& [tenant, pool] : pools_) pool->table().publish_relays();
 }
 
 // Once a second, and into the journal only when the sentence has changed.

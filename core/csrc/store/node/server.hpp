@@ -109,7 +109,8 @@ class Server {
     using Connections = std::unordered_map<int, std::shared_ptr<Connection>>;
     std::optional<RelayCaller> take_relayed(Connections::iterator it);
     void drop(int fd, bool cut_off = false);
-    bool relays() const { return options_.cluster.relay && !options_.cluster.master.empty(); }
+    bool may_relay() const { return options_.cluster.relay != "never" && !options_.cluster.master.empty(); }
+    void look_whether_to_relay();
     void resume(Connection& connection, uint64_t now_ms);
     void on_tick(uint64_t now_ms);
     void post(std::function<void()> f) { loop_->post(std::move(f)); }
@@ -144,6 +145,7 @@ class Server {
     ServiceThread reserve_thread_;
     std::unique_ptr<NodeMember> member_;
     std::unique_ptr<Relay> relay_;  // nullptr: none; made by start(), before the loop runs
+    bool relays_ = false;           // processes are told to use it; of the loop, and of start() before it
 };
 
 }  // namespace moonpool

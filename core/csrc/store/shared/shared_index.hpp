@@ -55,6 +55,7 @@ struct IndexHeader {
     uint64_t free_bytes;     // a fraction of a second ago
     uint64_t settled_bytes;  // from its front on: in pages that the node will not gather into others any more
     uint64_t applied;        // up to which removal the node is right; 0 of the release before, too
+    uint64_t relays;         // 1: processes are to ask the master by the node; 0 of the release before, too
 };
 inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
 
@@ -92,6 +93,10 @@ class IndexReader {
     uint64_t applied() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         return __atomic_load_n(&header->applied, __ATOMIC_RELAXED);
+    }
+    bool relays() const {
+        auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
+        return __atomic_load_n(&header->relays, __ATOMIC_RELAXED) != 0;
     }
     std::optional<IndexHit> find(uint32_t space, const Hash128& hash, std::string_view name) const;
     // The entry of that slot while it holds that generation.
@@ -134,6 +139,10 @@ class IndexWriter {
     void set_applied(uint64_t version) {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
         __atomic_store_n(&header->applied, version, __ATOMIC_RELAXED);
+    }
+    void set_relays() {
+        auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+        __atomic_store_n(&header->relays, 1, __ATOMIC_RELAXED);
     }
     uint32_t first(const Hash128& hash) const;  // slot or kNoSlot
     uint32_t next(uint32_t slot) const;
