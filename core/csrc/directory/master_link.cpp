@@ -212,7 +212,7 @@ bool MasterLink::flush() {
         sent += static_cast<uint64_t>(n);
     }
     // Without a look at the clock where the socket took all.
-    if (sent != 0 && (out_sent_ < end || socket_.unsent())) pace_.moved(sent, now_ms());
+    if (sent != 0 && (out_sent_ < out_.size() || socket_.unsent())) pace_.moved(sent, now_ms());
     if (out_sent_ == out_.size()) {
         if (out_.capacity() > (1u << 16)) decltype(out_)().swap(out_);
         out_.clear();
