@@ -154,7 +154,9 @@ TEST_CASE("rdma: of more ports than there may be rails those are chosen that are
     // Of equally near ones the fastest, then the first.
     const size_t fast = 2 + 5;
     REQUIRE(ports[fast]->tier(0) == 0);
-    ports[fast]->gbit_s = 400;
+    transport::rdma::PortFacts facts;
+    facts.gbit_s = 400;
+    ports[fast]->set(facts);
     Places two = transport::rdma::choose_ports(ports, 2);
     CHECK(std::ranges::count(two, fast) == 1);
     // Where nothing is known of any.

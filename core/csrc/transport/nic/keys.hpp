@@ -89,6 +89,9 @@ class Keys {
           closing_(closing) {}
     ~Keys();
 
+    // Before anything is added: that device makes no keys until it is taken in.
+    void leave_out(size_t device);
+    void take_in(size_t device);
     void add(std::shared_ptr<Region> region);
     std::shared_ptr<KeyedRegion> find(uint64_t region_id) const;
     // Starts to take a region back; released() says whether no NIC reaches it any more.
@@ -99,9 +102,12 @@ class Keys {
     struct Work {
         std::shared_ptr<KeyedRegion> keyed;
         size_t chunk;
+        uint32_t devices;  // bit d: of device d
     };
+    void begin(int threads);
+    int threads_for(size_t chunks) REQUIRES(mutex_);
     void key_chunks();
-    void key_chunk(KeyedRegion& keyed, size_t chunk);
+    void key_chunk(KeyedRegion& keyed, size_t chunk, uint32_t devices);
     bool release(KeyedRegion& keyed);
 
     const std::vector<std::shared_ptr<KeyMaker>> devices_;
@@ -112,6 +118,7 @@ class Keys {
     mutable Mutex mutex_;
     std::map<uint64_t, std::shared_ptr<KeyedRegion>> regions_ GUARDED_BY(mutex_);
     std::deque<Work> waiting_ GUARDED_BY(mutex_);
+    uint32_t making_ GUARDED_BY(mutex_) = UINT32_MAX;  // bit d: device d makes keys
     int threads_ GUARDED_BY(mutex_) = 0;
 };
 

@@ -39,7 +39,7 @@ std::vector<size_t> choose_ports(const std::vector<std::shared_ptr<Port>>& ports
     while (chosen.size() < n) {
         for (int node : nodes) {
             if (chosen.size() == n) break;
-            auto cost = [&](size_t i) { return std::pair(ports[i]->tier(node), -ports[i]->gbit_s); };
+            auto cost = [&](size_t i) { return std::pair(ports[i]->tier(node), -ports[i]->facts().gbit_s); };
             auto best = std::ranges::min_element(left, {}, cost);
             chosen.push_back(*best);
             left.erase(best);

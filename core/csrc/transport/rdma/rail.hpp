@@ -85,7 +85,7 @@ class Rail final : public nic::Rail {
     const OfferedPort peer_;
     // What a connection found out; as the ports have it until then.
     mutable Mutex route_mutex_;
-    PortAddress route_here_ GUARDED_BY(route_mutex_) = port_->address;
+    PortAddress route_here_ GUARDED_BY(route_mutex_) = port_->facts().address;
     PortAddress route_there_ GUARDED_BY(route_mutex_) = peer_.address;
     std::string not_by_ GUARDED_BY(route_mutex_);  // GIDs here that did not reach the peer, with the reasons
     const uint64_t window_bytes_;
