@@ -4,7 +4,6 @@
 
 #include <array>
 #include <atomic>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "transport/nic/keys.hpp"
+#include "transport/nic/near_ports.hpp"
 #include "transport/rdma/verbs.hpp"
 
 namespace moonpool::transport::rdma {
@@ -85,8 +85,8 @@ class Port {
     std::shared_ptr<Device> device;
     size_t device_index = 0;  // among the engine's
     uint8_t number = 1;
-    std::string name;          // "mlx5_0:1"
-    std::map<int, int> tiers;  // NUMA node -> how many tiers of ports are nearer to its memory
+    std::string name;  // "mlx5_0:1"
+    nic::Tiers tiers;
     std::atomic<bool> up{true};
 
     PortFacts facts() const {
@@ -98,12 +98,7 @@ class Port {
         facts_ = std::move(facts);
     }
 
-    // 0: none is nearer, or nothing is known of that node.
-    int tier(int node) const {
-        auto found = tiers.find(node);
-        return found == tiers.end() ? 0 : found->second;
-    }
-    std::string device_name() const { return name.substr(0, name.rfind(':')); }
+    nic::NearPort near() const { return {name.substr(0, name.rfind(':')), facts().gbit_s, tiers}; }
     std::string text() const;  // "mlx5_0:1 10.0.0.7"
 
    private:

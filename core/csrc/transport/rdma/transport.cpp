@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "topology/machine.hpp"
 #include "transport/nic/link.hpp"
-#include "transport/rdma/near_ports.hpp"
 #include "transport/rdma/rail.hpp"
 
 namespace moonpool::transport::rdma {
@@ -38,15 +36,15 @@ std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared
     std::vector<std::unique_ptr<nic::Rail>> rails;
     std::vector<bool> taken(peer.size());
     std::vector<size_t> places;
-    std::vector<std::shared_ptr<Port>> usable;
+    std::vector<nic::NearPort> usable;
     for (size_t i = 0; i < own.size(); ++i) {
         const PortFacts facts = own[i]->facts();
         auto reached = [&](const OfferedPort& port) { return nearness(facts, port) >= 0; };
         if (std::ranges::none_of(peer, reached)) continue;
         places.push_back(i);
-        usable.push_back(own[i]);
+        usable.push_back(own[i]->near());
     }
-    for (size_t chosen : choose_ports(usable, kRailsMax)) {
+    for (size_t chosen : nic::choose_ports(usable, kRailsMax)) {
         const size_t i = places[chosen];
         const PortFacts here = own[i]->facts();
         std::optional<size_t> best;
@@ -69,6 +67,12 @@ std::vector<std::unique_ptr<nic::Rail>> pair_ports(const std::vector<std::shared
     return rails;
 }
 
+std::vector<nic::NearPort> near_of(const std::vector<std::shared_ptr<Port>>& ports) {
+    std::vector<nic::NearPort> near;
+    for (const auto& port : ports) near.push_back(port->near());
+    return near;
+}
+
 // No more ports than an engine offers, and no more devices than it may have: those of ports in use before
 // those of ports that wait. A device that is left with no port is closed.
 void keep_nearest(Nics& nics) {
@@ -81,7 +85,7 @@ void keep_nearest(Nics& nics) {
         return true;
     };
     std::vector<std::shared_ptr<Port>> ports;
-    for (size_t i : choose_ports(nics.ports, kPortsMax)) ports.push_back(nics.ports[i]);
+    for (size_t i : nic::choose_ports(near_of(nics.ports), kPortsMax)) ports.push_back(nics.ports[i]);
     nics.ports.clear();
     std::ranges::copy_if(ports, std::back_inserter(nics.ports), keeps);
     std::erase_if(nics.waiting, [&](const auto& port) { return !keeps(port); });
@@ -165,7 +169,9 @@ Status Transport::start() {
         return all;
     };
     std::vector<std::shared_ptr<Port>> all = all_of(*nics);
-    if (all.size() > 1) rank_ports(topology::read_machine(context_.options.machine), all);
+    std::vector<nic::NearPort> near = near_of(all);
+    nic::rank_ports(nic::machine_for(near, context_.options.machine), near);
+    for (size_t i = 0; i < all.size(); ++i) all[i]->tiers = std::move(near[i].tiers);
     keep_nearest(*nics);
     all = all_of(*nics);
     devices_ = std::move(nics->devices);

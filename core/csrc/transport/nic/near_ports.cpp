@@ -1,4 +1,4 @@
-#include "transport/rdma/near_ports.hpp"
+#include "transport/nic/near_ports.hpp"
 
 #include <algorithm>
 #include <numeric>
@@ -6,40 +6,45 @@
 #include <set>
 #include <utility>
 
-namespace moonpool::transport::rdma {
+namespace moonpool::transport::nic {
 
-void rank_ports(const topology::Machine& machine, const std::vector<std::shared_ptr<Port>>& ports) {
+topology::Machine machine_for(const std::vector<NearPort>& ports, const std::string& root) {
+    return ports.size() > 1 ? topology::read_machine(root) : topology::Machine{};
+}
+
+void rank_ports(const topology::Machine& machine, std::vector<NearPort>& ports) {
     for (const topology::MemoryNode& node : machine.nodes) {
         int tier = -1;
         std::optional<std::pair<topology::Nearness, int>> last;
         // Near ones first. A device that has none of these ports makes no tier.
         for (const topology::Ranked& ranked :
              topology::rank(machine, topology::origin_of_node(node.id), topology::DeviceKind::kNic)) {
-            for (const auto& port : ports) {
-                if (port->device_name() != ranked.device->name) continue;
+            for (NearPort& port : ports) {
+                if (port.device != ranked.device->name) continue;
                 std::pair now{ranked.nearness, ranked.distance};
                 if (now != last) ++tier;
                 last = now;
-                port->tiers[node.id] = tier;
+                port.tiers[node.id] = tier;
             }
         }
-        for (const auto& port : ports) port->tiers.try_emplace(node.id, tier + 1);
+        for (NearPort& port : ports) port.tiers.try_emplace(node.id, tier + 1);
     }
 }
 
-std::vector<size_t> choose_ports(const std::vector<std::shared_ptr<Port>>& ports, size_t n) {
+std::vector<size_t> choose_ports(const std::vector<NearPort>& ports, size_t n, uint32_t turn) {
     std::vector<size_t> left(ports.size()), chosen;
     std::iota(left.begin(), left.end(), size_t{0});
     if (ports.size() <= n) return left;
+    std::ranges::sort(left, {}, [&](size_t i) { return i ^ turn; });
     std::set<int> nodes;
-    for (const auto& port : ports) {
-        for (const auto& [node, tier] : port->tiers) nodes.insert(node);
+    for (const NearPort& port : ports) {
+        for (const auto& [node, tier] : port.tiers) nodes.insert(node);
     }
     if (nodes.empty()) nodes.insert(-1);  // of which no port is known to be near
     while (chosen.size() < n) {
         for (int node : nodes) {
             if (chosen.size() == n) break;
-            auto cost = [&](size_t i) { return std::pair(ports[i]->tier(node), -ports[i]->facts().gbit_s); };
+            auto cost = [&](size_t i) { return std::pair(ports[i].tier(node), -ports[i].gbit_s); };
             auto best = std::ranges::min_element(left, {}, cost);
             chosen.push_back(*best);
             left.erase(best);
@@ -49,4 +54,4 @@ std::vector<size_t> choose_ports(const std::vector<std::shared_ptr<Port>>& ports
     return chosen;
 }
 
-}  // namespace moonpool::transport::rdma
+}  // namespace moonpool::transport::nic
