@@ -128,6 +128,17 @@ TEST_CASE("rdma: ports are near memory as recorded machines say") {
     CHECK(tiers("rxe_vm", soft, 2) == near_0);
 }
 
+TEST_CASE(
+    "rdma: ports are near memory of cards by the switch, then by the port of the CPU, then by the node") {
+    const std::vector<std::string> some = {"mlx5_0", "mlx5_3", "mlx5_1", "mlx5_9"};
+    using transport::nic::kFirstCard;
+    // The first card is behind the switch of mlx5_0; mlx5_3 and mlx5_1 are at its node, mlx5_9 is not.
+    CHECK(tiers("dgx_h100", some, kFirstCard) == Tiers{0, 1, 1, 2});
+    CHECK(tiers("dgx_h100", some, kFirstCard + 1) == Tiers{1, 0, 1, 2});
+    CHECK(tiers("dgx_h100", some, kFirstCard + 8) == Tiers{0, 0, 0, 0});  // there are eight
+    CHECK(transport::nic::cards_of(Recorded("dgx_h100").machine()).at(1) == "0000:43:00.0");
+}
+
 TEST_CASE("rdma: of more ports than there may be rails those are chosen that are near to each node") {
     using Places = std::vector<size_t>;
     Recorded recorded("dgx_h100");
@@ -156,13 +167,18 @@ TEST_CASE("rdma: of more ports than there may be rails those are chosen that are
     Places two = transport::nic::choose_ports(ports, 2);
     CHECK(std::ranges::count(two, fast) == 1);
     ports[fast].gbit_s = 0;
-    // Each in its turn, and never a far one.
+    // One for each card, before those that are near to none.
+    auto near_card = [&](int card) {
+        return [&ports, card](size_t i) { return ports[i].tier(transport::nic::kFirstCard + card) == 0; };
+    };
+    const Places eight = transport::nic::choose_ports(ports, 8);
+    for (int card = 0; card < 8; ++card) CHECK(std::ranges::count_if(eight, near_card(card)) == 1);
+    // Each of these in its turn.
     std::set<size_t> used;
     for (uint32_t turn = 0; turn < 16; ++turn) {
         for (size_t i : transport::nic::choose_ports(ports, 4, turn)) used.insert(i);
     }
-    CHECK(used.size() == 12);
-    CHECK(*used.begin() == 2);
+    CHECK(std::ranges::equal(used, eight));
     // Where nothing is known of any.
     CHECK(transport::nic::choose_ports(ports_of({"a", "b", "c"}), 2) == Places{0, 1});
 }

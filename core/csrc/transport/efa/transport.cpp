@@ -51,7 +51,7 @@ Status Transport::start() {
     servers_ = std::move(servers);
     progress_ = std::move(*progress);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(domains->begin(), domains->end());
-    serve_by(std::move(makers), options, nic::KeySize::k64,
+    serve_by(std::move(makers), options, {}, nic::KeySize::k64,
              [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
     return success();
 }

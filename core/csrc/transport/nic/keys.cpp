@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "base/clock.hpp"
+#include "transport/nic/near_ports.hpp"
 
 namespace moonpool::transport::nic {
 
@@ -116,7 +117,8 @@ void Keys::key_chunk(KeyedRegion& keyed, size_t chunk, uint32_t devices) {
     uint64_t at = keyed.region->address + chunk * keyed.chunk_bytes;
     uint64_t bytes = std::min(keyed.chunk_bytes, keyed.region->address + keyed.region->length - at);
     const device::CardCopier* card = keyed.region->card.get();
-    int node = card != nullptr ? -1 : node_of_(reinterpret_cast<const void*>(at));
+    int node =
+        card != nullptr ? node_of_card(card->device()->facts()) : node_of_(reinterpret_cast<const void*>(at));
     keyed.nodes_[chunk].store(node, std::memory_order_relaxed);
     for (size_t d = 0; d < keyed.devices; ++d) {
         if ((devices >> d & 1) == 0) continue;
@@ -140,6 +142,11 @@ void Keys::key_chunk(KeyedRegion& keyed, size_t chunk, uint32_t devices) {
         }
         keyed.states_[place].store(state, std::memory_order_release);
     }
+}
+
+int Keys::node_of_card(const device::DeviceFacts& card) const {
+    auto found = std::ranges::find(cards_, card.bus_id);
+    return found == cards_.end() ? card.numa_node : kFirstCard + static_cast<int>(found - cards_.begin());
 }
 
 std::shared_ptr<KeyedRegion> Keys::find(uint64_t region_id) const {

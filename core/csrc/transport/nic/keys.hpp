@@ -59,7 +59,7 @@ class KeyedRegion {
     const size_t devices;
 
     size_t chunks() const { return states_.size() / devices; }
-    // The NUMA node of its memory; -1: not known, or memory of a card. Never waits, as key() does not.
+    // The node of its memory, as NearPort has it; -1: not known. Never waits, as key() does not.
     int node(size_t chunk) const { return nodes_[chunk].load(std::memory_order_relaxed); }
     Key key(size_t chunk, size_t device) const;
     std::string why_refused() const;
@@ -80,9 +80,11 @@ class KeyedRegion {
 
 class Keys {
    public:
-    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, const NicOptions& options, Workers& workers,
-         const std::atomic<bool>& closing)
+    // cards: cards_of(); where there is nothing to choose, none.
+    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, const NicOptions& options,
+         std::vector<std::string> cards, Workers& workers, const std::atomic<bool>& closing)
         : devices_(std::move(devices)),
+          cards_(std::move(cards)),
           chunk_bytes_(options.chunk_bytes),
           node_of_(options.node_of),
           workers_(workers),
@@ -109,8 +111,10 @@ class Keys {
     void key_chunks();
     void key_chunk(KeyedRegion& keyed, size_t chunk, uint32_t devices);
     bool release(KeyedRegion& keyed);
+    int node_of_card(const device::DeviceFacts& card) const;
 
     const std::vector<std::shared_ptr<KeyMaker>> devices_;
+    const std::vector<std::string> cards_;
     const uint64_t chunk_bytes_;
     int (*const node_of_)(const void* address);
     Workers& workers_;

@@ -170,14 +170,15 @@ Status Transport::start() {
     };
     std::vector<std::shared_ptr<Port>> all = all_of(*nics);
     std::vector<nic::NearPort> near = near_of(all);
-    nic::rank_ports(nic::machine_for(near, context_.options.machine), near);
+    const topology::Machine machine = nic::machine_for(near, context_.options.machine);
+    nic::rank_ports(machine, near);
     for (size_t i = 0; i < all.size(); ++i) all[i]->tiers = std::move(near[i].tiers);
     keep_nearest(*nics);
     all = all_of(*nics);
     devices_ = std::move(nics->devices);
     ports_->set(nics->ports);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(devices_.begin(), devices_.end());
-    serve_by(std::move(makers), context_.options.rdma, nic::KeySize::k32,
+    serve_by(std::move(makers), context_.options.rdma, nic::cards_of(machine), nic::KeySize::k32,
              [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
     EventLoop& loop = *context_.loops.front();
     for (size_t i = 0; i < devices_.size(); ++i) {
