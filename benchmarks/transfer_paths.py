@@ -75,9 +75,9 @@ def main() -> None:
         elif options.efa_provider != "efa":
             token = secrets.token_hex(16).encode()
             provider = options.efa_provider
-            address = stack.enter_context(in_process(token, WORKING_SET, False, efa_provider=provider))
+            address = stack.enter_context(in_process(token, WORKING_SET, efa_provider=provider))
         else:
-            address, token = stack.enter_context(spawned(WORKING_SET, False))
+            address, token = stack.enter_context(spawned(WORKING_SET))
         own = {"token": token, "metadata": "", "efa_provider": options.efa_provider}
         with TransferEngine("asked", **own) as engine:
             transports = engine.transports()
@@ -127,7 +127,7 @@ def opener(name: str, address: str, token: bytes | None, folder: Path) -> Opener
         if name in OF_FILES:
             return FileBench(engine, folder / "segment", WORKING_SET, writable=True)
         if name == "loopback":
-            here = stack.enter_context(in_process(token, WORKING_SET, False))
+            here = stack.enter_context(in_process(token, WORKING_SET))
             return EngineBench(engine, here, WORKING_SET)
         return EngineBench(engine, address, WORKING_SET)
 

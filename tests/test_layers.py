@@ -59,10 +59,10 @@ CPP = {
     "core/transport/cufile": ("transport", *TRANSPORT),
     "core/transport/file": ("transport", *TRANSPORT),
     "core/transport/cuda_ipc": ("transport/host", "transport", *TRANSPORT),
-    "core/transport/nic": ("transport", *TRANSPORT),
+    "core/transport/nic": ("transport", "topology", *TRANSPORT),
     "core/transport/outside": ("transport", *TRANSPORT),
     "core/transport/rdma": ("transport/nic", "transport", "topology", *TRANSPORT),
-    "core/transport/efa": ("transport/nic", "transport", *TRANSPORT),
+    "core/transport/efa": ("transport/nic", "transport", "topology", *TRANSPORT),
     "core/transport/tcp": ("transport", *TRANSPORT),
     "core/transport/registry": (
         "transport/cuda_ipc",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moonpool.core.bench import peer
+from moonpool.core.bench.memory import OWN
 from moonpool.core.bench.transfer import Bench
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.transfer.engine import TransferEngine
@@ -18,11 +18,11 @@ class FileBench(Bench):
     """Between an engine's memory and a file. The system copies, in the time of this process."""
 
     def __init__(
-        self, engine: TransferEngine, path: Path, working_set: int, foreign: bool = False, *, writable: bool
+        self, engine: TransferEngine, path: Path, working_set: int, kind: str = OWN, *, writable: bool
     ) -> None:
         size = working_set if writable and not path.is_block_device() else None
         segment = engine.open_file(path, size=size, writable=writable)
-        super().__init__(engine, segment, working_set, foreign)
+        super().__init__(engine, segment, working_set, kind)
         (self.remote,) = self.segment.regions
         if working_set > self.remote.length:
             raise InvalidArgument(
@@ -31,7 +31,7 @@ class FileBench(Bench):
                 operation="bench",
             )
         if writable:
-            peer.fill(self.local.view)
+            self.memory.fill()
             engine.write(self.segment, self.local.address, self.remote.address, working_set)
 
     def peer_cpu_ns(self) -> int:

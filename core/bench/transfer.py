@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from moonpool.core.bench import control, load, peer
+from moonpool.core.bench import control, load
 from moonpool.core.bench.load import Gauge
+from moonpool.core.bench.memory import OWN, Memory
 from moonpool.core.config import paths
 from moonpool.core.errors import CorruptObject, InvalidArgument, ProtocolError, Timeout, Unavailable
 from moonpool.core.transfer.engine import TransferEngine
@@ -118,10 +119,11 @@ class Bench:
 
     remote: RemoteRegion
 
-    def __init__(self, engine: TransferEngine, segment: Segment, working_set: int, foreign: bool) -> None:
+    def __init__(self, engine: TransferEngine, segment: Segment, working_set: int, kind: str) -> None:
         self.engine = engine
         self.segment = segment
-        self.local: Region = peer.data_region(engine, working_set, foreign)
+        self.memory = Memory(engine, working_set, kind)
+        self.local: Region = self.memory.region
         self._seed = secrets.randbits(32)
 
     def peer_cpu_ns(self) -> int:
@@ -175,25 +177,23 @@ class Bench:
             self._write_back(plan.working_set, 0)  # an earlier row may have written there
             return control.pattern(0, plan.working_set)
         bytes_to_write = control.pattern(self._seed, plan.working_set)
-        self.local.view[: plan.working_set] = bytes_to_write.data
+        self.memory.put(bytes_to_write)
         return bytes_to_write
 
     def _write_back(self, nbytes: int, seed: int) -> None:
-        self.local.view[:nbytes] = control.pattern(seed, nbytes).data
+        self.memory.put(control.pattern(seed, nbytes))
         self.engine.write(self.segment, self.local.address, self.remote.address, nbytes)
 
     def _check(self, workers: Sequence[_Worker], expected: npt.NDArray[np.uint8]) -> int:
         """Reads back all that was written. -> bytes"""
-        import numpy as np
-
-        self.local.view[: len(expected)] = bytes(len(expected))
+        self.memory.clear(0, len(expected))
         checked = 0
         for worker in workers:
             for begin, end in worker.touched():
                 for at in range(begin, end, _CHECK_PIECE):
                     length = min(_CHECK_PIECE, end - at)
                     self.engine.read(self.segment, self.local.at(at), self.remote.at(at), length)
-                    found = np.frombuffer(self.local.view, np.uint8, length, at)
+                    found = self.memory.take(at, length)
                     _compare(found, expected[at : at + length], at, self.segment.address)
                     checked += length
         return checked
@@ -219,8 +219,8 @@ class Bench:
 class EngineBench(Bench):
     """Between the memory of two engines, of which the other one is a bench server."""
 
-    def __init__(self, engine: TransferEngine, address: str, working_set: int, foreign: bool = False) -> None:
-        super().__init__(engine, engine.open(address), working_set, foreign)
+    def __init__(self, engine: TransferEngine, address: str, working_set: int, kind: str = OWN) -> None:
+        super().__init__(engine, engine.open(address), working_set, kind)
         self._control = self._region(control.CONTROL)
         self.remote = self._region(control.DATA)
         if working_set > self.remote.length:
@@ -344,12 +344,10 @@ class _Worker:
         return made
 
     def _compare(self, offset: int) -> None:
-        import numpy as np
-
         assert self._expected is not None
-        found = np.frombuffer(self._bench.local.view, np.uint8, self._step, offset)
+        found = self._bench.memory.take(offset, self._step)
         _compare(found, self._expected[offset : offset + self._step], offset, self._bench.segment.address)
-        found.fill(0)  # the next time round it must be read anew
+        self._bench.memory.clear(offset, self._step)  # the next time round it must be read anew
         self.verified += self._step
 
 
@@ -396,16 +394,16 @@ def _used(before: dict[tuple[str, str], PeerRail], after: dict[tuple[str, str], 
 
 
 @contextmanager
-def spawned(nbytes: int, foreign: bool, **options: Any) -> Iterator[tuple[str, bytes]]:
+def spawned(nbytes: int, kind: str = OWN, **options: Any) -> Iterator[tuple[str, bytes]]:
     """A peer in a process of its own, with a token of its own. -> its address, the token
 
-    options: keywords of its TransferEngine, which JSON can carry.
+    kind: of Memory. options: keywords of its TransferEngine, which JSON can carry.
     """
     token = secrets.token_hex(16)
     env = {name: value for name, value in os.environ.items() if name != paths.TOKEN_FILE_VARIABLE}
     command = [sys.executable, "-P", "-m", "moonpool.core.bench.peer", str(os.getpid()), str(nbytes)]
     process = subprocess.Popen(
-        [*command, "foreign" if foreign else "own", json.dumps(options)],
+        [*command, kind, json.dumps(options)],
         env=env | {paths.TOKEN_VARIABLE: token},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -434,17 +432,17 @@ def _hear_address(process: subprocess.Popen[bytes]) -> str:
 
 
 @contextmanager
-def in_process(token: bytes | None, nbytes: int, foreign: bool, **options: Any) -> Iterator[str]:
+def in_process(token: bytes | None, nbytes: int, kind: str = OWN, **options: Any) -> Iterator[str]:
     """A peer that is another engine of this process. -> its address
 
-    options: keywords of its TransferEngine.
+    kind: of Memory. options: keywords of its TransferEngine.
     """
     import threading
 
     with TransferEngine("bench-peer", token=token, metadata="", **options) as engine:
         block = engine.allocate(control.CONTROL_BYTES, control.CONTROL)
         control.start(block.view)
-        peer.fill(peer.data_region(engine, nbytes, foreign).view)
+        Memory(engine, nbytes, kind).fill()
         over = threading.Event()
 
         def serve() -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from moonpool import Store, TransferEngine
+from moonpool import Store, TransferEngine, _native
 from moonpool.cli import run
-from moonpool.core.bench import control, load, peer, report, store, transfer
+from moonpool.core.bench import control, load, report, store, transfer
 from moonpool.core.bench.load import Gauge
-from moonpool.core.errors import CorruptObject, Unavailable
-from tests import outside_example, soft_verbs
+from moonpool.core.bench.memory import Memory
+from moonpool.core.errors import CorruptObject, InvalidArgument, Unavailable
+from tests import outside_example, soft_card, soft_verbs
 from tests.descriptors import speaks
 
 from ..core.metadata_bed import running
@@ -238,6 +239,61 @@ def test_json_on_standard_output_has_it_alone(runtime_dir: Path) -> None:
     assert "GB/s" in err
 
 
+@pytest.fixture
+def card(tmp_path: Path) -> Iterator[soft_card.SoftCard]:
+    """Card 0 of this process, in software."""
+    if soft_card.COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    with soft_card.soft_card(soft_card.compile_library(tmp_path)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_memory_of_a_card_verified(
+    tmp_path: Path, card: soft_card.SoftCard, transport: str, direction: str
+) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--device", "cuda:0", "--transport", transport, "--direction", direction, "--verify"]
+    if transport == "tcp":  # its peer is another process, which has no card
+        options += ["--peer-device", "cpu"]
+    before = card.calls("cuMemAlloc_v2")
+    options += ["--working-set", "1MiB", "--seconds", "0.2", "--size", "64KiB", "--json", str(file)]
+    assert run(["bench", "transfer", *options]) == 0
+    (row,) = rows_of(file)
+    assert row["transport"] == transport
+    assert row["verified_bytes"] > 0
+    document = json.loads(file.read_text())
+    assert document["device"] == "cuda:0"
+    assert document["peer_kind"] == ("device" if transport == "loopback" else "host_arena")
+    assert card.calls("cuMemAlloc_v2") - before >= (2 if transport == "loopback" else 1)
+
+
+def test_memory_of_a_card_that_is_not_there(
+    tmp_path: Path, runtime_dir: Path, card: soft_card.SoftCard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*options: str) -> str:
+        assert run(["bench", "transfer", *QUICK, *options]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    said = refused("--transport", "loopback", "--device", "cuda:1")
+    assert "no memory of cuda:1: there is no CUDA device 1: this process sees 1" in said
+    # The peer's process has another driver, or none.
+    assert "no memory of cuda:99: " in refused("--peer-device", "cuda:99")
+    with TransferEngine(token=TOKEN) as engine:
+        (tmp_path / "none").write_bytes(b"no library")
+        _native.use_driver_for_tests(str(tmp_path / "none"))
+        with pytest.raises(InvalidArgument, match=r"no memory of cuda:0: .*driver"):
+            Memory(engine, MIB, "cuda:0")
+
+
+@pytest.mark.parametrize("option", ["--device", "--peer-device"])
+@pytest.mark.parametrize("text", ["gpu0", "cuda", "cuda:", "cuda:-1", "cuda:0x1", "cuda:99999", "cpu:0"])
+def test_a_device_that_is_none(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "transfer", *QUICK, option, text]) == 2
+    assert f"{option} is cpu, or cuda:0" in " ".join(capsys.readouterr().err.split())
+
+
 @contextmanager
 def server(*arguments: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`moonpool bench transfer --serve`, and its address."""
@@ -425,9 +481,10 @@ def test_the_pattern_has_no_two_equal_words() -> None:
 
     words = control.pattern(7, MIB).view(np.uint64)
     assert len(np.unique(words)) == len(words)
-    view = memoryview(bytearray(3 << 24))
-    peer.fill(view)
-    assert view == control.pattern(0, 3 << 24).data
+    with TransferEngine(token=TOKEN) as engine:
+        data = Memory(engine, 3 << 24)
+        data.fill()
+        assert data.region.view == control.pattern(0, 3 << 24).data
 
 
 # ---- the load

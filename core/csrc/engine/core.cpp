@@ -241,20 +241,22 @@ Service Engine::Core::service() {
     self.segment = identity.segment;
     self.host_id = identity.host_id;
     self.boot_id = identity.boot_id;
-    for (const Entry& entry : transports) {
-        if (entry.unavailable.empty()) entry.transport->offer(self);
-    }
     Service service;
     // Both hold the Reception and not this engine: the listener may be shared, and calls them until its
-    // own end. close() takes the carrier out of it.
-    service.welcome = [tenant = options.tenant, reception = reception,
+    // own end. close() takes the carrier out of it: while that is there, so are this engine and its
+    // transports.
+    service.welcome = [this, tenant = options.tenant, reception = reception,
                        self](std::string_view asked) -> Result<std::vector<std::byte>> {
         if (asked != tenant) {
             return Error{Code::kAuth, "this engine does not serve the tenant \"" + std::string(asked) + "\""};
         }
         MutexLock lock(reception->mutex);
         if (reception->carrier == nullptr) return Error{Code::kUnavailable, "this engine is closed"};
-        return transport::encode_welcome(self);
+        transport::PeerInfo now = self;
+        for (const Entry& entry : transports) {  // each time: a NIC may have more ports than before
+            if (entry.unavailable.empty()) entry.transport->offer(now);
+        }
+        return transport::encode_welcome(now);
     };
     service.serve = [reception = reception](AuthenticatedConnection caller) {
         MutexLock lock(reception->mutex);

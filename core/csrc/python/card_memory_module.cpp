@@ -5,10 +5,13 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "device/address.hpp"
+#include "device/device_memory.hpp"
 #include "python/arguments.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
@@ -23,6 +26,26 @@ std::optional<int> card_of(uint64_t address, uint64_t length) {
     const device::Address found = unwrap(device::classify(address, length), "memory");
     if (found.kind != device::AddressKind::kDevice) return std::nullopt;
     return found.device;
+}
+
+device::DeviceMemory allocate(int card, uint64_t bytes) {
+    auto made = [&]() -> Result<device::DeviceMemory> {
+        py::gil_scoped_release nogil;
+        Result<std::shared_ptr<device::Device>> opened = device::Device::open(card);
+        if (!opened) return opened.error();
+        return device::DeviceMemory::allocate(std::move(*opened), bytes);
+    };
+    return unwrap(made(), "allocate");
+}
+
+// How libraries of Python tell each other of memory of a card: here as bytes.
+py::dict array_interface(const device::DeviceMemory& memory) {
+    py::dict array;
+    array["shape"] = py::make_tuple(memory.bytes());
+    array["typestr"] = "|u1";
+    array["data"] = py::make_tuple(memory.address(), false);
+    array["version"] = 3;
+    return array;
 }
 
 std::vector<MemoryRef> ranges_of(const Buffers& buffers) {
@@ -56,6 +79,10 @@ class CardCopies {
 void bind_card_memory(py::module_& m) {
     m.def("card_of", &card_of, py::arg("address"), py::arg("length"),
           "The ordinal of the CUDA card whose memory the range is; None: it is none. Opens no driver.");
+    py::class_<device::DeviceMemory>(m, "CardMemory",
+                                     "Memory of a CUDA card of this process, freed with the object.")
+        .def(py::init(&allocate), py::arg("card"), py::arg("nbytes"))
+        .def_property_readonly("__cuda_array_interface__", &array_interface);
     py::class_<CardCopies>(m, "CardCopies",
                            "Copies between memory of cards and of the host, with pinned memory of their own.")
         .def(py::init<>())

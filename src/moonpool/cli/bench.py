@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from moonpool.core.config.config import Config
 
 SERVE_ADDRESS = "127.0.0.1:7720"
-OF_CARDS = ("cuda_ipc", "cufile")  # transports that reach no memory of the host
+# Transports of memory of cards alone, each with the one that carries what a bench has on the host.
+OF_CARDS = {"cuda_ipc": "tcp", "cufile": "file"}
 
 Sizes = Annotated[
     str, typer.Option("--size", metavar="SIZE,...", help="Bytes of a slice; several: a row each.")
@@ -47,6 +48,7 @@ def register(app: typer.Typer) -> None:
             "moonpool bench transfer --file /mnt/nvme --size 64KiB,1MiB --depth 8",
             "moonpool bench transfer --connect 10.0.0.7:7720 --token-file token --transport rdma "
             "--rdma-devices mlx5_0,mlx5_1",
+            "moonpool bench transfer --device cuda:0 --peer-device cuda:1 --verify",
         )
     )(transfer)
     group.command(
@@ -99,7 +101,8 @@ def transfer(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="loopback, shm, rdma, efa, tcp, file, or one of --outside; default: the engine chooses.",
+            help="loopback, shm, cuda_ipc, rdma, efa, tcp, file, cufile, or one of --outside; default: the "
+            "engine chooses.",
         ),
     ] = "",
     rdma_devices: Annotated[
@@ -127,8 +130,15 @@ def transfer(
         str, typer.Option(metavar="SIZE", help="Memory on each side that the slices walk through.")
     ] = "64MiB",
     foreign: Annotated[
-        bool, typer.Option("--foreign", help="Memory that the engine did not allocate.")
+        bool, typer.Option("--foreign", help="Memory of the host that the engine did not allocate.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda:N", help="Where the memory of this side is; also of --serve.")
+    ] = "cpu",
+    peer_device: Annotated[
+        str,
+        typer.Option(metavar="cpu|cuda:N", help="Of a peer that this command starts; default: as --device."),
+    ] = "",
     memory: Annotated[str, typer.Option(metavar="SIZE", help="What --serve offers.")] = "512MiB",
     io_threads: Annotated[int, typer.Option(min=1, max=64, help="The engine's threads for TCP.")] = 2,
     connections: Annotated[int, typer.Option(min=1, max=64, help="TCP connections to the peer.")] = 2,
@@ -141,7 +151,7 @@ def transfer(
 ) -> int:
     """Move bytes between two engines, two processes of this host or two hosts, or between memory and a file.
 
-    The memory is that of the host, not of a card. A peer that this command starts has the same options.
+    A peer that this command starts has the same options. Its cards have the same numbers as here.
 
     GB/s counts 10**9 bytes; an operation is one call of --batch slices; CPU s/GB is of this process and,
     beside it, of the peer.
@@ -151,6 +161,7 @@ def transfer(
     from moonpool.core.bench import peer
     from moonpool.core.bench import transfer as bench
     from moonpool.core.bench.file import FileBench, chosen
+    from moonpool.core.bench.memory import Memory, is_of_card
     from moonpool.core.transfer.engine import TransferEngine
 
     token = _chosen_token(config, token_file)
@@ -159,11 +170,12 @@ def transfer(
     if direction not in ("read", "write"):
         raise typer.BadParameter(f"--direction is read or write, not {direction}")
     names = _names(transport)
-    if of_cards := [one for one in names if one in OF_CARDS]:
-        raise typer.BadParameter(
-            f"--transport {','.join(of_cards)}: it moves memory of cards, and this command measures memory "
-            f"of the host; in a checkout, python -m benchmarks.gpu_copies measures cards"
-        )
+    here = _kind(device, foreign, "--device")
+    there = _kind(peer_device, foreign, "--peer-device") if peer_device else here
+    for one in set(names) & OF_CARDS.keys():
+        if not connect and not is_of_card(here if one == "cufile" else there):
+            raise typer.BadParameter(f"--transport {one} moves memory of cards: name one, as --device cuda:0")
+        names.append(OF_CARDS[one])
     both: dict[str, Any] = {  # of the engine here and of a peer that is started here
         "rdma_devices": _names(rdma_devices),
         "rdma_library": rdma_library,
@@ -174,9 +186,8 @@ def transfer(
     if serve:
         size_bytes = _size(memory, "--memory")
         with TransferEngine(name, listen=listen, token=token, metadata=metadata, **both) as engine:
-            peer.serve(
-                engine, size_bytes, foreign, lambda found: _say_served(found, size_bytes, name, metadata)
-            )
+            data = Memory(engine, size_bytes, here)
+            peer.serve(engine, data, lambda found: _say_served(found, size_bytes, name, metadata))
         return 0
 
     walked = _size(working_set, "--working-set")
@@ -194,7 +205,7 @@ def transfer(
         elif names == ["loopback"]:
             address = ""
         else:
-            address, token = stack.enter_context(bench.spawned(walked, foreign, **both))
+            address, token = stack.enter_context(bench.spawned(walked, there, **both))
         engine = stack.enter_context(
             TransferEngine(
                 "bench",
@@ -208,13 +219,14 @@ def transfer(
             )
         )
         if not address:
-            address = stack.enter_context(bench.in_process(token, walked, foreign, **both))
+            address = stack.enter_context(bench.in_process(token, walked, there, **both))
         client: bench.Bench
         if file:
-            client = FileBench(engine, far, walked, foreign, writable=writable)
+            client = FileBench(engine, far, walked, here, writable=writable)
         else:
-            client = bench.EngineBench(engine, address, walked, foreign)
+            client = bench.EngineBench(engine, address, walked, here)
         facts = {"peer": client.segment.address, "working_set": walked, "foreign": foreign}
+        facts |= {"device": device, "peer_kind": client.remote.kind}
         return _measure("transfer", client, plans, facts, json)
 
 
@@ -340,6 +352,17 @@ def _chosen_token(config: Path | None, token_file: Path | None) -> bytes | None:
 
 def _names(text: str) -> list[str]:
     return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _kind(device: str, foreign: bool, option: str) -> str:
+    """Of the memory on one side."""
+    from moonpool.core.bench.memory import FOREIGN, OWN, is_of_card
+
+    if is_of_card(device):
+        return device
+    if device != "cpu":
+        raise typer.BadParameter(f"{option} is cpu, or cuda:0 for the first CUDA card, not {device}")
+    return FOREIGN if foreign else OWN
 
 
 def _sizes(text: str) -> list[int]:

@@ -4,13 +4,17 @@
 // skipped.
 #include <dlfcn.h>
 #include <signal.h>
+#include <string.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <filesystem>
 #include <thread>
 
 #include "../process.hpp"
+#include "../topology/recorded.hpp"
 #include "nodes.hpp"
 #include "transport/efa/messages.hpp"
 #include "transport/efa/progress.hpp"
@@ -103,6 +107,81 @@ struct Ends {
     std::string why;
 };
 
+// A libfabric of NICs that have names, and domains of which nothing can be made.
+struct NamedNics {
+    explicit NamedNics(std::vector<std::string> of) { names() = std::move(of); }
+
+    struct Info : fi::Info {
+        fi::EpAttr ep{};
+        fi::DomainAttr domain{};
+        fi::FabricAttr fabric{};
+    };
+    static std::vector<std::string>& names() {
+        static std::vector<std::string> all;
+        return all;
+    }
+    static fi::Info* make(const char* name) {
+        auto* info = new Info{};
+        info->ep_attr = &info->ep;
+        info->domain_attr = &info->domain;
+        info->fabric_attr = &info->fabric;
+        info->domain.name = name == nullptr ? nullptr : ::strdup(name);
+        return info;
+    }
+    static int find(uint32_t, const char*, const char*, uint64_t, const fi::Info*, fi::Info** out) {
+        for (auto name = names().rbegin(); name != names().rend(); ++name) {
+            fi::Info* info = make(name->c_str());
+            info->next = *out;
+            *out = info;
+        }
+        return 0;
+    }
+    static fi::Info* copy(const fi::Info* info) {
+        return make(info == nullptr ? nullptr : info->domain_attr->name);
+    }
+    static void free(fi::Info* info) {
+        while (info != nullptr) {
+            auto* one = static_cast<Info*>(info);
+            info = info->next;
+            std::free(one->domain.name);
+            std::free(one->fabric.provider);
+            delete one;
+        }
+    }
+    template <class T>
+    static int close(fi::Fid* fid) {
+        delete reinterpret_cast<T*>(fid);
+        return 0;
+    }
+    static int open(fi::FabricAttr*, fi::Fabric** out, void*) {
+        static fi::OpsFid ops{sizeof(ops), close<fi::Fabric>, nullptr, nullptr};
+        static fi::OpsFabric calls{};
+        calls.domain = open_domain;
+        *out = new fi::Fabric{{0, nullptr, &ops}, &calls, 0};
+        return 0;
+    }
+    static int open_domain(fi::Fid*, fi::Info*, fi::Domain** out, void*) {
+        static fi::OpsFid ops{sizeof(ops), close<fi::Domain>, nullptr, nullptr};
+        *out = new fi::Domain{{0, nullptr, &ops}, nullptr, nullptr};
+        return 0;
+    }
+
+    const Fabric library{find, free, copy, open, [](int) { return ""; }};
+};
+
+std::atomic<int> memory_node{0};
+int told_node(const void*) { return memory_node; }
+
+// The loopback interface and another one of this host by which libfabric works; empty: there is none.
+std::vector<std::string> two_interfaces(transport::FabricOptions options) {
+    for (const auto& entry : std::filesystem::directory_iterator("/sys/class/net")) {
+        options.devices = {"lo", entry.path().filename()};
+        Result<std::vector<std::shared_ptr<Domain>>> opened = Domain::open_all(options);
+        if (opened.ok() && opened->size() == 2) return options.devices;
+    }
+    return {};
+}
+
 }  // namespace
 
 TEST_CASE("efa: a host without it says why in one sentence") {
@@ -124,6 +203,74 @@ TEST_CASE("efa: a host without it says why in one sentence") {
     CHECK_MESSAGE(why.find("libfabric's provider \"no-such\" has no reliable datagrams here (") == 0, why);
     size_t names = why.find("efa_provider may name one of: ");
     CHECK_MESSAGE((names != std::string::npos && why.find("\"tcp\"", names) != std::string::npos), why);
+}
+
+TEST_CASE("efa: of more NICs than an engine may have those are used that are near to each NUMA node") {
+    Recorded recorded("dgx_h100");
+    std::vector<std::string> names, used;
+    for (int i = 0; i < 8; ++i) names.push_back("of_no_tree_" + std::to_string(i) + "-rdm");
+    for (int i = 0; i < 12; ++i) names.push_back("mlx5_" + std::to_string(i) + "-rdm");
+    NamedNics nics(names);
+    transport::FabricOptions options;
+    auto open = [&] {
+        auto domains = Domain::open_all(nics.library, options);
+        REQUIRE(domains.ok());
+        keep_nearest(*domains, recorded.root());
+        return *domains;
+    };
+    std::vector<std::shared_ptr<Domain>> near = open();
+    for (const auto& domain : near) used.push_back(domain->device_name());
+    std::vector<std::string> expected(names.begin(), names.begin() + 4);
+    expected.insert(expected.end(), names.begin() + 8, names.end());
+    CHECK(used == expected);
+    for (int node : {0, 1}) {
+        auto is_near = [&](const auto& domain) { return domain->near.tier(node) == 0; };
+        CHECK(std::ranges::count_if(near, is_near) == 6);
+    }
+    // What an operator names is used, near or not.
+    options.devices = {"of_no_tree_7", "mlx5_3-rdm"};
+    std::vector<std::shared_ptr<Domain>> named = open();
+    REQUIRE(named.size() == 2);
+    CHECK(named[0]->device_name() == "of_no_tree_7-rdm");
+    CHECK(named[1]->near.device == "mlx5_3");
+}
+
+TEST_CASE("efa: the NIC that is near to the memory carries what one can carry") {
+    if (!fabric_here()) return;
+    FabricBed bed;
+    transport::FabricOptions fabric = tcp_fabric();
+    fabric.source.clear();
+    fabric.devices = two_interfaces(fabric);
+    if (fabric.devices.empty()) {
+        MESSAGE("not tested: this host has no second interface");
+        return;
+    }
+    fabric.node_of = told_node;
+    Recorded recorded("two_sockets");
+    const char* places[] = {"../../devices/pci0000:30/0000:30:02.0/0000:31:00.0/infiniband/mlx5_0",
+                            "../../devices/pci0000:b0/0000:b0:02.0/0000:b1:00.0/infiniband/mlx5_1"};
+    for (size_t i : {0, 1}) recorded.link("/sys/class/infiniband/" + fabric.devices[i], places[i]);
+    for (int node : {0, 1}) {
+        CAPTURE(node);
+        memory_node = node;
+        auto options = [&](const char* name) {
+            EngineOptions made = engine_options(name, "efa");
+            made.fabric = fabric;
+            made.machine = recorded.root();
+            return made;
+        };
+        Pair pair(options("here"), options("there"));
+        Memory mine(*pair.here, kMiB, MemoryKind::kHost), theirs(*pair.there, kMiB, MemoryKind::kHost);
+        for (int round = 0; round < 20; ++round) {
+            Result<uint64_t> moved =
+                pair.transfer({{mine.address(), theirs.address(), 4096, Direction::kWrite}});
+            REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+        }
+        for (int i : {0, 1}) {
+            CHECK(metric(*pair.here, "efa_rail_bytes_total{port=\"" + fabric.devices[i] + "\"}") ==
+                  (i == node ? 20 * 4096 : 0));
+        }
+    }
 }
 
 TEST_CASE("efa: offers and endpoints of odd lengths, and random ones, are refused or harmless") {

@@ -1,26 +1,24 @@
 // Which rail carries what: devices by name, those near the memory first, and none left waiting for another.
 #include <atomic>
+#include <set>
 #include <thread>
 
 #include "../topology/recorded.hpp"
 #include "base/clock.hpp"
 #include "bed.hpp"
-#include "transport/rdma/near_ports.hpp"
+#include "transport/nic/near_ports.hpp"
 
 using namespace moonpool;
 using namespace moonpool::testing;
-using transport::rdma::Port;
+using transport::nic::NearPort;
 
 namespace {
 
 constexpr size_t kMiB = 1u << 20;
 
-std::vector<std::shared_ptr<Port>> ports_of(const std::vector<std::string>& devices) {
-    std::vector<std::shared_ptr<Port>> ports;
-    for (const std::string& device : devices) {
-        ports.push_back(std::make_shared<Port>());
-        ports.back()->name = device + ":1";
-    }
+std::vector<NearPort> ports_of(const std::vector<std::string>& devices) {
+    std::vector<NearPort> ports;
+    for (const std::string& device : devices) ports.push_back({.device = device});
     return ports;
 }
 
@@ -28,10 +26,10 @@ using Tiers = std::vector<int>;
 
 Tiers tiers(const char* machine, const std::vector<std::string>& devices, int node) {
     Recorded recorded(machine);
-    std::vector<std::shared_ptr<Port>> ports = ports_of(devices);
-    transport::rdma::rank_ports(recorded.machine(), ports);
+    std::vector<NearPort> ports = ports_of(devices);
+    transport::nic::rank_ports(recorded.machine(), ports);
     Tiers found;
-    for (const auto& port : ports) found.push_back(port->tier(node));
+    for (const NearPort& port : ports) found.push_back(port.tier(node));
     return found;
 }
 
@@ -130,35 +128,59 @@ TEST_CASE("rdma: ports are near memory as recorded machines say") {
     CHECK(tiers("rxe_vm", soft, 2) == near_0);
 }
 
+TEST_CASE(
+    "rdma: ports are near memory of cards by the switch, then by the port of the CPU, then by the node") {
+    const std::vector<std::string> some = {"mlx5_0", "mlx5_3", "mlx5_1", "mlx5_9"};
+    using transport::nic::kFirstCard;
+    // The first card is behind the switch of mlx5_0; mlx5_3 and mlx5_1 are at its node, mlx5_9 is not.
+    CHECK(tiers("dgx_h100", some, kFirstCard) == Tiers{0, 1, 1, 2});
+    CHECK(tiers("dgx_h100", some, kFirstCard + 1) == Tiers{1, 0, 1, 2});
+    CHECK(tiers("dgx_h100", some, kFirstCard + 8) == Tiers{0, 0, 0, 0});  // there are eight
+    CHECK(transport::nic::cards_of(Recorded("dgx_h100").machine()).at(1) == "0000:43:00.0");
+}
+
 TEST_CASE("rdma: of more ports than there may be rails those are chosen that are near to each node") {
     using Places = std::vector<size_t>;
     Recorded recorded("dgx_h100");
     std::vector<std::string> names = {"of_no_tree", "of_none_either"};
     for (int i = 0; i < 12; ++i) names.push_back("mlx5_" + std::to_string(i));
-    std::vector<std::shared_ptr<Port>> ports = ports_of(names);
-    transport::rdma::rank_ports(recorded.machine(), ports);
+    std::vector<NearPort> ports = ports_of(names);
+    transport::nic::rank_ports(recorded.machine(), ports);
     auto near = [&](const Places& places, int node) {
-        return std::ranges::count_if(places, [&](size_t i) { return ports[i]->tier(node) == 0; });
+        return std::ranges::count_if(places, [&](size_t i) { return ports[i].tier(node) == 0; });
     };
     for (size_t n : {2, 8, 12}) {
         CAPTURE(n);
-        Places places = transport::rdma::choose_ports(ports, n);
+        Places places = transport::nic::choose_ports(ports, n);
         CHECK(places.size() == n);
         CHECK(std::ranges::is_sorted(places));
         CHECK(places.front() >= 2);
         CHECK(near(places, 0) == static_cast<long>(n / 2));
         CHECK(near(places, 1) == static_cast<long>(n / 2));
     }
-    CHECK(transport::rdma::choose_ports(ports, 14).size() == 14);
-    CHECK(transport::rdma::choose_ports(ports, 20).size() == 14);
+    CHECK(transport::nic::choose_ports(ports, 14).size() == 14);
+    CHECK(transport::nic::choose_ports(ports, 20).size() == 14);
     // Of equally near ones the fastest, then the first.
     const size_t fast = 2 + 5;
-    REQUIRE(ports[fast]->tier(0) == 0);
-    ports[fast]->gbit_s = 400;
-    Places two = transport::rdma::choose_ports(ports, 2);
+    REQUIRE(ports[fast].tier(0) == 0);
+    ports[fast].gbit_s = 400;
+    Places two = transport::nic::choose_ports(ports, 2);
     CHECK(std::ranges::count(two, fast) == 1);
+    ports[fast].gbit_s = 0;
+    // One for each card, before those that are near to none.
+    auto near_card = [&](int card) {
+        return [&ports, card](size_t i) { return ports[i].tier(transport::nic::kFirstCard + card) == 0; };
+    };
+    const Places eight = transport::nic::choose_ports(ports, 8);
+    for (int card = 0; card < 8; ++card) CHECK(std::ranges::count_if(eight, near_card(card)) == 1);
+    // Each of these in its turn.
+    std::set<size_t> used;
+    for (uint32_t turn = 0; turn < 16; ++turn) {
+        for (size_t i : transport::nic::choose_ports(ports, 4, turn)) used.insert(i);
+    }
+    CHECK(std::ranges::equal(used, eight));
     // Where nothing is known of any.
-    CHECK(transport::rdma::choose_ports(ports_of({"a", "b", "c"}), 2) == Places{0, 1});
+    CHECK(transport::nic::choose_ports(ports_of({"a", "b", "c"}), 2) == Places{0, 1});
 }
 
 TEST_CASE("rdma: with ten ports the eight near ones carry") {

@@ -57,12 +57,13 @@ TEST_CASE("rdma: an address of a port is IPv4 before IPv6, and the others keep t
         REQUIRE(nics->ports.size() == 1);
         const Port& port = *nics->ports[0];
         CHECK(port.text() == "soft0:1 10.8.0.1");
-        CHECK(port.gids.front().index == 3);
-        CHECK(port.gids.size() == 2);
-        CHECK(port.address.mtu == 3);
-        CHECK(port.gbit_s == 100);
+        const PortFacts facts = port.facts();
+        CHECK(facts.gids.front().index == 3);
+        CHECK(facts.gids.size() == 2);
+        CHECK(facts.address.mtu == 3);
+        CHECK(facts.gbit_s == 100);
         CHECK(
-            port.rejected ==
+            facts.rejected ==
             "GID 0 (fe80::1) is RoCE v1, which no router forwards; GID 2 (fe80::1) comes behind another one");
     }
     for (const char* script : {"ib devices=1", "gids=v6", "gids=v4 devices=3 mtu0=1 mtu1=3"}) {

@@ -3,6 +3,7 @@
 // arrive is the conformance suite's.
 #include <array>
 
+#include "../topology/recorded.hpp"
 #include "bed.hpp"
 #include "transport/rdma/device.hpp"
 
@@ -66,6 +67,46 @@ TEST_CASE("rdma: a NIC reads and writes memory of cards by dma-buf, on one side 
             for (const SegmentRegion& region : seen.regions) {
                 CHECK(region.transport == "rdma");
             }
+        }
+        bed.end();
+    }
+}
+
+TEST_CASE("rdma: the NIC that is near to a card carries what one can carry of its memory") {
+    for (const size_t near : {0, 1}) {
+        CAPTURE(near);
+        // Two NICs at one NUMA node, each below a port of the CPU of its own, and the card beside one of
+        // them.
+        Recorded machine("two_sockets");
+        const std::string roots[] = {"/pci0000:90/0000:90:01.0", "/pci0000:a0/0000:a0:01.0"};
+        for (size_t i : {0, 1}) {
+            const std::string nic = "soft" + std::to_string(i), folder = roots[i] + "/0000:91:00." + nic[4];
+            machine.write("/sys/devices" + folder + "/numa_node", "1");
+            machine.write("/sys/devices" + folder + "/infiniband/" + nic + "/hca_type", "soft");
+            machine.link("/sys/class/infiniband/" + nic, "../../devices" + folder + "/infiniband/" + nic);
+        }
+        const std::string card = roots[near] + "/ffff:a0:00.0";  // as the software driver calls it
+        machine.write("/sys/devices" + card + "/class", "0x030200");
+        machine.write("/sys/devices" + card + "/vendor", "0x10de");
+        machine.write("/sys/devices" + card + "/numa_node", "1");
+        machine.link("/sys/bus/pci/devices/ffff:a0:00.0", "../../../devices" + card);
+        Bed bed;
+        {
+            VerbsBed nics("devices=2");
+            EngineOptions here = cards_options("here", {"rdma"});
+            here.machine = machine.root();
+            Pair pair(here, cards_options("there", {"rdma", "tcp"}));
+            Memory mine(*pair.here, kCardBytes, MemoryKind::kDevice);
+            Memory theirs(*pair.there, kCardBytes, MemoryKind::kHost);
+            const uint64_t before[] = {VerbsBed::count("bytes0"), VerbsBed::count("bytes1")};
+            for (int round = 0; round < 20; ++round) {
+                Result<uint64_t> moved =
+                    pair.transfer({{mine.address(), theirs.address(), 4096, Direction::kWrite}});
+                REQUIRE_MESSAGE(moved.ok(), (moved.ok() ? "" : moved.error().text));
+            }
+            const char* counts[] = {"bytes0", "bytes1"};
+            CHECK(VerbsBed::count(counts[near]) - before[near] >= 20 * 4096);
+            CHECK(VerbsBed::count(counts[1 - near]) == before[1 - near]);
         }
         bed.end();
     }

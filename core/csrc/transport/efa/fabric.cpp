@@ -23,6 +23,7 @@ namespace moonpool::transport::efa {
 namespace {
 
 constexpr const char* kKernelNics = "/sys/class/infiniband";
+constexpr std::string_view kRdm = "-rdm";  // what libfabric adds to the kernel's name: "rdmap0s6-rdm"
 constexpr uint32_t kApi = fi::version(1, 9);
 
 bool kernel_has_efa() {
@@ -129,9 +130,9 @@ Result<fi::Info*> ask_info(const Fabric& library, const FabricOptions& options) 
     return found;
 }
 
-// The kernel's name of an EFA device is enough: libfabric adds the kind of its endpoints ("rdmap0s6-rdm").
+// The kernel's name of an EFA device is enough.
 bool is_called(const std::string& domain, const std::string& name) {
-    return domain == name || domain == name + "-rdm";
+    return domain == name || domain == name + std::string(kRdm);
 }
 
 // Of what libfabric found, none of which is called so.
@@ -177,7 +178,12 @@ Status has_nic(const FabricOptions& options) {
 Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const FabricOptions& options) {
     Result<const Fabric*> library = open_fabric(options);
     if (!library) return library.error();
-    Result<fi::Info*> found = ask_info(**library, options);
+    return open_all(**library, options);
+}
+
+Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const Fabric& library,
+                                                              const FabricOptions& options) {
+    Result<fi::Info*> found = ask_info(library, options);
     if (!found) return found.error();
     auto is_found = [&found](const std::string& name) {
         for (const fi::Info* info = *found; info != nullptr; info = info->next) {
@@ -188,7 +194,7 @@ Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const FabricOption
     auto missing = std::ranges::find_if_not(options.devices, is_found);
     if (missing != options.devices.end()) {
         Error error = no_device(*missing, *found);
-        (*library)->freeinfo(*found);
+        library.freeinfo(*found);
         return error;
     }
     auto is_wanted = [&options](const fi::Info& info) {
@@ -201,13 +207,11 @@ Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const FabricOption
     for (fi::Info* info = *found; info != nullptr; info = info->next) {
         if (!is_wanted(*info)) continue;
         // One NIC may be there in several forms: the provider prefers the first.
-        if (domains.size() == nic::kDevicesMax || std::ranges::any_of(domains, [&](const auto& domain) {
-                return domain->name_ == info->domain_attr->name;
-            })) {
-            continue;
-        }
-        std::shared_ptr<Domain> domain(new Domain(**library, (*library)->dupinfo(info)));
-        domain->name_ = info->domain_attr->name;
+        if (std::ranges::find(domains, info->domain_attr->name, &Domain::name_) != domains.end()) continue;
+        std::shared_ptr<Domain> domain(new Domain(library, library.dupinfo(info)));
+        domain->name_ = domain->near.device = info->domain_attr->name;
+        if (domain->near.device.ends_with(kRdm))
+            domain->near.device.resize(domain->name_.size() - kRdm.size());
         if (Status opened = domain->open(); !opened) {
             error = opened.error();
             continue;
@@ -216,9 +220,21 @@ Result<std::vector<std::shared_ptr<Domain>>> Domain::open_all(const FabricOption
         if (options.provider != "efa" && options.devices.empty())
             break;  // the others are further addresses of this host
     }
-    (*library)->freeinfo(*found);
+    library.freeinfo(*found);
     if (domains.empty()) return error;
     return domains;
+}
+
+void keep_nearest(std::vector<std::shared_ptr<Domain>>& domains, const std::string& machine) {
+    std::vector<nic::NearPort> near;
+    for (const auto& domain : domains) near.push_back(domain->near);
+    nic::rank_ports(nic::machine_for(near, machine), near);
+    std::vector<std::shared_ptr<Domain>> kept;
+    for (size_t i : nic::choose_ports(near, nic::kDevicesMax)) {
+        domains[i]->near = std::move(near[i]);
+        kept.push_back(std::move(domains[i]));
+    }
+    domains = std::move(kept);
 }
 
 Status Domain::open() {

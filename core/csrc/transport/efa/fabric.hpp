@@ -9,6 +9,7 @@
 #include "base/result.hpp"
 #include "transport/efa/abi.hpp"
 #include "transport/nic/keys.hpp"
+#include "transport/nic/near_ports.hpp"
 #include "transport/transport.hpp"
 
 namespace moonpool::transport::efa {
@@ -43,8 +44,10 @@ Status has_nic(const FabricOptions& options);
 
 class Domain final : public nic::KeyMaker {
    public:
-    // An error: none can be opened.
+    // Of all NICs, or of those that the options name. An error: none can be opened.
     static Result<std::vector<std::shared_ptr<Domain>>> open_all(const FabricOptions& options);
+    static Result<std::vector<std::shared_ptr<Domain>>> open_all(const Fabric& library,
+                                                                 const FabricOptions& options);
     ~Domain() override;
     Domain(const Domain&) = delete;
 
@@ -53,6 +56,8 @@ class Domain final : public nic::KeyMaker {
     bool end_key(void* handle) override;
     // A provider that works in software looks into the key of a request while that lasts.
     bool ends_keys_in_use() const override { return false; }
+
+    nic::NearPort near;  // set before it is used
 
     const Fabric& library() const { return library_; }
     fi::Info* info() const { return info_; }
@@ -71,5 +76,9 @@ class Domain final : public nic::KeyMaker {
     Owned<fi::Fabric> fabric_;
     Owned<fi::Domain> domain_;
 };
+
+// Has them know what memory they are near to, by the topology below `machine`, and closes all but as many as
+// an engine may have.
+void keep_nearest(std::vector<std::shared_ptr<Domain>>& domains, const std::string& machine);
 
 }  // namespace moonpool::transport::efa

@@ -23,7 +23,7 @@ class Rail final : public nic::Rail {
    public:
     Rail(std::shared_ptr<Domain> domain, size_t device, uint8_t peer_port, std::string peer_name,
          uint32_t number, uint64_t window_bytes, std::shared_ptr<Progress> progress)
-        : nic::Rail(number, device, peer_port, peer_port),
+        : nic::Rail(number, device, peer_port, peer_port, domain->near),
           domain_(std::move(domain)),
           peer_name_(std::move(peer_name)),
           window_bytes_(window_bytes),

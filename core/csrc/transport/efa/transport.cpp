@@ -43,6 +43,7 @@ Status Transport::start() {
     const FabricOptions& options = context_.options.fabric;
     Result<std::vector<std::shared_ptr<Domain>>> domains = Domain::open_all(options);
     if (!domains) return domains.error();
+    keep_nearest(*domains, context_.options.machine);
     std::vector<std::shared_ptr<Server>> servers;
     for (const auto& domain : *domains) servers.push_back(std::make_shared<Server>(domain));
     Result<std::shared_ptr<Progress>> progress = Progress::start(servers);
@@ -50,7 +51,7 @@ Status Transport::start() {
     servers_ = std::move(servers);
     progress_ = std::move(*progress);
     std::vector<std::shared_ptr<nic::KeyMaker>> makers(domains->begin(), domains->end());
-    serve_by(std::move(makers), options, nic::KeySize::k64,
+    serve_by(std::move(makers), options, {}, nic::KeySize::k64,
              [this](uint8_t port, Reader question, Writer& answer) { return serve(port, question, answer); });
     return success();
 }
@@ -75,15 +76,18 @@ Result<std::shared_ptr<transport::Link>> Transport::connect(const PeerInfo& peer
         return Error{Code::kUnavailable, "the peer's provider of libfabric is \"" + offer->provider +
                                              "\", and the one here \"" + options.provider + "\""};
     }
-    // NIC i here and NIC i there, beginning at another one for each peer.
+    // Those near to the memory of this host, others for each peer where several are; NIC i here and NIC i
+    // there, where there are as many.
     std::vector<std::unique_ptr<nic::Rail>> rails;
+    std::vector<nic::NearPort> near;
+    for (const auto& server : servers_) near.push_back(server->domain->near);
     const size_t n = std::min({kRailsMax, servers_.size(), offer->nics.size()});
-    const uint32_t first = next_rail_.fetch_add(static_cast<uint32_t>(n));
-    for (size_t i = 0; i < n; ++i) {
-        const auto number = static_cast<uint32_t>(first + i);
-        const size_t here = number % servers_.size(), there = number % offer->nics.size();
+    uint32_t number = next_rail_.fetch_add(static_cast<uint32_t>(n));
+    for (size_t here : nic::choose_ports(near, n, number / static_cast<uint32_t>(n))) {
+        const size_t there = near.size() == offer->nics.size() ? here : number % offer->nics.size();
         rails.push_back(std::make_unique<Rail>(servers_[here]->domain, here, static_cast<uint8_t>(there),
-                                               offer->nics[there], number, options.window_bytes, progress_));
+                                               offer->nics[there], number++, options.window_bytes,
+                                               progress_));
     }
     auto link =
         std::make_shared<nic::Link>(context_, nic::LinkOptions{kName, nic::KeySize::k64, options, links_},

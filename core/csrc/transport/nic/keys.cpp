@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "base/clock.hpp"
+#include "transport/nic/near_ports.hpp"
 
 namespace moonpool::transport::nic {
 
@@ -52,15 +53,46 @@ Keys::~Keys() {
 void Keys::add(std::shared_ptr<Region> region) {
     if (region == nullptr) return;
     auto keyed = std::make_shared<KeyedRegion>(std::move(region), chunk_bytes_, devices_.size());
-    int begin = 0;
+    int threads = 0;
     {
         MutexLock lock(mutex_);
         regions_[keyed->region->id] = keyed;
-        for (size_t chunk = 0; chunk < keyed->chunks(); ++chunk) waiting_.push_back({keyed, chunk});
-        begin = std::min<int>(kThreads - threads_, static_cast<int>(keyed->chunks()));
-        threads_ += begin;
+        for (size_t chunk = 0; chunk < keyed->chunks(); ++chunk) waiting_.push_back({keyed, chunk, making_});
+        threads = threads_for(keyed->chunks());
     }
-    for (int i = 0; i < begin; ++i) workers_.post(true, [this] { key_chunks(); });
+    begin(threads);
+}
+
+void Keys::leave_out(size_t device) {
+    MutexLock lock(mutex_);
+    making_ &= ~(1u << device);
+}
+
+void Keys::take_in(size_t device) {
+    int threads = 0;
+    {
+        MutexLock lock(mutex_);
+        const uint32_t bit = 1u << device;
+        if ((making_ & bit) != 0) return;
+        making_ |= bit;
+        size_t chunks = 0;
+        for (const auto& [id, keyed] : regions_) {
+            for (size_t chunk = 0; chunk < keyed->chunks(); ++chunk) waiting_.push_back({keyed, chunk, bit});
+            chunks += keyed->chunks();
+        }
+        threads = threads_for(chunks);
+    }
+    begin(threads);
+}
+
+int Keys::threads_for(size_t chunks) {
+    const int more = static_cast<int>(std::min<size_t>(static_cast<size_t>(kThreads - threads_), chunks));
+    threads_ += more;
+    return more;
+}
+
+void Keys::begin(int threads) {
+    for (int i = 0; i < threads; ++i) workers_.post(true, [this] { key_chunks(); });
 }
 
 void Keys::key_chunks() {
@@ -76,18 +108,20 @@ void Keys::key_chunks() {
             waiting_.pop_front();
             work.keyed->busy_.fetch_add(1);
         }
-        if (!work.keyed->revoked_.load()) key_chunk(*work.keyed, work.chunk);
+        if (!work.keyed->revoked_.load()) key_chunk(*work.keyed, work.chunk, work.devices);
         work.keyed->busy_.fetch_sub(1);
     }
 }
 
-void Keys::key_chunk(KeyedRegion& keyed, size_t chunk) {
+void Keys::key_chunk(KeyedRegion& keyed, size_t chunk, uint32_t devices) {
     uint64_t at = keyed.region->address + chunk * keyed.chunk_bytes;
     uint64_t bytes = std::min(keyed.chunk_bytes, keyed.region->address + keyed.region->length - at);
     const device::CardCopier* card = keyed.region->card.get();
-    int node = card != nullptr ? -1 : node_of_(reinterpret_cast<const void*>(at));
+    int node =
+        card != nullptr ? node_of_card(card->device()->facts()) : node_of_(reinterpret_cast<const void*>(at));
     keyed.nodes_[chunk].store(node, std::memory_order_relaxed);
     for (size_t d = 0; d < keyed.devices; ++d) {
+        if ((devices >> d & 1) == 0) continue;
         size_t place = chunk * keyed.devices + d;
         Result<KeyMaker::Made> made = card != nullptr ? devices_[d]->make_card_key(*card->device(), at, bytes)
                                                       : devices_[d]->make_key(at, bytes);
@@ -108,6 +142,11 @@ void Keys::key_chunk(KeyedRegion& keyed, size_t chunk) {
         }
         keyed.states_[place].store(state, std::memory_order_release);
     }
+}
+
+int Keys::node_of_card(const device::DeviceFacts& card) const {
+    auto found = std::ranges::find(cards_, card.bus_id);
+    return found == cards_.end() ? card.numa_node : kFirstCard + static_cast<int>(found - cards_.begin());
 }
 
 std::shared_ptr<KeyedRegion> Keys::find(uint64_t region_id) const {

@@ -59,7 +59,7 @@ class KeyedRegion {
     const size_t devices;
 
     size_t chunks() const { return states_.size() / devices; }
-    // The NUMA node of its memory; -1: not known, or memory of a card. Never waits, as key() does not.
+    // The node of its memory, as NearPort has it; -1: not known. Never waits, as key() does not.
     int node(size_t chunk) const { return nodes_[chunk].load(std::memory_order_relaxed); }
     Key key(size_t chunk, size_t device) const;
     std::string why_refused() const;
@@ -80,15 +80,20 @@ class KeyedRegion {
 
 class Keys {
    public:
-    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, const NicOptions& options, Workers& workers,
-         const std::atomic<bool>& closing)
+    // cards: cards_of(); where there is nothing to choose, none.
+    Keys(std::vector<std::shared_ptr<KeyMaker>> devices, const NicOptions& options,
+         std::vector<std::string> cards, Workers& workers, const std::atomic<bool>& closing)
         : devices_(std::move(devices)),
+          cards_(std::move(cards)),
           chunk_bytes_(options.chunk_bytes),
           node_of_(options.node_of),
           workers_(workers),
           closing_(closing) {}
     ~Keys();
 
+    // Before anything is added: that device makes no keys until it is taken in.
+    void leave_out(size_t device);
+    void take_in(size_t device);
     void add(std::shared_ptr<Region> region);
     std::shared_ptr<KeyedRegion> find(uint64_t region_id) const;
     // Starts to take a region back; released() says whether no NIC reaches it any more.
@@ -99,12 +104,17 @@ class Keys {
     struct Work {
         std::shared_ptr<KeyedRegion> keyed;
         size_t chunk;
+        uint32_t devices;  // bit d: of device d
     };
+    void begin(int threads);
+    int threads_for(size_t chunks) REQUIRES(mutex_);
     void key_chunks();
-    void key_chunk(KeyedRegion& keyed, size_t chunk);
+    void key_chunk(KeyedRegion& keyed, size_t chunk, uint32_t devices);
     bool release(KeyedRegion& keyed);
+    int node_of_card(const device::DeviceFacts& card) const;
 
     const std::vector<std::shared_ptr<KeyMaker>> devices_;
+    const std::vector<std::string> cards_;
     const uint64_t chunk_bytes_;
     int (*const node_of_)(const void* address);
     Workers& workers_;
@@ -112,6 +122,7 @@ class Keys {
     mutable Mutex mutex_;
     std::map<uint64_t, std::shared_ptr<KeyedRegion>> regions_ GUARDED_BY(mutex_);
     std::deque<Work> waiting_ GUARDED_BY(mutex_);
+    uint32_t making_ GUARDED_BY(mutex_) = UINT32_MAX;  // bit d: device d makes keys
     int threads_ GUARDED_BY(mutex_) = 0;
 };
 

@@ -21,10 +21,8 @@ constexpr uint64_t kAwayNs = 100'000'000;          // rails are looked at every 
 constexpr std::chrono::milliseconds kNap{2};
 
 bool is_uneven(const std::vector<std::unique_ptr<Rail>>& rails) {
-    const Rail::Tiers* first = rails.front()->tiers();
-    return std::ranges::any_of(rails, [&](const auto& rail) {
-        return rail->tiers() != nullptr && first != nullptr && *rail->tiers() != *first;
-    });
+    return std::ranges::any_of(
+        rails, [&](const auto& rail) { return rail->near.tiers != rails.front()->near.tiers; });
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ bool Link::fill(Rail& rail, uint64_t now) {
 
 // Whether one would carry memory of that node better than another, as far as both are known.
 bool Link::is_better(const Rail& rail, const Rail& other, int node) {
-    const int nearer = other.tier(node) - rail.tier(node);
+    const int nearer = other.near.tier(node) - rail.near.tier(node);
     if (rail.bytes_per_ns() <= 0 || other.bytes_per_ns() <= 0) return nearer > 0;
     return nearer > 0 ? rail.bytes_per_ns() * kFarTimes >= other.bytes_per_ns()
                       : rail.bytes_per_ns() > other.bytes_per_ns() * kFarTimes;
@@ -70,7 +70,7 @@ bool Link::is_for_nearer(const Rail& rail, const Task& task, int node, uint64_t 
     };
     const uint64_t now = clock();
     return std::ranges::any_of(rails_, [&](const auto& other) REQUIRES(mutex_) {
-        if (other->tier(node) >= rail.tier(node)) return false;
+        if (other->near.tier(node) >= rail.near.tier(node)) return false;
         if (!may_take(*other, task) || last_to_end(*other) || hoards(*other, now)) return false;
         if (other->bytes_per_ns() <= 0 || rail.bytes_per_ns() <= 0) return true;
         return end_ns(*other) <= kFarTimes * end_ns(rail);

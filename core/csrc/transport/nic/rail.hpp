@@ -9,15 +9,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/event_loop.hpp"
 #include "base/result.hpp"
+#include "transport/nic/near_ports.hpp"
 
 namespace moonpool::transport::nic {
 
@@ -34,14 +35,19 @@ class Rail {
    public:
     enum class State : uint8_t { kDown, kConnecting, kUp, kEnding };
 
-    Rail(uint32_t number, size_t device, size_t peer_device, uint8_t peer_port)
-        : number(number), device(device), peer_device(peer_device), peer_port(peer_port) {}
+    Rail(uint32_t number, size_t device, size_t peer_device, uint8_t peer_port, NearPort near)
+        : number(number),
+          device(device),
+          peer_device(peer_device),
+          peer_port(peer_port),
+          near(std::move(near)) {}
     virtual ~Rail() = default;
     Rail(const Rail&) = delete;
 
     const uint32_t number;             // of the connection, as the peer is told
     const size_t device, peer_device;  // whose keys it uses
     const uint8_t peer_port;           // in the peer's offer
+    const NearPort near;               // of the port here
 
     State state = State::kDown;
     std::string why = "it was not used yet";  // it is down
@@ -78,11 +84,6 @@ class Rail {
     // Of its ends, for people: addresses that are not used, each with the reason.
     virtual std::string remarks() const { return ""; }
     virtual bool port_up() const { return true; }
-    // NUMA node -> how many tiers of ports are nearer to its memory; null: nothing is known.
-    using Tiers = std::map<int, int>;
-    virtual const Tiers* tiers() const { return nullptr; }
-    // 0: none is nearer, or nothing is known of that node.
-    virtual int tier(int node) const { return (void)node, 0; }
     // How many times the silence of a NIC it may be silent.
     virtual uint64_t patience() const { return 1; }
 

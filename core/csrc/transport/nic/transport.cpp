@@ -5,8 +5,9 @@
 namespace moonpool::transport::nic {
 
 void Transport::serve_by(std::vector<std::shared_ptr<KeyMaker>> makers, const NicOptions& options,
-                         KeySize key_size, Target::Make make) {
-    keys_ = std::make_shared<Keys>(std::move(makers), options, context_.waiters, context_.closing);
+                         std::vector<std::string> cards, KeySize key_size, Target::Make make) {
+    keys_ = std::make_shared<Keys>(std::move(makers), options, std::move(cards), context_.waiters,
+                                   context_.closing);
     target_.emplace(context_, keys_, key_size, std::move(make));
 }
 

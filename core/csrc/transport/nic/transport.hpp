@@ -29,9 +29,9 @@ class Transport : public transport::Transport {
     // what: it is called, for people: "RDMA".
     Transport(const Context& context, std::string what) : context_(context), what_(std::move(what)) {}
 
-    // Once, in start(): what is registered from here on gets keys, and peers are served.
-    void serve_by(std::vector<std::shared_ptr<KeyMaker>> makers, const NicOptions& options, KeySize key_size,
-                  Target::Make make);
+    // Once, in start(): what is registered from here on gets keys, and peers are served. cards: as of Keys.
+    void serve_by(std::vector<std::shared_ptr<KeyMaker>> makers, const NicOptions& options,
+                  std::vector<std::string> cards, KeySize key_size, Target::Make make);
     // In the destructor: before the NICs go.
     void end();
 

@@ -168,7 +168,8 @@ inline constexpr int kLocalWrite = 1, kRemoteWrite = 2, kRemoteRead = 4, kRelaxe
 inline constexpr int kReliable = 2;  // type of a queue pair
 inline constexpr int kInit = 1, kReadyToReceive = 2, kReadyToSend = 3, kError = 6;
 inline constexpr int kPortActive = 4, kInfiniBand = 1;
-inline constexpr int kEventFatal = 8, kEventPortActive = 9, kEventPortError = 10;
+inline constexpr int kEventFatal = 8, kEventPortActive = 9, kEventPortError = 10, kEventLid = 11,
+                     kEventGid = 18;  // of addresses: they have changed
 inline constexpr uint32_t kGidRoce1 = 1;
 // Fields of a QpAttr.
 inline constexpr int kState = 1 << 0, kAccess = 1 << 3, kPkey = 1 << 4, kPort = 1 << 5, kAv = 1 << 7,

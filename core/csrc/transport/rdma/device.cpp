@@ -86,7 +86,8 @@ double speed_gbit_s(const ib::PortAttr& port) {
 
 // The GIDs by which peers reach a RoCE port: of version 2, over IPv4 before IPv6. Why each one is not the
 // first stands in port.rejected.
-bool choose_gids(const Verbs& verbs, Port& port, int entries) {
+bool choose_gids(const Port& of, PortFacts& port, int entries) {
+    const Verbs& verbs = of.device->verbs;
     auto reject = [&](int index, const Gid& gid, const char* why) {
         port.rejected += (port.rejected.empty() ? "" : "; ") + std::string("GID ") + std::to_string(index) +
                          " (" + gid_text(gid) + ") " + why;
@@ -94,9 +95,9 @@ bool choose_gids(const Verbs& verbs, Port& port, int entries) {
     for (int i = 0; i < entries && i < 256; ++i) {
         ib::GidEntry entry{};
         bool typed = verbs.query_gid_ex != nullptr &&
-                     verbs.query_gid_ex(port.device->context, port.number, static_cast<uint32_t>(i), &entry,
-                                        0, sizeof(entry)) == 0;
-        if (!typed && verbs.query_gid(port.device->context, port.number, i, &entry.gid) != 0) continue;
+                     verbs.query_gid_ex(of.device->context, of.number, static_cast<uint32_t>(i), &entry, 0,
+                                        sizeof(entry)) == 0;
+        if (!typed && verbs.query_gid(of.device->context, of.number, i, &entry.gid) != 0) continue;
         Gid gid;
         std::memcpy(gid.data(), entry.gid.raw, gid.size());
         if (std::all_of(gid.begin(), gid.end(), [](uint8_t b) { return b == 0; })) continue;  // a hole
@@ -115,30 +116,33 @@ bool choose_gids(const Verbs& verbs, Port& port, int entries) {
     return true;
 }
 
-// -> why the port is of no use; empty: it is.
-std::string look_at(const Verbs& verbs, Port& port) {
-    ib::PortAttr facts{};
-    if (int code = verbs.query_port(port.device->context, port.number, &facts); code != 0) {
-        return std::string("cannot be asked (") + std::strerror(code) + ")";
+}  // namespace
+
+Result<PortFacts> read_facts(const Port& port) {
+    const Verbs& verbs = port.device->verbs;
+    auto why = [](std::string text) { return Error{Code::kUnavailable, std::move(text)}; };
+    ib::PortAttr asked{};
+    if (int code = verbs.query_port(port.device->context, port.number, &asked); code != 0) {
+        return why(std::string("cannot be asked (") + std::strerror(code) + ")");
     }
-    if (facts.state != ib::kPortActive) return "is not active";
-    port.address.infiniband = facts.link_layer == ib::kInfiniBand;
-    port.address.mtu = static_cast<uint8_t>(facts.active_mtu);
-    port.address.lid = facts.lid;
-    port.gbit_s = speed_gbit_s(facts);
-    if (!port.address.infiniband) {
-        if (choose_gids(verbs, port, facts.gid_tbl_len)) return "";
-        return "has no GID of use" + (port.rejected.empty() ? "" : ": " + port.rejected);
+    if (asked.state != ib::kPortActive) return why("is not active");
+    PortFacts facts;
+    facts.address.infiniband = asked.link_layer == ib::kInfiniBand;
+    facts.address.mtu = static_cast<uint8_t>(asked.active_mtu);
+    facts.address.lid = asked.lid;
+    facts.gbit_s = speed_gbit_s(asked);
+    if (!facts.address.infiniband) {
+        if (choose_gids(port, facts, asked.gid_tbl_len)) return facts;
+        return why("has no GID of use" + (facts.rejected.empty() ? "" : ": " + facts.rejected));
     }
     ib::Gid gid{};
     if (verbs.query_gid(port.device->context, port.number, 0, &gid) == 0) {
-        std::memcpy(port.address.gid.data(), gid.raw, sizeof(gid.raw));
+        std::memcpy(facts.address.gid.data(), gid.raw, sizeof(gid.raw));
     }
-    port.gids = {{port.address.gid, 0}};
-    return port.address.lid != 0 ? "" : "has no LID: no subnet manager has given it one";
+    facts.gids = {{facts.address.gid, 0}};
+    if (facts.address.lid != 0) return facts;
+    return why("has no LID: no subnet manager has given it one");
 }
-
-}  // namespace
 
 bool is_ipv4(const Gid& gid) {
     return std::all_of(gid.begin(), gid.begin() + 10, [](uint8_t b) { return b == 0; }) && gid[10] == 0xff &&
@@ -172,9 +176,9 @@ std::string verb_error_text(int code) {
 
 std::string PortAddress::text() const { return infiniband ? "LID " + std::to_string(lid) : gid_text(gid); }
 
-std::string Port::text() const { return name + " " + address.text(); }
+std::string Port::text() const { return name + " " + facts().address.text(); }
 
-std::vector<GidEntry> Port::gids_toward(const std::vector<Gid>& peer) const {
+std::vector<GidEntry> PortFacts::gids_toward(const std::vector<Gid>& peer) const {
     auto bits = [&](const GidEntry& entry, auto same) {
         int most = -1;
         for (const Gid& gid : peer) {
@@ -240,20 +244,24 @@ Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names
             leave_out(name, std::string("cannot be asked (") + std::strerror(code) + ")");
             continue;
         }
-        size_t before = nics.ports.size();
+        size_t before = nics.ports.size() + nics.waiting.size();
         for (uint8_t number = 1; number <= device->facts.ports; ++number) {
             auto port = std::make_shared<Port>();
             port->device = device;
             port->device_index = nics.devices.size();
             port->number = number;
             port->name = name + ":" + std::to_string(number);
-            if (std::string why = look_at(verbs, *port); !why.empty()) {
-                leave_out(port->name, why);
-            } else {
+            Result<PortFacts> facts = read_facts(*port);
+            port->up = facts.ok();
+            if (facts) {
+                port->set(std::move(*facts));
                 nics.ports.push_back(std::move(port));
+            } else {
+                leave_out(port->name, facts.error().text);
+                nics.waiting.push_back(std::move(port));
             }
         }
-        if (nics.ports.size() != before) nics.devices.push_back(std::move(device));
+        if (nics.ports.size() + nics.waiting.size() != before) nics.devices.push_back(std::move(device));
     }
     if (nics.ports.empty()) return Error{Code::kUnavailable, "no RDMA port is of use: " + nics.why_not};
     return nics;

@@ -4,15 +4,16 @@
 
 #include <array>
 #include <atomic>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/fd.hpp"
 #include "base/fork.hpp"
+#include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "transport/nic/keys.hpp"
+#include "transport/nic/near_ports.hpp"
 #include "transport/rdma/verbs.hpp"
 
 namespace moonpool::transport::rdma {
@@ -66,40 +67,58 @@ class Device final : public nic::KeyMaker {
     ClosedInChildren commands_closed_{commands_}, events_closed_{events_};
 };
 
-struct Port {
-    std::shared_ptr<Device> device;
-    size_t device_index = 0;  // among the engine's
-    uint8_t number = 1;
-    std::string name;  // "mlx5_0:1"
+// What the kernel may give a port anew at any time.
+struct PortFacts {
     PortAddress address;
     std::vector<GidEntry> gids;  // by which peers may reach it; address has the first
     double gbit_s = 0;
-    std::string rejected;      // GIDs that are not the first, each with the reason
-    std::map<int, int> tiers;  // NUMA node -> how many tiers of ports are nearer to its memory
-    std::atomic<bool> up{true};
+    std::string rejected;  // GIDs that are not the first, each with the reason
 
-    // 0: none is nearer, or nothing is known of that node.
-    int tier(int node) const {
-        auto found = tiers.find(node);
-        return found == tiers.end() ? 0 : found->second;
-    }
-    std::string device_name() const { return name.substr(0, name.rfind(':')); }
     // Those by which a peer with one of these GIDs may be reached, kGidsTriedMax at most, in the order in
     // which a connection tries them: IPv4, IPv6, addresses of the link; of one kind those of the peer's
     // subnet first. At least one.
     std::vector<GidEntry> gids_toward(const std::vector<Gid>& peer) const;
+};
+
+class Port {
+   public:
+    std::shared_ptr<Device> device;
+    size_t device_index = 0;  // among the engine's
+    uint8_t number = 1;
+    std::string name;  // "mlx5_0:1"
+    nic::Tiers tiers;
+    std::atomic<bool> up{true};
+
+    PortFacts facts() const {
+        MutexLock lock(mutex_);
+        return facts_;
+    }
+    void set(PortFacts facts) {
+        MutexLock lock(mutex_);
+        facts_ = std::move(facts);
+    }
+
+    nic::NearPort near() const { return {name.substr(0, name.rfind(':')), facts().gbit_s, tiers}; }
     std::string text() const;  // "mlx5_0:1 10.0.0.7"
+
+   private:
+    mutable Mutex mutex_;
+    PortFacts facts_ GUARDED_BY(mutex_);
 };
 
 struct Nics {
-    std::vector<std::shared_ptr<Device>> devices;  // that have a port
+    std::vector<std::shared_ptr<Device>> devices;  // that have one of these ports
     std::vector<std::shared_ptr<Port>> ports;      // active, with an address
-    std::string why_not;                           // of ports that are not among them
+    std::vector<std::shared_ptr<Port>> waiting;    // not so, or not yet
+    std::string why_not;                           // of what is not among `ports`
 };
 
 // An error: this host has no device, or none can be opened; kInvalidArgument: it has none of one of the
 // names. names: of the devices that may be used; none: all.
+// At least one of the ports is active, with an address.
 Result<Nics> open_nics(const Verbs& verbs, const std::vector<std::string>& names = {});
+// Asks the kernel. An error: why the port is of no use now.
+Result<PortFacts> read_facts(const Port& port);
 // Whether it has a device; opens none.
 Status has_device(const Verbs& verbs);
 

@@ -36,13 +36,15 @@ std::vector<std::byte> encode_offer(const std::vector<std::shared_ptr<Port>>& po
     Writer w(out);
     size_t n = std::min(ports.size(), kPortsMax);
     w.number(static_cast<uint8_t>(n));
+    std::vector<PortFacts> facts;
+    for (size_t i = 0; i < n; ++i) facts.push_back(ports[i]->facts());
     for (size_t i = 0; i < n; ++i) {
         w.number(static_cast<uint8_t>(ports[i]->device_index));
-        encode(w, ports[i]->address);
+        encode(w, facts[i].address);
         w.text16(ports[i]->name);
     }
     for (size_t i = 0; i < n; ++i) {
-        const std::vector<GidEntry>& gids = ports[i]->gids;
+        const std::vector<GidEntry>& gids = facts[i].gids;
         const size_t offered = std::min(gids.size(), kGidsTriedMax);
         w.number(static_cast<uint8_t>(offered - 1));
         for (size_t k = 1; k < offered; ++k) w.bytes(gids[k].gid.data(), gids[k].gid.size());

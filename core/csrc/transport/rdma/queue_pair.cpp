@@ -86,7 +86,7 @@ QueuePair::~QueuePair() {
 }
 
 Endpoint QueuePair::endpoint() const {
-    Endpoint own{port_->address, qp_->qp_num, psn_, 1};
+    Endpoint own{facts_.address, qp_->qp_num, psn_, 1};
     own.port.gid = own_.gid;
     own.reads = static_cast<uint8_t>(std::clamp(port_->device->facts.max_qp_rd_atom, 1, kReadsMax));
     return own;

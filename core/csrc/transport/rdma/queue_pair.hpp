@@ -68,9 +68,13 @@ class QueuePair final : public nic::TargetEnd {
 
    private:
     QueuePair(std::shared_ptr<Port> port, std::shared_ptr<Completions> completions)
-        : port_(std::move(port)), completions_(std::move(completions)), own_(port_->gids.front()) {}
+        : port_(std::move(port)),
+          completions_(std::move(completions)),
+          facts_(port_->facts()),
+          own_(facts_.gids.front()) {}
     const std::shared_ptr<Port> port_;
     const std::shared_ptr<Completions> completions_;
+    const PortFacts facts_;  // when it was made
     GidEntry own_;
     ib::Qp* qp_ = nullptr;
     uint32_t psn_ = 0;

@@ -35,8 +35,8 @@ std::string Rail::path() const {
 
 std::string Rail::remarks() const {
     MutexLock lock(route_mutex_);
-    if (not_by_.empty() || port_->rejected.empty()) return port_->rejected + not_by_;
-    return port_->rejected + "; " + not_by_;
+    const std::string rejected = port_->facts().rejected;
+    return rejected + (not_by_.empty() || rejected.empty() ? "" : "; ") + not_by_;
 }
 
 // By one GID of the port after the other: which of them leads to the peer its answer shows, and the kernel,
@@ -48,7 +48,7 @@ Status Rail::connect(const Ask& ask) {
         MutexLock lock(route_mutex_);
         last = route_here_;
     }
-    std::vector<GidEntry> gids = port_->gids_toward(peer_.gids);
+    std::vector<GidEntry> gids = port_->facts().gids_toward(peer_.gids);
     if (!no_route_yet_)
         std::ranges::stable_partition(gids, [&](const auto& own) { return own.gid == last.gid; });
     std::string not_by;
@@ -60,7 +60,7 @@ Status Rail::connect(const Ask& ask) {
             coming_ = std::move(*pair);
             no_route_yet_ = false;
             MutexLock lock(route_mutex_);
-            route_here_.gid = own.gid;
+            route_here_ = (*coming_).endpoint().port;
             route_there_ = way.there;
             not_by_ = std::move(not_by);
             return success();

@@ -31,7 +31,7 @@ class Rail final : public nic::Rail {
     // loop: tells of completions.
     Rail(std::shared_ptr<Port> port, uint8_t peer_port, const OfferedPort& peer, uint32_t number,
          uint64_t window_bytes, EventLoop& loop)
-        : nic::Rail(number, port->device_index, peer.device, peer_port),
+        : nic::Rail(number, port->device_index, peer.device, peer_port, port->near()),
           port_(std::move(port)),
           peer_(peer),
           window_bytes_(window_bytes),
@@ -41,8 +41,6 @@ class Rail final : public nic::Rail {
     std::string path() const override EXCLUDES(route_mutex_);
     std::string remarks() const override EXCLUDES(route_mutex_);
     bool port_up() const override { return port_->up; }
-    const Tiers* tiers() const override { return &port_->tiers; }
-    int tier(int node) const override { return port_->tier(node); }
     uint64_t patience() const override { return port_->device->is_soft() ? kSoftPatience : 1; }
     Status connect(const Ask& ask) override;
     bool has_room() const override;
@@ -85,7 +83,7 @@ class Rail final : public nic::Rail {
     const OfferedPort peer_;
     // What a connection found out; as the ports have it until then.
     mutable Mutex route_mutex_;
-    PortAddress route_here_ GUARDED_BY(route_mutex_) = port_->address;
+    PortAddress route_here_ GUARDED_BY(route_mutex_) = port_->facts().address;
     PortAddress route_there_ GUARDED_BY(route_mutex_) = peer_.address;
     std::string not_by_ GUARDED_BY(route_mutex_);  // GIDs here that did not reach the peer, with the reasons
     const uint64_t window_bytes_;

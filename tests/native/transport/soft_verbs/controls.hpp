@@ -36,6 +36,8 @@
     X(void, soft_verbs_port, (int device, int up))                                                         \
     /* The device fails as a whole: an event says so, and nothing of it completes any more. */             \
     X(void, soft_verbs_fatal, (int device))                                                                \
+    /* Devices have other GIDs from now on, as gids= of the script says; an event says so. */              \
+    X(void, soft_verbs_gids, (const char* gids))                                                           \
     X(void, soft_verbs_silent, (int device, int silent))                                                   \
     X(int, soft_verbs_release, ())                                                                         \
     /* As the module nvidia_peermem: NICs take a card's addresses, where the CPU sees the bytes at `seen`. \

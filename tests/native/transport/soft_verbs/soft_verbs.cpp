@@ -1084,6 +1084,13 @@ void soft_verbs_port(int device, int up) {
     tell_engines(s, device,
                  {reinterpret_cast<void*>(uintptr_t{1}), up != 0 ? kEventPortActive : kEventPortError});
 }
+void soft_verbs_gids(const char* gids) {
+    State& s = state();
+    Lock lock(s);
+    s.script.gids = gids;
+    for (int device = 0; device < kDevicesMax; ++device)
+        tell_engines(s, device, {reinterpret_cast<void*>(uintptr_t{1}), kEventGid});
+}
 void soft_verbs_fatal(int device) {
     State& s = state();
     Lock lock(s);
