@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,21 @@ from tests.vm import machine
 
 
 @pytest.fixture
-def guest(tmp_path: Path) -> Callable[..., machine.Ended]:
-    """Runs a command there and fails with its output where it fails."""
+def kernel() -> Path:
     found = os.environ.get("GUEST_KERNEL")
     kernel = Path(found) if found else None
     if why := machine.why_not(kernel):
         pytest.skip(why)
     assert kernel is not None
+    return kernel
 
-    def run(command: str, timeout_s: float = 280.0, **memory: int) -> machine.Ended:
-        ended = machine.run(kernel, command, tmp_path, timeout_s=timeout_s, **memory)
+
+@pytest.fixture
+def guest(kernel: Path, tmp_path: Path) -> Callable[..., machine.Ended]:
+    """Runs a command there and fails with its output where it fails."""
+
+    def run(command: str, timeout_s: float = 280.0, **machine_options: Any) -> machine.Ended:
+        ended = machine.run(kernel, command, tmp_path, timeout_s=timeout_s, **machine_options)
         print(f"{ended.seconds:.1f} s\n{ended.output}")
         assert ended.code == 0, ended.output
         return ended

@@ -26,6 +26,15 @@ rails() {
     done
 }
 
+# The card of the line between two machines, eth0, with soft RoCE, rxe0. $1: the number of this machine, which makes its
+# addresses.
+line() {
+    modprobe virtio_net; modprobe rdma_rxe; modprobe ib_uverbs
+    wait_for_file /sys/class/net/eth0 || return
+    ip link set eth0 address 52:54:00:00:00:0$1 mtu 4200 up && ip address add 10.9.0.$1/24 dev eth0
+    rdma link add rxe0 type rxe netdev eth0
+}
+
 # Waits up to 30 s for a file.
 wait_for_file() {
     local i

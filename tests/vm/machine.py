@@ -52,12 +52,14 @@ def run(
     memory_mib: int = 768,
     pmem_mib: int = 0,
     far_mib: int = 0,
+    line: tuple[Path, Path] | None = None,
 ) -> Ended:
     """Runs a command of bash there, as root; functions of guest.sh are known to it.
 
     kernel: a folder made by scripts/guest_kernel.py. job: an empty folder, which the guest sees as /mnt and
     may write to. pmem_mib: memory that the guest takes for persistent, beside the other. far_mib: memory of
-    a NUMA node without CPUs, node 1, beside the other. Raises NeverEnded.
+    a NUMA node without CPUs, node 1, beside the other. line: Unix sockets, this end's and the other's, of a
+    line to another machine; eth0 is the guest's network card for it. Raises NeverEnded.
     """
     [modules] = (kernel / "lib" / "modules").iterdir()
     python = Path(sys.executable).parent
@@ -103,6 +105,11 @@ def run(
     for tag, path, mode in (("host", Path("/"), ",readonly=on"), ("job", job, "")):
         qemu += ["-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap{mode}"]
         qemu += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+    if line:
+        ends = ",".join(
+            f"{end}.type=unix,{end}.path={path}" for end, path in zip(("local", "remote"), line, strict=True)
+        )
+        qemu += ["-netdev", f"dgram,id=line,{ends}", "-device", "virtio-net-pci,netdev=line"]
     began_s = time.monotonic()
     try:
         ended = subprocess.run(

@@ -1,5 +1,6 @@
 """In the virtual machine: what becomes of transfers over several rails of soft RoCE, slow, cut, silent, and
-when their peer dies. `python rails_and_faults.py [--long]`, with rails a0-b0, a1-b1, a2-b2 (guest.sh).
+when their peer dies. `python -m tests.vm.rails_and_faults [--long] [SCENARIO ...]`, with rails a0-b0, a1-b1,
+a2-b2 (guest.sh).
 
 Each scenario checks every byte. It prints what it measured, and asserts no speed: the processor is emulated,
 and its host may be busy. Times of faults have a margin of 5.
@@ -7,177 +8,44 @@ and its host may be busy. Times of faults have a margin of 5.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from moonpool import Batch, Region, Segment, Transfer, TransferEngine
 from moonpool.core.errors import Error, TransferError
+from tests.vm.rails import (
+    MARGIN,
+    MIB,
+    PATIENCE_S,
+    SLOW_MBIT,
+    Bed,
+    carried,
+    cut,
+    deaf,
+    far,
+    lossy,
+    lost,
+    near,
+    shape,
+    submit,
+    tell,
+    wait_for,
+)
 
-TOKEN = b"of this test"
-MIB = 1 << 20
-SLICE = 128 << 10
-SLOW_MBIT = 16  # of a rail: the emulated processor, which carries 200 Mbit/s, is not what limits it
 DEADLINE_S = 2.0
-MARGIN = 5  # of a machine that is busy
-PATIENCE_S = 60.0
 TRIES = 10  # to lose the rails in the middle of a transfer
-
-
-def tell(what: str, **figures: object) -> None:
-    print(what, *(f"{name}={value}" for name, value in figures.items()), flush=True)
-
-
-class Shell:
-    """Runs commands in the middle of transfers: a fork of this process would take longer than they do."""
-
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            ["bash"], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
-
-    def __call__(self, command: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(f"{{ {command}; }} 2>&1; echo; echo ended $?", file=self.process.stdin, flush=True)
-        lines = []
-        for line in self.process.stdout:
-            if line.startswith("ended "):
-                assert line == "ended 0\n", (command, lines)
-                break
-            lines.append(line)
-        return "".join(lines)
-
-
-sh = Shell()
-
-
-# ---- the cables
-
-
-def shape(rates_mbit: Sequence[float]) -> None:
-    """Slows what leaves a0, a1, ... down; the queue is longer than what soft RoCE has under way."""
-    for rail, rate in enumerate(rates_mbit):
-        sh(f"tc qdisc replace dev a{rail} root tbf rate {rate}mbit burst 32kb limit 64mb")
-
-
-def carried(rails: int) -> list[int]:
-    """Bytes that left a0, a1, ... since they were shaped."""
-    return [json.loads(sh(f"tc -s -j qdisc show dev a{rail} root"))[0]["bytes"] for rail in range(rails)]
-
-
-@contextmanager
-def cut(*rails: int) -> Iterator[None]:
-    """The cables are pulled out: both ends see that."""
-    for rail in rails:
-        sh(f"ip link set a{rail} down")
-    try:
-        yield
-    finally:
-        for rail in rails:
-            # With the device its routes went.
-            net, table = f"10.8.{rail}", 200 + 2 * rail
-            sh(f"ip link set a{rail} up && ip route replace {net}.0/24 dev a{rail} src {net}.1 table {table}")
-
-
-@contextmanager
-def deaf(*rails: int) -> Iterator[None]:
-    """The far side drops what arrives; no port goes down, and nothing tells the near side."""
-    for rail in rails:
-        sh(f"tc qdisc add dev b{rail} ingress")
-        sh(f"tc filter add dev b{rail} ingress matchall action drop")
-    try:
-        yield
-    finally:
-        for rail in rails:
-            sh(f"tc qdisc del dev b{rail} ingress")
-
 
 Fault = Callable[..., AbstractContextManager[None]]
 
 
 def name_of(fault: Fault) -> str:
     return "cut" if fault is cut else "deaf"
-
-
-# ---- the engines
-
-
-def near(rails: int, transports: Sequence[str] = ("rdma", "tcp"), **options: float) -> TransferEngine:
-    devices = [f"ra{rail}" for rail in range(rails)]
-    return TransferEngine("near", token=TOKEN, transports=transports, rdma_devices=devices, **options)
-
-
-def far(rails: int) -> TransferEngine:
-    devices = [f"rb{rail}" for rail in range(rails)]
-    return TransferEngine("far", token=TOKEN, transports=["rdma", "tcp"], rdma_devices=devices)
-
-
-class Bed:
-    """Two engines of this process with a rail or several, and memory of random bytes on the near one."""
-
-    def __init__(self, rails: int, size: int, transports: Sequence[str] = ("rdma", "tcp")) -> None:
-        self.far, self.near = far(rails), near(rails, transports, timeout_s=10.0 * MARGIN)
-        self.size = size
-        self.theirs, self.ours = self.far.allocate(size), self.near.allocate(size)
-        self.peer = self.near.open(self.far.addresses[0])
-        self.fill()
-        # The memory gets its keys in the background; until then bytes take TCP.
-        wait_for(
-            lambda: self.near.write(self.peer, self.ours.at(0), self.theirs.address, 8) and self.moved("rdma")
-        )
-
-    def __enter__(self) -> Bed:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.near.close()
-        self.far.close()
-
-    def fill(self) -> None:
-        self.ours.view[:] = random.Random(self.size).randbytes(self.size)
-
-    def moved(self, transport: str) -> int:
-        return self.near.metrics()[f"{transport}_write_bytes_total"]
-
-    def retries(self) -> int:
-        """Pieces that went again, because of a rail that was left."""
-        return self.near.metrics()["retries_total"]
-
-    def submit(self, **options: float) -> Transfer:
-        return submit(self.near, self.peer, self.ours, self.theirs.address, **options)
-
-    def check(self) -> None:
-        assert self.theirs.view == self.ours.view, "other bytes than those that were written"
-
-    def warm_up(self) -> None:
-        """Each rail was used: its queue pair is there, and its rate is known."""
-        self.submit().result(PATIENCE_S * MARGIN)
-        self.check()
-
-
-def submit(engine: TransferEngine, peer: Segment, ours: Region, remote: int, **options: float) -> Transfer:
-    places = range(0, len(ours), SLICE)
-    local, theirs = [ours.at(at) for at in places], [remote + at for at in places]
-    return engine.submit(Batch("write", peer, local, theirs, SLICE), **options)
-
-
-def wait_for(ready: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S * MARGIN
-    while not ready():
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.002)
-
-
-# ---- the scenarios
 
 
 def rates_of_rails(_: bool) -> None:
@@ -220,13 +88,23 @@ def timed(bed: Bed) -> tuple[float, int]:
     return took_s, beside
 
 
-def rail_lost(long: bool) -> None:
-    """A cable is pulled in mid transfer, or its far end falls silent: the other rail carries on."""
-    for fault in (cut, deaf) * (4 if long else 1):
-        with Bed(2, 8 * MIB) as bed:
-            shape([SLOW_MBIT] * 2)
-            bed.warm_up()
-            assert any(one_of_two(bed, fault) for _ in range(TRIES)), "each transfer was too fast"
+def rail_cut(long: bool) -> None:
+    """A cable is pulled in mid transfer: the other rail carries on."""
+    for _ in range(4 if long else 1):
+        rail_lost(cut)
+
+
+def rail_silent(long: bool) -> None:
+    """The far end of a cable falls silent in mid transfer: the other rail carries on."""
+    for _ in range(4 if long else 1):
+        rail_lost(deaf)
+
+
+def rail_lost(fault: Fault) -> None:
+    with Bed(2, 8 * MIB) as bed:
+        shape([SLOW_MBIT] * 2)
+        bed.warm_up()
+        assert any(one_of_two(bed, fault) for _ in range(TRIES)), "each transfer was too fast"
 
 
 def one_of_two(bed: Bed, fault: Fault) -> bool:
@@ -242,18 +120,34 @@ def one_of_two(bed: Bed, fault: Fault) -> bool:
         assert transfer.result(PATIENCE_S * MARGIN) == bed.size
         all_s = time.monotonic() - began_s
     bed.check()
-    lost = bed.retries() - retries
+    again = bed.retries() - retries
     tell(
         f"one of two rails {name_of(fault)}:",
         open_bytes=open_bytes,
         left_after_s=f"{left_s:.2f}",
         target=1.0,
-        pieces_again=lost,
+        pieces_again=again,
         all_s=f"{all_s:.2f}",
         by_tcp=bed.moved("tcp") - by_tcp,
     )
-    assert left_s < 1.0 * MARGIN or not lost
-    return lost > 0
+    assert left_s < 1.0 * MARGIN or not again
+    return again > 0
+
+
+def rail_lossy(_: bool) -> None:
+    """One of two rails loses 1 % of its packets: soft RoCE sends all behind a lost one again, or waits for
+    0.5 s. The transfer goes well, and the other rail carries more of it."""
+    with Bed(2, 16 * MIB) as bed:
+        shape([SLOW_MBIT] * 2)
+        bed.warm_up()
+        with lossy(0, 1.0):
+            before = bed.by_rail()
+            took_s, beside = timed(bed)
+            shares = [after - was for after, was in zip(bed.by_rail(), before, strict=True)]
+            packets = lost(0)
+    tell("one of two rails lossy:", packets_lost=packets, carried=shares, s=f"{took_s:.2f}", by_tcp=beside)
+    assert packets, "none was lost"
+    assert beside or shares[0] < shares[1], shares
 
 
 def rails_gone(long: bool) -> None:
@@ -324,7 +218,7 @@ class Target:
     """The far engine in a process of its own."""
 
     def __init__(self, size: int) -> None:
-        command = [sys.executable, __file__, "--target", str(size)]
+        command = [sys.executable, "-m", "tests.vm.rails_and_faults", "--target", str(size)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address, at = self.process.stdout.readline().split()
@@ -407,7 +301,7 @@ def short_cut(_: bool) -> None:
         bed.check()
 
 
-SHORT = [rates_of_rails, rail_lost, rails_gone, region_closed, target_killed]
+SHORT = [rates_of_rails, rail_cut, rail_silent, rail_lossy, rails_gone, region_closed, target_killed]
 LONG = [*SHORT, short_cut]
 
 

@@ -56,6 +56,26 @@ def there_and_back(engine: TransferEngine, owner: Owner, data: bytes) -> None:
         assert local == data
 
 
+def managed_by_the_drop_in() -> None:
+    """The protocol "cxl" of the drop-in: its managed buffers lie on the device."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "connectors" / "mooncake"))
+    from mooncake.engine import TransferEngine as DropIn
+
+    data = random.Random(6).randbytes(SIZE)
+    engine = DropIn()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "cxl", "/dev/dax0.0") == 0
+    buffer = engine.allocate_managed_buffer(SIZE)
+    assert engine.write_bytes_to_buffer(buffer, data, SIZE) == 0
+    assert is_on_device(data)
+    assert engine.free_managed_buffer(buffer, SIZE) == 0
+
+
+def is_on_device(data: bytes) -> bool:
+    size = int((FACTS / "size").read_text())
+    with open("/dev/dax0.0", "r+b") as device, mmap.mmap(device.fileno(), size) as all_of_it:
+        return all_of_it.find(data) >= 0
+
+
 def main() -> None:
     data = random.Random(5).randbytes(SIZE)
     size = int((FACTS / "size").read_text())
@@ -65,8 +85,7 @@ def main() -> None:
         there_and_back(engine, owner, data)
         moved = engine.metrics()["shm_write_bytes_total"]
         assert moved == SIZE, moved
-        with open("/dev/dax0.0", "r+b") as device, mmap.mmap(device.fileno(), size) as all_of_it:
-            assert all_of_it.find(data) > 0, "the bytes are not on the device"
+        assert is_on_device(data), "the bytes are not on the device"
         # This process takes from the same device, and gets other memory.
         own = engine.allocate(SIZE, PLACE)
         own.view[:] = bytes([7]) * SIZE
@@ -89,6 +108,7 @@ def main() -> None:
         ]
         assert any("N1=" in line and "N0=" not in line for line in pages), pages
         far.kill()
+    managed_by_the_drop_in()
     print("memory of the device and of the node was shared")
 
 

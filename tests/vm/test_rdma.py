@@ -11,16 +11,18 @@ import pytest
 from tests.vm.machine import Ended
 
 FOLDER = Path(__file__).parent
-PROGRAM, FAULTS = FOLDER / "transfer_by_rdma.py", FOLDER / "rails_and_faults.py"
+PROGRAM, FAULTS = FOLDER / "transfer_by_rdma.py", "-m tests.vm.rails_and_faults"
 DEVICES = FOLDER / "devices_by_pyverbs.py"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_engines_move_bytes_over_two_rails(guest: Callable[..., Ended]) -> None:
-    ended = guest(f"rails 2 && ulimit -l unlimited && python {PROGRAM}")
+    """And a rail is lost in the middle of a transfer, the one fault of the short form."""
+    ended = guest(f"rails 2 && ulimit -l unlimited && python {PROGRAM} && python {FAULTS} rail_cut")
     assert "all bytes came by RDMA" in ended.output
     assert "no RDMA device of this host is called" in ended.output
+    assert "ok rail_cut" in ended.output
 
 
 @pytest.mark.heavy
