@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.vm.machine import Ended
 FOLDER = Path(__file__).parent
 PROGRAM, FAULTS = FOLDER / "transfer_by_rdma.py", "-m tests.vm.rails_and_faults"
 DEVICES = FOLDER / "devices_by_pyverbs.py"
+SUITE = FOLDER.parents[1] / "build" / "native-tests" / "asan" / "program"
 
 
 @pytest.mark.slow
@@ -23,6 +25,26 @@ def test_two_engines_move_bytes_over_two_rails(guest: Callable[..., Ended]) -> N
     assert "all bytes came by RDMA" in ended.output
     assert "no RDMA device of this host is called" in ended.output
     assert "ok rail_cut" in ended.output
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_the_suite_of_all_transports_and_its_batches(guest: Callable[..., Ended]) -> None:
+    """What the native tests run over the software libibverbs: tests/native/transport/test_conformance.cpp and
+    test_batches.cpp, which compares rdma with the other transports. They print their seed."""
+    if not SUITE.exists():
+        pytest.skip(f"needs {SUITE.relative_to(Path.cwd())}; `make native` builds it")
+    variables = "MOONPOOL_TEST_VERBS=real MOONPOOL_TRANSFER_BATCHES=2000"
+    ended = guest(
+        f"rails 2 && ulimit -l unlimited && {variables} {SUITE} --test-case='transport: *,batches: *'",
+        timeout_s=1900,
+        memory_mib=2048,
+    )
+    passed = re.search(r"test cases:.* (\d+) passed", ended.output)
+    assert passed
+    assert int(passed[1]) >= 20, "most of the suite was not there"
+    assert "not tested: rdma" not in ended.output
 
 
 @pytest.mark.heavy
