@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -709,6 +709,15 @@ class Ranges:
         """
         Whether one starts there; it is gone now.
         """
+class CardMemory:
+    """
+    Memory of a CUDA card of this process, freed with the object.
+    """
+    def __init__(self, card: typing.SupportsInt | typing.SupportsIndex, nbytes: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        ...
 class CardCopies:
     """
     Copies between memory of cards and of the host, with pinned memory of their own.

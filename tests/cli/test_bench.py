@@ -257,7 +257,7 @@ def test_memory_of_a_card_verified(
     options = ["--device", "cuda:0", "--transport", transport, "--direction", direction, "--verify"]
     if transport == "tcp":  # its peer is another process, which has no card
         options += ["--peer-device", "cpu"]
-    before = card.calls("cuMemAlloc_v2")
+    before = card.calls("cuMemAlloc")
     options += ["--working-set", "1MiB", "--seconds", "0.2", "--size", "64KiB", "--json", str(file)]
     assert run(["bench", "transfer", *options]) == 0
     (row,) = rows_of(file)
@@ -266,7 +266,7 @@ def test_memory_of_a_card_verified(
     document = json.loads(file.read_text())
     assert document["device"] == "cuda:0"
     assert document["peer_kind"] == ("device" if transport == "loopback" else "host_arena")
-    assert card.calls("cuMemAlloc_v2") - before >= (2 if transport == "loopback" else 1)
+    assert card.calls("cuMemAlloc") - before >= (2 if transport == "loopback" else 1)
 
 
 def test_memory_of_a_card_that_is_not_there(
