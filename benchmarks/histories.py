@@ -37,6 +37,7 @@ from benchmarks.processes import PYTHON, Failed, Process, Talker, end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 
 MASTERS, HOSTS = 3, 6
+LOG_LINES = 12
 PLANTED = ("lost_removal", "stale")
 PLANTED_S = 20.0
 ROUND_S = 10.0
@@ -234,16 +235,22 @@ class Pool:
 
     def wait_well(self) -> None:
         """One owner with a whole standby, which all nodes have joined."""
-
-        def is_well() -> bool:
-            whole = sum(metric(http, "master_standby_is_whole") for http in self._http)
-            joined = [metric(http, "node_masters_joined") for http in self._node_http]
-            return whole == 1 and all(n == 2 for n in joined)
-
         give_up_s = time.monotonic() + WAIT_S
-        while not is_well():
+        while True:
+            whole = [metric(http, "master_standby_is_whole") for http in self._http]
+            joined = [metric(http, "node_masters_joined") for http in self._node_http]
+            if sum(whole) == 1 and all(n == 2 for n in joined):
+                return
             if time.monotonic() > give_up_s:
-                raise Failed(f"the pool is not well within {WAIT_S:g} s")
+                owners = [metric(http, "master_is_owner") for http in self._http]
+                for log in sorted(self._folder.rglob("*.log")):
+                    tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                    print(f"{log.name}:", *tail, sep="\n  ", file=sys.stderr)
+                raise Failed(
+                    f"the pool is not well within {WAIT_S:g} s: of masters {owners} are owners and {whole} "
+                    f"have a whole standby; nodes have joined {joined} of them, each 2 when all is well; the "
+                    f"ends of their logs stand above"
+                )
             time.sleep(0.2)
 
     # ---- what clients do

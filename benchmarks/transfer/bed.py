@@ -6,7 +6,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -38,15 +38,21 @@ class Bench:
         child, told = self.talker("benchmarks.transfer.slow_line", address, rate)
         return child, str(told)
 
-    def engine(self, *transports: str, connections: int = 2, timeout_s: float = TIMEOUT_S) -> TransferEngine:
-        made = TransferEngine(
-            token=TOKEN,
-            listen=None,
-            transports=transports or None,
-            connections_per_peer=connections,
-            timeout_s=timeout_s,
-        )
-        return self.stack.enter_context(made)
+    def engine(self, *transports: str, connections: int = 2) -> TransferEngine:
+        """For as long as the bench lasts."""
+        return self.stack.enter_context(made_engine(transports, connections))
+
+
+def made_engine(
+    transports: Sequence[str], connections: int = 2, timeout_s: float = TIMEOUT_S
+) -> TransferEngine:
+    return TransferEngine(
+        token=TOKEN,
+        listen=None,
+        transports=transports or None,
+        connections_per_peer=connections,
+        timeout_s=timeout_s,
+    )
 
 
 def verify(region: Region, at: int, length: int, value: int) -> None:

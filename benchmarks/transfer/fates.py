@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.processes import Talker
 from benchmarks.report import Row
-from benchmarks.transfer.bed import Bench, p99, verify
+from benchmarks.transfer.bed import Bench, made_engine, p99, verify
 from benchmarks.transfer.cells import KIB, MIB
 from moonpool import Batch, Error, Region, Segment, Transfer, TransferEngine
 
@@ -119,7 +119,7 @@ def by_fate(bench: Bench) -> Iterator[Row]:
     late_s, close_s, alone_ms, beside_ms = [0.0], [0.0], [0.0], [0.0]
     for seed in seeds:
         rng = random.Random(seed)
-        engine = bench.engine(*rng.choice([("tcp",), ("shm", "tcp")]), timeout_s=TIMEOUT_S)
+        engine = made_engine(rng.choice([("tcp",), ("shm", "tcp")]), timeout_s=TIMEOUT_S)
         with ExitStack() as stack:
             caller = Caller(engine, neighbours.told())
             failed += caller.read_of_healthy(alone_ms)
