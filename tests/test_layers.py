@@ -51,7 +51,7 @@ CPP = {
     "core/io": BASE,
     "core/ssd": ("io", *BASE),
     "core/topology": BASE,
-    "core/directory": WIRE,
+    "core/directory": ("memory", *WIRE),  # of the list of members that a node shares
     "core/transport": TRANSPORT,
     "core/transport/loopback": ("transport", *TRANSPORT),
     "core/transport/host": ("transport", *TRANSPORT),
