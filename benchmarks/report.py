@@ -85,9 +85,9 @@ def print_table(title: str, rows: list[Row], limit_name: str = "") -> None:
 
 
 def beside(row: Row, other: float | str | None) -> str:
-    if isinstance(other, float):
-        return f"{number(other)} ({times(row, other)})"
-    return other or ""
+    if other is None or isinstance(other, str):
+        return other or ""
+    return f"{number(other)} ({times(row, other)})"  # a whole number, too, as JSON has it
 
 
 def markdown(rows: list[Row]) -> str:
