@@ -592,12 +592,14 @@ TEST_CASE("files: the foreground goes before the background") {
     options.open_file = fake(disk);
     Filed filed(options, "disk");
     Memory mine(*filed.engine, 4 * kFileMiB, MemoryKind::kHostArena);
+    // A thread that has taken a request may stand still before it tells of it, and others go on meanwhile.
+    constexpr int kHands = 16;
     std::atomic<int> behind{0}, foreground{0};
     disk->fail([&](bool, uint64_t offset, size_t) {
         if (offset < 2 * kFileMiB) {
             ++foreground;
-        } else if (foreground < 200) {
-            ++behind;  // begun before the last foreground request
+        } else if (foreground < 200 - kHands) {
+            ++behind;  // begun before the last foreground requests
         }
         return 0;
     });
