@@ -119,7 +119,7 @@ TEST_CASE("processes of a node ask the master over one connection, each what it 
     for (size_t i = 0; i < clients.size(); ++i) {
         threads.emplace_back([&, i] {
             for (uint64_t round = 0; round < 50; ++round) {
-                // Another number of keys than the others ask for, some of which nobody has.
+                // Another number of keys than the others ask for, some of which no node has.
                 uint64_t begin = 1000 - 10 * i;
                 auto located = clients[i]->locate(hashes(begin, begin + 100));
                 if (!located || located->keys.size() != 100) {
