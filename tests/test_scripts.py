@@ -341,7 +341,8 @@ def test_the_matrix_says_which_versions_it_knows(
     with pytest.raises(SystemExit) as refused:
         matrix.main()
     assert refused.value.code == 1
-    assert "sglang-0.1 is none of: vllm-VERSION, python-VERSION, sglang-0.5.23" in capsys.readouterr().err
+    known = "release, vllm-VERSION, python-VERSION, sglang-0.5.23"
+    assert f"sglang-0.1 is none of: {known}" in capsys.readouterr().err
 
 
 def test_both_end_what_they_have_started_when_the_run_is_told_to_end(tmp_path: Path) -> None:
