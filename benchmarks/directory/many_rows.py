@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from benchmarks.directory import servers
-from benchmarks.processes import PYTHON, Failed, Process, Talker
+from benchmarks.processes import PYTHON, Talker
 from benchmarks.report import Row
 from benchmarks.store.servers import Setting, runtime
 from moonpool.core.bench.load import cpu_seconds
@@ -18,13 +17,6 @@ LOOKED_UP = 0.1  # of the rows
 START_TIMEOUT_S = 60.0
 TIMEOUT_S = 3600.0
 BYTES, PUT_US, LOOKUP_US, HEARD_PER_S = 40.0, 1.0, 0.5, 2e6
-
-
-def private_bytes(process: Process) -> int:
-    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise Failed("no RssAnon")
 
 
 def measure(setting: Setting, stack: ExitStack, quick: bool) -> list[Row]:
@@ -44,9 +36,9 @@ def measure(setting: Setting, stack: ExitStack, quick: bool) -> list[Row]:
         answer = holders.ask(request, TIMEOUT_S)
         return (cpu_seconds([master.pid]) - before_s) * 1e6 / float(answer["keys"])
 
-    empty = private_bytes(master)
+    empty = servers.private_bytes(master)
     put_us = cpu_us({"do": "put"})
-    of_row = (private_bytes(master) - empty) / held
+    of_row = (servers.private_bytes(master) - empty) / held
     look_up_us = cpu_us({"do": "look_up", "keys": int(held * LOOKED_UP)})
     master.kill()
     servers.start_master(setting, stack, address, more)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.processes import PYTHON, Process, free_port
+from benchmarks.processes import PYTHON, Failed, Process, free_port
 from benchmarks.store import servers
 from benchmarks.store.servers import Setting
 
@@ -36,6 +36,14 @@ def start_master(
     host, _, port = listen.rpartition(":")
     process.wait_for_port(socket.AF_INET, (host, int(port)))
     return process
+
+
+def private_bytes(process: Process) -> int:
+    """Memory that is this process's alone. Raises Failed."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise Failed("no RssAnon")
 
 
 def lone_master(
