@@ -67,7 +67,16 @@ struct Area {
     bool holds(uint64_t address, uint64_t bytes) const {
         return address >= begin() && address + bytes <= end();
     }
-    bool as_expected() const { return std::memcmp(data, model.data(), size) == 0; }
+    // Where it does not hold what it has to; "" if it does.
+    std::string wrong() const {
+        if (std::memcmp(data, model.data(), size) == 0) return "";
+        uint64_t first = 0, last = size - 1, count = 0;
+        while (data[first] == model[first]) ++first;
+        while (data[last] == model[last]) --last;
+        for (uint64_t i = first; i <= last; ++i) count += data[i] != model[i];
+        return std::to_string(count) + " bytes from " + std::to_string(begin() + first) + " to " +
+               std::to_string(begin() + last) + " of the area from " + std::to_string(begin());
+    }
 };
 
 // Two engines and the ground on which batches take place. Here one large region; there, with nothing
@@ -144,7 +153,16 @@ class Ground {
             large = large || (!good[i] && slice.length > kWindowFrames * frame_);
             expect(slice, good[i]);
         }
-        for (const Area& area : areas_) REQUIRE(area.as_expected());
+        for (const Area& area : areas_) {
+            std::string wrong = area.wrong();
+            if (wrong.empty()) continue;
+            for (size_t i = 0; i < slices.size(); ++i) {
+                const auto& [local, remote, length, direction] = slices[i];
+                MESSAGE(i << (direction == Direction::kWrite ? " write " : " read ") << length << " local "
+                          << local << " remote " << remote << (good[i] ? "" : " refused"));
+            }
+            FAIL(wrong << (submits ? " by submit()" : " by transfer()"));
+        }
         return verdict;
     }
 
