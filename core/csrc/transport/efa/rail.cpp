@@ -1,9 +1,13 @@
 #include "transport/efa/rail.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cerrno>
+#include <string_view>
 #include <utility>
 
+#include "base/clock.hpp"
 #include "transport/efa/messages.hpp"
 
 namespace moonpool::transport::efa {
@@ -12,6 +16,7 @@ namespace {
 
 constexpr size_t kRequestsMax = 256;         // of one rail, posted or waiting
 constexpr uint64_t kRefusedNs = 50'000'000;  // so long a connected endpoint takes nothing
+constexpr uint64_t kDrainNs = 100'000'000;
 
 }  // namespace
 
@@ -130,7 +135,31 @@ std::optional<Rail::Fault> Rail::poll(uint64_t (*clock_ns)(), const Done& done) 
     return std::nullopt;
 }
 
+// libfabric 1.17 ends the process when an endpoint of its provider ofi_rxm is closed while a request has not
+// left it: its tcp provider reports such a request without the context that ofi_rxm looks at. What is under
+// way to a peer that lives is over within moments.
+void Rail::drain() {
+    const std::string_view provider = domain_->info()->fabric_attr->provider;
+    if (provider.find("ofi_rxm") == std::string_view::npos) return;
+    std::array<fi::CqEntry, 16> entries;
+    size_t left = posted_.size();
+    for (const uint64_t end = now_ns() + kDrainNs; left != 0 && now_ns() < end;) {
+        ssize_t n = connection_.endpoint->take_completions(entries);
+        if (n == -EAGAIN || n == 0) {
+            ::sched_yield();
+        } else if (n > 0) {
+            left -= std::min(left, static_cast<size_t>(n));
+        } else if (n == -fi::kErrorAvailable) {
+            (void)connection_.endpoint->error();
+            --left;
+        } else {
+            return;
+        }
+    }
+}
+
 std::vector<Piece> Rail::stop(bool& writes) {
+    drain();
     connection_.endpoint.reset();
     std::vector<Piece> open;
     writes = std::ranges::any_of(posted_, &Request::write);

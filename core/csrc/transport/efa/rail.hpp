@@ -61,6 +61,7 @@ class Rail final : public nic::Rail {
     void begin_connected() override;
     uint64_t next_bytes() const override { return posted_.empty() ? 0 : posted_.front().piece.bytes; }
     ssize_t post(Request& request);
+    void drain();
     Fault fault(std::string why);
 
     const std::shared_ptr<Domain> domain_;
