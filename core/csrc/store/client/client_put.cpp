@@ -345,16 +345,18 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     std::vector<Version> versions;
     report.unsure.clear();
     for (size_t i = 0; i < items.size(); ++i) {
+        const bool is_void = removal.later()[i] != kNoVersion && is_free(removal.taken(i)) &&
+                             report.outcomes[i] != PutOutcome::kRefused;
+        if (is_void) {
+            report.outcomes[i] = PutOutcome::kStored;
+            names.push_back(items[i].name);
+            versions.push_back(removal.later()[i]);
+        }
+        // Also where a node took it for older: nodes that were not told may have what was there before.
         if (report.outcomes[i] == PutOutcome::kStored && !removal.unsure(i).empty()) {
             report.unsure.resize(items.size());
             report.unsure[i] = removal.unsure(i);
         }
-        if (removal.later()[i] == kNoVersion || !is_free(removal.taken(i)) ||
-            report.outcomes[i] == PutOutcome::kRefused)
-            continue;
-        report.outcomes[i] = PutOutcome::kStored;
-        names.push_back(items[i].name);
-        versions.push_back(removal.later()[i]);
     }
     std::vector<RemovedManifest> none;
     if (!names.empty()) (void)own_.remove_older(names, versions, none);
