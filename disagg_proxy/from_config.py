@@ -98,12 +98,13 @@ def policy_of(proxy: Proxy, roles: Iterable[str] = (), *, has_pool: bool = False
 
 def _require_keys(proxy: Proxy, name: str, address: Address) -> None:
     """Raises ConfigError for an ``address`` beyond loopback where no caller would be asked for a key."""
-    if address.is_loopback or proxy.api_keys_file or proxy.open:
+    if address.is_loopback or proxy.api_keys_file or proxy.clients_file or proxy.open:
         return
     raise ConfigError(
         f"proxy.{name} = {address} can be reached from other hosts, where every caller could use the "
-        f"engines: give --api-keys-file with keys of clients, or --open where a gateway or a private network "
-        f"guards it, or listen on 127.0.0.1:{address.port}",
+        f"engines: give --api-keys-file with keys of clients, or --clients-file with their tenants and "
+        f"rights, too, or --open where a gateway or a private network guards it, or listen on "
+        f"127.0.0.1:{address.port}",
         operation="proxy",
         key=f"proxy.{name}",
         peer=str(address),

@@ -65,6 +65,7 @@ class _Child:
         self.number = number
         self.process: SpawnProcess | None = None
         self.served = False
+        self.serves = False  # now: it handles signals
         self.backoff = Backoff(initial_s=0.5, max_s=30.0, reset_s=60.0)
 
 
@@ -73,6 +74,7 @@ class _Group:
         self._settings = settings
         self._listening: list[socket.socket] = []
         self._own: list[list[socket.socket]] = []  # sockets of each process alone (process_listen)
+        self._children: list[_Child] = []
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._signalled = False
@@ -83,7 +85,7 @@ class _Group:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        stay_through_hangup(loop, self._on_signal)
+        stay_through_hangup(loop, self._on_signal, self._hang_up if self._settings.clients_file else None)
         try:
             self._predecessor = await take_over_or_bind(self._settings, self._listening)
             await asyncio.to_thread(self._listen_alone)
@@ -96,7 +98,7 @@ class _Group:
 
     async def _serve(self) -> int:
         host, port = self._listening[0].getsockname()[:2]
-        children = [_Child(number) for number in range(self._settings.processes)]
+        self._children = children = [_Child(number) for number in range(self._settings.processes)]
         offer = None
         with new_folder() as folder:
             keepers = [asyncio.ensure_future(self._keep(child, folder)) for child in children]
@@ -131,6 +133,12 @@ class _Group:
             self._hurry.set()
         self._signalled = True
         self._stop.set()
+
+    def _hang_up(self) -> None:
+        """SIGHUP: each process reads its files again."""
+        for each in self._children:
+            if each.serves and each.process is not None and each.process.pid is not None:
+                os.kill(each.process.pid, signal.SIGHUP)
 
     def _on_replaced(self) -> None:
         self._replaced = True
@@ -172,10 +180,12 @@ class _Group:
             served = await _says_ready(hears, _READY_S)
             hears.close()
             child.served |= served
+            child.serves = served
             if not served:  # it ends soon, or hangs
                 await _ends_within(process, _END_S)
                 process.kill()
             await _ended(process)
+            child.serves = False
             failures = 0 if served else failures + 1
             if not child.served and (process.exitcode == EXIT_USAGE or failures >= 3):
                 raise ConfigError(

@@ -68,7 +68,7 @@ async def _serve_until_signal(
     parent: int | None,
 ) -> None:
     loop = asyncio.get_running_loop()
-    stop, replaced = asyncio.Event(), asyncio.Event()
+    stop, replaced, hung_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
     serving = asyncio.current_task()
 
     def on_signal() -> None:
@@ -78,7 +78,7 @@ async def _serve_until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    stay_through_hangup(loop, on_signal)
+    stay_through_hangup(loop, on_signal, hung_up.set if settings.clients_file else None)
     if parent is not None:
         loop.add_signal_handler(REPLACED, replaced.set)
         loop.add_signal_handler(ORPHANED, stop.set)
@@ -92,6 +92,7 @@ async def _serve_until_signal(
         stop=stop,
         sockets=sockets,
         replaced=replaced,
+        hung_up=hung_up,
     )
 
 

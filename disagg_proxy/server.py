@@ -21,7 +21,7 @@ from moonpool._native import ProxyRequest, Relay, Turns
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
 from moonpool.core.service.addresses import Address
-from moonpool.disagg_proxy.api_keys import ApiKeys
+from moonpool.disagg_proxy.api_keys import read_access_keys
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy, turns_of
@@ -55,8 +55,6 @@ from moonpool.disagg_proxy.settings import (
     EngineSpec,
     ProxySettings,
     parse_tokenizers,
-    read_api_keys,
-    read_registrar_keys,
 )
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
 from moonpool.disagg_proxy.tokens.engine_source import EngineSource
@@ -91,7 +89,7 @@ class Proxy:
         """
         self._loop = asyncio.get_running_loop()
         self._settings = settings
-        self._registrars = read_registrar_keys(settings)
+        self._keys = read_access_keys(settings)
         self._networks = AllowedNetworks(settings.discovery_allow)
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[socket.socket] = list(sockets)
@@ -116,6 +114,7 @@ class Proxy:
             admission=settings.admission,
             hidden_pool=HiddenPool(self._pool_remedy),
             policy_name=settings.policy,
+            clients=self._keys.clients,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
         self._text_threads: TokenizerThreads | None = None
@@ -191,13 +190,18 @@ class Proxy:
             await self._predecessor.release()
         if not self._is_one_of_several:
             self._offer = Offer(self._settings.host, port, self._listening, self.replaced.set)
-        if not self._settings.loopback and not self._settings.api_keys_file:
+        if not self._settings.loopback and not self._keys.relayed:
             _log.warning(
                 "the proxy listens on %s without authentication: any client that reaches it may use the "
                 "engines",
                 host,
             )
         return f"http://{Address(host, port)}"
+
+    def reload(self) -> None:
+        """Reads ``clients_file`` again. An error in it is logged and changes nothing."""
+        if self._keys.clients is not None:
+            self._keys.clients.reload()
 
     async def drain(self) -> bool:
         """Stops accepting; requests in flight have drain_s seconds to finish. Returns whether all did."""
@@ -255,7 +259,7 @@ class Proxy:
             engines=[],
             engines_max=settings.places,
             settings=_relay_settings(settings),
-            api_keys=read_api_keys(settings.api_keys_file),
+            api_keys=list(self._keys.relayed),
             access_log=settings.access_log,
             instance=os.urandom(6).hex(),
             retry_after_s=settings.health.interval_s,
@@ -288,7 +292,7 @@ class Proxy:
             shown,
             self._reconciler,
             self._registry_pages(),
-            ApiKeys([*read_api_keys(settings.api_keys_file), *self._registrars]),
+            self._keys.readers,
             self._streams,
         )
 
@@ -344,14 +348,12 @@ class Proxy:
         registry = self._registry
         if registry is None:
             return None
-        settings = self._settings
-        askers = ApiKeys(read_api_keys(settings.api_keys_file))
         sequences = BlockHashIndex()
         if self._subscriber is not None:
             self._subscriber.subscribe(sequences)
         queries = CacheQueryApi(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
         return RegistryEndpoints(
-            registry, queries, ApiKeys(self._registrars), askers, HostResolver(self._networks)
+            registry, queries, self._keys.registrars, self._keys.askers, HostResolver(self._networks)
         )
 
     def _follow(self) -> Reconciler | None:
@@ -505,11 +507,13 @@ async def serve(
     stop: asyncio.Event | None = None,
     sockets: Sequence[socket.socket] = (),
     replaced: asyncio.Event | None = None,
+    hung_up: asyncio.Event | None = None,
 ) -> None:
     """Serves until ``stop`` is set, the task is cancelled, or another proxy has taken over the address; then
     drains and returns.
 
-    ready: called once with the URL when requests are accepted and every engine was checked once.
+    ready:   called once with the URL when requests are accepted and every engine was checked once.
+    hung_up: set to have the proxy read ``clients_file`` again; cleared by that.
     Raises ConfigError if the address cannot be bound.
     """
     proxy = Proxy(settings, sockets=sockets, replaced=replaced)
@@ -517,7 +521,12 @@ async def serve(
         url = await proxy.open()
         if ready is not None:
             ready(url)
-        await _any_of(stop or asyncio.Event(), proxy.replaced)
+        stop, hung_up = stop or asyncio.Event(), hung_up or asyncio.Event()
+        while not stop.is_set() and not proxy.replaced.is_set():
+            await _any_of(stop, proxy.replaced, hung_up)
+            if hung_up.is_set():
+                hung_up.clear()
+                proxy.reload()
         if not await proxy.drain():
             _log.warning(
                 "requests were still running after %g s and were cut off", settings.deadlines.drain_s

@@ -154,6 +154,13 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
             parse_source_url(name)
         for path in self.relay_paths:
             _check_relay_path(path)
+        for name in ("api_keys_file", "discovery_keys_file"):
+            if self.clients_file and getattr(self, name):
+                raise bad(
+                    name,
+                    f"clients_file has the keys of all; move those of {getattr(self, name)} to rows of "
+                    f"{self.clients_file}, and leave {name} out",
+                )
         if self.registers:
             self._check_registers()
         elif self.discovery_keys_file:
@@ -228,7 +235,7 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
                 "a client's API key must not register engines, which read other clients' prompts; give "
                 "--discovery-keys-file with keys of their own for those who may register",
             )
-        if not self.loopback and not self.discovery_keys_file:
+        if not self.loopback and not self.discovery_keys_file and not self.clients_file:
             raise bad(
                 "discovery",
                 "whoever reaches the proxy could register an engine and read prompts; give "

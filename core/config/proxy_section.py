@@ -161,6 +161,13 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
     api_keys_file: Annotated[
         str, about("file of the API keys of clients, one per line; empty: none is asked for")
     ] = ""
+    clients_file: Annotated[
+        str,
+        about(
+            "TOML file of clients, [[clients]] with name, key, tenant, max_priority and what the key may do; "
+            "in place of the files of keys"
+        ),
+    ] = ""
     access_log: Annotated[
         str, about("file that gets a line per request; - is standard output; empty: none")
     ] = ""

@@ -41,9 +41,11 @@ def allow_many_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def stay_through_hangup(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
-    """SIGHUP asks a process without a terminal to read its settings or open its logs again: ours has neither,
-    and ignores it. With a terminal, the terminal was closed: ``end`` asks the process to stop.
+def stay_through_hangup(
+    loop: asyncio.AbstractEventLoop, end: Callable[[], None], reload: Callable[[], None] | None = None
+) -> None:
+    """SIGHUP asks a process without a terminal to read its files again: ``reload`` does; None: it has none,
+    and ignores the signal. With a terminal, the terminal was closed: ``end`` asks the process to stop.
     """
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set this
         return
@@ -52,6 +54,8 @@ def stay_through_hangup(loop: asyncio.AbstractEventLoop, end: Callable[[], None]
     def hung_up() -> None:
         if has_terminal:
             end()
+        elif reload is not None:
+            reload()
         else:
             _log.info("SIGHUP: nothing to do, going on")
 

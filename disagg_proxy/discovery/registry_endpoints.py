@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
-from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys
+from moonpool.disagg_proxy.api_keys import WANTS_KEY, KeyCheck
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, refused
 from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
 from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
@@ -34,8 +34,8 @@ class RegistryEndpoints:
         self,
         registry: Registry,
         queries: CacheQueryApi,
-        registrars: ApiKeys,
-        askers: ApiKeys,
+        registrars: KeyCheck,
+        askers: KeyCheck,
         resolver: HostResolver,
     ) -> None:
         self._registry = registry

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.clients import Client, Clients
 from moonpool.disagg_proxy.conductor.admission import Admission, Refusal
 from moonpool.disagg_proxy.conductor.admission_controller import RELEASE_EVERY_S
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.inflight import InflightTracker
-from moonpool.disagg_proxy.conductor.plan import Decision, Plan, refused
+from moonpool.disagg_proxy.conductor.plan import Answer, Decision, Plan, refused
 from moonpool.disagg_proxy.conductor.policy import Policy
 from moonpool.disagg_proxy.conductor.scheduler import (
     Dispatched,
@@ -51,6 +52,9 @@ UNKNOWN = Request()
 TRACEBACKS_MAX = 5
 Result = TypeVar("Result")
 ADMIT_ALL = AdmissionSettings()
+NO_CLIENT = refused(
+    401, "the operator of this proxy has withdrawn this key; ask for another", "invalid_api_key"
+)
 _SAID = Refusal("no_engine", 0.0, "")  # why, ``PendingProxyRequest.answer`` says
 
 _log = logging.getLogger("moonpool.proxy")
@@ -60,7 +64,7 @@ class Dispatcher:
     """tokens: where ids of text come from, None for nowhere; places: for engines, which join and leave on
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
     recorded; clock: the data plane's; handover, admission: the settings; hidden_pool: detects a pool whose
-    nodes' KV events the proxy does not receive."""
+    nodes' KV events the proxy does not receive; clients: the rows of their keys, None: they have none."""
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class Dispatcher:
         admission: AdmissionSettings = ADMIT_ALL,
         hidden_pool: HiddenPool | None = None,
         policy_name: str = "",
+        clients: Clients | None = None,
     ) -> None:
         self.candidates = Candidates(places)
         self.at = self.candidates.at
@@ -95,6 +100,7 @@ class Dispatcher:
             self.at, handover=handover, policy_name=policy_name or type(policy).__name__
         )
         self.prompts = PromptIds(tokens, loop, self.told)
+        self._clients = clients
         self._intake = Intake(self.candidates, locator, self.scheduler)
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
@@ -254,8 +260,11 @@ class Dispatcher:
         able = self._those(request)
         if not able.workers:
             return none_left()
+        client = self._client_of(request)
+        if isinstance(client, Answer):
+            return client
         try:
-            pending = self._intake.pending(request, asked, match, able)
+            pending = self._intake.pending(request, asked, match, able, client)
         except BadHeader as error:
             return refused(400, str(error), "bad_header")
         with self._lock:
@@ -271,6 +280,14 @@ class Dispatcher:
             return None
         own = effects[-1]
         return pending.answer_to(own.refusal) if isinstance(own, Refused) else self._sent(pending, own.choice)
+
+    def _client_of(self, request: ProxyRequest) -> Client | Answer | None:
+        """Whose key the request came with; an Answer: a key that may ask no more, since the clients were read
+        again."""
+        if self._clients is None:
+            return None
+        client = self._clients.find(request.headers("authorization"))
+        return NO_CLIENT if client is None or "ask" not in client.may else client
 
     def _sent(self, pending: PendingProxyRequest, choice: Choice) -> Plan:
         """The request is accounted for."""
@@ -361,6 +378,8 @@ class Dispatcher:
         workers = self._those(request).workers
         if not workers:
             return none_left()
+        if isinstance(client := self._client_of(request), Answer):
+            return client
         choice = self.scheduler.policy.choose(UNKNOWN, workers, request.arrived_s)
         if not choice.decode.self_sufficient and (answer := objection(request, choice)):
             return answer

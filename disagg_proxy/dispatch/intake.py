@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.clients import Client
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Request
 from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, EligibleWorkers, Scheduler
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
@@ -42,10 +43,18 @@ class Intake:
         return asked, match
 
     def pending(
-        self, request: ProxyRequest, asked: Request, match: PrefixMatch | None, able: EligibleWorkers
+        self,
+        request: ProxyRequest,
+        asked: Request,
+        match: PrefixMatch | None,
+        able: EligibleWorkers,
+        client: Client | None = None,
     ) -> PendingProxyRequest:
-        """able: the workers that the request may go to now. Raises BadHeader."""
+        """able: the workers that the request may go to now. client: whose key it came with; None: clients
+        have no rows, and the headers are believed. Raises BadHeader."""
         hints = request_hints.read(request.moonpool_headers)
+        if client is not None:
+            hints = hints.of(client)
         if hints is not request_hints.NO_HINTS:
             asked = asked._replace(tenant=hints.tenant, priority=hints.priority, session=hints.session)
         objective, model, admission = NO_OBJECTIVE, "", self._scheduler.admission

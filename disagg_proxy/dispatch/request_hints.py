@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moonpool._native import ProxyRequest
+from moonpool.disagg_proxy.clients import PRIORITY_MOST, Client
 from moonpool.disagg_proxy.conductor.admission import Objective
 
-PRIORITY_MOST = 100
 _HINTS = ("tenant", "priority", "session", "ttft-slo", "gap-slo")
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 _NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
@@ -29,6 +29,15 @@ class RequestHints(NamedTuple):
     def objective(self, usual: Objective) -> Objective:
         """usual: of requests that say nothing."""
         return Objective(_or(self.ttft_s, usual.ttft_s), _or(self.gap_s, usual.gap_s))
+
+    def of(self, client: Client) -> RequestHints:
+        """With the tenant and at most the priority of the client's row, whatever its headers claim. A session
+        is the tenant's own: no other tenant's has its name."""
+        return self._replace(
+            tenant=client.tenant_name,
+            priority=min(self.priority, client.max_priority),
+            session=self.session and f"{client.tenant_name} {self.session}",
+        )
 
 
 class BadHeader(ValueError):

@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
-from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys
+from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys, KeyCheck
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.discovery.reconciler import Reconciler, SourceStatus
@@ -88,7 +88,7 @@ class AdminEndpoints:
         more: Sequence[Collector] = (),
         reconciler: Reconciler | None = None,
         registry: RegistryEndpoints | None = None,
-        readers: ApiKeys | None = None,
+        readers: KeyCheck | None = None,
         streams: StreamWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from moonpool.disagg_proxy.discovery.source import DiscoveredEngine
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
 from moonpool.disagg_proxy.settings import AdmissionSettings
+from tests.disagg_proxy.client_rows import ROWS, shown
 from tests.disagg_proxy.harness import (
     Answer,
     Bed,
@@ -613,3 +615,34 @@ async def test_many_wait_and_each_gets_one_answer(seed: int) -> None:
         assert statuses.count(200) >= 100, seed
         assert time.monotonic() - began < 15
         assert waiting(running) == 0
+
+
+@with_deadline
+async def test_tenant_and_priority_are_the_rows_whatever_a_client_claims(tmp_path: Path) -> None:
+    """B claims other tenants, whose share nobody has used, and the highest priority."""
+    file = tmp_path / "clients.toml"
+    file.write_text(ROWS)
+    async with bed(1, clients_file=str(file), **gated(queue_max=10)) as b:  # type: ignore[arg-type]
+        may_go, engine = slow(b.engines), b.engines[0]
+        clients = [await post(b, LONG, shown("a"))]
+        await until(lambda: len(engine.seen) == 1)
+        for first, claimed in (
+            (2, shown("b") + "X-Moonpool-Tenant: x1\r\nX-Moonpool-Priority: 100\r\n"),
+            (3, shown("b") + "X-Moonpool-Tenant: first\r\nX-Moonpool-Priority: 99\r\n"),
+            (4, shown("b")),
+            (5, shown("a") + "X-Moonpool-Priority: 7\r\n"),
+            (6, shown("a") + "X-Moonpool-Tenant: b\r\nX-Moonpool-Priority: -3\r\n"),
+        ):
+            clients.append(await post(b, LONG, claimed, first=first))
+            await until(lambda count=first - 1: waiting(b) == count)  # type: ignore[misc]
+        queue = b.proxy._dispatcher.scheduler.controller.queue
+        assert sorted((each.tenant, each.priority) for each in queue) == [
+            ("b", 0),
+            ("b", 0),
+            ("b", 0),
+            ("first", -3),
+            ("first", 5),
+        ]
+        may_go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 6
+        assert [json.loads(each.body)["prompt"][0] for each in engine.seen] == [1, 5, 2, 3, 4, 6]

@@ -24,6 +24,7 @@ from moonpool.core.service.processes import descendants, living_processes
 from moonpool.disagg_proxy.peers.wire import decode_head
 from tests.ports import held_run
 
+from .client_rows import ROWS, shown
 from .harness import Client, Exchange, MockEngine, until, with_deadline
 
 CHAT = "/v1/chat/completions"
@@ -389,3 +390,29 @@ async def test_an_engine_that_registers_at_one_is_there_in_all_and_in_one_that_s
         await everywhere(False)
     for each in (engine, other):
         await each.stop()
+
+
+@_several
+async def test_sighup_has_every_process_read_the_file_again(tmp_path: Path) -> None:
+    file = tmp_path / "clients.toml"
+    file.write_text(ROWS)
+    engine = MockEngine("engine")
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0", "--clients-file", str(file)) as several:
+
+        async def status(number: int, name: str) -> int:
+            client = Client(*await asyncio.open_connection("127.0.0.1", several.own_port + number))
+            answer = await client.ask("GET", "/engines", head=shown(name))
+            client.leave()
+            return answer.status
+
+        assert [await status(number, "watcher") for number in range(2)] == [200, 200]
+        file.write_text(ROWS.replace("key-of-watcher", "key-of-another"))
+        several.process.send_signal(signal.SIGHUP)
+        for number in range(2):
+            while await status(number, "watcher") != 401:
+                pass
+            assert await status(number, "another") == 200
+        several.process.terminate()
+        assert await several.process.wait() == 0
+    await engine.stop()

@@ -44,6 +44,7 @@ OPTIONS = {
     },
     "Access and records": {
         "proxy.api_keys_file": "FILE",
+        "proxy.clients_file": "FILE",
         "proxy.open": "",
         "proxy.engine_key_file": "FILE",
         "proxy.access_log": "FILE",
@@ -65,6 +66,7 @@ def register(app: typer.Typer) -> None:
             "moonpool proxy --listen 127.0.0.1:9000 --engine left=http://127.0.0.1:8100",
             "moonpool proxy --discovery file:/etc/moonpool/engines.yaml",
             "moonpool proxy --discovery http --discovery-keys-file /etc/moonpool/registrars",
+            "moonpool proxy --engine http://127.0.0.1:8100 --clients-file /etc/moonpool/clients.toml",
             "moonpool proxy --discovery etcd:http://127.0.0.1:2379/moonpool/engines/",
             "moonpool proxy --discovery 'kubernetes:prod/app=vllm?port=8000'",
         ),

@@ -143,11 +143,13 @@ def _places(config: Config, up: UpState | None) -> list[tuple[str, str]]:
 
 def _proxy_key(config: Config) -> str:
     """A key with which the proxy's pages can be read; "": none is known."""
-    if not config.proxy.api_keys_file:
-        return ""
+    from moonpool.disagg_proxy.clients import read_clients
     from moonpool.disagg_proxy.settings import read_api_keys
 
     try:
+        if config.proxy.clients_file:
+            rows = read_clients(config.proxy.clients_file, registers=False)
+            return next((each.key for each in rows if "look" in each.may), "")
         return next(iter(read_api_keys(config.proxy.api_keys_file)), "")
     except ConfigError:  # this user may not read it
         return ""
