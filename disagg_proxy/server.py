@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from moonpool._native import ProxyRequest, Relay, Turns
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
-from moonpool.core.service.addresses import Address
+from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.api_keys import read_access_keys
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
@@ -31,6 +31,7 @@ from moonpool.disagg_proxy.discovery.block_hash_index import BlockHashIndex
 from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
 from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
 from moonpool.disagg_proxy.discovery.membership import Membership
+from moonpool.disagg_proxy.discovery.own_addresses import OwnAddresses
 from moonpool.disagg_proxy.discovery.reconciler import Reconciler
 from moonpool.disagg_proxy.discovery.registry import Registry
 from moonpool.disagg_proxy.discovery.registry_endpoints import RegistryEndpoints
@@ -162,6 +163,8 @@ class Proxy:
     async def open(self) -> str:
         """Checks every engine once, then listens. Returns the URL. Raises ConfigError if it cannot bind."""
         await self._bind()
+        if self._registry is not None:
+            self._registry.own = OwnAddresses(self._own_addresses())
         if self._subscriber is not None:
             self._subscriber.start()
         if self._peer_sync is not None:
@@ -339,6 +342,18 @@ class Proxy:
             file=file,
             networks=self._networks,
         )
+
+    def _own_addresses(self) -> list[tuple[str, int]]:
+        """(address, port) of each socket of this process, and of those at which its siblings are reached
+        alone."""
+        bound = [one.getsockname()[:2] for one in self._listening]
+        settings = self._settings
+        if not settings.process_listen:
+            return bound
+        own = parse_address(settings.process_listen, "proxy.process_listen")
+        hosts = {str(host) for host, port in bound if port == own.port}
+        first = own.port - settings.process_number
+        return bound + [(host, first + number) for host in hosts for number in range(settings.processes)]
 
     def _is_there(self, spec: EngineSpec) -> bool:
         found = self.fleet.find(spec.name)

@@ -22,6 +22,7 @@ import msgspec
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.conductor.plan import Answer, refused
 from moonpool.disagg_proxy.discovery.allowed_networks import AllowedNetworks
+from moonpool.disagg_proxy.discovery.own_addresses import OwnAddresses
 from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Registration, RegistrationKey
 from moonpool.disagg_proxy.discovery.registry_file import PendingWrite, RegistryFile, StoredRegistration
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, SourceListener
@@ -81,6 +82,7 @@ class Registry:
     is_there: whether the fleet has this engine.
     file:     keeps the registrations and shares them with other processes; None: memory only.
     networks: where engines may be; None: anywhere.
+    own:      where the proxy itself listens; its owner sets it once that is known.
     """
 
     name = "http"
@@ -95,6 +97,7 @@ class Registry:
         networks: AllowedNetworks | None = None,
     ) -> None:
         self.publishers: dict[RegistrationKey, ActiveRegistration] = {}
+        self.own = OwnAddresses()
         self._streams = streams
         self._clock = clock
         self._is_there = is_there
@@ -280,6 +283,8 @@ class Registry:
         found, events = told.found(), told.events()
         if self._networks is not None:
             self._networks.require_allowed(told.hosts())
+        if found is not None:
+            self.own.require_other(*found.spec.address)
         known = self.publishers.get(told.key)
         if known is None and len(self.publishers) >= PUBLISHERS_MAX:
             return _bad(f"there are {PUBLISHERS_MAX} registrations, and no room for more", status=503)
