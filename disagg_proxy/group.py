@@ -1,8 +1,9 @@
 """Several proxy processes at one address. They share the listening sockets, so the kernel gives each client
 to a free process, and the death of one process loses no waiting connection.
 
-    this process   binds, passes the sockets on, restarts dead processes, forwards SIGTERM, kills at a second
-                   signal (a terminal and a service manager signal all processes at a time)
+    this process   binds, passes the sockets on, restarts dead processes, forwards SIGTERM; at a second signal
+                   it ends the wait of stop_delay_s, else kills (a terminal and a service manager signal all
+                   processes at a time)
     process i      a whole proxy; exchanges requests in flight with its siblings (peers/), through sockets in
                    a folder of this user (group_folder.py)
 
@@ -36,7 +37,7 @@ from moonpool.core.service.exit_codes import EXIT_USAGE
 from moonpool.core.service.processes import die_with_parent, stay_through_hangup
 from moonpool.disagg_proxy.group_folder import hold, new_folder
 from moonpool.disagg_proxy.listen_sockets import take_or_bind, take_over_or_bind
-from moonpool.disagg_proxy.process import ORPHANED, REPLACED, line
+from moonpool.disagg_proxy.process import HURRIED, REPLACED, line
 from moonpool.disagg_proxy.process import run as run_one
 from moonpool.disagg_proxy.settings import ProxySettings
 from moonpool.disagg_proxy.takeover import Offer, Predecessor
@@ -77,6 +78,9 @@ class _Group:
         self._children: list[_Child] = []
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._lingered = asyncio.Event()
+        if not settings.deadlines.stop_delay_s:
+            self._lingered.set()
         self._signalled = False
         self._predecessor: Predecessor | None = None
         self._replaced = False
@@ -118,19 +122,21 @@ class _Group:
                     await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
                     _raise_first(keepers)
             finally:
-                if offer is not None:
-                    await offer.close()
-                for each in self._all_sockets():
-                    each.close()
                 for task in (stopped, *keepers):
                     task.cancel()
                 await asyncio.gather(stopped, *keepers, return_exceptions=True)
+                if offer is not None:
+                    await self._linger(children)
+                    await offer.close()
+                for each in self._all_sockets():
+                    each.close()
                 await self._end(children)
         return 0
 
     def _on_signal(self) -> None:
-        if self._signalled:  # stopping by a take-over does not count: the first signal after it is survived
-            self._hurry.set()
+        # Stopping by a take-over does not count: the first signal after it is survived.
+        if self._signalled:
+            (self._hurry if self._lingered.is_set() else self._lingered).set()
         self._signalled = True
         self._stop.set()
 
@@ -142,7 +148,18 @@ class _Group:
 
     def _on_replaced(self) -> None:
         self._replaced = True
+        self._lingered.set()
         self._stop.set()
+
+    async def _linger(self, children: list[_Child]) -> None:
+        """Lets the processes serve on as not ready, for stop_delay_s at most; a successor may still take
+        over."""
+        if self._signalled and not self._lingered.is_set():
+            _signal(children, signal.SIGTERM)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.deadlines.stop_delay_s):
+                    await self._lingered.wait()
+        self._lingered.set()
 
     def _all_sockets(self) -> list[socket.socket]:
         return [*self._listening, *(each for own in self._own for each in own)]
@@ -204,10 +221,9 @@ class _Group:
 
     async def _end(self, children: list[_Child]) -> None:
         """Drains all processes together; kills those that are late, or all at a second signal."""
-        running = [each.process for each in children if each.process is not None and each.process.is_alive()]
-        for process in running:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, REPLACED if self._replaced else signal.SIGTERM)
+        running = _signal(children, REPLACED if self._replaced else signal.SIGTERM)
+        if self._settings.deadlines.stop_delay_s:
+            _signal(children, HURRIED)
         ended = asyncio.ensure_future(asyncio.gather(*(_ended(process) for process in running)))
         hurried = asyncio.ensure_future(self._hurry.wait())
         waits: set[asyncio.Future[Any]] = {ended, hurried}
@@ -263,11 +279,20 @@ def _serve(
     number: int,
 ) -> None:
     """Main function of a process of the group."""
-    die_with_parent(parent, ORPHANED)  # delivered for each thread of the parent
+    die_with_parent(parent, HURRIED)  # delivered for each thread of the parent
     logs.begin(log_level, f"process {number + 1}: ", as_json=log_json)
     with hold(folder):
         code = run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent)
     sys.exit(code)
+
+
+def _signal(children: Sequence[_Child], number: signal.Signals) -> list[SpawnProcess]:
+    """Signals all that run, and returns them."""
+    running = [each.process for each in children if each.process is not None and each.process.is_alive()]
+    for process in running:
+        if process.pid is not None:
+            os.kill(process.pid, number)
+    return running
 
 
 def _next(text: str, number: int) -> str:

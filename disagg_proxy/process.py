@@ -26,7 +26,7 @@ _log = logging.getLogger("moonpool.proxy")
 _FILES_RESERVED = 128  # for everything that does not grow with clients or engines
 _FILES_PER_STREAM = 6  # of KV events: two connections, and wake-ups of four sockets
 REPLACED = signal.SIGUSR1  # from the parent: like SIGTERM, and a successor takes over the addresses
-ORPHANED = signal.SIGUSR2  # the parent is dead: like one SIGTERM, however often it arrives
+HURRIED = signal.SIGUSR2  # from the parent, or its death: drain at once, however often it arrives
 _SWITCH_INTERVAL_S = 0.0005  # longest wait of a decision for a thread that makes a page
 
 
@@ -40,8 +40,9 @@ def run(
     """Runs a proxy in this process until SIGTERM or SIGINT. Returns the exit code: 0, or 2 for a wrong
     setting. ready: called with the URL instead of printing a line.
 
-    A second signal ends the process without waiting for requests in flight. With a parent (the process that
-    started this one) it does not: the parent kills it then, and forwards signals that may have come to both.
+    A second signal ends what the process waits for: stop_delay_s, or requests in flight. With a parent (the
+    process that started this one) it does not: the parent does, and forwards signals that may have come to
+    both.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
@@ -68,12 +69,24 @@ async def _serve_until_signal(
     parent: int | None,
 ) -> None:
     loop = asyncio.get_running_loop()
-    stop, replaced, hung_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    replaced, hung_up = asyncio.Event(), asyncio.Event()
+    if not settings.deadlines.stop_delay_s:
+        hurry.set()
     serving = asyncio.current_task()
 
     def on_signal() -> None:
-        if stop.is_set() and serving is not None and os.getppid() != parent:
+        if not stop.is_set():
+            stop.set()
+        elif os.getppid() == parent:
+            pass
+        elif not hurry.is_set():
+            hurry.set()
+        elif serving is not None:
             serving.cancel()
+
+    def on_hurry() -> None:
+        hurry.set()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +94,7 @@ async def _serve_until_signal(
     stay_through_hangup(loop, on_signal, hung_up.set if settings.clients_file else None)
     if parent is not None:
         loop.add_signal_handler(REPLACED, replaced.set)
-        loop.add_signal_handler(ORPHANED, stop.set)
+        loop.add_signal_handler(HURRIED, on_hurry)
 
     def tell(url: str) -> None:
         print(line(settings, url), flush=True)
@@ -90,6 +103,7 @@ async def _serve_until_signal(
         settings,
         ready=ready or tell,
         stop=stop,
+        hurry=hurry,
         sockets=sockets,
         replaced=replaced,
         hung_up=hung_up,

@@ -73,7 +73,7 @@ _OBSERVE_EVERY_S = 0.25
 
 class Proxy:
     """All parts of one proxy: the relay's thread, and everything else on the running loop. ``open``, then
-    ``drain``, then ``close``."""
+    ``linger``, then ``drain``, then ``close``."""
 
     def __init__(
         self,
@@ -205,6 +205,15 @@ class Proxy:
         """Reads ``clients_file`` again. An error in it is logged and changes nothing."""
         if self._keys.clients is not None:
             self._keys.clients.reload()
+
+    async def linger(self, over: asyncio.Event) -> None:
+        """Serves on for stop_delay_s seconds, or until ``over`` is set or another proxy has taken over;
+        /health answers 503 from now on. Sets ``over``."""
+        self._pages.stopping = not self.replaced.is_set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.deadlines.stop_delay_s):
+                await _any_of(over, self.replaced)
+        over.set()
 
     async def drain(self) -> bool:
         """Stops accepting; requests in flight have drain_s seconds to finish. Returns whether all did."""
@@ -520,14 +529,16 @@ async def serve(
     *,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
+    hurry: asyncio.Event | None = None,
     sockets: Sequence[socket.socket] = (),
     replaced: asyncio.Event | None = None,
     hung_up: asyncio.Event | None = None,
 ) -> None:
     """Serves until ``stop`` is set, the task is cancelled, or another proxy has taken over the address; then
-    drains and returns.
+    lingers, drains and returns.
 
     ready:   called once with the URL when requests are accepted and every engine was checked once.
+    hurry:   ends the lingering when it is set, and is set by its end.
     hung_up: set to have the proxy read ``clients_file`` again; cleared by that.
     Raises ConfigError if the address cannot be bound.
     """
@@ -542,6 +553,7 @@ async def serve(
             if hung_up.is_set():
                 hung_up.clear()
                 proxy.reload()
+        await proxy.linger(hurry or asyncio.Event())
         if not await proxy.drain():
             _log.warning(
                 "requests were still running after %g s and were cut off", settings.deadlines.drain_s

@@ -96,7 +96,14 @@ class Deadlines(Part, frozen=True, kw_only=True):
     tcp_dead_peer_s: Annotated[
         Count, about("a host that does not answer TCP for so long, in seconds, is gone")
     ] = 30
-    drain_s: Annotated[Duration, about("how long running answers may go on after SIGTERM")] = 30.0
+    stop_delay_s: Annotated[
+        Duration,
+        about(
+            "how long requests are accepted after SIGTERM while /health answers 503 already, so that its "
+            "readers leave; 0: not at all; a second signal ends it"
+        ),
+    ] = 0.0
+    drain_s: Annotated[Duration, about("how long running answers may go on after that")] = 30.0
 
 
 class HealthChecks(Part, frozen=True, kw_only=True):

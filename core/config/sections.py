@@ -192,6 +192,13 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, about("the most HTTP connections; beyond it the oldest is closed")
     ] = 64
     http_timeout_s: Annotated[Duration, about("the longest life of one HTTP connection")] = 10.0
+    stop_delay_s: Annotated[
+        Duration,
+        about(
+            "how long service goes on after SIGTERM while /readyz answers 503 already, so that its readers "
+            "leave; 0: not at all; a second signal ends it"
+        ),
+    ] = 0.0
     ssd: Annotated[
         list[str], about("directories for what does not fit into memory, each DIR:SIZE; none: no SSD")
     ] = []
@@ -296,6 +303,13 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Count, about("the most HTTP connections; beyond it the oldest is closed")
     ] = 64
     http_timeout_s: Annotated[Duration, about("the longest life of one HTTP connection")] = 10.0
+    stop_delay_s: Annotated[
+        Duration,
+        about(
+            "how long service goes on after SIGTERM while /readyz answers 503 already, so that its readers "
+            "leave; 0: not at all; a second signal ends it"
+        ),
+    ] = 0.0
 
 
 class Engine(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -251,7 +251,8 @@ class Master(ServiceProcess["_native.MasterServer"]):
 def run(config: Config, *, on_ready: Callable[[Master], None] | None = None) -> None:
     """Runs a master until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
     master = Master(config)
-    run_until_signal(master, None if on_ready is None else lambda: on_ready(master), _log)
+    told = None if on_ready is None else lambda: on_ready(master)
+    run_until_signal(master, told, _log, stop_delay_s=config.master.stop_delay_s)
 
 
 def _election_of(config: Config, listen: Address) -> Ballot | None:

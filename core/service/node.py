@@ -313,4 +313,5 @@ def run(
 ) -> None:
     """Runs a node until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
     node = Node(config, make_server=make_server)
-    run_until_signal(node, None if on_ready is None else lambda: on_ready(node), _log)
+    told = None if on_ready is None else lambda: on_ready(node)
+    run_until_signal(node, told, _log, stop_delay_s=config.node.stop_delay_s)

@@ -18,6 +18,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from moonpool import _native
 
+STOPPING = "this process is stopping"
 ALIVE_TIMEOUT_S = 1.0  # of one check of the loop: with the network, an answer comes within 2 s
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Probes:
 
     def _all_reasons(self, alive: bool) -> list[str]:
         if self._is_stopping():
-            return ["this process is stopping"]
+            return [STOPPING]
         return self._reasons() if alive else [_STUCK]
 
     async def _is_alive(self) -> bool:

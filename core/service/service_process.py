@@ -1,6 +1,6 @@
 """The life of a node or a master: start, HTTP endpoints, a signal, stop.
 
-    run_until_signal(service)  ->  start(), settled(), on_ready(), SIGTERM or SIGINT, stop()
+    run_until_signal(service)  ->  start(), settled(), on_ready(), SIGTERM or SIGINT, linger(), stop()
 
 The data plane runs in the native server's own threads and never enters Python; the event loop of this module
 answers HTTP, logs the server's notes and waits for a signal.
@@ -14,6 +14,7 @@ import signal
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ from moonpool.core.config.logs import Notes
 from moonpool.core.service import http_faults, metrics
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer, AnswerTo
-from moonpool.core.service.probes import Probes
+from moonpool.core.service.probes import STOPPING, Probes
 from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class ServiceProcess(Generic[S]):
         self._server: S | None = None
         self._http: AdminServer | None = None
         self._notes: Notes | None = None
+        self._leaving = False
         self._stopping = False
         self._admin_token = b""
         self._started_s = time.monotonic()
@@ -71,6 +73,13 @@ class ServiceProcess(Generic[S]):
 
     async def settled(self) -> None:
         """Returns when the line that reports readiness can be printed."""
+
+    async def linger(self, seconds: float, over: asyncio.Event) -> None:
+        """Serves on for so many seconds, or until ``over`` is set; /readyz answers 503 from now on."""
+        self._leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await over.wait()
 
     async def stop(self) -> None:
         """Ends what start() began; after a failed start, as much of it as there was. The HTTP endpoints close
@@ -93,6 +102,9 @@ class ServiceProcess(Generic[S]):
     def _reasons(self) -> list[str]:
         """Why the live process is not ready, one sentence each."""
         return []
+
+    def _all_reasons(self) -> list[str]:
+        return [STOPPING] if self._leaving else self._reasons()
 
     def _facts(self) -> Mapping[str, object]:
         """The other content of /livez, /readyz and /health."""
@@ -121,7 +133,7 @@ class ServiceProcess(Generic[S]):
         own: routes that check their requests by themselves."""
         assert self._server is not None
         probes = Probes(
-            self._server, reasons=self._reasons, facts=self._facts, is_stopping=lambda: self._stopping
+            self._server, reasons=self._all_reasons, facts=self._facts, is_stopping=lambda: self._stopping
         )
         self._http = AdminServer(
             address,
@@ -150,25 +162,43 @@ class ServiceProcess(Generic[S]):
 
 
 def run_until_signal(
-    service: ServiceProcess[S], on_ready: Callable[[], None] | None, log: logging.Logger
+    service: ServiceProcess[S],
+    on_ready: Callable[[], None] | None,
+    log: logging.Logger,
+    *,
+    stop_delay_s: float,
 ) -> None:
-    """Runs a service until SIGTERM or SIGINT. Raises a moonpool Error when it cannot start."""
+    """Runs a service until SIGTERM or SIGINT, and for ``stop_delay_s`` seconds or until a second one as not
+    ready. Raises a moonpool Error when it cannot start.
+    """
     allow_many_descriptors()
-    asyncio.run(_run(service, on_ready, log))
+    asyncio.run(_run(service, on_ready, log, stop_delay_s))
 
 
-async def _run(service: ServiceProcess[S], on_ready: Callable[[], None] | None, log: logging.Logger) -> None:
+async def _run(
+    service: ServiceProcess[S],
+    on_ready: Callable[[], None] | None,
+    log: logging.Logger,
+    stop_delay_s: float,
+) -> None:
     http_faults.calm(asyncio.get_running_loop())
-    asked_to_stop = asyncio.Event()
+    asked_to_stop, asked_again = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (asked_again if asked_to_stop.is_set() else asked_to_stop).set()
+
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signal_number, asked_to_stop.set)
-    stay_through_hangup(asyncio.get_running_loop(), asked_to_stop.set)
+        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
+    stay_through_hangup(asyncio.get_running_loop(), on_signal)
     await service.start()
     try:
         await service.settled()
         if on_ready is not None:
             on_ready()
         await asked_to_stop.wait()
+        if stop_delay_s:
+            log.info("not ready; stopping in %g s", stop_delay_s, extra={"event": "not_ready"})
+            await service.linger(stop_delay_s, asked_again)
         log.info("stopping", extra={"event": "stopping"})
     finally:
         await service.stop()

@@ -107,6 +107,7 @@ class AdminEndpoints:
         self._policy = policy
         self._data = data
         self._page = page_answer()
+        self.stopping = False  # /health answers 503
 
     def answer(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
         """Answers a request to one of the proxy's own paths. reply: called once, on any thread."""
@@ -148,6 +149,8 @@ class AdminEndpoints:
         return self._health()
 
     def _health(self) -> Answer:
+        if self.stopping:
+            return Answer(503, error_body(503, "this proxy is stopping", "stopping"))
         healthy, total = self._dispatcher.healthy_count, len(self._dispatcher.engines)
         if healthy:
             return Answer(

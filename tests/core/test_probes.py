@@ -17,11 +17,13 @@ import pytest
 
 from moonpool.core.service.node import Node
 from moonpool.core.service.probes import Probes
+from moonpool.core.store.store import Store
+from moonpool.core.store.types import PutStatus
 
 from .frozen_thread import frozen
 from .http_bed import StandIn, get, serving, settings
 from .master_bed import MasterProcess, environment
-from .store_bed import until
+from .store_bed import TOKEN, until
 
 DEADLINE_S = 60
 # `moonpool`, but the ready line waits as long as this test does for the master's first word. (2 s are enough
@@ -147,6 +149,42 @@ def test_a_master_whose_loop_stands_still_says_so(runtime: Path) -> None:
             assert until_status(f"{master.http}/health", 200)["status"] == "ok"
     finally:
         master.close()
+
+
+def test_a_node_that_is_to_stop_serves_on_as_not_ready(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONPOOL_NODE_STOP_DELAY_S", "1h")
+    with node_process() as (process, _, url):
+        until_status(f"{url}/readyz", 200)
+        process.send_signal(signal.SIGTERM)
+        assert until_status(f"{url}/readyz", 503)["reasons"] == ["this process is stopping"]
+        assert ask(f"{url}/livez")[0] == 200
+        with Store(token=TOKEN) as store:
+            assert store.put(b"key", b"value").status is PutStatus.STORED
+            assert store.get(b"key") == b"value"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_a_master_that_is_to_stop_serves_on_as_not_ready(runtime: Path) -> None:
+    master = MasterProcess(stop_delay_s=3600)
+    try:
+        assert ask(f"{master.http}/readyz")[0] == 200
+        master.process.send_signal(signal.SIGTERM)
+        assert until_status(f"{master.http}/readyz", 503)["reasons"] == ["this process is stopping"]
+        assert master.page("/nodes") == {"nodes": []}
+        master.process.send_signal(signal.SIGINT)
+        assert master.process.wait(DEADLINE_S) == 0
+    finally:
+        master.close()
+
+
+def test_a_node_that_is_to_stop_ends_by_itself(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_NODE_STOP_DELAY_S", "100ms")
+    with node_process() as (process, _, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
 
 
 def test_one_question_for_a_loop_that_many_ask_about(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

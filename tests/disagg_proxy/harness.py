@@ -310,9 +310,12 @@ class ProxyProcess:
 
 PROGRAM = """
 import json, sys
+from moonpool.core.config.proxy_section import Deadlines
 from moonpool.disagg_proxy.process import run
 from moonpool.disagg_proxy.settings import ProxySettings, parse_engines
-sys.exit(run(ProxySettings(engines=parse_engines(sys.argv[2:]), **json.loads(sys.argv[1]))))
+more = json.loads(sys.argv[1])
+more["deadlines"] = Deadlines(**more.get("deadlines", {}))
+sys.exit(run(ProxySettings(engines=parse_engines(sys.argv[2:]), **more)))
 """
 
 

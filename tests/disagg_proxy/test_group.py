@@ -205,6 +205,25 @@ async def test_a_signal_to_all_processes_at_once_cuts_no_answer(number: signal.S
 
 
 @_several
+async def test_all_serve_on_as_not_ready_until_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A take-over in between is a single process's test; signals come to all processes, and once more."""
+    monkeypatch.setenv("MOONPOOL_PROXY_STOP_DELAY_S", "1h")
+    engine = MockEngine("a")
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0") as several:
+        os.killpg(several.process.pid, signal.SIGTERM)
+        for number in range(2):
+            while "this proxy is stopping" not in await several.page(number, "/health"):
+                await asyncio.sleep(0.01)
+        for _ in range(20):
+            await several.ask()
+        assert len(several.pids()) == 2
+        os.killpg(several.process.pid, signal.SIGTERM)
+        assert await several.process.wait() == 0
+    await engine.stop()
+
+
+@_several
 async def test_one_that_is_killed_refuses_nobody_and_comes_back(tmp_path: Path) -> None:
     engine = MockEngine("a")
     engine.behave = lambda exchange: exchange.answer(b"{}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import resource
 import signal
@@ -77,6 +79,54 @@ async def test_a_second_signal_ends_a_process_at_once() -> None:
         assert await probe.ended() == b""
         proxy.process.send_signal(signal.SIGTERM)
         assert await client.ended() == b""
+        assert await proxy.process.wait() == 0
+    await engine.stop()
+
+
+@functools.partial(with_deadline, deadline_s=60.0)  # two interpreters start in it
+@pytest.mark.parametrize("ended_by", ["a second signal", "a successor"])
+async def test_a_process_that_is_to_stop_serves_on_as_not_ready(ended_by: str) -> None:
+    goon = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.body == b'{"long":1}':
+            await goon.wait()
+        await exchange.answer(b"{}")
+
+    engine = MockEngine("a")
+    engine.behave = answer
+    await engine.start()
+    async with contextlib.AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(
+            proxy_process(engine, deadlines={"stop_delay_s": 3600}, take_over=True)
+        )
+        assert (await (await proxy.client()).ask("GET", "/health")).status == 200
+        proxy.process.send_signal(signal.SIGTERM)
+        kept = await proxy.client()
+        while (page := await kept.ask("GET", "/health")).status == 200:
+            pass
+        assert page.status == 503
+        assert b"this proxy is stopping" in page.body
+        long = await proxy.client()  # new connections are served
+        await long.send(request_bytes("POST", CHAT, b'{"long":1}'))
+        await until(lambda: bool(engine.seen))
+        if ended_by == "a second signal":
+            proxy.process.send_signal(signal.SIGTERM)
+        else:
+            await stack.enter_async_context(proxy_process(engine, port=proxy.port, take_over=True))
+        await kept.ended()  # the drain has begun
+        goon.set()
+        assert (await long.answer()).status == 200
+        assert await proxy.process.wait() == 0
+    await engine.stop()
+
+
+@with_deadline
+async def test_a_process_that_is_to_stop_ends_by_itself() -> None:
+    engine = MockEngine("a")
+    await engine.start()
+    async with proxy_process(engine, deadlines={"stop_delay_s": 0.1}) as proxy:
+        proxy.process.send_signal(signal.SIGTERM)
         assert await proxy.process.wait() == 0
     await engine.stop()
 
