@@ -7,6 +7,7 @@ kv_event_publisher               publishes KV events; event_replays, zmq_curve: 
 zmq_liveness                     notices over ZMQ that a host vanished
 master, cluster                  the master, and a client's list of its nodes
 admin_http, metrics, probes      HTTP endpoints, metrics, /livez and /readyz
+process_metrics                  which build runs, since when, and what it takes: of the proxy, too
 http_tls, control_tls            TLS of HTTP endpoints, and of connections to the master
 addresses, listen_addresses      parsing; the addresses to listen on and to advertise
 http_get, http_faults            an HTTP client; log records of bad requests

@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from moonpool.core.service.process_metrics import ProcessMetrics
+
 if TYPE_CHECKING:
     from moonpool import _native
 
@@ -230,6 +232,7 @@ def exposition(server: _native.Server | _native.MasterServer, *, prefix: str = P
     """The whole text of GET /metrics."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(NodeCollector(server, prefix=prefix))
+    registry.register(ProcessMetrics(prefix))
     return generate_latest(registry)
 
 

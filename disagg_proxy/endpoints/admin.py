@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from moonpool._native import ProxyRequest
+from moonpool.core.service.process_metrics import ProcessMetrics
 from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys, KeyCheck
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
@@ -22,6 +23,7 @@ from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.stream_watch import PoolStreamRow, StreamRow, StreamWatch
 from moonpool.disagg_proxy.events.subscriber import Subscriber
+from moonpool.disagg_proxy.metric_family import PREFIX
 from moonpool.disagg_proxy.ui.page import data_answer, page_answer
 from moonpool.disagg_proxy.ui.snapshot import SnapshotBuilder
 
@@ -93,7 +95,7 @@ class AdminEndpoints:
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        collectors: list[Collector] = [HandoverCollector(dispatcher.handovers)]
+        collectors: list[Collector] = [ProcessMetrics(PREFIX), HandoverCollector(dispatcher.handovers)]
         if dispatcher.uses_tokens:
             collectors.append(ConductorCollector(dispatcher, locator, subscriber, data))
         collectors += more

@@ -137,6 +137,10 @@ async def test_all_serve_know_of_each_other_and_end_together() -> None:
                     break
         pids = several.pids()
         assert len(pids) == 3
+        for number in range(3):  # each page is of its own process alone
+            page = await several.page(number, "/metrics")
+            for name in ("build_info{", "process_resident_memory_bytes ", "process_open_fds "):
+                assert page.count(f"\nmoonpool_proxy_{name}") == 1
         several.process.send_signal(signal.SIGTERM)
         await until(lambda: not _takes(several.port))
         assert several.process.returncode is None  # an answer is still running
