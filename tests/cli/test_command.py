@@ -24,6 +24,8 @@ COMMANDS = [
     ["node"],
     ["proxy"],
     ["up"],
+    ["down"],
+    ["logs"],
     ["status"],
     ["topology"],
     ["doctor"],

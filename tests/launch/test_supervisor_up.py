@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -26,31 +25,7 @@ from moonpool.launch import up_plan
 from moonpool.launch.supervisor import Spec
 
 from ..core.store_bed import until
-from .up_bed import DEADLINE_S, Command
-
-# An "engine": answers GET /health, and has a child that left its session.
-ENGINE = """
-import http.server, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
-"""
-
-
-def toml(folder: Path, *, engines: int = 1, node: bool = False, proxy: bool = False, more: str = "") -> Path:
-    script = folder / "engine.py"
-    script.write_text(ENGINE)
-    command = json.dumps([sys.executable, str(script), "{host}", "{port}"])
-    text = f"[up]\nnode = {str(node).lower()}\nproxy = {str(proxy).lower()}\nbackoff_initial_s = 0.05\n"
-    text += '[node]\ndram = "64MiB"\nhttp = "127.0.0.1:0"\n[proxy]\nlisten = "127.0.0.1:0"\n'
-    text += f"[[up.engine]]\ncommand = {command}\n" * engines + more
-    file = folder / "up.toml"
-    file.write_text(text)
-    return file
+from .up_bed import DEADLINE_S, Command, assert_gone, toml, watch
 
 
 @pytest.fixture
@@ -60,18 +35,6 @@ def started(runtime: Path) -> Iterator[list[Command]]:
     yield commands
     for command in commands:
         command.kill()
-
-
-def watch(pids: list[int]) -> list[int]:
-    return [os.pidfd_open(pid) for pid in pids]
-
-
-def assert_gone(watched: list[int]) -> None:
-    for descriptor in watched:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        assert poll.poll(DEADLINE_S * 1000), "a process outlived its supervisor"
-        os.close(descriptor)
 
 
 def test_sigterm_takes_everything_down_children_of_children_included(

@@ -12,6 +12,8 @@ from moonpool.cli import (
     bench,
     configuration,
     doctor,
+    down,
+    logs,
     master,
     mock_engine,
     node,
@@ -47,7 +49,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    serving = (node, master, proxy, mock_engine, up, vllm, sglang)
+    serving = (node, master, proxy, mock_engine, up, down, logs, vllm, sglang)
     for module in (*serving, status, topology, doctor, objects, bench, simulate, replay, plan, configuration):
         module.register(app)
 

@@ -126,9 +126,8 @@ def render(snapshot: Snapshot) -> RenderableType:
         table = Table()
         for heading in ("process", "state", "pid", "restarts", "log"):
             table.add_column(heading)
-        for row in (up.master, *up.nodes, *up.engines, up.proxy):
-            if row is not None:
-                table.add_row(row.name, row.state, str(row.pid or "-"), str(row.restarts), row.log)
+        for row in up.processes:
+            table.add_row(row.name, row.state, str(row.pid or "-"), str(row.restarts), row.log)
         parts += [Text(f"moonpool up, pid {up.pid}"), table]
     parts += [Text(problem, style="dim") for problem in snapshot.problems]
     return Group(*parts)

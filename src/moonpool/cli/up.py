@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
             "moonpool up --nodes 2",
             "moonpool up --mock 2",
             "moonpool up --config up.toml --log-dir logs",
+            "moonpool up -d --mock 2",
         )
     )(up)
 
@@ -46,6 +47,9 @@ def up(
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="One log per process goes here.")
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="End once all is up; it runs on until moonpool down.")
+    ] = False,
     token_file: TokenFile = None,
 ) -> None:
     """Run nodes, engines and the proxy; restart what dies; take all of it down together."""
@@ -57,7 +61,9 @@ def up(
     from moonpool.core.config.sections import Engine, UpNode
     from moonpool.core.service.exit_codes import guarded
     from moonpool.core.service.processes import run_kept
-    from moonpool.launch.up import run
+    from moonpool.launch.detached import run_detached
+    from moonpool.launch.log_files import own_log
+    from moonpool.launch.up import only_one, run
     from moonpool.launch.up_plan import plan
 
     if mock and model is not None:
@@ -77,9 +83,14 @@ def up(
         },
     )
     logs.set_up(settings)
-    ready = plan(settings, config_file=str(config) if config else default_file())
-    keeper = os.getpid()
-    raise typer.Exit(run_kept(lambda: guarded(lambda: run(ready, printer(), pid=keeper))))
+
+    def keep(detached: Callable[[], None] | None = None) -> int:
+        keeper = os.getpid()
+        return run_kept(lambda: guarded(lambda: run(ready, printer(), pid=keeper, detached=detached)))
+
+    with only_one():
+        ready = plan(settings, config_file=str(config) if config else default_file())
+        raise typer.Exit(run_detached(keep, own_log()) if detach else keep())
 
 
 def printer() -> Callable[[Event], None]:

@@ -26,6 +26,8 @@ from moonpool.core.service.processes import stay_through_hangup
 from moonpool.launch.supervisor import Event, Supervisor
 from moonpool.launch.up_plan import Plan
 
+LOCK = "up.lock"
+
 _log = logging.getLogger("moonpool.up")
 
 
@@ -60,24 +62,43 @@ class UpState(msgspec.Struct, frozen=True):
     nodes: list[ProcessState] = []
     master: ProcessState | None = None
 
+    @property
+    def processes(self) -> list[ProcessState]:
+        """All of them, in the order in which they start."""
+        rows = (self.master, *self.nodes, *self.engines, self.proxy)
+        return [row for row in rows if row is not None]
 
-def run(plan: Plan, tell: Callable[[Event], None], *, pid: int | None = None) -> None:
+
+def run(
+    plan: Plan,
+    tell: Callable[[Event], None],
+    *,
+    pid: int | None = None,
+    detached: Callable[[], None] | None = None,
+) -> None:
     """Runs the plan until SIGTERM or SIGINT; a second one kills at once. Raises a moonpool Error when it
     cannot start.
 
-    pid: whom to signal in order to end all of it (default: this process).
+    pid: whom to signal in order to end all of it (default: this process). detached: called once, when all is
+    up, where this process has no terminal. The caller holds only_one().
     """
-    with _only_one():
-        for spec in plan.specs:
-            with suppress(FileNotFoundError):
-                spec.log.replace(spec.log.with_name(spec.log.name + ".old"))
-        try:
-            asyncio.run(_run(plan, tell, os.getpid() if pid is None else pid))
-        finally:
-            plan.ports.release()
+    for spec in plan.specs:
+        set_aside(spec.log)
+    try:
+        asyncio.run(_run(plan, tell, os.getpid() if pid is None else pid, detached))
+    finally:
+        plan.ports.release()
 
 
-async def _run(plan: Plan, tell: Callable[[Event], None], pid: int) -> None:
+def set_aside(log: Path) -> None:
+    """Renames the log of an earlier run, if there is one, to NAME.old."""
+    with suppress(FileNotFoundError):
+        log.replace(log.with_name(log.name + ".old"))
+
+
+async def _run(
+    plan: Plan, tell: Callable[[Event], None], pid: int, detached: Callable[[], None] | None
+) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     state_file = paths.runtime_dir() / "up.json"
     started_at = time.time()
@@ -101,8 +122,10 @@ async def _run(plan: Plan, tell: Callable[[Event], None], pid: int) -> None:
     stay_through_hangup(asyncio.get_running_loop(), asked)
 
     def say_next() -> None:
-        for line in next_steps(plan):
+        for line in next_steps(plan, is_detached=detached is not None):
             tell(Event("", line))
+        if detached is not None:
+            detached()
 
     supervisor = Supervisor(
         plan.specs, plan.limits, tell, write_state, when_up=say_next, tag=f"up-{os.getpid()}"
@@ -114,7 +137,7 @@ async def _run(plan: Plan, tell: Callable[[Event], None], pid: int) -> None:
             state_file.unlink(missing_ok=True)
 
 
-def next_steps(plan: Plan) -> list[str]:
+def next_steps(plan: Plan, *, is_detached: bool = False) -> list[str]:
     """What an operator does with what is up, a line each."""
     lines = []
     proxy = next((spec.url for spec in plan.specs if spec.kind == "proxy"), "")
@@ -127,7 +150,8 @@ def next_steps(plan: Plan) -> list[str]:
         )
     elif plan.sockets:
         lines.append("engines of this host find the pool by themselves; by hand: moonpool put KEY FILE")
-    return [*lines, f"watch it: moonpool status; logs in {plan.log_dir}; Ctrl-C ends all of it"]
+    end = "moonpool down" if is_detached else "Ctrl-C"
+    return [*lines, f"watch it: moonpool status, moonpool logs -f; {end} ends all of it"]
 
 
 def _state(supervisor: Supervisor, plan: Plan, pid: int, started_at: float, ready: bool) -> UpState:
@@ -176,21 +200,42 @@ def _write_state(path: Path, state: UpState) -> None:
 
 
 @contextmanager
-def _only_one() -> Iterator[None]:
-    """Held by the one `moonpool up` of a runtime folder; the kernel frees it with the process."""
-    path = paths.runtime_dir(ensure=True) / "up.lock"
+def only_one() -> Iterator[None]:
+    """Held by the one `moonpool up` of a runtime folder and by the processes that it forks; the kernel frees
+    it with the last of them. Raises ConfigError when another one holds it.
+    """
+    path = paths.runtime_dir(ensure=True) / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(descriptor, fcntl.LOCK_EX):
             raise ConfigError(
-                f"another moonpool up runs with the runtime folder {path.parent}; end it, or set "
-                f"{paths.RUNTIME_DIR_VARIABLE} to another folder",
+                f"another moonpool up runs with the runtime folder {path.parent}; end it with moonpool down, "
+                f"or set {paths.RUNTIME_DIR_VARIABLE} to another folder",
                 operation="up",
                 key=paths.RUNTIME_DIR_VARIABLE,
                 peer=str(path),
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)
+
+
+def is_running() -> bool:
+    """Whether a `moonpool up` holds this runtime folder, which it does from before its start to after the end
+    of its last process."""
+    try:
+        descriptor = os.open(paths.runtime_dir() / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _lock(descriptor, fcntl.LOCK_SH)  # shared: two that ask do not see each other
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
