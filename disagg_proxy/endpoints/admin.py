@@ -19,6 +19,7 @@ from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator
 from moonpool.disagg_proxy.endpoints.conductor_metrics import ConductorCollector
 from moonpool.disagg_proxy.endpoints.handover_metrics import HandoverCollector
 from moonpool.disagg_proxy.endpoints.metrics import MetricsEndpoint
+from moonpool.disagg_proxy.endpoints.savings_metrics import SavingsCollector
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.engines.health import merged_models
 from moonpool.disagg_proxy.events.stream_watch import PoolStreamRow, StreamRow, StreamWatch
@@ -95,7 +96,11 @@ class AdminEndpoints:
     ) -> None:
         self._dispatcher = dispatcher
         self._look = look
-        collectors: list[Collector] = [ProcessMetrics(PREFIX), HandoverCollector(dispatcher.handovers)]
+        collectors: list[Collector] = [
+            ProcessMetrics(PREFIX),
+            HandoverCollector(dispatcher.handovers),
+            SavingsCollector(data.total),
+        ]
         if dispatcher.uses_tokens:
             collectors.append(ConductorCollector(dispatcher, locator, subscriber, data))
         collectors += more

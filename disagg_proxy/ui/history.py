@@ -14,6 +14,7 @@ import numpy as np
 
 from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.observer import Finished, Observer
+from moonpool.disagg_proxy.conductor.savings import ANSWERED, saved_by
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Stage, read_last
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
@@ -35,6 +36,9 @@ class TimeStep(msgspec.Struct, array_like=True):
     told, cached:      of answers that report cached tokens.
     ttft_s:            sum over all streams.
     wait_s:            seconds of queued prefill at the end of the step, of the most loaded worker.
+    saved:             tokens that were not computed (conductor/savings.py).
+    priced, whole_s, left_s: requests whose prefill can be predicted, and its seconds without and with reuse.
+    compared, compared_ttft_s, compared_whole_s: streams among them, their TTFT, their prefill without reuse.
     """
 
     at_s: float
@@ -47,6 +51,13 @@ class TimeStep(msgspec.Struct, array_like=True):
     streams: int = 0
     ttft_s: float = 0.0
     wait_s: float = 0.0
+    saved: int = 0
+    priced: int = 0
+    whole_s: float = 0.0
+    left_s: float = 0.0
+    compared: int = 0
+    compared_ttft_s: float = 0.0
+    compared_whole_s: float = 0.0
 
 
 class Totals(msgspec.Struct):
@@ -57,6 +68,13 @@ class Totals(msgspec.Struct):
     pool: int = 0
     told: int = 0
     cached: int = 0
+    saved: int = 0
+    priced: int = 0
+    whole_s: float = 0.0
+    left_s: float = 0.0
+    compared: int = 0
+    compared_ttft_s: float = 0.0
+    compared_whole_s: float = 0.0
 
 
 class History(Observer, DispatchObserver):
@@ -130,6 +148,7 @@ class History(Observer, DispatchObserver):
         said = (cached >= 0) & (rows["prompt_tokens"] > 0)
         step.told += int(rows["prompt_tokens"][said].sum())
         step.cached += int(cached[said].sum())
+        step.saved += int(cached[said & (rows["status"] == ANSWERED)].sum())
         streams = rows[(rows["stream"] > 0) & (rows["first_byte_s"] > 0) & (rows["status"] == 200)]
         step.streams += len(streams)
         step.ttft_s += float((streams["first_byte_s"] - streams["arrived_s"]).sum())
@@ -154,9 +173,19 @@ class History(Observer, DispatchObserver):
             step.told += observation.prompt_tokens
             step.cached += cached
         ttft_s = finished.ttft_s
+        saved = saved_by(finished)
+        step.saved += saved.tokens
+        if is_priced := saved.whole_s == saved.whole_s:
+            step.priced += 1
+            step.whole_s += saved.whole_s
+            step.left_s += saved.left_s
         if ttft_s == ttft_s:
             step.streams += 1
             step.ttft_s += ttft_s
+            if is_priced:
+                step.compared += 1
+                step.compared_ttft_s += ttft_s
+                step.compared_whole_s += saved.whole_s
             predicted_s = finished.predicted_s
             if predicted_s == predicted_s:
                 self.points.append((predicted_s, ttft_s))

@@ -120,6 +120,7 @@ class Snapshot(msgspec.Struct):
     failures: dict[str, int]  # of engines, by reason
     blind: int
     last: Sequence[DecisionRow]
+    total: Totals = msgspec.field(default_factory=Totals)  # since the start
     pool: Sequence[PoolStreamRow] = ()  # event streams of the pool's nodes
     masters: Sequence[MasterRow] = ()  # of the pool
 
@@ -221,6 +222,7 @@ class SnapshotBuilder:
             last=[
                 _decision_row(finished, workers, now_s, dispatcher.uses_tokens) for finished in reversed(last)
             ],
+            total=history.total,
             pool=[] if self._streams is None else self._streams.of_pool()[:ROWS_MAX],
             masters=self._masters(),
         )

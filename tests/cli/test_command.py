@@ -27,6 +27,7 @@ COMMANDS = [
     ["down"],
     ["logs"],
     ["status"],
+    ["saved"],
     ["topology"],
     ["doctor"],
     ["put"],

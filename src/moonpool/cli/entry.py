@@ -21,6 +21,7 @@ from moonpool.cli import (
     plan,
     proxy,
     replay,
+    saved,
     sglang,
     simulate,
     status,
@@ -50,7 +51,19 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     serving = (node, master, proxy, mock_engine, up, down, logs, vllm, sglang)
-    for module in (*serving, status, topology, doctor, objects, bench, simulate, replay, plan, configuration):
+    for module in (
+        *serving,
+        status,
+        saved,
+        topology,
+        doctor,
+        objects,
+        bench,
+        simulate,
+        replay,
+        plan,
+        configuration,
+    ):
         module.register(app)
 
     @app.command(epilog="Example:  moonpool version")

@@ -9,7 +9,7 @@ from moonpool.disagg_proxy.conductor.choice import Choice, Request
 from moonpool.disagg_proxy.conductor.observer import Finished
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import Observation
-from moonpool.disagg_proxy.ui.history import STEP_S, TimeStep
+from moonpool.disagg_proxy.ui.history import STEP_S, TimeStep, Totals
 from moonpool.disagg_proxy.ui.snapshot import DecisionRow, EngineSnapshot, ProxyGroup, Snapshot
 
 INSTANCES = tuple(Worker(place, f"p{place}") for place in range(3))
@@ -114,5 +114,14 @@ def page(engines: int, **other: Any) -> dict[str, Any]:
         failures={"connect": 5},
         blind=4,
         last=last,
+        total=Totals(
+            saved=1_234_567,
+            priced=100,
+            whole_s=80.0,
+            left_s=29.0,
+            compared=50,
+            compared_ttft_s=10.0,
+            compared_whole_s=45.0,
+        ),
     )
     return {**{name: getattr(made, name) for name in made.__struct_fields__}, **other}

@@ -45,7 +45,7 @@ def test_a_step_sums_up_what_ended_in_it() -> None:
     first, second = history.steps
     assert (first.requests, first.tokens, first.own, first.pool) == (4, 3000, 650, 200)
     assert (first.told, first.cached) == (1000, 790)
-    assert history.total == Totals(3000, 650, 200, 1000, 790)
+    assert history.total == Totals(3000, 650, 200, 1000, 790, saved=840)
     assert (first.streams, first.ttft_s) == (3, pytest.approx(1.5))
     assert first.wait_s == 1.5
     assert second.requests == 0

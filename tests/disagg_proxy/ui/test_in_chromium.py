@@ -114,6 +114,9 @@ async def test_a_thousand_instances() -> None:
         await t.until(FRESH)
         assert await t.count("#fleet rect.cell") == 1000
         assert await t.count("#fleet rect.bad") == 50
+        tiles = await t.text("#tiles")
+        for shown in ("1.2M", "51 s", "0.20 s / 0.90 s"):  # tokens not computed, prefill saved, first token
+            assert shown in tiles
         assert await t.count("#fleet rect.warn") == 50
         assert await t.count("#engines tr") == 20
         assert await t.count("#engines .state.bad") == 20  # trouble first
@@ -205,7 +208,7 @@ async def test_figures_that_are_missing_are_dashes() -> None:
             async with serving([(200, body)]) as url:
                 await t.open(url)
                 await t.until(FRESH)
-                assert await t.count("#tiles .tile") == 10
+                assert await t.count("#tiles .tile") == 11 + 2 * ("total" in body)  # what was saved
                 text = await t.text("main")
                 assert "NaN" not in text
                 assert "undefined" not in text
