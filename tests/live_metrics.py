@@ -109,7 +109,8 @@ def samples(pages: Iterable[str]) -> dict[str, set[str]]:
 
 
 def unknown_names_and_labels(expression: str, there: dict[str, set[str]]) -> list[str]:
-    """What a PromQL expression asks for that is not on the pages. ``there``: of samples()."""
+    """What a PromQL expression asks for that is not on the pages, nor added by Prometheus. ``there``: of
+    samples()."""
     names = set(re.findall(r"\bmoonpool_[a-z0-9_]+", expression)) - {"moonpool_"}
     labels = {
         label.strip()
@@ -120,5 +121,5 @@ def unknown_names_and_labels(expression: str, there: dict[str, set[str]]) -> lis
     return [name for name in names if name not in there] + [
         f"{name} has {there[name]}, not {labels}"
         for name in names
-        if there.get(name) and not labels <= there[name] | {"le"}
+        if there.get(name) and not labels <= there[name] | {"le", "job", "instance"}
     ]
