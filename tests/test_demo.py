@@ -219,8 +219,9 @@ def test_counters_are_summed_over_series(demo: ModuleType) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_whole_demo(vllm_python: str, tmp_path: Path, nodes: int) -> None:
-    """All in separate processes: what `make demo ONCE=1 NODES=N JSON=FILE` runs. On two nodes all happens that
-    does on one, and the bytes go by TCP, too.
+    """All in separate processes: what `make demo ONCE=1 NODES=N JSON=FILE` runs.
+
+    On two nodes all happens that does on one, and the bytes go by TCP, too.
     """
     if subprocess.run([vllm_python, "-c", "import moonpool"], check=False).returncode != 0:
         pytest.skip("moonpool is not installed beside this vLLM; `make test` installs it")
