@@ -38,6 +38,7 @@ COMMANDS = [
     ["bench"],
     ["bench", "transfer"],
     ["bench", "store"],
+    ["bench", "serve"],
     ["replay"],
     ["plan"],
     ["config"],

@@ -67,7 +67,7 @@ class Results:
         self.refused_s = array("d")  # due times of refused and failed requests
         self.late_s = array("d")  # of all
         self.end_s = 0.0
-        self._told = self._prompt = self._cached = self._reusable = self._answer = 0
+        self._told = self._prompt = self._cached = self._reusable = self._answer = self._sent = 0
 
     def __len__(self) -> int:
         return len(self.late_s)
@@ -90,11 +90,17 @@ class Results:
         if outcome.engine:
             self.engines[outcome.engine] += 1
         self._answer += max(outcome.answer_tokens, 0)
+        self._sent += outcome.prompt_tokens if outcome.prompt_tokens > 0 else outcome.input_tokens
         if outcome.cached_tokens >= 0 and outcome.prompt_tokens > 0:
             self._told += 1
             self._prompt += outcome.prompt_tokens
             self._cached += outcome.cached_tokens
             self._reusable += outcome.reusable
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all answered requests: the engine's count, else what was sent."""
+        return self._sent
 
     @property
     def progress(self) -> str:

@@ -103,7 +103,7 @@ async def replay_here(
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=NO_TIMEOUT) as session:
         urls = [url.rstrip("/").removesuffix("/v1") for url in plan.urls]  # both forms are common
-        model = plan.model or await _first_model(session, urls[0], plan.api_key)
+        model = plan.model or await first_model(session, urls[0], plan.api_key)
         began_s = loop.time()
         client = Client(
             session, model, lambda: loop.time() - began_s, api_key=plan.api_key, deadline_s=plan.deadline_s
@@ -132,7 +132,8 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _first_model(session: aiohttp.ClientSession, url: str, api_key: str) -> str:
+async def first_model(session: aiohttp.ClientSession, url: str, api_key: str) -> str:
+    """The first model that the OpenAI API at ``url`` lists. Raises Unavailable."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with asyncio.timeout(ASK_S), session.get(f"{url}/v1/models", headers=headers) as answer:

@@ -1,4 +1,4 @@
-"""`moonpool bench transfer` and `moonpool bench store`."""
+"""`moonpool bench transfer` and `moonpool bench store`; `bench serve` is in bench_serve.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moonpool.cli import bench_serve
 from moonpool.cli.options import ConfigFile, TokenFile, examples
 from moonpool.core.service.exit_codes import EXIT_INTERRUPTED
 
@@ -29,11 +30,15 @@ JsonFile = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the group ``bench`` with its commands ``transfer`` and ``store``."""
+    """Adds the group ``bench`` with its commands ``transfer``, ``store`` and ``serve``."""
     group = typer.Typer(
-        help="Measure how fast bytes move here.",
+        help="Measure how fast bytes move here, and how fast an endpoint serves.",
         no_args_is_help=True,
-        epilog=examples("moonpool bench transfer", "moonpool bench store"),
+        epilog=examples(
+            "moonpool bench transfer",
+            "moonpool bench store",
+            "moonpool bench serve --url http://127.0.0.1:8080",
+        ),
     )
     group.command(
         epilog=examples(
@@ -59,6 +64,7 @@ def register(app: typer.Typer) -> None:
             "moonpool bench store --embedded --json -",
         )
     )(store)
+    bench_serve.register(group)
     app.add_typer(group, name="bench")
 
 

@@ -77,7 +77,7 @@ def replay(
     if plot is not None:
         plots.check(plot)
     check_writable(json, "replay")
-    first_id, last_id = _range(token_ids)
+    first_id, last_id = id_range(token_ids)
     prompts = Prompts(
         block_tokens=block_tokens, first_id=first_id, last_id=last_id, input_max=max_input, seed=seed
     )
@@ -144,7 +144,8 @@ class _Lines:
             self._file.write(line + b"\n")
 
 
-def _range(text: str) -> tuple[int, int]:
+def id_range(text: str) -> tuple[int, int]:
+    """The two ends of an option LOW:HIGH. Raises typer.BadParameter."""
     low, _, high = text.partition(":")
     try:
         return int(low), int(high)
