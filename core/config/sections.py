@@ -189,7 +189,7 @@ class Node(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     http_connections_max: Annotated[
-        Count, about("the most HTTP connections; beyond it the oldest is closed")
+        Count, about("the most HTTP connections; beyond it the oldest of the address that has most is closed")
     ] = 64
     http_timeout_s: Annotated[Duration, about("the longest life of one HTTP connection")] = 10.0
     stop_delay_s: Annotated[
@@ -300,7 +300,7 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Duration, about("a node that is silent for so long is given up, and what it held is forgotten")
     ] = 30.0
     http_connections_max: Annotated[
-        Count, about("the most HTTP connections; beyond it the oldest is closed")
+        Count, about("the most HTTP connections; beyond it the oldest of the address that has most is closed")
     ] = 64
     http_timeout_s: Annotated[Duration, about("the longest life of one HTTP connection")] = 10.0
     stop_delay_s: Annotated[

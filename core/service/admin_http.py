@@ -2,8 +2,9 @@
 
 A scrape every few seconds needs no kept-alive connections. So each connection ends after its answer, and at
 the latest after its deadline, whatever the client does or does not send; when there are too many, the oldest
-makes room. Thus slow, idle or garbled clients cost a bounded amount of memory and delay no other client.
-With TLS the deadline holds from the first byte of the handshake.
+of the address that has most makes room. Thus slow, idle or garbled clients cost a bounded amount of memory
+and delay no client of another address. Compressed bodies are not inflated. With TLS the deadline holds from
+the first byte of the handshake.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import ipaddress
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -66,9 +69,10 @@ class AdminServer:
         self._key = key
         self._connections_max = connections_max
         self._timeout_s = timeout_s
-        self._open: dict[_Deadline, None] = {}
+        self._open: dict[_Deadline, str] = {}  # with the client's address, oldest first
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
+        self._closed = False
 
     async def start(self) -> None:
         """Listens. Raises ConfigError when the address is in use or not ours. Sets ``address`` to the real
@@ -94,6 +98,7 @@ class AdminServer:
             max_headers=HEADERS_MAX,
             keepalive_timeout=0.0,
             lingering_time=0.0,
+            auto_decompress=False,  # a few KiB may inflate to gigabytes
         )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -128,6 +133,7 @@ class AdminServer:
 
     async def close(self) -> None:
         """Stops listening and ends every connection."""
+        self._closed = True
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._open):
@@ -148,11 +154,22 @@ class AdminServer:
     def _accept(self) -> asyncio.Protocol:
         if self._runner is None or self._runner.server is None:
             raise RuntimeError("a connection before start()")
-        if len(self._open) >= self._connections_max:
-            next(iter(self._open)).abort()
-        connection = _Deadline(self._runner.server(), self._timeout_s, self._open, self._tls)
-        self._open[connection] = None
-        return connection
+        return _Deadline(self._runner.server(), self._timeout_s, self, self._tls)
+
+    def admit(self, connection: _Deadline, address: str) -> bool:
+        """Counts a new connection of ``address``; False when the server is closed. Beyond the maximum the
+        oldest connection of the address that has most is closed."""
+        if self._closed:
+            return False
+        self._open[connection] = address
+        if len(self._open) > self._connections_max:
+            [(crowd, _)] = Counter(self._open.values()).most_common(1)
+            next(each for each, of in self._open.items() if of == crowd).abort()
+        return True
+
+    def forget(self, connection: _Deadline) -> None:
+        """The connection has ended. Idempotent."""
+        self._open.pop(connection, None)
 
 
 class PassingOn(asyncio.Protocol):
@@ -185,12 +202,12 @@ class _Deadline(PassingOn):
         self,
         inner: asyncio.Protocol,
         timeout_s: float,
-        register: dict[_Deadline, None],
+        server: AdminServer,
         tls: ssl.SSLContext | None,
     ) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
-        self._register = register
+        self._server = server
         self._tls = tls
         self._upgrade: asyncio.Task[None] | None = None
         self._early: list[bytes] = []
@@ -198,7 +215,7 @@ class _Deadline(PassingOn):
         self._timer: asyncio.TimerHandle | None = None
 
     def abort(self) -> None:
-        self._register.pop(self, None)
+        self._server.forget(self)
         if self._transport is not None:
             self._transport.abort()
 
@@ -206,7 +223,7 @@ class _Deadline(PassingOn):
         if not isinstance(transport, asyncio.Transport):
             raise TypeError("an HTTP connection needs a stream")
         self._transport = transport
-        if self not in self._register:  # closed in favour of a newer connection before it began
+        if not self._server.admit(self, _address_of(transport)):
             transport.abort()
             return
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.abort)
@@ -235,7 +252,7 @@ class _Deadline(PassingOn):
         self._early.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._register.pop(self, None)
+        self._server.forget(self)
         if self._timer is not None:
             self._timer.cancel()
         if self._made:
@@ -246,6 +263,16 @@ class _Deadline(PassingOn):
             self._inner.data_received(data)
         else:
             self._early.append(data)
+
+
+def _address_of(transport: asyncio.Transport) -> str:
+    """The client's address; of IPv6 its /64, which one host may have whole."""
+    peer = transport.get_extra_info("peername")
+    host = str(peer[0]) if peer else ""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
 def _ignoring_request(answer: Answer) -> AnswerTo:
