@@ -22,11 +22,13 @@ SMALL_BYTES = 256 << 20  # weights_digest waits for files up to this size, in by
 SMALL_WAIT_S = 60.0
 SAY_S = 10.0
 READINGS_MAX = 64
+CLOCK_STEP_NS = 20_000_000  # files changed twice within one step have the same time stamp
 CLOCK_NS = 100_000_000  # between the clock of processes and that of files
 
 T = TypeVar("T")
 
 _readings: dict[tuple[File, ...], Reading] = {}
+_loaded: dict[Path, tuple[File, ...]] = {}  # of each path that was loaded into an engine that served already
 _lock = threading.Lock()
 
 
@@ -44,23 +46,15 @@ def weights_digest(path: Path) -> str:
     """Hexadecimal SHA-256 that names the weights in the folder, or in the one file, ``path``.
 
     Raises Pending until all bytes are read, and ConfigError when there is no weight file or when one changed
-    after this process started: the engine in it may have loaded the bytes of before.
+    after this process started, or after ``loaded``: the engine in it may have loaded the bytes of before.
     """
-    files = [path] if path.is_file() else weight_files(path)
-    if not files:
-        raise unidentified(
-            f"{path} holds no weight file ({', '.join(sorted(WEIGHT_SUFFIXES))}), so its weights cannot be "
-            f"told from others"
-        )
-    try:
-        named = tuple(
-            File(file.name if file == path else str(file.relative_to(path)), file, Identity.of(file))
-            for file in files
-        )
-    except OSError as error:
-        raise unidentified(f"a weight file cannot be read: {error}") from error
+    named = files_at(path)
     newest = max(named, key=lambda file: file.identity.changed_ns)
-    if newest.identity.changed_ns > started_ns() + CLOCK_NS:
+    if path in _loaded:
+        is_other = named != _loaded[path]
+    else:
+        is_other = newest.identity.changed_ns > started_ns() + CLOCK_NS
+    if is_other:
         raise unidentified(
             f"{newest.path} was changed after this engine was started, so it cannot be told which bytes the "
             f"engine has; start it again"
@@ -73,6 +67,43 @@ def weights_digest(path: Path) -> str:
     if reading.trouble:
         raise unidentified(f"cannot tell which weights {path} holds: {reading.trouble}")
     return digest_of_files(named, reading.digests)
+
+
+def files_at(path: Path) -> tuple[File, ...]:
+    """The weight files in the folder, or the one file, ``path``, as they are now. Raises ConfigError when
+    there are none."""
+    files = [path] if path.is_file() else weight_files(path)
+    if not files:
+        raise unidentified(
+            f"{path} holds no weight file ({', '.join(sorted(WEIGHT_SUFFIXES))}), so its weights cannot be "
+            f"told from others"
+        )
+    try:
+        return tuple(
+            File(file.name if file == path else str(file.relative_to(path)), file, Identity.of(file))
+            for file in files
+        )
+    except OSError as error:
+        raise unidentified(f"a weight file cannot be read: {error}") from error
+
+
+def settled_files(path: Path) -> tuple[File, ...]:
+    """As files_at, once none can change again without changing its time stamp. Waits for one step of the file
+    system's clock at most."""
+    files = files_at(path)
+    age_ns = time.time_ns() - max(file.identity.changed_ns for file in files)
+    if 0 <= age_ns < CLOCK_STEP_NS:
+        time.sleep((CLOCK_STEP_NS - age_ns) / 1e9)
+        files = files_at(path)
+    return files
+
+
+def loaded(path: Path, files: tuple[File, ...]) -> None:
+    """The engine in this process has loaded the weights of ``path`` while it served.
+
+    files: as settled_files returned them before the load.
+    """
+    _loaded[path] = files
 
 
 def unidentified(why: str) -> ConfigError:

@@ -20,6 +20,8 @@ manual.
     identity     the fingerprint: which model, weights and form of bytes
     arguments    which of vLLM's arguments change the numbers, and why the others do not
     adapters     LoRA adapters: the digest of the bytes that a request uses
+    weight_changes
+                 which calls of an engine to its workers replace its weights
     settings     kv_connector_extra_config, checked
     pd           the hand-over between prefill and decode engines, a package of its own
     pool         the connection to the node, and the native threads of its operations

@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
+
+from moonpool.connectors.vllm import weight_changes
+from moonpool.connectors.vllm.weight_changes import Change
 
 OLDEST = (0, 23)
 
@@ -154,10 +158,180 @@ def watch_adapters(core: type | None = None) -> bool:
 
 
 def _adapter_watchers(engine: Any) -> list[AdapterWatcher]:
-    """Our connectors of this engine: its scheduler's one, or some of those that stand behind that."""
     connector = getattr(getattr(engine, "scheduler", None), "connector", None)
-    several = [connector, *(getattr(connector, "_connectors", None) or ())]
-    return [one for one in several if hasattr(one, "adapter_loading")]
+    return [one for one in _ours(connector) if hasattr(one, "adapter_loading")]
+
+
+def _ours(connector: Any) -> list[Any]:
+    """The connector itself, and those behind it when it is vLLM's MultiConnector."""
+    return [connector, *(getattr(connector, "_connectors", None) or ())]
+
+
+class WeightsWatcher(Protocol):
+    """A connector, of the scheduler or of a worker. No method may raise."""
+
+    def weights_changing(self, change: Change) -> None:
+        """The engine's weights are about to be replaced. In the scheduler, called before its workers'."""
+
+    def workers_left(self) -> None:
+        """In the scheduler: all workers have returned from weights_changing."""
+
+    def weights_are_files(self, path: str) -> None:
+        """In a worker: it has loaded weights from the files at ``path``."""
+
+    def model_loading(self) -> None:
+        """In a worker: its model is about to be given weights, by whatever call."""
+
+    def model_loaded(self, *, whole: bool) -> None:
+        """In a worker: its model was given weights.
+
+        whole: whether each of its parameters was.
+        """
+
+
+def watch_weights(core: type | None = None) -> bool:
+    """Notifies the connectors of an engine, of its scheduler and of each worker, before a call of the engine
+    to its workers that may replace weights, and after one that loaded them from files. Returns whether this
+    vLLM allows it, also when there is no vLLM; one call is enough.
+
+    core: the class that is asked; for tests.
+    """
+    engine_core = core
+    if engine_core is None:
+        try:
+            from vllm.v1.engine.core import EngineCore
+        except ImportError:
+            return not vllm_version()
+        engine_core = EngineCore
+    rpc, sleep = getattr(engine_core, "collective_rpc", None), getattr(engine_core, "sleep", None)
+    if rpc is None or sleep is None:
+        return False
+    if hasattr(rpc, "_moonpool"):
+        return True
+
+    @functools.wraps(rpc)
+    def told_rpc(
+        engine: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        change = weight_changes.change_by(method, args, kwargs or {})
+        if change is not None:
+            _leave(engine, change)
+        if change is None or not change.from_files:
+            return rpc(engine, method, timeout, args, kwargs)
+        try:
+            answer = rpc(engine, method, timeout, args, kwargs)
+        except BaseException:
+            _leave(engine, Change(f"{change.how}, which failed"))
+            raise
+        _tell_workers(engine, tell_of_files, change.path)
+        return answer
+
+    @functools.wraps(sleep)
+    def told_sleep(engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        change = weight_changes.sleep_change(level)
+        if change is not None:
+            _leave(engine, change)
+        return sleep(engine, level, *args, **kwargs)
+
+    vars(told_rpc)["_moonpool"] = True
+    setattr(engine_core, rpc.__name__, told_rpc)
+    setattr(engine_core, sleep.__name__, told_sleep)
+    return True
+
+
+def _leave(engine: Any, change: Change) -> None:
+    connector = getattr(getattr(engine, "scheduler", None), "connector", None)
+    watchers = [one for one in _ours(connector) if hasattr(one, "weights_changing")]
+    for watcher in watchers:
+        watcher.weights_changing(change)
+    if watchers and _tell_workers(engine, tell_of_change, change):
+        for watcher in watchers:
+            watcher.workers_left()
+
+
+def _tell_workers(engine: Any, tell: Callable[[Any, Any], None], what: Any) -> bool:
+    """Calls ``tell`` in each worker, by the way that vLLM's own calls take. Returns whether all returned."""
+    try:
+        engine.model_executor.collective_rpc(tell, None, (what,))
+    except Exception:  # the engine's call must be carried out all the same
+        logger("weights").exception("moonpool: the workers could not be told that their weights change")
+        return False
+    return True
+
+
+def tell_of_change(worker: Any, change: Change) -> None:
+    """Runs in a worker: its connectors leave the pool."""
+    for watcher in _worker_watchers():
+        watcher.weights_changing(change)
+
+
+def tell_of_files(worker: Any, path: str) -> None:
+    """Runs in a worker: its connectors may join the pool again.
+
+    path: "": that of the worker's model.
+    """
+    served = str(getattr(getattr(worker, "model_config", None), "model", ""))
+    for watcher in _worker_watchers():  # an older vLLM does not note what it has loaded
+        watcher.weights_are_files(served if path in ("", served) else "")
+
+
+def _worker_watchers() -> list[WeightsWatcher]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return [one for one in _ours(group) if hasattr(one, "weights_changing")]
+
+
+_model_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_model(vllm_config: Any, watcher: WeightsWatcher, model: type | None = None) -> None:
+    """Notifies a worker's connector, as long as it lives, when the model's load_weights is called, which
+    trainers do without asking the engine.
+
+    model: the class of the model; None: that of the configuration.
+    """
+    if model is None:
+        try:
+            from vllm.model_executor.model_loader.utils import get_model_architecture
+        except ImportError:
+            return
+        model = get_model_architecture(vllm_config.model_config)[0]
+    _model_watchers.add(watcher)
+    load = getattr(model, "load_weights", None)
+    if load is None or hasattr(load, "_moonpool"):
+        return
+
+    @functools.wraps(load)
+    def told_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watchers = list(_model_watchers)
+        for one in watchers:
+            one.model_loading()
+        names = {name for name, _ in self.named_parameters()} if watchers else set()
+        loaded = load(self, *args, **kwargs)
+        for one in watchers:
+            one.model_loaded(whole=isinstance(loaded, set) and names <= loaded)
+        return loaded
+
+    vars(told_load)["_moonpool"] = True
+    setattr(model, load.__name__, told_load)
+
+
+def holds_prefixes(pool: Any) -> bool:
+    """Whether the engine's own prefix cache has blocks, or running requests may add some. True when this
+    vLLM does not tell."""
+    try:
+        if not pool.enable_caching:
+            return False
+        if pool.num_gpu_blocks - pool.get_num_free_blocks() > 1:  # the null block is always in use
+            return True
+        return any(block.block_hash is not None for block in pool.blocks)
+    except AttributeError:
+        return True
 
 
 def caches_adapters_by_path() -> bool:

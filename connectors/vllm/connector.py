@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from moonpool import _native
+from moonpool.connectors import weights
+from moonpool.connectors.files import File
 from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm import compat, identity
@@ -22,8 +26,8 @@ from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pool import Pool, Rows
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
+from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.connectors.vllm.worker import WorkerHalf
-from moonpool.connectors.weights import wait_for
 from moonpool.core.errors import Error
 from moonpool.core.store import keys
 
@@ -45,9 +49,14 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         self._settings = Settings.parse(extra)
         self._log = compat.logger(role.name.lower())
         self._survived = 0
+        self._files: tuple[File, ...] = ()  # that the engine is loading
+        self._replaced = False  # whether the weights are not those of the engine's start
         self._sched: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         engine_config = read_engine_config(vllm_config, kv_cache_config)
+        if not (engine_config.refusal or compat.watch_weights()):
+            unseen = "this vLLM replaces weights where moonpool does not see it"
+            engine_config = replace(engine_config, refusal=unseen)
         if role is compat.ConnectorRole.SCHEDULER:
             self._sched = self._scheduler_half(engine_config, vllm_config)
             self._tally = self._sched.tally
@@ -82,6 +91,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         )
 
     def _worker_half(self, engine_config: EngineConfig, vllm_config: Any) -> WorkerHalf:
+        compat.watch_model(vllm_config, self)
+
         def fingerprint(layout: BlockLayout, tensor: Tensor) -> bytes:
             def ask() -> bytes:
                 try:
@@ -91,6 +102,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
                         form=identity.form(vllm_config, layout),
                     )
+                    if self._replaced:  # a load into a live engine need not do what its start does
+                        fields["revision"] = f"{fields['revision']} loaded while serving"
                     mark = keys.fingerprint(fields)
                 except (Refused, Error):
                     raise
@@ -103,9 +116,9 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                 self._log.debug("moonpool: the fingerprint is of %s", fields)
                 return mark
 
-            if not self._settings.require_pool:
+            if self._replaced or not self._settings.require_pool:
                 return ask()
-            return wait_for(ask, functools.partial(self._log.info, "moonpool: %s"))
+            return weights.wait_for(ask, functools.partial(self._log.info, "moonpool: %s"))
 
         sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
         return WorkerHalf(
@@ -369,6 +382,49 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """The engine has dropped the LoRA adapter of this number."""
         if self._sched is not None:
             self._guard(None, self._sched.adapter_removed, number, otherwise=self._sched.distrust_adapters)
+
+    def weights_changing(self, change: Change) -> None:
+        """The engine is about to replace its weights; see compat.watch_weights."""
+        if self._sched is not None:
+            self._guard(None, self._sched.weights_changing, change)
+        elif self._worker is not None:
+            self._guard(None, self._worker.leave, change)
+            self._files = self._guard((), self._look, change) if change.from_files else ()
+
+    def workers_left(self) -> None:
+        """All workers have left the pool."""
+        if self._sched is not None:
+            self._guard(None, self._sched.workers_left)
+
+    def weights_are_files(self, path: str) -> None:
+        """This worker has loaded the weights of this path."""
+        if self._worker is None:
+            return
+        known = bool(self._files) and str(self._vllm_config.model_config.model) == path
+        if known:
+            self._replaced = True
+            weights.loaded(Path(path), self._files)
+        self._guard(None, functools.partial(self._worker.come_back, known=known))
+
+    def _look(self, change: Change) -> tuple[File, ...]:
+        """The files that are about to be loaded; () for what is no local path."""
+        try:
+            return weights.settled_files(Path(change.path or self._vllm_config.model_config.model))
+        except Error:
+            return ()
+
+    def model_loading(self) -> None:
+        """This worker's model is about to be given weights."""
+        if self._worker is not None:
+            self._guard(None, self._worker.leave_unannounced)
+
+    def model_loaded(self, *, whole: bool) -> None:
+        """This worker's model was given weights.
+
+        whole: whether each of its parameters was.
+        """
+        if self._worker is not None:
+            self._worker.whole = whole
 
     def on_new_request(self, request: Any) -> None:
         """A request came: asks the pool for its prefix, on a native thread."""

@@ -129,6 +129,11 @@ class Lookups:
         if state.ticket in self.tickets:
             self.tickets[state.ticket] = (None, state.asked_s)
 
+    def disconnected(self) -> None:
+        """The connection was closed: the node has dropped all pins, and no answer comes any more."""
+        self.tickets.clear()
+        self.pins = 0
+
     def release(self, pin_id: int) -> None:
         """Gives up a pin; 0 is none."""
         if not pin_id:

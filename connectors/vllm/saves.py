@@ -116,6 +116,11 @@ class Saves:
         self._blocks.free_blocks(reversed(blocks))  # the end of a prefix is evicted before its beginning
         return any(block.ref_cnt == 0 for block in blocks)
 
+    def all_ended(self) -> None:
+        """No rank reads a block any more: releases all that are held."""
+        for job_id in list(self._held):
+            self.ended(job_id, self._engine_config.workers)
+
     def _state(self, request_id: str) -> RequestState | None:
         tracked = self.tracked.get(request_id)
         return None if tracked is None else tracked[0]

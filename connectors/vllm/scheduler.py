@@ -34,10 +34,15 @@ from moonpool.connectors.vllm.saves import Saves
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.step_times import StepTimes
 from moonpool.connectors.vllm.tiers import from_network
+from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.store.keys import Ranges, chain_seed
 
 LOOKUPS_AHEAD_MAX = 64
+NO_HAND_OVER = (
+    "the weights of this engine were replaced while it ran, and it takes part in no hand-over until it is "
+    "started again"
+)
 DESCRIPTOR_BYTES = 32
 
 OpenNode = Callable[[bytes], NodeConnection[Pool]]
@@ -72,6 +77,9 @@ class SchedulerHalf:
         self._log = log
         self._node: NodeConnection[Pool] | None = None
         self._late: list[Handshake] = []  # handshakes of pending workers, used when the last one is known
+        self._blocks: BlockPool | None = None
+        self._left = False  # whether this half was in the pool before a change of weights
+        self._cache_is_old = False  # the engine's own prefix cache may hold KV of weights that are gone
         self._suffixes = b""
         self._epoch = b""
         self._requests: dict[str, RequestState] = {}
@@ -146,18 +154,62 @@ class SchedulerHalf:
         self._node = self._open_node(fingerprint)
 
     def _meet_late(self, handshakes: Sequence[Handshake]) -> None:
-        """Some of the workers that were pending are not any more."""
+        """Some of the workers that were pending are not any more, or some of the workers have left the
+        pool."""
+        refusal = next((hand.refusal for hand in handshakes if hand.refusal), "")
+        if refusal and not self._late:
+            if self._node is not None:
+                self._leave()
+                self._log.warning("moonpool: this engine runs without the pool: %s", refusal)
+            return
         for hand in handshakes:
             waiting = next((index for index, late in enumerate(self._late) if late.pending), None)
             if waiting is not None:
                 self._late[waiting] = hand
         if self._late and not any(hand.pending for hand in self._late):
+            if self._cache_is_old and not any(hand.refusal for hand in self._late):
+                self._log.warning(
+                    "moonpool: this engine joins the pool again when its prefix cache, which may hold KV of "
+                    "the weights of before, is reset"
+                )
+                return
             late, self._late = self._late, []
             self._log.info("moonpool: the weights of this engine are known now")
             try:
                 self.meet_workers(late)
             except Error as error:  # the engine serves already
                 self._log.error("moonpool: this engine runs without the pool: %s", error)
+
+    def weights_changing(self, change: Change) -> None:
+        """The engine's weights are about to be replaced. Nothing that is stored is read again, and nothing
+        that is computed from here on is stored, until the workers have a name for the new weights."""
+        was_there = self._node is not None or bool(self._late)
+        if not (was_there or self._left):
+            return
+        self._leave()
+        if change.from_files:  # the workers report what has become of it
+            self._late = [Handshake(pending=change.how)] * self._engine_config.workers
+            self._log.info("moonpool: %s: this engine leaves the pool until it is done", change.how)
+        elif was_there:
+            self._log.warning("moonpool: this engine runs without the pool: %s", change.sentence)
+
+    def workers_left(self) -> None:
+        """No worker reads or writes blocks for the pool any more."""
+        if self._node is None:
+            self.saves.all_ended()
+
+    def _leave(self) -> None:
+        node, self._node, self._late = self._node, None, []
+        self._left, self._epoch = True, b""
+        for state in self._loading.values():
+            state.hit = None  # its pin goes with the connection
+        for request_id in list(self._requests):
+            self.forget(request_id)
+        self.handover.stop(NO_HAND_OVER)
+        self.lookups.disconnected()
+        if node is not None:
+            node.close()
+        self._cache_is_old = self._blocks is None or compat.holds_prefixes(self._blocks)
 
     def refuse(self, why: str) -> None:
         """The engine runs without the pool, or not at all when the pool is required."""
@@ -170,6 +222,7 @@ class SchedulerHalf:
 
     def bind_block_pool(self, blocks: BlockPool) -> None:
         """The engine's blocks, to hold those that are being saved or handed over."""
+        self._blocks = blocks
         self.saves.bind(blocks)
         self.handover.bind(blocks)
 
@@ -213,6 +266,9 @@ class SchedulerHalf:
         """The engine's own prefix cache was emptied."""
         if self._adapters is not None:
             self._adapters.cache_was_reset()
+        self._cache_is_old = False
+        if self._late:
+            self._meet_late(())
 
     def close(self) -> None:
         """Stops serving the bootstrap page and disconnects."""

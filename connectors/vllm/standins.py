@@ -19,6 +19,7 @@ class KVConnectorBase_V1:  # noqa: N801
     _cache_hit_source: Any
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
         self._connector_metadata: Any = None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

@@ -35,6 +35,7 @@ from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.pool import Columns, Failed, Indices, KvTable, Pool, Rows, Ticket
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.tiers import from_network, object_sizes
+from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.connectors.weights import Pending
 from moonpool.core.errors import Error
 from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, Ranges
@@ -48,6 +49,8 @@ GONE = "there is no pool now"
 FAILED = "the connector failed"
 VOID = "the prefix cache was reset meanwhile"
 SLEPT = "the engine went to sleep meanwhile"
+REPLACED = "the engine's weights were replaced meanwhile"
+UNKNOWN = Change("it does not tell from where, or whether all of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class WorkerHalf:
         self._node: NodeConnection[Pool] | None = None
         self._memory: Memory | None = None
         self._late: Late | None = None
-        self._caches: Mapping[str, Tensor] = {}  # on a device: what is registered again after a sleep
+        self._caches: Mapping[str, Tensor] = {}  # what is read again after a sleep or a change of weights
         self._asleep = False
         self._handshake = Handshake(refusal=engine_config.refusal or "vLLM registered no KV caches")
         self._choices: dict[bytes, Choice | None] = {}
@@ -147,6 +150,10 @@ class WorkerHalf:
         self._report = Report()
         self._handover_worker: HandoverWorker | None = None
         self._repeats = Repeats(clock)
+        self._left = False  # the weights have no name
+        self._comes_back = False  # they have one again, and the KV memory is not there
+        self._hands_over = True
+        self.whole = False  # whether the last load into the model gave it each parameter
         self.tally = Tally()
 
     # Start and end
@@ -181,27 +188,30 @@ class WorkerHalf:
         self._memory = memory
         tp_rank, pp_rank = self._ranks()
         rank = pp_rank * self._engine_config.tp_size + tp_rank
-        self._caches = {} if memory.device is None else caches
+        self._caches = caches
         if memory.device is not None:
             self._log.info("moonpool: this worker pools the memory of %s", memory.device.kv.device_name)
-        self._handover_worker = self._open_handover_worker(
-            KvMemory(
-                engine_id=self._engine_config.engine_id,
-                fingerprint=fingerprint,
-                spans=layouts.spans(caches),
-                columns=memory.columns,
-                rows=memory.rows,
-                rank=rank,
-                tp_rank=tp_rank,
-                pp_rank=pp_rank,
-            ),
-            memory.device,
-        )
+        address = ""
+        if self._hands_over:
+            self._handover_worker = self._open_handover_worker(
+                KvMemory(
+                    engine_id=self._engine_config.engine_id,
+                    fingerprint=fingerprint,
+                    spans=layouts.spans(caches),
+                    columns=memory.columns,
+                    rows=memory.rows,
+                    rank=rank,
+                    tp_rank=tp_rank,
+                    pp_rank=pp_rank,
+                ),
+                memory.device,
+            )
+            address = self._handover_worker.address if self._handover_worker is not None else ""
         self._handshake = Handshake(
             fingerprint,
             memory.columns,
             layout.bytes_per_block,
-            handover_address=self._handover_worker.address if self._handover_worker is not None else "",
+            handover_address=address,
             rank=rank,
             tp_rank=tp_rank,
             pp_rank=pp_rank,
@@ -212,6 +222,8 @@ class WorkerHalf:
         """The engine is about to take the memory of a device's KV cache away. Returns when no copy touches it
         any more, or after the limit of its close. Loads under way have failed: what they wrote is lost."""
         memory = self._late.memory if self._late is not None else self._memory
+        if self._left:
+            self._asleep = True
         if self._asleep or memory is None or memory.device is None:
             return
         self._asleep = True
@@ -227,6 +239,9 @@ class WorkerHalf:
         """
         if not self._asleep:
             return
+        if self._left or self._comes_back:
+            self._asleep, self._caches = False, caches or self._caches
+            return
         late = self._late
         caches = caches or (late.caches if late is not None else self._caches)
         try:
@@ -240,6 +255,63 @@ class WorkerHalf:
         else:
             self._memory, self._caches = memory, caches
         self._pin()
+
+    # Weights that are replaced
+
+    def leave(self, change: Change) -> None:
+        """The engine's weights are about to be replaced. Returns when no copy from or to the pool touches the
+        KV memory any more: loads under way have failed. Hand-overs end by the plan of the next step, and none
+        begins from here on."""
+        if self._left:
+            return
+        self._left, self._comes_back, self._hands_over, self.whole = True, False, False, False
+        memory = self._late.memory if self._late is not None else self._memory
+        self._caches = self._late.caches if self._late is not None else self._caches
+        self._memory = self._late = None
+        self._handshake = Handshake(refusal=change.sentence)
+        if memory is not None and memory.device is not None and not self._asleep:
+            memory.device.close()
+        node, self._node = self._node, None
+        if node is not None:
+            node.close()
+        ended, self._running = self._running, {}
+        for running in ended.values():
+            if isinstance(running.job, Load):
+                self._end_load(running.job, Failed(REPLACED, objects=running.objects), 0.0)
+            else:
+                self._end_save(running.job, None, 0.0, staged=running.staged)
+
+    def leave_unannounced(self) -> None:
+        """As ``leave``, for a change that the scheduler's half does not know: it hears of it with a step."""
+        if not (self._left or (self._memory is None and self._late is None)):
+            self.leave(Change("weights were given to its model"))
+            self._report.handshakes.append(self._handshake)
+
+    def come_back(self, *, known: bool) -> None:
+        """The engine has loaded weights from files: joins the pool again, now or, in a sleep, when the KV
+        memory is there.
+
+        known: whether the files are those at the model's path.
+        """
+        if not self._left or not self._caches:
+            return
+        if not (known and self.whole):
+            self._handshake = Handshake(refusal=UNKNOWN.sentence)
+            self._report.handshakes.append(self._handshake)
+            return
+        self._left, self._comes_back = False, self._asleep
+        if not self._asleep:
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        self._comes_back = False
+        try:
+            memory, layout = self._read_memory(self._caches)
+        except (Refused, Error) as error:
+            self._handshake = Handshake(refusal=str(error))
+            self._report.handshakes.append(self._handshake)
+            return
+        self._join_late(self._caches, memory, layout)
 
     def handshake(self) -> Handshake:
         """What the scheduler's half must know about this worker."""
@@ -396,17 +468,19 @@ class WorkerHalf:
     def take_report(self) -> Report | None:
         """What the scheduler's half must know about the ends of loads and saves, or None."""
         if self._late is not None and self._late.reading.over.is_set() and not self._asleep:
-            self._join_late(self._late)
+            self._join_late(self._late.caches, self._late.memory, self._late.layout)
+        if self._comes_back and not self._asleep:
+            self._rejoin()
         if not self._report:
             return None
         report, self._report = self._report, Report()
         return report
 
-    def _join_late(self, late: Late) -> None:
+    def _join_late(self, caches: Mapping[str, Tensor], memory: Memory, layout: BlockLayout) -> None:
         """The weights were read: this step's report has the handshake that was pending."""
         self._late, self._handshake = None, Handshake(refusal="it could not join the pool late")
         try:
-            self._join(late.caches, late.memory, late.layout)
+            self._join(caches, memory, layout)
         except (Refused, Error) as error:
             self._handshake = Handshake(refusal=str(error))
         finally:

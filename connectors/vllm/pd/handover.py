@@ -50,6 +50,7 @@ class Handover:
         self._blocks: BlockPool | None = None
         self._bootstrap: Bootstrap | None = None
         self._repeats = Repeats(clock)
+        self._stopped = ""  # why no hand-over begins any more
         self.producer: ProducerScheduler | None = None
         self.consumer: ConsumerScheduler | None = None
 
@@ -175,6 +176,12 @@ class Handover:
         if self.consumer is not None:
             self.consumer.forget(request_id)
 
+    def stop(self, why: str) -> None:
+        """Ends all hand-overs, as forget_all, and begins none from here on."""
+        self.forget_all()
+        self._stopped = why
+        self.close()
+
     def forget_all(self) -> None:
         """The KV of before counts for nothing any more, as after a change of weights: from the next step on,
         which has_work asks for, it is neither given nor taken. Requests under way are computed, here and
@@ -260,11 +267,15 @@ class Handover:
     # The parts
 
     def _producer(self) -> ProducerScheduler:
+        if self._stopped:
+            raise Unusable(self._stopped)
         if self.producer is None:
             raise Unusable("this engine hands nothing over: see its log, kv_role and handover")
         return self.producer
 
     def _consumer(self) -> ConsumerScheduler:
+        if self._stopped:
+            raise Unusable(self._stopped)
         if self.consumer is None:
             raise Unusable("this engine takes nothing over: see its log, kv_role and handover")
         return self.consumer

@@ -126,6 +126,21 @@ class Driver:
     def drop_adapter(self, number: int) -> bool:
         return bool(self.engine.remove_lora(number))
 
+    def call_workers(self, method: str, **kwargs: Any) -> None:
+        """As a program that replaces weights does."""
+        self.llm.collective_rpc(method, kwargs=kwargs)
+
+    def give_model(self, path: str) -> None:
+        """As a trainer in the engine's process does: the weights of ``path``, and no call of the engine."""
+        from safetensors.torch import load_file
+
+        runner = self.core.model_executor.driver_worker.model_runner
+        runner.reload_weights(load_file(f"{path}/model.safetensors").items())
+
+    def sleep_and_wake(self, level: int) -> None:
+        self.llm.sleep(level)
+        self.llm.wake_up()
+
     def _is(self, external_id: str, stage: str) -> bool:
         for request_id, request in self.scheduler.requests.items():
             if request_id == external_id or request_id.startswith(external_id + "-"):
