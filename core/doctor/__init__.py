@@ -5,7 +5,10 @@
     system_checks.py    limits, shared memory, system calls, clock
     rdma_checks.py      NICs, ports, GIDs, MTU, libibverbs and its device nodes
     gpu_checks.py       GPUs, the driver's library, its device nodes
-    moonpool_checks.py  the configuration, the runtime folder, the token
+    moonpool_checks.py  the configuration, the runtime folder, the token, files of keys
+    tls_checks.py       certificates, their key, the authorities
+    port_checks.py      the addresses to listen on
+    cluster_checks.py   clocks and versions of the masters and of this host's node
     peer.py             one peer: whether it is reached, by which path, how fast
     examine.py          all of it, in order, and what the transports say of themselves
 

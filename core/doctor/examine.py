@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import msgspec
 
 from moonpool.core.config.config import Config
-from moonpool.core.doctor import gpu_checks, moonpool_checks, rdma_checks, system_checks
+from moonpool.core.doctor import (
+    cluster_checks,
+    gpu_checks,
+    moonpool_checks,
+    port_checks,
+    rdma_checks,
+    system_checks,
+    tls_checks,
+)
 from moonpool.core.doctor.finding import Finding, State, absent, weak, works
 from moonpool.core.doctor.host import Host
 from moonpool.core.doctor.peer import Peer, examine_peer
@@ -43,6 +51,7 @@ def examine(host: Host, config: Config | ConfigError, peer: str = "") -> Report:
     began_s = time.monotonic()
     findings = [
         *moonpool_checks.check(config),
+        *_of_configuration(host, config),
         *system_checks.check(host),
         *rdma_checks.check(host),
         *gpu_checks.check(host),
@@ -52,6 +61,13 @@ def examine(host: Host, config: Config | ConfigError, peer: str = "") -> Report:
     if peer and isinstance(config, Config):
         examined = examine_peer(peer, config, has_card=bool(gpu_checks.cards(host)))
     return Report(findings, examined, time.monotonic() - began_s)
+
+
+def _of_configuration(host: Host, config: Config | ConfigError) -> Iterator[Finding]:
+    if isinstance(config, Config):
+        yield from tls_checks.check(host, config)
+        yield from port_checks.check(config)
+        yield from cluster_checks.check(host, config)
 
 
 def _transports() -> Iterator[Finding]:

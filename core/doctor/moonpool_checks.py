@@ -1,8 +1,9 @@
-"""The configuration, the runtime folder and the token."""
+"""The configuration, the runtime folder, the token and the files of keys."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 
 from moonpool.core.config import paths
@@ -22,6 +23,32 @@ def check(config: Config | ConfigError) -> Iterator[Finding]:
     yield from _runtime_folder()
     if not isinstance(config, ConfigError):
         yield from _token(config)
+        yield from _key_files(config)
+
+
+def _key_files(config: Config) -> Iterator[Finding]:
+    """Those that are configured: whether this user reads them, and no other."""
+    files = {
+        "cluster.admin_token_file": config.cluster.admin_token_file,
+        "proxy.api_keys_file": config.proxy.api_keys_file,
+        "proxy.discovery_keys_file": config.proxy.discovery_keys_file,
+        "proxy.engine_key_file": config.proxy.engine_key_file,
+    }
+    for key, file in files.items():
+        if not file:
+            continue
+        try:
+            with open(file, "rb") as opened:
+                mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+        except OSError as error:
+            remedy = f"make {file}, readable for this user alone, or set {key} to another file"
+            yield broken(f"file {key}", f"{key} = {file} cannot be read: {error.strerror}", remedy)
+            continue
+        if mode & 0o077:
+            what = f"{key} = {file} can be read by other users (mode {mode:04o})"
+            yield weak(f"file {key}", what, f"chmod 600 {file}")
+        else:
+            yield works(f"file {key}", f"{file} can be read by this user alone")
 
 
 def _runtime_folder() -> Iterator[Finding]:
