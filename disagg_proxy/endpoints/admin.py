@@ -153,6 +153,8 @@ class AdminEndpoints:
                 200,
                 merged_models({e.name: e.models for e in self._dispatcher.engines if e.liveness.healthy}),
             )
+        if path == b"/livez":
+            return Answer(200, b'{"alive":true}')  # the relay answers 503 where this loop does not in time
         return self._health()
 
     def _health(self) -> Answer:

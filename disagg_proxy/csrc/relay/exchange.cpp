@@ -34,6 +34,8 @@ namespace {
 
 // Larger bodies are read beside this thread: this much takes about a millisecond, however it is made.
 constexpr size_t kBesideBytes = 128 << 10;
+// An orchestrator waits a second or two for the answer to a probe.
+constexpr double kProbedWithinS = 1;
 // Written at once of events into which logprobs are merged.
 constexpr size_t kMergedBytes = 64 << 10;
 
@@ -107,6 +109,9 @@ void Exchange::examined(std::optional<http::Refusal> refusal) {
 void Exchange::begin_page(Client& client, std::shared_ptr<Request> request, bool close) {
     begin_request(client, std::move(request), close);
     await_decision(ExchangeState::kAskingPage);
+    if (request_->head.path == "/livez" || request_->head.path == "/readyz") {
+        ask_deadline_ = std::min(ask_deadline_, context_.now + kProbedWithinS);
+    }
     decisions_.ask(*this, Question{request_, {}, 0, true, {}});
 }
 
@@ -553,8 +558,10 @@ void Exchange::resume() {
 void Exchange::sweep(double now) {
     if (undecided() && now >= ask_deadline_) {
         decisions_.forget(*this);
-        return refuse({503, "undecided", "the proxy found no engine for this request in time; try again"},
-                      Outcome::kFailed);
+        const char* why = state_ == ExchangeState::kAskingPage
+                              ? "the proxy's own thread did not answer in time"
+                              : "the proxy found no engine for this request in time; try again";
+        return refuse({503, "undecided", why}, Outcome::kFailed);
     }
     if (!over()) prefill_.sweep(now);
     if (!over()) answer_.sweep(now);

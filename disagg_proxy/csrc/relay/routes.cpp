@@ -29,6 +29,12 @@ Route wrong_method(std::string_view method, std::string_view path, const char* a
     return Route::kRefused;
 }
 
+bool is_page(std::string_view path) {
+    constexpr std::string_view kPages[] = {"/health",  "/livez", "/readyz", "/metrics",
+                                           "/engines", "/ui",    "/ui/data"};
+    return std::find(std::begin(kPages), std::end(kPages), path) != std::end(kPages);
+}
+
 bool is_registry(std::string_view path) {
     return path == "/register" || path == "/unregister" || path == "/query" || path == "/query_by_hash";
 }
@@ -112,8 +118,7 @@ Route Routes::find(std::string_view method, std::string_view path, http::Refusal
         if (!read) return wrong_method(method, path, "GET, HEAD", refusal);
         return path == "/v1/models" && method == "GET" ? Route::kModels : Route::kRelay;
     }
-    if (path == "/health" || path == "/metrics" || path == "/engines" || path == "/ui" ||
-        path == "/ui/data") {
+    if (is_page(path)) {
         return read ? Route::kPage : wrong_method(method, path, "GET, HEAD", refusal);
     }
     if (registry_ && is_registry(path)) {
