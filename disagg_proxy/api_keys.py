@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from moonpool.disagg_proxy.clients import Clients, KeysFor
+from moonpool.disagg_proxy.clients import Clients, KeysFor, RelayKey
 from moonpool.disagg_proxy.conductor.plan import refused
 from moonpool.disagg_proxy.settings import ProxySettings, read_api_keys, read_registrar_keys
 
@@ -42,14 +42,14 @@ class ApiKeys:
 class AccessKeys(NamedTuple):
     """Which keys a proxy accepts for what.
 
-    relayed:    for requests to engines; the data plane compares them. (): it asks for none.
+    relayed:    for requests to engines; the data plane compares them. []: it asks for none.
     askers:     for /query.
     readers:    for pages that show addresses and failures of engines.
     registrars: for /register and /unregister.
     clients:    tenants and priorities of the keys; None: a client says its own.
     """
 
-    relayed: tuple[str, ...]
+    relayed: list[RelayKey]
     askers: KeyCheck
     readers: KeyCheck
     registrars: KeyCheck
@@ -59,8 +59,9 @@ class AccessKeys(NamedTuple):
 def read_access_keys(settings: ProxySettings) -> AccessKeys:
     """Reads ``clients_file``, or the files of keys. Raises ConfigError."""
     if settings.clients_file:
-        clients = Clients(settings.clients_file, registers=settings.registers)
+        clients = Clients(settings.clients_file, registers=settings.registers, share=settings.tenants_share)
         askers, readers, registrars = (KeysFor(clients, right) for right in ("ask", "look", "register"))
         return AccessKeys(clients.asking, askers, readers, registrars, clients)
     asking, registering = read_api_keys(settings.api_keys_file), read_registrar_keys(settings)
-    return AccessKeys(tuple(asking), ApiKeys(asking), ApiKeys([*asking, *registering]), ApiKeys(registering))
+    relayed = [(hashlib.sha256(key.encode()).digest(), "") for key in asking]
+    return AccessKeys(relayed, ApiKeys(asking), ApiKeys([*asking, *registering]), ApiKeys(registering))

@@ -4,6 +4,7 @@ the key sends, the highest priority that they may have, and what the key may do.
     [[clients]]
     name = "search"            # for logs; every row has another one
     key = "..."                # what the client sends: Authorization: Bearer KEY
+    key_sha256 = "..."         # or its SHA-256 in hexadecimal, so that the file does not have it
     tenant = "search"          # default: the name; several rows may have one tenant
     max_priority = 10          # default: 0
     may = ["ask", "look"]      # default: ["ask"]
@@ -30,8 +31,10 @@ import msgspec
 
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.setting_error import bad
+from moonpool.disagg_proxy.tenant_salts import salt_of
 
 Right = Literal["ask", "look", "register"]
+RelayKey = tuple[bytes, str]  # SHA-256 of a key, salt of its tenant
 PRIORITY_MOST = 100
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _log = logging.getLogger("moonpool.proxy")
@@ -39,10 +42,13 @@ _bad = partial(bad, "clients_file")
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row. tenant: "": as the name. max_priority: -100 to 100; a request that claims more gets this."""
+    """One row, with ``key`` or ``key_sha256``. tenant: "": as the name. max_priority: -100 to 100; a request
+    that claims more gets this.
+    """
 
     name: str
-    key: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=1024)]
+    key: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+\Z", max_length=1024)] = ""
+    key_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")] = ""
     tenant: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]*\Z", max_length=128)] = ""
     max_priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MOST, le=PRIORITY_MOST)] = 0
     may: Annotated[frozenset[Right], msgspec.Meta(min_length=1)] = frozenset({"ask"})
@@ -52,6 +58,13 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The tenant of its requests."""
         return self.tenant or self.name
 
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of its key."""
+        if self.key_sha256:
+            return bytes.fromhex(self.key_sha256)
+        return hashlib.sha256(self.key.encode()).digest()
+
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     clients: list[dict[str, object]] = []
@@ -60,12 +73,23 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 class Clients:
     """The rows in force. ``reload`` replaces them; all else may be called on any thread meanwhile."""
 
-    def __init__(self, path: str, *, registers: bool) -> None:
-        """registers: whether engines may register over HTTP. Raises ConfigError, with the row at fault."""
+    def __init__(self, path: str, *, registers: bool, share: bool = False) -> None:
+        """registers: whether engines may register over HTTP. share: tenants find each other's blocks. Raises
+        ConfigError, with the row at fault."""
         self._path = path
         self._registers = registers
+        self._share = share
         self._by_digest = _by_digest(read_clients(path, registers=registers))
-        self.asking = tuple(each.key for each in self._by_digest.values() if "ask" in each.may)
+
+    @property
+    def asking(self) -> list[RelayKey]:
+        """The keys that may ask, for ``Relay.set_api_keys``."""
+        rows = self._by_digest.items()
+        return [(digest, self.salt_of(each)) for digest, each in rows if "ask" in each.may]
+
+    def salt_of(self, client: Client) -> str:
+        """What separates its tenant's blocks from those of others; "": nothing does."""
+        return "" if self._share else salt_of(client.tenant_name)
 
     def find(self, authorization: bytes | None) -> Client | None:
         """The client whose key the field Authorization has; None: no row has it.
@@ -78,11 +102,8 @@ class Clients:
         return self._by_digest.get(hashlib.sha256(key.strip()).digest())
 
     def reload(self) -> bool:
-        """Reads the file again; with an error in it, the rows stay as they are. Returns whether it was read.
-
-        The data plane compares the keys that may ask, and has those of the start. A key that was removed is
-        refused when the policy is asked; one that was added is refused until the proxy starts again.
-        """
+        """Reads the file again; with an error in it, the rows stay as they are. Returns whether it was
+        read."""
         try:
             rows = read_clients(self._path, registers=self._registers)
         except ConfigError as error:
@@ -90,16 +111,6 @@ class Clients:
             return False
         self._by_digest = _by_digest(rows)
         _log.info("SIGHUP: %d clients are in force", len(rows))
-        added = sorted(each.name for each in rows if "ask" in each.may and each.key not in self.asking)
-        asking = {each.key for each in rows if "ask" in each.may}
-        removed = sum(key not in asking for key in self.asking)
-        if added or removed:
-            _log.warning(
-                "the keys that may ask are read at the start: start the proxy again (--take-over loses no "
-                "request) to accept %s and to refuse %d removed keys under every policy",
-                ", ".join(added) or "no new one",
-                removed,
-            )
         return True
 
 
@@ -133,11 +144,11 @@ def read_clients(path: str, *, registers: bool) -> list[Client]:
 
 def _require_distinct(path: str, rows: Sequence[Client]) -> None:
     names: dict[str, int] = {}
-    keys: dict[str, int] = {}
+    keys: dict[bytes, int] = {}
     for number, row in enumerate(rows, 1):
         if (before := names.setdefault(row.name, number)) != number:
             raise _bad(f"rows {before} and {number} of {path} are both called {row.name!r}; rename one")
-        if (before := keys.setdefault(row.key, number)) != number:
+        if (before := keys.setdefault(row.digest, number)) != number:
             raise _bad(
                 f"rows {before} and {number} ({row.name}) of {path} have the same key; give each its own"
             )
@@ -166,9 +177,12 @@ def _client(path: str, number: int, row: Mapping[str, object]) -> Client:
     if not _is_name(name):
         raise _bad(f"{where} has no name of 1 to 64 letters, digits, '_', '.' or '-'")
     try:
-        return msgspec.convert(row, Client)
+        client = msgspec.convert(row, Client)
     except msgspec.ValidationError as error:
         raise _bad(f"{where}: {error}") from error
+    if bool(client.key) == bool(client.key_sha256):
+        raise _bad(f"{where} has key or key_sha256, and not both")
+    return client
 
 
 def _is_name(name: object) -> bool:
@@ -176,4 +190,4 @@ def _is_name(name: object) -> bool:
 
 
 def _by_digest(rows: Iterable[Client]) -> dict[bytes, Client]:
-    return {hashlib.sha256(each.key.encode()).digest(): each for each in rows}
+    return {each.digest: each for each in rows}

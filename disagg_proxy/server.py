@@ -203,8 +203,9 @@ class Proxy:
 
     def reload(self) -> None:
         """Reads ``clients_file`` again. An error in it is logged and changes nothing."""
-        if self._keys.clients is not None:
-            self._keys.clients.reload()
+        clients = self._keys.clients
+        if clients is not None and clients.reload():
+            self.relay.set_api_keys(clients.asking)
 
     async def linger(self, over: asyncio.Event) -> None:
         """Serves on for stop_delay_s seconds, or until ``over`` is set or another proxy has taken over;
@@ -271,7 +272,7 @@ class Proxy:
             engines=[],
             engines_max=settings.places,
             settings=_relay_settings(settings),
-            api_keys=list(self._keys.relayed),
+            api_keys=self._keys.relayed,
             access_log=settings.access_log,
             instance=os.urandom(6).hex(),
             retry_after_s=settings.health.interval_s,
@@ -377,7 +378,12 @@ class Proxy:
             self._subscriber.subscribe(sequences)
         queries = CacheQueryApi(self._indexes, lambda: self.engines, registry.publishers.values, sequences)
         return RegistryEndpoints(
-            registry, queries, self._keys.registrars, self._keys.askers, HostResolver(self._networks)
+            registry,
+            queries,
+            self._keys.registrars,
+            self._keys.askers,
+            HostResolver(self._networks),
+            self._keys.clients,
         )
 
     def _follow(self) -> Reconciler | None:

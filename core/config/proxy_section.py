@@ -175,6 +175,13 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
             "in place of the files of keys"
         ),
     ] = ""
+    tenants_share: Annotated[
+        bool,
+        about(
+            "with clients_file: tenants with equal prompts share cached blocks, and can tell by time and by "
+            "counts of cached tokens what others have asked; false: each gets a cache salt of its own"
+        ),
+    ] = False
     access_log: Annotated[
         str, about("file that gets a line per request; - is standard output; empty: none")
     ] = ""

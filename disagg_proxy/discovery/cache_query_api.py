@@ -24,6 +24,7 @@ from moonpool.disagg_proxy.discovery.registration import TENANT, Name, Text
 from moonpool.disagg_proxy.discovery.registry import ActiveRegistration
 from moonpool.disagg_proxy.engines.engine import Engine
 from moonpool.disagg_proxy.events.prefix_indexes import PrefixIndexes
+from moonpool.disagg_proxy.tenant_salts import told_salt
 
 QUERY_BYTES_MAX = 16 << 20  # a million tokens and more
 Tiers = tuple[int, int, int]  # leading blocks on the device, there or in the host's memory, anywhere
@@ -82,24 +83,26 @@ class CacheQueryApi:
         self._publishers = publishers
         self._sequences = sequences
 
-    def by_tokens(self, body: bytes) -> Answer:
-        """Answers POST /query."""
+    def by_tokens(self, body: bytes, salt: str = "") -> Answer:
+        """Answers POST /query. salt: of the asker's tenant; "": it has none."""
         asked = _read(body, _Query)
         if isinstance(asked, Answer):
             return asked
         ids = _ids(body, asked.token_ids)
         if isinstance(ids, Answer):
             return ids
+        asked.cache_salt = told_salt(salt, asked.cache_salt)
         return self._answer(asked, lambda index, space: index.keys(ids, space.seed))
 
-    def by_hashes(self, body: bytes) -> Answer:
-        """Answers POST /query_by_hash."""
+    def by_hashes(self, body: bytes, salt: str = "") -> Answer:
+        """Answers POST /query_by_hash. salt: as in by_tokens."""
         asked = _read(body, _HashQuery)
         if isinstance(asked, Answer):
             return asked
         hashes = asked.seq_hashes if asked.seq_hashes is not None else asked.block_hash
         if hashes is None:
             return refused(400, "a query has seq_hashes", "query")
+        asked.cache_salt = told_salt(salt, asked.cache_salt)
 
         return self._answer(asked, lambda index, space: self._sequences.keys(space, hashes))
 

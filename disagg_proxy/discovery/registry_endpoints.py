@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.api_keys import WANTS_KEY, KeyCheck
+from moonpool.disagg_proxy.clients import Clients
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, refused
 from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
 from moonpool.disagg_proxy.discovery.host_resolver import HostResolver
@@ -28,6 +29,7 @@ class RegistryEndpoints:
     registrars: API keys that may register.
     askers:     API keys that may query.
     resolver:   replaces host names in registrations by addresses.
+    clients:    a query is about the blocks that the asker's tenant finds; None: about all.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class RegistryEndpoints:
         registrars: KeyCheck,
         askers: KeyCheck,
         resolver: HostResolver,
+        clients: Clients | None = None,
     ) -> None:
         self._registry = registry
         self._queries = queries
@@ -44,6 +47,7 @@ class RegistryEndpoints:
         self._resolving: set[asyncio.Task[None]] = set()
         self._registrars = registrars
         self._askers = askers
+        self._clients = clients
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefix-queries")
         self._room = threading.Semaphore(QUERIES_MAX)
 
@@ -101,12 +105,16 @@ class RegistryEndpoints:
     def _ask(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
         try:
             by = self._queries.by_tokens if request.path == b"/query" else self._queries.by_hashes
-            reply(by(bytes(request.body)))
+            reply(by(bytes(request.body), self._salt_of(request)))
         except Exception:  # the client is told at once
             _log.exception("a query could not be answered")
             reply(FAILED)
         finally:
             self._room.release()
+
+    def _salt_of(self, request: ProxyRequest) -> str:
+        client = self._clients and self._clients.find(request.headers("authorization"))
+        return self._clients.salt_of(client) if self._clients and client else ""
 
 
 def _of_a_web_page(request: ProxyRequest) -> bool:

@@ -1436,9 +1436,9 @@ class Relay:
         """
         Of all in ``settings``.
         """
-    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[str], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False, turns: Turns | None = None) -> None:
+    def __init__(self, *, engines: collections.abc.Sequence[tuple[str, str, str]], settings: dict, api_keys: collections.abc.Sequence[tuple[bytes, str]], access_log: str, instance: str, retry_after_s: typing.SupportsFloat | typing.SupportsIndex, spans: bool, decide: collections.abc.Callable, page: collections.abc.Callable, refused: collections.abc.Callable, texts_max: typing.SupportsInt | typing.SupportsIndex = 0, engines_max: typing.SupportsInt | typing.SupportsIndex = 0, gone: typing.Any = None, registry: bool = False, relay_paths: collections.abc.Sequence[str] = [], uses_tokens: bool = False, turns: Turns | None = None) -> None:
         """
-        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None. turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve requests whole, the relay chooses by them, and decide is not called.
+        decide(request, now_s, records, ids) is asked once for each request and attempt. uses_tokens: it looks at prompts and learns from what was recorded: records is what take_observations would return, ids the prompt's when it is one list of them, else None. Otherwise b"" and None. turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve requests whole, the relay chooses by them, and decide is not called. api_keys: as in set_api_keys.
         """
     def add_engine(self, place: typing.SupportsInt | typing.SupportsIndex, name: str, host: str, role: str = 'both', key: str = '') -> None:
         """
@@ -1505,6 +1505,10 @@ class Relay:
     def resume(self, request: ProxyRequest, decision: typing.Any) -> None:
         """
         The decision about a request for which decide returned None. From any thread.
+        """
+    def set_api_keys(self, keys: collections.abc.Sequence[tuple[bytes, str]]) -> None:
+        """
+        The keys of which a client has to show one, for all requests that begin from now on: SHA-256 digest, and a salt in hexadecimal that engines are told with its requests, or "". None: no key is wanted. Raises ValueError for a digest that is not 32 bytes long, or another salt.
         """
     def take_observations(self) -> bytes:
         """

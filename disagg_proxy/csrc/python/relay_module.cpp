@@ -205,12 +205,28 @@ Decision decision_of(py::handle value, size_t engines) {
     return decision;
 }
 
+// SHA-256 of each key, and its salt.
+using PyApiKeys = std::vector<std::pair<py::bytes, std::string>>;
+
+std::vector<relay::ApiKey> api_keys_of(const PyApiKeys& given) {
+    std::vector<relay::ApiKey> keys;
+    for (const auto& [digest, salt] : given) {
+        std::string_view bytes = digest;
+        relay::ApiKey& key = keys.emplace_back();
+        if (bytes.size() != key.digest.size()) bad("the digest of an API key has 32 bytes");
+        if (salt.find_first_not_of("0123456789abcdef") != std::string::npos) bad("a salt is hexadecimal");
+        std::copy(bytes.begin(), bytes.end(), key.digest.begin());
+        key.salt = salt;
+    }
+    return keys;
+}
+
 class PyRelay final : public relay::Decider {
    public:
     PyRelay(const std::vector<std::tuple<std::string, std::string, std::string>>& engines,
-            const py::dict& values, std::vector<std::string> api_keys, std::string access_log,
-            std::string instance, double retry_after_s, bool spans, py::function decide, py::function page,
-            py::function refused, size_t texts_max, size_t engines_max, py::object gone, bool registry,
+            const py::dict& values, const PyApiKeys& api_keys, std::string access_log, std::string instance,
+            double retry_after_s, bool spans, py::function decide, py::function page, py::function refused,
+            size_t texts_max, size_t engines_max, py::object gone, bool registry,
             std::vector<std::string> relay_paths, bool uses_tokens,
             std::optional<std::shared_ptr<relay::Turns>> turns)
         : turns_(turns.value_or(nullptr)),
@@ -225,7 +241,7 @@ class PyRelay final : public relay::Decider {
             settings.engines.push_back({name, host, role_of(role), ""});
         }
         fill(values, settings);
-        settings.api_keys = std::move(api_keys);
+        settings.api_keys = api_keys_of(api_keys);
         settings.access_log = std::move(access_log);
         settings.instance = std::move(instance);
         settings.spans = spans;
@@ -285,6 +301,11 @@ class PyRelay final : public relay::Decider {
         relay_->engine_role(checked(place), role_of(role), patience_s);
     }
     void engine_late(size_t place) { relay_->engine_late(checked(place)); }
+    void set_api_keys(const PyApiKeys& keys) {
+        std::vector<relay::ApiKey> made = api_keys_of(keys);
+        py::gil_scoped_release nogil;
+        relay_->set_api_keys(std::move(made));
+    }
     void resume(const PyRequest& request, const py::object& decision) {
         // Checked on the caller's thread, so that a bad decision is an exception there.
         Decision checked = decision_of(decision, engines_);
@@ -534,9 +555,9 @@ void bind_relay(py::module_& m) {
         .def("took", &relay::Turns::took, py::arg("place"), "It had its turn.");
     py::class_<PyRelay>(m, "Relay", "The proxy's data plane: one thread that serves all sockets.")
         .def(py::init<const std::vector<std::tuple<std::string, std::string, std::string>>&, const py::dict&,
-                      std::vector<std::string>, std::string, std::string, double, bool, py::function,
-                      py::function, py::function, size_t, size_t, py::object, bool, std::vector<std::string>,
-                      bool, std::optional<std::shared_ptr<relay::Turns>>>(),
+                      const PyApiKeys&, std::string, std::string, double, bool, py::function, py::function,
+                      py::function, size_t, size_t, py::object, bool, std::vector<std::string>, bool,
+                      std::optional<std::shared_ptr<relay::Turns>>>(),
              py::kw_only(), py::arg("engines"), py::arg("settings"), py::arg("api_keys"),
              py::arg("access_log"), py::arg("instance"), py::arg("retry_after_s"), py::arg("spans"),
              py::arg("decide"), py::arg("page"), py::arg("refused"), py::arg("texts_max") = 0,
@@ -547,7 +568,8 @@ void bind_relay(py::module_& m) {
              "it looks at prompts and learns from what was recorded: records is what take_observations would "
              "return, ids the prompt's when it is one list of them, else None. Otherwise b\"\" and None. "
              "turns: of a policy that goes by them alone (policy.turns_of): where all candidates serve "
-             "requests whole, the relay chooses by them, and decide is not called.")
+             "requests whole, the relay chooses by them, and decide is not called. api_keys: as in "
+             "set_api_keys.")
         .def_static("setting_names", &relay_setting_names, "Of all in ``settings``.")
         .def("listen", &PyRelay::listen, py::arg("fd"), "Accept on a listening socket (a copy is kept).")
         .def(
@@ -570,6 +592,10 @@ void bind_relay(py::module_& m) {
             "check before its requests are moved or given up, if suspect_engine_s, silent_engine_s are less.")
         .def("engine_late", &PyRelay::engine_late, py::arg("place"),
              "It has not answered a health check in time. Two in a row make it suspect, until engine_state.")
+        .def("set_api_keys", &PyRelay::set_api_keys, py::arg("keys"),
+             "The keys of which a client has to show one, for all requests that begin from now on: SHA-256 "
+             "digest, and a salt in hexadecimal that engines are told with its requests, or \"\". None: no "
+             "key is wanted. Raises ValueError for a digest that is not 32 bytes long, or another salt.")
         .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
              "The decision about a request for which decide returned None. From any thread.")
         .def("next_text", &PyRelay::next_text,

@@ -2,24 +2,24 @@
 // says nothing about how near a guess was.
 #pragma once
 
-#include <array>
-#include <cstdint>
-#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
+
+#include "relay/settings.hpp"
 
 namespace moonpool::relay {
 
 class ApiKeys {
    public:
-    explicit ApiKeys(const std::vector<std::string>& keys);
+    explicit ApiKeys(std::vector<ApiKey> keys) : keys_(std::move(keys)) {}
 
-    bool any() const { return !digests_.empty(); }
-    // authorization: the field's value, "Bearer KEY".
-    bool fits(std::string_view authorization) const;
+    bool any() const { return !keys_.empty(); }
+    // The key that is shown; nullptr: it is none of these. authorization: the field's value, "Bearer KEY".
+    const ApiKey* find(std::string_view authorization) const;
 
    private:
-    std::vector<std::array<uint8_t, 32>> digests_;
+    std::vector<ApiKey> keys_;
 };
 
 }  // namespace moonpool::relay

@@ -217,7 +217,7 @@ bool Client::judge() {
     const http::RequestHead& head = request_->head;
     refusal_ = {};
     route_ = table_.routes.find(head.method, head.path, refusal_);
-    if (route_ != Route::kRefused && route_ != Route::kPage && !table_.key_fits(*request_)) {
+    if (route_ != Route::kRefused && route_ != Route::kPage && !table_.admit(*request_)) {
         route_ = Route::kRefused;
         refusal_ = {
             401, "invalid_api_key",

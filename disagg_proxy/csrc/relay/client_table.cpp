@@ -25,10 +25,13 @@ ClientTable::ClientTable(RelayContext& context, const EngineTable& engine_table,
       context_(context),
       keys_(context.settings.api_keys) {}
 
-bool ClientTable::key_fits(const Request& request) const {
+bool ClientTable::admit(Request& request) const {
     if (!keys_.any()) return true;
     const http::Field* field = http::find_field(request.head.fields, "authorization");
-    return field != nullptr && keys_.fits(field->value);
+    const ApiKey* key = field == nullptr ? nullptr : keys_.find(field->value);
+    if (key == nullptr) return false;
+    request.salt = key->salt;
+    return true;
 }
 
 void ClientTable::accept(int fd, const sockaddr_storage& peer) {

@@ -37,7 +37,9 @@ class ClientTable {
     ClientBudget budget;
     // Connections that can be closed for another one: without, and with a request of theirs served.
     IdleList strangers, idle;
-    bool key_fits(const Request& request) const;
+    // Whether its key may ask engines. It gets the salt of that key.
+    bool admit(Request& request) const;
+    void set_keys(std::vector<ApiKey> keys) { keys_ = ApiKeys(std::move(keys)); }
     // Its go_on() is called in this turn.
     void set_ready(Client& client) { ready_.push_back(&client); }
     void defer_delete(Client& client);  // it has closed
@@ -60,7 +62,7 @@ class ClientTable {
     bool close_idle(const Client& newcomer, const uint64_t* of_address);
 
     RelayContext& context_;
-    const ApiKeys keys_;
+    ApiKeys keys_;
     std::vector<std::unique_ptr<Client>> clients_;  // each knows its index
     std::vector<Client*> ready_;
     uint64_t accepted_ = 0;

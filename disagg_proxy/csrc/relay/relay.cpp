@@ -182,6 +182,10 @@ void Relay::engine_role(size_t place, Role role, double patience_s) {
     });
 }
 
+void Relay::set_api_keys(std::vector<ApiKey> keys) {
+    call([&] { clients_.set_keys(std::move(keys)); });
+}
+
 void Relay::resume(uint64_t request, Decision decision) {
     post([this, request, decision = std::move(decision)]() mutable { decisions_.resume(request, decision); });
 }

@@ -53,6 +53,8 @@ class Relay {
     void engine_models(size_t place, std::optional<std::vector<std::string>> models);
     // patience_s: as in Engine.
     void engine_role(size_t place, Role role, double patience_s);
+    // For all requests whose head comes from now on. None: no client is asked for one.
+    void set_api_keys(std::vector<ApiKey> keys);
     void resume(uint64_t request, Decision decision);
     std::string take_observations() { return context_.observations.take(); }
     bool drain(double timeout_s);  // accept no more, finish what runs; whether all did

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/sha256.hpp"
+#include "json/splice.hpp"
 #include "json/values.hpp"
 #include "relay/reserved_members.hpp"
 
@@ -25,6 +27,26 @@ bool opens_three(std::string_view array) {
         if (at == std::string_view::npos || array[at++] != '[') return false;
     }
     return true;
+}
+
+// In which an engine finds what separates equal prompts: in SGLang's own API, and in OpenAI's.
+std::string_view salt_member(Kind kind) { return kind == Kind::kGenerate ? "extra_key" : "cache_salt"; }
+
+Digest sha256_of(std::string_view first, std::string_view second) {
+    Sha256 hash;
+    hash.update(first.data(), first.size());
+    hash.update(second.data(), second.size());
+    return hash.finish();
+}
+
+std::string hexadecimal(const Digest& digest) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    std::string text;
+    for (uint8_t octet : digest) {
+        text += kDigits[octet >> 4];
+        text += kDigits[octet & 15];
+    }
+    return text;
 }
 
 void empty(std::string& text) {
@@ -57,6 +79,10 @@ std::optional<http::Refusal> Request::examine(const BodyLimits& limits, bool for
         body = std::move(*clean);
         if (auto refusal = scan(limits)) return refusal;
     }
+    if (!salt.empty()) {
+        if (auto refusal = set_salt()) return refusal;
+        if (auto refusal = scan(limits)) return refusal;
+    }
     facts_.is_object = true;
     look_at_members(limits);
     return look_at_prompt(limits);
@@ -75,12 +101,33 @@ std::optional<http::Refusal> Request::scan(const BodyLimits& limits) {
                              std::to_string(facts_.object.error_at())};
 }
 
+// A client's own salt separates its requests further: with the tenant's it makes one of the same length, as
+// SGLang writes cache_salt and extra_key one behind the other.
+std::optional<http::Refusal> Request::set_salt() {
+    std::string_view name = salt_member(kind);
+    const json::Member* own = facts_.object.find(name);
+    std::string value = salt;
+    if (own != nullptr && own->kind != json::Kind::kNull) {
+        std::optional<std::string> text = json::string_of(*own);
+        if (!text) return http::Refusal{400, "salt", std::string(name) + " is one string, or left out"};
+        value = hexadecimal(sha256_of(salt, *text));
+    }
+    value = '"' + value + '"';
+    const json::Edit edits[] = {{json::Edit::kSet, name, value}};
+    json::Splice splice;
+    splice.make(facts_.object, edits);
+    body = splice.joined();
+    return std::nullopt;
+}
+
 void Request::look_at_members(const BodyLimits& limits) {
     const json::Object& object = facts_.object;
     if (const json::Member* model = object.find("model")) {
         if (auto text = json::string_of(*model)) facts_.model = std::move(*text);
     }
-    if (const json::Member* salt = object.find("cache_salt")) facts_.cache_salt = json::string_of(*salt);
+    if (const json::Member* told = object.find(salt_member(kind))) {
+        facts_.cache_salt = json::string_of(*told);
+    }
     if (const json::Member* stream = object.find("stream")) {
         facts_.stream = json::bool_of(*stream).value_or(false);
     }
@@ -177,6 +224,7 @@ void Request::clear() {
     id = 0;
     request_id.clear();
     traceparent.clear();
+    salt.clear();
     trace = Trace();
     gone = false;
     facts_.object.clear();

@@ -40,6 +40,9 @@ struct Request {
     std::string request_id;
     Trace trace;
     std::string traceparent;  // made here; "" when the client's own goes on among its fields
+    // Of the client's tenant, hexadecimal; "": none. Engines are told it with the request, so that a block of
+    // one tenant is never found by another one, and does not say by the time it takes what others have asked.
+    std::string salt;
     std::atomic<bool> gone{false};
 
     // What the JSON of the body says; all empty where it is no JSON object, and until examine().
@@ -56,7 +59,8 @@ struct Request {
     };
     const Facts& facts() const { return facts_; }
 
-    // Reads the whole body, once, before any caller asks for its facts, and takes reserved members out of it.
+    // Reads the whole body, once, before any caller asks for its facts, takes reserved members out of it, and
+    // sets the salt.
     // Why it cannot be served, or nullopt. form: multipart/form-data may stand in the place of JSON. Takes
     // its time for a large body: beside the relay's thread, which leaves the request alone meanwhile.
     std::optional<http::Refusal> examine(const BodyLimits& limits, bool form);
@@ -84,6 +88,7 @@ struct Request {
     const json::Member* prompt() const;
     std::optional<http::Refusal> scan(const BodyLimits& limits);
     std::optional<http::Refusal> look_at_prompt(const BodyLimits& limits);
+    std::optional<http::Refusal> set_salt();
     void look_at_members(const BodyLimits& limits);
 
     Facts facts_;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "base/sha256.hpp"
+
 namespace moonpool::relay {
 
 enum class Role : uint8_t { kBoth, kPrefill, kDecode };
@@ -16,6 +18,12 @@ struct EngineSettings {
     std::string host;  // what goes into the Host field
     Role role = Role::kBoth;
     std::string authorization = {};  // what it is shown in the field of this name, in place of the client's
+};
+
+// A key that clients may show.
+struct ApiKey {
+    Digest digest{};   // its SHA-256
+    std::string salt;  // hexadecimal: of its tenant, see Request::salt; "": none
 };
 
 // How much of a body is looked at; beyond it a request is refused before it costs memory or time.
@@ -71,9 +79,9 @@ struct Settings {
     Limits limits;
     Deadlines deadlines;
     BreakerLimits breaker;
-    std::vector<std::string> api_keys;  // empty: no client is asked for one
-    std::string access_log;             // a path, "-" for standard output, "" for none
-    std::string instance;  // random hexadecimal digits: the start of request ids that are made here
+    std::vector<ApiKey> api_keys;  // empty: no client is asked for one
+    std::string access_log;        // a path, "-" for standard output, "" for none
+    std::string instance;          // random hexadecimal digits: the start of request ids that are made here
     double retry_after_s = 0;
     bool registry = false;                 // engines may register; relay/routes.hpp
     std::vector<std::string> relay_paths;  // relayed besides those of inference; relay/routes.hpp

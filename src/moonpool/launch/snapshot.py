@@ -149,7 +149,7 @@ def _proxy_key(config: Config) -> str:
     try:
         if config.proxy.clients_file:
             rows = read_clients(config.proxy.clients_file, registers=False)
-            return next((each.key for each in rows if "look" in each.may), "")
+            return next((each.key for each in rows if each.key and "look" in each.may), "")
         return next(iter(read_api_keys(config.proxy.api_keys_file)), "")
     except ConfigError:  # this user may not read it
         return ""

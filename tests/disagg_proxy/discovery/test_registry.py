@@ -152,9 +152,9 @@ async def test_a_query_holds_up_nothing_and_too_many_are_refused(monkeypatch: py
     async with bed(1, **HTTP) as b:
         answer = CacheQueryApi.by_tokens
 
-        def waits(self: CacheQueryApi, body: bytes) -> Answer:
+        def waits(self: CacheQueryApi, body: bytes, salt: str) -> Answer:
             assert goon.wait(20)
-            return answer(self, body)
+            return answer(self, body, salt)
 
         monkeypatch.setattr(CacheQueryApi, "by_tokens", waits)
         query = {"model": "m", "token_ids": [1, 2, 3, 4], "block_size": BLOCK}

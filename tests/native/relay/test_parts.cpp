@@ -11,7 +11,9 @@
 #include <tuple>
 #include <vector>
 
+#include "base/sha256.hpp"
 #include "json/scanner.hpp"
+#include "json/values.hpp"
 #include "relay/addresses.hpp"
 #include "relay/api_keys.hpp"
 #include "relay/breaker.hpp"
@@ -28,6 +30,8 @@
 #include "relay/usage.hpp"
 
 using namespace moonpool::relay;
+using moonpool::sha256;
+namespace json = moonpool::json;
 
 TEST_CASE("a breaker opens after so many failures in a row and closes by one good trial") {
     Breaker breaker({3, 2, 5});
@@ -113,6 +117,7 @@ TEST_CASE("paths and methods") {
                                           {"GET", "/v1/completions", 405},
                                           {"GET", "/tokenize", 405},
                                           {"POST", "/health", 405},
+                                          {"POST", "/livez", 405},
                                           {"POST", "/v1/../metrics", 400},
                                           {"GET", "/v1/models/%2E%2e", 400},
                                           {"GET", "/v1/models/..%2Fx", 400},
@@ -253,13 +258,52 @@ TEST_CASE("a traceparent survives, and nothing like it does") {
 
 TEST_CASE("keys") {
     CHECK_FALSE(ApiKeys({}).any());
-    ApiKeys keys({"alpha", "beta"});
+    ApiKeys keys({{sha256("alpha", 5), "a1"}, {sha256("beta", 4), ""}});
     CHECK(keys.any());
-    CHECK(keys.fits("Bearer alpha"));
-    CHECK(keys.fits("bearer beta"));
+    REQUIRE(keys.find("Bearer alpha") != nullptr);
+    CHECK(keys.find("Bearer alpha")->salt == "a1");
+    REQUIRE(keys.find("bearer beta") != nullptr);
+    CHECK(keys.find("bearer beta")->salt.empty());
     for (const char* shown :
          {"", "Bearer", "Bearer ", "Bearer alph", "Bearer alphaa", "Basic alpha", "alpha"}) {
-        CHECK_FALSE(keys.fits(shown));
+        CHECK(keys.find(shown) == nullptr);
+    }
+}
+
+// -> the salt that the engine is told, "" where the request is refused. The facts have to say the same.
+std::string told_salt(Kind kind, const char* body, const std::string& salt) {
+    Request request;
+    request.kind = kind;
+    request.body = body;
+    request.salt = salt;
+    if (request.examine({100, 100, 100}, false)) return "";
+    json::Object sent;
+    REQUIRE(sent.scan(request.body));
+    const json::Member* member = sent.find(kind == Kind::kGenerate ? "extra_key" : "cache_salt");
+    std::string told = member == nullptr ? "none" : json::string_of(*member).value_or("no string");
+    CHECK(request.facts().cache_salt.value_or("none") == told);
+    return told;
+}
+
+TEST_CASE("the salt of a tenant stands in the place of its clients'") {
+    const std::string a(64, 'a'), b(64, 'b');
+    CHECK(told_salt(Kind::kChat, R"({"model":"m"})", "") == "none");
+    CHECK(told_salt(Kind::kChat, R"({"cache_salt":"mine"})", "") == "mine");
+    CHECK(told_salt(Kind::kChat, R"({"model":"m"})", a) == a);
+    CHECK(told_salt(Kind::kOther, R"({"cache_salt":null,"model":"m"})", a) == a);
+    CHECK(told_salt(Kind::kGenerate, R"({"text":"t"})", a) == a);
+    // A client's own goes on to separate, within its tenant.
+    std::string own = told_salt(Kind::kChat, R"({"cache_salt":"mine"})", a);
+    CHECK(own.size() == a.size());
+    CHECK(own != a);
+    CHECK(own == told_salt(Kind::kCompletions, R"({"cache_salt":"mine","prompt":"p"})", a));
+    CHECK(own != told_salt(Kind::kChat, R"({"cache_salt":"other"})", a));
+    CHECK(own != told_salt(Kind::kChat, R"({"cache_salt":"mine"})", b));
+    // Another tenant's is not reached by naming it, nor by naming the member twice.
+    CHECK(told_salt(Kind::kChat, ("{\"cache_salt\":\"" + a + "\"}").c_str(), b) != a);
+    CHECK(told_salt(Kind::kChat, R"({"cache_salt":"x","a":1,"cache_salt":"y"})", b).size() == b.size());
+    for (const char* odd : {R"({"cache_salt":5})", R"({"cache_salt":["a"]})", R"({"cache_salt":{}})"}) {
+        CHECK(told_salt(Kind::kChat, odd, a).empty());
     }
 }
 
