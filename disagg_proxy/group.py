@@ -31,6 +31,7 @@ import msgspec
 
 from moonpool.core.config import logs
 from moonpool.core.errors import ConfigError
+from moonpool.core.service import audit
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.backoff import Backoff
 from moonpool.core.service.exit_codes import EXIT_USAGE
@@ -118,6 +119,7 @@ class _Group:
                     )
                     if self._predecessor is not None:
                         await self._predecessor.release()
+                        audit.record("take_over", address=str(Address(host, port)))
                     offer = Offer(self._settings.host, port, self._all_sockets(), self._on_replaced)
                     await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
                     _raise_first(keepers)
@@ -187,6 +189,7 @@ class _Group:
                     os.getpid(),
                     logging.getLogger().level,
                     logs.is_json(),
+                    logs.audit_file(),
                     child.number,
                 ),
                 name=f"moonpool-proxy-{child.number}",
@@ -276,11 +279,12 @@ def _serve(
     parent: int,
     log_level: int,
     log_json: bool,
+    audit_file: str,
     number: int,
 ) -> None:
     """Main function of a process of the group."""
     die_with_parent(parent, HURRIED)  # delivered for each thread of the parent
-    logs.begin(log_level, f"process {number + 1}: ", as_json=log_json)
+    logs.begin(log_level, f"process {number + 1}: ", as_json=log_json, audit_file=audit_file)
     with hold(folder):
         code = run_one(settings, sockets=sockets, ready=lambda _: tells.send(True), parent=parent)
     sys.exit(code)

@@ -20,8 +20,10 @@ from prometheus_client.registry import Collector
 from moonpool._native import ProxyRequest, Relay, Turns
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
+from moonpool.core.service import audit
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.api_keys import read_access_keys
+from moonpool.disagg_proxy.audit import ProxyAudit
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, Decision
 from moonpool.disagg_proxy.conductor.policy import make_policy, turns_of
@@ -91,6 +93,7 @@ class Proxy:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._keys = read_access_keys(settings)
+        self._audit = ProxyAudit(self._keys.clients)
         self._networks = AllowedNetworks(settings.discovery_allow)
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: list[socket.socket] = list(sockets)
@@ -116,6 +119,7 @@ class Proxy:
             hidden_pool=HiddenPool(self._pool_remedy),
             policy_name=settings.policy,
             clients=self._keys.clients,
+            withdrawn=self._audit.key_refused,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
         self._text_threads: TokenizerThreads | None = None
@@ -191,6 +195,7 @@ class Proxy:
         host, port = self._listening[0].getsockname()[:2]
         if self._predecessor is not None:
             await self._predecessor.release()
+            audit.record("take_over", address=str(Address(host, port)))
         if not self._is_one_of_several:
             self._offer = Offer(self._settings.host, port, self._listening, self.replaced.set)
         if not self._settings.loopback and not self._keys.relayed:
@@ -218,6 +223,8 @@ class Proxy:
 
     async def drain(self) -> bool:
         """Stops accepting; requests in flight have drain_s seconds to finish. Returns whether all did."""
+        why = "another proxy has taken over" if self.replaced.is_set() else "it was asked to stop"
+        audit.record("drain", why=why)
         await self._stop_listening()
         if self._peer_sync is not None and self.replaced.is_set():
             self._peer_sync.bus.let_go()
@@ -306,6 +313,7 @@ class Proxy:
             self._reconciler,
             self._registry_pages(),
             self._keys.readers,
+            self._audit,
             self._streams,
         )
 
@@ -383,6 +391,7 @@ class Proxy:
             self._keys.registrars,
             self._keys.askers,
             HostResolver(self._networks),
+            self._audit,
             self._keys.clients,
         )
 
@@ -476,6 +485,7 @@ class Proxy:
                 if self._peer_sync is not None:
                     self._peer_sync.expire(self.relay.now())
                 self.ui.gather()
+                self._audit.sum_up(self.counters, self.relay.now())
                 self._streams.look()
             except Exception:  # this task also enforces the deadlines of texts
                 _log.exception("what was observed could not be learnt")

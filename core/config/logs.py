@@ -4,7 +4,8 @@
     json  {"time": ..., "level": "warning", "logger": "moonpool.node", "event": "auth_refused", "peer": ...,
            "message": ...}
 
-One line a record, whatever a peer sent: what does not print is escaped, and a long message is cut.
+One line a record, whatever a peer sent: what does not print is escaped, and a long message is cut. Lines of
+the audit log (core/service/audit.py) go to log.audit_file instead, where it is set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import logging.handlers
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from moonpool.core.config.config import Config
+from moonpool.core.errors import ConfigError
 from moonpool.core.printable import printable
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
 MESSAGE_CHARACTERS_MAX = 2000
+AUDIT = "moonpool.audit"  # the logger of the audit log
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)  # by the numbers of the data plane
 
 
@@ -52,7 +56,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. event, peer: of records that have them."""
+    """One JSON object a line. event, peer: of records that have them. A record of the audit log has its
+    members in place of a message."""
 
     def __init__(self, who: str = "") -> None:
         super().__init__()
@@ -62,6 +67,7 @@ class JsonFormatter(logging.Formatter):
         """One line: members without a value are left out, "time" is in UTC with milliseconds, and the message
         is escaped and cut as in text.
         """
+        audited: dict[str, object] | None = getattr(record, "audit", None)
         message = self._who + record.getMessage()
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -69,7 +75,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": getattr(record, "event", None),
             "peer": getattr(record, "peer", None),
-            "message": printable(message, characters_max=MESSAGE_CHARACTERS_MAX),
+            **(audited or {}),
+            "message": None if audited else printable(message, characters_max=MESSAGE_CHARACTERS_MAX),
             "traceback": self.formatException(record.exc_info) if record.exc_info else None,
         }
         return json.dumps({name: value for name, value in fields.items() if value is not None})
@@ -77,14 +84,52 @@ class JsonFormatter(logging.Formatter):
 
 def set_up(config: Config) -> None:
     """For the programs of Moonpool; a library inside another program's process leaves logging to that one."""
-    begin(config.log.level.upper(), as_json=config.log.format == "json")
+    begin(config.log.level.upper(), as_json=config.log.format == "json", audit_file=config.log.audit_file)
 
 
-def begin(level: int | str, who: str = "", *, as_json: bool = False) -> None:
-    """who: goes before what is said, where several processes write to one place."""
+class AuditFile(logging.handlers.WatchedFileHandler):
+    """Appends to a file, and opens it again when it was renamed or removed, as logrotate does."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Says on standard error what could not be written: a full disk ends no process."""
+        with suppress(OSError, ValueError):
+            print(f"log.audit_file: {self.format(record)} was not written", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """As of the base; what cannot be written is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+def begin(level: int | str, who: str = "", *, as_json: bool = False, audit_file: str = "") -> None:
+    """who: goes before what is said, where several processes write to one place. audit_file: "": lines of the
+    audit log stand with the others, at every level. Raises ConfigError where it cannot be opened."""
     handler = StandardError()
     handler.setFormatter(JsonFormatter(who) if as_json else TextFormatter(FORMAT.format(who=who)))
     logging.basicConfig(level=level, force=True, handlers=[handler])
+    audit = logging.getLogger(AUDIT)
+    audit.setLevel(logging.INFO)
+    audit.propagate = not audit_file
+    for before in audit.handlers[:]:
+        audit.removeHandler(before)
+        before.close()
+    if audit_file:
+        try:
+            file = AuditFile(audit_file)
+        except OSError as error:
+            raise ConfigError(
+                f"log.audit_file = {audit_file} cannot be written: {error.strerror or error}",
+                operation="config",
+                key="log.audit_file",
+            ) from error
+        file.setFormatter(JsonFormatter())
+        audit.addHandler(file)
+
+
+def audit_file() -> str:
+    """The file that begin() was called with; "": none."""
+    handlers = logging.getLogger(AUDIT).handlers
+    return next((each.baseFilename for each in handlers if isinstance(each, AuditFile)), "")
 
 
 def is_json() -> bool:

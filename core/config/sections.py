@@ -411,6 +411,13 @@ class Log(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: Annotated[
         str, about("text: a line for people; json: one JSON object a line", choices=("text", "json"))
     ] = "text"
+    audit_file: Annotated[
+        str,
+        about(
+            "file that gets the lines of the audit log (registrations, refused keys, take-overs), one JSON "
+            "object each; empty: they stand with the others"
+        ),
+    ] = ""
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -22,6 +22,7 @@ from aiohttp import web
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service import http_faults
 from moonpool.core.service.addresses import Address
+from moonpool.core.service.audit import Refusals, key_digest
 from moonpool.core.service.http_faults import hide_versions
 
 Answer = Callable[[], Awaitable[web.Response]]
@@ -64,6 +65,7 @@ class AdminServer:
         self._own = dict(own or {})
         self._private = dict(private or {})
         self._is_allowed = is_allowed
+        self._refusals = Refusals()
         self._tls = tls
         self._routes = dict(routes)
         self._key = key
@@ -126,6 +128,13 @@ class AdminServer:
         async def handle(request: web.Request) -> web.Response:
             if self._is_allowed(request.headers.get("Authorization", "")):
                 return await answer(request)
+            key = request.headers.get("Authorization", "").partition(" ")[2].strip()
+            self._refusals.record(
+                "key_refused",
+                path=request.path,
+                peer=request.remote,
+                key=key_digest(key.encode(errors="surrogateescape")) or None,
+            )
             text = "this page needs the admin token: Authorization: Bearer TOKEN\n"
             return web.Response(status=401, text=text, headers={"WWW-Authenticate": "Bearer"})
 

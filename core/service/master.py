@@ -25,6 +25,7 @@ from aiohttp import web
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import master_settings
 from moonpool.core.errors import ConfigError, Error, Unavailable
+from moonpool.core.service import audit
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
@@ -195,8 +196,9 @@ class Master(ServiceProcess["_native.MasterServer"]):
     async def _nodes(self, _request: web.Request) -> web.Response:
         return json_response({"nodes": await asyncio.to_thread(self.nodes)})
 
-    async def _promote(self, _request: web.Request) -> web.Response:
+    async def _promote(self, request: web.Request) -> web.Response:
         taken = await asyncio.to_thread(self.promote)
+        audit.record("promote", peer=request.remote, role=self.server.role, taken_over=taken)
         return json_response({"role": self.server.role, "taken_over": taken})
 
     async def _keys(self, request: web.Request) -> web.Response:

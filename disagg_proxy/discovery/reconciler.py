@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from moonpool.core.service import audit
 from moonpool.disagg_proxy.discovery.membership import Membership, SourceState
 from moonpool.disagg_proxy.discovery.source import DiscoveredEngine, Source
 from moonpool.disagg_proxy.metric_family import Values, family, family_of_each
@@ -91,6 +92,7 @@ class Reconciler(Collector):
         for name, why in changes.leave:
             self.left += 1
             _log.info("engine %s leaves: %s", name, why)
+            audit.record("engine_removed", engine=name, why=why)
             self._fleet.leave(name)
         for found in changes.join:
             try:
@@ -100,6 +102,7 @@ class Reconciler(Collector):
                 self._membership.cannot_join(found.name)
                 continue
             self.joined += 1
+            audit.record("engine_joined", engine=found.name, url=found.spec.url, role=found.spec.role)
             _log.info("engine %s (%s, %s) joins", found.name, found.spec.url, found.spec.role)
         self._tell_refused()
         due_s = self._membership.next_s()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.api_keys import WANTS_KEY, KeyCheck
+from moonpool.disagg_proxy.audit import ProxyAudit
 from moonpool.disagg_proxy.clients import Clients
 from moonpool.disagg_proxy.conductor.plan import FAILED, Answer, refused
 from moonpool.disagg_proxy.discovery.cache_query_api import CacheQueryApi
@@ -29,6 +30,7 @@ class RegistryEndpoints:
     registrars: API keys that may register.
     askers:     API keys that may query.
     resolver:   replaces host names in registrations by addresses.
+    audit:      is told what changed and what was refused.
     clients:    a query is about the blocks that the asker's tenant finds; None: about all.
     """
 
@@ -39,11 +41,13 @@ class RegistryEndpoints:
         registrars: KeyCheck,
         askers: KeyCheck,
         resolver: HostResolver,
+        audit: ProxyAudit,
         clients: Clients | None = None,
     ) -> None:
         self._registry = registry
         self._queries = queries
         self._resolver = resolver
+        self._audit = audit
         self._resolving: set[asyncio.Task[None]] = set()
         self._registrars = registrars
         self._askers = askers
@@ -60,11 +64,12 @@ class RegistryEndpoints:
         registers = path in (b"/register", b"/unregister")
         keys = self._registrars if registers else self._askers
         if not keys.fits(request.headers("authorization")):
+            self._audit.key_refused(request)
             return reply(WANTS_KEY)
         if path == b"/register":
-            return self._register(bytes(request.body), reply)
+            return self._register(request, self._audited(request, reply))
         if registers:
-            return reply(self._registry.unregister(bytes(request.body)))
+            return self._audited(request, reply)(self._unregister(request))
         if not self._room.acquire(blocking=False):
             return reply(refused(503, f"{QUERIES_MAX} queries wait already; ask again later", "busy"))
         self._thread.submit(self._ask, request, reply)
@@ -73,27 +78,52 @@ class RegistryEndpoints:
         """Waits for the running query; drops those that wait."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _register(self, body: bytes, reply: Callable[[Answer], None]) -> None:
-        told = self._registry.read(body)
+    def _audited(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> Callable[[Answer], None]:
+        """``reply``, which also tells the audit log of a refusal."""
+
+        def tell(answer: Answer) -> None:
+            if answer.status != 200:
+                self._audit.registration_refused(request, answer)
+            reply(answer)
+
+        return tell
+
+    def _unregister(self, request: ProxyRequest) -> Answer:
+        answer = self._registry.unregister(bytes(request.body))
+        if answer.status == 200:
+            self._audit.unregistered(request, answer)
+        return answer
+
+    def _admit(self, request: ProxyRequest, told: Registration) -> Answer:
+        before = self._registry.said_before(told.key)
+        answer = self._registry.admit(told)
+        if answer.status == 200 and (before is None or not before.says(told)):
+            self._audit.registered(request, told)
+        return answer
+
+    def _register(self, request: ProxyRequest, reply: Callable[[Answer], None]) -> None:
+        told = self._registry.read(bytes(request.body))
         if isinstance(told, Answer):
             return reply(told)
         try:
             if not self._resolver.is_needed_for(told):
-                return reply(self._registry.admit(told))
+                return reply(self._admit(request, told))
         except ConfigError as error:
             return reply(refused(400, str(error), "registration"))
         if len(self._resolving) >= RESOLVING_MAX:
             why = f"the names of {RESOLVING_MAX} registrations are being resolved; register again later"
             return reply(refused(503, why, "busy"))
-        task = asyncio.get_running_loop().create_task(self._register_by_name(told, reply))
+        task = asyncio.get_running_loop().create_task(self._register_by_name(request, told, reply))
         self._resolving.add(task)
         task.add_done_callback(self._resolving.discard)
 
-    async def _register_by_name(self, told: Registration, reply: Callable[[Answer], None]) -> None:
+    async def _register_by_name(
+        self, request: ProxyRequest, told: Registration, reply: Callable[[Answer], None]
+    ) -> None:
         answer = refused(503, "the proxy ends", "busy")
         try:
             resolved = await self._resolver.resolve(told, self._registry.said_before(told.key))
-            answer = self._registry.admit(resolved)
+            answer = self._admit(request, resolved)
         except ConfigError as error:
             answer = refused(400, str(error), "registration")
         except Exception:

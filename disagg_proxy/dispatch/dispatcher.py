@@ -64,7 +64,8 @@ class Dispatcher:
     """tokens: where ids of text come from, None for nowhere; places: for engines, which join and leave on
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
     recorded; clock: the data plane's; handover, admission: the settings; hidden_pool: detects a pool whose
-    nodes' KV events the proxy does not receive; clients: the rows of their keys, None: they have none."""
+    nodes' KV events the proxy does not receive; clients: the rows of their keys, None: they have none;
+    withdrawn: is told of each request whose key may ask no more."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Dispatcher:
         hidden_pool: HiddenPool | None = None,
         policy_name: str = "",
         clients: Clients | None = None,
+        withdrawn: Callable[[ProxyRequest], None] = lambda request: None,
     ) -> None:
         self.candidates = Candidates(places)
         self.at = self.candidates.at
@@ -101,6 +103,7 @@ class Dispatcher:
         )
         self.prompts = PromptIds(tokens, loop, self.told)
         self._clients = clients
+        self._withdrawn = withdrawn
         self._intake = Intake(self.candidates, locator, self.scheduler)
         self.blind = 0
         self.late_errors = 0  # of the policy, that the data plane does not count
@@ -287,7 +290,10 @@ class Dispatcher:
         if self._clients is None:
             return None
         client = self._clients.find(request.headers("authorization"))
-        return NO_CLIENT if client is None or "ask" not in client.may else client
+        if client is not None and "ask" in client.may:
+            return client
+        self._withdrawn(request)
+        return NO_CLIENT
 
     def _sent(self, pending: PendingProxyRequest, choice: Choice) -> Plan:
         """The request is accounted for."""

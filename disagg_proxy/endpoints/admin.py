@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from moonpool._native import ProxyRequest
 from moonpool.core.service.process_metrics import ProcessMetrics
 from moonpool.disagg_proxy.api_keys import WANTS_KEY, ApiKeys, KeyCheck
+from moonpool.disagg_proxy.audit import ProxyAudit
 from moonpool.disagg_proxy.conductor.plan import Answer, error_body
 from moonpool.disagg_proxy.data_plane.counters import Counters, EngineCounters
 from moonpool.disagg_proxy.discovery.reconciler import Reconciler, SourceStatus
@@ -78,6 +79,7 @@ class AdminEndpoints:
 
     look:    returns the relay's counters.
     readers: API keys of clients that may see the engines' addresses and failures.
+    audit:   is told of keys that are refused.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class AdminEndpoints:
         reconciler: Reconciler | None = None,
         registry: RegistryEndpoints | None = None,
         readers: KeyCheck | None = None,
+        audit: ProxyAudit | None = None,
         streams: StreamWatch | None = None,
     ) -> None:
         self._dispatcher = dispatcher
@@ -111,6 +114,7 @@ class AdminEndpoints:
         self._registry = registry
         self._streams = streams
         self._readers = readers or ApiKeys(())
+        self._audit = audit or ProxyAudit()
         self._policy = policy
         self._data = data
         self._page = page_answer()
@@ -121,6 +125,7 @@ class AdminEndpoints:
         if self._registry is not None and request.method == b"POST":
             self._registry.answer(request, reply)
         elif request.path in _KEYED and not self._readers.fits(request.headers("authorization")):
+            self._audit.key_refused(request)
             reply(WANTS_KEY)
         elif request.path == b"/metrics":
             self._metrics_endpoint.answer(reply)
