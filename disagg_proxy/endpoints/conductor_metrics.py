@@ -114,6 +114,13 @@ class ConductorCollector(Collector):
         }
         text = "Tokens of prompts that have ended, by where they were taken to lie: own, pool, computed"
         yield family("prompt_tokens_total", text, sources, "source")
+        text = "The same by tenant: the first 64 that came, and all others"
+        tenants: Values = {
+            (tenant, source): getattr(sums, source)
+            for tenant, sums in self._data.history.tenants.sums.items()
+            for source in sums.__struct_fields__
+        }
+        yield family("tenant_prompt_tokens_total", text, tenants, "tenant", "source")
         text = "Tokens of prompts of which the engine said how many it had"
         yield family("engine_prompt_tokens_told_total", text, total.told)
         yield family("engine_prompt_tokens_cached_total", "Those of them that it had", total.cached)

@@ -18,6 +18,7 @@ from moonpool.disagg_proxy.conductor.savings import ANSWERED, saved_by
 from moonpool.disagg_proxy.conductor.worker import Worker
 from moonpool.disagg_proxy.data_plane.observations import COLUMNS, Stage, read_last
 from moonpool.disagg_proxy.dispatch.observer import DispatchObserver
+from moonpool.disagg_proxy.ui.tenant_tokens import TenantTokens
 
 STEP_S = 5.0
 STEPS_MAX = 180
@@ -90,6 +91,7 @@ class History(Observer, DispatchObserver):
         self.points: deque[tuple[float, float]] = deque(maxlen=POINTS_MAX)
         self.steps: deque[TimeStep] = deque(maxlen=STEPS_MAX)
         self.total = Totals()
+        self.tenants = TenantTokens()
         self._wait_s = wait_s
         self._rejected_now = rejected
         self._rejected: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=REJECTED_MAX)
@@ -165,9 +167,11 @@ class History(Observer, DispatchObserver):
         if tokens:
             own, pool = finished.reused
             own = min(own, tokens)
+            pool = min(pool, tokens - own)
             step.tokens += tokens
             step.own += own
-            step.pool += min(pool, tokens - own)
+            step.pool += pool
+            self.tenants.add(finished.asked.tenant, own=own, pool=pool, computed=tokens - own - pool)
         cached = finished.cached
         if cached >= 0 and observation.prompt_tokens > 0:
             step.told += observation.prompt_tokens
