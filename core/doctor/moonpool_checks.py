@@ -31,6 +31,7 @@ def _key_files(config: Config) -> Iterator[Finding]:
     files = {
         "cluster.admin_token_file": config.cluster.admin_token_file,
         "proxy.api_keys_file": config.proxy.api_keys_file,
+        "proxy.clients_file": config.proxy.clients_file,
         "proxy.discovery_keys_file": config.proxy.discovery_keys_file,
         "proxy.engine_key_file": config.proxy.engine_key_file,
     }

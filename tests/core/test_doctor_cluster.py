@@ -144,11 +144,13 @@ def test_files_of_keys(runtime: Path, tmp_path: Path) -> None:
         cluster__admin_token_file=str(good),
         proxy__api_keys_file=str(shared),
         proxy__engine_key_file=str(gone),
+        proxy__clients_file=str(shared),
     )
     found = {finding.check: finding for finding in moonpool_checks.check(config)}
     assert found["file cluster.admin_token_file"].state is WORKS
     assert found["file proxy.api_keys_file"].state is WEAK
     assert found["file proxy.api_keys_file"].remedy == f"chmod 600 {shared}"
+    assert found["file proxy.clients_file"].state is WEAK
     assert found["file proxy.engine_key_file"].state is BROKEN
     assert "No such file" in found["file proxy.engine_key_file"].what
     assert "file proxy.discovery_keys_file" not in found
