@@ -6,9 +6,13 @@ computing the same tokens is not made.
     seconds of computing them      = k * tokens of a block / prefill rate
 
 The rates are measured while the engine serves: those of loads by each rank, the prefill rate by the steps.
-Without enough measurements of a rate everything is loaded, which is how rates are measured. A declined load
-measures nothing, so one of PROBE_EVERY is made all the same. Nothing here knows a clock but the one it is
-given, and nothing waits.
+Without enough measurements of a rate everything is loaded, which is how rates are measured.
+
+A rate that was measured wrong must not confirm itself: a declined load measures nothing, and neither does a
+prompt of which all is loaded. So one of PROBE_EVERY hits that are declined is loaded, and of as many that are
+loaded while no step measures the prefill rate, one has its last PROBE_TOKENS computed. Such a probe that
+differs from its rate by more than CONTRADICTS times replaces all older measurements, and the next one comes
+sooner, until one agrees. Nothing here knows a clock but the one it is given, and nothing waits.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import bisect
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +34,46 @@ STEPS_MIN, STEPS_MAX = 5, 33  # the same of the prefill rate
 STEP_TOKENS_MIN = 64  # a step of fewer prompt tokens says little: its fixed costs are most of it
 SMALLER_MAX = 1  # powers of 4: how much smaller the loads may be whose rate is taken for that of a load
 MARGIN = 1.25  # a load is declined when it is predicted to take this many times as long as computing
-PROBE_EVERY, PROBE_S = 16, 10.0  # of so many declined loads one is made, and at most one in so many seconds
+PROBE_EVERY, PROBE_S = 16, 10.0  # one of so many hits is a probe, and at most one in so many seconds
+PROBE_SOON = 4  # the same after a probe that contradicted, whatever the time
+CONTRADICTS = 3.0
+PROBE_TOKENS = 256
+DOUBT = 10.0  # the prefill rate is probed where one that is so much higher would decline the load
 
 Shares = npt.NDArray[np.float64]
+
+# Why a hit was decided as it was.
+UNMEASURED = "unmeasured"  # a rate lacks measurements, so all is loaded
+FASTER = "load_faster"
+PARTLY = "load_partly"  # up to where a tier that is too slow begins
+SLOWER = "load_slower"
+PROBE_LOAD, PROBE_PREFILL = "probe_load", "probe_prefill"
+ALWAYS = "always_load"  # compute_if_faster is false
+REASONS = (UNMEASURED, FASTER, PARTLY, SLOWER, PROBE_LOAD, PROBE_PREFILL, ALWAYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided of one hit.
+
+    blocks: how many leading blocks are to be loaded.
+    reason: one of REASONS.
+    load_s, compute_s: predicted seconds of loading all of the hit, and of computing it; 0: not measured.
+    """
+
+    blocks: int
+    reason: str
+    load_s: float = 0.0
+    compute_s: float = 0.0
+
+    def plain(self) -> dict[str, str | int | float]:
+        """For an answer."""
+        return {
+            "reason": self.reason,
+            "blocks": self.blocks,
+            "load_s": round(self.load_s, 6),
+            "compute_s": round(self.compute_s, 6),
+        }
 
 
 class Rate:
@@ -46,7 +88,8 @@ class Rate:
         self.per_second: float | None = None
 
     def add(self, amount: float, seconds: float, *, done: float | None = None) -> None:
-        """An amount took so many seconds.
+        """An amount took so many seconds. When the latest ``least`` measurements together contradict all of
+        them, the older ones are forgotten.
 
         done: how much of the amount was done; None: all.
         """
@@ -54,11 +97,23 @@ class Rate:
             return
         rate = max((amount if done is None else done) / seconds, 1.0)
         self._latest.append((rate, amount))
-        if len(self._latest) >= self._least:
-            self.per_second = self._median()
+        if len(self._latest) < self._least:
+            return
+        latest = list(self._latest)[-self._least :]
+        if _contradicts(self._median(latest), self._median(self._latest)):
+            self._latest.clear()
+            self._latest.extend(latest)
+        self.per_second = self._median(self._latest)
 
-    def _median(self) -> float:
-        rates, amounts = zip(*sorted(self._latest), strict=True)
+    def restart(self, amount: float, seconds: float) -> None:
+        """Forgets everything but this one measurement, which is the rate from here on."""
+        self._latest.clear()
+        self._least = 1
+        self.add(amount, seconds)
+
+    @staticmethod
+    def _median(measured: Iterable[tuple[float, float]]) -> float:
+        rates, amounts = zip(*sorted(measured), strict=True)
         seen = list(itertools.accumulate(amounts))
         return float(rates[bisect.bisect_left(seen, seen[-1] / 2)])
 
@@ -75,6 +130,11 @@ class Tier:
         rate = self._by_size.setdefault(_power_of_4(size), Rate(LOADS_MIN, LOADS_MAX))
         rate.add(size, seconds, done=done)
 
+    def restart(self, size: int, seconds: float) -> None:
+        """Forgets everything but this load."""
+        self._by_size = {_power_of_4(size): Rate(1, LOADS_MAX)}
+        self.add(size, seconds)
+
     def per_second(self, size: float) -> float | None:
         """Bytes per second of loads about as large, else of larger ones; None: not measured."""
         wanted = _power_of_4(int(size))
@@ -90,6 +150,39 @@ def _power_of_4(size: int) -> int:
     return size.bit_length() // 2
 
 
+def _contradicts(measured: float, rate: float) -> bool:
+    return not rate / CONTRADICTS <= measured <= rate * CONTRADICTS
+
+
+class Probes:
+    """When a hit of one kind is decided the other way."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._hits = 0
+        self._last_s = -PROBE_S
+        self._soon = False
+
+    def is_due(self) -> bool:
+        """Counts a hit. Whether it is a probe."""
+        self._hits += 1
+        now_s = self._clock()
+        if self._hits < (PROBE_SOON if self._soon else PROBE_EVERY):
+            return False
+        if not self._soon and now_s - self._last_s < PROBE_S:
+            return False
+        self._hits, self._last_s = 0, now_s
+        return True
+
+    def ended(self, *, contradicts: bool) -> None:
+        """A probe was measured."""
+        self._hits, self._soon = 0, contradicts
+
+    def measured(self) -> None:
+        """What the probes are for was measured without one."""
+        self._hits = 0
+
+
 class LoadDecision:
     """The decision of one engine; all methods run on the scheduler's thread."""
 
@@ -103,22 +196,35 @@ class LoadDecision:
         self._prefill = Rate(STEPS_MIN, STEPS_MAX)  # tokens per second of the engine
         self._notice_s: deque[float] = deque(maxlen=LOADS_MAX)
         self._loading_until_s = 0.0
-        self._declined = 0
-        self._probed_s = -PROBE_S
+        self._load_probes, self._prefill_probes = Probes(clock), Probes(clock)
+        self._prefill_probed = False  # the next step measures a probe
         self.block_bytes = 0  # of the rank that holds most of a block
 
     # What was measured
 
     def step_took(self, prompt_tokens: int, seconds: float) -> bool:
         """A step computed so many tokens of prompts. Returns whether that counts as a measurement."""
-        counts = prompt_tokens >= STEP_TOKENS_MIN and seconds > 0
-        if counts:
+        if prompt_tokens < STEP_TOKENS_MIN or seconds <= 0:
+            return False
+        rate, probed = self._prefill.per_second, self._prefill_probed
+        # A step of few tokens is slow by its fixed costs: only one that is fast says something.
+        contradicts = probed and rate is not None and prompt_tokens / seconds > rate * CONTRADICTS
+        if contradicts:
+            self._prefill.restart(prompt_tokens, seconds)
+        else:
             self._prefill.add(prompt_tokens, seconds)
-        return counts
+        if probed:
+            self._prefill_probes.ended(contradicts=contradicts)
+        self._prefill_probed = False
+        self._prefill_probes.measured()
+        return True
 
-    def load_took(self, load: LoadTime) -> None:
+    def load_took(self, load: LoadTime, *, probe: bool = False) -> None:
         """A rank's load ended. Bytes that failed count when they took longer than a load that succeeds: an
-        error at once costs nothing."""
+        error at once costs nothing.
+
+        probe: whether it was made as a probe.
+        """
         if load.notice_s is not None:
             self._notice_s.append(load.notice_s)
         done = load.memory_bytes + load.network_bytes
@@ -130,30 +236,52 @@ class LoadDecision:
                 slowest.add(asked, load.seconds, done=done)
             return
         if not load.network_bytes:
-            self._memory.add(done, load.seconds)
+            self._measured(self._memory, done, load.seconds, probe=probe)
             return
         # One load, one time: the network's share is what memory does not explain, and at least its part.
         memory = self._memory.per_second(load.memory_bytes)
         explained_s = load.memory_bytes / memory if memory else 0.0
         seconds = max(load.seconds - explained_s, load.seconds * load.network_bytes / done)
-        self._network.add(load.network_bytes, seconds)
+        self._measured(self._network, load.network_bytes, seconds, probe=probe)
+
+    def _measured(self, tier: Tier, size: int, seconds: float, *, probe: bool) -> None:
+        rate = tier.per_second(size)
+        contradicts = rate is not None and size > 0 and seconds > 0 and _contradicts(size / seconds, rate)
+        if probe and contradicts:
+            tier.restart(size, seconds)
+        else:
+            tier.add(size, seconds)
+        if probe:
+            self._load_probes.ended(contradicts=contradicts)
 
     # What is decided
 
-    def blocks_worth_loading(self, network: Shares) -> int:
-        """How many leading blocks of a found prefix are to be loaded.
+    def choose(self, network: Shares) -> Choice:
+        """How many leading blocks of a found prefix are to be loaded, and why.
 
         network: of each block the share that comes from another host.
         """
-        if self._prefill.per_second is None or not len(network):
-            return len(network)
-        saved_s = np.arange(1, len(network) + 1) * (self._block_tokens / self._prefill.per_second)
-        gains = MARGIN * saved_s - self._notice() - self._waiting_s() - np.cumsum(self._block_s(network))
+        everything = len(network)
+        if self._prefill.per_second is None or not everything:
+            return Choice(everything, UNMEASURED)
+        saved_s = np.arange(1, everything + 1) * (self._block_tokens / self._prefill.per_second)
+        block_s = self._block_s(network)
+        loads_s = self._notice() + self._waiting_s() + np.cumsum(block_s)
+        load_s, compute_s = float(loads_s[-1]), float(saved_s[-1])
+        gains = MARGIN * saved_s - loads_s
         best = int(np.argmax(gains))
         blocks = best + 1 if gains[best] > 0 else 0
-        if blocks < len(network) and self._is_probe():
-            return len(network)
-        return blocks
+        if blocks < everything:
+            if self._load_probes.is_due():
+                return Choice(everything, PROBE_LOAD, load_s, compute_s)
+            return Choice(blocks, PARTLY if blocks else SLOWER, load_s, compute_s)
+        if not block_s.all():
+            return Choice(everything, UNMEASURED, load_s, compute_s)
+        if load_s * DOUBT > MARGIN * compute_s and self._prefill_probes.is_due():
+            self._prefill_probed = True
+            computed = -(-PROBE_TOKENS // self._block_tokens)
+            return Choice(max(everything - computed, 0), PROBE_PREFILL, load_s, compute_s)
+        return Choice(everything, FASTER, load_s, compute_s)
 
     def load_begins(self, network: Shares) -> None:
         """These blocks are being loaded from now on, behind the loads under way."""
@@ -178,12 +306,3 @@ class LoadDecision:
     def _notice(self) -> float:
         """Seconds from the end of a load until the engine has seen it, at the end of a step."""
         return statistics.median(self._notice_s) if len(self._notice_s) >= LOADS_MIN else 0.0
-
-    def _is_probe(self) -> bool:
-        """Counts a load that is to be declined. Whether it is made all the same, to measure it."""
-        self._declined += 1
-        now_s = self._clock()
-        if self._declined < PROBE_EVERY or now_s - self._probed_s < PROBE_S:
-            return False
-        self._declined, self._probed_s = 0, now_s
-        return True

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.load_decision import REASONS
 
 PREFIX = "moonpool_connector_"
 SECONDS_BUCKETS = (
@@ -56,6 +57,11 @@ HISTOGRAMS: Mapping[str, str] = {
     "save_seconds": "From the start of a save until its end is seen.",
 }
 
+# Counters with one label more, and its values: they are tallied as "name_value".
+LABELLED: Mapping[str, tuple[str, tuple[str, ...], str]] = {
+    "load_decisions": ("reason", REASONS, "Prompts whose prefix the pool had, by what was decided of it."),
+}
+
 Data: TypeAlias = "dict[str, float | list[float]]"
 
 
@@ -72,7 +78,7 @@ class Tally:
         return bool(self._data)
 
     def add(self, counter: str, amount: float = 1) -> None:
-        """Adds to one of COUNTERS."""
+        """Adds to one of COUNTERS or LABELLED."""
         if amount:
             self._data[counter] = cast(float, self._data.get(counter, 0)) + amount
 
@@ -129,6 +135,12 @@ class ConnectorProm(compat.PromMetrics):
             )
             for name, text in COUNTERS.items()
         }
+        for name, (label, values_of, text) in LABELLED.items():
+            counter = self._counter_cls(
+                name=PREFIX + name, documentation=text, labelnames=[*labelnames, label]
+            )
+            for value in values_of:
+                self._counters[f"{name}_{value}"] = self._per_engine(counter, value)
         self._histograms = {
             name: self._per_engine(
                 self._histogram_cls(
@@ -148,5 +160,7 @@ class ConnectorProm(compat.PromMetrics):
                 for seconds in value:
                     metric.observe(seconds)
 
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+    def _per_engine(self, metric: Any, *more: str) -> dict[int, Any]:
+        return {
+            engine: metric.labels(*values, *more) for engine, values in self.per_engine_labelvalues.items()
+        }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moonpool.connectors.node_connection import NodeConnection
@@ -22,7 +22,7 @@ from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
 from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
-from moonpool.connectors.vllm.load_decision import LoadDecision, Shares
+from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.metrics import Tally
@@ -335,8 +335,8 @@ class SchedulerHalf:
         if handed:
             return handed, True
         tokens = state.loadable_tokens(local_tokens, request.num_tokens, self._engine_config.block_tokens)
-        if tokens and self._decision is not None and state.load_until is None:
-            tokens = self._decide(self._decision, state, local_tokens, tokens)
+        if tokens and state.load_until is None:
+            tokens = self._decide(state, local_tokens, tokens)
         return tokens, tokens > 0
 
     def admitted(self, request: Request, blocks: Blocks, external_tokens: int) -> None:
@@ -398,8 +398,9 @@ class SchedulerHalf:
                 if self.saves.ended(job_id, ranks):
                     self._free_block_wait.renew()
             if self._decision is not None:
-                for took in report.load_times.values():
-                    self._decision.load_took(took)
+                for request_id, took in report.load_times.items():
+                    timed = self._loading.get(request_id)
+                    self._decision.load_took(took, probe=timed is not None and timed.is_probe)
             for request_id, good in report.loaded.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:
@@ -433,6 +434,8 @@ class SchedulerHalf:
         ours["pool_tokens"] = state.pool_tokens
         ours["local_tokens"] = state.local_tokens
         ours["load_errors"] = state.load_errors
+        if state.choice is not None and _asks_why(request):
+            ours["decision"] = state.choice.plain()
         return answer
 
     # What vLLM asks to know whether to go on stepping
@@ -493,16 +496,18 @@ class SchedulerHalf:
         if state.phase is not Phase.LOADING:
             self.lookups.release(state.give_up_pin())
 
-    def _decide(
-        self, decision: LoadDecision, state: RequestState, local_tokens: int, loadable_tokens: int
-    ) -> int:
+    def _decide(self, state: RequestState, local_tokens: int, loadable_tokens: int) -> int:
         """How many of the tokens that can be loaded are; decided once for each hit."""
         block_tokens = self._engine_config.block_tokens
         first, blocks = local_tokens // block_tokens, loadable_tokens // block_tokens
-        worth = decision.blocks_worth_loading(self._network_shares(state, first, blocks))
-        state.load_until = first + worth
-        self.tally.add("declined_tokens", (blocks - worth) * block_tokens)
-        return worth * block_tokens
+        if self._decision is None:
+            choice = Choice(blocks, ALWAYS)
+        else:
+            choice = self._decision.choose(self._network_shares(state, first, blocks))
+        state.choice, state.load_until = choice, first + choice.blocks
+        self.tally.add("declined_tokens", (blocks - choice.blocks) * block_tokens)
+        self.tally.add(f"load_decisions_{choice.reason}")
+        return choice.blocks * block_tokens
 
     def _network_shares(self, state: RequestState, first: int, blocks: int) -> Shares:
         """Of each of the blocks behind ``first`` the share that comes from another host."""
@@ -538,6 +543,12 @@ class SchedulerHalf:
         self.tally.add("loads")
         self.tally.add("loaded_tokens", state.load_good * self._engine_config.block_tokens)
         self.tally.add("load_errors", state.load_blocks - state.load_good)
+
+
+def _asks_why(request: Request) -> bool:
+    """Whether the request wants to know how its hit was decided."""
+    ours = (request.kv_transfer_params or {}).get("moonpool")
+    return isinstance(ours, Mapping) and ours.get("explain") is True
 
 
 def _is_plain_text(request: Request) -> bool:

@@ -20,6 +20,7 @@ import enum
 from dataclasses import dataclass, field
 
 from moonpool.connectors.files import File
+from moonpool.connectors.vllm.load_decision import PROBE_LOAD, Choice
 from moonpool.connectors.vllm.pool import Ticket
 from moonpool.connectors.vllm.requests.chain import Chain
 
@@ -56,6 +57,7 @@ class RequestState:
     awaited: whether the scheduler has waited for the answer of its query.
     block_ids: one list per KV cache group, once the request is scheduled.
     load_until: the block before which a load of the hit ends; None: not decided yet.
+    choice: what was decided of its last hit; None: it had none.
     offered_after: local tokens when the engine last asked what can be loaded.
     saves_answer: whether blocks of the answer are saved, too.
     local_tokens, pool_tokens, load_errors: of its first admission, for the answer and the metrics.
@@ -76,11 +78,17 @@ class RequestState:
     load_blocks: int = 0
     load_good: int = 0
     load_until: int | None = None
+    choice: Choice | None = None
     offered_after: int = 0
     preemptions: int = 0
     local_tokens: int = 0
     pool_tokens: int = 0
     load_errors: int = 0
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether its load is made to measure what loads take."""
+        return self.choice is not None and self.choice.reason == PROBE_LOAD
 
     def asked(self, ticket: Ticket, now_s: float) -> None:
         """A query was handed over."""

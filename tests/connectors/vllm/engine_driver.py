@@ -198,11 +198,11 @@ class Driver:
         }
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics would say, of the connector and of caches: name (and source label) -> value."""
+        """What /metrics would say, of the connector and of caches: name (and label) -> value."""
         from prometheus_client import REGISTRY
 
         return {
-            " ".join([sample.name, *filter(None, [sample.labels.get("source")])]): sample.value
+            " ".join([sample.name, *filter(None, map(sample.labels.get, ("source", "reason")))]): sample.value
             for family in REGISTRY.collect()
             for sample in family.samples
             if ("moonpool" in sample.name or "cache" in sample.name) and "le" not in sample.labels
@@ -210,6 +210,19 @@ class Driver:
 
     def reset_prefix_cache(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
+
+    def measure_loads(self, per_second: float) -> None:
+        """From now on loads from memory were measured at so many bytes per second, as often as is kept."""
+        from moonpool.connectors.vllm.load_decision import LOADS_MAX, Probes, Tier
+
+        decision = self.scheduler.connector._sched._decision
+        decision._memory, decision._load_probes = Tier(), Probes(time.monotonic)
+        for _ in range(LOADS_MAX):
+            decision._memory.add(1 << 20, (1 << 20) / per_second)
+
+    def load_rate(self) -> float:
+        """Of loads from memory, bytes per second."""
+        return float(self.scheduler.connector._sched._decision._memory.per_second(1 << 20) or 0.0)
 
     def break_loads(self, broken: bool = True) -> None:
         """From now on every load asks for another life of the node, as after its restart."""

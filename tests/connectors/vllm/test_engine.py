@@ -190,6 +190,30 @@ def test_steps_and_loads_are_timed(line: Line) -> None:
     assert (grown(before, after, "memory_load_seconds_total") > 0) == (loaded > 0)
 
 
+def test_loads_that_were_measured_wrong_are_measured_again(line: Line) -> None:
+    """All loads seem to take minutes: within 20 requests one of them shows that they do not. The reason of
+    each decision is in the answer, on request, and in the metrics."""
+    prompts = [make_prompt(570 + number, 300) for number in range(20)]
+    expected = tokens_of(line.other.call("generate", prompts=prompts))
+    line.other.call("drain")
+    assert line.other.call("reset_prefix_cache")
+    before, reasons = counters(line.other), []
+    line.other.call("measure_loads", per_second=1e4)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        answer = line.other.call("generate", prompts=[prompt], params=[{"moonpool": {"explain": True}}])
+        assert tokens_of(answer) == [tokens]
+        decision = answer["outputs"][0]["pool"]["decision"]
+        reasons.append(decision["reason"])
+        if len(reasons) == 1:
+            assert decision["load_s"] > 60 > decision["compute_s"] > 0
+    assert reasons[:16] == ["load_slower"] * 15 + ["probe_load"]
+    assert line.other.call("load_rate") > 1e6
+    line.other.call("drain")
+    after = counters(line.other)
+    for reason in set(reasons):
+        assert grown(before, after, f"load_decisions_total {reason}") == reasons.count(reason)
+
+
 def test_a_flipped_byte_changes_the_answer(line: Line) -> None:
     """The bytes of the pool are truly used: nothing else could notice one that was changed behind its
     back."""

@@ -10,12 +10,23 @@ import numpy.typing as npt
 import pytest
 
 from moonpool.connectors.vllm.load_decision import (
+    ALWAYS,
+    FASTER,
     LOADS_MAX,
     LOADS_MIN,
+    PARTLY,
     PROBE_EVERY,
+    PROBE_LOAD,
+    PROBE_PREFILL,
     PROBE_S,
+    PROBE_SOON,
+    REASONS,
+    SLOWER,
     STEP_TOKENS_MIN,
+    STEPS_MAX,
     STEPS_MIN,
+    UNMEASURED,
+    Choice,
     LoadDecision,
     Rate,
 )
@@ -91,97 +102,183 @@ def test_a_rate_is_the_median_by_amount() -> None:
 
 def test_without_measurements_everything_is_loaded() -> None:
     nothing = LoadDecision(TOKENS, Clock())
-    assert nothing.blocks_worth_loading(shares(3, 2)) == 5
-    assert nothing.blocks_worth_loading(shares(0)) == 0
+    assert nothing.choose(shares(3, 2)).blocks == 5
+    assert nothing.choose(shares(0)).blocks == 0
     unknown, _ = decision()
-    assert unknown.blocks_worth_loading(shares(3, 2)) == 5
+    assert unknown.choose(shares(3, 2)).blocks == 5
     few, _ = decision()
     for _ in range(LOADS_MIN - 1):
         few.load_took(LoadTime(100.0, memory_bytes=BLOCK_BYTES))
-    assert few.blocks_worth_loading(shares(3)) == 3
+    assert few.choose(shares(3)).blocks == 3
 
 
 def test_small_loads_do_not_tell_what_a_large_one_takes() -> None:
     made, _ = decision()
     for _ in range(LOADS_MAX):
         made.load_took(LoadTime(0.1, memory_bytes=BLOCK_BYTES))  # fixed costs: 10 blocks a second
-    assert made.blocks_worth_loading(shares(2)) == 0
-    assert made.blocks_worth_loading(shares(100)) == 100
+    assert made.choose(shares(2)).blocks == 0
+    assert made.choose(shares(100)).blocks == 100
     for _ in range(LOADS_MIN):
         made.load_took(LoadTime(10.0, memory_bytes=100 * BLOCK_BYTES))  # no faster for being large
-    assert made.blocks_worth_loading(shares(100)) == 0
-    assert made.blocks_worth_loading(shares(400)) == 0
+    assert made.choose(shares(100)).blocks == 0
+    assert made.choose(shares(400)).blocks == 0
     made, _ = decision()
     for _ in range(LOADS_MIN):
         made.load_took(LoadTime(0.01, memory_bytes=100 * BLOCK_BYTES))
-    assert made.blocks_worth_loading(shares(2)) == 2
+    assert made.choose(shares(2)).blocks == 2
 
 
 @pytest.mark.parametrize(("rate", "loaded"), [(10_000.0, 10), (900.0, 10), (700.0, 0), (10.0, 0)])
 def test_a_slow_tier_is_computed_and_the_margin_is_the_loads(rate: float, loaded: int) -> None:
     made, _ = decision(here=rate)
-    assert made.blocks_worth_loading(shares(10)) == loaded
+    assert made.choose(shares(10)).blocks == loaded
     made, _ = decision(there=rate)
-    assert made.blocks_worth_loading(shares(0, 10)) == loaded
+    assert made.choose(shares(0, 10)).blocks == loaded
 
 
 def test_a_prefix_is_cut_where_the_slow_tier_begins() -> None:
     made, _ = decision(here=10_000, there=10)
-    assert made.blocks_worth_loading(shares(5, 5)) == 5
+    assert made.choose(shares(5, 5)).blocks == 5
     gap = np.array([HERE] * 2 + [THERE] + [HERE] * 200)  # worth one slow block
-    assert made.blocks_worth_loading(gap) == len(gap)
+    assert made.choose(gap).blocks == len(gap)
 
 
 def test_a_short_prefix_is_not_worth_a_late_notice() -> None:
     made, _ = decision(here=10_000, notice=0.010)
-    assert made.blocks_worth_loading(shares(5)) == 0  # 6.25 ms
-    assert made.blocks_worth_loading(shares(20)) == 20
+    assert made.choose(shares(5)).blocks == 0  # 6.25 ms
+    assert made.choose(shares(20)).blocks == 20
 
 
 def test_loads_under_way_are_waited_for() -> None:
     made, clock = decision(here=2000)
-    assert made.blocks_worth_loading(shares(10)) == 10
+    assert made.choose(shares(10)).blocks == 10
     for _ in range(10):
         made.load_begins(shares(10))  # 5 ms each
-    assert made.blocks_worth_loading(shares(10)) == 0
+    assert made.choose(shares(10)).blocks == 0
     clock.now_s += 0.045
-    assert made.blocks_worth_loading(shares(10)) == 10
+    assert made.choose(shares(10)).blocks == 10
     clock.now_s -= 0.045
     made.loads_ended()
-    assert made.blocks_worth_loading(shares(10)) == 10
+    assert made.choose(shares(10)).blocks == 10
 
 
 def test_one_of_many_declined_loads_measures_the_tier_again() -> None:
     made, clock = decision(here=10)
     probes = 0
     for _ in range(3 * PROBE_EVERY):
-        probes += made.blocks_worth_loading(shares(10)) > 0
+        probes += made.choose(shares(10)).blocks > 0
         clock.now_s += PROBE_S / PROBE_EVERY
     assert probes == 3
     for _ in range(3 * PROBE_EVERY):  # time stands
-        probes += made.blocks_worth_loading(shares(10)) > 0
+        probes += made.choose(shares(10)).blocks > 0
     assert probes <= 4
     for _ in range(LOADS_MAX // 2 + 1):
         made.load_took(LoadTime(0.001, memory_bytes=10 * BLOCK_BYTES))
-    assert made.blocks_worth_loading(shares(10)) == 10
+    assert made.choose(shares(10)).blocks == 10
+
+
+@pytest.mark.parametrize(
+    ("loads", "prefill", "false_loads", "false_prefill", "best"),
+    [
+        (2000.0, 1000.0, 0.1, 1.0, 10),  # a load is worth its time, and seems 10 times as slow
+        (2000.0, 1000.0, 1.0, 10.0, 10),  # or computing 10 times as fast
+        (200.0, 1000.0, 10.0, 1.0, 0),  # computing is faster, and a load seems 10 times as fast
+        (200.0, 1000.0, 1.0, 0.1, 0),  # or computing 10 times as slow
+    ],
+)
+def test_rates_that_are_wrong_by_10_times_are_right_within_20_requests(
+    loads: float, prefill: float, false_loads: float, false_prefill: float, best: int
+) -> None:
+    """In blocks a second; requests of 10 blocks that the pool has, and a token more, one after the other."""
+    made, clock = decision(here=loads * false_loads, prefill=prefill * false_prefill)
+    for _ in range(STEPS_MAX):  # as many as are kept
+        made.step_took(10 * TOKENS, 10 / (prefill * false_prefill))
+    for _ in range(LOADS_MAX):
+        made.load_took(LoadTime(10 / (loads * false_loads), memory_bytes=10 * BLOCK_BYTES))
+    chosen = []
+    for _ in range(20):
+        choice = made.choose(shares(10))
+        chosen.append(choice.blocks)
+        if choice.blocks:
+            took = LoadTime(choice.blocks / loads, memory_bytes=choice.blocks * BLOCK_BYTES)
+            made.load_took(took, probe=choice.reason == PROBE_LOAD)
+        computed = 10 - choice.blocks
+        made.step_took(computed * TOKENS + 1, computed / prefill)
+        clock.now_s += choice.blocks / loads + computed / prefill
+    assert chosen[0] != best
+    assert [made.choose(shares(10)).blocks for _ in range(3)] == [best] * 3
+
+
+def test_a_probe_that_contradicts_is_believed_and_followed_by_others_sooner() -> None:
+    made, clock = decision(here=10)
+    probes = []
+    for number in range(PROBE_EVERY + 3 * PROBE_SOON):
+        choice = made.choose(shares(10))
+        if choice.reason == PROBE_LOAD:
+            probes.append(number)
+            # Faster by 10 times than was known, and than computing still 8 times as slow.
+            made.load_took(
+                LoadTime(10 / (10.0 * 12 ** len(probes)), memory_bytes=10 * BLOCK_BYTES), probe=True
+            )
+            if len(probes) == 1:
+                clock.now_s += 0.001  # far from PROBE_S
+    assert probes == [PROBE_EVERY - 1, PROBE_EVERY - 1 + PROBE_SOON]
+    made, clock = decision(here=10)
+    for _ in range(PROBE_EVERY):
+        choice = made.choose(shares(10))
+    assert choice.reason == PROBE_LOAD
+    made.load_took(LoadTime(1.1, memory_bytes=10 * BLOCK_BYTES), probe=True)  # as was known
+    assert all(made.choose(shares(10)).reason == SLOWER for _ in range(3 * PROBE_EVERY))
+
+
+def test_one_slow_load_changes_nothing_and_several_do() -> None:
+    made, _ = decision(here=10_000)
+    made.load_took(LoadTime(10.0, memory_bytes=10 * BLOCK_BYTES))
+    assert made.choose(shares(10)).reason == FASTER
+    for _ in range(LOADS_MIN):
+        made.load_took(LoadTime(10.0, memory_bytes=10 * BLOCK_BYTES))
+    assert made.choose(shares(10)) == Choice(0, SLOWER, 10.0, 0.01)
+
+
+def test_the_prefill_rate_is_probed_only_where_nothing_else_measures_it() -> None:
+    made, clock = decision(here=900)  # loading is as good as computing
+    reasons = []
+    for number in range(3 * PROBE_EVERY):
+        reasons.append(made.choose(shares(10)).reason)
+        clock.now_s += PROBE_S
+        if number < PROBE_EVERY + 5:
+            made.step_took(TOKENS, 1 / 1000)
+    assert reasons[: PROBE_EVERY + 5] == [FASTER] * (PROBE_EVERY + 5)
+    assert reasons.count(PROBE_PREFILL) == 1
+    far, clock = decision(here=1_000_000)  # computing would have to be faster by more than 10 times
+    for _ in range(3 * PROBE_EVERY):
+        assert far.choose(shares(10)).reason == FASTER
+
+
+def test_every_reason_has_a_name() -> None:
+    made, _ = decision(here=10_000, there=10)
+    assert made.choose(shares(5, 5)).reason == PARTLY
+    assert made.choose(shares(0)).reason == UNMEASURED
+    assert LoadDecision(TOKENS, Clock()).choose(shares(3)).reason == UNMEASURED
+    assert {PARTLY, UNMEASURED, FASTER, SLOWER, PROBE_LOAD, PROBE_PREFILL, ALWAYS} == set(REASONS)
 
 
 def test_failures_count_when_they_took_long() -> None:
     made, _ = decision(here=10_000)
     for _ in range(LOADS_MAX):
         made.load_took(LoadTime(0.00001, failed_bytes=10 * BLOCK_BYTES))
-    assert made.blocks_worth_loading(shares(10)) == 10
+    assert made.choose(shares(10)).blocks == 10
     for _ in range(LOADS_MAX):
         made.load_took(LoadTime(2.0, failed_bytes=10 * BLOCK_BYTES))
-    assert made.blocks_worth_loading(shares(10)) == 0
+    assert made.choose(shares(10)).blocks == 0
 
 
 def test_the_time_of_a_mixed_load_is_the_networks_beyond_what_memory_explains() -> None:
     made, _ = decision(here=1000)
     for _ in range(LOADS_MIN):
         made.load_took(LoadTime(0.11, 10 * BLOCK_BYTES, 10 * BLOCK_BYTES, from_network=True))
-    assert made.blocks_worth_loading(shares(0, 10)) == 0  # 100 blocks a second
-    assert made.blocks_worth_loading(shares(10)) == 10
+    assert made.choose(shares(0, 10)).blocks == 0  # 100 blocks a second
+    assert made.choose(shares(10)).blocks == 10
 
 
 def test_steps_of_few_tokens_are_no_measurement() -> None:
@@ -263,9 +360,13 @@ def test_a_declined_load_is_computed_and_its_pin_released(on: bool) -> None:
     measured(half, clock, LoadTime(1.0, memory_bytes=BLOCK_BYTES))  # a block takes a second, or 4 ms
 
     tokens, one = ask(half, pool, "second")
+    one.kv_transfer_params = {"moonpool": {"explain": True}}
 
     if not on:
         assert tokens == 4 * BLOCK_TOKENS
+        answer = half.finished(one)
+        assert answer is not None
+        assert answer["moonpool"]["decision"]["reason"] == ALWAYS
         return
     assert tokens == 0
     half.admitted(one, FakeBlocks((list(range(5)),)), 0)
@@ -273,11 +374,22 @@ def test_a_declined_load_is_computed_and_its_pin_released(on: bool) -> None:
     stats = half.tally.take()
     assert stats is not None
     assert stats.data["declined_tokens"] == 4 * BLOCK_TOKENS
+    assert stats.data["load_decisions_unmeasured"] == 1
+    assert stats.data["load_decisions_load_slower"] == 1
     assert stats.data["timed_prefill_tokens"] == 100 * STEPS_MIN
     assert stats.data["timed_prefill_seconds"] == pytest.approx(0.1 * STEPS_MIN)
     answer = half.finished(one)
     assert answer is not None
     assert answer["moonpool"]["pool_tokens"] == 0
+    assert answer["moonpool"]["decision"] == {
+        "reason": SLOWER,
+        "blocks": 0,
+        "load_s": pytest.approx(4.0),
+        "compute_s": pytest.approx(4 * BLOCK_TOKENS / 1000),
+    }
+    silent = FakeRequest("silent", one.prompt_token_ids)
+    half.arrived(silent)
+    assert "decision" not in (half.finished(silent) or {})["moonpool"]
 
 
 def test_real_loads_are_measured_and_a_faster_engine_computes(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
     prom.observe({"loaded_tokens": 64, "load_seconds": [0.001, 0.01], "of_a_later_version": 1}, 1)
     prom.observe({"loaded_tokens": 32, "memory_loaded_bytes": 1 << 20, "memory_load_seconds": 0.25}, 1)
     prom.observe({"memory_load_seconds": 0.5, "network_loaded_bytes": 7}, 1)
+    prom.observe({"load_decisions_load_slower": 2, "load_decisions_of_a_later_version": 1}, 1)
 
     labels = {"model_name": "m", "engine": "1"}
     assert registry.get_sample_value("moonpool_connector_loaded_tokens_total", labels) == 96
@@ -61,6 +62,9 @@ def test_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.get_sample_value("moonpool_connector_memory_loaded_bytes_total", labels) == 1 << 20
     assert registry.get_sample_value("moonpool_connector_network_loaded_bytes_total", labels) == 7
     assert registry.get_sample_value("moonpool_connector_loaded_tokens_total", labels | {"engine": "0"}) == 0
+    decisions = "moonpool_connector_load_decisions_total"
+    assert registry.get_sample_value(decisions, labels | {"reason": "load_slower"}) == 2
+    assert registry.get_sample_value(decisions, labels | {"reason": "load_faster"}) == 0
 
 
 def test_names() -> None:
