@@ -167,6 +167,16 @@ def _ours(connector: Any) -> list[Any]:
     return [connector, *(getattr(connector, "_connectors", None) or ())]
 
 
+def is_one_of_several(connector: Any) -> bool:
+    """Whether a worker's connector stands behind vLLM's MultiConnector, which carries one connector's
+    handshake only, to all of them."""
+    try:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+    except ImportError:
+        return False
+    return has_kv_transfer_group() and get_kv_transfer_group() is not connector
+
+
 class WeightsWatcher(Protocol):
     """A connector, of the scheduler or of a worker. No method may raise."""
 

@@ -264,8 +264,11 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._guard(None, self._worker.wake_up, kv_caches)
 
     def get_handshake_metadata(self) -> Handshake | None:
-        """What this worker tells the scheduler's half; None in the scheduler."""
-        return None if self._worker is None else self._worker.handshake()
+        """What this worker tells the scheduler's half; None in the scheduler, and behind a MultiConnector,
+        where a step asks for it."""
+        if self._worker is None or compat.is_one_of_several(self):
+            return None
+        return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Called before the forward of the step: leases that end must be invalid by then. vLLM zeroes and
@@ -277,6 +280,8 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         worker, step = self._worker, self._step()
         if worker is None:
             return
+        if step.greets:
+            worker.greeted()
         handover = step.handover
         if step.loads or (handover is not None and handover.pulls):
             self._guard(None, worker.begin_loads)
@@ -354,9 +359,14 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """What each worker told, by pipeline and tensor rank."""
         self._meet(list(metadata.values()))
 
-    def _meet(self, handshakes: list[Handshake]) -> None:
-        if self._sched is not None:
-            self._sched.meet_workers(handshakes)
+    def _meet(self, told: list[Any]) -> None:
+        if self._sched is None:
+            return
+        ours = [hand for hand in told if isinstance(hand, Handshake)]
+        if ours:
+            self._sched.meet_workers(ours)
+        else:
+            self._sched.greet_workers()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The engine's block pool, whose blocks saves and leases hold."""
@@ -518,3 +528,6 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """vLLM is about to empty its own cache; that alone leaves the pool as it is."""
         if self._sched is not None:
             self._guard(None, self._sched.handover.forget_all)
+
+
+Moonpool = Mooncake  # for a kv_connector_module_path; the names mean the same

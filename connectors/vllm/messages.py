@@ -1,6 +1,6 @@
 """What the two halves tell each other: plain values, pickled by vLLM.
 
-    scheduler -> worker, each step          Step(loads, saves, handover)
+    scheduler -> worker, each step          Step(loads, saves, handover, greets)
     worker -> scheduler, when there is any  Report(loaded, saved, ...)
     worker -> scheduler, once at start      Handshake(...)
 
@@ -65,17 +65,21 @@ class Save:
 @dataclass(slots=True)
 class Step(compat.ConnectorMetadata):
     """The work of one engine step. NOTHING is the only empty one, also after pickling: most steps have no
-    work, and cost one comparison with it."""
+    work, and cost one comparison with it.
+
+    greets: whether the workers are to report their handshakes, which vLLM did not deliver.
+    """
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     handover: HandoverStep | None = None
+    greets: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.saves or self.handover)
+        return bool(self.loads or self.saves or self.handover or self.greets)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (Step, (self.loads, self.saves, self.handover)) if self else (_nothing, ())
+        return (Step, (self.loads, self.saves, self.handover, self.greets)) if self else (_nothing, ())
 
 
 NOTHING = Step()

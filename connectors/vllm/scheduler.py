@@ -77,6 +77,7 @@ class SchedulerHalf:
         self._log = log
         self._node: NodeConnection[Pool] | None = None
         self._late: list[Handshake] = []  # handshakes of pending workers, used when the last one is known
+        self._greets = False  # whether the next step asks for the workers' handshakes
         self._blocks: BlockPool | None = None
         self._left = False  # whether this half was in the pool before a change of weights
         self._cache_is_old = False  # the engine's own prefix cache may hold KV of weights that are gone
@@ -153,6 +154,14 @@ class SchedulerHalf:
         self.handover.start(handshakes)
         self._node = self._open_node(fingerprint)
 
+    def greet_workers(self) -> None:
+        """vLLM has delivered no handshake, as behind its MultiConnector: the first step asks for them."""
+        if self._engine_config.refusal:
+            self.refuse(self._engine_config.refusal)
+            return
+        self._late = [Handshake(pending="its workers have not been heard")] * self._engine_config.workers
+        self._greets = True
+
     def _meet_late(self, handshakes: Sequence[Handshake]) -> None:
         """Some of the workers that were pending are not any more, or some of the workers have left the
         pool."""
@@ -174,7 +183,7 @@ class SchedulerHalf:
                 )
                 return
             late, self._late = self._late, []
-            self._log.info("moonpool: the weights of this engine are known now")
+            self._log.info("moonpool: this engine can join the pool now")
             try:
                 self.meet_workers(late)
             except Error as error:  # the engine serves already
@@ -376,16 +385,17 @@ class SchedulerHalf:
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
         self.lookups.step_planned()
-        if not (self._loads or self._waiting or self._tracked or self.handover.is_busy):
+        if not (self._loads or self._waiting or self._tracked or self.handover.is_busy or self._greets):
             return NOTHING
         if self._waiting:
             self.lookups.poll()
         saves = self.saves.plan(output) if self.saves.tracked else ()
         handover = self.handover.plan(output) if self.handover.is_busy else None
-        if not self._loads and not saves and not handover:
+        if not self._loads and not saves and not handover and not self._greets:
             return NOTHING
         loads = tuple(self._loads)
-        step = Step(loads, saves, handover or None)
+        step = Step(loads, saves, handover or None, self._greets)
+        self._greets = False
         self._loads.clear()
         self.saves.told()
         return step

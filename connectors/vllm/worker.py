@@ -317,6 +317,10 @@ class WorkerHalf:
         """What the scheduler's half must know about this worker."""
         return self._handshake
 
+    def greeted(self) -> None:
+        """The scheduler's half has not heard of this worker: the step's report has the handshake."""
+        self._report.handshakes.append(self._handshake)
+
     def close(self) -> None:
         """Returns when no native thread can touch the KV memory any more."""
         if self._handover_worker is not None:

@@ -60,6 +60,8 @@ def test_all_options() -> None:
     }
     assert made.warnings == (FAIL_WARNING,)
     assert translate(["serve", "m"]).warnings == ()
+    named = transfer(translate([*given, "--kv-connector", "Moonpool"]).arguments)
+    assert named == transfer(made.arguments) | {"kv_connector": "Moonpool"}
 
 
 def test_the_json_by_hand_goes_through_unchanged() -> None:

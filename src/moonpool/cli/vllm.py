@@ -35,7 +35,7 @@ def vllm(
 
     After serve MODEL, anywhere among vLLM's options:
 
-    --kv-connector Mooncake: the connector (the default)
+    --kv-connector Mooncake | Moonpool: the connector (the default; two names of one)
 
     --kv-role kv_both | kv_producer | kv_consumer: save and load, only save, only load
 

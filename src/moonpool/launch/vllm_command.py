@@ -18,6 +18,7 @@ from moonpool.core.config.config_sources import nearest
 from moonpool.core.errors import ConfigError
 
 CONNECTOR = "Mooncake"
+OURS = frozenset({CONNECTOR, "Moonpool"})  # names of the same connector
 KV_TRANSFER_CONFIG = "--kv-transfer-config"
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 POLICIES = ("recompute", "fail")
@@ -124,7 +125,7 @@ def translate(arguments: Sequence[str]) -> Translation:
         node=given.get("--kv-node", ""),
         require_pool="--require-pool" in given,
     )
-    if pool.connector != CONNECTOR and (pool.node or pool.require_pool):
+    if pool.connector not in OURS and (pool.node or pool.require_pool):
         raise _wrong("--kv-node or --require-pool", f"needs --kv-connector {CONNECTOR}, not {pool.connector}")
     end = rest.index("--") if "--" in rest else len(rest)
     rest[end:end] = [KV_TRANSFER_CONFIG, pool.transfer_config()]

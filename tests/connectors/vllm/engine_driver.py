@@ -181,13 +181,12 @@ class Driver:
     def drain(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """Steps until nothing is pending. Tells what is left: blocks in use, pins, requests."""
         deadline_s = time.monotonic() + timeout_s
-        connector = self.scheduler.connector
         while time.monotonic() < deadline_s and self.scheduler.has_requests():
             self.engine.step()
             self.core.step()
             time.sleep(0.001)
         pool = self.scheduler.kv_cache_manager.block_pool
-        half = getattr(connector, "_sched", None)
+        half = self._half()
         return {
             "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "requests": len(self.scheduler.requests),
@@ -299,8 +298,14 @@ class Driver:
         seen, self.read_s = self.read_s, []
         return seen
 
+    def _half(self) -> Any:
+        """The scheduler's half of our connector, which may stand behind vLLM's MultiConnector; or None."""
+        connector = self.scheduler.connector
+        several = [connector, *getattr(connector, "_connectors", ())]
+        return next((one._sched for one in several if hasattr(one, "_sched")), None)
+
     def joined(self) -> bool:
-        return self.scheduler.connector._sched.pool() is not None
+        return self._half().pool() is not None
 
     def step_cost(self, requests: int = 8, steps: int = 200) -> dict[str, float]:
         """Median microseconds of one decode step's schedule() + update_from_output(), and of the connector's

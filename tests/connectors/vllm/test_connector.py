@@ -520,6 +520,20 @@ def test_vllms_own_reset_ends_hand_overs_first(monkeypatch: pytest.MonkeyPatch) 
     assert pool.reset_prefix_cache() is True
 
 
+def test_handshakes_of_other_connectors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's MultiConnector gives the handshake of one of its connectors to all of them, or none."""
+    connector = Mooncake(config(), SCHEDULER, kv_cache())
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): compat.HandshakeMetadata()})  # type: ignore[dict-item]
+    assert connector.build_connector_meta(FakeStep()).greets
+    worker = Mooncake(config(), WORKER, kv_cache())
+    assert worker.get_handshake_metadata() is not None
+    monkeypatch.setattr(compat, "is_one_of_several", lambda one: one is worker)
+    assert worker.get_handshake_metadata() is None
+    worker.bind_connector_metadata(Step(greets=True))
+    report = worker.build_connector_worker_meta()
+    assert [hand.refusal for hand in report.handshakes] == ["vLLM registered no KV caches"]
+
+
 class Faulty:
     """A handover_worker that fails in the middle of what it is told."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pickle
 
 import pytest
 
@@ -413,6 +414,24 @@ def test_workers_that_are_pending_are_met_late(caplog: pytest.LogCaptureFixture)
     half.arrived(request(name="third"))
     assert len(pool.prefixes) == 1
     assert half.finished(early) is None
+
+
+def test_workers_whose_handshakes_vllm_did_not_deliver_are_greeted() -> None:
+    pool = FakePool()
+    half, _ = scheduler_half(pool, meet=False, workers=2)
+    half.greet_workers()
+    step = half.build_step(FakeStep())
+    assert step.greets
+    assert pickle.loads(pickle.dumps(step)) == step
+    assert half.build_step(FakeStep()) is NOTHING
+    half.step_ended(FakeOutput(kv_connector_worker_meta=Report(handshakes=[HANDSHAKE])))
+    assert half.pool() is None
+    half.step_ended(FakeOutput(kv_connector_worker_meta=Report(handshakes=[HANDSHAKE])))
+    assert half.pool() is pool
+
+    refused, _ = scheduler_half(pool, meet=False, refusal="no")
+    refused.greet_workers()
+    assert refused.build_step(FakeStep()) is NOTHING
 
 
 def test_a_worker_that_cannot_tell_late(caplog: pytest.LogCaptureFixture) -> None:
