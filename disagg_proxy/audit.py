@@ -25,7 +25,7 @@ _SUMMED = {
 
 
 class ProxyAudit:
-    """Thread safe, but for ``sum_up``. clients: who has which key; None: keys have no names."""
+    """Thread safe, but for ``sum_up``. clients: their rows; None: keys have no names."""
 
     def __init__(self, clients: Clients | None = None) -> None:
         self._clients = clients

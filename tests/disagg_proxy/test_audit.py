@@ -82,11 +82,15 @@ async def test_registrations_and_refused_keys(clients: Path, caplog: pytest.LogC
 
 
 @with_deadline
-async def test_a_withdrawn_key_and_the_end(clients: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_key_that_is_withdrawn_meanwhile_and_the_end(
+    clients: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a request that the data plane has admitted already."""
     caplog.set_level(logging.INFO, "moonpool.audit")
     async with bed(1, clients_file=str(clients), policy="least_load") as b:
         clients.write_text(ROWS.replace("key-of-b", "another"))
-        b.proxy.reload()
+        assert b.proxy._keys.clients is not None
+        assert b.proxy._keys.clients.reload()
         assert (await b.ask("POST", "/v1/completions", b"{}", shown("b"))).status == 401
         await b.proxy.drain()
         assert events(caplog) == [

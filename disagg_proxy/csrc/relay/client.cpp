@@ -224,6 +224,12 @@ bool Client::judge() {
             "this proxy wants an API key: send Authorization: Bearer KEY with a key that its operator "
             "gave you"};
     }
+    // What an engine would inflate is not what was looked at here.
+    const http::Field* coding = http::find_field(head.fields, "content-encoding");
+    if (route_ != Route::kRefused && coding != nullptr && !http::same_name(coding->value, "identity")) {
+        route_ = Route::kRefused;
+        refusal_ = {415, "encoded", "this proxy takes no body with a Content-Encoding; send it as it is"};
+    }
     const Deadlines& limits = context_.settings.deadlines;
     // From here on this connection is not closed for the sake of another.
     if (route_ == Route::kRelay || route_ == Route::kModels) idle_.leave();
