@@ -250,6 +250,20 @@ def check_token(token: bytes, place: str) -> bytes:
     return token
 
 
+def check_token_length(token: bytes, listens: str, key: str) -> None:
+    """Raises ConfigError for a token that can be guessed: one recorded handshake is enough to try them all.
+    Called where other hosts reach a port; ``listens``: its setting and address.
+    """
+    if len(token) < TOKEN_BYTES_GOOD:
+        raise ConfigError(
+            f"{listens} can be reached from other hosts, and the cluster token has {len(token)} bytes, where "
+            f"fewer than {TOKEN_BYTES_GOOD} can be guessed; make one with: openssl rand -hex 32",
+            operation="token",
+            key=key,
+            bytes=len(token),
+        )
+
+
 def _create_token(path: Path) -> bytes:
     """Makes the token file whole or not at all: written beside it, then linked to its name, where the first
     wins.

@@ -92,7 +92,8 @@ def _token(config: Config) -> Iterator[Finding]:
         )
         return
     if len(token) < paths.TOKEN_BYTES_GOOD:
-        yield weak("token", f"the token has {len(token)} bytes: it can be guessed", "openssl rand -hex 32")
+        what = f"the token has {len(token)} bytes: it can be guessed, and is refused beyond loopback"
+        yield weak("token", what, "openssl rand -hex 32")
     elif configured:
         yield works("token", "a token is configured")
     else:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.core.config.config import Config
-from moonpool.core.config.paths import TOKEN_VARIABLE
+from moonpool.core.config.paths import TOKEN_VARIABLE, check_token_length
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service.addresses import Address, parse_address
 
@@ -115,8 +115,13 @@ def explain_bind_errors(key: str, addresses: Iterable[str]) -> Iterator[None]:
 
 
 def require_token(config: Config, address: Address, key: str) -> None:
-    """Raises ConfigError for an ``address`` beyond loopback without a cluster token that is configured."""
-    if address.is_loopback or config.token_is_configured:
+    """Raises ConfigError for an ``address`` beyond loopback without a cluster token that is configured and
+    long enough.
+    """
+    if address.is_loopback:
+        return
+    if config.token_is_configured:
+        check_token_length(config.read_token(), f"{key} = {address}", key)
         return
     if key in OPEN_PAGES:
         raise _wrong(

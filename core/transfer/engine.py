@@ -101,7 +101,8 @@ class TransferEngine(EngineFacts):
 
     name:       what peers call this engine; default: host and process id.
     listen:     "host:port" or several; port 0 is a free one, see ``addresses``. None: no peer can open this
-                engine, but it can open others. Any address but a loopback one needs a token that was chosen.
+                engine, but it can open others. Any address but a loopback one needs a token that was chosen,
+                of 16 bytes or more.
     token:      the cluster token; None: the configured one (MOONPOOL_CLUSTER_TOKEN or
                 MOONPOOL_CLUSTER_TOKEN_FILE), else the one that this user's processes on this host share.
     tenant:     only engines of the same tenant reach each other's memory.
@@ -455,8 +456,10 @@ def open_file(native: _native.Engine, path: str | os.PathLike[str], size: int | 
 
 
 def _check_listen(address: str, token: bytes | None) -> None:
+    if parse_address(address, "listen").is_loopback:
+        return
     chosen = token or any(name in os.environ for name in (paths.TOKEN_VARIABLE, paths.TOKEN_FILE_VARIABLE))
-    if not chosen and not parse_address(address, "listen").is_loopback:
+    if not chosen:
         raise ConfigError(
             f"listen = {address} can be reached from other hosts, which needs a cluster token: set "
             f"{paths.TOKEN_VARIABLE} or {paths.TOKEN_FILE_VARIABLE}, or listen on {_LOOPBACK}",
@@ -464,6 +467,7 @@ def _check_listen(address: str, token: bytes | None) -> None:
             key="listen",
             peer=address,
         )
+    paths.check_token_length(token or paths.read_or_create_token(), f"listen = {address}", "listen")
 
 
 def slices_of(segment: Segment, op: str, local: Any, remote: Any, length: Any) -> Columns:

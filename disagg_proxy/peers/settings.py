@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from moonpool.core.config.paths import check_token_length
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.setting_error import bad
 
@@ -42,12 +43,15 @@ class PeerSettings:
         named = [("peer_listen", each) for each in self.listen] + [("peers", each) for each in self.peers]
         for key, text in named:
             address = endpoint(text, key)
-            if isinstance(address, Address) and not address.is_loopback and not self.token:
+            if not isinstance(address, Address) or address.is_loopback:
+                continue
+            if not self.token:
                 raise bad(
                     key,
                     f"{text} is reached from other machines, so proxies need the cluster's token there; give "
                     f"--token-file",
                 )
+            check_token_length(self.token, f"proxy.{key} = {text}", f"proxy.{key}")
 
 
 def endpoint(text: str, key: str = "peers") -> Address | str:

@@ -175,6 +175,46 @@ def test_what_is_called_wrongly_is_one_sentence_and_code_2(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["node", "--dram", "16MiB", "--listen", "0.0.0.0:0"],
+        ["node", "--dram", "16MiB", "--events", "tcp://0.0.0.0:5557"],
+        ["master", "--listen", "0.0.0.0:0"],
+        ["proxy", "--engine", "http://127.0.0.1:1", "--peer-listen", "0.0.0.0:7000"],
+        ["bench", "transfer", "--serve", "--listen", "0.0.0.0:0"],
+        ["up", "--model", "m", "--config", "{up}"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_short_token_beyond_loopback_is_one_sentence_and_code_2(
+    runtime: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+) -> None:
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "fifteen letters")
+    up = tmp_path / "up.toml"
+    up.write_text('[node]\nlisten = "0.0.0.0:0"\n')
+    assert run([argument.format(up=up) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (sentence,) = (line for line in captured.err.splitlines() if " WARNING " not in line)
+    assert "the cluster token has 15 bytes, where fewer than 16 can be guessed" in sentence
+    assert "openssl rand -hex 32" in sentence
+
+
+def test_a_short_token_on_loopback_is_a_warning(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "fifteen letters")
+    command = [sys.executable, "-m", "moonpool", "master", "--listen", "127.0.0.1:0", "--http", "off"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("moonpool master at 127.0.0.1:")
+        process.terminate()
+        assert "fewer than 16 characters" in process.communicate(timeout=60)[1]
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (ConfigError("x"), 2),

@@ -850,10 +850,15 @@ def test_other_hosts_need_a_token_that_was_chosen(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="is no address"):
         TransferEngine(listen="7720")
     monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "chosen")
-    with TransferEngine(listen="0.0.0.0:0") as engine:
+    for token in (None, b"fifteen letters"):
+        with pytest.raises(ConfigError, match="fewer than 16 can be guessed"):
+            TransferEngine(listen="0.0.0.0:0", token=token)
+    with TransferEngine() as engine:
         assert engine.addresses
-    with TransferEngine(listen="0.0.0.0:0", token=b"chosen") as engine:
-        assert engine.addresses
+    monkeypatch.setenv("MOONPOOL_CLUSTER_TOKEN", "chosen by a person")
+    for token in (None, b"sixteen letters."):
+        with TransferEngine(listen="0.0.0.0:0", token=token) as engine:
+            assert engine.addresses
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])

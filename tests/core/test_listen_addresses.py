@@ -20,7 +20,7 @@ from moonpool.core.service.listen_addresses import (
     node_addresses,
 )
 
-TOKEN = {"MOONPOOL_CLUSTER_TOKEN": "chosen"}
+TOKEN = {"MOONPOOL_CLUSTER_TOKEN": "chosen by a person"}
 
 
 def made(env: dict[str, str] | None = None, **arguments: object) -> config.Config:
@@ -123,6 +123,17 @@ def test_what_cannot_be_meant_is_one_sentence(
     with pytest.raises(ConfigError, match=sentence) as caught:
         node_addresses(made(**arguments))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["node.listen", "node.http", "master.http"])
+def test_a_token_that_can_be_guessed_is_refused_beyond_loopback(runtime: Path, key: str) -> None:
+    short = {"MOONPOOL_CLUSTER_TOKEN": "fifteen letters"}
+    beyond, inside = ({key.replace(".", "__"): f"{host}:0"} for host in ("0.0.0.0", "127.0.0.1"))
+    with pytest.raises(ConfigError, match=f"{key} = .* has 15 bytes, .* openssl rand -hex 32") as caught:
+        listen_address(made(short, **beyond), key)
+    assert "\n" not in str(caught.value)
+    assert listen_address(made(short, **inside), key) == Address("127.0.0.1", 0)
+    assert listen_address(made({"MOONPOOL_CLUSTER_TOKEN": "sixteen letters."}, **beyond), key) is not None
 
 
 def test_a_loopback_address_is_no_use_to_a_cluster_of_several_hosts(runtime: Path) -> None:

@@ -171,7 +171,7 @@ def test_an_open_address_needs_a_token_that_somebody_chose(runtime: Path) -> Non
     assert list(runtime.iterdir()) == []
     secret = runtime / "secret"
     secret.touch(0o600)
-    secret.write_text("chosen")
+    secret.write_text("chosen by a person")
     serving(nothing, settings(node__http="0.0.0.0:0", cluster__token_file=str(secret)))
 
 

@@ -429,7 +429,7 @@ def test_one_table_is_one_node_and_old_forms_stand(runtime: Path) -> None:
 def test_nodes_join_the_master_of_another_host(runtime: Path) -> None:
     secret = runtime / "secret"
     secret.touch(0o600)
-    secret.write_text("chosen")
+    secret.write_text("chosen by a person")
     text = f'[cluster]\nmaster = "10.0.0.1:7700"\ntoken_file = "{secret}"\n[node]\nlisten = "0.0.0.0:0"\n'
     plan = plan_of(runtime, text + '[[up.engine]]\ncommand = ["x"]\n')
     assert option(spec_of(plan, "node"), "--master") == "10.0.0.1:7700"

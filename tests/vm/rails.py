@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from moonpool import Batch, Region, Segment, Transfer, TransferEngine
 
-TOKEN = b"of this test"
+TOKEN = b"of this test, and of no other"
 MIB = 1 << 20
 SLICE = 128 << 10
 SLOW_MBIT = 16  # of a rail: the emulated processor, which carries 200 Mbit/s, is not what limits it

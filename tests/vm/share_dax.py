@@ -12,7 +12,7 @@ from pathlib import Path
 from moonpool import TransferEngine
 from moonpool.core.errors import TooLarge
 
-TOKEN = b"of this test"
+TOKEN = b"of this test, and of no other"
 MIB = 1 << 20
 SIZE = 4 * MIB
 PLACE = "dax:/dev/dax0.0"

@@ -258,6 +258,9 @@ def test_an_address_that_is_taken_or_open_to_all_is_refused(at: Callable[[str], 
         PeerSettings(("127.0.0.1:7000",), ("far.example:7000",))
     with pytest.raises(ConfigError, match="--peer-listen HOST:PORT"):
         PeerSettings((), ("127.0.0.1:7000",))
+    with pytest.raises(ConfigError, match=r"proxy\.peer_listen = 0\.0\.0\.0:7000 .* has 15 bytes"):
+        PeerSettings(("0.0.0.0:7000",), token=b"t" * 15)
+    assert PeerSettings(("127.0.0.1:7000",), token=b"t" * 15)
     assert PeerSettings(("0.0.0.0:7000",), ("far.example:7000",), b"t" * 32)
 
 
