@@ -10,7 +10,7 @@
       node-NAME.sock.pub       where it publishes them for this user's processes (node.events = "auto"); and
                                again, what some missed: node-NAME.sock.replay
       node.sock                a link to the socket of the first node; what a client without an address takes
-      up.json, logs/           the state and the logs of `moonpool up`
+      up.json, logs/, up.log   the state and the logs of `moonpool up`; what `moonpool up -d` itself says
       events-NAME.sock         where an engine of `moonpool up` publishes its KV events; and again, what some
                                missed: events-NAME-replay.sock
 

@@ -16,11 +16,21 @@ import pytest
 from moonpool.cli import run
 from moonpool.core.service.processes import descendants
 from moonpool.launch.log_files import LogFile, own_log
-from moonpool.launch.up import is_running
+from moonpool.launch.up import is_running, only_one, read_state
 
 from .up_bed import DEADLINE_S, ENGINE, assert_gone, toml, watch
 
 MOONPOOL = [sys.executable, "-P", "-m", "moonpool"]
+# As a group leaves it that was killed whole.
+STALE = {
+    "ready": True,
+    "started_at": 0.0,
+    "runtime_dir": "",
+    "log_dir": "",
+    "node": None,
+    "engines": [],
+    "proxy": None,
+}
 
 
 def up(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -104,6 +114,15 @@ def test_a_group_that_cannot_start_says_why_and_leaves_nothing(runtime: Path, en
     assert not is_running()
     assert "of the run before" not in own_log().read_text()
     assert own_log().with_name("up.log.old").read_text() == "of the run before\n"
+
+
+def test_what_a_killed_group_left_is_signalled_by_none(runtime: Path) -> None:
+    """Its pid may be another process's now: here, this one's."""
+    (runtime / "up.json").write_text(json.dumps({**STALE, "pid": os.getpid()}))
+    assert run(["down"]) == 3
+    with only_one():
+        assert is_running()
+        assert read_state() is None
 
 
 def test_ctrl_c_before_all_is_up_ends_it(runtime: Path, ended: None) -> None:

@@ -50,7 +50,8 @@ def _found() -> tuple[UpState, int]:
         if state is not None:
             with suppress(ProcessLookupError):
                 supervisor = os.pidfd_open(state.pid)
-                if is_running() and read_state() is not None:
+                now = read_state()
+                if is_running() and now is not None and now.pid == state.pid:
                     return state, supervisor
                 os.close(supervisor)
         if time.monotonic() > deadline_s:

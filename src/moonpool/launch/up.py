@@ -26,7 +26,7 @@ from moonpool.core.service.processes import stay_through_hangup
 from moonpool.launch.supervisor import Event, Supervisor
 from moonpool.launch.up_plan import Plan
 
-LOCK = "up.lock"
+LOCK, STATE = "up.lock", "up.json"
 
 _log = logging.getLogger("moonpool.up")
 
@@ -100,7 +100,7 @@ async def _run(
     plan: Plan, tell: Callable[[Event], None], pid: int, detached: Callable[[], None] | None
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
-    state_file = paths.runtime_dir() / "up.json"
+    state_file = paths.runtime_dir() / STATE
     started_at = time.time()
     was_ready = False
 
@@ -187,7 +187,7 @@ def _state(supervisor: Supervisor, plan: Plan, pid: int, started_at: float, read
 def read_state() -> UpState | None:
     """What `moonpool up` of this runtime folder says of itself; None when none runs."""
     try:
-        text = (paths.runtime_dir() / "up.json").read_bytes()
+        text = (paths.runtime_dir() / STATE).read_bytes()
         return msgspec.json.decode(text, type=UpState)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
@@ -215,6 +215,7 @@ def only_one() -> Iterator[None]:
                 key=paths.RUNTIME_DIR_VARIABLE,
                 peer=str(path),
             )
+        path.with_name(STATE).unlink(missing_ok=True)  # of one that was killed: its pid may be another's now
         yield
     finally:
         os.close(descriptor)
