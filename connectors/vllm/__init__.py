@@ -14,6 +14,7 @@ manual.
                  how long an engine without room waits for blocks before it preempts a request
     worker       the half beside the KV memory: layout, loads and saves on native threads
     requests     the life of one request, as a state machine without clocks, sockets or threads
+    reach        how far back layers look: which blocks a request needs of a sliding window
     layout       where the bytes of (layer, head, block) lie, as plain values
     engine_config
                  what the connector needs to know about the engine, read once from its configuration

@@ -69,7 +69,8 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 
 
 def can_report_failed_requests() -> bool:
-    """Whether a failed load of a model with several KV cache groups can be reported (0.30+)."""
+    """Whether a failed load of a model with several KV cache groups, or with sliding windows, can be reported
+    (0.30+): the blocks before a failed one are not enough to go on from there."""
     return TransferResults is not None
 
 

@@ -100,7 +100,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
                         vllm_config,
                         block_tokens=engine_config.block_tokens,
                         kv_dtype=identity.kv_dtype(vllm_config, tensor.dtype),
-                        form=identity.form(vllm_config, layout),
+                        form=identity.form(vllm_config, layout, engine_config.reaches),
                     )
                     if self._replaced:  # a load into a live engine need not do what its start does
                         fields["revision"] = f"{fields['revision']} loaded while serving"
@@ -128,7 +128,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             open_node=functools.partial(self._open_node, required=False, quiet=True),
             log=self._log,
             open_handover_worker=functools.partial(self._open_handover_worker, sleeps=sleeps)
-            if self._settings.handover
+            if self._settings.handover and not engine_config.has_windows
             else lambda memory, device: None,
             open_device=functools.partial(self._open_device, sleeps=sleeps),
         )
@@ -367,6 +367,12 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             self._sched.meet_workers(ours)
         else:
             self._sched.greet_workers()
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM 0.30 and newer: the engine's blocks, and which request has which."""
+        if self._sched is not None:
+            self._sched.bind_block_tables(kv_cache_manager)
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The engine's block pool, whose blocks saves and leases hold."""

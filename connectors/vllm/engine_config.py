@@ -9,6 +9,7 @@ from typing import Any
 
 from moonpool.connectors import positions
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.reach import FULL, Reach
 
 _FULL_ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _TARGET_ONLY_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # speculation without a draft model's KV
@@ -29,6 +30,7 @@ class EngineConfig:
 
     block_tokens: tokens per block of the KV cache.
     groups: layer names of each KV cache group.
+    reaches: how far back each group looks; (): all of them at everything.
     kv_heads: KV heads of the whole model; 1 for MLA.
     tp_size: tensor-parallel ranks.
     workers: ranks that report to one scheduler.
@@ -46,6 +48,7 @@ class EngineConfig:
     block_tokens: int
     groups: tuple[tuple[str, ...], ...]
     kv_heads: int
+    reaches: tuple[Reach, ...] = ()
     tp_size: int = 1
     workers: int = 1
     may_load: bool = True
@@ -59,6 +62,11 @@ class EngineConfig:
     adapter_refusal: str = ""
     refusal: str = ""
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some group does not need all blocks of a request."""
+        return not all(reach.is_full for reach in self.reaches)
+
 
 def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
     """The configuration of this engine. Never raises for an engine that is merely unsupported: that is a
@@ -70,6 +78,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
     return EngineConfig(
         block_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 0,
         groups=tuple(tuple(group.layer_names) for group in groups),
+        reaches=tuple(_reach(_inner_specs(group.kv_cache_spec)[0]) or FULL for group in groups),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
         tp_size=int(parallel.tensor_parallel_size),
         workers=int(parallel.world_size),
@@ -112,14 +121,21 @@ def _layers_refusal(groups: list[Any]) -> str:
     """Layers whose KV the pool does not hold."""
     if not groups:
         return "the model has no KV cache"
+    reaches = set()
     for group in groups:
-        for spec in _inner_specs(group.kv_cache_spec):
-            if type(spec).__name__ not in _FULL_ATTENTION or getattr(spec, "non_causal", False):
-                return (
-                    f"the pool holds KV of full causal attention only, and the model has {_kind(spec)} layers"
-                )
-    if len(groups) > 1 and not compat.can_report_failed_requests():
-        return "models with several KV cache groups need vLLM 0.30 or newer"
+        specs = _inner_specs(group.kv_cache_spec)
+        found = {_reach(spec) for spec in specs}
+        if None in found:
+            kind = next(_kind(spec) for spec in specs if _reach(spec) is None)
+            return (
+                f"the pool holds KV of causal attention (full, in sliding windows, in chunks), and the model "
+                f"has {kind} layers"
+            )
+        if len(found) > 1:
+            return "the layers of one KV cache group look back differently far"
+        reaches |= found
+    if (len(groups) > 1 or reaches != {FULL}) and not compat.can_report_failed_requests():
+        return "models with sliding windows or several KV cache groups need vLLM 0.30 or newer"
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         return "the model's KV cache groups have blocks of different sizes"
     return ""
@@ -199,6 +215,20 @@ def _adapter_refusal(parallel: Any) -> str:
     if getattr(parallel, "nnodes", 1) > 1 or executor == "ray":
         return "this engine's workers may be on several hosts, whose files at one path need not be the same"
     return ""
+
+
+def _reach(spec: Any) -> Reach | None:
+    """How far back layers of this kind look; None: the pool does not hold their KV."""
+    kind = type(spec).__name__
+    if getattr(spec, "non_causal", False):
+        return None
+    if kind in _FULL_ATTENTION:
+        return FULL
+    if kind == "SlidingWindowSpec" and spec.sliding_window > 0:
+        return Reach(window=int(spec.sliding_window))
+    if kind == "ChunkedLocalAttentionSpec":
+        return Reach(chunk=int(spec.attention_chunk_size))
+    return None
 
 
 def _inner_specs(spec: Any) -> list[Any]:

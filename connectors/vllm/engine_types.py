@@ -74,6 +74,13 @@ class BlockPool(Protocol):
         """Drops a reference of each block; blocks without one are reused in this order."""
 
 
+class BlockTables(Protocol):
+    """KVCacheManager: the blocks of each request."""
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The blocks that the request has now, one list per KV cache group."""
+
+
 class NewRequest(Protocol):
     """A request in its first step.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
 from moonpool.connectors.vllm.identity_arguments import arguments, quantisation
 from moonpool.connectors.vllm.layout import BlockLayout, LayerView
+from moonpool.connectors.vllm.reach import Reach
 from moonpool.core.store.keys import Json
 
 
@@ -42,10 +44,22 @@ def kv_dtype(vllm_config: Any, tensor_dtype: object) -> str:
     return stored_dtype(vllm_config.cache_config.cache_dtype, tensor_dtype)
 
 
-def form(vllm_config: Any, layout: BlockLayout) -> str:
+def form(vllm_config: Any, layout: BlockLayout, reaches: Sequence[Reach] = ()) -> str:
     """The order and type of the bytes of one (layer, head, block): once where all layers are alike, else by
-    layer. A pipeline worker knows its own layers only: where its layers differ from another worker's, the
-    workers disagree and the engine serves without the pool."""
+    layer. With sliding windows also which layers are in which group, and how far back each looks: objects
+    are named by their group. A pipeline worker knows its own layers only: where its layers differ from
+    another worker's, the workers disagree and the engine serves without the pool."""
+    order = _order(vllm_config, layout)
+    if all(reach.is_full for reach in reaches):
+        return order
+    groups = [
+        f"{','.join(str(layer.number) for layer in group.layers)}:{reach}"
+        for group, reach in zip(layout.groups, reaches, strict=True)
+    ]
+    return f"{order} groups {' '.join(groups)}"
+
+
+def _order(vllm_config: Any, layout: BlockLayout) -> str:
     attentions = vllm_config.compilation_config.static_forward_context
     kinds: dict[int, list[str]] = {}
     for group in layout.groups:

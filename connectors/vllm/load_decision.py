@@ -40,7 +40,14 @@ CONTRADICTS = 3.0
 PROBE_TOKENS = 256
 DOUBT = 10.0  # the prefill rate is probed where one that is so much higher would decline the load
 
-Shares = npt.NDArray[np.float64]
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of each block of a prefix the share of its bytes that comes from memory of this host, and from another
+    host. Their sum is 1, or less where a sliding window needs not all of a block."""
+
+    memory: npt.NDArray[np.float64]
+    network: npt.NDArray[np.float64]
 
 # Why a hit was decided as it was.
 UNMEASURED = "unmeasured"  # a rate lacks measurements, so all is loaded
@@ -256,48 +263,49 @@ class LoadDecision:
 
     # What is decided
 
-    def choose(self, network: Shares) -> Choice:
+    def choose(self, shares: Shares, *, whole: bool = False) -> Choice:
         """How many leading blocks of a found prefix are to be loaded, and why.
 
-        network: of each block the share that comes from another host.
+        shares: of the prefix.
+        whole: whether a part of the prefix is of no use.
         """
-        everything = len(network)
+        everything = len(shares.network)
         if self._prefill.per_second is None or not everything:
             return Choice(everything, UNMEASURED)
         saved_s = np.arange(1, everything + 1) * (self._block_tokens / self._prefill.per_second)
-        block_s = self._block_s(network)
+        block_s = self._block_s(shares)
         loads_s = self._notice() + self._waiting_s() + np.cumsum(block_s)
         load_s, compute_s = float(loads_s[-1]), float(saved_s[-1])
         gains = MARGIN * saved_s - loads_s
-        best = int(np.argmax(gains))
+        best = everything - 1 if whole else int(np.argmax(gains))
         blocks = best + 1 if gains[best] > 0 else 0
         if blocks < everything:
             if self._load_probes.is_due():
                 return Choice(everything, PROBE_LOAD, load_s, compute_s)
             return Choice(blocks, PARTLY if blocks else SLOWER, load_s, compute_s)
-        if not block_s.all():
+        if not block_s[shares.memory + shares.network > 0].all():
             return Choice(everything, UNMEASURED, load_s, compute_s)
-        if load_s * DOUBT > MARGIN * compute_s and self._prefill_probes.is_due():
+        if not whole and load_s * DOUBT > MARGIN * compute_s and self._prefill_probes.is_due():
             self._prefill_probed = True
             computed = -(-PROBE_TOKENS // self._block_tokens)
             return Choice(max(everything - computed, 0), PROBE_PREFILL, load_s, compute_s)
         return Choice(everything, FASTER, load_s, compute_s)
 
-    def load_begins(self, network: Shares) -> None:
+    def load_begins(self, shares: Shares) -> None:
         """These blocks are being loaded from now on, behind the loads under way."""
-        self._loading_until_s = self._clock() + self._waiting_s() + float(self._block_s(network).sum())
+        self._loading_until_s = self._clock() + self._waiting_s() + float(self._block_s(shares).sum())
 
     def loads_ended(self) -> None:
         """No load is under way."""
         self._loading_until_s = 0.0
 
-    def _block_s(self, network: Shares) -> Shares:
+    def _block_s(self, shares: Shares) -> npt.NDArray[np.float64]:
         """Predicted seconds of each block; a tier without a rate costs none."""
-        size, remote_size = self.block_bytes * len(network), self.block_bytes * float(network.sum())
-        memory, remote = self._memory.per_second(size - remote_size), self._network.per_second(remote_size)
+        memory = self._memory.per_second(self.block_bytes * float(shares.memory.sum()))
+        remote = self._network.per_second(self.block_bytes * float(shares.network.sum()))
         memory_s = self.block_bytes / memory if memory else 0.0
         remote_s = self.block_bytes / remote if remote else 0.0
-        return memory_s + network * (remote_s - memory_s)
+        return shares.memory * memory_s + shares.network * remote_s
 
     def _waiting_s(self) -> float:
         """Predicted seconds until the loads under way have ended."""

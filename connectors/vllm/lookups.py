@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from moonpool import _native
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pool import Pool, Ticket
-from moonpool.connectors.vllm.requests import Hit, Phase, RequestState
-from moonpool.core.errors import Error
+from moonpool.connectors.vllm.requests import Hit, Needs, Phase, PrefixSearch, RequestState, Want
+from moonpool.core.errors import Error, Unavailable
 from moonpool.core.store.keys import BLOCK_NAME_BYTES
 
 ANSWER_TIMEOUT_S = 1.0
@@ -49,27 +50,43 @@ class Lookups:
         self._wait_left_s = WAIT_S
         self._unawaited = 0  # queries from now on that are not waited for
         self.pins = 0
+        self.needs: Needs | None = None  # of an engine with sliding windows: what a prefix needs
 
     @property
     def under_way(self) -> int:
         """Queries without an answer."""
         return len(self.tickets)
 
-    def ask(self, state: RequestState) -> None:
-        """Asks for the longest stored prefix of the state's chain. Without a pool that is a miss."""
+    def ask(self, state: RequestState, tokens: int) -> None:
+        """Asks for the longest stored prefix of the state's chain. Without a pool that is a miss.
+
+        tokens: of the request, of which at least one is computed: no longer prefix can be used.
+        """
         pool = self._pool()
-        if pool is None or not state.chain.blocks:
+        blocks = state.chain.blocks
+        if self.needs is not None:  # what a shorter prefix needs is not part of what a longer one needs
+            blocks = min(blocks, (tokens - 1) // self._block_tokens)
+        if pool is None or not blocks:
             state.missed(0)
             return
-        names = state.chain.names(0, state.chain.blocks)
+        state.search = None if self.needs is None else PrefixSearch(self.needs, state.chain, blocks)
         try:
-            ticket = pool.submit_prefix(names, BLOCK_NAME_BYTES, state.chain.width)
+            ticket = self._submit(pool, state)
         except Error as error:
             self._unknown(state, str(error))
             return
         now_s = self._clock()
         state.asked(ticket, now_s)
         self.tickets[ticket] = (state, now_s)
+
+    def _submit(self, pool: Pool, state: RequestState) -> Ticket:
+        """Asks what the state wants to know next. Raises Error."""
+        if state.search is None:
+            names = state.chain.names(0, state.chain.blocks)
+            return pool.submit_prefix(names, BLOCK_NAME_BYTES, state.chain.width)
+        if state.search.want is Want.PRESENCE:
+            return pool.submit_presence(state.search.presence_names())
+        return pool.submit_prefix(state.search.names(), BLOCK_NAME_BYTES, 1)
 
     def is_settled(self, state: RequestState) -> bool:
         """Whether the query of this state is decided: answered, or without an answer for too long."""
@@ -116,7 +133,7 @@ class Lookups:
         now_s = self._clock()
         for ticket, answer in pool.poll():
             state, asked_s = self.tickets.pop(ticket, (None, now_s))
-            self._answered(state, answer, now_s - asked_s)
+            self._answered(state, answer, asked_s)
         oldest = next(iter(self.tickets.items()), None)
         if oldest is not None and now_s - oldest[1][1] > FORGET_TICKET_S:
             self._log.error("moonpool: the native worker never answered query %s", oldest[0])
@@ -146,29 +163,64 @@ class Lookups:
             except Error as error:  # the node drops the pin together with its connection
                 self._log.debug("moonpool: pin %d not released: %s", pin_id, error)
 
-    def _answered(self, state: RequestState | None, answer: _native.PrefixAnswer, seconds: float) -> None:
-        self.pins += bool(answer.pin_id)
+    def _answered(
+        self, state: RequestState | None, answer: _native.PrefixAnswer | bytes | Exception, asked_s: float
+    ) -> None:
+        """answer: to submit_prefix, or to submit_presence."""
+        pin_id, error = 0, ""
+        if isinstance(answer, Exception):
+            error = str(answer)
+        elif not isinstance(answer, bytes):
+            pin_id, error = answer.pin_id, answer.error
+        self.pins += bool(pin_id)
         if state is None or state.phase not in {Phase.LOOKING, Phase.COVERED}:
-            self.release(answer.pin_id)
+            self.release(pin_id)
             return
-        if answer.error:
-            self.release(answer.pin_id)
-            self._unknown(state, answer.error)
+        if error:
+            self.release(pin_id)
+            self._unknown(state, error)
             return
         if self._lost:
             self._lost = False
             self._log.info("moonpool: the pool answers again")
+        hit = self._hit(state, answer)
+        if hit is None:  # the search goes on
+            self.release(pin_id)
+            self._ask_on(state, asked_s)
+            return
         self._tally.add("lookups")
-        self._tally.observe("lookup_seconds", seconds)
-        self._tally.add("hit_tokens", answer.blocks * self._block_tokens)
-        if state.phase is Phase.COVERED:
-            self.release(answer.pin_id)
-            state.missed(answer.blocks)
-        elif answer.blocks:
-            state.answered(Hit(answer.blocks, answer.pin_id, answer.holders, answer.descriptors))
+        self._tally.observe("lookup_seconds", self._clock() - asked_s)
+        self._tally.add("hit_tokens", hit.blocks * self._block_tokens)
+        if state.phase is Phase.COVERED or not hit.blocks:
+            self.release(pin_id)
+            state.missed(hit.blocks)
         else:
-            self.release(answer.pin_id)
-            state.missed(0)
+            state.answered(hit)
+
+    def _hit(self, state: RequestState, answer: Any) -> Hit | None:
+        """What the answer makes of the query: a hit, of no block if there is none; None: more is to be
+        asked."""
+        search = state.search
+        if search is None:
+            return Hit(answer.blocks, answer.pin_id, answer.holders, answer.descriptors)
+        if isinstance(answer, bytes):
+            search.present(answer)
+        elif search.found(answer.blocks):
+            descriptors = search.descriptors(answer.descriptors)
+            return Hit(search.blocks, answer.pin_id, answer.holders, descriptors)
+        return Hit(0, 0, b"", b"") if search.want is Want.NOTHING else None
+
+    def _ask_on(self, state: RequestState, asked_s: float) -> None:
+        pool = self._pool()
+        try:
+            if pool is None:
+                raise Unavailable("there is no pool now")
+            ticket = self._submit(pool, state)
+        except Error as error:
+            self._unknown(state, str(error))
+            return
+        state.asked_on(ticket)
+        self.tickets[ticket] = (state, asked_s)
 
     def _unknown(self, state: RequestState, why: str) -> None:
         self._tally.add("lookups_unknown")

@@ -25,7 +25,8 @@ class Load:
     first_names: names of the first block's objects, which tell which column is which.
     holders: incarnation of each node that holds objects, 16 bytes each.
     descriptors: where the objects are, block by block, ``width`` each.
-    block_ids: one list per KV cache group, as long as the number of blocks.
+    block_ids: one list per KV cache group, as long as the number of blocks; NULL_BLOCK where a sliding window
+        needs no block, and nothing is loaded.
     """
 
     request_id: str
@@ -48,8 +49,8 @@ class Save:
     width: objects of a block.
     names: of the objects, block by block, ``width`` each.
     parents: for each object the name of the same column one block earlier; zeros in the first block of a
-        chain.
-    block_ids: one list per KV cache group.
+        chain, and of sliding windows.
+    block_ids: one list per KV cache group; NULL_BLOCK for a block that is not saved.
     adapter: files of the LoRA adapter that the names stand for, to be checked when the step was computed:
         vLLM may read them again in any step.
     """

@@ -58,6 +58,11 @@ class Pool:
         """
         return "read", self._reads.submit_prefix(names, name_size, width)
 
+    def submit_presence(self, names: list[bytes]) -> Ticket:
+        """Asks which objects are there; the answer is a byte for each name, 1 for one that is, or an
+        Error."""
+        return "read", self._reads.submit_names("exists", names)
+
     def submit_load(
         self,
         holders: bytes,

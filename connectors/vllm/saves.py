@@ -6,6 +6,8 @@ engine's block pool, so that it outlives the request, its preemption and its abo
 with it:
 
     tracked ----a step fills blocks----> held (a job, one reference per block) ----all ranks report----> free
+
+A block that a sliding window has passed before it is saved is not saved: the engine has it no more.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from moonpool.connectors.vllm.engine_config import EngineConfig
-from moonpool.connectors.vllm.engine_types import Block, BlockPool, Request, SchedulerOutput
+from moonpool.connectors.vllm.engine_types import Block, BlockPool, BlockTables, Request, SchedulerOutput
 from moonpool.connectors.vllm.messages import Save
 from moonpool.connectors.vllm.metrics import Tally
+from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests import Phase, RequestState
 from moonpool.connectors.vllm.step_progress import step_progress
@@ -42,6 +45,7 @@ class Saves:
         self._log = log
         self._repeats = Repeats(clock)
         self._blocks: BlockPool | None = None
+        self._tables: BlockTables | None = None
         self.tracked: dict[str, tuple[RequestState, Request]] = {}  # requests that may have blocks to save
         self._held: dict[int, tuple[list[Block], int]] = {}
         self._held_blocks = 0
@@ -51,6 +55,10 @@ class Saves:
     def bind(self, blocks: BlockPool) -> None:
         """The engine's blocks; without them nothing is saved, because nothing could be held."""
         self._blocks = blocks
+
+    def bind_tables(self, tables: BlockTables) -> None:
+        """The blocks of each request; without them an engine with sliding windows saves nothing."""
+        self._tables = tables
 
     @property
     def under_way(self) -> int:
@@ -74,6 +82,8 @@ class Saves:
             the next turn.
         """
         if not (self._engine_config.may_save or handed_over) or self._blocks is None:
+            return
+        if self._engine_config.has_windows and self._tables is None:
             return
         state.saves_answer = self._save_decode or handed_over
         if state.saved < state.chain.blocks or state.saves_answer:
@@ -159,11 +169,21 @@ class Saves:
         assert self._blocks is not None
         return max(len(self._blocks.blocks) // HELD_BLOCKS_SHARE, 1)
 
+    def _block_ids(self, state: RequestState) -> Sequence[Sequence[int]]:
+        """The blocks of the request, by KV cache group."""
+        if not self._engine_config.has_windows:
+            return state.block_ids
+        assert self._tables is not None
+        return self._tables.get_block_ids(state.request_id)
+
     def _hold(self, state: RequestState, first: int, last: int) -> bool:
         """Plans one save of the blocks [first, last). False when too many blocks are held already."""
         assert self._blocks is not None
-        block_ids = tuple(tuple(ids[first:last]) for ids in state.block_ids)
-        blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids]
+        block_ids = tuple(tuple(ids[first:last]) for ids in self._block_ids(state))
+        null = NULL_BLOCK if self._engine_config.has_windows else None
+        blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids if block_id != null]
+        if not blocks:
+            return True
         if self._held_blocks + len(blocks) > self._held_max():
             return False
         save = Save(

@@ -20,7 +20,14 @@ from moonpool.connectors.node_connection import NodeConnection
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.engine_config import EngineConfig
-from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, ConnectorOutput, Request, SchedulerOutput
+from moonpool.connectors.vllm.engine_types import (
+    BlockPool,
+    Blocks,
+    BlockTables,
+    ConnectorOutput,
+    Request,
+    SchedulerOutput,
+)
 from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
 from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
 from moonpool.connectors.vllm.lookups import Lookups
@@ -28,12 +35,12 @@ from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, 
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.handover import Handover
 from moonpool.connectors.vllm.pool import Pool
-from moonpool.connectors.vllm.requests import Chain, Phase, RequestState
+from moonpool.connectors.vllm.requests import Chain, Needs, Phase, RequestState
 from moonpool.connectors.vllm.requests.chain import Digests
 from moonpool.connectors.vllm.saves import Saves
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.step_times import StepTimes
-from moonpool.connectors.vllm.tiers import from_network
+from moonpool.connectors.vllm.tiers import from_network, object_sizes
 from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.store.keys import Ranges, chain_seed
@@ -82,6 +89,7 @@ class SchedulerHalf:
         self._left = False  # whether this half was in the pool before a change of weights
         self._cache_is_old = False  # the engine's own prefix cache may hold KV of weights that are gone
         self._suffixes = b""
+        self._roots: Sequence[int] = ()  # columns of sliding windows: objects without a parent
         self._epoch = b""
         self._requests: dict[str, RequestState] = {}
         self._adapters = adapters
@@ -136,6 +144,10 @@ class SchedulerHalf:
             key=lambda ranges: (ranges.group, ranges.first_layer, ranges.first_head),
         )
         self._suffixes = b"".join(map(Ranges.suffix, columns))
+        if self._engine_config.has_windows:
+            needs = Needs(columns, self._engine_config.reaches, self._engine_config.block_tokens)
+            self.lookups.needs = needs
+            self._roots = [int(column) for _, own in needs.windows for column in own]
         fingerprint = handshakes[0].fingerprint
         if self._decision is not None:
             self._decision.block_bytes = max(hand.bytes_per_block for hand in handshakes)
@@ -151,7 +163,14 @@ class SchedulerHalf:
                 "moonpool: requests with images, audio or video are computed without the pool, and are not "
                 "handed over; those of text alone use it"
             )
-        self.handover.start(handshakes)
+        if self._engine_config.has_windows:
+            if self._settings.handover:
+                self._log.info(
+                    "moonpool: this engine takes part in no hand-over: KV of sliding windows is not handed "
+                    "over; prefill and decode share it through the pool"
+                )
+        else:
+            self.handover.start(handshakes)
         self._node = self._open_node(fingerprint)
 
     def greet_workers(self) -> None:
@@ -235,6 +254,10 @@ class SchedulerHalf:
         self.saves.bind(blocks)
         self.handover.bind(blocks)
 
+    def bind_block_tables(self, tables: BlockTables) -> None:
+        """Which blocks each request has now: vLLM takes those away that a sliding window has passed."""
+        self.saves.bind_tables(tables)
+
     def pool(self) -> Pool | None:
         """The pool, if there is one now."""
         return None if self._node is None else self._node.client
@@ -305,7 +328,9 @@ class SchedulerHalf:
         self.handover.arrived(request, is_plain_text=plain, seed=seed)
         if not plain or seed is None:
             return
-        chain = Chain(self._engine_config.block_tokens, self._suffixes, self._epoch + seed, self._digest)
+        chain = Chain(
+            self._engine_config.block_tokens, self._suffixes, self._epoch + seed, self._digest, self._roots
+        )
         state = RequestState(request.request_id, chain)
         self._requests[request.request_id] = state
         if request.lora_request is not None and self._adapters is not None:
@@ -496,7 +521,7 @@ class SchedulerHalf:
             state.chain.extend(self.saves.savable_tokens(request))
         may_load = self._engine_config.may_load or self.handover.gives(request)
         if may_load and not request.skip_reading_prefix_cache:
-            self.lookups.ask(state)
+            self.lookups.ask(state, request.num_tokens)
         else:
             state.missed(0)
 
@@ -513,27 +538,31 @@ class SchedulerHalf:
         if self._decision is None:
             choice = Choice(blocks, ALWAYS)
         else:
-            choice = self._decision.choose(self._network_shares(state, first, blocks))
+            shares = self._shares(state, first, blocks)
+            choice = self._decision.choose(shares, whole=self._engine_config.has_windows)
         state.choice, state.load_until = choice, first + choice.blocks
         self.tally.add("declined_tokens", (blocks - choice.blocks) * block_tokens)
         self.tally.add(f"load_decisions_{choice.reason}")
         return choice.blocks * block_tokens
 
-    def _network_shares(self, state: RequestState, first: int, blocks: int) -> Shares:
-        """Of each of the blocks behind ``first`` the share that comes from another host."""
+    def _shares(self, state: RequestState, first: int, blocks: int) -> Shares:
+        """Of each of the blocks behind ``first`` the shares that are to be loaded."""
         assert state.hit is not None
         unit = DESCRIPTOR_BYTES * state.chain.width
         descriptors = state.hit.descriptors[first * unit : (first + blocks) * unit]
-        remote = from_network(state.hit.holders, descriptors)
-        shares: Shares = remote.reshape(blocks, state.chain.width).mean(axis=1)
-        return shares
+        remote = from_network(state.hit.holders, descriptors).reshape(blocks, -1)
+        if not self._engine_config.has_windows:
+            network = remote.mean(axis=1)
+            return Shares(1.0 - network, network)
+        needed = object_sizes(descriptors).reshape(blocks, -1) > 0
+        return Shares((needed & ~remote).mean(axis=1), (needed & remote).mean(axis=1))
 
     def _plan_load(self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
         """The blocks behind those that the engine has itself, as many as it made room for."""
         first = state.offered_after // self._engine_config.block_tokens
         blocks = external_tokens // self._engine_config.block_tokens
         if self._decision is not None:
-            self._decision.load_begins(self._network_shares(state, first, blocks))
+            self._decision.load_begins(self._shares(state, first, blocks))
         hit = state.admitted_to_load(first, blocks)
         self._loading[state.request_id] = state
         unit = DESCRIPTOR_BYTES * state.chain.width

@@ -33,6 +33,7 @@ from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.pool import Columns, Failed, Indices, KvTable, Pool, Rows, Ticket
+from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.tiers import from_network, object_sizes
 from moonpool.connectors.vllm.weight_changes import Change
@@ -45,6 +46,7 @@ OpenHandoverWorker = Callable[[KvMemory, DeviceMemory | None], "HandoverWorker |
 OpenDevice = Callable[[BlockLayout, Rows], DeviceMemory]
 Fingerprint = Callable[[BlockLayout, Tensor], bytes]
 Choice = npt.NDArray[np.intp]
+Wanted = npt.NDArray[np.bool_]
 GONE = "there is no pool now"
 FAILED = "the connector failed"
 VOID = "the prefix cache was reset meanwhile"
@@ -522,8 +524,8 @@ class WorkerHalf:
             self._end_load(load, Failed(GONE), 0.0)
             return
         choice = self._choice(load.first_names, load.width)
-        indices, columns = self._places(load.block_ids)
-        descriptors = _choose(load.descriptors, load.blocks * load.width, load.width, choice)
+        indices, columns, wanted = self._places(load.block_ids)
+        descriptors = _choose(load.descriptors, load.blocks * load.width, load.width, choice, wanted)
         ticket = pool.submit_load(
             load.holders,
             descriptors,
@@ -544,12 +546,12 @@ class WorkerHalf:
             self._end_save(save, Failed("the files of its LoRA adapter changed", objects=1), 0.0)
             return
         choice = self._choice(save.names, save.width)
-        blocks = len(save.block_ids[0])
-        indices, columns = self._places(save.block_ids)
+        count = len(save.block_ids[0]) * save.width
+        indices, columns, wanted = self._places(save.block_ids)
         ticket = pool.submit_save(
-            _choose(save.names, blocks * save.width, save.width, choice),
+            _choose(save.names, count, save.width, choice, wanted),
             BLOCK_NAME_BYTES,
-            _choose(save.parents, blocks * save.width, save.width, choice),
+            _choose(save.parents, count, save.width, choice, wanted),
             self._memory.table,
             indices,
             columns,
@@ -569,14 +571,19 @@ class WorkerHalf:
             self._choices[key] = None if wanted == list(range(width)) else np.array(wanted, np.intp)
         return self._choices[key]
 
-    def _places(self, block_ids: Sequence[Sequence[int]]) -> tuple[Indices, Columns]:
-        """(block id, column) of each object of these blocks, block by block."""
+    def _places(self, block_ids: Sequence[Sequence[int]]) -> tuple[Indices, Columns, Wanted | None]:
+        """(block id, column) of each object of these blocks, block by block, without those of null blocks;
+        and which of all those objects they are, None: all."""
         assert self._memory is not None
         columns = self._memory.columns
         by_group = np.array(block_ids, np.uint32)
         groups = np.array([ranges.group for ranges in columns], np.intp)
         indices = np.ascontiguousarray(by_group[groups].T).reshape(-1)
-        return indices, np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
+        places = np.tile(np.arange(len(columns), dtype=np.uint16), by_group.shape[1])
+        if not self._engine_config.has_windows:
+            return indices, places, None
+        wanted = indices != NULL_BLOCK
+        return indices[wanted], places[wanted], wanted
 
     def _time_load(
         self, load: Load, running: Running, answer: _native.LoadAnswer | Failed, seconds: float
@@ -604,7 +611,7 @@ class WorkerHalf:
         self.tally.add(f"{tier}_load_seconds", took.seconds)
 
     def _end_load(self, load: Load, answer: _native.LoadAnswer | Failed, seconds: float) -> None:
-        good = _good_blocks(answer.ok, load.blocks)
+        good = self._good_blocks(answer.ok, load.blocks)
         bad = [block for block, is_good in enumerate(good) if not is_good]
         self._finish(load.request_id, load.block_ids, bad)
         self.tally.add("loaded_bytes", answer.bytes_loaded)
@@ -621,6 +628,12 @@ class WorkerHalf:
                 times(count),
             )
 
+    def _good_blocks(self, ok: bytes, blocks: int) -> list[bool]:
+        """For each block whether it was loaded, by the flags of all objects."""
+        if self._engine_config.has_windows:
+            return [bool(ok) and all(ok)] * blocks
+        return _good_blocks(ok, blocks)
+
     def _finish(self, request_id: str, block_ids: Sequence[Sequence[int]], bad: Sequence[int]) -> None:
         """The load or hand-over of these blocks has ended; those at the places ``bad`` did not come."""
         if request_id not in self._awaited:
@@ -629,7 +642,8 @@ class WorkerHalf:
         self._void.discard(request_id)
         leading = bad[0] if bad else len(block_ids[0])
         self._finished.add(request_id)
-        if bad and len(block_ids) > 1:  # block ids are ambiguous across groups: all of it is computed
+        # Block ids are ambiguous across groups, and a window's blocks are of no use without the others.
+        if bad and (len(block_ids) > 1 or self._engine_config.has_windows):  # all of it is computed
             leading = 0
             self._failed_requests.add(request_id)
         elif bad:
@@ -692,9 +706,12 @@ def _good_blocks(ok: bytes, blocks: int) -> list[bool]:
     return cast("list[bool]", np.frombuffer(ok, np.uint8).reshape(blocks, -1).all(axis=1).tolist())
 
 
-def _choose(items: bytes, count: int, width: int, choice: Choice | None) -> bytes:
-    """The chosen columns of ``count`` items of equal size, ``width`` to a block."""
-    if choice is None:
+def _choose(
+    items: bytes, count: int, width: int, choice: Choice | None, wanted: Wanted | None = None
+) -> bytes:
+    """The chosen columns of ``count`` items of equal size, ``width`` to a block; of these the ``wanted``."""
+    if choice is None and wanted is None:
         return items
     array = np.frombuffer(items, np.uint8).reshape(count // width, width, -1)
-    return array[:, choice].tobytes()
+    chosen = array if choice is None else array[:, choice]
+    return (chosen if wanted is None else chosen.reshape(len(wanted), -1)[wanted]).tobytes()

@@ -24,10 +24,20 @@ Digests = Callable[[npt.NDArray[np.uint32], int, bytes, bytes], bytes]
 class Chain:
     """The object names of the full blocks of one request, in order."""
 
-    __slots__ = ("_block_tokens", "_digest", "_last", "_names", "_seed", "_suffixes")
+    __slots__ = ("_block_tokens", "_digest", "_last", "_names", "_roots", "_seed", "_suffixes")
 
-    def __init__(self, block_tokens: int, suffixes: bytes, seed: bytes, digest: Digests) -> None:
-        """suffixes: of all columns, 10 bytes each."""
+    def __init__(
+        self,
+        block_tokens: int,
+        suffixes: bytes,
+        seed: bytes,
+        digest: Digests,
+        roots: Sequence[int] = (),
+    ) -> None:
+        """suffixes: of all columns, 10 bytes each.
+        roots: columns whose objects have no parent, so that each is evicted by its own last use.
+        """
+        self._roots = list(roots)
         self._block_tokens = block_tokens
         self._digest = digest
         self._seed = seed
@@ -61,8 +71,20 @@ class Chain:
         """The names of the objects of the blocks [first, last)."""
         return self._names[first:last].tobytes()
 
+    def names_at(self, blocks: npt.NDArray[np.intp], columns: npt.NDArray[np.intp]) -> bytes:
+        """The name of the object of each (block, column)."""
+        return self._names[blocks, columns].tobytes()
+
+    def each_name(self, first: int, last: int, column: int) -> list[bytes]:
+        """The names of the objects of one column of the blocks [first, last)."""
+        joined = self._names[first:last, column].tobytes()
+        return [joined[at : at + BLOCK_NAME_BYTES] for at in range(0, len(joined), BLOCK_NAME_BYTES)]
+
     def parents(self, first: int, last: int) -> bytes:
-        """The names of the same columns one block earlier; zeros for the first block, which has none."""
-        if first > 0:
-            return self.names(first - 1, last - 1)
-        return bytes(self.width * BLOCK_NAME_BYTES) + self.names(0, max(last - 1, 0))
+        """The names of the same columns one block earlier; zeros where there is none: in the first block, and
+        for roots."""
+        parents = np.zeros((last - first, self.width, BLOCK_NAME_BYTES), np.uint8)
+        start = max(first - 1, 0)
+        parents[start + 1 - first :] = self._names[start : max(last - 1, start)]
+        parents[:, self._roots] = 0
+        return parents.tobytes()

@@ -23,6 +23,7 @@ from moonpool.connectors.files import File
 from moonpool.connectors.vllm.load_decision import PROBE_LOAD, Choice
 from moonpool.connectors.vllm.pool import Ticket
 from moonpool.connectors.vllm.requests.chain import Chain
+from moonpool.connectors.vllm.requests.prefix_search import PrefixSearch
 
 
 class Phase(enum.Enum):
@@ -38,8 +39,8 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a query pinned: ``blocks`` leading blocks, readable with these descriptors while the pin is
-    held."""
+    """What a query pinned: ``blocks`` leading blocks, readable with these descriptors while the pin is held.
+    With sliding windows the descriptors of objects that such a prefix does not need are zeros."""
 
     blocks: int
     pin_id: int
@@ -53,6 +54,7 @@ class RequestState:
 
     chain: the names of its blocks.
     adapter: the files that its LoRA adapter has for these names.
+    search: of an engine with sliding windows, what the query asks for and the next one will.
     saved: the first block that still has to be saved; in COVERED not known yet.
     awaited: whether the scheduler has waited for the answer of its query.
     block_ids: one list per KV cache group, once the request is scheduled.
@@ -68,6 +70,7 @@ class RequestState:
     adapter: tuple[File, ...] = ()
     phase: Phase = Phase.NEW
     ticket: Ticket | None = None
+    search: PrefixSearch | None = None
     asked_s: float = 0.0
     awaited: bool = False
     hit: Hit | None = None
@@ -96,6 +99,10 @@ class RequestState:
         self.ticket = ticket
         self.asked_s = now_s
         self.awaited = False
+
+    def asked_on(self, ticket: Ticket) -> None:
+        """The query was answered, and its search goes on with another one."""
+        self.ticket = ticket
 
     def answered(self, hit: Hit) -> None:
         """The query was answered with at least one block."""

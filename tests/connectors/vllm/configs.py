@@ -1,10 +1,26 @@
-"""A configuration of vLLM as the connector reads it."""
+"""A configuration of vLLM as the connector reads it, and that of a tiny model for a real vLLM."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+# Of transformers; other tiny models are this one with changes.
+LLAMA: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.08,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "tie_word_embeddings": False,
+}
 
 
 class HfConfig(SimpleNamespace):

@@ -60,6 +60,7 @@ class FakePool:
 
     broken: Error | None = None
     prefixes: list[tuple[int, bytes, int]] = field(default_factory=list)
+    presences: list[tuple[int, list[bytes]]] = field(default_factory=list)
     loads: list[tuple[int, bytes, bytes, list[int], list[int]]] = field(default_factory=list)
     saves: list[tuple[int, bytes, bytes, list[int], list[int]]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
@@ -71,6 +72,10 @@ class FakePool:
 
     def submit_prefix(self, names: bytes, name_size: int, width: int) -> int:
         self.prefixes.append((self._ticket(), names, width))
+        return self._tickets
+
+    def submit_presence(self, names: list[bytes]) -> int:
+        self.presences.append((self._ticket(), names))
         return self._tickets
 
     def submit_load(
@@ -112,7 +117,7 @@ class FakePool:
     def close(self) -> None:
         self.closed = True
 
-    def answer(self, ticket: int, answer: Found | Loaded | Saved) -> None:
+    def answer(self, ticket: int, answer: Found | Loaded | Saved | bytes | Error) -> None:
         self._done.append((ticket, answer))
 
     def answer_prefix(self, blocks: int, *, pin_id: int = 7, error: str = "") -> None:
@@ -210,6 +215,16 @@ class FakeBlocks:
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         return self.ids
+
+
+@dataclass
+class FakeTables:
+    """KVCacheManager: the blocks that requests have."""
+
+    ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return self.ids[request_id]
 
 
 @dataclass

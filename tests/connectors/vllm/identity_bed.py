@@ -44,6 +44,11 @@ DEFAULTS: dict[str, Any] = {
 ATTENTION = 3.0
 DRAIN_S = 30.0
 JOIN_S = 30.0
+COUNTS = {
+    "loaded_bytes": "moonpool_connector_loaded_bytes_total",
+    "survived_errors": "moonpool_connector_survived_errors_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
 
 
 def make_model(path: str, kind: str, config: dict[str, Any], seed: int = 0) -> None:
@@ -97,9 +102,14 @@ def fields(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    args: dict[str, Any], environment: dict[str, str], prompts: list[list[int]], max_tokens: int
+    args: dict[str, Any],
+    environment: dict[str, str],
+    prompts: list[list[int]],
+    max_tokens: int,
+    together: bool = False,
 ) -> dict[str, Any]:
-    """Starts an engine and, one after the other, lets it answer the prompts. "mark": its fingerprint."""
+    """Starts an engine and lets it answer the prompts, one after the other or all ``together``. "mark": its
+    fingerprint; "left": what it still holds in the end; and COUNTS."""
     os.environ.update(environment)
     llm = LLM(**DEFAULTS | args)
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
@@ -112,11 +122,11 @@ def run(
         mark, refusal = hand.fingerprint.hex(), hand.refusal
         if not refusal and prompts:
             _until(lambda: connector._sched.pool() is not None, JOIN_S)
-    outputs = []
+    outputs: dict[str, Any] = {}
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
     for number, prompt in enumerate(prompts):
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
         engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-        while engine.has_unfinished_requests():
+        while engine.has_unfinished_requests() and (not together or number == len(prompts) - 1):
             for output in engine.step():
                 if output.finished:
                     (answer,) = output.outputs
@@ -124,14 +134,36 @@ def run(
                         step[token].logprob
                         for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
                     ]
-                    taken = ((output.kv_transfer_params or {}).get("moonpool") or {}).get("pool_tokens", 0)
-                    outputs.append({"tokens": list(answer.token_ids), "chances": chances, "pool": taken})
+                    taken = (output.kv_transfer_params or {}).get("moonpool") or {}
+                    outputs[output.request_id] = {
+                        "tokens": list(answer.token_ids),
+                        "chances": chances,
+                        "pool": taken.get("pool_tokens", 0),
+                        "local": taken.get("local_tokens", 0),
+                        "errors": taken.get("load_errors", 0),
+                    }
     deadline_s = time.monotonic() + DRAIN_S
     while core.scheduler.has_requests() and time.monotonic() < deadline_s:
+        engine.step()
         core.step()
         time.sleep(0.001)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    left = {
+        "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "pins": connector._sched.lookups.pins if connector is not None else 0,
+    }
+    counts = {name: _counted(metric) for name, metric in COUNTS.items()}
     core.shutdown()
-    return {"mark": mark, "refusal": refusal, "outputs": outputs}
+    answers = [outputs[str(number)] for number in range(len(prompts))]
+    return {"mark": mark, "refusal": refusal, "outputs": answers, "left": left, **counts}
+
+
+def _counted(name: str) -> float:
+    from prometheus_client import REGISTRY
+
+    return sum(
+        sample.value for family in REGISTRY.collect() for sample in family.samples if sample.name == name
+    )
 
 
 def _until(true: Callable[[], bool], timeout_s: float) -> None:

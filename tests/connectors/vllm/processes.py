@@ -169,6 +169,12 @@ class Engine:
         return "\n".join(self.logged().splitlines()[-40:])
 
 
+class Bed(Engine):
+    """One identity_bed.py: forks an engine for each call."""
+
+    driver = HERE / "identity_bed.py"
+
+
 class Node:
     """One node_process.py on the default socket of ``runtime``."""
 

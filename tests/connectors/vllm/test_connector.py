@@ -20,6 +20,7 @@ from moonpool.connectors.vllm.engine_config import layer_number, read_engine_con
 from moonpool.connectors.vllm.layout import BlockLayout, GroupLayout, LayerView
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Pull
+from moonpool.connectors.vllm.reach import FULL, Reach
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.store import keys
 from tests.connectors.vllm.configs import Dtype, config
@@ -47,6 +48,14 @@ class FullAttentionSpec(SimpleNamespace):
 
 
 class MambaSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class ChunkedLocalAttentionSpec(SimpleNamespace):
     pass
 
 
@@ -102,6 +111,28 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "calculate_kv_scales" in refusal(
         lambda one: setattr(one.cache_config, "calculate_kv_scales", True)
     )
+
+
+def test_windows_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TransferResults", object)
+    window = SlidingWindowSpec(block_size=4, sliding_window=64)
+    chunk = ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=32)
+    mixed = kv_cache(group(), group(window), group(chunk))
+    engine_config = read_engine_config(config(), mixed)
+    assert engine_config.refusal == ""
+    assert engine_config.reaches == (FULL, Reach(window=64), Reach(chunk=32))
+    assert engine_config.has_windows
+    assert not read_engine_config(config(), kv_cache()).has_windows
+
+    def keep(one: Any) -> None: ...
+
+    nested = SimpleNamespace(block_size=4, kv_cache_specs={"0": FullAttentionSpec(block_size=4), "1": window})
+    assert "look back differently far" in refusal(keep, group(nested))
+    assert "Mamba layers" in refusal(keep, group(window), group(MambaSpec(block_size=4)))
+    both = SlidingWindowSpec(block_size=4, sliding_window=64, non_causal=True)
+    assert "SlidingWindow layers" in refusal(keep, group(both))
+    monkeypatch.setattr(compat, "TransferResults", None)
+    assert "sliding windows or several KV cache groups need vLLM 0.30" in refusal(keep, group(window))
 
 
 def test_engines_that_cannot_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +316,29 @@ def test_form_names_layers_that_differ() -> None:
     assert len(set(forms)) == 3
     assert forms[1] == "vllm 0:CPU_ATTN/vec/32/float32/256 1,2:CPU_ATTN/vec/32/fp8/64"
     assert form_of(layer(0, 64), l0="fp8_e5m2") != form_of(layer(0, 64), l0="fp8_e4m3")
+
+
+def test_form_tells_groups_and_windows_apart() -> None:
+    """Objects are named by their group, so that the same name must be the same layers."""
+    layers = [layer(number) for number in range(4)]
+
+    def form(members: tuple[tuple[int, ...], ...], *reaches: Reach) -> str:
+        groups = tuple(GroupLayout(tuple(layers[number] for number in each), 1) for each in members)
+        return identity.form(config(), BlockLayout(groups, 32), reaches)
+
+    order = form(((0, 1, 2, 3),), FULL)
+    window = Reach(window=64)
+    forms = [
+        form(((3,), (0, 1, 2)), FULL, window),
+        form(((2,), (0, 1, 3)), FULL, window),
+        form(((3,), (0,), (1,), (2,)), FULL, window, window, window),
+        form(((3,), (0, 1, 2)), FULL, Reach(window=65)),
+        form(((3,), (0, 1, 2)), FULL, Reach(chunk=64)),
+        form(((0, 1, 2, 3),), window),
+        order,
+    ]
+    assert len(set(forms)) == len(forms)
+    assert forms[0] == f"{order} groups 3:full 0,1,2:window 64"
 
 
 def test_scales_count_unless_they_are_one() -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from moonpool.connectors.vllm import identity_arguments as arguments
+from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import KV_CONFIG, make_prompt
-from tests.connectors.vllm.processes import Engine, EngineFailed, Node
+from tests.connectors.vllm.processes import Bed, EngineFailed, Node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,20 +29,6 @@ CHANCE_DIFFERENCE_MAX = 1e-3  # of log-probabilities, in float32; another formul
 PROMPT_TOKENS = (300, 200, 129)
 TOKENS = 8
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.08,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 258,
-    "tie_word_embeddings": False,
-}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -158,12 +145,6 @@ TOGETHER = [
 
 # Apart in the form of their bytes, which only an engine tells.
 FORMS = [{"kv_cache_dtype_skip_layers": list(layers)} for layers in ("", "0", "1")]
-
-
-class Bed(Engine):
-    """Forks an engine for each call."""
-
-    driver = Path(__file__).parent / "identity_bed.py"
 
 
 @dataclass

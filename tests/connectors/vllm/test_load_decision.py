@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from moonpool.connectors.vllm.load_decision import (
@@ -29,6 +28,7 @@ from moonpool.connectors.vllm.load_decision import (
     Choice,
     LoadDecision,
     Rate,
+    Shares,
 )
 from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, Report, Step
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
@@ -64,8 +64,12 @@ BLOCK_BYTES = 1000
 HERE, THERE = 0.0, 1.0
 
 
-def shares(here: int, there: int = 0) -> npt.NDArray[np.float64]:
-    return np.array([HERE] * here + [THERE] * there)
+def shares(here: int, there: int = 0) -> Shares:
+    return by_network([HERE] * here + [THERE] * there)
+
+
+def by_network(network: list[float]) -> Shares:
+    return Shares(1 - np.array(network), np.array(network))
 
 
 def decision(
@@ -139,8 +143,21 @@ def test_a_slow_tier_is_computed_and_the_margin_is_the_loads(rate: float, loaded
 def test_a_prefix_is_cut_where_the_slow_tier_begins() -> None:
     made, _ = decision(here=10_000, there=10)
     assert made.choose(shares(5, 5)).blocks == 5
-    gap = np.array([HERE] * 2 + [THERE] + [HERE] * 200)  # worth one slow block
-    assert made.choose(gap).blocks == len(gap)
+    gap = [HERE] * 2 + [THERE] + [HERE] * 200  # worth one slow block
+    assert made.choose(by_network(gap)).blocks == len(gap)
+
+
+def test_a_prefix_that_is_useful_as_a_whole_only_is_not_cut() -> None:
+    made, _ = decision(here=10_000, there=10)
+    assert made.choose(shares(5, 5), whole=True).blocks == 0
+    assert made.choose(shares(200, 1), whole=True).blocks == 201
+
+
+def test_what_a_window_does_not_need_costs_nothing() -> None:
+    made, _ = decision(here=500)
+    assert made.choose(shares(10), whole=True).blocks == 0
+    sparse = Shares(np.array([0.5] * 9 + [1.0]), np.zeros(10))
+    assert made.choose(sparse, whole=True).blocks == 10
 
 
 def test_a_short_prefix_is_not_worth_a_late_notice() -> None:

@@ -1,0 +1,53 @@
+"""How far back the layers of a KV cache group look, and so which blocks a request needs to go on.
+
+    full attention          every block before it
+    sliding window          the blocks of the last window - 1 tokens: the next token is in the window, too
+    chunked attention       the blocks of the chunk that the next token is in
+
+vLLM frees the other blocks of a group, and gives the null block in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NULL_BLOCK = 0  # the id that vLLM gives in the place of a block that its group does not need
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a group's layers look.
+
+    window: of a sliding window, in tokens with the one that looks; 0: none.
+    chunk: of chunked attention, in tokens; 0: none.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the layers look at everything before them."""
+        return not (self.window or self.chunk)
+
+    def first_block(self, computed: Counts, block_tokens: int) -> Counts:
+        """For each number of computed blocks the first of them that the next token needs."""
+        tokens = computed * block_tokens
+        if self.window:
+            return np.maximum(tokens - self.window + 1, 0) // block_tokens
+        if self.chunk:
+            return tokens // self.chunk * self.chunk // block_tokens
+        return np.zeros_like(computed)
+
+    def __str__(self) -> str:
+        if self.window:
+            return f"window {self.window}"
+        return f"chunk {self.chunk}" if self.chunk else "full"
+
+
+FULL = Reach()

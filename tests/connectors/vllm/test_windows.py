@@ -1,0 +1,212 @@
+"""Real vLLM engines of models with sliding windows: what one stores, another loads, only as much as its
+layers look at, and answers as it does alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moonpool import _native
+from moonpool.connectors.vllm.reach import FULL, Reach
+from moonpool.core.config import paths
+from moonpool.core.store.keys import block_digests, parse_block_name
+from tests.connectors.vllm.configs import LLAMA
+from tests.connectors.vllm.conftest import ASK, KV_CONFIG, make_prompt, tokens_of
+from tests.connectors.vllm.processes import Bed, Engine, Node
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities, in float32
+BLOCK = 32  # tokens
+WINDOW = 64
+KV_HEADS, HEAD_SIZE = 2, 32
+BLOCK_BYTES = 2 * KV_HEADS * HEAD_SIZE * 4 * BLOCK  # of one layer: K and V in float32
+TOKENS = 8
+CHUNKS = {"max_num_batched_tokens": 96}  # prompts of several steps, in which the window moves on
+SIZE = {**LLAMA, "head_dim": HEAD_SIZE, "sliding_window": WINDOW}
+SLIDING, WHOLE = "sliding_attention", "full_attention"
+GEMMA = {**SIZE, "num_hidden_layers": 4, "query_pre_attn_scalar": HEAD_SIZE, "tie_word_embeddings": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": [SLIDING, SLIDING, SLIDING, WHOLE]}),
+    "gemma2": ("gemma2", {**GEMMA, "layer_types": [SLIDING, WHOLE] * 2}),
+    "mistral": ("mistral", SIZE),
+    "gpt_oss": (
+        "gpt_oss",
+        {**SIZE, "layer_types": [SLIDING, WHOLE, SLIDING], "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+# The layers that look at everything, and those with a window.
+LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "gemma3": ((3,), (0, 1, 2)),
+    "gemma2": ((1, 3), (0, 2)),
+    "mistral": ((), (0, 1, 2)),
+    "gpt_oss": ((1,), (0, 2)),
+}
+
+
+@dataclass
+class Engines:
+    bed: Bed
+    folder: Path
+
+    def model(self, name: str) -> Path:
+        kind, config = MODELS[name]
+        path = self.folder / name
+        self.bed.call("make_model", path=str(path), kind=kind, config=config)
+        return path
+
+    def run(self, model: str, prompts: list[list[int]], *, pool: bool, **args: Any) -> dict[str, Any]:
+        how = {"together": args.pop("together", False), "max_tokens": args.pop("max_tokens", TOKENS)}
+        given = {"model": str(self.model(model)), **CHUNKS, **args}
+        if pool:
+            given.setdefault("kv_transfer_config", KV_CONFIG)
+        answer: dict[str, Any] = self.bed.call("run", args=given, environment={}, prompts=prompts, **how)
+        assert answer["left"] == {"blocks": 0, "pins": 0}
+        assert answer["survived_errors"] == 0
+        return answer
+
+
+@pytest.fixture(scope="module")
+def engines(vllm_python: str) -> Iterator[Engines]:
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as path, ExitStack() as stack:
+        folder = Path(path)
+        bed = Bed(vllm_python, folder, folder / "run", folder / "log")
+        stack.callback(bed.close)
+        node = Node(folder / "run").start()
+        stack.callback(node.stop)
+        yield Engines(bed, folder)
+
+
+def needed_bytes(model: str, tokens: int, local: int = 0) -> int:
+    """What the layers of a model look at in the blocks of so many tokens, without those that are local."""
+    total = 0
+    for layers, reach in zip(LAYERS[model], (FULL, Reach(window=WINDOW)), strict=True):
+        first = int(reach.first_block(np.array(tokens // BLOCK), BLOCK))
+        total += len(layers) * BLOCK_BYTES * (tokens // BLOCK - max(first, local // BLOCK))
+    return total
+
+
+def assert_equal(with_pool: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
+    for one, other in zip(with_pool, alone, strict=True):
+        assert one["tokens"] == other["tokens"]
+        differences = zip(one["chances"], other["chances"], strict=True)
+        assert max(abs(chance - same) for chance, same in differences) < CHANCE_DIFFERENCE_MAX
+
+
+class Objects:
+    """What the node has of an engine's fingerprint, to take it away or damage it."""
+
+    def __init__(self, runtime: Path, mark: str, full_layers: tuple[int, ...]) -> None:
+        token = paths.read_token(runtime / "token")
+        self._client = _native.Client(str(runtime / "node.sock"), token, fingerprint=bytes.fromhex(mark))
+        self._client.connect()
+        self._full_layers = full_layers
+
+    def one(self, prompt: list[int], block: int, *, window: bool) -> bytes:
+        """The last object of a block, in a group of layers with a window or in the other."""
+        names = [row[0] for row in self._client.list(block_digests(prompt, BLOCK)[block], 100)]
+        first_layers = {name: parse_block_name(name)[1].first_layer for name in names}
+        return max(name for name in names if (first_layers[name] not in self._full_layers) == window)
+
+    def remove(self, name: bytes) -> None:
+        self._client.remove([name])
+        assert not any(self._client.exists([name]))
+
+    def shorten(self, name: bytes) -> None:
+        """Puts another content there, which is no block's."""
+        self._client.put([name], [b"another"], replace=True)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def check_model(engines: Engines, model: str, seed: int, **args: Any) -> None:
+    prompts = [make_prompt(seed + length, length) for length in (31, 63, 64, 65, 1000)]
+    longest = prompts[-1]
+    branch = longest[:330] + make_prompt(seed + 1, 200)
+    lost, short, cut = (make_prompt(seed + 10 * number, 300) for number in (1, 2, 3))
+    first = engines.run(model, [*prompts, lost, short, cut], pool=True, **args)
+    assert first["refusal"] == ""
+    full, _ = LAYERS[model]
+    objects = Objects(engines.folder / "run", first["mark"], full)
+    objects.remove(objects.one(lost, 8, window=True))  # the last of 9 blocks that can be loaded
+    objects.shorten(objects.one(short, 8, window=True))
+    objects.shorten(objects.one(cut, 8, window=not full))
+    objects.close()
+
+    asked = [branch, longest[:650], *prompts, lost, short, cut]
+    second = engines.run(model, asked, pool=True, **args)
+
+    assert second["mark"] == first["mark"]
+    taken = [(each["pool"], each["local"]) for each in second["outputs"]]
+    assert [pool + local for pool, local in taken] == [320, 640, 0, 32, 32, 64, 992, 256, 0, 0]
+    assert taken[6] == (352, 640)  # it had the beginning itself
+    assert [each["errors"] > 0 for each in second["outputs"]] == [False] * 8 + [True] * 2
+    need = sum(needed_bytes(model, pool + local, local) for pool, local in taken)
+    failed = 2 * needed_bytes(model, 288)
+    assert need <= second["loaded_bytes"] <= 1.1 * (need + failed)
+    alone = engines.run(model, asked, pool=False, **args)
+    assert_equal(second["outputs"], alone["outputs"])
+    assert_equal(first["outputs"], alone["outputs"][2:])
+
+
+def test_full_and_window_layers(engines: Engines, rng: Any) -> None:
+    check_model(engines, "gemma3", rng.randrange(1 << 30))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "gemma3"])
+def test_other_models(engines: Engines, rng: Any, model: str) -> None:
+    check_model(engines, model, rng.randrange(1 << 30))
+
+
+@pytest.mark.heavy
+def test_preemptions(engines: Engines, rng: Any) -> None:
+    """With a KV cache that is too small for all answers, requests are preempted and ask the pool again."""
+    prompts = [make_prompt(rng.randrange(1 << 30), 100) for _ in range(6)]
+    options = {"lease_s": 6.0, "compute_if_faster": False, "save_decode": True}
+    small = {
+        "kv_cache_memory_bytes": 60 * 2 * BLOCK_BYTES,
+        "kv_transfer_config": {**KV_CONFIG, "kv_connector_extra_config": options},
+        "max_tokens": 250,
+    }
+    alone = engines.run("gemma2", prompts, pool=False, max_tokens=250)
+    for _ in range(2):
+        answer = engines.run("gemma2", prompts, pool=True, together=True, max_model_len=600, **small)
+        assert answer["preemptions"] > 0
+        assert_equal(answer["outputs"], alone["outputs"])
+    assert sum(each["pool"] for each in answer["outputs"]) > 0
+
+
+@pytest.mark.heavy
+def test_aborts_and_hand_overs(engines: Engines, vllm_python: str, rng: Any) -> None:
+    prompts = [make_prompt(rng.randrange(1 << 30), 700) for _ in range(4)]
+    config = {"kv_transfer_config": KV_CONFIG, "max_num_batched_tokens": 96, "skip_tokenizer_init": True}
+    engine = Engine(
+        vllm_python, engines.model("gemma3"), engines.folder / "run", engines.folder / "aborts", **config
+    )
+    try:
+        first = tokens_of(engine.call("generate", prompts=prompts))
+        for stage in ("looking", "loading", "loaded", "running"):
+            engine.call("drain")
+            assert engine.call("reset_prefix_cache")
+            answer = engine.call("generate", prompts=prompts, abort=[1, 2], abort_when=stage)
+            tokens = tokens_of(answer)
+            assert (tokens[0], tokens[3]) == (first[0], first[3])
+            assert answer["outputs"][0]["pool"]["pool_tokens"] == 672
+            left = engine.call("drain")
+            assert all(count == 0 for count in left.values()), (stage, left)
+        again = engine.call("generate", prompts=prompts[:1], params=[ASK])
+        assert tokens_of(again) == first[:1]
+        assert "remote_block_ids" not in again["outputs"][0]["params"]
+        assert "KV of sliding windows is not handed over" in engine.logged()
+        assert engine.call("drain")["leases"] == 0
+    finally:
+        engine.close()
