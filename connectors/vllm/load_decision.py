@@ -49,6 +49,7 @@ class Shares:
     memory: npt.NDArray[np.float64]
     network: npt.NDArray[np.float64]
 
+
 # Why a hit was decided as it was.
 UNMEASURED = "unmeasured"  # a rate lacks measurements, so all is loaded
 FASTER = "load_faster"
