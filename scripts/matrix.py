@@ -17,7 +17,8 @@ from scripts import engine_choice, environments, system_packages
 from scripts.environments import ROOT
 from scripts.progress import Progress
 
-VERSIONS = ("vllm-0.30.0", "vllm-0.31.0", "vllm-0.32.0", *(f"sglang-{one}" for one in engine_choice.SGLANG))
+VLLM = ("0.30.0", "0.31.0", "0.32.0")
+VERSIONS = tuple(f"vllm-{one}" for one in VLLM) + tuple(f"sglang-{one}" for one in engine_choice.SGLANG)
 VERSIONS += (f"lmcache-{engine_choice.LMCACHE_VERSION}",)
 PYTHONS = ("3.12", "3.13")  # beside the 3.11 that everything else runs on
 VERSIONS += (*(f"python-{one}" for one in PYTHONS), "release")

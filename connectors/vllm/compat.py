@@ -1,4 +1,4 @@
-"""Every difference between the vLLM versions that this connector runs under (0.23 to 0.33), and nothing else.
+"""Every difference between the vLLM versions that this connector runs under, and nothing else.
 
 Without vLLM (unit tests, type checks) the base classes are empty stand-ins, so that the halves can be
 imported.
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from moonpool.connectors.vllm import weight_changes
 from moonpool.connectors.vllm.weight_changes import Change
 
-OLDEST = (0, 23)
+# The range that README.md, docs/vllm.md, docs/engines.md and pyproject.toml claim: tests/test_versions.py
+OLDEST, NEWEST = (0, 26), (0, 33)
 
 if TYPE_CHECKING:
     from moonpool.connectors.vllm import standins as base

@@ -68,7 +68,7 @@ def test_name_taken_by_another(factory: Factory, said: Callable[[], list[str]]) 
     assert "another plugin has taken the connector name Mooncake" in sentence
 
 
-@pytest.mark.parametrize("version", ["0.22.1", "0.8.5"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.8.5"])
 def test_too_old(
     factory: Factory, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
@@ -77,10 +77,10 @@ def test_too_old(
     assert factory._registry == {}
     (sentence,) = said()
     assert f"vLLM {version} is too old" in sentence
-    assert "0.23 or newer" in sentence
+    assert "0.26 or newer" in sentence
 
 
-@pytest.mark.parametrize("version", ["0.23.0", "0.32.0+cpu", "0.33.0", "1.0.0", "0.0.0+dev", "", "nightly"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.0", "1.0.0", "0.0.0+dev", "", "nightly"])
 def test_new_enough(version: str) -> None:
     assert not compat.is_too_old(version)
 
