@@ -128,7 +128,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
             open_node=functools.partial(self._open_node, required=False, quiet=True),
             log=self._log,
             open_handover_worker=functools.partial(self._open_handover_worker, sleeps=sleeps)
-            if self._settings.handover and not engine_config.has_windows
+            if self._settings.handover
             else lambda memory, device: None,
             open_device=functools.partial(self._open_device, sleeps=sleeps),
         )

@@ -35,14 +35,17 @@ class Reach:
         """Whether the layers look at everything before them."""
         return not (self.window or self.chunk)
 
-    def first_block(self, computed: Counts, block_tokens: int) -> Counts:
-        """For each number of computed blocks the first of them that the next token needs."""
-        tokens = computed * block_tokens
+    def first_token(self, computed: Counts) -> Counts:
+        """For each number of computed tokens the first of them that the next one needs."""
         if self.window:
-            return np.maximum(tokens - self.window + 1, 0) // block_tokens
+            return np.maximum(computed - self.window + 1, 0)
         if self.chunk:
-            return tokens // self.chunk * self.chunk // block_tokens
+            return computed // self.chunk * self.chunk
         return np.zeros_like(computed)
+
+    def first_block(self, computed: Counts, block_tokens: int) -> Counts:
+        """The same in blocks."""
+        return self.first_token(computed * block_tokens) // block_tokens
 
     def __str__(self) -> str:
         if self.window:

@@ -163,14 +163,7 @@ class SchedulerHalf:
                 "moonpool: requests with images, audio or video are computed without the pool, and are not "
                 "handed over; those of text alone use it"
             )
-        if self._engine_config.has_windows:
-            if self._settings.handover:
-                self._log.info(
-                    "moonpool: this engine takes part in no hand-over: KV of sliding windows is not handed "
-                    "over; prefill and decode share it through the pool"
-                )
-        else:
-            self.handover.start(handshakes)
+        self.handover.start(handshakes)
         self._node = self._open_node(fingerprint)
 
     def greet_workers(self) -> None:
@@ -257,6 +250,7 @@ class SchedulerHalf:
     def bind_block_tables(self, tables: BlockTables) -> None:
         """Which blocks each request has now: vLLM takes those away that a sliding window has passed."""
         self.saves.bind_tables(tables)
+        self.handover.bind_tables(tables)
 
     def pool(self) -> Pool | None:
         """The pool, if there is one now."""

@@ -205,6 +205,7 @@ class WorkerHalf:
                     rank=rank,
                     tp_rank=tp_rank,
                     pp_rank=pp_rank,
+                    has_windows=self._engine_config.has_windows,
                 ),
                 memory.device,
             )

@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.connectors.objects import Refused
+from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds
 from moonpool.connectors.vllm.pool import Rows
+from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.core.store.keys import Ranges
 
 Addresses = npt.NDArray[np.uint64]
@@ -77,6 +79,19 @@ def tables_of(pairs: Sequence[Pair]) -> tuple[Table, ...]:
     return tuple(map(Table, alike.values()))
 
 
+def needed_blocks(here: BlockIds, there: BlockIds) -> tuple[BlockIds, BlockIds]:
+    """The blocks of each group without those that a sliding window here does not need. Raises Refused when
+    the other engine does not have one that is needed."""
+    ours, theirs = [], []
+    for local, remote in zip(here, there, strict=True):
+        wanted = [place for place, block_id in enumerate(local) if block_id != NULL_BLOCK]
+        ours.append(tuple(local[place] for place in wanted))
+        theirs.append(tuple(remote[place] for place in wanted))
+        if NULL_BLOCK in theirs[-1]:
+            raise Refused("the prefill engine has no longer all blocks of a sliding window")
+    return tuple(ours), tuple(theirs)
+
+
 def ranges_of(
     tables: Sequence[Table], here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[Addresses, Addresses, Addresses]:
@@ -84,6 +99,8 @@ def ranges_of(
     columns: list[tuple[Addresses, Addresses, Addresses]] = []
     for table in tables:
         ours, theirs = here[table.group], there[table.group]
+        if not ours:
+            continue
         counts: Sequence[int] = [1] * len(ours)
         if table.is_dense:
             ours, theirs, counts = _runs(ours, theirs)

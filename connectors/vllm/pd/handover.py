@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from moonpool.connectors.vllm.engine_config import EngineConfig
-from moonpool.connectors.vllm.engine_types import BlockPool, Blocks, Request, SchedulerOutput
+from moonpool.connectors.vllm.engine_types import (
+    BlockPool,
+    Blocks,
+    BlockTables,
+    Request,
+    SchedulerOutput,
+)
 from moonpool.connectors.vllm.messages import Handshake, Report
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.bootstrap import Bootstrap
@@ -48,6 +54,7 @@ class Handover:
         self._log = log
         self._clock = clock
         self._blocks: BlockPool | None = None
+        self._tables: BlockTables | None = None
         self._bootstrap: Bootstrap | None = None
         self._repeats = Repeats(clock)
         self._stopped = ""  # why no hand-over begins any more
@@ -84,6 +91,7 @@ class Handover:
             )
             self.producer = ProducerScheduler(
                 identity,
+                reaches=engine_config.reaches,
                 silence_s=self._settings.lease_s,
                 tally=self._tally,
                 log=self._log,
@@ -91,6 +99,8 @@ class Handover:
             )
             if self._blocks is not None:
                 self.producer.bind(self._blocks)
+            if self._tables is not None:
+                self.producer.bind_tables(self._tables)
             self._serve_bootstrap(workers)
         if engine_config.may_load:
             self.consumer = ConsumerScheduler(
@@ -106,6 +116,12 @@ class Handover:
         self._blocks = blocks
         if self.producer is not None:
             self.producer.bind(blocks)
+
+    def bind_tables(self, tables: BlockTables) -> None:
+        """The blocks that each request has now."""
+        self._tables = tables
+        if self.producer is not None:
+            self.producer.bind_tables(tables)
 
     def close(self) -> None:
         """Stops serving the bootstrap page."""

@@ -28,7 +28,7 @@ from moonpool.connectors.vllm.pd.consumer_worker import (
     IncomingRequest,
     Piece,
 )
-from moonpool.connectors.vllm.pd.copy_ranges import Table, pair_rows, ranges_of, tables_of
+from moonpool.connectors.vllm.pd.copy_ranges import Table, needed_blocks, pair_rows, ranges_of, tables_of
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Offer, Source
 from moonpool.connectors.vllm.pd.lease_table import SCRATCH, LeaseTable
 from moonpool.connectors.vllm.pd.leases import SLOTS
@@ -72,6 +72,7 @@ class KvMemory:
     spans: (address, bytes) of what to register.
     columns, rows: see Pool.submit_load.
     rank, tp_rank, pp_rank: which worker this is.
+    has_windows: whether NULL_BLOCK stands for blocks that sliding windows do not need.
     """
 
     engine_id: str
@@ -82,6 +83,7 @@ class KvMemory:
     rank: int
     tp_rank: int
     pp_rank: int
+    has_windows: bool = False
 
 
 class HandoverWorker:
@@ -369,8 +371,13 @@ class HandoverWorker:
         if len(piece.there) != len(piece.here) or piece.slot >= description.slot_count:
             raise Refused("the prefill engine's blocks are not of our KV cache groups")
         self._await_use(piece.request_id)
-        columns = (cast(Column, column) for column in ranges_of(tables, piece.here, piece.there))
-        nbytes = self._engine.transfer(Batch("read", connection.segment, *columns))
+        here, there = piece.here, piece.there
+        if self._memory.has_windows:
+            here, there = needed_blocks(here, there)
+        nbytes = 0
+        if any(here):
+            columns = (cast(Column, column) for column in ranges_of(tables, here, there))
+            nbytes = self._engine.transfer(Batch("read", connection.segment, *columns))
         word = self._lease_table.scratch_address(scratch)
         self._engine.read(connection.segment, word, description.slots + 8 * piece.slot, 8)
         if self._lease_table.scratch(scratch) != piece.lease:

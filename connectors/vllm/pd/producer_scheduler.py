@@ -10,18 +10,22 @@ invalidated the lease.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.connectors.vllm.engine_types import BlockPool, Request, SchedulerOutput
+import numpy as np
+
+from moonpool.connectors.vllm.engine_types import BlockPool, BlockTables, Request, SchedulerOutput
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import kv_transfer_params
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, blocks_for, slice_blocks
 from moonpool.connectors.vllm.pd.leases import Lease, Leases
 from moonpool.connectors.vllm.pd.step_plan import End, Grown, HandoverStep, Open
+from moonpool.connectors.vllm.reach import NULL_BLOCK, Reach
 from moonpool.connectors.vllm.step_progress import step_progress
 
+LOST_TRACK = "the prefill engine lost track of its blocks"
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 
 
@@ -54,7 +58,8 @@ class ProducedRequest:
     preemptions: as of the lease.
     block_ids: one list per KV cache group.
     told: leading blocks that the workers know to be complete.
-    final: whether the workers were told of the last block.
+    kept: with sliding windows in the two-step form, the blocks of the whole prompt, once it is computed.
+    final: whether the workers were told of the last block, or it is kept.
     """
 
     request: Request
@@ -64,6 +69,7 @@ class ProducedRequest:
     preemptions: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     told: int = 0
+    kept: kv_transfer_params.BlockIds = ()
     final: bool = False
 
 
@@ -74,12 +80,17 @@ class ProducerScheduler:
         self,
         identity: Identity,
         *,
+        reaches: Sequence[Reach] = (),
         silence_s: float,
         tally: Tally,
         log: logging.Logger,
         clock: Callable[[], float],
     ) -> None:
+        """reaches: how far back each KV cache group looks; (): all of them at everything."""
         self._identity = identity
+        self._reaches = reaches
+        self._has_windows = not all(reach.is_full for reach in reaches)
+        self._tables: BlockTables | None = None
         self._tally = tally
         self._log = log
         self._clock = clock
@@ -94,6 +105,10 @@ class ProducerScheduler:
     def bind(self, blocks: BlockPool) -> None:
         """The engine's blocks."""
         self._blocks = blocks
+
+    def bind_tables(self, tables: BlockTables) -> None:
+        """The blocks that each request has now."""
+        self._tables = tables
 
     @property
     def has_work(self) -> bool:
@@ -176,13 +191,14 @@ class ProducerScheduler:
         if produced.transfer and produced.final:
             self.leases.offer(produced.lease, self._clock())
             return None
-        if produced.transfer or any(len(ids) < last for ids in produced.block_ids) or not produced.block_ids:
-            self._end(produced.lease, "the prefill engine lost track of its blocks")
+        held = produced.kept if self._has_windows else slice_blocks(produced.block_ids, 0, last)
+        if produced.transfer or any(len(ids) < last for ids in held) or not held:
+            self._end(produced.lease, LOST_TRACK)
             return None
-        held = slice_blocks(produced.block_ids, 0, last)
         if not self.leases.offer(produced.lease, self._clock()):
             return None
-        self._hold(produced.lease, held)
+        if not self._has_windows:
+            self._hold(produced.lease, held)
         self._tally.add("leases")
         offer = Offer(
             engine_id=self._identity.engine_id,
@@ -234,7 +250,8 @@ class ProducerScheduler:
 
     def _hold(self, lease: Lease, block_ids: kv_transfer_params.BlockIds) -> None:
         assert self._blocks is not None
-        blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids]
+        null = NULL_BLOCK if self._has_windows else None
+        blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids if block_id != null]
         self._blocks.touch(blocks)
         lease.blocks += blocks
 
@@ -257,24 +274,61 @@ class ProducerScheduler:
 
     def _grow(self, produced: ProducedRequest, computed: int, grown: list[Grown]) -> None:
         """When this step ends, ``computed`` tokens are computed."""
-        if not produced.transfer or produced.final or produced.lease.ranks <= 0:  # 0: decode needs no more
+        if produced.final or produced.lease.ranks <= 0:  # 0: decode needs no more
             return
         tokens = produced.request.num_prompt_tokens
-        produced.final = computed >= tokens
         size = self._identity.block_tokens
+        if not produced.transfer:
+            if self._has_windows and computed >= tokens:
+                self._keep(produced, blocks_for(tokens, size))
+            return
+        produced.final = computed >= tokens
         last = blocks_for(tokens, size) if produced.final else computed // size
         if last <= produced.told and not produced.final:
             return
-        fresh = slice_blocks(produced.block_ids, produced.told, last)
+        fresh = self._blocks_of(produced, produced.told, last)
+        if not fresh:
+            produced.final = True  # no more blocks are reported, and finished() finds no lease to offer
+            self._end(produced.lease, LOST_TRACK)
+            return
         self._hold(produced.lease, fresh)
         grown.append(Grown(produced.lease.id, produced.told, fresh, produced.final))
         produced.told = last
         if produced.final:
             self._tally.add("leases")
 
+    def _keep(self, produced: ProducedRequest, last: int) -> None:
+        """The prompt is computed with this step: keeps its blocks, of which the end of the request, one token
+        later, may find one passed by a window that decode still needs."""
+        produced.final = True
+        produced.kept = self._blocks_of(produced, 0, last)
+        self._hold(produced.lease, produced.kept)
+
+    def _blocks_of(self, produced: ProducedRequest, first: int, last: int) -> kv_transfer_params.BlockIds:
+        """The ids of blocks [first, last) of each group; NULL_BLOCK for those that decode does not need, as
+        it computes the last token only. (): one that it needs is gone."""
+        if not self._has_windows:
+            return slice_blocks(produced.block_ids, first, last)
+        if self._tables is None:
+            return ()
+        computed = np.array(produced.request.num_prompt_tokens - 1)
+        groups = []
+        tables = self._tables.get_block_ids(produced.request.request_id)
+        for reach, ids in zip(self._reaches, tables, strict=True):
+            needed = int(reach.first_token(computed)) // self._identity.block_tokens
+            wanted = tuple(ids[max(first, needed) : last])
+            unwanted = (NULL_BLOCK,) * (min(max(needed, first), last) - first)
+            if NULL_BLOCK in wanted or len(unwanted) + len(wanted) != last - first:
+                return ()
+            groups.append(unwanted + wanted)
+        return tuple(groups)
+
     def _restart(self, produced: ProducedRequest) -> None:
         """Opens a new lease under the same transfer: after a preemption the blocks are others."""
         produced.preemptions = produced.request.num_preemptions
+        if produced.kept:
+            produced.kept = ()
+            self._end(produced.lease, "preempted")
         if not produced.told or produced.lease.ranks <= 0:
             return
         lease = self._open(produced.transfer, produced.prompt)

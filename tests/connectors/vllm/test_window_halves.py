@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Save, Step
+from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Pull
 from moonpool.connectors.vllm.reach import FULL, NULL_BLOCK, Reach
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.worker import WorkerHalf
@@ -192,18 +193,6 @@ def test_blocks_that_the_window_has_passed_are_not_saved() -> None:
     assert NULL_BLOCK not in blocks.held()
 
 
-def test_it_takes_part_in_no_hand_over(caplog: pytest.LogCaptureFixture) -> None:
-    pool = FakePool()
-    with caplog.at_level(logging.INFO):
-        made, _, _ = half(pool)
-    assert "takes part in no hand-over: KV of sliding windows" in caplog.text
-    one = request(PROMPT, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False})
-    with caplog.at_level(logging.WARNING):
-        made.arrived(one)
-    assert "is not handed over: this engine hands nothing over" in caplog.text
-    assert made.handover.producer is None
-
-
 def test_without_tables_nothing_is_saved() -> None:
     """A vLLM that does not show them, as behind a connector of its own."""
     pool = FakePool()
@@ -288,6 +277,16 @@ def test_a_load_that_lacks_an_object_fails_as_a_whole(tmp_path: Path, group: int
         assert made.take_finished() == ({"r"}, {"r"})
         assert made.take_failed_blocks() == set()
         client.close()
+        made.close()
+
+
+def test_a_hand_over_of_which_a_block_is_missing_fails_as_a_whole(tmp_path: Path) -> None:
+    with serving(tmp_path):
+        made = worker(memory(), tmp_path)
+        pull = Pull("r", 0, ((5, 6), (0, 7)))
+        made.fail_pulls(HandoverStep(pulls=(pull,)))
+        assert made.take_finished() == ({"r"}, {"r"})
+        assert made.take_failed_blocks() == set()
         made.close()
 
 

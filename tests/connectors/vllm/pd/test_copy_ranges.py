@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moonpool.connectors.objects import Refused
-from moonpool.connectors.vllm.pd.copy_ranges import pair_rows, ranges_of, tables_of
+from moonpool.connectors.vllm.pd.copy_ranges import needed_blocks, pair_rows, ranges_of, tables_of
 from moonpool.core.store.keys import Ranges
 
 ONE = (Ranges(0, 0, 1, 0, 2),)
@@ -83,3 +83,14 @@ def test_random_layouts(_round: int, rng: random.Random) -> None:
 
     for mine, theirs in zip(here, there, strict=True):
         assert content(0, mine) == content(1, theirs)
+
+
+def test_blocks_that_a_window_does_not_need_are_not_read() -> None:
+    here, there = ((1, 2, 3), (0, 0, 6)), ((11, 12, 13), (0, 15, 16))
+    assert needed_blocks(here, there) == (((1, 2, 3), (6,)), ((11, 12, 13), (16,)))
+    with pytest.raises(Refused, match="no longer all blocks of a sliding window"):
+        needed_blocks(((1,), (5,)), ((11,), (0,)))
+    columns = (Ranges(0, 0, 1, 0, 1), Ranges(1, 0, 1, 1, 1))
+    pairs = pair_rows(columns, [[(0, 8, 8)], [(1000, 8, 8)]], [[(0, 8, 8)], [(1000, 8, 8)]])
+    here_at, _, lengths = ranges_of(tables_of(pairs), [[1, 2], []], [[3, 4], []])
+    assert (here_at.tolist(), lengths.tolist()) == ([8], [16])

@@ -11,6 +11,7 @@ from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Unusable, parse_decode
 from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerScheduler
 from moonpool.connectors.vllm.pd.step_plan import Grown
+from moonpool.connectors.vllm.reach import FULL, Reach
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     FINGERPRINT,
@@ -20,6 +21,7 @@ from tests.connectors.vllm.fakes import (
     FakeBlockPool,
     FakeRequest,
     FakeStep,
+    FakeTables,
     New,
     Status,
 )
@@ -30,17 +32,20 @@ BLOCKS = list(range(100, 120))
 
 
 class Bed:
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, reaches: tuple[Reach, ...] = ()) -> None:
         self.clock, self.tally, self.pool = Clock(), Tally(), FakeBlockPool()
         places = tuple(f"127.0.0.1:{4000 + rank}" for rank in range(ranks))
         self.producer = ProducerScheduler(
             Identity("engine-1", FINGERPRINT, places, ranks, BLOCK_TOKENS, TOKEN),
+            reaches=reaches,
             silence_s=10.0,
             tally=self.tally,
             log=LOG,
             clock=self.clock,
         )
         self.producer.bind(self.pool)
+        self.tables = FakeTables()
+        self.producer.bind_tables(self.tables)
 
     def request(self, tokens: int = 18, name: str = "r", **params: Any) -> FakeRequest:
         one = FakeRequest(name, list(range(tokens)))
@@ -440,3 +445,80 @@ def test_random_schedules(_round: int, rng: random.Random) -> None:
     assert one.bed.pool.held() == []
     assert one.valid == {}
     assert one.bed.producer.is_idle
+
+
+# Sliding windows
+
+WINDOW = (FULL, Reach(window=2 * BLOCK_TOKENS))
+FULL_BLOCKS = list(range(100, 105))
+
+
+def step_with(bed: Bed, one: FakeRequest, window: list[int], computed: int, scheduled: int) -> Any:
+    """A step in which the request has these blocks in the group with the window."""
+    bed.tables.ids[one.request_id] = (FULL_BLOCKS[: len(window)], window)
+    if computed:
+        cached = Cached([one.request_id], set(), [None], [computed])
+        return bed.producer.plan(FakeStep([], cached, {one.request_id: scheduled}))
+    new = New(one.request_id, ([], []), 0)
+    return bed.producer.plan(FakeStep([new], num_scheduled_tokens={one.request_id: scheduled}))
+
+
+def test_two_step_with_a_window_keeps_what_decode_needs_before_vllm_takes_it() -> None:
+    bed = Bed(reaches=WINDOW)
+    one = bed.request(18)
+    step_with(bed, one, [0, 111, 112, 113], 0, 16)
+    assert bed.pool.held() == []
+    step_with(bed, one, [0, 111, 112, 113, 114], 16, 2)  # the 17 tokens that decode takes end the prompt
+    held = [*FULL_BLOCKS, 112, 113, 114]
+    assert bed.pool.held() == held
+    bed.tables.ids[one.request_id] = (FULL_BLOCKS, [0, 0, 0, 113, 114])
+
+    offer = parse_decode(bed.finish(one), TOKEN)
+
+    assert isinstance(offer, Offer)
+    assert offer.blocks == (tuple(FULL_BLOCKS), (0, 0, 112, 113, 114))
+    assert bed.pool.held() == held
+    assert bed.producer.heartbeats({offer.lease}, {offer.lease: 1})
+    assert bed.pool.held() == []
+
+
+@pytest.mark.parametrize("end", ["gone", "preempted", "aborted"])
+def test_blocks_that_are_kept_for_a_window_are_freed(end: str) -> None:
+    bed = Bed(reaches=WINDOW)
+    one = bed.request(18)
+    step_with(bed, one, [0, 111, 0 if end == "gone" else 112, 113, 114], 0, 18)
+    status = "FINISHED_LENGTH_CAPPED"
+    if end == "preempted":
+        one.num_preemptions += 1
+    if end == "aborted":
+        status = "FINISHED_ABORTED"
+    if end != "aborted":
+        bed.idle_step()
+        assert bed.pool.held() == []
+    assert bed.finish(one, status) is None
+    bed.idle_step()
+    assert bed.pool.held() == []
+    assert not bed.producer.has_work
+
+
+def test_concurrent_with_a_window_names_only_what_decode_needs() -> None:
+    bed = Bed(reaches=WINDOW)
+    one = bed.request(18, transfer_id="t")
+    first = step_with(bed, one, [110, 111, 112], 0, 12)
+    assert first.grown == (Grown(first.opens[0].lease, 0, ((100, 101, 102), (0, 0, 112)), False),)
+    last = step_with(bed, one, [0, 111, 112, 113, 114], 12, 6)
+    assert last.grown == (Grown(first.opens[0].lease, 3, ((103, 104), (113, 114)), True),)
+    assert bed.pool.held() == [*FULL_BLOCKS, 112, 113, 114]
+    assert bed.finish(one) is None
+    bed.producer.heartbeats(set(), {first.opens[0].lease: 1})
+    assert bed.pool.held() == []
+
+
+def test_a_transfer_of_which_a_window_lacks_a_block_ends() -> None:
+    bed = Bed(reaches=WINDOW)
+    one = bed.request(18, transfer_id="t")
+    step = step_with(bed, one, [0, 0, 0, 113, 114], 0, 18)
+    assert step.grown == ()
+    assert [end.why for end in step.ends] == ["the prefill engine lost track of its blocks"]
+    assert bed.finish(one) is None
+    assert bed.pool.held() == []
