@@ -152,12 +152,12 @@ def test_a_stop_is_not_cut_off(workload: dict[str, Any], tmp_path: Path) -> None
 
 @each_workload()
 def test_probes_ask_pages_that_are_there(workload: dict[str, Any]) -> None:
-    """Those of nodes and masters are tested in tests/core/test_probes.py."""
+    """They are tested in tests/core/test_probes.py and tests/disagg_proxy/endpoints/test_probes.py."""
     container = main_of(workload)
     probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
     assert {each["port"] for each in probes.values()} == {"http"}
-    live, ready = ("/ui", "/health") if container["name"] == "proxy" else ("/livez", "/readyz")
-    assert [probes[kind]["path"] for kind in ("startup", "liveness", "readiness")] == [live, live, ready]
+    paths = [probes[kind]["path"] for kind in ("startup", "liveness", "readiness")]
+    assert paths == ["/livez", "/livez", "/readyz"]
 
 
 @with_deadline
