@@ -51,7 +51,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | list[str],
         about(
             "host:port of the master that this node joins, and where the proxy finds the pool's "
-            "nodes; empty: none; on another host: needs a cluster token; with a standby: a list of both"
+            "nodes; empty: none; on another host: needs a cluster token; with a standby: a list of both; "
+            'of several ranges (master.range): "A,B;C,D", with a semicolon between two ranges'
         ),
     ] = ""
     metadata: Annotated[
@@ -261,6 +262,13 @@ class Master(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     removals_max: Annotated[Count, about("the most removals that are remembered for nodes that are away")] = (
         1 << 20
     )
+    range: Annotated[
+        str,
+        about(
+            "index/count of the range of shards that this master has, of 1 to 16 equal ones; the masters of "
+            "all of them are one pool, whose number of ranges stays while it runs; 0/1: all shards"
+        ),
+    ] = "0/1"
     standby_of: Annotated[
         str,
         about(

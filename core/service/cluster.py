@@ -39,6 +39,8 @@ class MasterRow(msgspec.Struct, frozen=True):
     """One master. ``role``: owner, standby, acting or superseded; "" where it does not answer, for the reason
     ``why``. ``other``: of an owner the name of its standby, of a standby the address of its owner; "" where
     there is none. ``attached``: that one is there. ``lag_s``: for how long the standby has owed its word, s.
+    ``range``: of the shards, as master.range. ``term``: when it began to order removals, ms since 1970; its
+    versions are later than those of earlier terms.
     """
 
     address: str
@@ -50,18 +52,20 @@ class MasterRow(msgspec.Struct, frozen=True):
     nodes: int = 0
     keys: int = 0
     why: str = ""
+    range: str = ""
+    term: int = 0
 
 
 def read_masters(
     addresses: str, token: bytes, *, tls: _native.TlsClient | None = None, timeout_s: float = 1.0
 ) -> list[MasterRow]:
-    """Asks each of the masters at ``addresses`` ("host:port", several with commas between), also those that
-    serve no clients, for at most ``timeout_s`` each. Raises nothing for one that does not answer; Unavailable
-    where the C++ core is not built.
+    """Asks each of the masters at ``addresses`` ("host:port", several with commas between, and semicolons
+    between ranges), also those that serve no clients, for at most ``timeout_s`` each. Raises nothing for one
+    that does not answer; Unavailable where the C++ core is not built.
     """
     core = native_core("status")
     rows = []
-    for address in (address.strip() for address in addresses.split(",")):
+    for address in (address.strip() for address in addresses.replace(";", ",").split(",")):
         try:
             state = core.master_state(address, token, timeout_s=timeout_s, tls=tls)
         except Error as error:
@@ -77,6 +81,8 @@ def read_masters(
                 lag_s=state.lag_s,
                 nodes=state.nodes,
                 keys=state.keys,
+                range="{}/{}".format(*state.range),
+                term=state.term,
             )
         )
     return rows
@@ -85,8 +91,8 @@ def read_masters(
 def read_cluster(
     master: str, token: bytes, *, tls: _native.TlsClient | None = None, timeout_s: float = 1.0
 ) -> Cluster:
-    """Asks the master at ``master`` ("host:port"), inside ``tls`` or in plain. Raises a moonpool Error when
-    it does not answer.
+    """Asks the master at ``master`` ("host:port"; of several as in cluster.master), inside ``tls`` or in
+    plain. Raises a moonpool Error when it does not answer.
     """
     client = native_core("status").DirectoryClient(master, token, timeout_s=timeout_s, tls=tls)
     try:

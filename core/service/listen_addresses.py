@@ -26,6 +26,7 @@ from moonpool.core.service.addresses import Address, parse_address
 OFF = "off"
 OPEN_PAGES = ("node.http", "master.http")  # they need a token to listen, and ask no client for it
 HOST_ID_CHARACTERS_MAX = 256
+RANGES_MAX = 16  # of shards, each with a master of its own
 _SIOCGIFADDR = 0x8915
 
 
@@ -46,8 +47,8 @@ class NodeAddresses:
 def node_addresses(config: Config) -> NodeAddresses:
     """Raises ConfigError for contradictory or impossible settings, with the remedy."""
     node = config.node
-    masters = master_addresses(config)
-    master = masters[0] if masters else None
+    masters = master_ranges(config)
+    master = masters[0][0] if masters else None
     listen = listen_address(config, "node.listen")
     identity = node.host_id or host_id()
     if len(identity) > HOST_ID_CHARACTERS_MAX or not re.fullmatch("[ -~]+", identity):
@@ -79,7 +80,7 @@ def node_addresses(config: Config) -> NodeAddresses:
                 f"listen on an address of this host, for example 0.0.0.0:{listen.port or 7710}",
                 "node.listen",
             )
-    return NodeAddresses((str(listen),), str(advertise), identity, ",".join(map(str, masters)))
+    return NodeAddresses((str(listen),), str(advertise), identity, master_text(config))
 
 
 def listen_address(config: Config, key: str) -> Address | None:
@@ -139,13 +140,36 @@ def require_token(config: Config, address: Address, key: str) -> None:
     )
 
 
-def master_addresses(config: Config) -> tuple[Address, ...]:
-    """Those of the master and its standby; none when there is no master. Raises ConfigError when one is on
-    another host and no token was chosen: the token that is made on demand is this host's alone.
+def master_ranges(config: Config) -> tuple[tuple[Address, ...], ...]:
+    """Of each range of shards those of its master and its standby; none when there is no master. Raises
+    ConfigError when one is on another host and no token was chosen: the token that is made on demand is this
+    host's alone; and for ranges that cannot be those of a pool.
     """
     given = config.cluster.master
-    texts = given.split(",") if isinstance(given, str) else given
-    addresses = tuple(parse_address(text.strip(), "cluster.master") for text in texts if text.strip())
+    text = given if isinstance(given, str) else ",".join(given)
+    if not text.strip(" ,"):
+        return ()
+    ranges = tuple(
+        tuple(parse_address(one.strip(), "cluster.master") for one in part.split(",") if one.strip())
+        for part in text.split(";")
+    )
+    addresses = [address for part in ranges for address in part]
+    if not all(ranges):
+        raise _wrong(
+            f"cluster.master = {text!r} has a range without a master; name one on each side of a semicolon",
+            "cluster.master",
+        )
+    if len(ranges) > RANGES_MAX:
+        raise _wrong(
+            f"cluster.master has {len(ranges)} ranges of masters, and there are at most {RANGES_MAX}; put "
+            f"commas between the masters of one range",
+            "cluster.master",
+        )
+    if len(ranges) > 1 and len(set(addresses)) != len(addresses):
+        raise _wrong(
+            f"cluster.master = {text!r} names one master twice; each has one range (master.range)",
+            "cluster.master",
+        )
     for address in addresses:
         if not address.is_loopback and not config.token_is_configured:
             raise _wrong(
@@ -154,13 +178,27 @@ def master_addresses(config: Config) -> tuple[Address, ...]:
                 "cluster.master",
                 peer=str(address),
             )
-    return addresses
+    return ranges
 
 
 def master_text(config: Config) -> str:
-    """The addresses as the C++ core takes them: one, or several with commas; empty: there is no master.
-    Raises as master_addresses()."""
-    return ",".join(map(str, master_addresses(config)))
+    """The addresses as the C++ core takes them: one, or several with commas, and semicolons between ranges;
+    empty: there is no master. Raises as master_ranges()."""
+    return ";".join(",".join(map(str, part)) for part in master_ranges(config))
+
+
+def range_of_master(config: Config) -> tuple[int, int]:
+    """(index, count) of master.range. Raises ConfigError."""
+    text = config.master.range
+    found = re.fullmatch(r"\s*(\d{1,2})/(\d{1,2})\s*", text)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not index < count <= RANGES_MAX:
+        raise _wrong(
+            f"master.range = {text!r} must be INDEX/COUNT, from 0/1, which is all shards, to "
+            f"{RANGES_MAX - 1}/{RANGES_MAX}",
+            "master.range",
+        )
+    return index, count
 
 
 def is_taken(address: Address) -> bool:

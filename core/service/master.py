@@ -36,6 +36,7 @@ from moonpool.core.service.listen_addresses import (
     advertised_address,
     explain_bind_errors,
     listen_address,
+    range_of_master,
     require_token,
 )
 from moonpool.core.service.metadata_page import MetadataPage
@@ -74,6 +75,7 @@ def native_server(
         owner_tls=control_client(config) if owner or elected_as else None,
         elected=elected_as is not None,
         name="" if elected_as is None else elected_as.name,
+        range=range_of_master(config),
     )
     return server
 
@@ -165,6 +167,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
             "http": self.http_url,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "role": self.server.role,
+            "range": self.config.master.range,
             "standby": dict(zip(("name", "attached", "whole", "lag_s"), self.server.standby(), strict=True)),
             "election": None if self._election is None else self._election.shown(),
             "metrics": dict(self.server.metrics()),
@@ -281,7 +284,9 @@ def _election_of(config: Config, listen: Address) -> Ballot | None:
     else:
         address = Address(advertised_address(listen.host, None), listen.port)
     me = Seat(secrets.token_hex(8), str(address))
-    return Ballot(etcd, f"/moonpool/masters/{master.election_name}", me)
+    index, count = range_of_master(config)
+    part = f"/{index}-of-{count}" if count > 1 else ""
+    return Ballot(etcd, f"/moonpool/masters/{master.election_name}{part}", me)
 
 
 def _node_row(row: Any) -> NodeRow:

@@ -102,6 +102,8 @@ DESCRIPTIONS: dict[str, str] = {
     "joins_total": "Times that a node joined.",
     "joins_refused_total": "Nodes that were refused: no room, or their name is taken.",
     "beats_total": "Signs of life of nodes.",
+    "range_index": "The range of shards that this master has: master.range.",
+    "range_count": "How many ranges the pool has.",
     "is_owner": "1 while this master orders removals.",
     "is_following": "1 while this standby knows all that its owner knows.",
     "standby_attached": "1 while a standby is there.",

@@ -259,7 +259,8 @@ class Node(ServiceProcess["_native.Server"]):
                     await self._memory_ended.wait()
 
     def _heard(self, kind: str) -> None:
-        if kind in ("joined", "not_joined"):
+        # Of several masters all that it has to join.
+        if kind == "not_joined" or (kind == "joined" and not self.why_not_joined()):
             self._master_spoke.set()
         elif kind in ("memory_ready", "memory_short"):
             self._memory_ended.set()

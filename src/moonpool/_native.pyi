@@ -481,8 +481,18 @@ class MasterState:
         The name of an owner's standby; of a standby the address of its owner.
         """
     @property
+    def range(self) -> tuple[int, int]:
+        """
+        (index, count) of the range of shards that it has.
+        """
+    @property
     def role(self) -> str:
         ...
+    @property
+    def term(self) -> int:
+        """
+        When it began to order removals, ms since 1970.
+        """
 class MasterServer:
     """
     The master's data plane: membership and directory.
@@ -490,9 +500,9 @@ class MasterServer:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None, standby_of: str = '', owner_tls: TlsClient | None = None, elected: bool = False, name: str = '') -> None:
+    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None, standby_of: str = '', owner_tls: TlsClient | None = None, elected: bool = False, name: str = '', range: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] = (0, 1)) -> None:
         """
-        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart.
+        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart. range: (index, count) of the shards that it has.
         """
     def check_integrity(self) -> bool:
         """

@@ -61,6 +61,7 @@ class Cluster:
         self.master_host: Host | None = None
         self.master_process: Process | None = None
         self.standby_host: Host | None = None
+        self.ranges: list[str] = []  # where there are several: the masters of each, as in cluster.master
         self._directory: _native.DirectoryClient | None = None
 
     def host(self, name: str) -> Host:
@@ -84,7 +85,9 @@ class Cluster:
 
     @property
     def masters(self) -> str:
-        """The master and its standby, if it has one."""
+        """The master and its standby, if it has one; those of all ranges, if there are several."""
+        if self.ranges:
+            return ";".join(self.ranges)
         both = [] if self.standby_host is None else [f"{self.standby_host.address}:{MASTER_PORT}"]
         return ",".join([self.master, *both])
 
@@ -115,7 +118,7 @@ class Cluster:
         name = name or f"node-{host.name}"
         arguments = ["--dram", dram, "--name", name, "--listen", f"{host.address}:{port}"]
         arguments += ["--http", f"127.0.0.1:{port + 1}"]
-        if self.master_host is not None:
+        if self.master_host is not None or self.ranges:
             arguments += ["--master", self.masters]
         env = {f"MOONPOOL_NODE_{key.upper()}": str(value) for key, value in settings.items()}
         process = host.moonpool("node", *arguments, **env)

@@ -87,6 +87,28 @@ def test_masters_may_have_addresses_of_ipv6(text: str, addresses: str) -> None:
     assert listen_addresses.master_text(config.load(env={"MOONPOOL_CLUSTER_MASTER": text})) == addresses
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["127.0.0.1:1,127.0.0.1:2;127.0.0.1:3", " 127.0.0.1:1, 127.0.0.1:2 ; 127.0.0.1:3"],
+)
+def test_semicolons_stand_between_the_masters_of_two_ranges(text: str) -> None:
+    wanted = "127.0.0.1:1,127.0.0.1:2;127.0.0.1:3"
+    assert listen_addresses.master_text(made(cluster__master=text)) == wanted
+    assert listen_addresses.master_text(config.load(env={"MOONPOOL_CLUSTER_MASTER": text})) == wanted
+    assert node_addresses(made(cluster__master=text)).master == wanted
+
+
+@pytest.mark.parametrize(("text", "found"), [("0/1", (0, 1)), ("3/4", (3, 4)), (" 15/16", (15, 16))])
+def test_a_master_has_a_range(text: str, found: tuple[int, int]) -> None:
+    assert listen_addresses.range_of_master(made(master__range=text)) == found
+
+
+@pytest.mark.parametrize("text", ["", "1", "4/4", "0/0", "0/17", "-1/4", "a/4", "1/4/5"])
+def test_what_is_no_range_is_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be INDEX/COUNT, from 0/1, which is all shards, to 15/16"):
+        listen_addresses.range_of_master(made(master__range=text))
+
+
 def test_the_source_of_a_route_is_an_address_of_this_host() -> None:
     assert listen_addresses._source_towards(socket.AF_INET, Address("127.0.0.1", 7700)) == "127.0.0.1"
     assert listen_addresses._source_towards(socket.AF_INET, Address("no.such.host.invalid", 7700)) == ""
@@ -113,6 +135,15 @@ def test_the_source_of_a_route_is_an_address_of_this_host() -> None:
         (
             {"cluster__master": "127.0.0.1:1", "node__listen": "off"},
             "node.listen is off, and the other nodes of the master 127.0.0.1:1 must reach this one; give an",
+        ),
+        (
+            {"cluster__master": "127.0.0.1:1;;127.0.0.1:2"},
+            "has a range without a master; name one on each side",
+        ),
+        ({"cluster__master": "127.0.0.1:1;127.0.0.1:1"}, "names one master twice; each has one range"),
+        (
+            {"cluster__master": ";".join(f"127.0.0.1:{port}" for port in range(1, 18))},
+            "cluster.master has 17 ranges of masters, and there are at most 16; put commas between",
         ),
         ({"node__advertise": "0.0.0.0:7710"}, "node.advertise = 0.0.0.0:7710 is no address to connect to"),
     ],

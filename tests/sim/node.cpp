@@ -52,7 +52,7 @@ void SimNode::on_start() {
         next = agents_[i].log.get();
     }
     removals_ = std::make_unique<Removals>();
-    removals_->set_applied(disk_applied_);
+    removals_->set_applied(0, disk_applied_);
     for (const auto& [name, on_disk] : disk_) load(name, on_disk);
     store_pool().table().set_delta_log(next);
     holdings_ = std::make_unique<Holdings>(pools_, nullptr, *removals_);
@@ -65,11 +65,11 @@ void SimNode::on_start() {
                           return true;
                       },
                       [this](const Drops& drops) { return drop(drops); },
-                      [this] { return removals_->applied(); },
+                      [this] { return removals_->applied(0); },
                       [this] { return holdings_->empty(); },
                       [this](Version before, Version& cursor, std::vector<Drop>& rows) {
                           if (planted_.handover_lost) return kNoVersion;
-                          return removals_->before(before, cursor, kRemovalsPerFrame, rows);
+                          return removals_->before(0, before, cursor, kRemovalsPerFrame, rows);
                       }};
     for (Agent& agent : agents_) {
         agent.protocol = std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_}, hooks,
@@ -87,7 +87,7 @@ void SimNode::on_end() {
         agent.protocol.reset();
     }
     holdings_.reset();
-    if (has_disk_ && planted_.applied_early) disk_applied_ = removals_->applied();
+    if (has_disk_ && planted_.applied_early) disk_applied_ = removals_->applied(0);
     removals_.reset();
     pools_.clear();
     for (Agent& agent : agents_) agent.log.reset();
@@ -181,7 +181,7 @@ bool SimNode::drop(const Drops& drops) {
         } while (cursor != 0);
         for (const Drop& drop : drops.items) holdings_->drop(drop);
     }
-    removals_->set_applied(drops.upto);
+    removals_->set_applied(0, drops.upto);
     return true;
 }
 
@@ -193,7 +193,7 @@ void SimNode::write_disk() {
         std::string name(table.name(slot));
         disk_.emplace(name, OnDisk{*read(name), table.version(slot)});
     }
-    disk_applied_ = removals_->applied();
+    disk_applied_ = removals_->applied(0);
     later(world_.random.between(kMs, kDiskEvery), [this] { write_disk(); });
 }
 

@@ -33,7 +33,7 @@ class SimNode final : public Process {
     const Pool* pool() const { return pools_.empty() ? nullptr : pools_.begin()->second.get(); }
     bool in_pool(const SimMaster& master) const;  // and it has told that one all
     // Up to which removal it is right, as processes of its host read it from the mapped memory.
-    Version applied() const { return removals_ == nullptr ? kNoVersion : removals_->applied(); }
+    Version applied() const { return removals_ == nullptr ? kNoVersion : removals_->applied(0); }
     void break_master_link();
 
    private:

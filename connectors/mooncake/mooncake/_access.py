@@ -73,9 +73,13 @@ class Settings:
 
     @property
     def masters(self) -> list[Address]:
-        """The master's address, or those of several, which commas separate."""
+        """The master's address, or those of several, which commas separate; of several ranges semicolons."""
+        return [address for part in self._ranges() for address in part]
+
+    def _ranges(self) -> list[list[Address]]:
         return [
-            address_of(each.strip(), "master_server_address", MASTER_PORT) for each in self.master.split(",")
+            [address_of(each.strip(), "master_server_address", MASTER_PORT) for each in part.split(",")]
+            for part in self.master.split(";")
         ]
 
     def at_port(self, port: int, called: Address | None = None) -> Settings:
@@ -92,9 +96,8 @@ class Settings:
                 key="master_server_address",
             )
         given = {name.replace("__", "."): value for name, value in arguments.items()}
-        return load(
-            arguments={"cluster.master": ",".join(map(str, self.masters)), "node.http": "off"} | given
-        )
+        master = ";".join(",".join(map(str, part)) for part in self._ranges())
+        return load(arguments={"cluster.master": master, "node.http": "off"} | given)
 
     def is_of_this_host_alone(self, config: Config) -> bool:
         """Whether no token is configured: then master and nodes use loopback, whatever the host's name."""

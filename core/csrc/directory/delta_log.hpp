@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/mutex.hpp"
+#include "directory/ranges.hpp"
 #include "directory/types.hpp"
 
 namespace moonpool {
@@ -25,13 +26,15 @@ struct DeltaRow {
 class DeltaLog {
    public:
     // wake() is called, by the pushing thread, when the first row comes to an empty log, or when it
-    // overflows. next: of the same node, for another master; what is pushed here is pushed there, too.
-    explicit DeltaLog(size_t max, std::function<void()> wake = {}, DeltaLog* next = nullptr)
-        : max_(max), wake_(std::move(wake)), next_(next) {}
+    // overflows. next: of the same node, for another master; what is pushed here is pushed there, too. range:
+    // of the master; rows of others are not kept.
+    explicit DeltaLog(size_t max, std::function<void()> wake = {}, DeltaLog* next = nullptr,
+                      const Range& range = {})
+        : max_(max), range_(range), wake_(std::move(wake)), next_(next) {}
     DeltaLog(const DeltaLog&) = delete;
 
     void push(const Hash128& hash, Tier tier, bool added) {
-        if (keep(hash, tier, added) && wake_) wake_();
+        if (range_.contains(hash) && keep(hash, tier, added) && wake_) wake_();
         if (next_ != nullptr) next_->push(hash, tier, added);
     }
 
@@ -83,6 +86,7 @@ class DeltaLog {
     }
 
     const size_t max_;
+    const Range range_;
     const std::function<void()> wake_;
     DeltaLog* const next_;
     mutable Mutex mutex_;

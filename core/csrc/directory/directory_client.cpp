@@ -104,7 +104,7 @@ class DirectoryClient::CallTimeout {
 
 DirectoryClient::DirectoryClient(DirectoryClientOptions options)
     : options_(std::move(options)),
-      addresses_(options_.master),
+      addresses_(options_.master, options_.range),
       members_(static_cast<uint64_t>(options_.members_ms)) {}
 
 DirectoryClient::~DirectoryClient() { close(); }

@@ -29,6 +29,7 @@
 #include "directory/master_addresses.hpp"
 #include "directory/members_cache.hpp"
 #include "directory/members_file.hpp"
+#include "directory/ranges.hpp"
 #include "directory/requests.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/dial.hpp"
@@ -47,6 +48,7 @@ struct NodeRelay {
 
 struct DirectoryClientOptions {
     std::string master;  // "host:port", or several with commas between
+    Range range{};       // of the shards, that they have
     std::string token;
     std::string tenant = "default";
     std::string interface;                 // of this host, to dial from; empty: the kernel's choice

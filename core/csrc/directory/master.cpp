@@ -31,8 +31,9 @@ constexpr size_t kAhead = 16;
 
 }  // namespace
 
-Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first)
+Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first, const Range& range)
     : limits_(limits),
+      range_(range),
       started_ms_(now_ms),
       directory_(limits.rows_max),
       membership_(limits.membership),
@@ -161,6 +162,10 @@ bool Master::delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Versi
         if (ahead < rows.size()) directory_.prefetch(hash_at(rows.data() + ahead));
         std::optional<DeltaRow> row = row_at(rows.data() + at);
         if (!row) return false;
+        if (!range_.contains(row->hash)) {
+            ++counters_.rows_void_total;
+            continue;
+        }
         if (!row->added) {
             bool removed = directory_.remove(row->hash, id, row->tier);
             ++(removed ? counters_.rows_removed_total : counters_.rows_void_total);
@@ -256,6 +261,7 @@ void Master::removals(uint64_t now_ms, NodeId id, LinkId link, Version complete_
     if (standby_ || whole_) return;
     if (complete_since < first_) log_.lose(complete_since);
     for (const Drop& removal : rows) {
+        if (!range_.contains(removal.hash)) continue;
         // Those that this master gave it knows.
         if (removal.version >= first_ || log_.find(removal.hash).version >= removal.version) continue;
         ++version_;

@@ -23,6 +23,7 @@
 #include "directory/membership.hpp"
 #include "directory/mirror.hpp"
 #include "directory/pace.hpp"
+#include "directory/ranges.hpp"
 #include "directory/removal_log.hpp"
 #include "directory/requests.hpp"
 #include "wire/frame.hpp"
@@ -55,8 +56,8 @@ struct MasterCounters {
 
 class Master {
    public:
-    // first: later than all that a former master gave.
-    Master(const MasterLimits& limits, uint64_t now_ms, Version first);
+    // first: later than all that a former master gave. range: keys of others are none of its business.
+    Master(const MasterLimits& limits, uint64_t now_ms, Version first, const Range& range = {});
 
     struct JoinAnswer {
         NodeId id = kNoNode;
@@ -72,8 +73,8 @@ class Master {
     void left(uint64_t now_ms, NodeId id, LinkId link);
     bool current(NodeId id, LinkId link) const { return membership_.link(id) == link; }
 
-    // `rows`: whole rows as on the wire. applied: the node knew all removals up to that one when it pushed
-    // them. False: a row that makes no sense.
+    // `rows`: whole rows as on the wire; those of other ranges are passed over. applied: the node knew all
+    // removals up to that one when it pushed them. False: a row that makes no sense.
     bool delta(uint64_t now_ms, NodeId id, LinkId link, uint8_t flags, Version applied,
                std::string_view rows);
     void beat(uint64_t now_ms, NodeId id, LinkId link, const NodeLoad& load, uint64_t drops_done,
@@ -159,6 +160,7 @@ class Master {
     size_t removals() const { return log_.size(); }
     const MasterCounters& counters() const { return counters_; }
     const MasterLimits& limits() const { return limits_; }
+    const Range& range() const { return range_; }
     bool check_integrity() const;
 
    private:
@@ -217,6 +219,7 @@ class Master {
     void go_on_behind(Version version);
 
     MasterLimits limits_;
+    Range range_;
     uint64_t started_ms_;
     Directory directory_;
     Membership membership_;

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "directory/range_handshake.hpp"
+#include "directory/ranges.hpp"
 #include "wire/address.hpp"
 #include "wire/dial.hpp"
 
@@ -13,8 +15,9 @@ namespace moonpool {
 
 class MasterAddresses {
    public:
-    // "host:port", or several with commas between
-    explicit MasterAddresses(const std::string& list) : addresses_(split_addresses(list)) {}
+    // "host:port", or several with commas between; all of them masters of that range
+    explicit MasterAddresses(const std::string& list, const Range& range = {})
+        : addresses_(split_addresses(list)), range_(range) {}
 
     size_t size() const { return addresses_.size(); }
 
@@ -25,7 +28,7 @@ class MasterAddresses {
         for (size_t i = 0; i < addresses_.size(); ++i) {
             if (to.given_up != nullptr && to.given_up->load()) break;
             to.address = addresses_[next_++ % addresses_.size()];
-            Result<Dialed> dialed = moonpool::dial(to);
+            Result<Dialed> dialed = dial_range(to, range_);
             if (dialed) return dialed;
             why = dialed.error();
         }
@@ -34,6 +37,7 @@ class MasterAddresses {
 
    private:
     const std::vector<std::string> addresses_;
+    const Range range_;
     size_t next_ = 0;
 };
 

@@ -206,6 +206,21 @@ bool MasterProtocol::refuse(const std::function<std::optional<Error>()>& why, co
     return refusal.has_value();
 }
 
+// Keys of other ranges: nothing that this master says of them would hold.
+bool MasterProtocol::refuse_outside(std::string_view hashes, const FrameHeader& header,
+                                    std::vector<std::byte>& out) const {
+    const Range& range = host_.master.range();
+    if (range.is_all()) return false;
+    for (size_t at = 0; at < hashes.size(); at += sizeof(Hash128)) {
+        if (range.contains(hash_at(hashes.data() + at))) continue;
+        write_error(out, Code::kInvalidArgument,
+                    "a key is of another range of the shards than this master's, " + range.text(),
+                    header.request_id);
+        return true;
+    }
+    return false;
+}
+
 // text16 name
 Status MasterProtocol::on_mirror(Reader body) {
     std::string name;
@@ -260,11 +275,12 @@ Status MasterProtocol::on_locate(const FrameHeader& header, Reader body, uint64_
     // A frame is served in one piece on the loop; the limit bounds how long all others wait for it.
     if (head.n > host_.master.limits().hashes_per_frame)
         return malformed("asks for more keys than the limit");
+    std::string_view hashes = body.bytes(body.left());
+    if (refuse_outside(hashes, header, out)) return success();
     if ((head.flags & kLocateOrder) != 0 && refuse(host_.why_no_orders, header, out)) return success();
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
     w.number(host_.master.membership().epoch());
-    std::string_view hashes = body.bytes(body.left());
     if ((head.flags & kLocateOrder) != 0) {
         promises_ = true;
         auto placing = static_cast<NodeId>(head.width - 1);  // 0: it is a removal
@@ -318,6 +334,7 @@ Status MasterProtocol::on_ordered(const FrameHeader& header, Reader body, uint64
     if (!done) return malformed("is no ORDERED");
     if (done->keys() > host_.master.limits().hashes_per_frame)
         return malformed("orders more keys than the limit");
+    if (refuse_outside(done->hashes, header, out)) return success();
     if (refuse(host_.why_no_ends, header, out)) return success();
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer w(out);
@@ -336,11 +353,13 @@ Status MasterProtocol::on_forget(const FrameHeader& header, Reader body, uint64_
         return malformed("is no FORGET");
     }
     if (n > host_.master.limits().hashes_per_frame) return malformed("forgets more keys than the limit");
-    if (refuse(host_.why_no_orders, header, out)) return success();
-    promises_ = true;
     std::vector<NodeId> unreached(nodes);
     for (NodeId& node : unreached) node = body.number<NodeId>();
-    uint32_t rows = host_.master.forget(now_ms, body.bytes(body.left()), unreached);
+    std::string_view hashes = body.bytes(body.left());
+    if (refuse_outside(hashes, header, out)) return success();
+    if (refuse(host_.why_no_orders, header, out)) return success();
+    promises_ = true;
+    uint32_t rows = host_.master.forget(now_ms, hashes, unreached);
     size_t at = begin_frame(out, header.kind, kFlagAnswer, header.request_id);
     Writer(out).number(rows);
     finish_frame(out, at);

@@ -65,6 +65,8 @@ class MasterProtocol {
     Status on_removals(Reader body, uint64_t now_ms);
     Status on_mirror(Reader body);
     Status on_mirrored(Reader body);
+    bool refuse_outside(std::string_view hashes, const FrameHeader& header,
+                        std::vector<std::byte>& out) const;
     static bool refuse(const std::function<std::optional<Error>()>& why, const FrameHeader& header,
                        std::vector<std::byte>& out);
     void write_due(Writer& w) const;

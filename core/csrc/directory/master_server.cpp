@@ -9,6 +9,7 @@
 #include <chrono>
 
 #include "directory/master_link.hpp"
+#include "directory/range_handshake.hpp"
 #include "wire/connection_places.hpp"
 
 namespace moonpool {
@@ -34,7 +35,7 @@ MasterPairOptions with_role(const MasterServerOptions& options) {
 MasterServer::MasterServer(MasterServerOptions options)
     : options_(std::move(options)),
       incarnation_(random_incarnation()),
-      master_(options_.master, now_ms(), first_version(unix_ms())),
+      master_(options_.master, now_ms(), first_version(unix_ms()), options_.range),
       pair_(master_, with_role(options_), now_ms()),
       clients_max_(options_.clients_max),
       noted_nodes_max_(options_.master.membership.members_max) {}
@@ -43,6 +44,11 @@ MasterServer::~MasterServer() { stop(); }
 
 Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a master needs a cluster token"};
+    if (!options.range.is_sound()) {
+        return Error{Code::kInvalidArgument, "no master has the range " + options.range.text() +
+                                                 "; there are 1 to " + std::to_string(kRangesMax) +
+                                                 ", and the first is 0"};
+    }
     std::unique_ptr<MasterServer> server(new MasterServer(std::move(options)));
     MasterServerOptions& o = server->options_;
     Result<std::unique_ptr<Listener>> listener = Listener::create(
@@ -66,6 +72,8 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     for (const auto& [name, kind] : kServices) {
         Service service;
         service.welcome = [raw = server.get(), kind](std::string_view) -> Result<std::vector<std::byte>> {
+            const Range& range = raw->options_.range;
+            if (!range.is_all()) return range_needed(range);
             if (!raw->pair_.serves(kind)) return raw->not_served();
             return std::vector<std::byte>();
         };
@@ -75,6 +83,14 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
             raw->loop_->post([raw, shared, kind] { raw->adopt(std::move(*shared), kind); });
         };
         server->listener_->offer(std::string(name), service);
+        service.welcome = [raw = server.get(), kind](std::string_view) -> Result<std::vector<std::byte>> {
+            if (!raw->pair_.serves(kind)) return raw->not_served();
+            std::vector<std::byte> out;
+            Writer w(out);
+            write_range(w, raw->options_.range);
+            return out;
+        };
+        server->listener_->offer(service_of_ranges(name), service);
     }
     Service state;
     state.welcome = [raw = server.get()](std::string_view) -> Result<std::vector<std::byte>> {
@@ -202,7 +218,8 @@ void MasterServer::note_state(uint64_t now) {
                       .rows = master_.directory().counters().rows,
                       .first = master_.first(),
                       .newest = master_.newest(),
-                      .other = std::move(other.name)};
+                      .other = std::move(other.name),
+                      .range = options_.range};
     MutexLock lock(state_mutex_);
     state_ = std::move(state);
 }
@@ -314,6 +331,8 @@ std::vector<std::pair<std::string, uint64_t>> MasterServer::gauges() const {
     DirectoryCounters directory = master_.directory().counters();
     uint64_t suspects = membership.suspects();
     return {
+        {"range_index", options_.range.index},
+        {"range_count", options_.range.count},
         {"nodes_alive", membership.size() - suspects},
         {"nodes_suspect", suspects},
         {"nodes_max", membership.limit().now()},

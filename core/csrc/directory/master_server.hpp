@@ -39,6 +39,7 @@ struct MasterServerOptions {
     uint32_t clients_max = 4096;  // connections for the service "directory" as expected; it rises
     std::function<uint64_t()> available_memory;  // in bytes, for more connections; null: it is not asked
     MasterLimits master;
+    Range range{};  // of the shards, that it has
     Limits limits;
     std::shared_ptr<const TlsServer> tls;  // every connection must be inside TLS; null: none is
     std::string standby_of;                // host:port of the owner that it follows; empty: it is one

@@ -141,6 +141,7 @@ void MasterServer::make_agent() {
         owner_ = options_.standby_of;
     }
     to.token = options_.token;
+    to.range = options_.range;
     to.name = options_.name.empty() ? listener_->addresses().front() : options_.name;
     to.tls = options_.owner_tls;
     to.silent_ms = static_cast<int>(options_.pair.silent_ms);

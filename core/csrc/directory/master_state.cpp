@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "directory/range_handshake.hpp"
+
 namespace moonpool {
 
 void MasterState::write(Writer& w) const {
@@ -15,6 +17,7 @@ void MasterState::write(Writer& w) const {
     w.number(first);
     w.number(newest);
     w.text16(other);
+    if (!range.is_all()) write_range(w, range);
 }
 
 MasterState MasterState::read(Reader& r) {
@@ -29,6 +32,7 @@ MasterState MasterState::read(Reader& r) {
     state.first = r.number<Version>();
     state.newest = r.number<Version>();
     state.other = std::string(r.text16());
+    if (r.ok() && r.left() != 0) state.range = read_range(r);
     return state;
 }
 
@@ -38,7 +42,7 @@ Result<MasterState> ask_master_state(DialOptions options) {
     if (!dialed) return dialed.error();
     Reader r(dialed->welcome);
     MasterState state = MasterState::read(r);
-    if (!r.ok() || state.role > MasterRole::kSuperseded) {
+    if (!r.ok() || state.role > MasterRole::kSuperseded || !state.range.is_sound()) {
         return Error{Code::kProtocol, options.address + " does not say what a master says of itself"};
     }
     return state;

@@ -7,6 +7,7 @@
 
 #include "base/result.hpp"
 #include "directory/master_pair.hpp"
+#include "directory/ranges.hpp"
 #include "directory/version.hpp"
 #include "wire/dial.hpp"
 #include "wire/frame.hpp"
@@ -25,6 +26,7 @@ struct MasterState {
     Version first = kNoVersion;   // none that it gave is earlier
     Version newest = kNoVersion;  // that it has given, or heard of
     std::string other;            // the name of the standby; of a standby the address of its owner
+    Range range{};                // of the shards
 
     void write(Writer& w) const;
     static MasterState read(Reader& r);  // r.ok() is false where it ends early

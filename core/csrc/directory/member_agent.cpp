@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/clock.hpp"
+#include "directory/range_handshake.hpp"
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
 
@@ -93,7 +94,7 @@ void MemberAgent::run() {
         dial_options.interface = options_.interface;
         dial_options.given_up = &stopping_;
         dial_options.tls = options_.tls;
-        Result<Dialed> dialed = dial(dial_options);
+        Result<Dialed> dialed = dial_range(dial_options, options_.range);
         if (dialed) {
             Link link;
             link.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};

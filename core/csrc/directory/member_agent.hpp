@@ -21,6 +21,7 @@
 #include "base/service_thread.hpp"
 #include "directory/delta_log.hpp"
 #include "directory/member_protocol.hpp"
+#include "directory/ranges.hpp"
 #include "directory/types.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/frame_reader.hpp"
@@ -29,6 +30,7 @@ namespace moonpool {
 
 struct MemberAgentOptions {
     std::string master;  // "host:port"
+    Range range{};       // of the shards, that the master has
     std::string token;
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // null: plain

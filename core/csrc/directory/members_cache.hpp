@@ -51,6 +51,7 @@ class MembersCache {
     // the old one.
     bool read(uint64_t now_ms, Reader& r) {
         auto fresh = std::make_shared<Members>();
+        fresh->reading = ++readings_;
         fresh->epoch = r.number<uint64_t>();
         auto flags = r.number<uint8_t>();
         bool changed = (flags & kMembersChanged) != 0;
@@ -80,7 +81,7 @@ class MembersCache {
    private:
     const uint64_t fresh_ms_;
     std::shared_ptr<const Members> members_;
-    uint64_t epoch_ = 0;
+    uint64_t epoch_ = 0, readings_ = 0;
     std::optional<uint64_t> heard_ms_;
     std::shared_ptr<const Members> before_;  // members_ of the connection before, while this master fills up
 };

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/result.hpp"
 #include "directory/types.hpp"
 #include "directory/version.hpp"
 
@@ -21,6 +23,16 @@ struct LocateOptions {
 struct LocateAnswer {
     Located keys;
     std::shared_ptr<const Members> members;  // knows every holder named in keys
+    // In a pool of several ranges those whose master did not answer, and why: of their keys nothing is known,
+    // and no holder is named.
+    uint32_t ranges = 1;
+    std::map<uint32_t, Error> unreached{};
+
+    // Why nothing is known of that key; null: its master has answered.
+    const Error* unknown(const Hash128& hash) const {
+        auto why = unreached.find(range_of(hash, ranges));
+        return why == unreached.end() ? nullptr : &why->second;
+    }
 };
 
 // Of a key that is to be put where no node has it: whether another value stands there.

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/fork.hpp"
+#include "directory/range_handshake.hpp"
 #include "wire/dial.hpp"
 #include "wire/error_frame.hpp"
 #include "wire/frame_reader.hpp"
@@ -60,7 +61,7 @@ Status StandbyAgent::follow_one(const std::string& owner) {
     to.timeout_ms = options_.silent_ms;
     to.given_up = &stopping_;
     to.tls = options_.tls;
-    Result<Dialed> dialed = dial(to);
+    Result<Dialed> dialed = dial_range(to, options_.range);
     if (!dialed) return dialed.error();
     ControlSocket socket{std::move(dialed->fd), std::move(dialed->tls), options_.silent_ms};
     ClosedInChildren closed_in_children(socket.fd);

@@ -11,6 +11,7 @@
 #include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "base/service_thread.hpp"
+#include "directory/ranges.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/frame.hpp"
 
@@ -18,6 +19,7 @@ namespace moonpool {
 
 struct StandbyAgentOptions {
     std::string token;
+    Range range{};                         // of the shards, that both have
     std::string name;                      // by which its owner tells it from other standbys
     std::shared_ptr<const TlsClient> tls;  // null: plain
     int silent_ms = 1000;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -17,6 +18,10 @@ namespace moonpool {
 inline constexpr uint32_t kShards = 1024;  // virtual shards of the key hash: fixed by the wire format
 
 inline uint32_t shard_of(const Hash128& hash) { return static_cast<uint32_t>(hash.low % kShards); }
+
+inline constexpr uint32_t kRangesMax = 16;  // of shards, each with a master of its own (ranges.hpp)
+
+inline uint32_t range_of(const Hash128& hash, uint32_t count) { return shard_of(hash) * count / kShards; }
 
 enum class Tier : uint8_t { kDram = 0, kSsd = 1 };
 inline constexpr size_t kTiers = 2;
@@ -101,6 +106,31 @@ struct Members {
     // While a new master fills its directory: the members as its predecessor saw them, without ids. A key
     // that the new master does not find may exist all the same, and a node that it does not list may live.
     std::shared_ptr<const Members> before;
+    uint64_t reading = 0;  // counted by the client that reads
+
+    // In a pool of several ranges each range's master has a state of its own for each node: one that is
+    // joining there may be read for keys of another range. Of each row in turn one of each range.
+    uint32_t ranges = 1;
+    std::vector<MemberState> states{};
+    uint32_t filling = 0;  // a bit for each range: its master is new, and fills its directory
+
+    // As the master of that key sees a member of this list.
+    MemberState state(const Member& member, const Hash128& hash) const {
+        const Member* begin = rows.data();
+        bool is_row = !std::less<>{}(&member, begin) && std::less<>{}(&member, begin + rows.size());
+        if (ranges == 1 || !is_row) return member.state;
+        return states[static_cast<size_t>(&member - begin) * ranges + range_of(hash, ranges)];
+    }
+    // For each master.
+    bool is_alive(const Member& row) const {
+        auto first = static_cast<size_t>(&row - rows.data()) * ranges;
+        auto of_row = std::span(states).subspan(ranges == 1 ? 0 : first, ranges == 1 ? 0 : ranges);
+        return row.state == MemberState::kAlive &&
+               std::ranges::all_of(of_row, [](MemberState state) { return state == MemberState::kAlive; });
+    }
+    bool is_filling(const Hash128& hash) const {
+        return ranges == 1 ? before != nullptr : (filling >> range_of(hash, ranges) & 1) != 0;
+    }
 
     const Member* find(NodeId id) const {
         auto it = std::lower_bound(rows.begin(), rows.end(), id,

@@ -14,6 +14,8 @@ namespace moonpool {
 using Version = uint64_t;
 inline constexpr Version kNoVersion = 0;  // older than all
 
-inline constexpr Version first_version(uint64_t unix_ms) { return unix_ms << 20; }
+inline constexpr int kSequenceBits = 20;
+
+inline constexpr Version first_version(uint64_t unix_ms) { return unix_ms << kSequenceBits; }
 
 }  // namespace moonpool

@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "directory/directory_client.hpp"
 #include "directory/master_server.hpp"
+#include "directory/pool_directory.hpp"
 #include "memory/available.hpp"
 #include "python/arguments.hpp"
 #include "python/histograms.hpp"
@@ -87,7 +87,8 @@ class PyMasterServer {
    public:
     PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, const py::dict& settings,
                    std::optional<std::shared_ptr<TlsServer>> tls, std::string standby_of,
-                   std::optional<std::shared_ptr<TlsClient>> owner_tls, bool elected, std::string name) {
+                   std::optional<std::shared_ptr<TlsClient>> owner_tls, bool elected, std::string name,
+                   std::pair<uint32_t, uint32_t> range) {
         MasterServerOptions options;
         SettingValues given(settings, "master");
         visit(options, given);
@@ -100,6 +101,7 @@ class PyMasterServer {
         options.owner_tls = owner_tls.value_or(nullptr);
         options.elected = elected;
         options.name = std::move(name);
+        options.range = Range{range.first, range.second};
         // 0 s, which is 1 ms here: not by itself.
         if (options.pair.take_over_ms <= 1) options.pair.take_over_ms = UINT32_MAX;
         options.available_memory = [] {
@@ -201,7 +203,7 @@ class PyDirectoryClient {
         options.timeout_ms = milliseconds(timeout_s);
         options.interface = std::move(interface);
         options.tls = tls.value_or(nullptr);
-        client_ = std::make_unique<DirectoryClient>(std::move(options));
+        client_ = std::make_unique<PoolDirectory>(options);
     }
 
     // hashes: 16 bytes each, as one buffer, so that a prompt of thousands of blocks costs no Python object
@@ -245,7 +247,7 @@ class PyDirectoryClient {
     }
 
    private:
-    std::unique_ptr<DirectoryClient> client_;
+    std::unique_ptr<PoolDirectory> client_;
 };
 
 // IndexError ends Python's iteration over an answer.
@@ -318,8 +320,14 @@ void bind_master_state(py::module_& m) {
         .def_property_readonly("role", [](const MasterState& s) { return name_of(s.role); })
         .def_readonly("attached", &MasterState::attached, "The other one of the two is there.")
         .def_readonly("is_whole", &MasterState::is_whole, "The standby knows all that its owner knows.")
+        .def_property_readonly(
+            "range", [](const MasterState& s) { return std::pair(s.range.index, s.range.count); },
+            "(index, count) of the range of shards that it has.")
         .def_readonly("nodes", &MasterState::nodes)
         .def_readonly("keys", &MasterState::rows, "Rows of the directory.")
+        .def_property_readonly(
+            "term", [](const MasterState& s) { return s.first >> kSequenceBits; },
+            "When it began to order removals, ms since 1970.")
         .def_readonly("newest", &MasterState::newest, "The last version that it has given, or heard of.")
         .def_readonly("other", &MasterState::other,
                       "The name of an owner's standby; of a standby the address of its owner.")
@@ -337,13 +345,15 @@ void bind_directory(py::module_& m) {
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
         .def(py::init<std::vector<std::string>, const py::bytes&, const py::dict&,
                       std::optional<std::shared_ptr<TlsServer>>, std::string,
-                      std::optional<std::shared_ptr<TlsClient>>, bool, std::string>(),
+                      std::optional<std::shared_ptr<TlsClient>>, bool, std::string,
+                      std::pair<uint32_t, uint32_t>>(),
              py::arg("addresses"), py::arg("token"), py::arg("settings"), py::kw_only(),
              py::arg("tls") = py::none(), py::arg("standby_of") = "", py::arg("owner_tls") = py::none(),
              py::arg("elected") = false, py::arg("name") = "",
+             py::arg("range") = std::pair<uint32_t, uint32_t>(0, 1),
              "settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: "
              "follow() or take_over() says what it is; until then it serves none. name: by which an owner "
-             "tells its standbys apart.")
+             "tells its standbys apart. range: (index, count) of the shards that it has.")
         .def_property_readonly("role", &PyMasterServer::role, "owner, standby, acting or superseded.")
         .def("standby", &PyMasterServer::standby,
              "(address, attached, whole, lag in s) of an owner's standby; of a standby, of itself and its "

@@ -51,8 +51,9 @@ std::shared_ptr<void> at_end(std::function<void()> done) {
 }  // namespace
 
 Result<std::unique_ptr<LogSet>> LogSet::open(std::vector<Log*> logs,
-                                             const std::shared_ptr<std::atomic<uint64_t>>& sequence) {
-    std::unique_ptr<LogSet> set(new LogSet(std::move(logs)));
+                                             const std::shared_ptr<std::atomic<uint64_t>>& sequence,
+                                             size_t orders) {
+    std::unique_ptr<LogSet> set(new LogSet(std::move(logs), orders));
     if (Status status = set->compare(); !status) return status.error();
     // A directory whose block cannot be written is away from now on, for the others.
     do {
@@ -66,10 +67,11 @@ Result<std::unique_ptr<LogSet>> LogSet::open(std::vector<Log*> logs,
     return set;
 }
 
-LogSet::LogSet(std::vector<Log*> logs)
+LogSet::LogSet(std::vector<Log*> logs, size_t orders)
     : logs_(std::move(logs)),
       in_set_(logs_.size(), true),
       places_(logs_.size(), 0),
+      applied_(orders, 0),
       acks_(std::make_shared<Acks>(logs_.size())) {
     MutexLock lock(acks_->mutex);
     acks_->openings.resize(logs_.size());
@@ -155,7 +157,10 @@ Status LogSet::compare() {
         if (places[i] == Place::kLate && (!filter_ || filter_->is_full())) places[i] = Place::kVoid;
         bool counts = places[i] == Place::kCurrent || places[i] == Place::kLate;
         if (counts && blocks[i]) {
-            applied_ = some ? std::min(applied_, blocks[i]->applied) : blocks[i]->applied;
+            std::vector<uint64_t> applied = blocks[i]->applied;
+            if (applied.size() != applied_.size()) applied.assign(applied_.size(), 0);
+            for (size_t order = 0; order < applied_.size(); ++order)
+                applied_[order] = some ? std::min(applied_[order], applied[order]) : applied[order];
             some = true;
         }
         if (places[i] == Place::kCurrent || places[i] == Place::kNew) continue;
@@ -279,9 +284,9 @@ void LogSet::note(const Hash128& hash) {
     if (filter_ && filter_->add(hash) && !acks_->in_flight) begin(false);
 }
 
-void LogSet::set_applied(uint64_t version) {
-    if (version <= applied_) return;
-    applied_ = version;
+void LogSet::set_applied(size_t order, uint64_t version) {
+    if (version <= applied_[order]) return;
+    applied_[order] = version;
     dirty_ = true;
 }
 

@@ -23,17 +23,19 @@ namespace moonpool::ssd {
 
 class LogSet {
    public:
-    // The logs must outlive it. `sequence`: theirs.
+    // The logs must outlive it. `sequence`: theirs. orders: how many the caller has; what was applied of
+    // another number of orders is not known.
     static Result<std::unique_ptr<LogSet>> open(std::vector<Log*> logs,
-                                                const std::shared_ptr<std::atomic<uint64_t>>& sequence);
+                                                const std::shared_ptr<std::atomic<uint64_t>>& sequence,
+                                                size_t orders = 1);
     LogSet(const LogSet&) = delete;
 
     void note(const Hash128& hash);
 
-    // Up to which place in its own order the caller has carried out removals, on all directories that are
-    // there. It is on a disk only after those removals are.
-    void set_applied(uint64_t version);
-    uint64_t applied() const { return applied_; }
+    // Up to which place in each of its orders the caller has carried out removals, on all directories that
+    // are there. It is on a disk only after those removals are.
+    void set_applied(size_t order, uint64_t version);
+    uint64_t applied(size_t order) const { return applied_[order]; }
 
     void on_tick(uint64_t now_ms);
     // Writes what is not written; `done` is called on any thread, with all that could be written on its way.
@@ -56,7 +58,7 @@ class LogSet {
         std::vector<Opening> openings GUARDED_BY(mutex);  // that stand in the block of each
     };
 
-    explicit LogSet(std::vector<Log*> logs);
+    LogSet(std::vector<Log*> logs, size_t orders);
 
     Status compare();
     bool drop(size_t i, const ChangeFilter* only);
@@ -74,7 +76,7 @@ class LogSet {
     LogId set_{};
     Opening opening_;
     uint64_t revision_ = 0;
-    uint64_t applied_ = 0;
+    std::vector<uint64_t> applied_;  // of each order
     std::vector<SetMember> members_;
     std::optional<ChangeFilter> filter_;  // none: nothing is away
     uint64_t voided_ = 0;

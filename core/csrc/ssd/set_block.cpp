@@ -10,7 +10,8 @@ namespace moonpool::ssd {
 
 namespace {
 
-constexpr uint64_t kSetMagic = 0x544553445353504DULL;  // "MPSSDSET"
+constexpr uint64_t kSetMagic = 0x544553445353504DULL;     // "MPSSDSET"
+constexpr uint64_t kOrdersMagic = 0x44524F445353504DULL;  // "MPSSDORD"
 
 // As they stand on the disk: little-endian, no padding that the compiler would choose.
 struct MemberBytes {
@@ -30,6 +31,18 @@ struct SetBytes {
 };
 static_assert(sizeof(SetBytes) == 72 + kSetMembersMax * 56 && sizeof(SetBytes) <= kBlockBytes);
 
+// Behind it, where the caller has several orders. An earlier release reads SetBytes only, where `applied` is
+// 0 then: it takes the directory for one that has carried out no removal.
+struct OrdersBytes {
+    uint64_t magic;
+    uint32_t crc;
+    uint32_t count;
+    uint64_t revision;  // of the SetBytes that it stands behind
+    uint64_t applied[kOrdersMax];
+};
+static_assert(sizeof(OrdersBytes) == 24 + kOrdersMax * 8 &&
+              sizeof(SetBytes) + sizeof(OrdersBytes) <= kBlockBytes);
+
 struct SectorBytes {
     uint32_t crc;
     uint32_t zero;
@@ -44,6 +57,18 @@ uint32_t checksum_behind(const LogId& log, const void* crc, const void* end) {
     return crc32c(crc32c(0, log.data(), log.size()), from, bytes);
 }
 
+// None: there is one order.
+std::optional<std::vector<uint64_t>> applied_behind(const LogId& log, std::span<const std::byte> bytes,
+                                                    uint64_t revision) {
+    OrdersBytes o{};
+    if (bytes.size() < sizeof(o)) return std::nullopt;
+    std::memcpy(&o, bytes.data(), sizeof(o));
+    bool sound = o.magic == kOrdersMagic && o.crc == checksum_behind(log, &o.crc, &o + 1) &&
+                 o.revision == revision && o.count >= 1 && o.count <= kOrdersMax;
+    if (!sound) return std::nullopt;
+    return std::vector<uint64_t>(o.applied, o.applied + o.count);
+}
+
 }  // namespace
 
 void encode_set_block(const LogId& log, const SetBlock& value, std::byte* block) {
@@ -54,7 +79,7 @@ void encode_set_block(const LogId& log, const SetBlock& value, std::byte* block)
     s.revision = value.revision;
     s.epoch = value.opening.epoch;
     s.opening = value.opening.id;
-    s.applied = value.applied;
+    s.applied = value.applied.size() == 1 ? value.applied.front() : 0;
     s.filter_life = value.filter_life;
     for (uint32_t i = 0; i < s.count; ++i) {
         const SetMember& m = value.members[i];
@@ -64,6 +89,14 @@ void encode_set_block(const LogId& log, const SetBlock& value, std::byte* block)
     s.crc = checksum_behind(log, &s.crc, &s + 1);
     std::memset(block, 0, kBlockBytes);
     std::memcpy(block, &s, sizeof(s));
+    if (value.applied.size() == 1) return;
+    OrdersBytes o{};
+    o.magic = kOrdersMagic;
+    o.count = static_cast<uint32_t>(std::min(value.applied.size(), kOrdersMax));
+    o.revision = value.revision;
+    std::copy_n(value.applied.begin(), o.count, o.applied);
+    o.crc = checksum_behind(log, &o.crc, &o + 1);
+    std::memcpy(block + sizeof(s), &o, sizeof(o));
 }
 
 std::optional<SetBlock> decode_set_block(const LogId& log, std::span<const std::byte> block) {
@@ -77,7 +110,8 @@ std::optional<SetBlock> decode_set_block(const LogId& log, std::span<const std::
     value.set = s.set;
     value.revision = s.revision;
     value.opening = {s.epoch, s.opening};
-    value.applied = s.applied;
+    value.applied =
+        applied_behind(log, block.subspan(sizeof(s)), s.revision).value_or(std::vector{s.applied});
     value.filter_life = s.filter_life;
     for (uint32_t i = 0; i < s.count; ++i) {
         const MemberBytes& m = s.members[i];

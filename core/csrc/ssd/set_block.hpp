@@ -16,6 +16,7 @@
 namespace moonpool::ssd {
 
 inline constexpr size_t kSetMembersMax = 16;
+inline constexpr size_t kOrdersMax = 16;
 inline constexpr uint64_t kAreaBegin = kBlockBytes;  // in the file
 inline constexpr uint64_t kAreaBytes = kSegmentsBegin - kAreaBegin;
 inline constexpr uint32_t kFilterBlock = 2;  // of the area; before it are two places for the SetBlock
@@ -49,8 +50,8 @@ struct SetBlock {
     LogId set{};
     uint64_t revision = 0;  // of two blocks of one log the higher counts
     Opening opening;
-    uint64_t applied = 0;      // the caller's; docs/ssd.md
-    uint64_t filter_life = 0;  // 0: no member is away
+    std::vector<uint64_t> applied{0};  // the caller's, one of each of its orders; docs/ssd.md
+    uint64_t filter_life = 0;          // 0: no member is away
     std::vector<SetMember> members;
 };
 void encode_set_block(const LogId& log, const SetBlock& value, std::byte* block);

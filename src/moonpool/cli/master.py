@@ -12,6 +12,7 @@ from moonpool.cli.settings_options import command_of, given
 OPTIONS = {
     "master.listen": "HOST:PORT",
     "master.http": "HOST:PORT|off",
+    "master.range": "INDEX/COUNT",
     "master.standby_of": "HOST:PORT",
     "master.take_over_after_s": "SECONDS",
     "master.election": "URL",
@@ -27,6 +28,7 @@ def register(app: typer.Typer) -> None:
             "moonpool master --listen 0.0.0.0:7700 --token-file /etc/moonpool/token",
             "moonpool master --listen 0.0.0.0:7700 --token-file token --standby-of 10.0.0.1:7700",
             "moonpool master --listen 10.0.0.1:7700 --token-file token --election etcd://10.0.0.9:2379",
+            "moonpool master --listen 10.0.0.1:7700 --token-file token --range 0/4",
         ),
     )(master)
     app.command(epilog=examples("moonpool promote", "moonpool promote --url http://127.0.0.1:7701"))(promote)
@@ -85,6 +87,8 @@ def master(ctx: typer.Context, config: ConfigFile = None, token_file: TokenFile 
         place = f", {ready.http_url}/metrics" if ready.http_url else ""
         owner = settings.master.standby_of
         standby = f", standby of {owner}" if owner else ""
-        print(f"moonpool master at {', '.join(ready.addresses)}{place}{standby}", flush=True)
+        part = settings.master.range
+        of_range = f", range {part}" if part != "0/1" else ""
+        print(f"moonpool master at {', '.join(ready.addresses)}{place}{of_range}{standby}", flush=True)
 
     run(settings, on_ready=on_ready)

@@ -15,7 +15,7 @@ OPTIONS = {
     "node.listen": "HOST:PORT|off",
     "node.advertise": "HOST:PORT",
     "node.host_id": "ID",
-    "cluster.master": "HOST:PORT",
+    "cluster.master": "HOST:PORT[,STANDBY][;HOST:PORT...]",
     "node.ssd": "DIR:SIZE",
     "node.events": "tcp://HOST:PORT",
     "node.events_replay": "tcp://HOST:PORT",

@@ -181,16 +181,28 @@ def _hit_rate(counters: Mapping[str, int]) -> str:
 
 
 def _masters(masters: Sequence[MasterRow]) -> RenderableType:
-    """Which master serves, and how far its standby is."""
+    """Which master serves, since when (UTC), and how far its standby is."""
+    import time
+
     from rich.table import Table
     from rich.text import Text
 
     table = Table()
-    for heading in ("master", "role", "the other one", "nodes", "keys"):
+    has_ranges = any(row.range not in ("", "0/1") for row in masters)
+    for heading in (
+        "master",
+        *(["range"] if has_ranges else []),
+        "role",
+        "term",
+        "the other one",
+        "nodes",
+        "keys",
+    ):
         table.add_column(heading, overflow="fold")
     for row in masters:
         if not row.role:
-            table.add_row(row.address, Text("does not answer", "red"), row.why, "-", "-")
+            place = ["-"] if has_ranges else []
+            table.add_row(row.address, *place, Text("does not answer", "red"), "-", row.why, "-", "-")
             continue
         other = "none"
         if row.other or row.attached:
@@ -202,7 +214,9 @@ def _masters(masters: Sequence[MasterRow]) -> RenderableType:
                 state = f"{row.lag_s:.1f} s behind" if row.lag_s >= 0.1 else "knows all"
             other = f"{row.other}: {state}"
         role = Text(row.role, "red" if row.role == "superseded" else "")
-        table.add_row(row.address, role, other, f"{row.nodes:,}", f"{row.keys:,}")
+        place = [row.range] if has_ranges else []
+        term = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.term / 1000))
+        table.add_row(row.address, *place, role, term, other, f"{row.nodes:,}", f"{row.keys:,}")
     return table
 
 

@@ -119,7 +119,7 @@ def take(
         node=nodes[0] if nodes else None,
         nodes=nodes,
         cluster=cluster,
-        masters=_masters(config, named, timeout_s) if "," in named else [],
+        masters=_masters(config, named, timeout_s) if "," in named or ";" in named else [],
         proxy_url=proxy_url,
         proxy_answers=answers,
         engines=engines,

@@ -173,7 +173,18 @@ async def test_one_process_of_several_says_which_it_is_and_what_it_shares() -> N
 @in_time
 async def test_the_masters_of_the_pool() -> None:
     two = [
-        MasterRow("10.0.0.1:7700", "owner", "10.0.0.2:7700", True, True, 0.004, 12, 3400),
+        MasterRow(
+            "10.0.0.1:7700",
+            "owner",
+            "10.0.0.2:7700",
+            True,
+            True,
+            0.004,
+            12,
+            3400,
+            range="0/2",
+            term=1_700_000_000_000,
+        ),
         MasterRow("10.0.0.2:7700", why="the master at 10.0.0.2:7700 refuses: <img src=x>"),
     ]
     async with serving([(200, page(3, masters=two))]) as url, tab() as t:
@@ -181,8 +192,9 @@ async def test_the_masters_of_the_pool() -> None:
         await t.until(FRESH)
         assert await t.count("#masters tr") == 2
         first, second = [await t.text(f"#masters tr:nth-child({row})") for row in (1, 2)]
-        for text in ("10.0.0.1:7700", "owner", "in step", "10.0.0.2:7700", "4.0 ms", "12", "3,400"):
+        for text in ("10.0.0.1:7700", "owner", "in step", "10.0.0.2:7700", "4.0 ms", "12", "3,400", "0/2"):
             assert text in first
+        assert "2023-11-14 22:13:20" in first
         assert "does not answer" in second
         assert "<img" in second
         assert not t.problems

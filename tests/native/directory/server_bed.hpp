@@ -56,8 +56,11 @@ inline std::unique_ptr<MasterServer> serve(const std::string& address = "127.0.0
 class FakeNode {
    public:
     FakeNode(const std::string& master, const std::string& name, uint8_t life = 1,
-             std::shared_ptr<const TlsClient> tls = nullptr)
-        : log_(1000, [this] { agent_.wake(); }), agent_(options(master, name, life, tls), hooks(), log_) {
+             std::shared_ptr<const TlsClient> tls = nullptr, const Range& range = {})
+        : range_(range),
+          log_(
+              1000, [this] { agent_.wake(); }, nullptr, range),
+          agent_(options(master, name, life, tls, range), hooks(), log_) {
         REQUIRE(agent_.start());
     }
     ~FakeNode() { agent_.stop(); }
@@ -87,8 +90,9 @@ class FakeNode {
 
    private:
     static MemberAgentOptions options(const std::string& master, const std::string& name, uint8_t life,
-                                      std::shared_ptr<const TlsClient> tls) {
+                                      std::shared_ptr<const TlsClient> tls, const Range& range) {
         MemberAgentOptions o;
+        o.range = range;
         o.tls = std::move(tls);
         o.master = master;
         o.token = kToken;
@@ -104,7 +108,7 @@ class FakeNode {
                 std::lock_guard lock(mutex_);
                 auto it = keys_.lower_bound(cursor);
                 for (int i = 0; i < 100 && it != keys_.end(); ++i, ++it) {
-                    rows.push_back({hash_of(*it), Tier::kDram, true});
+                    if (range_.contains(hash_of(*it))) rows.push_back({hash_of(*it), Tier::kDram, true});
                 }
                 cursor = it == keys_.end() ? 0 : *it;
                 return true;
@@ -137,6 +141,7 @@ class FakeNode {
     std::mutex mutex_;
     std::set<uint64_t> keys_;
     Version applied_ = kNoVersion;
+    const Range range_;
     DeltaLog log_;
     MemberAgent agent_;
 };

@@ -23,7 +23,7 @@ using Disks = std::vector<std::shared_ptr<FakeDisk>>;
 // What SsdTier does with the directories, in small.
 class Node {
    public:
-    explicit Node(const Disks& disks) : disks_(disks) {
+    explicit Node(const Disks& disks, size_t orders = 1) : disks_(disks) {
         std::vector<Log*> logs;
         for (const auto& disk : disks) {
             LogOptions options = small_log(disk, 10);
@@ -36,7 +36,7 @@ class Node {
             logs_.push_back(std::move(*log));
             logs.push_back(logs_.back().get());
         }
-        Result<std::unique_ptr<LogSet>> set = LogSet::open(std::move(logs), sequence_);
+        Result<std::unique_ptr<LogSet>> set = LogSet::open(std::move(logs), sequence_, orders);
         if (set) {
             set_ = std::move(*set);
         } else {
@@ -268,23 +268,23 @@ TEST_CASE(
     {
         Node node(disks);
         REQUIRE(node.put("a", 1, 1) == Outcome::kDone);
-        CHECK(node.set().applied() == 0);
-        node.set().set_applied(7);
-        node.set().set_applied(5);
-        CHECK(node.set().applied() == 7);
+        CHECK(node.set().applied(0) == 0);
+        node.set().set_applied(0, 7);
+        node.set().set_applied(0, 5);
+        CHECK(node.set().applied(0) == 7);
         REQUIRE(node.settle());
         node.kill();
     }
     {
         Node node({disks[0]});
-        CHECK(node.set().applied() == 7);
-        node.set().set_applied(9);
+        CHECK(node.set().applied(0) == 7);
+        node.set().set_applied(0, 9);
         REQUIRE(node.settle());
     }
-    CHECK(Node({disks[0]}).set().applied() == 9);
+    CHECK(Node({disks[0]}).set().applied(0) == 9);
     {
         Node node(disks);
-        CHECK(node.set().applied() == 7);
+        CHECK(node.set().applied(0) == 7);
         REQUIRE(node.put("b", 1, 0) == Outcome::kDone);
         REQUIRE(node.settle());
         std::vector<uint64_t> begun;
@@ -294,7 +294,7 @@ TEST_CASE(
         }
         node.remove("a");
         node.remove("b");
-        node.set().set_applied(20);
+        node.set().set_applied(0, 20);
         node.set().on_tick(5'000'000);
         for (size_t i : {0, 1}) CHECK(eventually([&] { return disks[i]->syncs_begun() > begun[i]; }));
         // The removals are written and not synced: they are lost, and what is before the segments is not.
@@ -303,18 +303,54 @@ TEST_CASE(
     }
     {
         Node node(disks);
-        CHECK(node.set().applied() == 7);
+        CHECK(node.set().applied(0) == 7);
         CHECK(node.has("a"));
         node.remove("a");
         node.remove("b");
-        node.set().set_applied(20);
+        node.set().set_applied(0, 20);
         REQUIRE(node.settle());
         node.kill();
     }
     Node node(disks);
-    CHECK(node.set().applied() == 20);
+    CHECK(node.set().applied(0) == 20);
     CHECK_FALSE(node.has("a"));
     CHECK_FALSE(node.has("b"));
+}
+
+TEST_CASE("ssd set: of several orders each has its own place, and none is known of another number of them") {
+    Disks disks = fake_disks(2);
+    auto begin_with = [&](size_t orders, uint64_t add) {
+        Node node(disks, orders);
+        std::vector<uint64_t> known;
+        for (size_t order = 0; order < orders; ++order) known.push_back(node.set().applied(order));
+        REQUIRE(node.put("a", 1, 1) == Outcome::kDone);
+        for (size_t order = 0; order < orders; ++order) node.set().set_applied(order, add + order);
+        REQUIRE(node.settle());
+        node.kill();
+        return known;
+    };
+    CHECK(begin_with(3, 10) == std::vector<uint64_t>{0, 0, 0});
+    CHECK(begin_with(3, 11) == std::vector<uint64_t>{10, 11, 12});
+    CHECK(begin_with(3, 5) == std::vector<uint64_t>{11, 12, 13});
+    CHECK(begin_with(2, 20) == std::vector<uint64_t>{0, 0});
+    CHECK(begin_with(1, 30) == std::vector<uint64_t>{0});
+    CHECK(begin_with(1, 31) == std::vector<uint64_t>{30});
+    CHECK(begin_with(16, 40) == std::vector<uint64_t>(16, 0));
+    CHECK(begin_with(16, 40).back() == 55);
+}
+
+TEST_CASE("ssd set: a release that knows one order takes a block with several for one without removals") {
+    LogId log{};
+    std::vector<std::byte> block(kBlockBytes);
+    SetBlock value;
+    value.opening = {1, 2};
+    value.revision = 3;
+    value.applied = {70, 80};
+    encode_set_block(log, value, block.data());
+    CHECK(decode_set_block(log, block)->applied == std::vector<uint64_t>{70, 80});
+    std::ranges::fill(std::span(block).subspan(72 + kSetMembersMax * 56),
+                      std::byte{0});  // which it never read
+    CHECK(decode_set_block(log, block)->applied == std::vector<uint64_t>{0});
 }
 
 TEST_CASE("ssd set: a directory that takes no more writes is away for the others from then on") {

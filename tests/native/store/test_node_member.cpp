@@ -146,6 +146,43 @@ TEST_CASE("node member: what is being written to a disk is dropped with the rest
     CHECK(node.pool().check_integrity());
 }
 
+TEST_CASE("node member: the master of one range has none but its own copies dropped") {
+    auto disk = fake_disk();
+    Node node(disk);
+    std::vector<std::string> names[2];
+    for (int i = 0; i < 8; ++i) {
+        std::string name = "k" + std::to_string(i);
+        names[range_of(node.pool().hash(0, name), 2)].push_back(name);
+        node.put(name);
+    }
+    REQUIRE(!names[0].empty());
+    REQUIRE(!names[1].empty());
+    node.until([&] { return node.gauge("ssd_objects") == 8; });
+    REQUIRE(node.member().drop(kAll, Range{1, 2}));
+    for (const std::string& name : names[0]) CHECK((node.in_memory(name) && node.on_ssd(name)));
+    for (const std::string& name : names[1]) CHECK((!node.in_memory(name) && !node.on_ssd(name)));
+    CHECK(node.pool().check_integrity());
+}
+
+TEST_CASE("node member: what was applied of one range says nothing of another") {
+    Removals removals(2);
+    Hash128 keys[2] = {{.low = 0, .high = 1}, {.low = 1023, .high = 2}};
+    std::vector<std::pair<uint32_t, Version>> told;
+    removals.set_on_applied([&](uint32_t range, Version version) { told.emplace_back(range, version); });
+    removals.set_applied(1, 50);
+    removals.set_applied(1, 40);
+    CHECK(told == std::vector<std::pair<uint32_t, Version>>{{1, 50}});
+    CHECK(removals.of_put(keys[0], 10) == 10);
+    CHECK(removals.of_put(keys[1], 10) == std::nullopt);
+    CHECK(removals.newest_for(keys[1]) == 50);
+    removals.add(keys[0], 20);
+    removals.add(keys[1], 60);
+    Version cursor = kNoVersion;
+    std::vector<Drop> rows;
+    removals.before(0, 100, cursor, 10, rows);
+    CHECK(rows == std::vector<Drop>{{keys[0], 20}});
+}
+
 TEST_CASE("node member: what is being read from a disk is dropped with the rest") {
     auto disk = fake_disk();
     Node node(disk);

@@ -203,21 +203,21 @@ TEST_CASE("ssd tier: of one key in two directories the higher version counts, an
         TierBed bed({one, two});
         for (int i = 0; i < 20; ++i) bed.put("k" + std::to_string(i), 'a', 5);
         bed.written();
-        bed.tier->set_applied(5);
+        bed.tier->set_applied(0, 5);
         bed.flush();
     }
     {
         TierBed bed({one});
         CHECK(bed.gauge("ssd_directories_away") == 1);
-        CHECK(bed.tier->applied() == 5);
+        CHECK(bed.tier->applied(0) == 5);
         for (int i = 0; i < 10; ++i) bed.put("k" + std::to_string(i), 'b', 6, true);
         for (int i = 10; i < 20; ++i) bed.tier->forget_older(bed.hash("k" + std::to_string(i)), 6);
-        bed.tier->set_applied(6);
+        bed.tier->set_applied(0, 6);
         bed.flush();
-        CHECK(bed.tier->applied() == 6);
+        CHECK(bed.tier->applied(0) == 6);
     }
     TierBed bed({one, two});
-    CHECK(bed.tier->applied() == 5);
+    CHECK(bed.tier->applied(0) == 5);
     CHECK(bed.gauge("ssd_directories_away") == 0);
     for (int i = 0; i < 20; ++i) {
         CAPTURE(i);

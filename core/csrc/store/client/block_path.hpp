@@ -20,6 +20,7 @@
 #include "store/client/items.hpp"
 #include "store/shared/descriptor.hpp"
 #include "store/shared/shared_index.hpp"
+#include "store/shared/space.hpp"
 
 namespace moonpool {
 
@@ -60,12 +61,17 @@ struct NodeMemory {
 
 struct PutHow {
     bool replace = false;
-    bool ack = true;             // wait for the node's answer
-    int timeout_ms = 0;          // the longest wait without progress; 0: the session's own
-    Version known = kNoVersion;  // the removals that this put comes after
+    bool ack = true;                    // wait for the node's answer
+    int timeout_ms = 0;                 // the longest wait without progress; 0: the session's own
+    RangeVersions known{};              // the removals that this put comes after
+    const KeyHasher* hasher = nullptr;  // of the names; null: there is one range
     // Where the node knows of later ones the put begins anew, and comes after these. Not where it may have
     // been carried out at another node before: one put would come both before and after a removal.
     bool anew = true;
+
+    Version known_of(std::string_view name) const {
+        return known.count() == 1 ? known.at(0) : known.of((*hasher)(name));
+    }
 };
 
 class BlockPath {

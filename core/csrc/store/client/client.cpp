@@ -64,7 +64,7 @@ std::shared_ptr<Client::Pool> Client::pool() {
                         ms = to.timeout_ms] { return connect_to_node(node, deadline_in(ms), nullptr); },
             .answers = [this] { return own_.relays(); }};
     }
-    pool->directory = std::make_unique<DirectoryClient>(std::move(to));
+    pool->directory = std::make_unique<PoolDirectory>(to);
     pool_ = std::move(pool);
     return pool_;
 }

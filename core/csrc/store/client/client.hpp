@@ -20,7 +20,7 @@
 
 #include "base/mutex.hpp"
 #include "device/card_copiers.hpp"
-#include "directory/directory_client.hpp"
+#include "directory/pool_directory.hpp"
 #include "store/client/holders.hpp"
 #include "store/client/location_cache.hpp"
 #include "store/client/node_client.hpp"
@@ -39,8 +39,8 @@ struct PutOptions {
     // Where it should rather go, by name or address, the first that takes it; the copies to the next ones.
     // Any that is not to be reached, or has no room, is passed over.
     std::vector<std::string> nodes{};
-    bool unique = false;         // no node of the pool has it: kExists is the pool's word, not the own node's
-    Version known = kNoVersion;  // the removals that the call comes after: those known at its begin
+    bool unique = false;    // no node of the pool has it: kExists is the pool's word, not the own node's
+    RangeVersions known{};  // the removals that the call comes after: those known at its begin
 };
 
 // An object as a whole: its copies, the own node's first. No copy: it is a miss.
@@ -136,7 +136,7 @@ class Client {
     };
     // The way to the other nodes: the directory, and this client's own node in it.
     struct Pool : OwnPlace {
-        std::unique_ptr<DirectoryClient> directory;
+        std::unique_ptr<PoolDirectory> directory;
         RoomElsewhere room;
     };
     using Group = NodeItems;
@@ -246,8 +246,9 @@ class Client {
     void keep_what_is_there(Pool& pool, std::vector<Group>& nodes, std::span<const PutItem> stripes,
                             Places& at, std::string& refusal);
     static std::vector<Group> alive(const Members& members);
-    Result<PutReport> put_whole(std::span<const PutItem> given, const PutOptions& options,
-                                size_t attempt = 1);
+    Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
+    // Keys of one range, where there are several and the put replaces.
+    Result<PutReport> put_some(std::span<const PutItem> given, const PutOptions& options, size_t attempt = 1);
     void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
                          PutReport& report);
     PutHow how(const PutOptions& options, const PutReport& report, bool is_copy);

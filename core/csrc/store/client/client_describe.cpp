@@ -99,15 +99,19 @@ void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> na
     } else if (auto last = pool.directory->members()) {
         members = *last;
     }
-    if (!located || (members != nullptr && members->before != nullptr)) {
-        std::string why = located ? "the master has just started" : located.error().text;
-        for (size_t i : which) doubt[i] = why;
+    for (size_t k = 0; k < which.size(); ++k) {
+        const Error* unknown = located ? located->unknown(asked[k]) : &located.error();
+        if (unknown != nullptr) {
+            doubt[which[k]] = unknown->text;
+        } else if (members->is_filling(asked[k])) {
+            doubt[which[k]] = "the master has just started";
+        }
     }
     if (members == nullptr) return;
     std::map<NodeId, Group> groups;
-    auto ask = [&](const Member* member, size_t item) {
+    auto ask = [&](const Member* member, size_t item, const Hash128& hash) {
         if (member == nullptr || member->identity.incarnation == pool.own) return;
-        if (member->state != MemberState::kAlive) {
+        if (members->state(*member, hash) != MemberState::kAlive) {
             doubt[item] = "the node at " + member->identity.address + " is silent";
             return;
         }
@@ -122,8 +126,8 @@ void Client::describe_elsewhere(Pool& pool, std::span<const std::string_view> na
         }
         // Where this client put copies of which the directory has not heard yet.
         recent_.find(now_ms(), asked[k], at);
-        for (NodeId node : at) ask(members->find(node), which[k]);
-        if (at.empty()) ask(known_place(locations_, *members, asked[k]), which[k]);
+        for (NodeId node : at) ask(members->find(node), which[k], asked[k]);
+        if (at.empty()) ask(known_place(locations_, *members, asked[k]), which[k], asked[k]);
     }
     std::vector<Group> work;
     for (auto& [id, group] : groups) work.push_back(std::move(group));

@@ -90,7 +90,7 @@ inline bool has_marks(const Session& session, std::span<const PutItem> items) {
 }
 
 inline NewKey key_of(const PutItem& item, const PutHow& how) {
-    Version version = item.version != kNoVersion ? item.version : how.known;
+    Version version = item.version != kNoVersion ? item.version : how.known_of(item.name);
     return {item.name, item.parent, item.group, item.soft_ms, version};
 }
 

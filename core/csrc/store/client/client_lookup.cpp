@@ -79,8 +79,10 @@ void Client::pin_elsewhere(Pool& pool, std::span<const std::string_view> names,
         }
         std::map<Incarnation, Group> groups;
         for (size_t k = 0; k < asked.size(); ++k) {
+            if (const Error* unknown = located ? located->unknown(asked[k]) : nullptr) why = unknown->text;
             const Member* member =
-                located ? nearest(pool, *members, located->keys[k], tried[left[k]], asked[k].low) : nullptr;
+                located ? nearest(pool, *members, asked[k], located->keys[k], tried[left[k]], asked[k].low)
+                        : nullptr;
             // Where this client put it a moment ago, or found it before.
             if (member == nullptr) {
                 member = known_place(locations_, *members, asked[k]);
@@ -163,22 +165,23 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
     if (others == nullptr || wanted.empty()) return present;
     LocateOptions question;
     question.suspects = true;  // they may have it, and would have to answer before it is a miss
-    Result<LocateAnswer> located = others->directory->locate(hashes(wanted), question);
+    const std::vector<Hash128> asked = hashes(wanted);
+    Result<LocateAnswer> located = others->directory->locate(asked, question);
     if (!located) {
         for (size_t i : place) present[i] = Presence::kUnknown;
         return present;
     }
-    // A new master has not heard of every node yet: the holder may be unknown to it.
-    const bool filling = located->members->before != nullptr;
     std::vector<NodeId> own_id;  // it has just said that it has not got it, and the directory may be behind
     for (const Member& member : located->members->rows) {
         if (own && member.identity.incarnation == others->own) own_id.push_back(member.id);
     }
     for (size_t k = 0; k < wanted.size(); ++k) {
-        bool unknown = filling;
+        // A new master has not heard of every node yet: the holder may be unknown to it.
+        bool unknown = located->members->is_filling(asked[k]) || located->unknown(asked[k]) != nullptr;
         for (const Holder& holder : located->keys[k]) {
             const Member* silent = located->members->find(holder.node);
-            unknown |= silent != nullptr && silent->state != MemberState::kAlive &&
+            unknown |= silent != nullptr &&
+                       located->members->state(*silent, asked[k]) != MemberState::kAlive &&
                        !(own && silent->identity.incarnation == others->own);
         }
         if (unknown) present[place[k]] = Presence::kUnknown;
@@ -193,9 +196,9 @@ Result<std::vector<Presence>> Client::exists_whole(std::span<const std::string_v
         for (size_t k : left) {
             if (present[place[k]] == Presence::kHit) continue;
             std::span<const NodeId> avoid = attempt == 0 ? std::span<const NodeId>(own_id) : tried[k];
-            const Member* member = nearest(*others, *located->members, located->keys[k], avoid, k);
+            const Member* member = nearest(*others, *located->members, asked[k], located->keys[k], avoid, k);
             if (member == nullptr && attempt == 0) {
-                member = known_place(locations_, *located->members, own_.hasher()(wanted[k]));
+                member = known_place(locations_, *located->members, asked[k]);
             }
             if (member == nullptr) continue;
             if (located->keys[k].size() > 1) {
@@ -283,7 +286,8 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
     LocateOptions question;
     question.prefix = true;
     question.width = static_cast<uint16_t>(width);
-    Result<LocateAnswer> located = others->directory->locate(hashes(rest), question);
+    const std::vector<Hash128> asked = hashes(rest);
+    Result<LocateAnswer> located = others->directory->locate(asked, question);
     if (!located) {
         prefix.why = located.error().text;
         return prefix;
@@ -293,6 +297,8 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
     if (located->members->before != nullptr && more != rest.size()) {
         prefix.why = "the master has just started, and does not know yet what all nodes hold";
     }
+    if (more != rest.size() && !located->unreached.empty())
+        prefix.why = located->unreached.begin()->second.text;
     for (const Member& member : located->members->rows) {
         bool away = member.state != MemberState::kAlive && more != rest.size() && prefix.why.empty();
         if (away) prefix.why = "the node at " + member.identity.address + " is silent";
@@ -331,7 +337,7 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
             if (k < more) prefix.descriptors[have + k].size = kManifestBytes;
         }
         for (size_t k = 0; k < more; k += width) {
-            const Member* member = nearest(*others, *located->members, located->keys[k], {}, k);
+            const Member* member = nearest(*others, *located->members, asked[k], located->keys[k], {}, k);
             if (member == nullptr) {
                 prefix.found_at.emplace_back();
             } else {

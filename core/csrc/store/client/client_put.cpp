@@ -169,7 +169,53 @@ Result<PutReport> Client::put_unique(std::span<const PutItem> items, const PutOp
     return report;
 }
 
-Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOptions& asked, size_t attempt) {
+// A replacement takes a place in the order of its key's range: one call for each of them. What a call could
+// not say of its keys is no word about the others.
+Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOptions& options) {
+    std::shared_ptr<Pool> others = pool();
+    if (others == nullptr || !(options.replace || options.unique) || others->directory->ranges() == 1)
+        return put_some(items, options);
+    std::vector<Hash128> keys;
+    for (const PutItem& item : items) keys.push_back(own_.hasher()(item.name));
+    std::vector<std::vector<size_t>> groups = others->directory->by_range(keys);
+    if (groups.size() <= 1) return put_some(items, options);
+    PutReport report;
+    report.outcomes.assign(items.size(), PutOutcome::kRefused);
+    if (options.replicas > 1) report.copies.resize(items.size());
+    std::optional<Error> why_not;
+    size_t failed = 0;
+    for (const std::vector<size_t>& which : groups) {
+        std::vector<PutItem> some;
+        for (size_t i : which) some.push_back(items[i]);
+        Result<PutReport> put = put_some(some, options);
+        if (!put) {
+            if (!no_answer(put.error())) return put;
+            ++failed;
+            report.refusal = put.error().text;
+            report.unanswered = true;
+            why_not = put.error();
+            continue;
+        }
+        for (size_t k = 0; k < which.size(); ++k) {
+            report.outcomes[which[k]] = put->outcomes[k];
+            if (!put->copies.empty()) report.copies[which[k]] = put->copies[k];
+        }
+        for (size_t k : put->manifest_sized) report.manifest_sized.push_back(which[k]);
+        for (size_t k : put->held) report.held.push_back(which[k]);
+        for (auto [k, node] : put->placed) report.placed.emplace_back(which[k], node);
+        if (!put->unsure.empty()) report.unsure.resize(items.size());
+        for (size_t k = 0; k < put->unsure.size(); ++k) report.unsure[which[k]] = put->unsure[k];
+        report.known.raise(put->known);
+        report.unanswered |= put->unanswered;
+        report.stored_bytes += put->stored_bytes;
+        if (!put->refusal.empty()) report.refusal = put->refusal;
+        if (!put->short_of_copies.empty()) report.short_of_copies = put->short_of_copies;
+    }
+    if (failed == groups.size()) return *why_not;
+    return report;
+}
+
+Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOptions& asked, size_t attempt) {
     std::span<const PutItem> items = given;
     PutOptions options = asked;
     std::shared_ptr<Pool> others = pool();
@@ -290,7 +336,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
                     for (size_t k : own->manifest_sized) report.manifest_sized.push_back(left[k]);
                     report.refusal = own->refusal;
                     report.stored_bytes += own->stored_bytes;
-                    report.known = std::max(report.known, own->known);
+                    report.known.raise(own->known);
                 } else if (no_answer(own.error())) {
                     own_error = own.error();
                     report.unanswered = true;
@@ -316,7 +362,7 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> given, const PutOpt
         // The master had taken it for given up before the bytes were here.
         bool given_up = std::ranges::find(report.outcomes, PutOutcome::kOlder) != report.outcomes.end();
         if (given_up && !options.unique && attempt < kAttemptsMax)
-            return put_whole(given, options, attempt + 1);
+            return put_some(given, options, attempt + 1);
     }
     for (PutOutcome& outcome : report.outcomes) {
         if (outcome != PutOutcome::kOlder) continue;
@@ -364,17 +410,16 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
 
 PutHow Client::how(const PutOptions& options, bool ack) {
     std::shared_ptr<Pool> others = pool();
-    Version newest = others == nullptr ? kNoVersion : others->directory->newest();
-    return {.replace = options.replace,
-            .ack = ack,
-            .timeout_ms = options.timeout_ms,
-            .known = options.known != kNoVersion ? options.known : newest};
+    PutHow how{.replace = options.replace, .ack = ack, .timeout_ms = options.timeout_ms};
+    how.known = options.known;
+    if (how.known.is_none() && others != nullptr) how.known = others->directory->newest();
+    return how;
 }
 
 // At another node than the own one, where other nodes may have carried the put out.
 PutHow Client::how(const PutOptions& options, const PutReport& report, bool is_copy) {
     PutHow how = this->how(options, true);
-    how.known = std::max(how.known, report.known);
+    how.known.raise(report.known);
     how.anew = !is_copy && !report.unanswered;
     return how;
 }
@@ -398,7 +443,7 @@ bool Client::put_at(NodeClient& to, const Member& member, std::span<const PutIte
         report.unanswered |= no_answer(put.error());
         return false;
     }
-    report.known = std::max(report.known, put->known);
+    report.known.raise(put->known);
     std::vector<size_t> refused;
     for (size_t k = 0; k < left.size(); ++k) {
         report.outcomes[left[k]] = put->outcomes[k];

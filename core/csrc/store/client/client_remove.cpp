@@ -33,17 +33,29 @@ Result<RemoveReport> Client::remove(std::span<const std::string_view> names) {
     }
     Status fit = own_.check_names(names);
     if (!fit && !no_answer(fit.error())) return fit.error();
-    RemovalSteps steps(hashes(names), others->own, true, locations_, recent_);
-    tell_removal(*others, names, steps, manifests);
-    end_removal(*others, names, steps);
     RemoveReport report;
+    report.flags.resize(names.size());
+    std::vector<std::string> unsure(names.size());
     bool any_unsure = false;
-    for (size_t i = 0; i < names.size(); ++i) {
-        bool unsure = !steps.unsure(i).empty();
-        any_unsure |= unsure;
-        report.flags.push_back(unsure ? 2 : steps.removed()[i]);
+    // Each range of shards has an order of its own.
+    for (const std::vector<size_t>& which : others->directory->by_range(hashes(names))) {
+        std::vector<std::string_view> some;
+        for (size_t i : which) some.push_back(names[i]);
+        RemovalSteps steps(hashes(some), others->own, true, locations_, recent_);
+        std::vector<RemovedManifest> shown;
+        tell_removal(*others, some, steps, shown);
+        end_removal(*others, some, steps);
+        for (size_t k = 0; k < which.size(); ++k) {
+            unsure[which[k]] = steps.unsure(k);
+            any_unsure |= !steps.unsure(k).empty();
+            report.flags[which[k]] = steps.unsure(k).empty() ? steps.removed()[k] : 2;
+        }
+        for (RemovedManifest& manifest : shown) {
+            manifest.item = which[manifest.item];
+            manifests.push_back(manifest);
+        }
     }
-    for (size_t i = 0; any_unsure && i < names.size(); ++i) report.unsure.push_back(steps.unsure(i));
+    if (any_unsure) report.unsure = std::move(unsure);
     std::vector<Manifest> striped;
     for (const RemovedManifest& manifest : manifests) add_genuine(names[manifest.item], manifest, striped);
     remove_stripes(*others, striped);
@@ -83,11 +95,12 @@ bool Client::held_by_a_suspect(std::string_view name) {
     if (others == nullptr) return false;
     LocateOptions question;
     question.suspects = true;
-    Result<LocateAnswer> located = others->directory->locate(hashes({&name, 1}), question);
+    const Hash128 hash = own_.hasher()(name);
+    Result<LocateAnswer> located = others->directory->locate({&hash, 1}, question);
     if (!located) return true;
     return std::ranges::any_of(located->keys[0], [&](const Holder& holder) {
         const Member* member = located->members->find(holder.node);
-        return member != nullptr && member->state != MemberState::kAlive;
+        return member != nullptr && located->members->state(*member, hash) != MemberState::kAlive;
     });
 }
 
@@ -160,7 +173,8 @@ Result<std::vector<ListRow>> Client::list(std::string_view prefix, uint64_t limi
     }
     std::vector<Group> work;
     for (const Member& member : (*members)->rows) {
-        if (member.state == MemberState::kAlive && member.identity.incarnation != others->own) {
+        // One that is joining for any master may have yet to drop something.
+        if ((*members)->is_alive(member) && member.identity.incarnation != others->own) {
             work.emplace_back();
             work.back().member = member;
         }

@@ -296,9 +296,13 @@ void Client::remove_stripes(Pool& pool, std::span<const Manifest> manifests) {
     if (stripes.empty()) return;
     std::vector<std::string_view> names(stripes.begin(), stripes.end());
     std::vector<RemovedManifest> none;
-    RemovalSteps steps(hashes(names), pool.own, true, locations_, recent_);
-    tell_removal(pool, names, steps, none);
-    end_removal(pool, names, steps);
+    for (const std::vector<size_t>& which : pool.directory->by_range(hashes(names))) {
+        std::vector<std::string_view> some;
+        for (size_t i : which) some.push_back(names[i]);
+        RemovalSteps steps(hashes(some), pool.own, true, locations_, recent_);
+        tell_removal(pool, some, steps, none);
+        end_removal(pool, some, steps);
+    }
 }
 
 }  // namespace moonpool

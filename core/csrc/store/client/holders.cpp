@@ -4,14 +4,14 @@
 
 namespace moonpool {
 
-const Member* nearest(const OwnPlace& place, const Members& members, std::span<const Holder> holders,
-                      std::span<const NodeId> tried, uint64_t salt) {
+const Member* nearest(const OwnPlace& place, const Members& members, const Hash128& key,
+                      std::span<const Holder> holders, std::span<const NodeId> tried, uint64_t salt) {
     const Member* best = nullptr;
     uint64_t best_cost = UINT64_MAX;
     for (size_t i = 0; i < holders.size(); ++i) {
         if (std::ranges::find(tried, holders[i].node) != tried.end()) continue;
         const Member* member = members.find(holders[i].node);
-        if (member == nullptr || member->state != MemberState::kAlive) continue;
+        if (member == nullptr || members.state(*member, key) != MemberState::kAlive) continue;
         uint64_t cost = 2;
         if (member->identity.incarnation == place.own) {
             cost = 0;
@@ -31,7 +31,8 @@ const Member* nearest(const OwnPlace& place, const Members& members, std::span<c
 const Member* known_place(LocationCache& locations, const Members& members, const Hash128& hash) {
     std::optional<Incarnation> life = locations.find(hash);
     const Member* member = life ? members.find(*life) : nullptr;
-    return member != nullptr && member->state == MemberState::kAlive ? member : nullptr;
+    bool alive = member != nullptr && members.state(*member, hash) == MemberState::kAlive;
+    return alive ? member : nullptr;
 }
 
 }  // namespace moonpool

@@ -28,9 +28,9 @@ struct NodeItems {
 };
 
 // The holder to ask; null: none is alive, or all of those are in `tried`. The own node before others of this
-// host before the rest; memory before disk; and else spread by `salt`.
-const Member* nearest(const OwnPlace& place, const Members& members, std::span<const Holder> holders,
-                      std::span<const NodeId> tried, uint64_t salt);
+// host before the rest; memory before disk; and else spread by `salt`. key: theirs.
+const Member* nearest(const OwnPlace& place, const Members& members, const Hash128& key,
+                      std::span<const Holder> holders, std::span<const NodeId> tried, uint64_t salt);
 
 // Where this client found or put a key last, as far as that node is alive; else null.
 const Member* known_place(LocationCache& locations, const Members& members, const Hash128& hash);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "directory/ranges.hpp"
 #include "directory/types.hpp"
 #include "directory/version.hpp"
 #include "memory/memory_ref.hpp"
@@ -28,7 +29,7 @@ struct PutReport {
     std::vector<PutOutcome> outcomes;
     std::string refusal;  // why, for the items whose outcome is kRefused
     uint64_t stored_bytes = 0;
-    Version known = kNoVersion;   // the removals that the put came after
+    RangeVersions known{};        // the removals that the put came after
     bool unanswered = false;      // a node may have carried it out, and has not said so
     std::vector<uint8_t> copies;  // of each stored item, on different hosts; empty: one each
     std::string short_of_copies;  // why there are fewer than asked for

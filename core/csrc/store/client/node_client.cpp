@@ -225,7 +225,13 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
     const IndexReader* index = how.anew ? s.path().index() : nullptr;
-    if (index != nullptr) how.known = std::max(how.known, index->applied());
+    if (index != nullptr) {
+        RangeVersions applied(index->ranges());
+        for (uint32_t range = 0; range < applied.count(); ++range)
+            applied.raise(range, index->applied(range));
+        how.known.raise(applied);
+    }
+    how.hasher = &hash_;
     // All items are judged before the first byte is copied: a call is refused as a whole or not at all.
     Result<PutReport> report = s.path().put(items, how);
     if (report) report->known = how.known;
@@ -248,7 +254,7 @@ void NodeClient::put_after_removals(Session& s, std::span<const PutItem> items, 
         }
         again.push_back(items[i]);
         again.back().version = newest;
-        report.known = std::max(report.known, newest);
+        report.known.raise((*how.hasher)(items[i].name), newest);
         place.push_back(i);
     }
     report.older.clear();

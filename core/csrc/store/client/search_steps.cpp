@@ -48,10 +48,11 @@ void SearchSteps::located(const Result<LocateAnswer>& answer) {
         for (const Member& member : answer->members->rows) {
             if (member.identity.incarnation == place_.own) avoid.push_back(member.id);
         }
-        const Member* member = nearest(place_, *answer->members, answer->keys[u], avoid, question_[u].low);
+        const Member* member =
+            nearest(place_, *answer->members, question_[u], answer->keys[u], avoid, question_[u].low);
         // Damaged on the way, and no other node has it: once more from the same node.
         if (member == nullptr && sizes_[item] == kDamagedRead && round_ <= 2) {
-            member = nearest(place_, *answer->members, answer->keys[u], {}, question_[u].low);
+            member = nearest(place_, *answer->members, question_[u], answer->keys[u], {}, question_[u].low);
         }
         if (member != nullptr) assign(*member, item);
     }

@@ -14,7 +14,7 @@ Hash128 hash_in(const IndexEntry& entry) { return Hash128{entry.hash_low, entry.
 
 }  // namespace
 
-uint64_t Holdings::inventory(uint64_t cursor, std::vector<DeltaRow>& rows) const {
+uint64_t Holdings::inventory(uint64_t cursor, std::vector<DeltaRow>& rows, const Range& range) const {
     uint64_t pool_number = cursor >> 32;
     auto slot = static_cast<uint32_t>(cursor);
     size_t devices = ssd_ == nullptr ? 0 : ssd_->devices();
@@ -24,14 +24,18 @@ uint64_t Holdings::inventory(uint64_t cursor, std::vector<DeltaRow>& rows) const
         if (device >= devices) return 0;
         std::vector<Hash128> hashes;
         slot = ssd_->hashes(device, slot, kSlotsPerPiece, hashes);
-        for (const Hash128& hash : hashes) rows.push_back({hash, Tier::kSsd, true});
+        for (const Hash128& hash : hashes) {
+            if (range.contains(hash)) rows.push_back({hash, Tier::kSsd, true});
+        }
         return slot != 0 ? pool_number << 32 | slot : next_part();
     }
     const ObjectTable& table =
         std::next(pools_.begin(), static_cast<std::ptrdiff_t>(pool_number))->second->table();
     uint32_t end = std::min(table.slots_used(), slot + kSlotsPerPiece);
     for (; slot < end; ++slot) {
-        if (table.committed(slot)) rows.push_back({hash_in(table.entry(slot)), Tier::kDram, true});
+        if (!table.committed(slot)) continue;
+        Hash128 hash = hash_in(table.entry(slot));
+        if (range.contains(hash)) rows.push_back({hash, Tier::kDram, true});
     }
     return slot < table.slots_used() ? pool_number << 32 | slot : next_part();
 }
@@ -77,22 +81,25 @@ void Holdings::drop(const Drop& drop) {
     if (ssd_ != nullptr && ssd_->forget_older(drop.hash, drop.version)) ssd_->tell_again(drop.hash);
 }
 
-uint32_t Holdings::drop_some(Pool& pool, uint32_t cursor, Version before) {
+uint32_t Holdings::drop_some(Pool& pool, uint32_t cursor, Version before, const Range& range) {
     ObjectTable& table = pool.table();
     uint32_t stop = std::min(table.slots_used(), cursor + kDropsPerPiece);
     for (; cursor < stop; ++cursor) {
         if (!table.committed(cursor) || table.version(cursor) >= before) continue;
         Hash128 hash = hash_in(table.entry(cursor));
+        if (!range.contains(hash)) continue;
         table.remove(cursor);
         if (ssd_ != nullptr) (void)ssd_->forget_older(hash, before);
     }
     return cursor < table.slots_used() ? cursor : 0;
 }
 
-uint32_t Holdings::drop_some_of_disk(size_t device, uint32_t cursor, Version before) {
+uint32_t Holdings::drop_some_of_disk(size_t device, uint32_t cursor, Version before, const Range& range) {
     std::vector<Hash128> hashes;
     cursor = ssd_->hashes(device, cursor, kDropsPerPiece, hashes);
-    for (const Hash128& hash : hashes) (void)ssd_->forget_older(hash, before);
+    for (const Hash128& hash : hashes) {
+        if (range.contains(hash)) (void)ssd_->forget_older(hash, before);
+    }
     return cursor;
 }
 

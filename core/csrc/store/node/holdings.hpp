@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "directory/delta_log.hpp"
+#include "directory/ranges.hpp"
 #include "store/node/pool.hpp"
 #include "store/node/removals.hpp"
 #include "store/node/ssd_tier.hpp"
@@ -26,8 +27,8 @@ class Holdings {
         : pools_(pools), ssd_(ssd), removals_(removals) {}
 
     // The next rows of the inventory, from a cursor on: which pool, or behind them which directory of the
-    // SSD, and from which slot on. -> the next cursor, 0: the end.
-    uint64_t inventory(uint64_t cursor, std::vector<DeltaRow>& rows) const;
+    // SSD, and from which slot on; those of that range. -> the next cursor, 0: the end.
+    uint64_t inventory(uint64_t cursor, std::vector<DeltaRow>& rows, const Range& range = {}) const;
     NodeLoad load(uint64_t now_ms);
 
     // Whether there is nothing.
@@ -36,10 +37,10 @@ class Holdings {
     // From everywhere at once: what is being written to a disk dies, and so does what is being read from it.
     // A copy that is not older stays, and is told anew: the master took it for an older one.
     void drop(const Drop& drop);
-    // The next objects of a pool's memory, or of a disk, from a cursor on, that are older. -> the next
-    // cursor, 0: the end.
-    uint32_t drop_some(Pool& pool, uint32_t cursor, Version before);
-    uint32_t drop_some_of_disk(size_t device, uint32_t cursor, Version before);
+    // The next objects of a pool's memory, or of a disk, from a cursor on, that are of the range and older.
+    // -> the next cursor, 0: the end.
+    uint32_t drop_some(Pool& pool, uint32_t cursor, Version before, const Range& range = {});
+    uint32_t drop_some_of_disk(size_t device, uint32_t cursor, Version before, const Range& range = {});
 
    private:
     Pools& pools_;

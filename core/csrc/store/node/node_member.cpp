@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.hpp"
+#include "directory/ranges.hpp"
 #include "wire/address.hpp"
 
 namespace moonpool {
@@ -28,10 +29,11 @@ MemberAgentOptions agent_options(const ClusterOptions& options, std::string mast
 
 }  // namespace
 
-NodeMember::ToMaster::ToMaster(MemberAgentOptions options, MemberHooks hooks, DeltaLog* next)
-    : log(
-          kLogRowsMax, [this] { agent.wake(); }, next),
-      agent(std::move(options), std::move(hooks), log) {}
+NodeMember::ToMaster::ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next)
+    : range(options.range),
+      log(
+          kLogRowsMax, [this] { agent.wake(); }, next, range),
+      agent(options, std::move(hooks), log) {}
 
 NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
                        const std::string& socket_path, const Incarnation& incarnation, Pools& pools,
@@ -41,22 +43,18 @@ NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
       removals_(removals),
       holdings_(pools, ssd, removals),
       run_on_loop_(std::move(run_on_loop)) {
-    MemberHooks hooks{
-        [this](uint64_t& cursor, std::vector<DeltaRow>& rows) { return inventory(cursor, rows); },
-        [this](NodeLoad& l) { return load(l); },
-        [this](const Drops& drops) { return drop(drops); },
-        [this] { return removals_.applied(); },
-        [this] { return is_empty(); },
-        [this](Version before, Version& cursor, std::vector<Drop>& rows) {
-            return this->removals(before, cursor, rows);
-        }};
-    std::vector<std::string> masters = split_addresses(options.master);
+    std::vector<std::string> ranges = split_ranges(options.master);
+    const auto count = static_cast<uint32_t>(ranges.size());
     DeltaLog* next = nullptr;
-    for (size_t i = masters.size(); i-- > 0;) {  // from the last, which has no next one
-        auto to = std::make_unique<ToMaster>(
-            agent_options(options, masters[i], token, socket_path, incarnation), hooks, next);
-        next = &to->log;
-        masters_.insert(masters_.begin(), std::move(to));
+    for (uint32_t index = count; index-- > 0;) {  // from the last, which has no next one
+        std::vector<std::string> masters = split_addresses(ranges[index]);
+        for (size_t i = masters.size(); i-- > 0;) {
+            MemberAgentOptions agent = agent_options(options, masters[i], token, socket_path, incarnation);
+            agent.range = Range{index, count};
+            auto to = std::make_unique<ToMaster>(agent, hooks(agent.range), next);
+            next = &to->log;
+            masters_.insert(masters_.begin(), std::move(to));
+        }
     }
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(next);
     if (ssd_ != nullptr) ssd_->set_delta_log(next);
@@ -66,6 +64,19 @@ NodeMember::~NodeMember() {
     stop();
     for (auto& [tenant, pool] : pools_) pool->table().set_delta_log(nullptr);
     if (ssd_ != nullptr) ssd_->set_delta_log(nullptr);
+}
+
+MemberHooks NodeMember::hooks(const Range& range) {
+    return {[this, range](uint64_t& cursor, std::vector<DeltaRow>& rows) {
+                return inventory(cursor, rows, range);
+            },
+            [this](NodeLoad& l) { return load(l); },
+            [this, range](const Drops& drops) { return drop(drops, range); },
+            [this, range] { return removals_.applied(range.index); },
+            [this] { return is_empty(); },
+            [this, range](Version before, Version& cursor, std::vector<Drop>& rows) {
+                return this->removals(before, cursor, rows, range);
+            }};
 }
 
 Status NodeMember::start() {
@@ -80,22 +91,30 @@ void NodeMember::stop() {
 }
 
 MemberAgent::State NodeMember::state() const {
-    for (const auto& to : masters_) {
-        if (MemberAgent::State state = to->agent.state(); state.joined) return state;
+    std::optional<MemberAgent::State> first;
+    for (size_t i = 0; i < masters_.size();) {
+        const uint32_t range = masters_[i]->range.index;
+        std::optional<MemberAgent::State> of_range;
+        for (; i < masters_.size() && masters_[i]->range.index == range; ++i) {
+            MemberAgent::State state = masters_[i]->agent.state();
+            if (!of_range || (state.joined && !of_range->joined)) of_range = std::move(state);
+        }
+        if (!of_range->joined) return *of_range;
+        if (!first) first = std::move(of_range);
     }
-    return masters_.front()->agent.state();
+    return *first;
 }
 
 // What a piece fills in is shared with it: it may run after its caller has given up.
-bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows) {
+bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows, const Range& range) {
     struct Piece {
         uint64_t cursor;
         std::vector<DeltaRow> rows;
     };
     auto piece = std::make_shared<Piece>(Piece{cursor, {}});
-    if (!run_on_loop_([this, piece] { piece->cursor = holdings_.inventory(piece->cursor, piece->rows); })) {
-        return false;
-    }
+    bool done = run_on_loop_(
+        [this, piece, range] { piece->cursor = holdings_.inventory(piece->cursor, piece->rows, range); });
+    if (!done) return false;
     cursor = piece->cursor;
     rows = std::move(piece->rows);
     return true;
@@ -114,14 +133,15 @@ bool NodeMember::is_empty() {
     return run_on_loop_([this, empty] { *empty = holdings_.empty(); }) && *empty;
 }
 
-Version NodeMember::removals(Version before, Version& cursor, std::vector<Drop>& rows) {
+Version NodeMember::removals(Version before, Version& cursor, std::vector<Drop>& rows, const Range& range) {
     struct Piece {
         Version cursor, complete_since = kNoVersion;
         std::vector<Drop> rows;
     };
     auto piece = std::make_shared<Piece>(Piece{cursor, kNoVersion, {}});
-    bool done = run_on_loop_([this, piece, before] {
-        piece->complete_since = removals_.before(before, piece->cursor, kRemovalsPerFrame, piece->rows);
+    bool done = run_on_loop_([this, piece, before, range] {
+        piece->complete_since =
+            removals_.before(range.index, before, piece->cursor, kRemovalsPerFrame, piece->rows);
     });
     cursor = done ? piece->cursor : kNoVersion;
     if (!done) return kNoVersion;
@@ -130,20 +150,23 @@ Version NodeMember::removals(Version before, Version& cursor, std::vector<Drop>&
 }
 
 // applied() moves last, when all is carried out.
-bool NodeMember::drop(const Drops& drops) {
-    if (drops.all && !drop_all(drops.all_before)) return false;
-    return run_on_loop_([this, drops] {
-        for (const Drop& drop : drops.items) holdings_.drop(drop);
-        removals_.set_applied(drops.upto);
+bool NodeMember::drop(const Drops& drops, const Range& range) {
+    if (drops.all && !drop_all(drops.all_before, range)) return false;
+    return run_on_loop_([this, drops, range] {
+        for (const Drop& drop : drops.items) {
+            if (range.contains(drop.hash)) holdings_.drop(drop);
+        }
+        removals_.set_applied(range.index, drops.upto);
     });
 }
 
 // Objects move between memory and disks while this goes on, a piece at a time. The disks come first, so that
 // nothing more is brought from there into slots that were passed; memory next, with the writes that are not
 // on a disk's list yet; then the disks again, for what was written and evicted between the two.
-bool NodeMember::drop_all(Version before) {
-    if (ssd_ == nullptr) return drop_all_of_memory(before);
-    return drop_all_of_ssd(before) && drop_all_of_memory(before) && drop_all_of_ssd(before);
+bool NodeMember::drop_all(Version before, const Range& range) {
+    if (ssd_ == nullptr) return drop_all_of_memory(before, range);
+    return drop_all_of_ssd(before, range) && drop_all_of_memory(before, range) &&
+           drop_all_of_ssd(before, range);
 }
 
 // Runs some(cursor) -> the next cursor on the loop until the end, cursor 0.
@@ -156,18 +179,19 @@ bool NodeMember::in_pieces(Some some) {
     return true;
 }
 
-bool NodeMember::drop_all_of_memory(Version before) {
-    return std::ranges::all_of(pools_, [this, before](auto& entry) {
+bool NodeMember::drop_all_of_memory(Version before, const Range& range) {
+    return std::ranges::all_of(pools_, [this, before, range](auto& entry) {
         Pool* pool = entry.second.get();
-        return in_pieces(
-            [this, pool, before](uint32_t cursor) { return holdings_.drop_some(*pool, cursor, before); });
+        return in_pieces([this, pool, before, range](uint32_t cursor) {
+            return holdings_.drop_some(*pool, cursor, before, range);
+        });
     });
 }
 
-bool NodeMember::drop_all_of_ssd(Version before) {
+bool NodeMember::drop_all_of_ssd(Version before, const Range& range) {
     for (size_t device = 0; device < ssd_->devices(); ++device) {
-        auto some = [this, device, before](uint32_t cursor) {
-            return holdings_.drop_some_of_disk(device, cursor, before);
+        auto some = [this, device, before, range](uint32_t cursor) {
+            return holdings_.drop_some_of_disk(device, cursor, before, range);
         };
         if (!in_pieces(some)) return false;
     }

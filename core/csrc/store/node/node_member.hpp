@@ -19,7 +19,9 @@
 namespace moonpool {
 
 struct ClusterOptions {
-    std::string master;         // "host:port", or several with commas; empty: the node is alone
+    // "host:port", or several of one range with commas, and of several ranges with semicolons between; empty:
+    // the node is alone
+    std::string master;
     std::string name;           // of the node, within its host
     std::string host_id;        // equal for all processes of a host
     std::string address;        // of its wire, as others reach it
@@ -49,19 +51,22 @@ class NodeMember {
 
     Status start();
     void stop();
-    MemberAgent::State state() const;  // towards the master that it has joined; else towards the first
+    // Towards the master that it has joined; else towards the first. Of several ranges: towards one of the
+    // first range without a master that it has joined, if there is such a one.
+    MemberAgent::State state() const;
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
-    // What the master asks for; on any thread but the loop's. False when it was not done in time.
-    bool drop(const Drops& drops);
+    // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
+    bool drop(const Drops& drops, const Range& range = {});
 
    private:
-    bool inventory(uint64_t& cursor, std::vector<DeltaRow>& rows);
+    MemberHooks hooks(const Range& range);
+    bool inventory(uint64_t& cursor, std::vector<DeltaRow>& rows, const Range& range);
     bool load(NodeLoad& load);
     bool is_empty();
-    Version removals(Version before, Version& cursor, std::vector<Drop>& rows);
-    bool drop_all(Version before);
-    bool drop_all_of_memory(Version before);
-    bool drop_all_of_ssd(Version before);
+    Version removals(Version before, Version& cursor, std::vector<Drop>& rows, const Range& range);
+    bool drop_all(Version before, const Range& range);
+    bool drop_all_of_memory(Version before, const Range& range);
+    bool drop_all_of_ssd(Version before, const Range& range);
     template <class Some>
     bool in_pieces(Some some);
 
@@ -72,7 +77,8 @@ class NodeMember {
     RunOnLoop run_on_loop_;
     // The tables push to the first one's log, each log to the next one's.
     struct ToMaster {
-        ToMaster(MemberAgentOptions options, MemberHooks hooks, DeltaLog* next);
+        ToMaster(const MemberAgentOptions& options, MemberHooks hooks, DeltaLog* next);
+        const Range range;
         DeltaLog log;
         MemberAgent agent;
     };

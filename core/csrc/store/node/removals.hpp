@@ -5,8 +5,11 @@
 // the key that is later voids it, and so may one up to applied(), for a node is told only of what concerned
 // it. Such a put is refused as older, and its client, if it still waits, begins it anew. So a frame that a
 // node reads late, long after its client gave up, brings nothing back.
+//
+// Each range of shards has an order of its own, from its own master, and a part of the log.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <optional>
@@ -14,6 +17,7 @@
 #include <vector>
 
 #include "directory/drop_list.hpp"
+#include "directory/ranges.hpp"
 #include "directory/removal_log.hpp"
 
 namespace moonpool {
@@ -22,21 +26,26 @@ class Removals {
    public:
     static constexpr size_t kMax = 1u << 17;  // 131,072 keys: some 16 MiB
 
-    // Told of every change of applied().
-    void set_on_applied(std::function<void(Version)> f) { on_applied_ = std::move(f); }
+    explicit Removals(uint32_t ranges = 1)
+        : ranges_(ranges), logs_(ranges, RemovalLog(std::max<size_t>(kMax / ranges, 1))) {}
 
-    Version applied() const { return applied_.load(std::memory_order_relaxed); }
-    void set_applied(Version version) {
-        if (version <= applied()) return;
-        applied_.store(version, std::memory_order_relaxed);
-        if (on_applied_) on_applied_(version);
+    uint32_t ranges() const { return ranges_; }
+
+    // Told of every change of applied().
+    void set_on_applied(std::function<void(uint32_t range, Version)> f) { on_applied_ = std::move(f); }
+
+    Version applied(uint32_t range) const { return applied_[range].load(std::memory_order_relaxed); }
+    void set_applied(uint32_t range, Version version) {
+        if (version <= applied(range)) return;
+        applied_[range].store(version, std::memory_order_relaxed);
+        if (on_applied_) on_applied_(range, version);
     }
 
     // The key is removed, or replaced, at that place; kNoVersion, UINT64_MAX: none is known.
     void add(const Hash128& hash, Version version) {
-        if (version != kNoVersion && version != UINT64_MAX) log_.add(hash, version);
+        if (version != kNoVersion && version != UINT64_MAX) logs_[range_of(hash, ranges_)].add(hash, version);
     }
-    Version last(const Hash128& hash) const { return log_.find(hash).version; }
+    Version last(const Hash128& hash) const { return logs_[range_of(hash, ranges_)].find(hash).version; }
 
     // The version of an object that is put. given: as its client says; none: it is of the release before, and
     // what the node knows now counts. None: it is older than a removal.
@@ -46,11 +55,15 @@ class Removals {
         return given.value_or(known);
     }
     // With which a put of that key comes after all that the node knows.
-    Version newest_for(const Hash128& hash) const { return std::max(applied(), last(hash)); }
+    Version newest_for(const Hash128& hash) const {
+        return std::max(applied(range_of(hash, ranges_)), last(hash));
+    }
 
-    // Those before that version, from a cursor on, for a new master: see MemberHooks.
-    Version before(Version version, Version& cursor, size_t most, std::vector<Drop>& rows) const {
-        bool more = log_.each_after(cursor, [&](const Hash128& hash, const Removal& removal) {
+    // Those of a range before that version, from a cursor on, for a new master: see MemberHooks.
+    Version before(uint32_t range, Version version, Version& cursor, size_t most,
+                   std::vector<Drop>& rows) const {
+        const RemovalLog& log = logs_[range];
+        bool more = log.each_after(cursor, [&](const Hash128& hash, const Removal& removal) {
             if (removal.version >= version) return false;
             // Those of one version stay together, as the cursor is a version.
             if (rows.size() >= most && rows.back().version != removal.version) return true;
@@ -58,15 +71,20 @@ class Removals {
             return false;
         });
         cursor = more ? rows.back().version : kNoVersion;
-        return log_.complete_since();
+        return log.complete_since();
     }
 
-    size_t size() const { return log_.size(); }
+    size_t size() const {
+        size_t size = 0;
+        for (const RemovalLog& log : logs_) size += log.size();
+        return size;
+    }
 
    private:
-    RemovalLog log_{kMax};
-    std::atomic<Version> applied_{kNoVersion};
-    std::function<void(Version)> on_applied_;
+    const uint32_t ranges_;
+    std::vector<RemovalLog> logs_;  // of each range
+    std::array<std::atomic<Version>, kRangesMax> applied_{};
+    std::function<void(uint32_t, Version)> on_applied_;
 };
 
 }  // namespace moonpool

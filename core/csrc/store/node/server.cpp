@@ -22,6 +22,7 @@
 #include <cstring>
 #include <future>
 
+#include "directory/ranges.hpp"
 #include "memory/available.hpp"
 #include "memory/room.hpp"
 #include "store/node/connection.hpp"
@@ -95,10 +96,16 @@ struct Server::LocalListener final : EventHandler {
 Server::Server(ServerOptions options)
     : options_(std::move(options)),
       incarnation_(random_incarnation()),
+      removals_(std::max<uint32_t>(1, static_cast<uint32_t>(split_ranges(options_.cluster.master).size()))),
       connections_max_(options_.limits.connections) {}
 
 Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
+    if (size_t ranges = split_ranges(options.cluster.master).size(); ranges > kRangesMax) {
+        return Error{Code::kInvalidArgument, "cluster.master has " + std::to_string(ranges) +
+                                                 " ranges of masters; there are at most " +
+                                                 std::to_string(kRangesMax)};
+    }
     if (options.pools.empty()) return Error{Code::kInvalidArgument, "a node needs at least one tenant"};
     uint64_t arenas_bytes = 0;
     for (const PoolOptions& pool : options.pools) arenas_bytes += pool.arena_bytes;
@@ -119,6 +126,7 @@ Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
         }
     }
     ServerOptions& o = server->options_;
+    o.ssd.ranges = server->removals_.ranges();
     if (!o.ssd.directories.empty()) {
         Server* raw = server.get();
         Result<std::unique_ptr<SsdTier>> ssd =
@@ -277,11 +285,13 @@ Status Server::start() {
     // Made before the loop starts, since it registers with the pools' tables; its thread starts last, when
     // there is something to tell.
     if (!options_.cluster.master.empty()) {
-        removals_.set_on_applied([this](Version version) {
-            for (auto& [tenant, pool] : pools_) pool->table().publish_applied(version);
-            if (ssd_ != nullptr) ssd_->set_applied(version);
+        removals_.set_on_applied([this](uint32_t range, Version version) {
+            for (auto& [tenant, pool] : pools_)
+                pool->table().publish_applied(removals_.ranges(), range, version);
+            if (ssd_ != nullptr) ssd_->set_applied(range, version);
         });
-        if (ssd_ != nullptr) removals_.set_applied(ssd_->applied());
+        for (uint32_t range = 0; ssd_ != nullptr && range < removals_.ranges(); ++range)
+            removals_.set_applied(range, ssd_->applied(range));
         member_ = std::make_unique<NodeMember>(
             options_.cluster, options_.token, options_.socket_path, incarnation_, pools_, ssd_.get(),
             removals_, [this](std::function<void()> f) { return loop_->call(f, kCallMs); });

@@ -60,7 +60,7 @@ Result<std::unique_ptr<SsdTier>> SsdTier::open(const SsdOptions& options, Pools&
     }
     std::vector<ssd::Log*> logs;
     for (auto& log : tier->devices_) logs.push_back(log.get());
-    Result<std::unique_ptr<ssd::LogSet>> set = ssd::LogSet::open(std::move(logs), sequence);
+    Result<std::unique_ptr<ssd::LogSet>> set = ssd::LogSet::open(std::move(logs), sequence, options.ranges);
     if (!set) return set.error();
     tier->set_ = std::move(*set);
     // Before any client: a key that stands on two disks would be answered from whichever comes first.

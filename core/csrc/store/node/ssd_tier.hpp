@@ -34,6 +34,7 @@ struct SsdOptions {
     uint32_t records_max = 0;   // of each directory; 0: by the size
     double clean_share = 0.25;  // of an arena: what is kept free or written
     uint32_t stop_ms = 10000;   // to write what is not written yet, at a stop
+    uint32_t ranges = 1;        // of the pool: each has an order of removals
     ssd::OpenFile open;         // for tests
 };
 
@@ -76,8 +77,8 @@ class SsdTier {
 
     // Up to which removal in the order of all each one was carried out here: of directories that came back,
     // the least. It is written once a second at most, and at a stop.
-    void set_applied(Version version) { set_->set_applied(version); }
-    Version applied() const { return set_->applied(); }
+    void set_applied(uint32_t range, Version version) { set_->set_applied(range, version); }
+    Version applied(uint32_t range) const { return set_->applied(range); }
     // What was found out of the directories when they were opened, in one sentence; mostly empty.
     const std::string& note_of_start() const { return set_->note_of_start(); }
 

@@ -85,7 +85,7 @@ Result<IndexWriter> IndexWriter::create(uint32_t slots, const Incarnation& incar
     }
     Result<Mapping> mapping = Mapping::map(writer.fd_.get(), bytes, true);
     if (!mapping) return mapping.error();
-    IndexHeader header{kIndexMagic, slots, buckets_for(slots), incarnation, 0, 0, 0, 0};
+    IndexHeader header{kIndexMagic, slots, buckets_for(slots), incarnation, 0, 0, 0, 0, 0, {}};
     std::memcpy(mapping->data(), &header, sizeof(header));
     writer.slots_ = slots;
     writer.bucket_mask_ = header.buckets - 1;

@@ -46,6 +46,8 @@ struct IndexEntry {
 };
 static_assert(sizeof(IndexEntry) == 128);
 
+inline constexpr uint32_t kIndexRangesMax = 16;
+
 struct IndexHeader {
     uint64_t magic;
     uint32_t slots;
@@ -54,9 +56,12 @@ struct IndexHeader {
     // Each read and written as a whole; the first two are of the arena.
     uint64_t free_bytes;     // a fraction of a second ago
     uint64_t settled_bytes;  // from its front on: in pages that the node will not gather into others any more
-    uint64_t applied;        // up to which removal the node is right; 0 of the release before, too
+    uint64_t applied;        // up to which removal the node is right, in a pool of one range; 0: none
     uint64_t relays;         // 1: processes are to ask the master by the node; 0 of the release before, too
+    uint64_t ranges;         // of the pool, where there are several; 0 of the release before, too
+    uint64_t applied_of[kIndexRangesMax];  // of each of them
 };
+static_assert(sizeof(IndexHeader) <= kPageBytes);
 inline constexpr uint64_t kIndexMagic = 0x3158444E494C504DULL;  // "MPLINDX1"
 
 // What a reader learns of an object; valid as long as `seq` is unchanged.
@@ -89,10 +94,17 @@ class IndexReader {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         return __atomic_load_n(&header->settled_bytes, __ATOMIC_RELAXED);
     }
-    // Up to which removal the node is right: what is put now comes after it.
-    uint64_t applied() const {
+    // Of how many ranges the pool is, as far as the node has heard of a removal.
+    uint32_t ranges() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
-        return __atomic_load_n(&header->applied, __ATOMIC_RELAXED);
+        uint64_t ranges = __atomic_load_n(&header->ranges, __ATOMIC_RELAXED);
+        return ranges <= 1 || ranges > kIndexRangesMax ? 1 : static_cast<uint32_t>(ranges);
+    }
+    // Up to which removal of that range the node is right: what is put now comes after it.
+    uint64_t applied(uint32_t range) const {
+        auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
+        const uint64_t* of = ranges() == 1 ? &header->applied : &header->applied_of[range];
+        return __atomic_load_n(of, __ATOMIC_RELAXED);
     }
     bool relays() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
@@ -136,9 +148,15 @@ class IndexWriter {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
         __atomic_store_n(&header->settled_bytes, bytes, __ATOMIC_RELAXED);
     }
-    void set_applied(uint64_t version) {
+    // A client of the release before reads `applied` only: of several ranges it is told of no removal.
+    void set_applied(uint32_t ranges, uint32_t range, uint64_t version) {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
-        __atomic_store_n(&header->applied, version, __ATOMIC_RELAXED);
+        if (ranges == 1) {
+            __atomic_store_n(&header->applied, version, __ATOMIC_RELAXED);
+        } else {
+            __atomic_store_n(&header->applied_of[range], version, __ATOMIC_RELAXED);
+            __atomic_store_n(&header->ranges, ranges, __ATOMIC_RELAXED);
+        }
     }
     void set_relays() {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
