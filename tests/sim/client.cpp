@@ -44,21 +44,25 @@ Result<std::string> read_object(const Bytes& frame) {
 
 }  // namespace
 
-SimClient::SimClient(World& world, Network& network, std::vector<SimMaster*> masters,
+SimClient::SimClient(World& world, Network& network, std::vector<std::vector<SimMaster*>> masters,
                      std::vector<SimNode*> nodes, uint32_t host, const Planted& planted)
     : Process(world, "client-" + std::to_string(host), host),
       network_(network),
       masters_(std::move(masters)),
+      next_master_(masters_.size()),
       nodes_(std::move(nodes)),
       planted_(planted),
       hash_("default", "default", "") {}
 
 void SimClient::on_start() {
-    lines_ = std::vector<Line>(nodes_.size() + 1);
+    lines_ = std::vector<Line>(nodes_.size() + ranges());
     locations_ = std::make_unique<LocationCache>();
     recent_ = std::make_unique<RecentCopies>();
-    members_ = std::make_unique<MembersCache>(kMembersFreshMs);
-    newest_ = kNoVersion;
+    members_.clear();
+    for (uint32_t range = 0; range < ranges(); ++range)
+        members_.push_back(std::make_unique<MembersCache>(kMembersFreshMs));
+    views_ = std::make_unique<MemberViews>(ranges());
+    newest_.assign(ranges(), kNoVersion);
     place_ = OwnPlace{nodes_[host()]->identity().host_id, {}};
 }
 
@@ -104,9 +108,8 @@ void SimClient::finish(const CallRef& call, Operation::Outcome outcome) {
 // The one to the master is opened in the background, and calls fail at once until it stands.
 void SimClient::connect(Line& line, std::function<void(const Status&)> then) {
     if (line.end != nullptr) return then(success());
-    bool is_master = &line == &lines_[0];
     if (line.dialing || world_.now() >= line.retry_at) {
-        bool waits = !is_master || !line.connected_before;
+        bool waits = !is_master(line) || !line.connected_before;
         if (waits) line.waiting.push_back(then);
         if (!line.dialing) dial(line);
         if (waits) return;
@@ -117,13 +120,16 @@ void SimClient::connect(Line& line, std::function<void(const Status&)> then) {
 void SimClient::dial(Line& line) {
     size_t index = static_cast<size_t>(&line - lines_.data());
     // The one that served last comes last, as in DirectoryClient.
-    SimMaster* master = masters_[index == 0 ? next_master_++ % masters_.size() : 0];
-    Process& to = index == 0 ? static_cast<Process&>(*master) : *nodes_[index - 1];
+    const bool to_master = is_master(line);
+    SimMaster* master = nullptr;
+    if (to_master) master = masters_[index][next_master_[index]++ % masters_[index].size()];
+    SimNode* node = to_master ? nullptr : nodes_[index - ranges()];
+    Process& to = to_master ? static_cast<Process&>(*master) : *node;
     line.dialing = true;
     uint64_t attempt = ++line.attempts;
-    auto accept = [this, index, master](std::shared_ptr<End> end) {
-        if (index == 0) return master->accept(std::move(end), moonpool::Caller::kClient);
-        nodes_[index - 1]->accept(std::move(end));
+    auto accept = [master, node](std::shared_ptr<End> end) {
+        if (master != nullptr) return master->accept(std::move(end), moonpool::Caller::kClient);
+        node->accept(std::move(end));
         return true;
     };
     network_.dial(*this, to, accept, [this, &line, attempt](std::shared_ptr<End> end) {
@@ -133,21 +139,23 @@ void SimClient::dial(Line& line) {
             end->close();
         }
     });
-    later(index == 0 ? kMasterPatience : kNodePatience, [this, &line, attempt] {
+    later(to_master ? kMasterPatience : kNodePatience, [this, &line, attempt] {
         if (attempt == line.attempts && line.dialing) dialed(line, nullptr);
     });
 }
 
 void SimClient::dialed(Line& line, std::shared_ptr<End> end) {
     size_t index = static_cast<size_t>(&line - lines_.data());
+    const bool to_master = is_master(line);
     ++line.attempts;
     line.dialing = false;
     Status status = success();
     if (end == nullptr) {
-        Micros least = index == 0 ? 100 * kMs : 250 * kMs, most = index == 0 ? 500 * kMs : 2 * kSecond;
+        Micros least = to_master ? 100 * kMs : 250 * kMs, most = to_master ? 500 * kMs : 2 * kSecond;
         line.backoff = std::clamp(line.backoff * 2, least, most);
         line.retry_at = world_.now() + line.backoff;
-        if (index == 0 && next_master_ % masters_.size() != 0) line.retry_at = 0;  // first the others
+        if (to_master && next_master_[index] % masters_[index].size() != 0)
+            line.retry_at = 0;  // first the others
         status = Error{Code::kUnavailable, "nothing listens there"};
     } else {
         line.backoff = 0;
@@ -159,9 +167,9 @@ void SimClient::dialed(Line& line, std::shared_ptr<End> end) {
         end->on_end = [this, &line, raw = end.get()] {
             if (line.end.get() == raw) lost(line, Error{Code::kUnavailable, "the connection has ended"});
         };
-        if (index == 0) members_->connected();
-        if (index != 0) line.life = nodes_[index - 1]->identity().incarnation;
-        if (index == host() + 1) place_.own = line.life;
+        if (to_master) members_[index]->connected();
+        if (!to_master) line.life = nodes_[index - ranges()]->identity().incarnation;
+        if (index == ranges() + host()) place_.own = line.life;
     }
     for (auto& then : std::exchange(line.waiting, {})) then(status);
 }
@@ -184,7 +192,7 @@ void SimClient::answered(Line& line, const Bytes& frame) {
 void SimClient::lost(Line& line, const Error& why) {
     line.end->close();
     line.end.reset();
-    if (&line == &lines_[0]) dial(line);
+    if (is_master(line)) dial(line);
     for (auto& [request, answer] : std::exchange(line.open, {})) answer(why);
 }
 
@@ -194,14 +202,14 @@ void SimClient::ask(Line& line, Kind kind, std::function<void(Writer&)> build, A
         uint64_t request = next_request_++;
         line.open.emplace(request, answer);
         line.end->send(make_frame(kind, 0, request, build));
-        later(&line == &lines_[0] ? kMasterPatience : kNodePatience, [this, &line, request] {
+        later(is_master(line) ? kMasterPatience : kNodePatience, [this, &line, request] {
             if (line.open.contains(request)) lost(line, Error{Code::kTimeout, "no answer in time"});
         });
     });
 }
 
 void SimClient::ask(const At& at, Kind kind, std::function<void(Writer&)> build, Answer answer) {
-    Line& line = lines_[at.node + 1];
+    Line& line = node_line(at.node);
     connect(line, [this, at, &line, kind, build, answer](const Status& status) {
         if (status && at.life && *at.life != line.life)
             return answer(Error{Code::kUnavailable, "the node was restarted"});
@@ -218,25 +226,73 @@ SimClient::At SimClient::at(const Member& member) const {
 
 // ---- Questions
 
-void SimClient::ask_members(std::function<void(const Status&)> then) {
+void SimClient::ask_members(uint32_t range, std::function<void(const Status&)> then) {
     ask(
-        lines_[0], Kind::kMembers, [this](Writer& w) { members_->write_question(w); },
-        [this, then](const Result<Bytes>& answer) {
-            if (!answer) return then(answer.error());
+        lines_[range], Kind::kMembers, [this, range](Writer& w) { members_[range]->write_question(w); },
+        [this, range, then](const Result<Bytes>& answer) {
+            if (!answer) {
+                hear_list(range);
+                return then(answer.error());
+            }
             Reader r = body_of(*answer);
-            bool read = members_->read(now_ms(), r);
-            hear(r.number<Version>());
+            bool read = members_[range]->read(now_ms(), r);
+            hear(range, r.number<Version>());
+            hear_list(range);
             then(read ? success() : Status(misfit()));
         });
 }
 
-// While the master is away the last list serves on.
+// The status is that of the last that failed.
+void SimClient::ask_all_members(uint32_t range, bool all, std::function<void(const Status&)> then) {
+    bool last = range + 1 == ranges();
+    auto next = [this, range, all, last, then](const Status& status) {
+        if (last) return then(status);
+        ask_all_members(range + 1, all,
+                        [status, then](const Status& others) { then(status ? others : status); });
+    };
+    if (!all && members_[range]->current() != nullptr && !members_[range]->due(now_ms()))
+        return next(success());
+    ask_members(range, next);
+}
+
+// As PoolDirectory has it.
+std::shared_ptr<const Members> SimClient::list() {
+    return ranges() == 1 ? members_[0]->current() : views_->all();
+}
+
+void SimClient::hear_list(uint32_t range) {
+    if (ranges() > 1) views_->hear(range, members_[range]->current(), lines_[range].end != nullptr);
+}
+
+Located SimClient::translated(uint32_t range, const Located& holders) {
+    if (ranges() == 1) return holders;
+    Located out;
+    for (size_t i = 0; i < holders.size(); ++i) {
+        for (const Holder& holder : holders[i]) {
+            const Member* member = members_[range]->current()->find(holder.node);
+            auto number = member == nullptr ? std::nullopt : views_->number(member->identity.incarnation);
+            if (number) out.append({*number, holder.tier});
+        }
+        out.end_key();
+    }
+    return out;
+}
+
+// While the masters are away the last list serves on.
 void SimClient::members(std::function<void(const Result<std::shared_ptr<const Members>>&)> then) {
-    if (members_->current() != nullptr && !members_->due(now_ms())) return then(members_->current());
-    ask_members([this, then](const Status& status) {
-        if (!status && members_->current() == nullptr) return then(status.error());
-        then(members_->current());
+    ask_all_members(0, false, [this, then](const Status& status) {
+        if (!status && list() == nullptr) return then(status.error());
+        then(list());
     });
+}
+
+uint32_t SimClient::range_of_hash(const Hash128& hash) const {
+    uint32_t range = range_of(hash, ranges());
+    return planted_.two_ranges && host() % 2 == 1 ? (range + 1) % ranges() : range;
+}
+
+uint32_t SimClient::range_of_key(uint32_t key) const {
+    return range_of(hash_("k" + std::to_string(key)), ranges());
 }
 
 void SimClient::locate(const std::vector<Hash128>& keys, const LocateOptions& options,
@@ -247,64 +303,86 @@ void SimClient::locate(const std::vector<Hash128>& keys, const LocateOptions& op
         head.write(w);
         for (const Hash128& key : keys) write_hash(w, key);
     };
-    ask(lines_[0], Kind::kLocate, build, [this, then](const Result<Bytes>& frame) {
+    const uint32_t range = range_of_hash(keys.front());  // one key
+    ask(lines_[range], Kind::kLocate, build, [this, range, then](const Result<Bytes>& frame) {
         if (!frame) return then(frame.error());
         Reader r = body_of(*frame);
         auto answer = std::make_shared<LocateAnswer>();
         auto epoch = r.number<uint64_t>();
         auto n = r.number<uint32_t>();
         for (uint32_t i = 0; i < n; ++i) read_holders(r, &answer->keys);
-        hear(r.number<Version>());
+        hear(range, r.number<Version>());
         if (!r.done()) return then(misfit());
-        auto named = [this, then, answer](const Status& status) {
+        auto named = [this, range, then, answer](const Status& status) {
             if (!status) return then(status.error());
-            answer->members = members_->current();
+            hear_list(range);
+            answer->keys = translated(range, answer->keys);
+            answer->members = list();
             then(*answer);
         };
-        if (members_->fits(now_ms(), epoch)) return named(success());
-        ask_members(named);
+        if (members_[range]->fits(now_ms(), epoch)) return named(success());
+        ask_members(range, named);
     });
 }
 
-void SimClient::hear(Version newest) { newest_ = std::max(newest_, newest); }
+void SimClient::hear(uint32_t range, Version newest) { newest_[range] = std::max(newest_[range], newest); }
 
 // Which removals a put that begins now comes after.
-Version SimClient::known() const { return std::max(newest_, nodes_[host()]->applied()); }
+Version SimClient::known(const Hash128& hash) const {
+    auto of = [this](uint32_t range) { return std::max(newest_[range], nodes_[host()]->applied(range)); };
+    Version known = of(range_of(hash, ranges()));
+    for (uint32_t range = 0; planted_.versions_mixed && range < ranges(); ++range)
+        known = std::max(known, of(range));
+    return known;
+}
 
 void SimClient::order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then) {
-    uint16_t width = order_width(members_->current().get(), steps.placing());
+    const uint32_t range = range_of_hash(steps.keys().front());
+    uint16_t width = order_width(members_[range]->current().get(), steps.placing());
     auto build = [keys = steps.keys(), width](Writer& w) {
         LocateHead head{.flags = kLocateSuspects | kLocateOrder, .width = width};
         head.n = static_cast<uint32_t>(keys.size());
         head.write(w);
         for (const Hash128& key : keys) write_hash(w, key);
     };
-    ask(lines_[0], Kind::kLocate, build, [this, then](const Result<Bytes>& frame) {
+    ask(lines_[range], Kind::kLocate, build, [this, range, then](const Result<Bytes>& frame) {
         if (!frame) return then(frame.error());
         Reader r = body_of(*frame);
         auto answer = std::make_shared<OrderAnswer>();
         answer->epoch = r.number<uint64_t>();
         auto n = r.number<uint32_t>();
         for (uint32_t i = 0; i < n; ++i) read_holders(r, &answer->at.keys);
-        hear(r.number<Version>());
+        hear(range, r.number<Version>());
         auto first = r.number<Version>();
         for (uint32_t i = 0; i < n; ++i) answer->versions.push_back(first + i);
         answer->filling = r.number<uint8_t>() != 0;
         if (!r.done()) return then(misfit());
-        auto named = [this, then, answer](const Status& status) {
+        auto named = [this, range, then, answer](const Status& status) {
             if (!status) return then(status.error());
-            answer->at.members = members_->current();
+            hear_list(range);
+            answer->at.keys = translated(range, answer->at.keys);
+            answer->at.members = ranges() == 1 ? members_[0]->current() : views_->of(range);
             then(*answer);
         };
-        if (members_->fits(now_ms(), answer->epoch)) return named(success());
-        ask_members(named);
+        if (members_[range]->fits(now_ms(), answer->epoch)) return named(success());
+        ask_members(range, named);
     });
 }
 
-void SimClient::ordered(const OrderDone& done,
-                        std::function<void(const Result<std::vector<Version>>&)> then) {
+void SimClient::ordered(OrderDone done, std::function<void(const Result<std::vector<Version>>&)> then) {
+    const uint32_t range = range_of_hash(done.keys.front());
+    for (auto* rows : {&done.told, &done.placed}) {
+        for (std::vector<NodeId>& nodes : *rows) {
+            std::vector<NodeId> numbers;
+            for (NodeId node : nodes) {
+                auto number = ranges() == 1 ? node : views_->number_at(range, node);
+                if (number) numbers.push_back(*number);
+            }
+            nodes = std::move(numbers);
+        }
+    }
     auto build = [done](Writer& w) { OrderedFrame(done, 0, done.keys.size()).write(w); };
-    ask(lines_[0], Kind::kOrdered, build, [then](const Result<Bytes>& frame) {
+    ask(lines_[range], Kind::kOrdered, build, [then](const Result<Bytes>& frame) {
         if (!frame) return then(frame.error());
         Reader r = body_of(*frame);
         std::vector<Version> last(r.number<uint32_t>());
@@ -377,22 +455,36 @@ void SimClient::put_at(const At& node, const CallRef& call, Version replaces, Ve
 
 void SimClient::ask_place(const PlaceOptions& where,
                           std::function<void(const Result<std::vector<NodeId>>&)> then) {
-    auto build = [where](Writer& w) {
+    const uint32_t range = host() % ranges();
+    std::vector<NodeId> avoid;
+    for (NodeId node : where.avoid_nodes) {
+        auto number = ranges() == 1 ? node : views_->number_at(range, node);
+        if (number) avoid.push_back(*number);
+    }
+    auto build = [where, avoid](Writer& w) {
         w.number(uint64_t{16});
         w.number(uint16_t{1});
         w.number(where.evict ? kPlaceEvict : uint8_t{0});
         w.number(uint8_t{0});
-        w.number(static_cast<uint16_t>(where.avoid_nodes.size()));
+        w.number(static_cast<uint16_t>(avoid.size()));
         w.number(uint16_t{0});
-        for (NodeId node : where.avoid_nodes) w.number(node);
+        for (NodeId node : avoid) w.number(node);
     };
-    ask(lines_[0], Kind::kPlace, build, [this, then](const Result<Bytes>& answer) {
+    ask(lines_[range], Kind::kPlace, build, [this, range, then](const Result<Bytes>& answer) {
         if (!answer) return then(answer.error());
         Reader r = body_of(*answer);
         std::vector<NodeId> nodes(r.number<uint16_t>());
         for (NodeId& node : nodes) node = r.number<NodeId>();
-        hear(r.number<Version>());
-        then(nodes);
+        hear(range, r.number<Version>());
+        if (ranges() == 1) return then(nodes);
+        std::vector<NodeId> numbers;
+        for (NodeId node : nodes) {
+            const Members* heard = members_[range]->current().get();
+            const Member* member = heard == nullptr ? nullptr : heard->find(node);
+            auto number = member == nullptr ? std::nullopt : views_->number(member->identity.incarnation);
+            if (number) numbers.push_back(*number);
+        }
+        then(numbers);
     });
 }
 
@@ -400,7 +492,7 @@ void SimClient::ask_place(const PlaceOptions& where,
 
 // The own node's memory is mapped here: no frame is sent, and a node that stands still is read as well.
 void SimClient::get(const CallRef& call) {
-    connect(lines_[host() + 1], [this, call](const Status& own) {
+    connect(node_line(host()), [this, call](const Status& own) {
         if (own) {
             if (auto bytes = nodes_[host()]->read(call->name)) {
                 call->operation.value = value_in(*bytes);
@@ -470,7 +562,7 @@ SimClient::RemovalRef SimClient::begin_removal(const CallRef& call, bool own_too
     removals_.push_back(removal);
     // The own node's life is known once it has been spoken to.
     later(0, [this, removal, own_too] {
-        connect(lines_[host() + 1], [this, removal, own_too](const Status&) {
+        connect(node_line(host()), [this, removal, own_too](const Status&) {
             std::vector keys{hash_(removal->call->name)};
             removal->steps.emplace(keys, place_.own, own_too, *locations_, *recent_);
             go_on(removal);
@@ -483,7 +575,7 @@ void SimClient::end_removal(const RemovalRef& removal, std::function<void()> the
     if (removal->steps->wants() != RemovalSteps::Wants::kEnd) return then();
     OrderDone done = removal->steps->done();
     if (planted_.all_told) {
-        for (const Member& member : members_->current()->rows) done.told[0].push_back(member.id);
+        for (const Member& member : list()->rows) done.told[0].push_back(member.id);
     }
     auto last = std::make_shared<Result<std::vector<Version>>>(std::vector<Version>{});
     const std::vector<NodeItems> none;
@@ -553,7 +645,7 @@ void SimClient::one_told(const RemovalRef& removal) {
 void SimClient::put(const CallRef& call) {
     auto put = std::make_shared<Put>();
     put->call = call;
-    put->known = known();
+    put->known = known(hash_(call->name));
     put->steps.emplace(1, PutSteps::Plan{.replace = call->operation.kind == Operation::kReplace});
     go_on(put);
 }
@@ -640,8 +732,8 @@ void SimClient::place(const std::shared_ptr<Put>& put) {
                 place(put);
             });
         case PlaceSteps::Wants::kMembers:
-            return ask_members([this, put](const Status& status) {
-                Result<std::shared_ptr<const Members>> fresh = members_->current();
+            return ask_all_members(0, true, [this, put](const Status& status) {
+                Result<std::shared_ptr<const Members>> fresh = list();
                 if (!status) fresh = status.error();
                 put->place->members(fresh);
                 place(put);
@@ -658,7 +750,7 @@ void SimClient::place(const std::shared_ptr<Put>& put) {
                 put->place->put(left);
                 place(put);
             };
-            if (planted_.put_anew) put->known = known();
+            if (planted_.put_anew) put->known = known(hash_(put->call->name));
             return put_at(at(to), put->call, put->version, put->known, !put->unanswered || planted_.put_anew,
                           done);
         }
@@ -671,7 +763,7 @@ void SimClient::place(const std::shared_ptr<Put>& put) {
 // Pins what a node has under the key, waits a while, reads what was pinned: it has to be there.
 void SimClient::pin(const CallRef& call) {
     size_t node = call->operation.value % nodes_.size();
-    Line& line = lines_[node + 1];
+    Line& line = node_line(node);
     auto build = [call](Writer& w) {
         LookupHead{kSpace, kLookupPin, 1, 1}.write(w);
         w.text16(call->name);

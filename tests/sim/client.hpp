@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "directory/member_views.hpp"
 #include "directory/members_cache.hpp"
 #include "history.hpp"
 #include "node.hpp"
@@ -24,13 +25,15 @@ namespace moonpool::sim {
 
 class SimClient final : public Process {
    public:
-    SimClient(World& world, Network& network, std::vector<SimMaster*> masters, std::vector<SimNode*> nodes,
-              uint32_t host, const Planted& planted);
+    // masters: of each range
+    SimClient(World& world, Network& network, std::vector<std::vector<SimMaster*>> masters,
+              std::vector<SimNode*> nodes, uint32_t host, const Planted& planted);
     ~SimClient() override { let_go_of_removals(); }
 
     // `done` is called with the operation's outcome, unless the process ends before.
     void run(Operation operation, std::function<void(const Operation&)> done);
     const std::vector<Finding>& findings() const { return findings_; }
+    uint32_t range_of_key(uint32_t key) const;  // whose master it asks
 
    private:
     using Answer = std::function<void(const Result<Bytes>&)>;
@@ -80,7 +83,10 @@ class SimClient final : public Process {
     void on_end() override;
     void let_go_of_removals();
 
-    // Connections: lines_[0] to the master, lines_[n + 1] to node n.
+    // Connections: lines_[0] and on to the master of each range, and behind them to each node.
+    uint32_t ranges() const { return static_cast<uint32_t>(masters_.size()); }
+    bool is_master(const Line& line) const { return &line < &lines_[ranges()]; }
+    Line& node_line(size_t node) { return lines_[ranges() + node]; }
     void connect(Line& line, std::function<void(const Status&)> then);
     void dial(Line& line);
     void dialed(Line& line, std::shared_ptr<End> end);
@@ -96,13 +102,19 @@ class SimClient final : public Process {
     At at(const Member& member) const;
 
     // Questions.
-    void ask_members(std::function<void(const Status&)> then);
+    void ask_members(uint32_t range, std::function<void(const Status&)> then);
+    // Of all ranges, one after the other: those that are due, or all.
+    void ask_all_members(uint32_t range, bool all, std::function<void(const Status&)> then);
+    std::shared_ptr<const Members> list();  // of all ranges; null: none was heard
+    void hear_list(uint32_t range);
+    Located translated(uint32_t range, const Located& holders);
     void members(std::function<void(const Result<std::shared_ptr<const Members>>&)> then);
     void locate(const std::vector<Hash128>& keys, const LocateOptions& options,
                 std::function<void(const Result<LocateAnswer>&)> then);
     void order(const RemovalSteps& steps, std::function<void(const Result<OrderAnswer>&)> then);
-    void ordered(const OrderDone& done, std::function<void(const Result<std::vector<Version>>&)> then);
+    void ordered(OrderDone done, std::function<void(const Result<std::vector<Version>>&)> then);
     void ask_place(const PlaceOptions& where, std::function<void(const Result<std::vector<NodeId>>&)> then);
+    uint32_t range_of_hash(const Hash128& hash) const;
     void remove_at(const At& node, const std::string& name, const std::vector<Version>& versions,
                    std::function<void(const Result<std::vector<uint8_t>>&)> then);
     void read_at(const At& node, const ReadAsk& what, std::function<void(const Result<std::string>&)> then);
@@ -120,8 +132,8 @@ class SimClient final : public Process {
     void one_told(const RemovalRef& removal);
     void end(const std::shared_ptr<Put>& put);
     static Operation::Outcome outcome_of(const RemovalSteps& removal);
-    Version known() const;
-    void hear(Version newest);
+    Version known(const Hash128& hash) const;
+    void hear(uint32_t range, Version newest);
     void put(const CallRef& call);
     static std::vector<size_t> note(Put& put, const Result<PutOutcome>& outcome);
     void go_on(const std::shared_ptr<Put>& put);
@@ -130,8 +142,8 @@ class SimClient final : public Process {
     void finish(const CallRef& call, Operation::Outcome outcome);
 
     Network& network_;
-    std::vector<SimMaster*> masters_;
-    size_t next_master_ = 0;
+    std::vector<std::vector<SimMaster*>> masters_;  // of each range
+    std::vector<size_t> next_master_;
     std::vector<SimNode*> nodes_;
     const Planted& planted_;
     KeyHasher hash_;
@@ -139,9 +151,10 @@ class SimClient final : public Process {
     std::vector<Line> lines_;
     std::unique_ptr<LocationCache> locations_;
     std::unique_ptr<RecentCopies> recent_;
-    std::unique_ptr<MembersCache> members_;
+    std::vector<std::unique_ptr<MembersCache>> members_;  // of each range
+    std::unique_ptr<MemberViews> views_;                  // of several
     uint64_t next_request_ = 1;
-    Version newest_ = kNoVersion;                   // that the master had given
+    std::vector<Version> newest_;                   // that the master of each range had given
     std::vector<std::weak_ptr<Removal>> removals_;  // that refer to their calls, as these do to them
     std::vector<Finding> findings_;
 };

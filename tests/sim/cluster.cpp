@@ -18,12 +18,21 @@ class Cluster {
     Cluster(uint64_t seed, const Conditions& conditions, const Planted& planted)
         : conditions_(conditions), world_(seed), network_(world_) {
         uint32_t hosts = conditions.hosts;
-        master_ = std::make_unique<SimMaster>(world_, network_, hosts, conditions.limits, planted);
-        std::vector<SimMaster*> masters{master_.get()};
-        if (conditions.standby) {
-            standby_ = std::make_unique<SimMaster>(world_, network_, hosts + 1, conditions.limits, planted,
-                                                   master_.get());
-            masters.push_back(standby_.get());
+        uint32_t next_host = hosts;
+        std::vector<std::vector<SimMaster*>> of_ranges;
+        std::vector<SimMaster*> masters;
+        for (uint32_t index = 0; index < conditions.ranges; ++index) {
+            Range range{index, conditions.ranges};
+            Masters& of = masters_.emplace_back();
+            of.first =
+                std::make_unique<SimMaster>(world_, network_, next_host++, conditions.limits, range, planted);
+            of_ranges.push_back({of.first.get()});
+            if (conditions.standby) {
+                of.standby = std::make_unique<SimMaster>(world_, network_, next_host++, conditions.limits,
+                                                         range, planted, of.first.get());
+                of_ranges.back().push_back(of.standby.get());
+            }
+            masters.insert(masters.end(), of_ranges.back().begin(), of_ranges.back().end());
         }
         std::vector<SimNode*> raw;
         for (uint32_t host = 0; host < hosts; ++host) {
@@ -32,7 +41,7 @@ class Cluster {
             raw.push_back(nodes_.back().get());
         }
         for (uint32_t host = 0; host < hosts; ++host) {
-            clients_.push_back(std::make_unique<SimClient>(world_, network_, masters, raw, host, planted));
+            clients_.push_back(std::make_unique<SimClient>(world_, network_, of_ranges, raw, host, planted));
         }
         for (Process* process : processes()) {
             double rate = 0.99 + static_cast<double>(world_.random.below(2001)) / 100000;
@@ -66,16 +75,24 @@ class Cluster {
     }
 
    private:
+    // Of one range: the owner at the beginning, and its standby.
+    struct Masters {
+        std::unique_ptr<SimMaster> first, standby{};
+        bool first_is_dead = false, has_taken_over = false;
+
+        SimMaster& owner() const { return has_taken_over ? *standby : *first; }
+    };
+
     std::vector<Process*> processes() {
         std::vector<Process*> all;
-        if (!owner_is_dead_) all.push_back(master_.get());
-        if (standby_ != nullptr) all.push_back(standby_.get());
+        for (Masters& of : masters_) {
+            if (!of.first_is_dead) all.push_back(of.first.get());
+            if (of.standby != nullptr) all.push_back(of.standby.get());
+        }
         for (auto& node : nodes_) all.push_back(node.get());
         for (auto& client : clients_) all.push_back(client.get());
         return all;
     }
-
-    SimMaster& owner() const { return has_taken_over_ ? *standby_ : *master_; }
 
     void begin(Operation operation) {
         SimClient& client = *clients_[operation.client];
@@ -84,17 +101,18 @@ class Cluster {
         operation.begin = world_.now();
         history_.push_back(operation);
         lives_.push_back(client.life());
-        bool away = is_away(operation.client);
+        bool away = is_away(operation.client, operation.key);
         client.run(operation, [this, index, away](const Operation& done) {
             history_[index] = done;
-            history_[index].away = away || is_away(done.client);
+            history_[index].away = away || is_away(done.client, done.key);
         });
     }
 
-    // Whether the master could not have told the node of that host of a removal a moment ago.
-    bool is_away(uint32_t host) const {
-        const Master* master = owner().master();
-        uint32_t master_host = owner().host();
+    // Whether the key's master could not have told the node of that host of a removal a moment ago.
+    bool is_away(uint32_t host, uint32_t key) const {
+        const SimMaster& owner = masters_[clients_[host]->range_of_key(key)].owner();
+        const Master* master = owner.master();
+        uint32_t master_host = owner.host();
         if (master == nullptr || nodes_[host]->stopped() || network_.is_cut(host, master_host) ||
             network_.is_cut(master_host, host))
             return true;
@@ -114,6 +132,7 @@ class Cluster {
         uint32_t hosts = conditions_.hosts;
         Micros end = world_.now() + action.lasts;
         SimNode& node = *nodes_[action.host % hosts];
+        Masters& masters = masters_[action.host % masters_.size()];
         switch (action.kind) {
             case Action::kOperation:
                 return begin(action.operation);
@@ -122,7 +141,7 @@ class Cluster {
             case Action::kRestartClient:
                 return restart(*clients_[action.host % hosts], action.lasts, false);
             case Action::kRestartMaster:
-                return restart(*master_, action.lasts, action.flag);
+                return restart(*masters.first, action.lasts, action.flag);
             case Action::kStop:
                 node.stop();
                 return world_.at(end, nullptr, [&node] { node.go_on(); });
@@ -138,24 +157,31 @@ class Cluster {
                 });
             case Action::kRestartStandby:
                 // One that has taken over is not started again as a standby of a master that is dead.
-                if (standby_ != nullptr && !has_taken_over_) restart(*standby_, action.lasts, action.flag);
+                if (masters.standby != nullptr && !masters.has_taken_over)
+                    restart(*masters.standby, action.lasts, action.flag);
                 return;
             case Action::kOwnerDies:
                 // Else its operator starts it again: what it knows is nowhere.
-                if (!standby_->is_whole() || !master_->running() || has_taken_over_) return;
-                owner_is_dead_ = has_taken_over_ = true;
-                network_.ended(*master_, action.flag);
-                master_->end();
-                return world_.at(end, nullptr, [this] { standby_->take_over(); });
+                if (!can_take_over(masters)) return;
+                masters.first_is_dead = masters.has_taken_over = true;
+                network_.ended(*masters.first, action.flag);
+                masters.first->end();
+                return world_.at(end, nullptr, [&masters] { masters.standby->take_over(); });
             case Action::kOwnerStops:
-                if (!standby_->is_whole() || !master_->running() || has_taken_over_) return;
-                master_->stop();
-                has_taken_over_ = true;
-                world_.at(world_.now() + action.lasts / 2, nullptr, [this] { standby_->take_over(); });
-                return world_.at(end, nullptr, [this] { master_->go_on(); });
+                if (!can_take_over(masters)) return;
+                masters.first->stop();
+                masters.has_taken_over = true;
+                world_.at(world_.now() + action.lasts / 2, nullptr,
+                          [&masters] { masters.standby->take_over(); });
+                return world_.at(end, nullptr, [&masters] { masters.first->go_on(); });
             case Action::kJumpClock:
-                return (action.flag ? static_cast<Process&>(*master_) : node).jump_clock(action.lasts / kMs);
+                return (action.flag ? static_cast<Process&>(*masters.first) : node)
+                    .jump_clock(action.lasts / kMs);
         }
+    }
+
+    static bool can_take_over(const Masters& masters) {
+        return masters.standby->is_whole() && masters.first->running() && !masters.has_taken_over;
     }
 
     void heal() {
@@ -170,9 +196,13 @@ class Cluster {
     void settle() {
         Micros end = world_.now() + kBackWithin;
         auto settled = [&](auto& node) {
-            return node->in_pool(owner()) && (standby_ == nullptr || node->in_pool(*standby_));
+            return std::ranges::all_of(masters_, [&](const Masters& of) {
+                return node->in_pool(of.owner()) && (of.standby == nullptr || node->in_pool(*of.standby));
+            });
         };
-        if (has_taken_over_) standby_->take_over();
+        for (Masters& of : masters_) {
+            if (of.has_taken_over) of.standby->take_over();
+        }
         while (world_.now() < end && !std::ranges::all_of(nodes_, settled))
             world_.run_until(world_.now() + 100 * kMs);
         world_.run_until(world_.now() + 2 * kSecond);
@@ -210,9 +240,11 @@ class Cluster {
             if (o.outcome == Operation::kOpen)
                 return Finding{Finding::kNoEnd, "no end of: " + to_text(o), o.key};
         }
-        for (SimMaster* master : {&owner(), standby_.get()}) {
-            if (master == nullptr) continue;
-            if (auto finding = books(*master)) return finding;
+        for (const Masters& of : masters_) {
+            for (SimMaster* master : {&of.owner(), of.standby.get()}) {
+                if (master == nullptr) continue;
+                if (auto finding = books(*master)) return finding;
+            }
         }
         return std::nullopt;
     }
@@ -230,10 +262,11 @@ class Cluster {
             if (table.counters().pinned != 0) return Finding{Finding::kBooks, node->name() + " keeps a pin"};
             const Member* member = members.find(node->identity().incarnation);
             uint64_t rows = member == nullptr ? 0 : master.directory().rows(member->id, Tier::kDram);
-            if (rows != table.counters().objects) {
-                return Finding{Finding::kBooks,
-                               node->name() + " has " + std::to_string(table.counters().objects) +
-                                   " objects, and the directory " + std::to_string(rows) + " rows"};
+            uint64_t objects = node->objects(of.range());
+            if (rows != objects) {
+                return Finding{Finding::kBooks, node->name() + " has " + std::to_string(objects) +
+                                                    " objects, and the directory " + std::to_string(rows) +
+                                                    " rows"};
             }
         }
         return std::nullopt;
@@ -242,8 +275,7 @@ class Cluster {
     Conditions conditions_;
     World world_;
     Network network_;
-    std::unique_ptr<SimMaster> master_, standby_;
-    bool owner_is_dead_ = false, has_taken_over_ = false;
+    std::vector<Masters> masters_;  // of each range
     std::vector<std::unique_ptr<SimNode>> nodes_;
     std::vector<std::unique_ptr<SimClient>> clients_;
     std::vector<Operation> history_;
@@ -306,12 +338,13 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
             Action action{
                 .kind = kind, .at = random.below(c.lasts), .lasts = random.between(shortest, longest)};
             action.host = static_cast<uint32_t>(random.below(c.hosts));
-            action.other = (action.host + 1 + static_cast<uint32_t>(random.below(c.hosts + c.standby))) %
-                           (c.hosts + 1 + c.standby);
+            const uint32_t masters = c.ranges * (1 + c.standby);
+            action.other = (action.host + 1 + static_cast<uint32_t>(random.below(c.hosts + masters - 1))) %
+                           (c.hosts + masters);
             action.flag = random.one_in(2);
-            if (c.standby && kind == Action::kCut && random.one_in(3)) {  // between the masters
-                action.host = c.hosts;
-                action.other = c.hosts + 1;
+            if (c.standby && kind == Action::kCut && random.one_in(3)) {  // between the masters of a range
+                action.host = c.hosts + 2 * (action.host % c.ranges);
+                action.other = action.host + 1;
             }
             plan.push_back(action);
         }

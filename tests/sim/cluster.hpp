@@ -24,7 +24,7 @@
 //   test_planted       mistakes planted into the processes (faults.hpp) that have to be found.
 //
 // What is not simulated yet: the SSD log (a disk is a copy of what memory held), striped objects, groups and
-// chains, handshakes, sockets that take no more bytes, several ranges of shards.
+// chains, handshakes, sockets that take no more bytes.
 #pragma once
 
 #include <functional>
@@ -44,7 +44,8 @@
 namespace moonpool::sim {
 
 struct Conditions {
-    uint32_t hosts = 3;  // with a node and a client each; the master has one of its own
+    uint32_t hosts = 3;   // with a node and a client each; each master has one of its own
+    uint32_t ranges = 1;  // of shards, each with a master
     uint32_t keys = 8;
     uint32_t operations = 300;
     Micros lasts = 10 * kSecond;
@@ -61,7 +62,7 @@ struct Conditions {
     uint32_t master_restarts = 0;
     uint32_t client_restarts = 0, standby_restarts = 0;
     uint32_t clock_jumps = 0;
-    bool standby = false;      // there is one, on a host of its own
+    bool standby = false;      // each master has one, on a host of its own
     bool owner_dies = false;   // at a time within the plan, for good; a while later the standby takes over
     bool owner_stops = false;  // it stands still, the standby takes over, and the owner goes on
     MasterLimits limits{};

@@ -19,6 +19,9 @@ struct Planted {
     bool applied_early =
         false;                  // a disk says up to which removal it is right before it has what goes with it
     bool term_ignored = false;  // a former owner goes on when another one has taken over
+    // Of several ranges: some clients ask the next range's master, which takes each key;
+    bool two_ranges = false;
+    bool versions_mixed = false;  // and a put comes after the removals of all ranges
 };
 
 }  // namespace moonpool::sim

@@ -22,6 +22,7 @@ int main(int argc, char** argv) {
                                           {"lasts_ms", &lasts_ms},
                                           {"for_ever_only", &for_ever_only}};
     std::map<std::string, uint32_t*> narrow{{"hosts", &c.hosts},
+                                            {"ranges", &c.ranges},
                                             {"keys", &c.keys},
                                             {"puts", &c.puts},
                                             {"operations", &c.operations},
@@ -53,6 +54,8 @@ int main(int argc, char** argv) {
                                        {"plant_one_told", &planted.one_told},
                                        {"plant_applied_early", &planted.applied_early},
                                        {"plant_term_ignored", &planted.term_ignored},
+                                       {"plant_two_ranges", &planted.two_ranges},
+                                       {"plant_versions_mixed", &planted.versions_mixed},
                                        {"standby", &c.standby},
                                        {"owner_stops", &c.owner_stops},
                                        {"owner_dies", &c.owner_dies}};

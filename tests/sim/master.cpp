@@ -12,7 +12,8 @@ constexpr uint64_t kSilentMs = 1000, kPauseMs = 100;
 }  // namespace
 
 void SimMaster::on_start() {
-    master_ = std::make_unique<Master>(limits_, now_ms(), first_version(unix_ms()));
+    master_ = std::make_unique<Master>(limits_, now_ms(), first_version(unix_ms()),
+                                       planted_.two_ranges ? Range{} : range_);
     pair_ = std::make_unique<MasterPair>(
         *master_, MasterPairOptions{.is_standby = owner_ != nullptr, .silent_ms = kSilentMs}, now_ms());
     if (owner_ != nullptr) dial_owner();

@@ -15,13 +15,17 @@ namespace moonpool::sim {
 class SimMaster final : public Process {
    public:
     // owner: whose standby it is; null: it is no standby.
-    SimMaster(World& world, Network& network, uint32_t host, const MasterLimits& limits,
+    SimMaster(World& world, Network& network, uint32_t host, const MasterLimits& limits, const Range& range,
               const Planted& planted, SimMaster* owner = nullptr)
         : Process(world, owner == nullptr ? "master" : "standby", host),
           network_(network),
           limits_(limits),
+          range_(range),
           planted_(planted),
-          owner_(owner) {}
+          owner_(owner) {
+        set_unix_offset(range.index * 1000);  // no two start at the same time of day
+    }
+    const Range& range() const { return range_; }
 
     bool accept(std::shared_ptr<End> end, Caller kind);     // false: it does not serve such a one now
     const Master* master() const { return master_.get(); }  // null: it does not run
@@ -60,6 +64,7 @@ class SimMaster final : public Process {
 
     Network& network_;
     const MasterLimits limits_;
+    const Range range_;
     const Planted& planted_;
     SimMaster* owner_;
     std::unique_ptr<Master> master_;

@@ -27,6 +27,7 @@ SimNode::SimNode(World& world, Network& network, const std::vector<SimMaster*>& 
       has_disk_(has_disk),
       planted_(planted) {
     for (SimMaster* master : masters) agents_.emplace_back(master);
+    disk_applied_.resize(masters.front()->range().count);
     identity_.name = "node";
     identity_.host_id = "host-" + std::to_string(host);
     identity_.address = "10.0.0." + std::to_string(host) + ":7700";
@@ -48,36 +49,48 @@ void SimNode::on_start() {
     DeltaLog* next = nullptr;
     for (size_t i = agents_.size(); i-- > 0;) {
         agents_[i].log = std::make_unique<DeltaLog>(
-            kLogRowsMax, [this, i] { later(1, [this, i] { turn(agents_[i]); }); }, next);
+            kLogRowsMax, [this, i] { later(1, [this, i] { turn(agents_[i]); }); }, next,
+            agents_[i].master->range());
         next = agents_[i].log.get();
     }
-    removals_ = std::make_unique<Removals>();
-    removals_->set_applied(0, disk_applied_);
+    const auto ranges = static_cast<uint32_t>(disk_applied_.size());
+    removals_ = std::make_unique<Removals>(ranges);
+    for (uint32_t range = 0; range < ranges; ++range) removals_->set_applied(range, disk_applied_[range]);
     for (const auto& [name, on_disk] : disk_) load(name, on_disk);
     store_pool().table().set_delta_log(next);
     holdings_ = std::make_unique<Holdings>(pools_, nullptr, *removals_);
-    MemberHooks hooks{[this](uint64_t& cursor, std::vector<DeltaRow>& rows) {
-                          cursor = holdings_->inventory(cursor, rows);
-                          return true;
-                      },
-                      [this](NodeLoad& load) {
-                          load = holdings_->load(now_ms());
-                          return true;
-                      },
-                      [this](const Drops& drops) { return drop(drops); },
-                      [this] { return removals_->applied(0); },
-                      [this] { return holdings_->empty(); },
-                      [this](Version before, Version& cursor, std::vector<Drop>& rows) {
-                          if (planted_.handover_lost) return kNoVersion;
-                          return removals_->before(0, before, cursor, kRemovalsPerFrame, rows);
-                      }};
     for (Agent& agent : agents_) {
-        agent.protocol = std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_}, hooks,
-                                                          *agent.log, counters_, [this] { return now_ms(); });
+        agent.protocol = std::make_unique<MemberProtocol>(MemberProtocolOptions{.identity = identity_},
+                                                          hooks(agent.master->range()), *agent.log, counters_,
+                                                          [this] { return now_ms(); });
         agent.backoff_ms = 50;
         dial_master(agent);
     }
     if (has_disk_) write_disk();
+}
+
+MemberHooks SimNode::hooks(const Range& range) {
+    return {[this, range](uint64_t& cursor, std::vector<DeltaRow>& rows) {
+                cursor = holdings_->inventory(cursor, rows, range);
+                return true;
+            },
+            [this](NodeLoad& load) {
+                load = holdings_->load(now_ms());
+                return true;
+            },
+            [this, range](const Drops& drops) { return drop(drops, range); },
+            [this, range] { return removals_->applied(range.index); },
+            [this] { return holdings_->empty(); },
+            [this, range](Version before, Version& cursor, std::vector<Drop>& rows) {
+                if (planted_.handover_lost) return kNoVersion;
+                return removals_->before(range.index, before, cursor, kRemovalsPerFrame, rows);
+            }};
+}
+
+std::vector<Version> SimNode::all_applied() const {
+    std::vector<Version> all;
+    for (uint32_t range = 0; range < removals_->ranges(); ++range) all.push_back(removals_->applied(range));
+    return all;
 }
 
 void SimNode::on_end() {
@@ -87,7 +100,7 @@ void SimNode::on_end() {
         agent.protocol.reset();
     }
     holdings_.reset();
-    if (has_disk_ && planted_.applied_early) disk_applied_ = removals_->applied(0);
+    if (has_disk_ && planted_.applied_early) disk_applied_ = all_applied();
     removals_.reset();
     pools_.clear();
     for (Agent& agent : agents_) agent.log.reset();
@@ -173,16 +186,26 @@ bool SimNode::in_pool(const SimMaster& master) const {
     });
 }
 
-bool SimNode::drop(const Drops& drops) {
+bool SimNode::drop(const Drops& drops, const Range& range) {
     if (!planted_.drop_lost) {
         uint32_t cursor = 0;
         do {
-            if (drops.all) cursor = holdings_->drop_some(store_pool(), cursor, drops.all_before);
+            if (drops.all) cursor = holdings_->drop_some(store_pool(), cursor, drops.all_before, range);
         } while (cursor != 0);
         for (const Drop& drop : drops.items) holdings_->drop(drop);
     }
-    removals_->set_applied(0, drops.upto);
+    removals_->set_applied(range.index, drops.upto);
     return true;
+}
+
+uint64_t SimNode::objects(const Range& range) const {
+    const ObjectTable& table = pool()->table();
+    uint64_t n = 0;
+    for (uint32_t slot = 0; slot < table.slots_used(); ++slot) {
+        const IndexEntry& entry = table.entry(slot);
+        n += table.committed(slot) && range.contains({entry.hash_low, entry.hash_high});
+    }
+    return n;
 }
 
 void SimNode::write_disk() {
@@ -193,7 +216,7 @@ void SimNode::write_disk() {
         std::string name(table.name(slot));
         disk_.emplace(name, OnDisk{*read(name), table.version(slot)});
     }
-    disk_applied_ = removals_->applied(0);
+    disk_applied_ = all_applied();
     later(world_.random.between(kMs, kDiskEvery), [this] { write_disk(); });
 }
 

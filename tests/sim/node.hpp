@@ -32,8 +32,12 @@ class SimNode final : public Process {
     std::optional<std::string> read(const std::string& name) const;
     const Pool* pool() const { return pools_.empty() ? nullptr : pools_.begin()->second.get(); }
     bool in_pool(const SimMaster& master) const;  // and it has told that one all
-    // Up to which removal it is right, as processes of its host read it from the mapped memory.
-    Version applied() const { return removals_ == nullptr ? kNoVersion : removals_->applied(0); }
+    // Up to which removal of a range it is right, as processes of its host read it from the mapped memory.
+    Version applied(uint32_t range) const {
+        return removals_ == nullptr ? kNoVersion : removals_->applied(range);
+    }
+    // How many of its objects are of that range.
+    uint64_t objects(const Range& range) const;
     void break_master_link();
 
    private:
@@ -70,7 +74,9 @@ class SimNode final : public Process {
     void on_link(Agent& agent, std::shared_ptr<End> end);
     void turn(Agent& agent);
     void link_failed(Agent& agent);
-    bool drop(const Drops& drops);
+    MemberHooks hooks(const Range& range);
+    bool drop(const Drops& drops, const Range& range);
+    std::vector<Version> all_applied() const;
 
     // The store.
     void drop_caller(uint64_t id);
@@ -90,7 +96,7 @@ class SimNode final : public Process {
     const Planted& planted_;
     NodeIdentity identity_;
     std::map<std::string, OnDisk> disk_;
-    Version disk_applied_ = kNoVersion;
+    std::vector<Version> disk_applied_;  // of each range
 
     Holdings::Pools pools_;
     uint32_t space_ = 0;

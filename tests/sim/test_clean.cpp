@@ -101,6 +101,18 @@ TEST_CASE("sim: a put that goes to a second node is one put") {
     }
 }
 
+TEST_CASE("sim: each range of shards has its own order, and its own masters that end") {
+    Conditions c = clean_conditions();
+    c.ranges = 3;
+    c.restarts = c.cuts = c.broken_links = c.master_restarts = 1;
+    c.stops = 2;
+    c.disks = true;
+    expect_none("sim, ranges", 30, c);
+    c.standby = c.owner_dies = true;
+    c.master_restarts = 0;
+    expect_none("sim, ranges with standbys", 30, c);
+}
+
 TEST_CASE("sim: what was removed under one master is removed under the next") {
     Conditions c = clean_conditions();
     c.master_restarts = 1;

@@ -98,6 +98,15 @@ Conditions with_second_attempts() {
     return c;
 }
 
+// Keys of two masters, one of which restarts, and nodes that restart, or carry puts out late.
+Conditions with_two_ranges() {
+    Conditions c = with_late_puts();
+    c.ranges = 2;
+    c.restarts = c.master_restarts = 1;
+    c.disks = true;
+    return c;
+}
+
 void expect_found(const Planted& planted, const Conditions& conditions = with_drops(),
                   uint64_t seeds = kSeeds) {
     Search found = search(1, seeds, conditions, planted);
@@ -111,7 +120,7 @@ TEST_CASE("sim, planted: nothing is found without a mistake") {
     for (const Conditions& conditions :
          {with_drops(), with_replacements(), with_new_masters(), with_late_puts(), with_a_standby(),
           with_a_former_owner(), with_late_replacements(), with_masters_and_nodes_that_restart(),
-          with_second_attempts()}) {
+          with_second_attempts(), with_two_ranges()}) {
         Search found = search(1, 2 * kSeeds, conditions);
         if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
     }
@@ -161,6 +170,14 @@ TEST_CASE("sim, planted: each attempt of a put comes after the removals known by
     Search found = search(460, kSeeds, with_second_attempts(), {.put_anew = true});
     REQUIRE(found.seed);
     MESSAGE(explain(*found.seed, found.plan, found.report));
+}
+
+TEST_CASE("sim, planted: a key that two ranges take") {
+    expect_found({.two_ranges = true}, with_two_ranges());
+}
+
+TEST_CASE("sim, planted: a put that comes after the removals of another range") {
+    expect_found({.versions_mixed = true}, with_two_ranges(), 60);
 }
 
 TEST_CASE("sim, planted: a released pin that stays") { expect_found({.unpin_lost = true}); }
