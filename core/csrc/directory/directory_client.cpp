@@ -234,6 +234,23 @@ void DirectoryClient::dial_at_once() {
     dialing_->wake.notify_all();
 }
 
+Status DirectoryClient::start_dialer(Dialing& dialing) {
+    if (dialing.thread != nullptr) return success();
+    auto dialer = std::make_unique<ServiceThread>();
+    if (Status status = dialer->start("mp-dial", [this] { dial_loop(); }); !status) return status;
+    dialing.thread = std::move(dialer);
+    return success();
+}
+
+void DirectoryClient::begin_to_dial() {
+    if (fork_.in_child()) return;
+    Dialing& dialing = *dialing_;
+    MutexLock lock(dialing.mutex);
+    if (closed_ || dialing.thread != nullptr || !start_dialer(dialing)) return;
+    dialing.wanted = true;
+    dialing.wake.notify_all();
+}
+
 // With io_mutex_ held: a connection, or why there is none. Only the first call waits for it.
 Status DirectoryClient::ready() {
     if (keeps_way()) return success();
@@ -243,11 +260,7 @@ Status DirectoryClient::ready() {
     connected_ = false;  // where it is changed for one to the own node, too
     socket_ = {};
     live_fd_ = -1;
-    if (dialing.thread == nullptr) {
-        auto dialer = std::make_unique<ServiceThread>();
-        if (Status status = dialer->start("mp-dial", [this] { dial_loop(); }); !status) return status;
-        dialing.thread = std::move(dialer);
-    }
+    if (Status status = start_dialer(dialing); !status) return status;
     // Set by lost() as well. Here it starts the very first dial.
     if (!dialing.socket.fd.valid() && !dialing.wanted) {
         dialing.wanted = true;

@@ -67,6 +67,9 @@ class DirectoryClient {
     ~DirectoryClient();
     DirectoryClient(const DirectoryClient&) = delete;
 
+    // Begins to connect, as the first call does, and does not wait.
+    void begin_to_dial();
+
     // Any number of keys: split into pipelined frames.
     Result<LocateAnswer> locate(std::span<const Hash128> hashes, const LocateOptions& options = {});
 
@@ -177,6 +180,7 @@ class DirectoryClient {
         Error why_not GUARDED_BY(mutex);
         std::unique_ptr<ServiceThread> thread GUARDED_BY(mutex);
     };
+    Status start_dialer(Dialing& dialing) REQUIRES(dialing.mutex);
     std::unique_ptr<Dialing> dialing_ = std::make_unique<Dialing>();
     std::atomic<int> live_fd_{-1};  // of socket_, for close(), which does not wait for a call in progress
 };

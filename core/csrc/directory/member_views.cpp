@@ -31,6 +31,8 @@ void MemberViews::hear(uint32_t range, const std::shared_ptr<const Members>& lis
     if (list == nullptr || list == heard.list) return;
     if (heard.list != nullptr && list->reading < heard.list->reading) return;
     heard.list = list;
+    heard.ids.clear();
+    for (const Member& member : list->rows) heard.ids.emplace(member.identity.incarnation, member.id);
     number_lives();
     changed_ = true;
 }
@@ -63,11 +65,10 @@ std::optional<NodeId> MemberViews::number(const Incarnation& life) const {
 
 std::optional<NodeId> MemberViews::number_at(uint32_t range, NodeId number) const {
     auto life = lives_.find(number);
-    const Members* list = heard_[range].list.get();
-    if (life == lives_.end() || list == nullptr) return std::nullopt;
-    auto it =
-        std::ranges::find(list->rows, life->second, [](const Member& m) { return m.identity.incarnation; });
-    return it == list->rows.end() ? std::nullopt : std::optional(it->id);
+    if (life == lives_.end()) return std::nullopt;
+    const std::map<Incarnation, NodeId>& ids = heard_[range].ids;
+    auto it = ids.find(life->second);
+    return it == ids.end() ? std::nullopt : std::optional(it->second);
 }
 
 const std::shared_ptr<const Members>& MemberViews::all() {
@@ -99,6 +100,7 @@ void MemberViews::rebuild() {
     auto before = std::make_shared<Members>();
     for (size_t range = 0; range < ranges; ++range) {
         const Heard& heard = heard_[range];
+        if (!heard.in_touch) all->away |= 1u << range;
         if (heard.list == nullptr) continue;
         const bool counts = heard.in_touch || !any_in_touch;
         for (const Member& member : heard.list->rows) {

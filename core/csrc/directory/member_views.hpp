@@ -38,6 +38,7 @@ class MemberViews {
    private:
     struct Heard {
         std::shared_ptr<const Members> list;
+        std::map<Incarnation, NodeId> ids{};  // as this list numbers the lives
         bool in_touch = false;
     };
 

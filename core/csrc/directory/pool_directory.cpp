@@ -36,6 +36,16 @@ std::vector<Hash128> some_of(std::span<const Hash128> hashes, std::span<const si
 PoolDirectory::PoolDirectory(const DirectoryClientOptions& options)
     : master_(options.master), clients_(clients_of(options)), views_(ranges()) {}
 
+// Whether a call goes to the first client as it is: there is one range, or a forked process, which is told
+// so. Else all masters are dialed by the first call, so that one that does not answer costs one wait.
+bool PoolDirectory::is_one() {
+    if (ranges() == 1 || fork_.in_child()) return true;
+    std::call_once(dialing_, [this] {
+        for (auto& client : clients_) client->begin_to_dial();
+    });
+    return false;
+}
+
 std::vector<std::vector<size_t>> PoolDirectory::by_range(std::span<const Hash128> hashes) const {
     std::vector<std::vector<size_t>> groups(ranges());
     for (size_t i = 0; i < hashes.size(); ++i) groups[range_of(hashes[i], ranges())].push_back(i);
@@ -59,7 +69,7 @@ void PoolDirectory::translate(std::span<const Holder> holders, const Members& li
 }
 
 Result<LocateAnswer> PoolDirectory::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
-    if (ranges() == 1) return of(0).locate(hashes, options);
+    if (is_one()) return of(0).locate(hashes, options);
     LocateAnswer answer;
     answer.ranges = ranges();
     LocateOptions question = options;
@@ -105,7 +115,7 @@ Result<LocateAnswer> PoolDirectory::locate(std::span<const Hash128> hashes, cons
 }
 
 Result<std::shared_ptr<const Members>> PoolDirectory::members(bool fresh) {
-    if (ranges() == 1) return of(0).members(fresh);
+    if (is_one()) return of(0).members(fresh);
     std::optional<Error> why_not;
     bool any = false;
     for (uint32_t range = 0; range < ranges(); ++range) {
@@ -149,7 +159,7 @@ Result<std::vector<NodeId>> PoolDirectory::place_at(uint32_t range, uint64_t byt
 }
 
 Result<std::vector<NodeId>> PoolDirectory::place(uint64_t bytes, uint16_t n, const PlaceOptions& options) {
-    if (ranges() == 1) return of(0).place(bytes, n, options);
+    if (is_one()) return of(0).place(bytes, n, options);
     const uint32_t first = places_at_;
     std::optional<Error> why_not;
     for (uint32_t i = 0; i < ranges(); ++i) {
@@ -165,7 +175,7 @@ Result<std::vector<NodeId>> PoolDirectory::place(uint64_t bytes, uint16_t n, con
 }
 
 Result<uint32_t> PoolDirectory::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
-    if (ranges() == 1) return of(0).forget(hashes, unreached);
+    if (is_one()) return of(0).forget(hashes, unreached);
     uint32_t rows = 0;
     for (const std::vector<size_t>& which : by_range(hashes)) {
         const uint32_t range = range_of(hashes[which.front()], ranges());
@@ -185,7 +195,7 @@ Result<uint32_t> PoolDirectory::forget(std::span<const Hash128> hashes, std::spa
 
 Result<OrderAnswer> PoolDirectory::order(std::span<const Hash128> hashes, const Incarnation* placing,
                                          bool unique) {
-    if (ranges() == 1 || hashes.empty()) return of(0).order(hashes, placing, unique);
+    if (is_one() || hashes.empty()) return of(0).order(hashes, placing, unique);
     const uint32_t range = range_of(hashes.front(), ranges());
     Result<OrderAnswer> answer = of(range).order(hashes, placing, unique);
     hear(range, answer ? answer->at.members : nullptr);
@@ -203,7 +213,7 @@ Result<OrderAnswer> PoolDirectory::order(std::span<const Hash128> hashes, const 
 
 Result<std::vector<Version>> PoolDirectory::ordered(const OrderDone& done,
                                                     const std::function<void()>& meanwhile) {
-    if (ranges() == 1 || done.keys.empty()) return of(0).ordered(done, meanwhile);
+    if (is_one() || done.keys.empty()) return of(0).ordered(done, meanwhile);
     const uint32_t range = range_of(done.keys.front(), ranges());
     OrderDone there = done;
     {

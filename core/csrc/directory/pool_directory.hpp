@@ -10,10 +10,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/fork.hpp"
 #include "base/mutex.hpp"
 #include "base/result.hpp"
 #include "directory/directory_client.hpp"
@@ -56,6 +58,7 @@ class PoolDirectory {
 
    private:
     DirectoryClient& of(uint32_t range) { return *clients_[range]; }
+    bool is_one();
     void hear(uint32_t range, const std::shared_ptr<const Members>& list);
     void translate(std::span<const Holder> holders, const Members& list, Located& out);
     Result<std::vector<NodeId>> place_at(uint32_t range, uint64_t bytes, uint16_t n,
@@ -63,8 +66,10 @@ class PoolDirectory {
 
     const std::string master_;
     std::vector<std::unique_ptr<DirectoryClient>> clients_;  // of each range
-    std::atomic<uint32_t> places_at_{0};                     // the range that answered the last place()
-    Mutex mutex_;                                            // never held while a master is asked
+    ForkGuard fork_;
+    std::once_flag dialing_;              // all ranges are dialed
+    std::atomic<uint32_t> places_at_{0};  // the range that answered the last place()
+    Mutex mutex_;                         // never held while a master is asked
     MemberViews views_ GUARDED_BY(mutex_);
 };
 

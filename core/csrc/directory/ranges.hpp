@@ -71,13 +71,20 @@ class RangeVersions {
 
     void raise(uint32_t range, Version version) { versions_[range] = std::max(versions_[range], version); }
     void raise(const Hash128& hash, Version version) { raise(range_of(hash, count_), version); }
-    // Another count of ranges says nothing to one that knows something.
+    // One that knows nothing takes the ranges of the other; another count says nothing to one that does.
     void raise(const RangeVersions& other) {
         if (other.count_ != count_) {
-            if (is_none()) *this = other;
+            if (count_ == 1 && is_none()) *this = other;
             return;
         }
         for (uint32_t range = 0; range < count_; ++range) raise(range, other.versions_[range]);
+    }
+    // Takes those of the other where it has none.
+    void fill(const RangeVersions& other) {
+        if (count_ == 1 && is_none()) *this = other;
+        for (uint32_t range = 0; range < count_ && other.count_ == count_; ++range) {
+            if (versions_[range] == kNoVersion) raise(range, other.versions_[range]);
+        }
     }
     bool is_none() const {
         return std::ranges::all_of(versions_, [](Version version) { return version == kNoVersion; });

@@ -113,6 +113,7 @@ struct Members {
     uint32_t ranges = 1;
     std::vector<MemberState> states{};
     uint32_t filling = 0;  // a bit for each range: its master is new, and fills its directory
+    uint32_t away = 0;     // the same: its master does not answer, and its word is an old one
 
     // As the master of that key sees a member of this list.
     MemberState state(const Member& member, const Hash128& hash) const {

@@ -211,8 +211,11 @@ class PyDirectoryClient {
     LocateAnswer locate(const py::object& hashes, bool prefix, uint16_t width, bool suspects,
                         uint8_t holders_max) {
         ArrayOf<Hash128> array(hashes, "hashes");
-        return call("locate", [&] {
-            return client_->locate(array.span(), LocateOptions{prefix, width, suspects, holders_max});
+        return call("locate", [&]() -> Result<LocateAnswer> {
+            auto answer = client_->locate(array.span(), LocateOptions{prefix, width, suspects, holders_max});
+            // No holder would be said of a key whose master does not answer.
+            if (answer && !answer->unreached.empty()) return answer->unreached.begin()->second;
+            return answer;
         });
     }
     // A copy: the client goes on replacing its own list. former: while a restarted master fills, also the

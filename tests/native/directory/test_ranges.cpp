@@ -87,6 +87,27 @@ TEST_CASE("ranges: versions of one range say nothing of another") {
     CHECK(RangeVersions::of_one(9).of(kOfSecond) == 9);
 }
 
+TEST_CASE("ranges: what is known of one range is filled in, and stands for no other") {
+    RangeVersions heard(4), none, of_one = RangeVersions::of_one(9);
+    heard.raise(1, 20);
+    none.raise(heard);  // as a process that knows nothing does
+    CHECK(none.count() == 4);
+    none.raise(of_one);  // says nothing of four
+    CHECK(none.at(0) == kNoVersion);
+    RangeVersions empty(4);
+    empty.raise(of_one);
+    CHECK(empty.count() == 4);
+    CHECK(empty.is_none());
+    RangeVersions newer(4);
+    newer.raise(1, 30);
+    newer.raise(2, 40);
+    none.fill(newer);
+    CHECK(none.at(1) == 20);  // of when the call began
+    CHECK(none.at(2) == 40);
+    none.fill(of_one);
+    CHECK(none.at(0) == kNoVersion);
+}
+
 TEST_CASE("ranges: a master takes no rows and no removals of others") {
     Master master({}, 0, first_version(1), Range{1, 2});
     NodeIdentity who;
@@ -163,6 +184,18 @@ TEST_CASE(
     CHECK(all->state(all->rows[0], kOfSecond) == kAlive);
     views.hear(0, nullptr, false);
     CHECK(views.all()->rows[0].state == kAlive);
+}
+
+TEST_CASE("member views: a list says of which ranges it is an old word, or none") {
+    MemberViews views(3);
+    views.hear(0, list_of(1, {{5, 1, kAlive}}), true);
+    views.hear(1, list_of(1, {{9, 1, kAlive}}), true);
+    CHECK(views.all()->away == 0b100);
+    views.hear(2, list_of(1, {{7, 1, kSuspect}}), true);
+    CHECK(views.all()->away == 0);
+    CHECK(!views.all()->is_alive(views.all()->rows[0]));  // not for each master
+    views.hear(1, nullptr, false);
+    CHECK(views.all()->away == 0b010);
 }
 
 TEST_CASE("member views: a range whose master is new fills, and no other") {

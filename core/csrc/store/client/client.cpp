@@ -65,6 +65,7 @@ std::shared_ptr<Client::Pool> Client::pool() {
             .answers = [this] { return own_.relays(); }};
     }
     pool->directory = std::make_unique<PoolDirectory>(to);
+    if (pool->directory->ranges() > 1) recent_.clear();  // it numbers the nodes by itself
     pool_ = std::move(pool);
     return pool_;
 }

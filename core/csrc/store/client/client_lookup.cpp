@@ -300,7 +300,7 @@ Result<Prefix> Client::prefix_whole(std::span<const std::string_view> names, uin
     if (more != rest.size() && !located->unreached.empty())
         prefix.why = located->unreached.begin()->second.text;
     for (const Member& member : located->members->rows) {
-        bool away = member.state != MemberState::kAlive && more != rest.size() && prefix.why.empty();
+        bool away = !located->members->is_alive(member) && more != rest.size() && prefix.why.empty();
         if (away) prefix.why = "the node at " + member.identity.address + " is silent";
     }
     if (more == 0) return prefix;

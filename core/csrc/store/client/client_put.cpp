@@ -179,6 +179,10 @@ Result<PutReport> Client::put_whole(std::span<const PutItem> items, const PutOpt
     for (const PutItem& item : items) keys.push_back(own_.hasher()(item.name));
     std::vector<std::vector<size_t>> groups = others->directory->by_range(keys);
     if (groups.size() <= 1) return put_some(items, options);
+    // A call is refused as a whole or not at all.
+    std::vector<std::string_view> names;
+    for (const PutItem& item : items) names.push_back(item.name);
+    if (Status fit = own_.check_names(names); !fit && !no_answer(fit.error())) return fit.error();
     PutReport report;
     report.outcomes.assign(items.size(), PutOutcome::kRefused);
     if (options.replicas > 1) report.copies.resize(items.size());
@@ -231,6 +235,7 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
             }
         }
         if (others == nullptr || report) return report;
+        if (others->directory->ranges() > 1) return put_whole(given, asked);  // range by range
     }
     options.known = others->directory->newest();
     uint64_t bytes = 0;
@@ -412,7 +417,7 @@ PutHow Client::how(const PutOptions& options, bool ack) {
     std::shared_ptr<Pool> others = pool();
     PutHow how{.replace = options.replace, .ack = ack, .timeout_ms = options.timeout_ms};
     how.known = options.known;
-    if (how.known.is_none() && others != nullptr) how.known = others->directory->newest();
+    if (others != nullptr) how.known.fill(others->directory->newest());
     return how;
 }
 

@@ -236,13 +236,14 @@ void Client::free_orphans(std::string_view name, const Manifest& manifest) {
 // Nothing: the master does not answer, does not know all nodes yet, or one of them is away.
 std::optional<std::vector<Client::Group>> Client::every_node(Pool& pool) {
     Result<std::shared_ptr<const Members>> members = pool.directory->members(true);
-    if (!members || (*members)->before != nullptr || (*members)->rows.size() > kNodesAskedMax) {
+    if (!members || (*members)->before != nullptr || (*members)->away != 0 ||
+        (*members)->rows.size() > kNodesAskedMax) {
         return std::nullopt;
     }
     std::vector<Group> nodes;
     bool own = false;
     for (const Member& member : (*members)->rows) {
-        if (member.state != MemberState::kAlive) return std::nullopt;
+        if (!(*members)->is_alive(member)) return std::nullopt;
         own |= member.identity.incarnation == pool.own;
         nodes.push_back({member, {}});
     }

@@ -23,6 +23,11 @@ class RecentCopies {
         slot.at_ms = now_ms;
         slot.nodes[slot.n++ % slot.nodes.size()] = node;
     }
+    // Nodes have other numbers from now on.
+    void clear() {
+        MutexLock lock(mutex_);
+        slots_.clear();
+    }
     // The node is told to remove its copy.
     void forget(const Hash128& hash, NodeId node) {
         MutexLock lock(mutex_);

@@ -158,9 +158,8 @@ class ObjectTable {
     uint32_t slots_used() const { return used_; }  // every slot in use is below it
     const IndexWriter& index() const { return index_; }
     void publish_free_bytes(uint64_t to_come) { index_.set_free_bytes(allocator_.free_bytes() + to_come); }
-    void publish_applied(uint32_t ranges, uint32_t range, Version version) {
-        index_.set_applied(ranges, range, version);
-    }
+    void publish_ranges(uint32_t ranges) { index_.set_ranges(ranges); }  // before any process reads it
+    void publish_applied(uint32_t range, Version version) { index_.set_applied(range, version); }
     void publish_relays() { index_.set_relays(); }
     void publish_settled_bytes(uint64_t bytes) { index_.set_settled_bytes(bytes); }  // on any thread
     const TableCounters& counters() const { return counters_; }

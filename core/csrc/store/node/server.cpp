@@ -101,7 +101,12 @@ Server::Server(ServerOptions options)
 
 Result<std::unique_ptr<Server>> Server::create(ServerOptions options) {
     if (options.token.empty()) return Error{Code::kInvalidArgument, "a node needs a cluster token"};
-    if (size_t ranges = split_ranges(options.cluster.master).size(); ranges > kRangesMax) {
+    size_t ranges = split_ranges(options.cluster.master).size();
+    if (ranges == 0 && !options.cluster.master.empty()) {
+        return Error{Code::kInvalidArgument,
+                     "cluster.master = " + options.cluster.master + " names no master"};
+    }
+    if (ranges > kRangesMax) {
         return Error{Code::kInvalidArgument, "cluster.master has " + std::to_string(ranges) +
                                                  " ranges of masters; there are at most " +
                                                  std::to_string(kRangesMax)};
@@ -285,9 +290,9 @@ Status Server::start() {
     // Made before the loop starts, since it registers with the pools' tables; its thread starts last, when
     // there is something to tell.
     if (!options_.cluster.master.empty()) {
+        for (auto& [tenant, pool] : pools_) pool->table().publish_ranges(removals_.ranges());
         removals_.set_on_applied([this](uint32_t range, Version version) {
-            for (auto& [tenant, pool] : pools_)
-                pool->table().publish_applied(removals_.ranges(), range, version);
+            for (auto& [tenant, pool] : pools_) pool->table().publish_applied(range, version);
             if (ssd_ != nullptr) ssd_->set_applied(range, version);
         });
         for (uint32_t range = 0; ssd_ != nullptr && range < removals_.ranges(); ++range)

@@ -94,7 +94,7 @@ class IndexReader {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         return __atomic_load_n(&header->settled_bytes, __ATOMIC_RELAXED);
     }
-    // Of how many ranges the pool is, as far as the node has heard of a removal.
+    // Of how many ranges the pool is; the same for the life of the node.
     uint32_t ranges() const {
         auto* header = reinterpret_cast<const IndexHeader*>(mapping_.data());
         uint64_t ranges = __atomic_load_n(&header->ranges, __ATOMIC_RELAXED);
@@ -148,15 +148,16 @@ class IndexWriter {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
         __atomic_store_n(&header->settled_bytes, bytes, __ATOMIC_RELAXED);
     }
-    // A client of the release before reads `applied` only: of several ranges it is told of no removal.
-    void set_applied(uint32_t ranges, uint32_t range, uint64_t version) {
+    // Before any process reads it. One range is 0, as in the release before.
+    void set_ranges(uint32_t ranges) {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
-        if (ranges == 1) {
-            __atomic_store_n(&header->applied, version, __ATOMIC_RELAXED);
-        } else {
-            __atomic_store_n(&header->applied_of[range], version, __ATOMIC_RELAXED);
-            __atomic_store_n(&header->ranges, ranges, __ATOMIC_RELAXED);
-        }
+        __atomic_store_n(&header->ranges, ranges == 1 ? 0 : ranges, __ATOMIC_RELAXED);
+    }
+    // A client of the release before reads `applied` only: of several ranges it is told of no removal.
+    void set_applied(uint32_t range, uint64_t version) {
+        auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
+        uint64_t* of = header->ranges == 0 ? &header->applied : &header->applied_of[range];
+        __atomic_store_n(of, version, __ATOMIC_RELAXED);
     }
     void set_relays() {
         auto* header = reinterpret_cast<IndexHeader*>(mapping_.data());
