@@ -21,7 +21,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.core.service.http_get import exchange
 from moonpool.core.service.http_tls import client_context, scheme
-from moonpool.core.service.listen_addresses import OFF, master_addresses
+from moonpool.core.service.listen_addresses import OFF, master_ranges
 
 ANSWER_S = 0.5
 APART_S_MAX = 5.0  # clocks that are further apart are named
@@ -45,7 +45,8 @@ def _masters(config: Config) -> dict[str, Address]:
     if config.master.http == OFF:
         return {}
     port = parse_address(config.master.http, "master.http").port
-    return {f"master {each}": Address(each.host, port) for each in master_addresses(config)}
+    masters = [each for part in master_ranges(config) for each in part]
+    return {f"master {each}": Address(each.host, port) for each in masters}
 
 
 def _node(config: Config) -> dict[str, Address]:
