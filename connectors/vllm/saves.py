@@ -84,6 +84,11 @@ class Saves:
         if not (self._engine_config.may_save or handed_over) or self._blocks is None:
             return
         if self._engine_config.has_windows and self._tables is None:
+            if self._repeats.due("tables"):
+                self._log.warning(
+                    "moonpool: nothing is saved: this vLLM does not tell the connector which blocks sliding "
+                    "windows have left (bind_kv_cache_manager)"
+                )
             return
         state.saves_answer = self._save_decode or handed_over
         if state.saved < state.chain.blocks or state.saves_answer:

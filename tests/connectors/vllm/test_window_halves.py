@@ -193,7 +193,7 @@ def test_blocks_that_the_window_has_passed_are_not_saved() -> None:
     assert NULL_BLOCK not in blocks.held()
 
 
-def test_without_tables_nothing_is_saved() -> None:
+def test_without_tables_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> None:
     """A vLLM that does not show them, as behind a connector of its own."""
     pool = FakePool()
     made, _ = scheduler_half(pool, meet=False, groups=GROUPS, reaches=REACHES)
@@ -204,6 +204,7 @@ def test_without_tables_nothing_is_saved() -> None:
     made.matched_tokens(one, 0)
     made.admitted(one, FakeBlocks(([], [])), 0)
     assert made.build_step(first_step(one, 18)) is NOTHING
+    assert "nothing is saved: this vLLM does not tell" in caplog.text
 
 
 # The worker
