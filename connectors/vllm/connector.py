@@ -91,7 +91,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         )
 
     def _worker_half(self, engine_config: EngineConfig, vllm_config: Any) -> WorkerHalf:
-        compat.watch_model(vllm_config, self)
+        self._guard(None, compat.watch_model, vllm_config, self)
 
         def fingerprint(layout: BlockLayout, tensor: Tensor) -> bytes:
             def ask() -> bytes:

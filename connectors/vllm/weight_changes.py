@@ -22,7 +22,7 @@ _HARMLESS = frozenset(
         *("add_lora", "remove_lora", "pin_lora", "profile", "wake_up", "update_config", "synchronize_device"),
         *("reset_mm_cache", "reset_encoder_cache", "execute_dummy_batch", "save_sharded_state"),
         *("save_tensorized_model", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
-        *("checkpoint_prepare", "checkpoint_restore"),
+        *("checkpoint_prepare", "checkpoint_restore", "release_late_interaction_query_cache"),
     )
 )
 _READS = ("get_", "is_", "list_", "check_", "compute_", "supports_")
