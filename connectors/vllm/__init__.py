@@ -24,6 +24,7 @@ manual.
     weight_changes
                  which calls of an engine to its workers replace its weights
     settings     kv_connector_extra_config, checked
+    takeover     other connectors' names and options for this one
     pd           the hand-over between prefill and decode engines, a package of its own
     pool         the connection to the node, and the native threads of its operations
     messages     what the halves tell each other

@@ -5,7 +5,7 @@ place with a broad ``except``, and it counts each one (moonpool_connector_surviv
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         """Raises ConfigError for options that cannot be meant."""
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._settings = Settings.parse(extra)
+        self._settings = self.read_options(extra)
         self._log = compat.logger(role.name.lower())
         self._survived = 0
         self._files: tuple[File, ...] = ()  # that the engine is loading
@@ -63,6 +63,11 @@ class Mooncake(compat.ConnectorBase, compat.SupportsHMA):
         else:
             self._worker = self._worker_half(engine_config, vllm_config)
             self._tally = self._worker.tally
+
+    @classmethod
+    def read_options(cls, extra: Mapping[str, Any]) -> Settings:
+        """What ``kv_connector_extra_config`` says. Raises ConfigError."""
+        return Settings.parse(extra)
 
     def _scheduler_half(self, engine_config: EngineConfig, vllm_config: Any) -> SchedulerHalf:
         if not engine_config.recomputes and engine_config.may_load:
