@@ -1,6 +1,7 @@
 """Whether real processes that are killed, stopped and cut off from each other ever give an old value.
 
-    python -m benchmarks.histories [--minutes M] [--seed N] [--plant MISTAKE] [--quick] [--json FILE]
+    python -m benchmarks.histories [--minutes M] [--seed N] [--ranges R] [--only FAULT] [--plant MISTAKE]
+                                   [--quick] [--json FILE]
 
 etcd, masters that agree in it, nodes with host ids of their own and a client of each, all on this machine;
 what goes between them by TCP goes over lines that can be cut. Clients replace, remove and get a few keys,
@@ -9,6 +10,9 @@ killed and started again, or stands still; lines are cut and healed. In the end 
 client reads the last keys again. Then each key's history is checked as that of a register
 (benchmarks/history/operations.py): no read returns a removed or replaced value. What a client reads while
 its own node is away does not count: that node serves what it has (docs/master.md). The seed is printed.
+
+With --ranges each of so many ranges of the keys has masters of its own. --only has one kind of fault
+happen again and again.
 
 --plant makes the clients lie, for the checker to find it: lost_removal or stale. Without --plant, short
 runs with each of them come last.
@@ -39,6 +43,17 @@ from benchmarks.report import Row, print_table, write_json
 MASTERS, HOSTS = 3, 6
 LOG_LINES = 12
 PLANTED = ("lost_removal", "stale")
+FAULTS = (
+    "kill master",
+    "stop master",
+    "kill node",
+    "stop node",
+    "stop etcd",
+    "cut masters",
+    "cut host",
+    "cut node",
+    "cut etcd",
+)
 PLANTED_S = 20.0
 ROUND_S = 10.0
 KEYS = 8  # of a round
@@ -60,9 +75,22 @@ class Away(NamedTuple):
 
 
 class Pool:
-    def __init__(self, folder: Path, hosts: int, masters: int, planted: str, stack: ExitStack) -> None:
+    """masters: of each range. only: a fault of FAULTS; "": any."""
+
+    def __init__(
+        self,
+        folder: Path,
+        hosts: int,
+        masters: int,
+        planted: str,
+        stack: ExitStack,
+        *,
+        ranges: int = 1,
+        only: str = "",
+    ) -> None:
         self._folder, self._stack = folder, stack
-        self._hosts, self._masters = range(hosts), range(masters)
+        self._ranges, self._of_range, self._only = ranges, masters, only
+        self._hosts, self._masters = range(hosts), range(masters * ranges)
         self._etcd_ports = free_port(), free_port()
         self._listen = [f"127.0.0.1:{free_port()}" for _ in self._masters]
         self._http = [f"127.0.0.1:{free_port()}" for _ in self._masters]
@@ -110,6 +138,7 @@ class Pool:
     def _start_master(self, number: int) -> Process:
         where = ["--listen", self._listen[number], "--http", self._http[number]]
         where += ["--election", f"etcd://{self._address[number]}"]
+        where += ["--range", f"{number // self._of_range}/{self._ranges}"]
         extra = OWN | {"MOONPOOL_MASTER_ADVERTISE": self._address[self._of_peer + number]}
         return self._started([*MOONPOOL, "master", *where], f"master{number}", extra)
 
@@ -121,7 +150,10 @@ class Pool:
             "MOONPOOL_RUNTIME_DIR": str(runtime),
             "MOONPOOL_NODE_ADVERTISE": self._address[self._of_node + host],
         }
-        masters = ",".join(self._address[line] for line in self._host_lines(host))
+        lines = self._host_lines(host)
+        firsts = range(0, len(lines), self._of_range)
+        of_ranges = [lines[first : first + self._of_range] for first in firsts]
+        masters = ";".join(",".join(self._address[line] for line in each) for each in of_ranges)
         where = ["--listen", self._node_listen[host], "--http", self._node_http[host], "--master", masters]
         return self._started(
             [*MOONPOOL, "node", "--name", f"node{host}", "--dram", "64MiB", *where], f"node{host}", extra
@@ -145,15 +177,7 @@ class Pool:
     def faults(self, rng: random.Random) -> Iterator[float]:
         """One after the other, each healed some seconds later; yields how long to wait for the next step."""
         kinds: list[Callable[[random.Random], object]] = [
-            self._kill_master,
-            self._stop_master,
-            self._kill_node,
-            self._stop_node,
-            self._stop_etcd,
-            self._cut_masters,
-            self._cut_host,
-            self._cut_node,
-            self._cut_etcd,
+            getattr(self, f"_{fault.replace(' ', '_')}") for fault in FAULTS if self._only in ("", fault)
         ]
         while True:
             kind = rng.choice(kinds)
@@ -234,12 +258,12 @@ class Pool:
         return heal
 
     def wait_well(self) -> None:
-        """One owner with a whole standby, which all nodes have joined."""
+        """Of each range one owner with a whole standby, which all nodes have joined."""
         give_up_s = time.monotonic() + WAIT_S
         while True:
             whole = [metric(http, "master_standby_is_whole") for http in self._http]
             joined = [metric(http, "node_masters_joined") for http in self._node_http]
-            if sum(whole) == 1 and all(n == 2 for n in joined):
+            if sum(whole) == self._ranges and all(n == 2 * self._ranges for n in joined):
                 return
             if time.monotonic() > give_up_s:
                 owners = [metric(http, "master_is_owner") for http in self._http]
@@ -248,8 +272,8 @@ class Pool:
                     print(f"{log.name}:", *tail, sep="\n  ", file=sys.stderr)
                 raise Failed(
                     f"the pool is not well within {WAIT_S:g} s: of masters {owners} are owners and {whole} "
-                    f"have a whole standby; nodes have joined {joined} of them, each 2 when all is well; the "
-                    f"ends of their logs stand above"
+                    f"have a whole standby; nodes have joined {joined} of them, each {2 * self._ranges} when "
+                    f"all is well; the ends of their logs stand above"
                 )
             time.sleep(0.2)
 
@@ -308,10 +332,20 @@ def explain(found: list[Violation], operations: list[Operation], faults: list[st
     return lines + (faults if found else [])
 
 
-def play(folder: Path, *, minutes: float, seed: int, hosts: int, masters: int, planted: str = "") -> Outcome:
+def play(
+    folder: Path,
+    *,
+    minutes: float,
+    seed: int,
+    hosts: int,
+    masters: int,
+    planted: str = "",
+    ranges: int = 1,
+    only: str = "",
+) -> Outcome:
     folder.mkdir()
     with ExitStack() as stack:
-        pool = Pool(folder, hosts, masters, planted, stack)
+        pool = Pool(folder, hosts, masters, planted, stack, ranges=ranges, only=only)
         rng = random.Random(seed)
         faults = None if planted else pool.faults(rng)
         rounds = max(1, round(minutes * 60 / ROUND_S))
@@ -359,16 +393,27 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="default: 30")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: one by chance")
     parser.add_argument("--plant", choices=PLANTED, default="", help="what the clients lie about")
+    parser.add_argument("--ranges", type=int, default=1, metavar="R", help="of the keys; default: 1")
+    parser.add_argument("--only", choices=FAULTS, default="", help="the one fault that happens")
     options = parser.parse_args()
     end_on_sigterm()
     seed = options.seed or random.SystemRandom().randrange(1, 1 << 31)
     print(f"seed {seed}", file=sys.stderr)
     minutes, hosts, masters = (0.5, 3, 2) if options.quick else (options.minutes, HOSTS, MASTERS)
+    of_ranges = f" of each of {options.ranges} ranges" if options.ranges > 1 else ""
     rows = []
     try:
         with tempfile.TemporaryDirectory(prefix="histories-") as name:
             if not options.plant:
-                outcome = play(Path(name) / "0", minutes=minutes, seed=seed, hosts=hosts, masters=masters)
+                outcome = play(
+                    Path(name) / "0",
+                    minutes=minutes,
+                    seed=seed,
+                    hosts=hosts,
+                    masters=masters,
+                    ranges=options.ranges,
+                    only=options.only,
+                )
                 for line in outcome.explained:
                     print(line, file=sys.stderr)
                 told = ", ".join(f"{what} {times}" for what, times in sorted(outcome.happened.items()))
@@ -377,7 +422,7 @@ def main() -> None:
                     Row(
                         f"violations in {outcome.operations:,} operations, {outcome.acknowledged:,} "
                         f"acknowledged writes, {outcome.happened.total()} faults "
-                        f"[{masters} masters, {hosts} nodes, "
+                        f"[{masters} masters{of_ranges}, {hosts} nodes, "
                         f"{minutes:g} min, seed {seed}]",
                         len(outcome.found),
                         "",
