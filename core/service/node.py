@@ -27,6 +27,7 @@ from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.units import format_size, parse_size
 from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.service.address_space import check_address_space
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
 from moonpool.core.service.http_tls import server_context
@@ -63,14 +64,16 @@ def native_server(
     config: Config, socket_path: Path, token: bytes, addresses: NodeAddresses, *, size_option: str = "--dram "
 ) -> _native.Server:
     """Makes the server in C++. Raises a moonpool Error when it cannot, also where the arenas are larger than
-    the memory that is available. size_option: how the user gives their size.
+    the memory that is available, or than the address space. size_option: how the user gives their size.
     """
     core = native_core("node")
     node = config.node
+    sizes = tenant_sizes(config)
+    check_address_space(sum(size for _, size in sizes), size_option)
     with explain_bind_errors("node.listen", addresses.listen):
         server: _native.Server = core.Server(
             str(socket_path),
-            tenant_sizes(config),
+            sizes,
             token,
             node_settings(node),
             name=node.name,

@@ -162,6 +162,31 @@ def test_the_command_exits_2_before_it_is_ready(runtime: Path) -> None:
     assert sorted(path.name for path in runtime.iterdir()) == ["token"]
 
 
+def test_an_address_space_that_is_too_small_is_refused_with_a_size_that_fits(runtime: Path) -> None:
+    """A limit of 3 GiB, by `ulimit -v`."""
+
+    def start(dram: str) -> subprocess.Popen[str]:
+        command = ["sh", "-c", 'ulimit -v 3145728 && exec "$@"', "sh", sys.executable, "-m", "moonpool"]
+        command += ["node", "--dram", dram, "--http", "off"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with start("3GiB") as refused:
+        out, errors = refused.communicate(timeout=60)
+    assert (refused.returncode, out) == (2, ""), errors
+    match = re.fullmatch(
+        r"moonpool: arenas of 3\.0 GiB in all do not fit into the address space, of which the limit "
+        r"\(ulimit -v\) leaves 2\.\d GiB; raise the limit, or --dram (\d+MiB) would fit\n",
+        errors,
+    )
+    assert match is not None, errors
+    with start(match[1]) as fits:
+        try:
+            assert fits.stdout is not None
+            assert fits.stdout.readline().startswith("moonpool node ")
+        finally:
+            fits.kill()
+
+
 def test_an_embedded_node_and_up_refuse_it_too(runtime: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"the arena asks for 1000\.0 TiB .*; embedded=.* would fit"):
         Store(embedded=TOO_MUCH)
