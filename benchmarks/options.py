@@ -14,7 +14,7 @@ def make_parser(description: str | None, quick: str, peers: str = NO_PEERS) -> a
     """quick, peers: the help of --quick and of --peers-venv."""
     spec = sys.modules["__main__"].__spec__
     parser = argparse.ArgumentParser(
-        prog=f"python -m {spec.name}" if spec else None,
+        prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

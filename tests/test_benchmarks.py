@@ -249,16 +249,49 @@ def test_what_the_page_costs_is_rows(tmp_path: Path) -> None:
     assert all(row["ours"] > 0 for row in rows)
 
 
+def hostile(result: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of these scenarios in the short form."""
+    command = [sys.executable, "-m", "benchmarks.hostile", "--quick", "--json", str(result), *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "left out" not in ended.stdout
+    rows: list[dict[str, Any]] = json.loads(result.read_text())["rows"]
+    return rows
+
+
+def missed(rows: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Of counts and bytes: times are no matter of a test."""
+    return [
+        (row["work"], row["ours"]) for row in rows if row["unit"] not in ("s", "ms") and row["met"] is False
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_hostile_bodies_cost_is_rows(tmp_path: Path) -> None:
-    result = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.hostile", "--quick", "--json", str(result)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = json.loads(result.read_text())["rows"]
+    rows = hostile(tmp_path / "rows.json", "--only", "large_bodies")
     assert len(rows) == 2 * (1 + 3 * 6)
     assert {row["unit"] for row in rows} == {"ms", "x bodies", "s"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_hostile_clients_and_hosts_may_not_do(tmp_path: Path) -> None:
+    names = ("tenants", "forged", "killers", "other_hosts", "too_much_memory")
+    rows = hostile(tmp_path / "rows.json", "--only", *names)
+    assert len(rows) == 3 + 2 + 1 + 2 + 2
+    assert missed(rows) == []
+    assert [row["work"].endswith(": exit 2") for row in rows[-2:]] == [True, True]
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_other_hostile_scenarios(tmp_path: Path) -> None:
+    names = ("held_bodies", "priority", "stopped_engine", "event_flood", "replay_askers", "two_stopped")
+    rows = hostile(tmp_path / "rows.json", "--only", *names, "connection_floods", "frozen_threads")
+    assert len(rows) == 1 + 1 + 1 + 1 + 1 + 3 + 5 + 4
+    assert missed([row for row in rows if row["unit"] != "%"]) == []  # probes in time are a speed, too
 
 
 def test_nixl_is_taken_out_of_a_venv_alone(load: Any, tmp_path: Path) -> None:

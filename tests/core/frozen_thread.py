@@ -1,5 +1,5 @@
 """Stops one thread of a child process, and no other: SIGSTOP would stop them all. Needs PTRACE_SEIZE, which a
-parent has unless the system forbids ptrace altogether; then the test is skipped with the reason."""
+parent has unless the system forbids ptrace altogether."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import pytest
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
 _WALL = 0x40000000
@@ -28,11 +26,11 @@ def thread_of(pid: int, name: str) -> int:
 
 
 @contextmanager
-def frozen(pid: int, name: str) -> Iterator[None]:
-    """Inside, the thread ``name`` of the child ``pid`` does not run; afterwards it goes on."""
-    thread = thread_of(pid, name)
+def frozen(thread: int) -> Iterator[None]:
+    """Inside, this thread of a child does not run; afterwards it goes on. To be left by the
+    thread that entered it. Raises PermissionError."""
     if _libc.ptrace(_SEIZE, thread, None, None) != 0:
-        pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
+        raise PermissionError(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
     _libc.ptrace(_INTERRUPT, thread, None, None)
     os.waitpid(thread, _WALL)  # it has stopped
     try:

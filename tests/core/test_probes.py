@@ -9,7 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from moonpool.core.service.probes import Probes
 from moonpool.core.store.store import Store
 from moonpool.core.store.types import PutStatus
 
-from .frozen_thread import frozen
+from . import frozen_thread
 from .http_bed import StandIn, get, serving, settings
 from .master_bed import MasterProcess, environment
 from .store_bed import TOKEN, until
@@ -40,6 +40,17 @@ def ask(url: str) -> tuple[int, Any]:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+@contextmanager
+def frozen(pid: int, name: str) -> Iterator[None]:
+    """Skips the test, with the reason, where the system forbids ptrace."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(frozen_thread.frozen(frozen_thread.thread_of(pid, name)))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        yield
 
 
 def until_status(url: str, status: int) -> Any:

@@ -1,7 +1,7 @@
 """Strangers: what a peer without a key, a client with one, or an engine that lies can do to a process.
 
 Each file is one scenario. Its short form runs always; the long form, with the sizes of a real attack, is
-marked ``heavy``. Times and memory under attack are figures of ``benchmarks/hostile.py``; here is asserted
+marked ``heavy``. Times and memory under attack are figures of ``benchmarks/hostile/``; here is asserted
 what must hold on any machine: who is served, who is refused with which reason, what reaches an engine.
 """
 

@@ -7,39 +7,7 @@ import json
 import pytest
 
 from tests.disagg_proxy.harness import bed, with_deadline
-
-OPERATORS = [
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/load_lora_adapter",
-    "/sleep",
-    "/wake_up",
-    "/collective_rpc",
-    "/reset_prefix_cache",
-    "/flush_cache",
-    "/update_weights_from_disk",
-    "/start_profile",
-    "/abort_request",
-    "/server_info",
-    "/v1/files",
-    "/v1/audio/transcriptions",
-    "//v1/completions",
-    "/V1/completions",
-    "/v1/completions/",
-    "/v1/completions%2f",
-    "/v1/%63ompletions",
-]
-DOTS = [
-    "/v1/../metrics",
-    "/v1/%2e%2e/%2E%2e/reset",
-    "/v1/models/../load_lora_adapter",
-    "/v1/models/.%2e/x",
-    "/v1/models/..%2fload_lora_adapter",
-    "/v1/models/..\\load_lora_adapter",
-    "/v1/models/%2e%2e%5cx",
-    "/v1/./completions",
-    "/v1/models/..",
-]
+from tests.hostile.operators_paths import DOTS, OPERATORS
 
 
 @with_deadline
