@@ -161,7 +161,7 @@ TEST_CASE("pool directory: a master refuses keys of other ranges, and the connec
     CHECK(client.locate({&mine, 1}).ok());
 }
 
-TEST_CASE("pool directory: who expects another range is refused, and told both and the remedy") {
+TEST_CASE("pool directory: a peer that expects another range is refused, and told both and the remedy") {
     Bed bed;
     auto refusal = [&](const std::string& master, const Range& range) {
         DirectoryClientOptions options = client_options(master);

@@ -175,7 +175,8 @@ TEST_CASE("member views: an older reading changes nothing, and numbers are not g
 }
 
 TEST_CASE(
-    "member views: a master that is away says nothing of who lives, and of its keys what it said last") {
+    "member views: a master that is away says nothing of which nodes live, and of its keys what it said "
+    "last") {
     MemberViews views(2);
     views.hear(0, list_of(1, {{1, 1, kSuspect}}), true);
     views.hear(1, list_of(1, {{1, 1, kAlive}}), false);
