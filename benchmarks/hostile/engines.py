@@ -17,6 +17,7 @@ from tests.disagg_proxy.harness import Client, Exchange, MockEngine
 
 ENGINES = 4
 BLOCK, BLOCKS = 16, 60_000  # of a message, which has 4 MiB
+BATCHES = 8
 CLIENTS = 8
 
 
@@ -53,6 +54,7 @@ def killers(setting: Setting) -> list[Row]:
 def event_flood(setting: Setting) -> list[Row]:
     """Batches of 4 MiB, as fast as the proxy takes them."""
     seconds = setting.long(60.0, 5.0)
+    batches = [batch(number) for number in range(BATCHES)]  # again and again: to make one takes long
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pub = context.socket(zmq.XPUB)
     pub.setsockopt(zmq.XPUB_NODROP, 1)
@@ -70,7 +72,7 @@ def event_flood(setting: Setting) -> list[Row]:
         deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s:
             try:
-                pub.send_multipart((b"kv", sent.to_bytes(8, "big"), batch(sent)))
+                pub.send_multipart((b"kv", sent.to_bytes(8, "big"), batches[sent % BATCHES]))
                 sent += 1
             except zmq.Again:
                 continue
@@ -82,7 +84,7 @@ def event_flood(setting: Setting) -> list[Row]:
 
 
 def batch(number: int) -> bytes:
-    """Of blocks that no other batch has. Made anew each time in a few ms: its names are all that changes."""
+    """Of blocks that no other batch has."""
     names = [(1 << 62) + number * BLOCKS + each for each in range(BLOCKS)]
     return msgspec.msgpack.encode(Batch(0.0, [BlockStored(names, None, TOKENS, BLOCK)]))
 
