@@ -61,7 +61,7 @@ def make_model(path: str, kind: str, config: dict[str, Any], seed: int = 0) -> N
     model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "self_attn" in name and weight.dim() == 2:
+            if ("attn" in name or "attention" in name) and weight.dim() == 2:
                 weight *= ATTENTION
     model.save_pretrained(path)
 
@@ -173,7 +173,17 @@ def _until(true: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.01)
 
 
-OPERATIONS = {"make_model": make_model, "configured": configured, "fields": fields, "run": run}
+def version() -> str:
+    return vllm.__version__
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "make_model": make_model,
+    "configured": configured,
+    "fields": fields,
+    "run": run,
+    "version": version,
+}
 
 
 def in_a_fork(operation: str, args: dict[str, Any]) -> dict[str, Any]:
