@@ -215,7 +215,8 @@ def only_one() -> Iterator[None]:
                 key=paths.RUNTIME_DIR_VARIABLE,
                 peer=str(path),
             )
-        path.with_name(STATE).unlink(missing_ok=True)  # of one that was killed: its pid may be another's now
+        with suppress(OSError):
+            path.with_name(STATE).unlink()  # of one that was killed: its pid may be another's now
         yield
     finally:
         os.close(descriptor)
