@@ -12,6 +12,7 @@ namespace moonpool::relay {
 namespace {
 
 constexpr size_t kTextBytesKept = 16 << 10;
+constexpr std::string_view kSalt = "cache_salt";  // of a request in every API of engines
 
 // The first character of an array's first element; 0: it has none.
 char first_in(const json::Member& array) {
@@ -28,9 +29,6 @@ bool opens_three(std::string_view array) {
     }
     return true;
 }
-
-// In which an engine finds what separates equal prompts: in SGLang's own API, and in OpenAI's.
-std::string_view salt_member(Kind kind) { return kind == Kind::kGenerate ? "extra_key" : "cache_salt"; }
 
 Digest sha256_of(std::string_view first, std::string_view second) {
     Sha256 hash;
@@ -104,16 +102,15 @@ std::optional<http::Refusal> Request::scan(const BodyLimits& limits) {
 // A client's own salt separates its requests further: with the tenant's it makes one of the same length, as
 // SGLang writes cache_salt and extra_key one behind the other.
 std::optional<http::Refusal> Request::set_salt() {
-    std::string_view name = salt_member(kind);
-    const json::Member* own = facts_.object.find(name);
+    const json::Member* own = facts_.object.find(kSalt);
     std::string value = salt;
     if (own != nullptr && own->kind != json::Kind::kNull) {
         std::optional<std::string> text = json::string_of(*own);
-        if (!text) return http::Refusal{400, "salt", std::string(name) + " is one string, or left out"};
+        if (!text) return http::Refusal{400, "salt", "cache_salt is one string, or left out"};
         value = hexadecimal(sha256_of(salt, *text));
     }
     value = '"' + value + '"';
-    const json::Edit edits[] = {{json::Edit::kSet, name, value}};
+    const json::Edit edits[] = {{json::Edit::kSet, kSalt, value}};
     json::Splice splice;
     splice.make(facts_.object, edits);
     body = splice.joined();
@@ -125,9 +122,7 @@ void Request::look_at_members(const BodyLimits& limits) {
     if (const json::Member* model = object.find("model")) {
         if (auto text = json::string_of(*model)) facts_.model = std::move(*text);
     }
-    if (const json::Member* told = object.find(salt_member(kind))) {
-        facts_.cache_salt = json::string_of(*told);
-    }
+    if (const json::Member* told = object.find(kSalt)) facts_.cache_salt = json::string_of(*told);
     if (const json::Member* stream = object.find("stream")) {
         facts_.stream = json::bool_of(*stream).value_or(false);
     }

@@ -279,7 +279,7 @@ std::string told_salt(Kind kind, const char* body, const std::string& salt) {
     if (request.examine({100, 100, 100}, false)) return "";
     json::Object sent;
     REQUIRE(sent.scan(request.body));
-    const json::Member* member = sent.find(kind == Kind::kGenerate ? "extra_key" : "cache_salt");
+    const json::Member* member = sent.find("cache_salt");
     std::string told = member == nullptr ? "none" : json::string_of(*member).value_or("no string");
     CHECK(request.facts().cache_salt.value_or("none") == told);
     return told;
