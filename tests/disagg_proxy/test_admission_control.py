@@ -619,7 +619,7 @@ async def test_many_wait_and_each_gets_one_answer(seed: int) -> None:
 
 @with_deadline
 async def test_tenant_and_priority_are_the_rows_whatever_a_client_claims(tmp_path: Path) -> None:
-    """B claims other tenants, whose share nobody has used, and the highest priority."""
+    """B claims other tenants, whose share is unused, and the highest priority."""
     file = tmp_path / "clients.toml"
     file.write_text(ROWS)
     async with bed(1, clients_file=str(file), **gated(queue_max=10)) as b:  # type: ignore[arg-type]

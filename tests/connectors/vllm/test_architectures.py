@@ -152,7 +152,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "activation_sparsity_pattern": [0.0] * 4,
             "intermediate_size": [256] * 4,
         },
-        always=True,
     ),
     "gemma4": Architecture(
         "gemma4_text",

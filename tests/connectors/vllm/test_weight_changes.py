@@ -71,7 +71,7 @@ def test_a_call_that_is_not_known_counts(
     assert change_by(method, args, kwargs) == expected
 
 
-# Who is told, in which order
+# Which halves are told, in which order
 
 
 class Executor:
