@@ -20,7 +20,6 @@ from moonpool.core.service.addresses import parse_address
 from moonpool.core.service.listen_addresses import node_addresses, require_token
 from moonpool.disagg_proxy.from_config import proxy_settings
 
-from .disagg_proxy.endpoints.test_probes import answers
 from .disagg_proxy.harness import bed, with_deadline
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "kubernetes"
@@ -166,7 +165,7 @@ async def test_a_proxy_without_an_engine_is_live_and_not_ready() -> None:
     async with bed(1, prepare=lambda engines: setattr(engines[0], "healthy", False)) as b:
         (proxy,) = (each for each in of_kind("Deployment") if name_of(each) == "moonpool-proxy")
         for probe, status in (("livenessProbe", 200), ("readinessProbe", 503)):
-            await answers(b, main_of(proxy)[probe]["httpGet"]["path"], status)
+            await b.probe(main_of(proxy)[probe]["httpGet"]["path"], status)
 
 
 @each_workload()

@@ -390,6 +390,13 @@ class Bed:
         client.leave()
         return answer
 
+    async def probe(self, path: str, status: int) -> Answer:
+        """The first answer with that status: on a machine that stands still for a second one is late, and
+        503."""
+        while (answer := await self.ask("GET", path)).status != status or b"undecided" in answer.body:
+            assert answer.status == 503
+        return answer
+
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample; 0 when it is not there."""
         from prometheus_client import CollectorRegistry

@@ -7,14 +7,7 @@ import http.client
 import json
 import threading
 
-from ..harness import Answer, Bed, MockEngine, bed, with_deadline
-
-
-async def answers(b: Bed, path: str, status: int) -> Answer:
-    """The first answer with that status: on a machine that stands still for a second one is late, and 503."""
-    while (answer := await b.ask("GET", path)).status != status or b"undecided" in answer.body:
-        assert answer.status == 503
-    return answer
+from ..harness import MockEngine, bed, with_deadline
 
 
 def status_of(port: int, path: str) -> int:
@@ -32,12 +25,12 @@ async def test_a_proxy_without_an_engine_lives_and_is_not_ready() -> None:
         engines[0].healthy = False
 
     async with bed(1, prepare=sick) as b:
-        await answers(b, "/livez", 200)
-        refusal = await answers(b, "/readyz", 503)
+        await b.probe("/livez", 200)
+        refusal = await b.probe("/readyz", 503)
         assert json.loads(refusal.body)["error"]["code"] == "no_engine"
     async with bed(1) as b:
         for path in ("/livez", "/readyz"):
-            await answers(b, path, 200)
+            await b.probe(path, 200)
 
 
 @with_deadline
@@ -49,4 +42,4 @@ async def test_a_proxy_whose_own_thread_is_stuck_does_not_live() -> None:
             asking.start()
             asking.join(10)  # the loop, in which the proxy makes its pages, stands still meanwhile
             assert seen == [503]
-        await answers(b, "/livez", 200)
+        await b.probe("/livez", 200)
