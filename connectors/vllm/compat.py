@@ -119,13 +119,7 @@ def watch_adapters(core: type | None = None) -> bool:
 
     core: the class that is asked; for tests.
     """
-    engine_core = core
-    if engine_core is None:
-        try:
-            from vllm.v1.engine.core import EngineCore
-        except ImportError:
-            return False
-        engine_core = EngineCore
+    engine_core = core or _engine_core()
     add, remove = getattr(engine_core, "add_lora", None), getattr(engine_core, "remove_lora", None)
     if add is None or remove is None:
         return False
@@ -157,6 +151,16 @@ def watch_adapters(core: type | None = None) -> bool:
     setattr(engine_core, add.__name__, told_add)
     setattr(engine_core, remove.__name__, told_remove)
     return True
+
+
+def _engine_core() -> type | None:
+    """vLLM's class of an engine; None: this vLLM has none by that name, or there is no vLLM."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return None
+    core: type = EngineCore
+    return core
 
 
 def _adapter_watchers(engine: Any) -> list[AdapterWatcher]:
@@ -208,13 +212,9 @@ def watch_weights(core: type | None = None) -> bool:
 
     core: the class that is asked; for tests.
     """
-    engine_core = core
+    engine_core = core or _engine_core()
     if engine_core is None:
-        try:
-            from vllm.v1.engine.core import EngineCore
-        except ImportError:
-            return not vllm_version()
-        engine_core = EngineCore
+        return not vllm_version()
     rpc, sleep = getattr(engine_core, "collective_rpc", None), getattr(engine_core, "sleep", None)
     if rpc is None or sleep is None:
         return False

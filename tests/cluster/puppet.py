@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,3 +186,19 @@ class Puppet:
 
     def until(self, condition: Callable[[Puppet], Any], timeout_s: float = 10.0) -> Any:
         return until(lambda: condition(self), timeout_s)
+
+
+def replaced_at_once(on_a: Puppet, on_b: Puppet, names: Sequence[str], size: int) -> list[Any]:
+    """Two hosts replace the same keys at the same moment. What the first one reads then: of each key one of
+    the two values."""
+    with ThreadPoolExecutor(2) as pool:
+        puts = [pool.submit(on.put, names, size, seed, replace=True) for on, seed in ((on_a, 1), (on_b, 2))]
+        for put in puts:
+            assert [row[0] for row in put.result()] == ["stored"] * len(names)
+    until(lambda: None not in on_a.get(names))
+    values: list[Any] = on_a.get(names)
+    assert all(
+        value in ([size, checksum(name, 1, size)], [size, checksum(name, 2, size)])
+        for name, value in zip(names, values, strict=True)
+    )
+    return values

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 from moonpool import _native
 
 from ..core.store_bed import until
 from .bed import MASTER_PORT, Cluster, Node, master_metric
 from .hosts import Process
-from .puppet import checksum
+from .puppet import replaced_at_once
 
 SIZE = 1000
 COUNT = 2
@@ -64,16 +63,7 @@ def test_every_verb_works_on_keys_of_all_ranges(cluster: Cluster) -> None:
         assert master_metric(cluster.host(f"m{index}"), "directory_rows") == rows
     assert on_b.has(names, SIZE, room=SIZE)
     assert on_b.exists([*names, "absent"]) == ["hit"] * len(names) + ["miss"]
-    with ThreadPoolExecutor(2) as pool:  # of two replacements at once the later one wins, in each range
-        puts = [pool.submit(on.put, names, SIZE, seed, replace=True) for on, seed in ((on_a, 1), (on_b, 2))]
-        for put in puts:
-            assert [row[0] for row in put.result()] == ["stored"] * len(names)
-    until(lambda: None not in on_a.get(names))
-    values = on_a.get(names)
-    assert all(
-        value in ([SIZE, checksum(name, 1, SIZE)], [SIZE, checksum(name, 2, SIZE)])
-        for name, value in zip(names, values, strict=True)
-    )
+    values = replaced_at_once(on_a, on_b, names, SIZE)  # in each range
     until(lambda: on_b.get(names) == values)
     assert on_b.remove(names) == [True] * len(names)
     assert on_a.get(names) == [None] * len(names)

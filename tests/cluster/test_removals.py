@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 
 from ..core.store_bed import until
 from .bed import Cluster, Node
-from .puppet import checksum
+from .puppet import checksum, replaced_at_once
 
 SIZE = 1000
 SSD = '["/run/ssd:64MiB"]'  # of the host alone, for as long as it lives
@@ -24,16 +23,7 @@ def test_two_hosts_that_replace_a_key_at_once_read_the_same_value(cluster: Clust
     a, b, c = cluster.start("a", "b", "c")
     on_a, on_b, on_c = (cluster.puppet(node.host) for node in (a, b, c))
     names = [f"k{i}" for i in range(40)]
-    with ThreadPoolExecutor(2) as pool:
-        puts = [pool.submit(on.put, names, SIZE, seed, replace=True) for on, seed in ((on_a, 1), (on_b, 2))]
-        for put in puts:
-            assert [row[0] for row in put.result()] == ["stored"] * len(names)
-    until(lambda: None not in on_a.get(names))
-    values = on_a.get(names)
-    assert all(
-        value in ([SIZE, checksum(name, 1, SIZE)], [SIZE, checksum(name, 2, SIZE)])
-        for name, value in zip(names, values, strict=True)
-    )
+    values = replaced_at_once(on_a, on_b, names, SIZE)
     until(lambda: on_b.get(names) == values)  # a miss for a moment, never another value
     until(lambda: on_c.get(names) == values)
 

@@ -8,7 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,18 @@ class Bed(Engine):
     """One identity_bed.py: forks an engine for each call."""
 
     driver = HERE / "identity_bed.py"
+
+
+@contextmanager
+def bed_with_node(python: str) -> Iterator[tuple[Bed, Path]]:
+    """A bed whose engines have a node, and a folder for models; taken down at the end."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-") as path, ExitStack() as stack:
+        folder = Path(path)
+        bed = Bed(python, folder, folder / "run", folder / "log")
+        stack.callback(bed.close)
+        node = Node(folder / "run").start()
+        stack.callback(node.stop)
+        yield bed, folder
 
 
 class Node:

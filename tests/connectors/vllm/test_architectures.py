@@ -7,9 +7,7 @@ Those that nothing else covers run always, all of them with HEAVY=1. docs/engine
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 
 from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import KV_CONFIG, make_prompt
-from tests.connectors.vllm.processes import Bed, EngineFailed, Node
+from tests.connectors.vllm.processes import Bed, EngineFailed, bed_with_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -284,12 +282,7 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(vllm_python: str) -> Iterator[Engines]:
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as path, ExitStack() as stack:
-        folder = Path(path)
-        bed = Bed(vllm_python, folder, folder / "run", folder / "log")
-        stack.callback(bed.close)
-        node = Node(folder / "run").start()
-        stack.callback(node.stop)
+    with bed_with_node(vllm_python) as (bed, folder):
         yield Engines(bed, folder, bed.call("version"))
 
 

@@ -7,9 +7,7 @@ are equal, engines run: those of a few pairs always, of all with HEAVY=1."""
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import pytest
 from moonpool.connectors.vllm import identity_arguments as arguments
 from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import KV_CONFIG, make_prompt
-from tests.connectors.vllm.processes import Bed, EngineFailed, Node
+from tests.connectors.vllm.processes import Bed, EngineFailed, bed_with_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -171,14 +169,9 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(vllm_python: str) -> Iterator[Engines]:
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as path, ExitStack() as stack:
-        folder = Path(path)
-        bed = Bed(vllm_python, folder, folder / "run", folder / "log")
-        stack.callback(bed.close)
+    with bed_with_node(vllm_python) as (bed, folder):
         for name, (kind, config) in MODELS.items():
             bed.call("make_model", path=str(folder / name), kind=kind, config=config)
-        node = Node(folder / "run").start()
-        stack.callback(node.stop)
         yield Engines(bed, folder)
 
 

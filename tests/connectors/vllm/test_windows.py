@@ -19,7 +19,7 @@ from moonpool.core.config import paths
 from moonpool.core.store.keys import block_digests, parse_block_name
 from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import ASK, KV_CONFIG, make_prompt, tokens_of
-from tests.connectors.vllm.processes import Bed, Engine, Node
+from tests.connectors.vllm.processes import Bed, Engine, bed_with_node
 from tests.ports import held_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -76,12 +76,7 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(vllm_python: str) -> Iterator[Engines]:
-    with tempfile.TemporaryDirectory(prefix="moonpool-") as path, ExitStack() as stack:
-        folder = Path(path)
-        bed = Bed(vllm_python, folder, folder / "run", folder / "log")
-        stack.callback(bed.close)
-        node = Node(folder / "run").start()
-        stack.callback(node.stop)
+    with bed_with_node(vllm_python) as (bed, folder):
         yield Engines(bed, folder)
 
 
@@ -218,14 +213,14 @@ def test_hand_overs(engines: Engines, vllm_python: str, rng: Any, model: str) ->
     alone = engines.run(model, prompts, pool=False)
     with ExitStack() as stack:
         (port,) = stack.enter_context(held_ports(1))
-        nobody = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
+        alone_in = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
 
         def engine(name: str, **extra: Any) -> Engine:
             config = {**KV_CONFIG, "kv_connector_extra_config": {"lease_s": 30.0, **extra}}
             made = Engine(
                 vllm_python,
                 engines.model(model),
-                nobody,
+                alone_in,
                 engines.folder / f"{model}-{name}",
                 kv_transfer_config=config,
                 skip_tokenizer_init=True,
