@@ -72,11 +72,11 @@ async def test_registrations_and_refused_keys(clients: Path, caplog: pytest.LogC
         assert (removed["event"], removed["engine"]) == ("engine_removed", "x")
         assert unregistered == {"event": "engine_unregistered", "instances": "x|default|0", **by}
         assert await post(b, "/register", ENGINE, shown("a")) == 401
-        assert await post(b, "/register", ENGINE, "Authorization: Bearer of-nobody\r\n") == 401
+        assert await post(b, "/register", ENGINE, "Authorization: Bearer of-a-stranger\r\n") == 401
         assert (await b.ask("GET", "/engines")).status == 401
         assert events(caplog) == [
             {"event": "key_refused", "path": "/register", "client": "a"},
-            {"event": "key_refused", "path": "/register", "key": key_digest(b"of-nobody")},
+            {"event": "key_refused", "path": "/register", "key": key_digest(b"of-a-stranger")},
             {"event": "key_refused", "path": "/engines"},
         ]
 
@@ -109,7 +109,7 @@ async def test_refusals_of_the_data_plane_are_summed_up(
     clock = FakeClock()
     async with bed(1, clients_file=str(clients), clock=clock) as b:
         for _ in range(3):
-            assert (await b.ask("POST", "/v1/completions", b"{}", shown("nobody"))).status == 401
+            assert (await b.ask("POST", "/v1/completions", b"{}", shown("stranger"))).status == 401
         clock.now += audit.SUMMARY_EVERY_S
         await until(lambda: any(each.name == "moonpool.audit" for each in caplog.records))
         (summed,) = events(caplog)

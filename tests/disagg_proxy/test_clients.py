@@ -40,7 +40,7 @@ async def test_a_key_may_do_what_its_row_says_and_nothing_else(file: Path) -> No
     query = {"model": "m", "token_ids": [1], "block_size": 4}
     async with bed(1, clients_file=str(file), **HTTP) as b:
         seen = {}
-        for name in ("a", "b", "watcher", "engines", "nobody"):
+        for name in ("a", "b", "watcher", "engines", "stranger"):
             asked = await b.ask("POST", CHAT, b"{}", shown(name))
             queried = await b.ask("POST", "/query", json.dumps(query).encode(), shown(name))
             looked = [
@@ -54,7 +54,7 @@ async def test_a_key_may_do_what_its_row_says_and_nothing_else(file: Path) -> No
             "b": [200, 200, 401, 401, 401, 401],
             "watcher": [401, 401, 200, 200, 401, 401],
             "engines": [401, 401, 401, 401, 200, 200],
-            "nobody": [401] * 6,
+            "stranger": [401] * 6,
         }
         assert [(await b.ask("GET", path)).status for path in ("/engines", "/health")] == [401, 200]
 
