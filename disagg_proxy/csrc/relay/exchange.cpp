@@ -66,6 +66,12 @@ void Exchange::begin_attempt() {
     prefill_answer_.status = 0;
     prefill_answer_.text.clear();
     prefill_answer_.trimmed = false;
+    begin_answer();
+}
+
+// All that belongs to the answer of one engine. A plan may have two: the head of the first, which came
+// before prefill failed, must leave nothing to the one that computes the prompt itself.
+void Exchange::begin_answer() {
     status_ = 0;
     framing_ = Framing::kAsItCame;
     head_text_.clear();
@@ -226,6 +232,7 @@ void Exchange::answer_by(Engine& engine) {
 }
 
 void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view> body) {
+    begin_answer();
     answer_.body.clear();
     if (body.empty()) {
         if (!request_->body.empty()) answer_.body.push_back(request_->body);

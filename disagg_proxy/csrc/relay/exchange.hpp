@@ -120,6 +120,7 @@ class Exchange {
 
     void begin_request(Client& client, std::shared_ptr<Request> request, bool close);
     void begin_attempt();
+    void begin_answer();
     bool undecided() const;
     void await_decision(ExchangeState state);
     void ask();
@@ -190,7 +191,9 @@ class Exchange {
         bool trimmed = false;  // only the end of it is here
         http::BodyReader reader;
     } prefill_answer_;
-    int status_ = 0;  // of the answer
+
+    // Of the answer of one engine; begin_answer() sets all of it.
+    int status_ = 0;
     Framing framing_ = Framing::kAsItCame;
     http::BodyReader unchunked_;
     std::string head_text_;  // the answer's head, until it goes out with the first byte of its body

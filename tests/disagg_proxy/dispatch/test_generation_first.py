@@ -140,8 +140,12 @@ async def test_each_attempt_has_its_number() -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("how", ["500", "400", "cut"])
 async def test_without_a_context_server_the_generation_server_computes(how: str, streams: bool) -> None:
+    headed = asyncio.Event()
+
     async def fail(exchange: Exchange) -> None:
         await until(lambda: bool(b.engines[1].seen))
+        if streams:
+            await headed.wait()  # the head of a chunked answer is nothing to the one that has a length
         exchange.cut() if how == "cut" else await exchange.answer(b"{}", int(how))
 
     async def generate(exchange: Exchange) -> None:
@@ -149,6 +153,7 @@ async def test_without_a_context_server_the_generation_server_computes(how: str,
             return await exchange.answer(b'{"engine":"alone"}')
         if streams:
             await exchange.begin_stream()  # the head alone, as servers do
+            headed.set()
         await exchange.gone.wait()  # what it waits for will not come
 
     async with servers() as b:
