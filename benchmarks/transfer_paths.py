@@ -8,13 +8,15 @@
 For a machine with real NICs, an EFA or NVMe: each transport by itself, in both directions, with 128 x 4 KiB,
 64 KiB and 1 MiB. The bytes of each are compared before it is timed. Rates stand beside TCP's (a file's beside
 none), to the same peer in the same run. Memory of cards is measured by benchmarks.gpu_copies. With
---efa-provider both engines are in this process, and efa goes over that provider of libfabric.
+--efa-provider both engines are in this process, and efa goes over that provider of libfabric; its limit is a
+plain C++ loop that posts the same requests to the same provider.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -53,6 +55,25 @@ def measured(client: Bench, transport: str, seconds: float) -> dict[tuple[str, i
                 if row.transport != transport:
                     sys.exit(f"transfer_paths: {row.transport} moved the bytes, not {transport}")
             found[direction, size, batch] = row.gb_per_s
+    return found
+
+
+def plain_loop(provider: str, folder: Path, seconds: float) -> dict[tuple[str, int, int], float]:
+    """What the provider itself can do, in GB/s as in measured(). Empty: the loop cannot be built or run."""
+    source, program = Path(__file__).parent / "transfer" / "drivers" / "fabric_loop.cpp", folder / "loop"
+    core = Path(__file__).resolve().parents[1] / "core" / "csrc"
+    compiler = os.environ.get("CXX", "c++").split()
+    build = [*compiler, "-std=c++20", "-O2", f"-I{core}", str(source), "-ldl", "-o", str(program)]
+    ask = [str(program), provider, str(seconds), str(WORKING_SET)]
+    found = {}
+    try:
+        subprocess.run(build, check=True)
+        done = subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True, timeout=60 + 10 * seconds)
+        for line in done.stdout.splitlines():
+            direction, size, batch, rate = line.split()
+            found[direction, int(size), int(batch)] = float(rate)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"no plain loop over libfabric: {error}", file=sys.stderr)
     return found
 
 
@@ -95,7 +116,8 @@ def main() -> None:
                 except Error as error:
                     skipped[name] = str(error)
             print(f"{name}: {skipped.get(name, 'right bytes in both directions')}", flush=True)
-    judged = options.efa_provider != "efa" and BESIDE in found
+        judged = options.efa_provider != "efa" and BESIDE in found
+        limits = plain_loop(options.efa_provider, Path(folder), seconds) if judged else {}
     rows = [
         Row(
             f"{direction} {f'{batch} x ' if batch > 1 else ''}{size // KIB} KiB by {name} "
@@ -105,7 +127,7 @@ def main() -> None:
             {BESIDE: found[BESIDE][direction, size, batch]}
             if BESIDE in found and name not in OF_FILES
             else {},
-            None,
+            limits.get((direction, size, batch)) if name == "efa" else None,
             f">= {EFA_TARGET:g}x tcp" if judged and name == "efa" else "",
             rate >= EFA_TARGET * found[BESIDE][direction, size, batch] if judged and name == "efa" else None,
         )
@@ -113,7 +135,8 @@ def main() -> None:
         for (direction, size, batch), rate in rates.items()
     ]
     for name in found:
-        print_table(name, [row for row in rows if f" by {name} " in row.work])
+        limit_name = "plain loop" if limits and name == "efa" else ""
+        print_table(name, [row for row in rows if f" by {name} " in row.work], limit_name)
     write_json(options.json, rows)
 
 
