@@ -234,6 +234,21 @@ def test_a_tenant_that_is_not_here(port: Port, tenant: bytes, code: int) -> None
         assert wire.is_closed()
 
 
+def test_a_flood_of_one_address_ends_no_handshake_of_another(port: Port) -> None:
+    """The one that makes room is of the address that has the most, however long another one waits."""
+    with TcpWire.call(port.cluster.nodes[1].host, port.address) as slow:
+        greeting = slow.receive()
+        flood = [port.connect() for _ in range(UNPROVED_MAX + 8)]
+        port.prove().close()  # they were accepted before it
+        nonce, covered = os.urandom(32), b"default" + b"\0" + port.purpose
+        node_nonce, incarnation = greeting.body[:32], greeting.body[32:]
+        proof = w.mac(b"client", TOKEN.encode(), node_nonce, nonce, incarnation, covered)
+        slow.send(w.AUTH, w.auth(b"default", nonce, proof) + w.text16(port.purpose), request_id=1)
+        assert slow.receive().kind == w.WELCOME
+    for sock in flood:
+        sock.close()
+
+
 def test_idle_connections_keep_nobody_out(port: Port) -> None:
     """Three times as many as there are places for them; and one that is proved, which may be idle."""
     quiet = port.prove()

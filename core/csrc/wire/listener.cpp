@@ -102,6 +102,7 @@ Status Listener::start() {
 void Listener::stop() {
     if (!running_.exchange(false) || !loop_->stop()) return;
     pending_.clear();
+    callers_.clear();
     sockets_.clear();
 }
 
@@ -134,14 +135,7 @@ void Listener::accept_all(int socket) {
 // Linear in pending_, which is bounded by connections_unproved. A connection that fails here closes with
 // `fd` or `pending`.
 void Listener::greet(Fd fd) {
-    if (pending_.size() >= options_.limits.connections_unproved) {
-        auto oldest =
-            std::ranges::min_element(pending_, {}, [](const auto& entry) { return entry.second->since_ms; });
-        counters_.refused_total.fetch_add(1);
-        note(Level::kWarning, "crowded_out", *oldest->second,
-             "made room before its handshake was done: too many callers are in theirs");
-        forget(*oldest->second);
-    }
+    if (pending_.size() >= options_.limits.connections_unproved) make_room();
     (void)prepare_socket(fd.get());
     auto pending = std::make_shared<PendingConnection>(*this);
     pending->nonce = random_nonce();
@@ -160,7 +154,21 @@ void Listener::greet(Fd fd) {
     counters_.accepted_total.fetch_add(1);
     pending->key = pending->fd.get();
     if (!loop_->add(pending->key, EPOLLIN, pending)) return;
+    pending->caller = callers_.try_emplace(host_of(pending->peer)).first;
+    ++pending->caller->second;
     pending_.emplace(pending->key, std::move(pending));
+}
+
+// Of the address that has the most places the connection that waits longest goes.
+void Listener::make_room() {
+    auto rank = [](const auto& entry) {
+        return std::pair(entry.second->caller->second, ~entry.second->since_ms);
+    };
+    const PendingConnection& last = *std::ranges::max_element(pending_, {}, rank)->second;
+    counters_.refused_total.fetch_add(1);
+    note(Level::kWarning, "crowded_out", last,
+         "made room before its handshake was done: too many callers are in theirs");
+    forget(last);
 }
 
 // False: it is over with this connection.
@@ -174,6 +182,7 @@ void Listener::forget(const PendingConnection& pending) {
     int key = pending.key;  // the connection may end with the next line
     // Keeps the handler until the end of this function: `pending` is a part of it.
     std::shared_ptr<EventHandler> last = loop_->remove(key);
+    if (--pending.caller->second == 0) callers_.erase(pending.caller);
     pending_.erase(key);
 }
 

@@ -3,8 +3,9 @@
 // service that the caller asked for. It reads nothing but the handshake, and parses nothing else before the
 // proof. With `tls` nothing is said in plain but the reason why a caller that does not speak TLS is refused.
 //
-// One thread. Connections without proof have 5 s and at most 64 places; the longest waiting makes room, so
-// that idle connections keep no caller out.
+// One thread. Connections without proof have 5 s and at most 64 places. The address that has the most of them
+// makes room with the one that waits longest, so that idle connections keep no caller out, and a flood of one
+// address ends no handshake of another.
 #pragma once
 
 #include <atomic>
@@ -84,6 +85,9 @@ class Listener {
     const ListenerCounters& counters() const { return counters_; }
 
    private:
+    // How many places each address has.
+    using Callers = std::map<std::string, size_t, std::less<>>;
+
     struct PendingConnection final : EventHandler {
         explicit PendingConnection(Listener& owner) : listener(owner) {}
         bool on_events(uint32_t) override { return listener.serve(*this); }
@@ -93,6 +97,7 @@ class Listener {
         int key = -1;  // the number of fd, which a caller that got in takes along
         Nonce nonce;
         std::string peer;
+        Callers::iterator caller;
         uint64_t since_ms = 0;
         std::vector<std::byte> in;
         std::unique_ptr<TlsStream> tls;
@@ -116,6 +121,7 @@ class Listener {
     explicit Listener(ListenerOptions options) : options_(std::move(options)) {}
     void accept_all(int socket);
     void greet(Fd fd);
+    void make_room();
     bool serve(PendingConnection& pending);
     void forget(const PendingConnection& pending);
     // Each false: it is over with this connection, here or for good.
@@ -138,6 +144,7 @@ class Listener {
     std::vector<std::shared_ptr<ListenSocket>> sockets_;
     Fd spare_;
     std::unordered_map<int, std::shared_ptr<PendingConnection>> pending_;
+    Callers callers_;
     std::unique_ptr<EventLoop> loop_;  // null: not started
     std::atomic<bool> running_{false};
 };
