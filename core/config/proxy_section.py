@@ -86,7 +86,7 @@ class Deadlines(Part, frozen=True, kw_only=True):
     ] = 600.0
     suspect_engine_s: Annotated[
         PositiveDuration, about("requests without an answer leave an engine that stands still for so long")
-    ] = 5.0
+    ] = 4.0
     silent_engine_s: Annotated[
         PositiveDuration, about("all requests of an engine that stands still for so long are given up")
     ] = 15.0
