@@ -3,7 +3,7 @@
 PYTHON ?= python3
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test build lint native stub kernels wheel matrix clean
+.PHONY: help demo test build lint native stub kernels wheel site matrix clean
 
 help:
 	@echo 'make demo     real vLLM engines for prefill and decode, a pool, the proxy; shows who computed what'
@@ -18,6 +18,7 @@ help:
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
 	@echo 'make kernels  write the PTX of the GPU kernels anew, with a compiler that needs no GPU'
 	@echo 'make wheel    sdist and wheel into dist/'
+	@echo 'make site     the documentation as a site in build/site/html'
 	@echo "make matrix   other engines and Pythons, the release before (VERSIONS='vllm-0.31.0 release'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
 
@@ -44,6 +45,9 @@ kernels:
 
 wheel:
 	@$(PYTHON) -m scripts.wheel
+
+site:
+	@$(PYTHON) -m scripts.site
 
 matrix:
 	@$(PYTHON) -m scripts.matrix $(VERSIONS)
