@@ -229,7 +229,7 @@ def main() -> None:
             serving = Serving(folder, options.vllm_python, stack)
             serving.start_node(NODE)
             for name in ENGINES:
-                serving.start_engine(name, *ENGINE)
+                serving.start_engine(name, *ENGINE, connector=serving.our_connector())
             serving.wait()
             for part in parts:
                 found = PARTS[part](serving, size, not options.quick)

@@ -57,8 +57,13 @@ class Serving:
         self.stack.callback(node.stop)
         node.wait_for_port(socket.AF_UNIX, str(socket_path))
 
-    def start_engine(self, name: str, *arguments: str) -> None:
-        """Returns at once; ``wait`` waits for all. arguments: further ones of `vllm serve`."""
+    def our_connector(self, **options: Any) -> dict[str, Any]:
+        """Its --kv-transfer-config, over the node of this run."""
+        return moonpool_config(self.folder / "node.sock", **options)
+
+    def start_engine(self, name: str, *arguments: str, connector: dict[str, Any] | None) -> None:
+        """Returns at once; ``wait`` waits for all. arguments: further ones of `vllm serve`. connector: its
+        --kv-transfer-config, or None."""
         port = free_port()
         self.engines[name] = f"http://127.0.0.1:{port}"
         events = {
@@ -68,12 +73,12 @@ class Serving:
             "replay_endpoint": self._stream(f"{name}-replay"),
             "topic": "kv-events",
         }
-        config = moonpool_config(self.folder / "node.sock")
+        transfer = ["--kv-transfer-config", json.dumps(connector)] if connector else []
         command: list[str | Path] = [
             *(self.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
             *("--dtype", "float32", "--enforce-eager", "--seed", "0", "--block-size", str(BLOCK_TOKENS)),
-            *("--kv-transfer-config", json.dumps(config), "--kv-events-config", json.dumps(events)),
+            *(*transfer, "--kv-events-config", json.dumps(events)),
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *arguments),
         ]
         process = Process(command, self.folder / f"{name}.log", extra=self._environment())
