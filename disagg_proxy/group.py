@@ -90,7 +90,7 @@ class _Group:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        stay_through_hangup(loop, self._on_signal, self._hang_up if self._settings.clients_file else None)
+        stay_through_hangup(loop, self._on_signal, self._hang_up if self._settings.rereads else None)
         try:
             self._predecessor = await take_over_or_bind(self._settings, self._listening)
             await asyncio.to_thread(self._listen_alone)

@@ -91,7 +91,7 @@ async def _serve_until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    stay_through_hangup(loop, on_signal, hung_up.set if settings.clients_file else None)
+    stay_through_hangup(loop, on_signal, hung_up.set if settings.rereads else None)
     if parent is not None:
         loop.add_signal_handler(REPLACED, replaced.set)
         loop.add_signal_handler(HURRIED, on_hurry)

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from moonpool._native import ProxyRequest, Relay, Turns
 from moonpool.core.config.proxy_section import ProxyCommon
 from moonpool.core.config.setting import settings_of
+from moonpool.core.errors import Error
 from moonpool.core.service import audit
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.api_keys import read_access_keys
@@ -207,7 +208,12 @@ class Proxy:
         return f"http://{Address(host, port)}"
 
     def reload(self) -> None:
-        """Reads ``clients_file`` again. An error in it is logged and changes nothing."""
+        """Reads ``clients_file`` and opens the access log again. An error of either is logged and changes
+        nothing."""
+        try:
+            self.relay.reopen_access_log()
+        except Error as error:
+            _log.error("SIGHUP: the access log stays as it was: %s", error)
         clients = self._keys.clients
         if clients is not None and clients.reload():
             self.relay.set_api_keys(clients.asking)
@@ -555,7 +561,7 @@ async def serve(
 
     ready:   called once with the URL when requests are accepted and every engine was checked once.
     hurry:   ends the lingering when it is set, and is set by its end.
-    hung_up: set to have the proxy read ``clients_file`` again; cleared by that.
+    hung_up: set to have the proxy ``reload``; cleared by that.
     Raises ConfigError if the address cannot be bound.
     """
     proxy = Proxy(settings, sockets=sockets, replaced=replaced)

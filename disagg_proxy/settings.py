@@ -277,6 +277,11 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
         return self.engines_max
 
     @property
+    def rereads(self) -> bool:
+        """Whether SIGHUP has something to read or to open again."""
+        return bool(self.clients_file) or self.access_log not in ("", "-")
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the listening address."""
         return Address(self.host, self.port).is_loopback

@@ -1508,6 +1508,10 @@ class Relay:
         """
         No request goes there any more; those that are there have so long to end. Then gone(place) is called, on the relay's thread: the place is free.
         """
+    def reopen_access_log(self) -> None:
+        """
+        Opens it by its name again, for a rotation. Raises an error of the system, and then goes on with the file that it had.
+        """
     def rests_until(self, place: typing.SupportsInt | typing.SupportsIndex) -> float:
         """
         Until when the engine gets no request, because it failed some: seconds of now(). 0: it does not rest.

@@ -101,6 +101,29 @@ async def test_access_log(tmp_path: Path) -> None:
 
 
 @with_deadline
+async def test_the_access_log_goes_on_in_a_new_file_after_a_rotation(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    file, renamed = folder / "access", folder / "access.1"
+    async with bed(1, access_log=str(file)) as b:
+
+        async def ask(name: str, written_to: Path) -> None:
+            await b.ask("GET", f"/{name}")
+            await until(lambda: written_to.exists() and f"/{name}" in written_to.read_text())
+
+        await ask("first", file)
+        file.rename(renamed)
+        await ask("second", renamed)
+        b.proxy.reload()
+        await ask("third", file)
+        folder.rename(tmp_path / "elsewhere")
+        b.proxy.reload()  # cannot be opened: it goes on with what it has
+        await ask("fourth", tmp_path / "elsewhere" / "access")
+    lines = [(tmp_path / "elsewhere" / name).read_text().count("\n") for name in ("access.1", "access")]
+    assert lines == [2, 2]
+
+
+@with_deadline
 async def test_lines_and_what_else_is_written_to_one_file_stand_behind_each_other(tmp_path: Path) -> None:
     """As in a shell: moonpool proxy --access-log - > log 2>&1."""
     log, engine = tmp_path / "log", MockEngine("a")

@@ -416,6 +416,22 @@ async def test_an_engine_that_registers_at_one_is_there_in_all_and_in_one_that_s
 
 
 @_several
+async def test_sighup_has_every_process_open_its_access_log_again(tmp_path: Path) -> None:
+    log, engine = tmp_path / "access", MockEngine("engine")
+    await engine.start()
+    async with group(engine, 2, "--listen", "127.0.0.1:0", "--access-log", str(log)) as several:
+        files = [tmp_path / f"access.{number}" for number in range(2)]
+        await until(lambda: all(file.exists() for file in files))
+        for file in files:
+            file.rename(f"{file}.old")
+        several.process.send_signal(signal.SIGHUP)
+        await until(lambda: all(file.exists() for file in files))
+        several.process.terminate()
+        assert await several.process.wait() == 0
+    await engine.stop()
+
+
+@_several
 async def test_sighup_has_every_process_read_the_file_again(tmp_path: Path) -> None:
     file = tmp_path / "clients.toml"
     file.write_text(ROWS)

@@ -306,6 +306,14 @@ class PyRelay final : public relay::Decider {
         py::gil_scoped_release nogil;
         relay_->set_api_keys(std::move(made));
     }
+    void reopen_access_log() {
+        Status opened = success();
+        {
+            py::gil_scoped_release nogil;
+            opened = relay_->reopen_access_log();
+        }
+        if (!opened) raise(opened.error(), "access_log");
+    }
     void resume(const PyRequest& request, const py::object& decision) {
         // Checked on the caller's thread, so that a bad decision is an exception there.
         Decision checked = decision_of(decision, engines_);
@@ -596,6 +604,9 @@ void bind_relay(py::module_& m) {
              "The keys of which a client has to show one, for all requests that begin from now on: SHA-256 "
              "digest, and a salt in hexadecimal that engines are told with its requests, or \"\". None: no "
              "key is wanted. Raises ValueError for a digest that is not 32 bytes long, or another salt.")
+        .def("reopen_access_log", &PyRelay::reopen_access_log,
+             "Opens it by its name again, for a rotation. Raises an error of the system, and then goes on "
+             "with the file that it had.")
         .def("resume", &PyRelay::resume, py::arg("request"), py::arg("decision"),
              "The decision about a request for which decide returned None. From any thread.")
         .def("next_text", &PyRelay::next_text,

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <ctime>
+#include <utility>
 
 namespace moonpool::relay {
 
@@ -74,13 +75,30 @@ const char* name_of(int32_t place, const std::vector<std::string>& engines) {
 }  // namespace
 
 Result<std::unique_ptr<AccessLog>> AccessLog::open(const std::string& path) {
-    std::unique_ptr<AccessLog> log(new AccessLog());
-    constexpr int kFlags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_CLOEXEC;
-    log->fd_.reset(path == "-" ? open_stdout() : ::open(path.c_str(), kFlags, 0640));
-    if (!log->fd_.valid()) return os_error("access log " + path);
+    std::unique_ptr<AccessLog> log(new AccessLog(path));
+    Result<Fd> file = log->open_file();
+    if (!file) return file.error();
+    log->fd_ = std::move(*file);
     Status started = log->thread_.start("moonpool-access", [raw = log.get()] { raw->write_forever(); });
     if (!started) return started.error();
     return log;
+}
+
+Result<Fd> AccessLog::open_file() const {
+    constexpr int kFlags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_CLOEXEC;
+    Fd file(path_ == "-" ? open_stdout() : ::open(path_.c_str(), kFlags, 0640));
+    if (!file.valid()) return os_error("access log " + path_);
+    return file;
+}
+
+Status AccessLog::reopen() {
+    if (path_ == "-") return success();
+    Result<Fd> file = open_file();
+    if (!file) return file.error();
+    MutexLock lock(mutex_);
+    next_ = std::move(*file);
+    old_bytes_ = lines_.size();
+    return success();
 }
 
 AccessLog::~AccessLog() {
@@ -122,13 +140,20 @@ void AccessLog::add(const Request& request, int client_fd, int status, uint64_t 
 void AccessLog::write_forever() {
     std::string writing;
     for (bool ending = false; !ending;) {
+        Fd next;
+        size_t old_bytes = 0;
         {
             MutexLock lock(mutex_);
             changed_.wait_for(lock, kInterval, [&]() REQUIRES(mutex_) { return ending_; });
             ending = ending_;
             writing.swap(lines_);
+            next = std::move(next_);
+            old_bytes = next.valid() ? std::exchange(old_bytes_, 0) : writing.size();
         }
-        write_all(writing);
+        std::string_view lines = writing;
+        write_all(lines.substr(0, old_bytes));
+        if (next.valid()) fd_ = std::move(next);
+        write_all(lines.substr(old_bytes));
         writing.clear();
     }
 }

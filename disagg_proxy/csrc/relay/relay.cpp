@@ -186,6 +186,10 @@ void Relay::set_api_keys(std::vector<ApiKey> keys) {
     call([&] { clients_.set_keys(std::move(keys)); });
 }
 
+Status Relay::reopen_access_log() {
+    return context_.access_log == nullptr ? success() : context_.access_log->reopen();
+}
+
 void Relay::resume(uint64_t request, Decision decision) {
     post([this, request, decision = std::move(decision)]() mutable { decisions_.resume(request, decision); });
 }

@@ -55,6 +55,7 @@ class Relay {
     void engine_role(size_t place, Role role, double patience_s);
     // For all requests whose head comes from now on. None: no client is asked for one.
     void set_api_keys(std::vector<ApiKey> keys);
+    Status reopen_access_log();  // AccessLog::reopen(), where there is one
     void resume(uint64_t request, Decision decision);
     std::string take_observations() { return context_.observations.take(); }
     bool drain(double timeout_s);  // accept no more, finish what runs; whether all did
