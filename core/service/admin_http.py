@@ -13,7 +13,6 @@ import asyncio
 import errno
 import hmac
 import ipaddress
-import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -24,6 +23,7 @@ from moonpool.core.service import http_faults
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.audit import Refusals, key_digest
 from moonpool.core.service.http_faults import hide_versions
+from moonpool.core.service.http_tls import FollowedContext
 
 Answer = Callable[[], Awaitable[web.Response]]
 AnswerTo = Callable[[web.Request], Awaitable[web.Response]]
@@ -56,7 +56,7 @@ class AdminServer:
         key: str,
         connections_max: int,
         timeout_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: FollowedContext | None = None,
         private: Mapping[str, AnswerTo] | None = None,
         is_allowed: Callable[[str], bool] = lambda authorization: False,
         own: Mapping[str, AnswerTo] | None = None,
@@ -214,7 +214,7 @@ class _Deadline(PassingOn):
         make_inner: Callable[[], asyncio.Protocol],
         timeout_s: float,
         server: AdminServer,
-        tls: ssl.SSLContext | None,
+        tls: FollowedContext | None,
     ) -> None:
         self._make_inner = make_inner
         self._plain: asyncio.Transport | None = None
@@ -245,11 +245,11 @@ class _Deadline(PassingOn):
             transport.pause_reading()
             self._upgrade = asyncio.get_running_loop().create_task(self._start_tls(transport, self._tls))
 
-    async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+    async def _start_tls(self, transport: asyncio.Transport, tls: FollowedContext) -> None:
         loop = asyncio.get_running_loop()
         try:
             decrypted = await loop.start_tls(
-                transport, self, tls, server_side=True, ssl_handshake_timeout=self._timeout_s
+                transport, self, tls.current(), server_side=True, ssl_handshake_timeout=self._timeout_s
             )
         except OSError:  # no TLS, or cut off; the connection is closed
             return

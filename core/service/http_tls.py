@@ -1,11 +1,13 @@
 """TLS of the HTTP pages: [cluster] tls_cert, tls_key and tls_ca.
 
-A certificate and its key make every HTTP page of our processes https. A client of such a page trusts tls_ca,
-or where that is empty, the system's authorities. control_tls.py does the same for connections to the master.
+A certificate and its key make every HTTP page of our processes https, and those that replace them are those
+of the next connection. A client of such a page trusts tls_ca, or where that is empty, the system's
+authorities. control_tls.py does the same for connections to the master.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 import stat
@@ -13,6 +15,8 @@ from pathlib import Path
 
 from moonpool.core.config.config import Config
 from moonpool.core.errors import ConfigError
+
+_log = logging.getLogger("moonpool.tls")
 
 
 def server_context(config: Config) -> ssl.SSLContext | None:
@@ -35,6 +39,45 @@ def server_context(config: Config) -> ssl.SSLContext | None:
             error,
         ) from error
     return context
+
+
+class FollowedContext:
+    """server_context(), which follows its files. Those that cannot be used, as a new certificate whose key
+    has yet to come, are logged and change nothing until they change again."""
+
+    def __init__(self, config: Config, context: ssl.SSLContext) -> None:
+        self._config = config
+        self._context = context
+        self._seen = self._look()
+
+    def current(self) -> ssl.SSLContext:
+        """Of the files as they are now."""
+        seen = self._look()
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._context = server_context(self._config) or self._context
+            except ConfigError as error:
+                _log.error("%s; the files from before are in use", error)
+        return self._context
+
+    def _look(self) -> list[tuple[int, ...]]:
+        """Of each file: what another one of that name differs in."""
+        seen: list[tuple[int, ...]] = []
+        for file in (self._config.cluster.tls_cert, self._config.cluster.tls_key):
+            try:
+                found = os.stat(file)
+            except OSError:
+                seen.append(())
+            else:
+                seen.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode))
+        return seen
+
+
+def followed_context(config: Config) -> FollowedContext | None:
+    """As server_context."""
+    context = server_context(config)
+    return None if context is None else FollowedContext(config, context)
 
 
 def client_context(config: Config) -> ssl.SSLContext:

@@ -31,7 +31,7 @@ from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_server
 from moonpool.core.service.election import TIMEOUT_S, Ballot, Election, Seat
 from moonpool.core.service.etcd import etcd_of
-from moonpool.core.service.http_tls import server_context
+from moonpool.core.service.http_tls import followed_context
 from moonpool.core.service.listen_addresses import (
     advertised_address,
     explain_bind_errors,
@@ -138,7 +138,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
         listen = parse_address(master.listen, "master.listen")
         require_token(self.config, listen, "master.listen")
         http = listen_address(self.config, "master.http")
-        tls = server_context(self.config)
+        tls = followed_context(self.config)
         token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token()

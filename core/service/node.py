@@ -30,7 +30,7 @@ from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.service.address_space import check_address_space
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
-from moonpool.core.service.http_tls import server_context
+from moonpool.core.service.http_tls import followed_context
 from moonpool.core.service.kv_event_publisher import KvEventPublisher
 from moonpool.core.service.listen_addresses import (
     NodeAddresses,
@@ -161,7 +161,7 @@ class Node(ServiceProcess["_native.Server"]):
         node = self.config.node
         http = listen_address(self.config, "node.http")
         self.addresses = node_addresses(self.config)
-        tls = server_context(self.config)
+        tls = followed_context(self.config)
         paths.check_node_name(node.name)
         paths.runtime_dir(ensure=True)
         path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from moonpool.core.config.logs import Notes
 from moonpool.core.service import http_faults, metrics
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer, AnswerTo
+from moonpool.core.service.http_tls import FollowedContext
 from moonpool.core.service.probes import STOPPING, Probes
 from moonpool.core.service.processes import allow_many_descriptors, stay_through_hangup
 
@@ -123,7 +123,7 @@ class ServiceProcess(Generic[S]):
         self,
         address: Address,
         limits: HttpLimits,
-        tls: ssl.SSLContext | None,
+        tls: FollowedContext | None,
         private: Mapping[str, AnswerTo],
         is_allowed: Callable[[str], bool],
         own: Mapping[str, AnswerTo] | None = None,

@@ -53,7 +53,7 @@ def serving(
             key="--http",
             connections_max=connections_max,
             timeout_s=timeout_s,
-            tls=http_tls.server_context(settings),
+            tls=http_tls.followed_context(settings),
         )
         async with asyncio.timeout(DEADLINE_S):
             await server.start()
@@ -80,6 +80,31 @@ def test_a_page_over_tls(files: dict[str, str]) -> None:
         assert await answers_ok(f"{server.url}/page")
 
     serving(settings, body)
+
+
+def test_files_that_are_replaced_are_those_of_the_next_connection(
+    files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def replace(file: str, name: str) -> None:
+        shutil.copy(CERTIFICATES / name, tmp_path / "new")
+        (tmp_path / "new").chmod(0o600)
+        (tmp_path / "new").rename(file)
+
+    before, after = made(files), made({"tls_ca": str(CERTIFICATES / "authority.pem")})
+
+    async def body(server: AdminServer) -> None:
+        await fetched(server, before)
+        replace(files["tls_cert"], "master.pem")  # of the same key, signed by the authority
+        await fetched(server, after)
+        replace(files["tls_cert"], "test-key.pem")  # no certificate
+        for _ in range(2):
+            await fetched(server, after)
+        assert caplog.text.count("the files from before are in use") == 1
+        replace(files["tls_cert"], "test-cert.pem")
+        with pytest.raises(Unavailable, match="certificate verify failed"):
+            await fetched(server, after)
+
+    serving(before, body)
 
 
 def test_who_does_not_know_the_authority_refuses_the_page(files: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from moonpool.core.errors import Error, Unavailable
 from moonpool.core.service import metrics
 from moonpool.core.service.addresses import Address
 from moonpool.core.service.admin_http import AdminServer, bearer_is
-from moonpool.core.service.http_tls import server_context
+from moonpool.core.service.http_tls import followed_context
 from moonpool.core.service.master import PREFIX, Master, NodeRow
 from moonpool.core.store.keys import Space
 from moonpool.core.store.store import ROWS_MAX, Store
@@ -71,7 +71,7 @@ class MasterPages:
                 "POST /api/v1/drain_jobs/query": self._drain_job,
             },
             is_allowed=lambda authorization: bearer_is(authorization, self._token),
-            tls=server_context(config),
+            tls=followed_context(config),
         )
 
     async def start(self) -> None:

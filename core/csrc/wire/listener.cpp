@@ -144,6 +144,9 @@ void Listener::greet(Fd fd) {
     pending->fd = std::move(fd);
     if (options_.tls != nullptr) {
         Result<std::unique_ptr<TlsStream>> tls = options_.tls->open();
+        if (std::string why = options_.tls->take_trouble(); !why.empty()) {
+            note(Level::kError, "tls_files", *pending, why);
+        }
         if (!tls) return;
         pending->tls = std::move(*tls);
         // Without TLS the listener speaks first. With TLS the caller does, and the challenge follows the TLS

@@ -86,6 +86,40 @@ Error no_stream(const OpenSsl& lib) {
     return Error{Code::kOs, "TLS cannot begin: " + lib.reason(lib.ERR_get_error())};
 }
 
+// Frees a context that was not finished.
+struct FreeContext {
+    const OpenSsl* lib;
+    void operator()(ssl_ctx_st* context) const { lib->SSL_CTX_free(context); }
+};
+using NewContext = std::unique_ptr<ssl_ctx_st, FreeContext>;
+
+Result<ssl_ctx_st*> server_context(const OpenSsl& lib, const TlsFiles& files) {
+    NewContext context(new_context(lib, true), FreeContext{&lib});
+    if (context == nullptr) return no_stream(lib);
+    if (Status status = show(lib, context.get(), files); !status) return status.error();
+    if (!files.ca.empty()) {
+        if (Status status = trust(lib, context.get(), files.ca); !status) return status.error();
+        // Without kVerifyMust a client that shows no certificate would pass.
+        lib.SSL_CTX_set_verify(context.get(), kVerifyPeer | kVerifyMust, nullptr);
+    }
+    return context.release();
+}
+
+Result<ssl_ctx_st*> client_context(const OpenSsl& lib, const TlsFiles& files) {
+    NewContext context(new_context(lib, false), FreeContext{&lib});
+    if (context == nullptr) return no_stream(lib);
+    if (!files.cert.empty()) {
+        if (Status status = show(lib, context.get(), files); !status) return status.error();
+    }
+    if (files.ca.empty()) {
+        lib.SSL_CTX_set_default_verify_paths(context.get());
+    } else if (Status status = trust(lib, context.get(), files.ca); !status) {
+        return status.error();
+    }
+    lib.SSL_CTX_set_verify(context.get(), kVerifyPeer, nullptr);
+    return context.release();
+}
+
 }  // namespace
 
 TlsStream::TlsStream(const OpenSsl& lib, ssl_st* ssl, bool is_server, std::string name)
@@ -282,22 +316,14 @@ Result<std::shared_ptr<TlsServer>> TlsServer::create(const TlsFiles& files) {
     Result<const OpenSsl*> lib = OpenSsl::get();
     if (!lib) return lib.error();
     std::shared_ptr<TlsServer> server(new TlsServer(**lib));
-    server->context_ = new_context(**lib, true);
-    if (server->context_ == nullptr) return no_stream(**lib);
-    if (Status status = show(**lib, server->context_, files); !status) return status.error();
-    if (!files.ca.empty()) {
-        if (Status status = trust(**lib, server->context_, files.ca); !status) return status.error();
-        // Without kVerifyMust a client that shows no certificate would pass.
-        (*lib)->SSL_CTX_set_verify(server->context_, kVerifyPeer | kVerifyMust, nullptr);
-    }
+    server->context_ = std::make_unique<FollowedTls>(
+        **lib, files, [lib = *lib, files] { return server_context(*lib, files); });
+    if (Status loaded = server->context_->load(); !loaded) return loaded.error();
     return server;
 }
 
-TlsServer::~TlsServer() { lib_.SSL_CTX_free(context_); }
-
 Result<std::unique_ptr<TlsStream>> TlsServer::open() const {
-    lib_.ERR_clear_error();
-    ssl_st* ssl = lib_.SSL_new(context_);
+    ssl_st* ssl = context_->open();
     if (ssl == nullptr) return no_stream(lib_);
     return std::unique_ptr<TlsStream>(new TlsStream(lib_, ssl, true, ""));
 }
@@ -306,28 +332,17 @@ Result<std::shared_ptr<TlsClient>> TlsClient::create(const TlsFiles& files, std:
     Result<const OpenSsl*> lib = OpenSsl::get();
     if (!lib) return lib.error();
     std::shared_ptr<TlsClient> client(new TlsClient(**lib, std::move(name)));
-    client->context_ = new_context(**lib, false);
-    if (client->context_ == nullptr) return no_stream(**lib);
-    if (!files.cert.empty()) {
-        if (Status status = show(**lib, client->context_, files); !status) return status.error();
-    }
-    if (files.ca.empty()) {
-        (*lib)->SSL_CTX_set_default_verify_paths(client->context_);
-    } else if (Status status = trust(**lib, client->context_, files.ca); !status) {
-        return status.error();
-    }
-    (*lib)->SSL_CTX_set_verify(client->context_, kVerifyPeer, nullptr);
+    client->context_ = std::make_unique<FollowedTls>(
+        **lib, files, [lib = *lib, files] { return client_context(*lib, files); });
+    if (Status loaded = client->context_->load(); !loaded) return loaded.error();
     return client;
 }
-
-TlsClient::~TlsClient() { lib_.SSL_CTX_free(context_); }
 
 // The name is checked by OpenSSL during the handshake; addresses and names have different functions there.
 // SNI is for names only.
 Result<std::unique_ptr<TlsStream>> TlsClient::open(const std::string& address) const {
     std::string name = name_.empty() ? host_of(address) : name_;
-    lib_.ERR_clear_error();
-    ssl_st* ssl = lib_.SSL_new(context_);
+    ssl_st* ssl = context_->open();
     if (ssl == nullptr) return no_stream(lib_);
     std::unique_ptr<TlsStream> stream(new TlsStream(lib_, ssl, false, name));
     void* param = lib_.SSL_get0_param(ssl);

@@ -1,7 +1,8 @@
 // TLS for control connections, by the OpenSSL of the system: libssl and libcrypto (3, or 1.1.1) are opened
 // when the first context is made, never before, and need not be there where no context is made.
 //
-// TlsServer, TlsClient: the files of one side, read once; any thread may open streams from them.
+// TlsServer, TlsClient: the files of one side, which they follow (tls_files.hpp); any thread may open streams
+// from them.
 // TlsStream: the TLS of one connection, over a socket that it does not own. It never waits and never raises
 // SIGPIPE: OpenSSL sees memory only, and what goes to the socket goes by send(MSG_NOSIGNAL). One thread at a
 // time.
@@ -20,9 +21,8 @@
 #include <vector>
 
 #include "base/result.hpp"
+#include "wire/tls_files.hpp"
 
-struct ssl_st;
-struct ssl_ctx_st;
 struct bio_st;
 
 namespace moonpool {
@@ -31,12 +31,6 @@ inline constexpr size_t kTlsRecordBytes = 16384;  // of plain text, at most
 inline constexpr uint8_t kTlsHandshake = 22;      // the first byte of a connection with TLS
 
 class OpenSsl;
-
-// Paths of PEM files.
-struct TlsFiles {
-    std::string cert, key;  // what this side shows
-    std::string ca;         // whom it trusts
-};
 
 class TlsStream {
    public:
@@ -95,14 +89,14 @@ class TlsServer {
    public:
     // ca: callers must show a certificate that it vouches for; empty: they need none.
     static Result<std::shared_ptr<TlsServer>> create(const TlsFiles& files);
-    ~TlsServer();
-    TlsServer(const TlsServer&) = delete;
     Result<std::unique_ptr<TlsStream>> open() const;
+    // As FollowedTls has it.
+    std::string take_trouble() const { return context_->take_trouble(); }
 
    private:
     explicit TlsServer(const OpenSsl& lib) : lib_(lib) {}
     const OpenSsl& lib_;
-    ssl_ctx_st* context_ = nullptr;
+    std::unique_ptr<FollowedTls> context_;
 };
 
 class TlsClient {
@@ -110,15 +104,13 @@ class TlsClient {
     // cert and key empty: it shows none. ca empty: the system's authorities. name: what the server's
     // certificate must be for; empty: the host that is dialled.
     static Result<std::shared_ptr<TlsClient>> create(const TlsFiles& files, std::string name);
-    ~TlsClient();
-    TlsClient(const TlsClient&) = delete;
     Result<std::unique_ptr<TlsStream>> open(const std::string& address) const;
 
    private:
     TlsClient(const OpenSsl& lib, std::string name) : lib_(lib), name_(std::move(name)) {}
     const OpenSsl& lib_;
     std::string name_;
-    ssl_ctx_st* context_ = nullptr;
+    std::unique_ptr<FollowedTls> context_;
 };
 
 }  // namespace moonpool

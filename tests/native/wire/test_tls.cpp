@@ -4,10 +4,12 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -102,6 +104,7 @@ struct Desk {  // where callers arrive
 
 struct House {
     Desk desk;
+    std::shared_ptr<Journal> journal = std::make_shared<Journal>();
     std::unique_ptr<Listener> listener;
 
     explicit House(std::shared_ptr<const TlsServer> tls, Limits limits = {}) {
@@ -111,6 +114,7 @@ struct House {
         options.incarnation = random_incarnation();
         options.limits = limits;
         options.tls = std::move(tls);
+        options.journal = journal;
         Result<std::unique_ptr<Listener>> made = Listener::create(std::move(options));
         REQUIRE_MESSAGE(made.ok(), (made.ok() ? "" : made.error().text));
         listener = std::move(*made);
@@ -557,6 +561,44 @@ TEST_CASE("tls: a dialler gives up on somebody who is silent, slow or no TLS") {
     std::atomic<bool> given_up{true};
     options.given_up = &given_up;
     CHECK(refusal(options).code == Code::kClosed);
+}
+
+TEST_CASE("tls: files that are replaced are those of the next connection, and useless ones change nothing") {
+    namespace fs = std::filesystem;
+    const fs::path folder = fs::temp_directory_path() / ("moonpool-tls-" + std::to_string(::getpid()));
+    fs::create_directories(folder);
+    const std::string cert = folder / "cert.pem", ca = folder / "ca.pem";
+    auto replace = [&](const std::string& file, const std::string& by) {
+        fs::copy_file(by, folder / "new", fs::copy_options::overwrite_existing);
+        fs::rename(folder / "new", file);
+    };
+    replace(cert, certificate("master"));
+    replace(ca, certificate("test-cert"));
+    House house(*TlsServer::create({cert, certificate("test-key"), ""}));
+    auto client = *TlsClient::create({"", "", ca}, "");
+    says(refusal(house.to(client)), "is not trusted");
+    replace(ca, certificate("authority"));
+    Result<Dialed> first = dial(house.to(client));
+    REQUIRE(first.ok());
+    (void)house.journal->take();
+
+    replace(cert, certificate("master-elsewhere"));
+    says(refusal(house.to(client)), "is not for 127.0.0.1");
+    (void)house.journal->take();
+    replace(cert, certificate("test-key"));  // no certificate
+    for (int i = 0; i < 3; ++i) says(refusal(house.to(client)), "is not for 127.0.0.1");
+    std::vector<std::string> told;
+    for (const Note& note : house.journal->take()) {
+        if (note.kind == "tls_files") told.push_back(note.text);
+    }
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].find("it must be a certificate in PEM form; the files from before are in use") !=
+          std::string::npos);
+    fs::remove(cert);
+    says(refusal(house.to(client)), "is not for 127.0.0.1");
+    replace(cert, certificate("master"));
+    CHECK(dial(house.to(client)).ok());
+    fs::remove_all(folder);
 }
 
 TEST_CASE("tls: files and libraries that are not there") {

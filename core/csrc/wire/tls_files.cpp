@@ -1,0 +1,56 @@
+#include "wire/tls_files.hpp"
+
+#include "wire/openssl.hpp"
+
+namespace moonpool {
+
+// Streams that are open have a reference to the context of their own.
+FollowedTls::~FollowedTls() {
+    if (context_ != nullptr) lib_.SSL_CTX_free(context_);
+}
+
+FollowedTls::Seen FollowedTls::look() const {
+    Seen seen{};
+    size_t i = 0;
+    for (const std::string* file : {&files_.cert, &files_.key, &files_.ca}) {
+        struct stat is {};
+        if (!file->empty() && ::stat(file->c_str(), &is) == 0) {
+            seen[i] = {is.st_dev, is.st_ino, static_cast<uint64_t>(is.st_size),
+                       static_cast<uint64_t>(is.st_mtim.tv_sec), static_cast<uint64_t>(is.st_mtim.tv_nsec)};
+        }
+        ++i;
+    }
+    return seen;
+}
+
+Status FollowedTls::load() {
+    MutexLock lock(mutex_);
+    seen_ = look();  // first: what changes while they are read is read again
+    Result<ssl_ctx_st*> made = make_();
+    if (!made) return made.error();
+    context_ = *made;
+    return success();
+}
+
+ssl_st* FollowedTls::open() {
+    MutexLock lock(mutex_);
+    if (Seen now = look(); now != seen_) {
+        seen_ = now;
+        Result<ssl_ctx_st*> made = make_();
+        if (made) {
+            lib_.SSL_CTX_free(std::exchange(context_, *made));
+            trouble_.clear();
+        } else {
+            trouble_ = made.error().text + "; the files from before are in use";
+        }
+    }
+    lib_.ERR_clear_error();
+    return lib_.SSL_new(context_);
+}
+
+std::string FollowedTls::take_trouble() {
+    MutexLock lock(mutex_);
+    return std::exchange(trouble_, "");
+}
+
+}  // namespace moonpool
