@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
+from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.clients import Clients, KeysFor, RelayKey
 from moonpool.disagg_proxy.conductor.plan import refused
 from moonpool.disagg_proxy.settings import ProxySettings, read_api_keys, read_registrar_keys
+
+_log = logging.getLogger("moonpool.proxy")
 
 WANTS_KEY = refused(
     401,
@@ -29,14 +34,18 @@ class ApiKeys:
     """The API keys that an endpoint accepts; without any it accepts every client."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """From now on it accepts these. On any thread."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def fits(self, authorization: bytes | None) -> bool:
         """Whether the header has an accepted key. Compares all keys in constant time."""
         scheme, _, key = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        fitting = [hmac.compare_digest(digest, each) for each in self._digests]
-        return not self._digests or (scheme.lower() == b"bearer" and any(fitting))
+        digest, accepted = hashlib.sha256(key.strip()).digest(), self._digests
+        fitting = [hmac.compare_digest(digest, each) for each in accepted]
+        return not accepted or (scheme.lower() == b"bearer" and any(fitting))
 
 
 class AccessKeys(NamedTuple):
@@ -47,12 +56,14 @@ class AccessKeys(NamedTuple):
     readers:    for pages that show addresses and failures of engines.
     registrars: for /register and /unregister.
     clients:    tenants and priorities of the keys; None: a client says its own.
+    reload:     reads the files again -> ``relayed`` anew; None: an error was logged, and nothing changes.
     """
 
     relayed: list[RelayKey]
     askers: KeyCheck
     readers: KeyCheck
     registrars: KeyCheck
+    reload: Callable[[], list[RelayKey] | None]
     clients: Clients | None = None
 
 
@@ -61,7 +72,36 @@ def read_access_keys(settings: ProxySettings) -> AccessKeys:
     if settings.clients_file:
         clients = Clients(settings.clients_file, registers=settings.registers, share=settings.tenants_share)
         askers, readers, registrars = (KeysFor(clients, right) for right in ("ask", "look", "register"))
-        return AccessKeys(clients.asking, askers, readers, registrars, clients)
+        reload = partial(_reload_clients, clients)
+        return AccessKeys(clients.asking, askers, readers, registrars, reload, clients)
+    accepted = ApiKeys([]), ApiKeys([]), ApiKeys([])
+    relayed = _read_into(settings, *accepted)
+    return AccessKeys(relayed, *accepted, partial(_reload_files, settings, *accepted))
+
+
+def _reload_clients(clients: Clients) -> list[RelayKey] | None:
+    return clients.asking if clients.reload() else None
+
+
+def _reload_files(
+    settings: ProxySettings, askers: ApiKeys, readers: ApiKeys, registrars: ApiKeys
+) -> list[RelayKey] | None:
+    try:
+        relayed = _read_into(settings, askers, readers, registrars)
+    except ConfigError as error:
+        _log.error("SIGHUP: the keys stay as they were: %s", error)
+        return None
+    _log.info("SIGHUP: %d keys of clients are in force", len(relayed))
+    return relayed
+
+
+def _read_into(
+    settings: ProxySettings, askers: ApiKeys, readers: ApiKeys, registrars: ApiKeys
+) -> list[RelayKey]:
+    """The keys of the two files, which the checks accept from now on; those that the relay compares. Raises
+    ConfigError, and then nothing changes."""
     asking, registering = read_api_keys(settings.api_keys_file), read_registrar_keys(settings)
-    relayed = [(hashlib.sha256(key.encode()).digest(), "") for key in asking]
-    return AccessKeys(relayed, ApiKeys(asking), ApiKeys([*asking, *registering]), ApiKeys(registering))
+    askers.replace(asking)
+    readers.replace([*asking, *registering])
+    registrars.replace(registering)
+    return [(hashlib.sha256(key.encode()).digest(), "") for key in asking]

@@ -208,15 +208,15 @@ class Proxy:
         return f"http://{Address(host, port)}"
 
     def reload(self) -> None:
-        """Reads ``clients_file`` and opens the access log again. An error of either is logged and changes
-        nothing."""
+        """Reads the files of keys and opens the access log again. An error of either is logged and changes
+        nothing of it."""
         try:
             self.relay.reopen_access_log()
         except Error as error:
             _log.error("SIGHUP: the access log stays as it was: %s", error)
-        clients = self._keys.clients
-        if clients is not None and clients.reload():
-            self.relay.set_api_keys(clients.asking)
+        relayed = self._keys.reload()
+        if relayed is not None:
+            self.relay.set_api_keys(relayed)
 
     async def linger(self, over: asyncio.Event) -> None:
         """Serves on for stop_delay_s seconds, or until ``over`` is set or another proxy has taken over;

@@ -279,7 +279,8 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
     @property
     def rereads(self) -> bool:
         """Whether SIGHUP has something to read or to open again."""
-        return bool(self.clients_file) or self.access_log not in ("", "-")
+        keys = self.clients_file or self.api_keys_file or self.discovery_keys_file
+        return bool(keys) or self.access_log not in ("", "-")
 
     @property
     def loopback(self) -> bool:

@@ -84,6 +84,35 @@ async def test_requests_go_where_their_model_is() -> None:
 
 
 @with_deadline
+async def test_keys_of_flat_files_are_read_again_and_a_bad_file_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients, registrars = tmp_path / "clients", tmp_path / "registrars"
+    clients.write_text("one\n")
+    registrars.write_text("of-a-registrar\n")
+    keys = {"api_keys_file": str(clients), "discovery_keys_file": str(registrars)}
+    async with bed(1, discovery=("http",), **keys) as b:
+
+        async def statuses() -> list[int]:
+            """Of both keys of clients: a request, and a page; of the registrar's: to register nothing."""
+            heads = [f"Authorization: Bearer {key}\r\n" for key in ("one", "two", "of-a-registrar")]
+            asked = [(await b.ask("POST", CHAT, b"{}", head)).status for head in heads[:2]]
+            looked = [(await b.ask("GET", "/engines", head=head)).status for head in heads[:2]]
+            return [*asked, *looked, (await b.ask("POST", "/register", b"{}", heads[2])).status]
+
+        assert await statuses() == [200, 401, 200, 401, 400]
+        clients.write_text("two\n")
+        registrars.write_text("of-another\n")
+        b.proxy.reload()
+        assert await statuses() == [401, 200, 401, 200, 401]
+        for bad in ("# none\n", "two\nof-another\n"):
+            clients.write_text(bad)
+            b.proxy.reload()
+        assert caplog.text.count("the keys stay as they were") == 2
+        assert await statuses() == [401, 200, 401, 200, 401]
+
+
+@with_deadline
 async def test_access_log(tmp_path: Path) -> None:
     file = tmp_path / "access"
     async with bed(1, access_log=str(file)) as b:
