@@ -50,7 +50,7 @@ def name_of(fault: Fault) -> str:
 
 def rates_of_rails(_: bool) -> None:
     """Rails carry by their speed. Printed: what two carry beside one, and 1:2:4 beside their sum. The
-    transfers are so large that each rail completes many pieces."""
+    transfers are so large that a piece on the slowest rail takes a small part of them."""
     with Bed(1, 8 * MIB) as bed:
         shape([SLOW_MBIT])
         bed.warm_up()
@@ -63,7 +63,7 @@ def rates_of_rails(_: bool) -> None:
         first, second = (after - was for after, was in zip(carried(2), before, strict=True))
         assert two_beside or min(first, second) > (first + second) / 10, (first, second)
     tell("two rails beside one:", times=f"{one_s / two_s:.2f}", target=1.9, one_s=f"{one_s:.2f}")
-    with Bed(3, 16 * MIB) as bed:
+    with Bed(3, 48 * MIB) as bed:
         rates = [SLOW_MBIT / 2, SLOW_MBIT, SLOW_MBIT * 2]
         shape(rates)
         bed.warm_up()
