@@ -1,5 +1,5 @@
-"""RDMA: devices, their nodes in /dev, libibverbs and its drivers, ports, GIDs, MTU. All is read from /sys;
-no device is opened."""
+"""RDMA: devices, their nodes in /dev, libibverbs and its drivers, ports, GIDs, MTU; and NICs of EFA, which
+need libfabric. All is read from /sys; no device is opened."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 LIBRARY = "libibverbs.so.1"
 ROCE_MTU_GOOD = 4200  # of a network device: RoCE frames then carry 4,096 bytes
-# Vendors whose network cards have RDMA, by PCI id, with the kernel module that gives it.
-RDMA_VENDORS = {"0x15b3": "mlx5_ib", "0x14e4": "bnxt_re", "0x1d0f": "efa"}
+FABRIC = "libfabric.so.1"
+NVIDIA, BROADCOM, AMAZON = "0x15b3", "0x14e4", "0x1d0f"  # vendors by PCI id
+EFA_IDS = "0xefa"  # of Amazon's PCI devices; its others are no EFA
 # Where the text files lie by which libibverbs finds the drivers of devices.
 DRIVERS = "/etc/libibverbs.d"
 
@@ -31,8 +32,12 @@ def check(host: Host) -> Iterator[Finding]:
     yield from _library(host, nics)
     for nic in nics:
         yield from _node_in_dev(host, nic)
+    efa = [nic for nic in nics if not any(map(_carries_rdma, nic.ports))]
+    if efa:
+        yield _libfabric(host, efa)
+    nics = [nic for nic in nics if nic not in efa]
     active = [nic for nic in nics if any(port.state == "ACTIVE" for port in nic.ports)]
-    if not active:
+    if nics and not active:
         yield broken(
             "RDMA ports",
             f"no port of {_names(nics)} is active: transfers go over TCP",
@@ -47,16 +52,47 @@ def check(host: Host) -> Iterator[Finding]:
 
 def _no_devices(host: Host) -> Iterator[Finding]:
     for function in host.names("/sys/bus/pci/devices"):
-        base = f"/sys/bus/pci/devices/{function}"
-        vendor = host.text(f"{base}/vendor")
-        if host.text(f"{base}/class").startswith("0x02") and vendor in RDMA_VENDORS:
+        if module := _rdma_module(host, function):
             yield weak(
                 "RDMA devices",
                 f"the network card at {function} can do RDMA, and the kernel shows no RDMA device",
-                f"modprobe {RDMA_VENDORS[vendor]} ib_uverbs",
+                f"modprobe {module} ib_uverbs",
             )
             return
     yield absent("RDMA devices", "none: transfers between hosts go over TCP")
+
+
+def _rdma_module(host: Host, function: str) -> str:
+    """The kernel module that gives a PCI function RDMA; "": it is no network card that has it."""
+    base = f"/sys/bus/pci/devices/{function}"
+    if not host.text(f"{base}/class").startswith("0x02"):
+        return ""
+    vendor = host.text(f"{base}/vendor")
+    if vendor == NVIDIA:
+        return "mlx5_ib"
+    if vendor == BROADCOM and host.exists(f"/sys/bus/pci/drivers/bnxt_en/{function}"):
+        return "bnxt_re"  # the maker's older cards have other drivers, and no RDMA
+    if vendor == AMAZON and host.text(f"{base}/device").startswith(EFA_IDS):
+        return "efa"
+    return ""
+
+
+def _carries_rdma(port: _native.RdmaPort) -> bool:
+    """Whether it is InfiniBand or RoCE. Of a NIC of EFA the kernel knows neither, and such NICs have no
+    connections as the transport rdma makes them."""
+    return port.link_layer in ("", "InfiniBand", "Ethernet")
+
+
+def _libfabric(host: Host, nics: list[_native.MachineDevice]) -> Finding:
+    """What the transport efa needs beside the devices."""
+    why = host.open_library(FABRIC)
+    if not why:
+        return works("libfabric", f"{FABRIC} opens, for {_names(nics)}")
+    return broken(
+        "libfabric",
+        f"this machine has {_names(nics)} of EFA, and {FABRIC} cannot be opened: {why}",
+        "install Amazon's EFA installer, or apt-get install libfabric1, in the container, too",
+    )
 
 
 def _library(host: Host, nics: list[_native.MachineDevice]) -> Iterator[Finding]:
@@ -193,7 +229,7 @@ def _mtus(nics: list[_native.MachineDevice]) -> Iterator[Finding]:
     low = {nic: row for nic, row in mtus.items() if row[1] < min(largest, ROCE_MTU_GOOD)}
     if low:
         shown = ", ".join(f"{net} ({nic}) has {mtu}" for nic, (net, mtu) in low.items())
-        what = f"NICs have different MTUs: {shown}, others {largest}; rails between unequal ends fail"
+        what = f"NICs have different MTUs: {shown}, others {largest}; a rail has that of its smaller end"
         yield weak("MTU", what, _set_mtu(low, largest))
     elif largest < ROCE_MTU_GOOD:
         what = f"an MTU of {largest} makes RoCE send frames of {_roce_payload(largest):,} bytes and not 4,096"

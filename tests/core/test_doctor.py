@@ -16,12 +16,12 @@ import pytest
 from moonpool.cli import run
 from moonpool.cli.doctor import lines
 from moonpool.core.config.config import load
-from moonpool.core.doctor import Host, State, examine, moonpool_checks
+from moonpool.core.doctor import Host, State, examine, moonpool_checks, rdma_checks
 from moonpool.core.errors import ConfigError
 
 from .. import machines
 from . import doctor_bed
-from .doctor_bed import DEV, changed, look, net, port, sound
+from .doctor_bed import DEV, SYS_RDMA, changed, look, net, port, sound
 
 Plant = Callable[[Path, Host], Host | None]
 WEAK, BROKEN = State.WEAK, State.BROKEN
@@ -31,6 +31,24 @@ EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 def test_a_sound_machine_has_nothing_to_mend(tmp_path: Path) -> None:
     assert look(sound(tmp_path, gpu=True)) == []
+
+
+AMAZON, BROADCOM = "0x1d0f", "0x14e4"
+
+
+def network_cards(root: Path, vendor: str, device: str) -> None:
+    """Those of the machine are of another maker."""
+    for card in (root / "sys/bus/pci/devices").iterdir():
+        if (card / "class").exists() and (card / "class").read_text().startswith("0x02"):
+            (card / "vendor").write_text(vendor)
+            (card / "device").write_text(device)
+
+
+def only_efa(root: Path) -> None:
+    """Its NICs are of EFA: the kernel knows no link layer, no LID and no GID of RoCE."""
+    for nic in ("mlx5_0", "mlx5_1"):
+        port(root, nic, "link_layer", "Unknown")
+        shutil.rmtree(root / f"{SYS_RDMA[1:]}/{nic}/ports/1/gid_attrs")
 
 
 # ---- faults: what is planted -> check, state, what is said, the remedy
@@ -127,6 +145,17 @@ def no_rdma_driver(root: Path, host: Host) -> None:
     shutil.rmtree(root / "sys/class/infiniband")
 
 
+def efa_without_driver(root: Path, host: Host) -> None:
+    no_rdma_driver(root, host)
+    network_cards(root, AMAZON, device="0xefa2")
+
+
+def efa_without_libfabric(root: Path, host: Host) -> Host:
+    only_efa(root)
+    said = "libfabric.so.1: cannot open shared object file: No such file or directory"
+    return changed(host, open_library=lambda name: said if "fabric" in name else "")
+
+
 def port_down(root: Path, host: Host) -> None:
     port(root, "mlx5_1", "state", "1: DOWN")
     port(root, "mlx5_1", "phys_state", "3: Disabled")
@@ -215,6 +244,8 @@ FAULTS: list[tuple[Plant, str, State, str, str]] = [
     (no_device_node, "RDMA device nodes", BROKEN, "uverbs1, by which mlx5_1", "--device=/dev/infiniband"),
     (no_uverbs, "RDMA device nodes", BROKEN, "no access to mlx5_1", "modprobe ib_uverbs"),
     (no_rdma_driver, "RDMA devices", WEAK, "0000:31:00.0 can do RDMA", "modprobe mlx5_ib"),
+    (efa_without_driver, "RDMA devices", WEAK, "0000:31:00.0 can do RDMA", "modprobe efa"),
+    (efa_without_libfabric, "libfabric", BROKEN, "mlx5_0, mlx5_1 of EFA, and libfabric.so.1", "libfabric1"),
     (port_down, "RDMA ports", WEAK, "mlx5_1 port 1 is DOWN (Disabled)", "ip link set ens2f0np0 up"),
     (no_cable, "RDMA ports", WEAK, "other end of the cable", "transceiver"),
     (no_subnet_manager, "RDMA ports", WEAK, "mlx5_1 port 1 is INIT", "opensm"),
@@ -286,6 +317,25 @@ def test_device_nodes_that_this_user_may_not_open(open_folder: Path) -> None:
     assert [finding.check for finding in found] == ["RDMA device nodes", "GPU device nodes"]
     assert "chmod 666 /dev/infiniband/uverbs0" in found[0].remedy
     assert "/dev/nvidia0" in found[1].what
+
+
+def test_network_cards_without_rdma_are_no_fault(tmp_path: Path) -> None:
+    host = sound(tmp_path)
+    no_rdma_driver(tmp_path, host)
+    network_cards(tmp_path, AMAZON, device="0xec20")  # ENA
+    assert look(host) == []
+    network_cards(tmp_path, BROADCOM, device="0x1657")  # tg3
+    assert look(host) == []
+    machines.write(tmp_path, "/sys/bus/pci/drivers/bnxt_en/0000:31:00.0", "")
+    (found,) = look(host)
+    assert "modprobe bnxt_re" in found.remedy
+
+
+def test_nics_of_efa_need_no_subnet_manager_and_no_address(tmp_path: Path) -> None:
+    host = sound(tmp_path)
+    only_efa(tmp_path)
+    assert look(host) == []
+    assert "libfabric.so.1 opens, for mlx5_0, mlx5_1" in {each.what for each in rdma_checks.check(host)}
 
 
 def test_what_is_no_fault(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ TEST_CASE("rdma: a host without it says why in one sentence, and the engine work
                            {"devices=0", {"finds no RDMA device"}},
                            {"down0 down1", {"soft0:1 is not active", "soft1:1 is not active"}},
                            {"gids=none devices=1", {"soft0:1 has no GID of use"}},
+                           {"efa devices=1", {"soft0:1 is neither InfiniBand nor RoCE (NICs of EFA are"}},
                            {"gids=v1 devices=1",
                             {"has no GID of use: GID 0 (fe80::1) is RoCE v1, which no router forwards"}}}) {
         CAPTURE(host.script);

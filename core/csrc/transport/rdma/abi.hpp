@@ -167,7 +167,7 @@ inline constexpr unsigned kSignaled = 2, kInline = 8;  // flags of a request
 inline constexpr int kLocalWrite = 1, kRemoteWrite = 2, kRemoteRead = 4, kRelaxedOrdering = 1 << 20;
 inline constexpr int kReliable = 2;  // type of a queue pair
 inline constexpr int kInit = 1, kReadyToReceive = 2, kReadyToSend = 3, kError = 6;
-inline constexpr int kPortActive = 4, kInfiniBand = 1;
+inline constexpr int kPortActive = 4, kInfiniBand = 1, kEthernet = 2;
 inline constexpr int kEventFatal = 8, kEventPortActive = 9, kEventPortError = 10, kEventLid = 11,
                      kEventGid = 18;  // of addresses: they have changed
 inline constexpr uint32_t kGidRoce1 = 1;

@@ -126,6 +126,10 @@ Result<PortFacts> read_facts(const Port& port) {
         return why(std::string("cannot be asked (") + std::strerror(code) + ")");
     }
     if (asked.state != ib::kPortActive) return why("is not active");
+    // A NIC of EFA is a device of libibverbs, too, and takes no queue pair of this transport's kind.
+    if (asked.link_layer != ib::kInfiniBand && asked.link_layer != ib::kEthernet) {
+        return why("is neither InfiniBand nor RoCE (NICs of EFA are for the transport efa)");
+    }
     PortFacts facts;
     facts.address.infiniband = asked.link_layer == ib::kInfiniBand;
     facts.address.mtu = static_cast<uint8_t>(asked.active_mtu);

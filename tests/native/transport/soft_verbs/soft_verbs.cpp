@@ -84,7 +84,8 @@ struct Shared {
 
 struct Script {
     int devices = 2, pairs = 2048;
-    bool no_kernel = false, infiniband = false, is_virtual = false, relaxed = false, no_dma_buf = false;
+    bool no_kernel = false, infiniband = false, efa = false, is_virtual = false, relaxed = false,
+         no_dma_buf = false;
     std::string gids = "v4";
     int mtu[kDevicesMax];
     uint64_t speed[kDevicesMax] = {};
@@ -219,6 +220,7 @@ void read_script(State& s, const char* text) {
             s.script.no_kernel = value == "none", s.script.devices = static_cast<int>(number);
         if (name == "pairs") s.script.pairs = static_cast<int>(number);
         if (name == "ib") s.script.infiniband = true;
+        if (name == "efa") s.script.efa = true;
         if (name == "virtual") s.script.is_virtual = true;
         if (name == "relaxed") s.script.relaxed = true;
         if (name == "nodmabuf") s.script.no_dma_buf = true;
@@ -794,7 +796,7 @@ int ibv_query_port(Context* context, uint8_t, PortAttr* out) {
     out->active_mtu = s.script.mtu[index];
     out->gid_tbl_len = 8;
     out->lid = s.script.infiniband ? static_cast<uint16_t>(index + 1) : 0;
-    out->link_layer = s.script.infiniband ? kInfiniBand : 2;
+    out->link_layer = s.script.infiniband ? kInfiniBand : s.script.efa ? 0 : kEthernet;
     out->active_width = 2;
     out->active_speed = 32;
     return 0;
