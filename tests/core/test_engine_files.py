@@ -20,7 +20,9 @@ from moonpool import (
     TransferEngine,
     TransferError,
 )
+from moonpool.core.errors import Forked
 
+from .forked import run_child
 from .store_bed import TOKEN
 
 MIB = 1 << 20
@@ -69,6 +71,38 @@ def test_a_file_and_a_peer_in_one_transfer(engine: TransferEngine, tmp_path: Pat
         assert here.view[8192:8196] == b"peer"
     assert (tmp_path / "new").stat().st_size == MIB
     assert (tmp_path / "new").read_bytes()[:5] == b"disk\0"
+
+
+def test_after_fork_the_child_is_refused_and_the_parent_goes_on(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    """Also with a transfer under way, whose io_uring the child has mapped."""
+    path = tmp_path / "data"
+    data = random.Random(2).randbytes(8 * MIB)
+    path.write_bytes(data)
+    here = engine.allocate(8 * MIB)
+    file = engine.open_file(path)
+    assert engine.read(file, here, 0, MIB) == MIB
+    transfer = engine.submit(Batch("read", file, [here.at(0)], [0], 8 * MIB))
+
+    def child() -> None:
+        for call in (
+            lambda: engine.read(file, here, 0, 10),
+            lambda: engine.open_file(path),
+            lambda: transfer.result(60),
+        ):
+            with pytest.raises(Forked):
+                call()
+        with TransferEngine(token=TOKEN) as own:
+            room = own.allocate(MIB)
+            assert own.read(own.open_file(path), room, MIB, MIB) == MIB
+            assert room.view[:MIB] == data[MIB : 2 * MIB]
+        engine.close()
+
+    assert run_child(child) == 0
+    assert transfer.result(60) == 8 * MIB
+    assert here.view[: 8 * MIB] == data
+    assert engine.read(file, here, 0, MIB) == MIB
 
 
 def test_errors_name_the_file_and_the_reason(engine: TransferEngine, tmp_path: Path) -> None:
