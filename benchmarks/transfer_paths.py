@@ -7,9 +7,10 @@
 
 For a machine with real NICs, an EFA or NVMe: each transport by itself, in both directions, with 128 x 4 KiB,
 64 KiB and 1 MiB. The bytes of each are compared before it is timed. Rates stand beside TCP's (a file's beside
-none), to the same peer in the same run. Memory of cards is measured by benchmarks.gpu_copies. With
---efa-provider both engines are in this process, and efa goes over that provider of libfabric; its limit is a
-plain C++ loop that posts the same requests to the same provider.
+none), to the same peer in the same run. GPUDirect Storage (cufile) moves memory of the first card; other
+memory of cards is measured by benchmarks.gpu_copies. With --efa-provider both engines are in this process,
+and efa goes over that provider of libfabric; its limit is a plain C++ loop that posts the same requests to
+the same provider.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from benchmarks.processes import end_on_sigterm
 from benchmarks.report import Row, print_table, write_json
 from moonpool import Error, TransferEngine
 from moonpool.core.bench.file import FileBench
+from moonpool.core.bench.memory import OWN
 from moonpool.core.bench.transfer import Bench, EngineBench, Plan, in_process, spawned
 
 KIB, MIB = 1 << 10, 1 << 20
 WORKING_SET = 64 * MIB
 CELLS = ((4 * KIB, 128), (64 * KIB, 1), (MIB, 1))
 OF_FILES = ("file", "cufile")
-OF_CARDS = ("cuda_ipc", "cufile")
+OF_CARDS = ("cuda_ipc",)
+CARD = "cuda:0"  # whose memory cufile moves
 BESIDE = "tcp"
 EFA_TARGET = 0.7  # of our own TCP, over libfabric's
 
@@ -148,7 +151,8 @@ def opener(name: str, address: str, token: bytes | None, folder: Path) -> Opener
 
     def make(stack: ExitStack, engine: TransferEngine) -> Bench:
         if name in OF_FILES:
-            return FileBench(engine, folder / "segment", WORKING_SET, writable=True)
+            kind = CARD if name == "cufile" else OWN
+            return FileBench(engine, folder / "segment", WORKING_SET, kind, writable=True)
         if name == "loopback":
             here = stack.enter_context(in_process(token, WORKING_SET))
             return EngineBench(engine, here, WORKING_SET)
