@@ -26,10 +26,11 @@ from moonpool.core.config import paths
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.units import format_size, parse_size
-from moonpool.core.errors import ConfigError, Unavailable
+from moonpool.core.errors import ConfigError, InvalidArgument, Unavailable
 from moonpool.core.service.address_space import check_address_space
 from moonpool.core.service.admin_http import bearer_is
 from moonpool.core.service.control_tls import control_client, control_settings
+from moonpool.core.service.drain import Drain, DrainProgress, DrainRequest
 from moonpool.core.service.http_tls import followed_context
 from moonpool.core.service.kv_event_publisher import KvEventPublisher
 from moonpool.core.service.listen_addresses import (
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 READY_WAITS_S = 2.0  # the ready line waits for the master's first answer, and for memory
 OPEN_STAT = ("name", "pid", "uptime_s", "metrics")  # of /stat, for a client without the admin token
 MASTER_SILENT_S = 5.0  # without an answer the node counts as not joined
+DRAIN_TIMEOUT_S = 5.0  # of one copy without progress
+DRAINING = "this node is drained, and will stop"
 _log = logging.getLogger("moonpool.node")
 
 
@@ -136,6 +139,8 @@ class Node(ServiceProcess["_native.Server"]):
         self._published: PublishedEvents | None = None
         self._master_spoke = asyncio.Event()
         self._memory_ended = asyncio.Event()
+        self._drain: Drain | None = None
+        self._will_stop = False  # a drain said so
 
     @property
     def socket(self) -> Path:
@@ -177,8 +182,10 @@ class Node(ServiceProcess["_native.Server"]):
         self._publish(server, path)
         self._begin(server, _log, self._heard)
         if http is not None:
+            private = {"/drain": self._drain_page, "POST /drain": self._begin_drain}
+            private["POST /drain-stop"] = self._end_drain
             # /stat says less to a client without the admin token.
-            await self._serve_http(http, node, tls, {"/stat": self._stat}, lambda _: True)
+            await self._serve_http(http, node, tls, private, self._is_allowed, {"/stat": self._stat})
         link_default(path)
 
     def _publish(self, server: _native.Server, socket: Path) -> None:
@@ -206,6 +213,8 @@ class Node(ServiceProcess["_native.Server"]):
                 hand_over_default(self.socket)
             except (ConfigError, OSError) as error:  # an unusable runtime folder must not end a stop early
                 _log.warning("node.sock is not handed over: %s", error)
+        if self._drain is not None:
+            await asyncio.to_thread(self._drain.stop)
         if self._events is not None:
             events, self._events = self._events, None
             await asyncio.to_thread(events.close)
@@ -289,9 +298,36 @@ class Node(ServiceProcess["_native.Server"]):
             return f"{format_size(reserved)} of {format_size(size)} of memory are reserved so far"
         return ""
 
+    def drain(self, request: DrainRequest, *, peer: str = "") -> DrainProgress:
+        """Begins to copy what no other host has to other nodes. peer: the address that asked. Raises
+        InvalidArgument while another drain runs, Unavailable where there is no other node.
+        """
+        if self._server is None or self._stopping:
+            raise Unavailable("the node does not run", operation="drain")
+        if self._drain is not None and self._drain.is_running:
+            raise InvalidArgument(f"node {self.config.node.name} is being drained already", operation="drain")
+        drain = Drain(self.config.node.name, self._server, self._client_of_own, request, peer=peer)
+        drain.start()
+        self._drain, self._will_stop = drain, request.leave
+        return drain.now()
+
+    def _client_of_own(self, tenant: str, namespace: str, fingerprint: bytes) -> _native.Client:
+        client: _native.Client = native_core("node").Client(
+            str(self.socket),
+            self.config.read_token(),
+            tenant,
+            namespace,
+            fingerprint,
+            timeout_s=DRAIN_TIMEOUT_S,
+            tls=control_client(self.config),
+        )
+        client.connect()
+        return client
+
     def _reasons(self) -> list[str]:
         why = self.why_not_joined()
-        return [reason for reason in (why and f"not joined: {why}", self.why_memory_short()) if reason]
+        reasons = (why and f"not joined: {why}", self.why_memory_short(), self._will_stop and DRAINING)
+        return [reason for reason in reasons if reason]
 
     def _facts(self) -> dict[str, object]:
         reserved, size, _ = (0, 0, False) if self._server is None else self._server.memory()
@@ -302,11 +338,38 @@ class Node(ServiceProcess["_native.Server"]):
             "memory": {"reserved_bytes": reserved, "bytes": size},
         }
 
+    def _is_allowed(self, authorization: str) -> bool:
+        return bearer_is(authorization, self._admin_token)
+
+    async def _begin_drain(self, request: web.Request) -> web.Response:
+        try:
+            asked = msgspec.json.decode(await request.read() or b"{}", type=DrainRequest)
+            if asked.for_s < 0 or asked.rate < 0:
+                raise ValueError("for_s and rate must not be below 0")
+        except ValueError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        return _progress(await asyncio.to_thread(self.drain, asked, peer=request.remote or ""))
+
+    async def _drain_page(self, _request: web.Request) -> web.Response:
+        if self._drain is None:
+            return web.Response(status=404, text="this node was not drained\n")
+        return _progress(self._drain.now())
+
+    async def _end_drain(self, _request: web.Request) -> web.Response:
+        if self._drain is None:
+            return web.Response(status=404, text="this node was not drained\n")
+        await asyncio.to_thread(self._drain.stop)
+        return _progress(self._drain.now())
+
     async def _stat(self, request: web.Request) -> web.Response:
         page = await asyncio.to_thread(self.stat)
-        if not bearer_is(request.headers.get("Authorization", ""), self._admin_token):
+        if not self._is_allowed(request.headers.get("Authorization", "")):
             page = {name: page[name] for name in OPEN_STAT}
         return json_response(page)
+
+
+def _progress(progress: DrainProgress) -> web.Response:
+    return web.Response(body=msgspec.json.encode(progress), content_type="application/json")
 
 
 def run(

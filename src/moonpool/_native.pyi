@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'OutgoingObjects', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -22,6 +22,15 @@ class TlsClient:
     def __init__(self, ca: str = '', name: str = '', cert: str = '', key: str = '') -> None:
         """
         Paths of PEM files. ca empty: the system's authorities. name: that the master's certificate must have; empty: the host that is dialled. cert and key: what is shown to it.
+        """
+class OutgoingObjects:
+    """
+    Objects of one space whose bytes a node keeps while they are copied to other nodes.
+    """
+    @property
+    def space(self) -> bytes:
+        """
+        tenant, namespace and fingerprint, with a zero byte between; empty: no object is left.
         """
 class Server:
     """
@@ -53,6 +62,14 @@ class Server:
     def histograms(self) -> dict:
         """
         name -> (upper bounds in s, counts with one more for +Inf, sum in s)
+        """
+    def hold(self, rows: bytes) -> OutgoingObjects:
+        """
+        Keeps the bytes of those that are still there, of one pool and space, until it is dropped.
+        """
+    def holdings(self, cursor: typing.SupportsInt | typing.SupportsIndex) -> tuple:
+        """
+        (next cursor, 0 behind the last; the objects in memory, in rows of 40 bytes: pool, slot, generation, bytes, last use, space)
         """
     def is_alive(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
         """
@@ -136,6 +153,10 @@ class Client:
         ...
     def connect(self) -> None:
         ...
+    def copy_out(self, held: OutgoingObjects, evict: bool) -> tuple:
+        """
+        Copies to other hosts what none of them has. (a byte for each row: 0 copied, 1 another host had it, 2 no node took it, 3 ask again, 4 it is gone, 5 it is damaged; why no node took it)
+        """
     def describe(self, keys: typing.Any, everywhere: bool = True) -> list:
         ...
     def exists(self, keys: typing.Any) -> bytes:

@@ -30,6 +30,7 @@ COMMANDS = [
     ["saved"],
     ["topology"],
     ["doctor"],
+    ["drain"],
     ["put"],
     ["get"],
     ["ls"],

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "memory/copier.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
 #include "python/server_module.hpp"
@@ -226,6 +227,32 @@ py::list PyClient::describe(const py::object& keys, bool everywhere) {
     return out;
 }
 
+// Bytes are compared with their checksum first: the copy gets a checksum of its own.
+py::tuple PyClient::copy_out(const std::shared_ptr<OutgoingObjects>& held, bool evict) {
+    constexpr char kGone = 4, kDamaged = 5;
+    std::string outcomes(held->rows(), kGone);
+    std::vector<PutItem> items;
+    std::vector<size_t> rows;
+    Result<CopyReport> report = CopyReport{};
+    {
+        py::gil_scoped_release nogil;
+        for (const OutgoingObjects::Object& object : held->objects()) {
+            std::span<const MemoryRef> parts(&object.bytes, 1);
+            Result<uint32_t> crc = checksum(parts, object.bytes.bytes);
+            if (!crc || *crc != object.crc) {
+                outcomes[object.row] = kDamaged;
+                continue;
+            }
+            items.push_back({object.name, object.parent, parts, object.group, object.soft_ms, object.after});
+            rows.push_back(object.row);
+        }
+        report = client_->copy_out(items, evict);
+    }
+    CopyReport done = unwrap(std::move(report), "drain", peer_);
+    for (size_t i = 0; i < rows.size(); ++i) outcomes[rows[i]] = static_cast<char>(done.outcomes[i]);
+    return py::make_tuple(py::bytes(outcomes), done.why);
+}
+
 // Where each name stands among those of the pin. A name that the pin does not have is a miss, not an error;
 // a pin that was released is an error, since its memory may be another object's.
 std::vector<size_t> PyClient::places_in(const PyPin& pin, const Names& names) {
@@ -291,7 +318,10 @@ void bind_client(py::module_& m) {
              py::arg("generations") = std::vector<uint64_t>())
         .def("list", &PyClient::list, py::arg("prefix"), py::arg("limit"))
         .def("stat", &PyClient::stat)
-        .def("describe", &PyClient::describe, py::arg("keys"), py::arg("everywhere") = true);
+        .def("describe", &PyClient::describe, py::arg("keys"), py::arg("everywhere") = true)
+        .def("copy_out", &PyClient::copy_out, py::arg("held"), py::arg("evict"),
+             "Copies to other hosts what none of them has. (a byte for each row: 0 copied, 1 another host "
+             "had it, 2 no node took it, 3 ask again, 4 it is gone, 5 it is damaged; why no node took it)");
 }
 
 }  // namespace moonpool::python

@@ -14,6 +14,7 @@
 #include "python/answers.hpp"
 #include "python/arguments.hpp"
 #include "store/client/client.hpp"
+#include "store/node/outgoing_objects.hpp"
 
 namespace moonpool::python {
 
@@ -44,6 +45,8 @@ class PyClient {
     std::map<std::string, uint64_t> stat();
     // For each key None, or (size, [(node, host, address, size, generation, crc, pins, where, keep)]).
     py::list describe(const py::object& keys, bool everywhere);
+    // A byte for each row of the hold, and why the objects that found no place did not.
+    py::tuple copy_out(const std::shared_ptr<OutgoingObjects>& held, bool evict);
 
     const std::shared_ptr<Client>& client() const { return client_; }
     const std::string& peer() const { return peer_; }

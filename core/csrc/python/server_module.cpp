@@ -5,12 +5,14 @@
 // objects alive), the work is done without it, and the answer is made with it again. An error of the core
 // becomes an exception in unwrap(), which needs the GIL.
 //
-// Of the methods only start(), stop(), metrics(), is_alive(), begin_events() and check_integrity() wait for
-// another thread.
+// Of the methods only start(), stop(), metrics(), is_alive(), begin_events(), holdings(), hold() and
+// check_integrity() wait for another thread.
 // The others read atomics, or take a lock that is never held for long, and keep the GIL.
 #include "python/server_module.hpp"
 
 #include <pybind11/stl.h>
+
+#include <cstring>
 
 #include "memory/room.hpp"
 #include "python/histograms.hpp"
@@ -207,6 +209,35 @@ py::list PyServer::events_fingerprints() const {
     return out;
 }
 
+py::tuple PyServer::holdings(uint64_t cursor) {
+    std::vector<HoldingRow> rows;
+    bool answered = false;
+    {
+        py::gil_scoped_release nogil;
+        answered = server_->holdings(cursor, rows);
+    }
+    if (!answered) raise(Error{Code::kTimeout, "the node's data plane did not answer"}, "drain");
+    return py::make_tuple(cursor, to_bytes(rows));
+}
+
+std::shared_ptr<OutgoingObjects> PyServer::hold(const py::bytes& given) {
+    std::string_view bytes = given;
+    if (bytes.size() % sizeof(HoldingRow) != 0) {
+        raise(
+            Error{Code::kInvalidArgument, "rows have " + std::to_string(sizeof(HoldingRow)) + " bytes each"},
+            "drain");
+    }
+    std::vector<HoldingRow> rows(bytes.size() / sizeof(HoldingRow));
+    std::memcpy(rows.data(), bytes.data(), bytes.size());
+    std::shared_ptr<OutgoingObjects> held;
+    {
+        py::gil_scoped_release nogil;
+        held = server_->hold(std::move(rows));
+    }
+    if (held == nullptr) raise(Error{Code::kTimeout, "the node's data plane did not answer"}, "drain");
+    return held;
+}
+
 bool PyServer::check_integrity() {
     py::gil_scoped_release nogil;
     return server_->check_integrity();
@@ -231,6 +262,12 @@ void bind_server(py::module_& m) {
         py::arg("bytes"), py::arg("option") = "", py::arg("root") = "",
         "Raises InvalidArgument where arenas of so many bytes do not fit; option: how a user gives the "
         "size.");
+    py::class_<OutgoingObjects, std::shared_ptr<OutgoingObjects>>(
+        m, "OutgoingObjects",
+        "Objects of one space whose bytes a node keeps while they are copied to other nodes.")
+        .def_property_readonly(
+            "space", [](const OutgoingObjects& held) { return py::bytes(held.identity()); },
+            "tenant, namespace and fingerprint, with a zero byte between; empty: no object is left.");
     py::class_<PyServer>(m, "Server",
                          "A node's data plane: one thread, one Unix socket, an arena for each tenant.")
         .def(py::init<std::string, const std::vector<std::pair<std::string, uint64_t>>&, const py::bytes&,
@@ -273,6 +310,11 @@ void bind_server(py::module_& m) {
              "(next cursor, 0 behind the last; rows of blocks that are there)")
         .def("events_fingerprints", &PyServer::events_fingerprints,
              "Of each space, by its number in the rows.")
+        .def("holdings", &PyServer::holdings, py::arg("cursor"),
+             "(next cursor, 0 behind the last; the objects in memory, in rows of 40 bytes: pool, slot, "
+             "generation, bytes, last use, space)")
+        .def("hold", &PyServer::hold, py::arg("rows"), py::keep_alive<0, 1>(),
+             "Keeps the bytes of those that are still there, of one pool and space, until it is dropped.")
         .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");
 }
 

@@ -40,6 +40,9 @@ class PyServer {
     py::object take_events();
     py::tuple events_inventory(uint32_t cursor) const;
     py::list events_fingerprints() const;
+    // What is copied to other nodes: store/node/outgoing_objects.hpp.
+    py::tuple holdings(uint64_t cursor);
+    std::shared_ptr<OutgoingObjects> hold(const py::bytes& rows);
     std::vector<std::string> addresses() const { return server_->addresses(); }
     const std::string& name() const { return name_; }
     const std::shared_ptr<Server>& server() const { return server_; }

@@ -68,6 +68,8 @@ struct PutHow {
     // Where the node knows of later ones the put begins anew, and comes after these. Not where it may have
     // been carried out at another node before: one put would come both before and after a removal.
     bool anew = true;
+    // Not where the node cannot compare it with removals: such a put could bring back what was removed.
+    bool ordered = false;
 
     Version known_of(std::string_view name) const {
         return known.count() == 1 ? known.at(0) : known.of((*hasher)(name));

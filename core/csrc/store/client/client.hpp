@@ -41,6 +41,21 @@ struct PutOptions {
     std::vector<std::string> nodes{};
     bool unique = false;    // no node of the pool has it: kExists is the pool's word, not the own node's
     RangeVersions known{};  // the removals that the call comes after: those known at its begin
+    // Of the copies on other nodes: nodes may evict for them; another node of a host that has one may do.
+    bool copies_evict = true, copies_on_same_host = true;
+    bool copies_ordered = false;  // each only on a node that compares its version with removals
+};
+
+// What became of an object of the own node that shall lie on another host, too.
+enum class CopyOutcome : uint8_t {
+    kCopied = 0,
+    kThere = 1,    // another host had it already
+    kNowhere = 2,  // no other node took it
+    kLater = 3,    // the own node has yet to hear of removals that others know of: ask again
+};
+struct CopyReport {
+    std::vector<CopyOutcome> outcomes;
+    std::string why;  // of one that is kNowhere
 };
 
 // An object as a whole: its copies, the own node's first. No copy: it is a miss.
@@ -112,6 +127,11 @@ class Client {
     // pinned in memory that is mapped here is copied also when its node does not live any more.
     LoadReport load(std::string_view holders, std::span<const Descriptor> descriptors, const PartTable& table,
                     std::span<const uint32_t> indices, std::span<const uint16_t> columns, bool verify);
+    // Copies objects of the own node to a node of another host each, unless one has it; where the pool has no
+    // other host, to another node. The bytes stay as they are meanwhile. An item's version is that of the
+    // last removal of its range that the object has outlived: a later one voids the copy. An item without one
+    // is kLater, and is copied nowhere. evict: also where a node evicts for it.
+    Result<CopyReport> copy_out(std::span<const PutItem> items, bool evict);
     // The own node's, as it is now: for a card that reads what was handed over where it lies. An error: there
     // is no node, or none of this host.
     Result<std::unique_ptr<OwnArena>> own_arena();

@@ -94,12 +94,17 @@ inline NewKey key_of(const PutItem& item, const PutHow& how) {
     return {item.name, item.parent, item.group, item.soft_ms, version};
 }
 
-// Flags of COMMIT and PUT. Removals have an order where there is a master.
+// Whether a put at that node says which removals it comes after. They have an order where there is a master.
+inline bool has_versions(const Session& session) {
+    return session.knows(kFeatureVersions) && !session.master().empty();
+}
+
+// Flags of COMMIT and PUT.
 inline uint8_t commit_flags(const Session& session, std::span<const PutItem> items, const PutHow& how) {
-    bool versions = session.knows(kFeatureVersions) && !session.master().empty();
-    return static_cast<uint8_t>(
-        (how.replace ? kCommitReplace : 0) | (has_marks(session, items) ? kCommitMarks : 0) |
-        (versions ? kCommitVersions : 0) | (!how.replace && session.knows(kFeatureSizes) ? kCommitSizes : 0));
+    return static_cast<uint8_t>((how.replace ? kCommitReplace : 0) |
+                                (has_marks(session, items) ? kCommitMarks : 0) |
+                                (has_versions(session) ? kCommitVersions : 0) |
+                                (!how.replace && session.knows(kFeatureSizes) ? kCommitSizes : 0));
 }
 
 inline CommitHead commit_head(const Session& session, uint8_t flags, size_t rows) {

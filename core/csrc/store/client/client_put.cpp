@@ -426,6 +426,7 @@ PutHow Client::how(const PutOptions& options, const PutReport& report, bool is_c
     PutHow how = this->how(options, true);
     how.known.raise(report.known);
     how.anew = !is_copy && !report.unanswered;
+    how.ordered = is_copy && options.copies_ordered;
     return how;
 }
 
@@ -592,10 +593,15 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
     }
     std::string why;
     bool same_hosts = false;
+    // A node knows of a later removal: others, which may not have heard of it yet, are not asked to take a
+    // copy that they would have to drop.
+    auto is_void = [&](size_t i) {
+        return std::ranges::any_of(report.older, [i](const auto& older) { return older.first == i; });
+    };
     auto wanting = [&] {
         std::vector<size_t> left;
         for (size_t i : which) {
-            if (report.copies[i] < options.replicas) left.push_back(i);
+            if (report.copies[i] < options.replicas && !is_void(i)) left.push_back(i);
         }
         return left;
     };
@@ -614,6 +620,7 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
             PutOutcome outcome = put->outcomes[k];
             if (outcome == PutOutcome::kRefused || outcome == PutOutcome::kOlder) {
                 why = outcome == PutOutcome::kOlder ? "the key was replaced meanwhile" : put->refusal;
+                if (outcome == PutOutcome::kOlder) report.older.emplace_back(left[k], kNoVersion);
                 continue;
             }
             if (outcome == PutOutcome::kStored) report.placed.emplace_back(left[k], member.id);
@@ -661,16 +668,20 @@ void Client::replicate_some(Pool& pool, std::span<const PutItem> items, const Pu
     };
     copy_to_wanted();
     for (bool evict : {false, true}) {
+        if (evict && !options.copies_evict) continue;
         if (!copy_to_any(evict)) return;
     }
     // Where no host is left, another process of a host that has one: it survives the death of the first.
-    same_hosts = true;
-    where.avoid_host_ids.clear();
-    copy_to_wanted();
+    if (options.copies_on_same_host) {
+        same_hosts = true;
+        where.avoid_host_ids.clear();
+        copy_to_wanted();
+    }
     for (bool evict : {false, true}) {
+        if (!same_hosts || (evict && !options.copies_evict)) continue;
         if (!copy_to_any(evict)) return;
     }
-    if (wanting().empty()) return;
+    if (wanting().empty() && report.older.empty()) return;
     report.short_of_copies = why.empty() ? "there are not enough other hosts and nodes in the pool" : why;
 }
 

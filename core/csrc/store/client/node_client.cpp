@@ -224,6 +224,10 @@ Result<PutReport> NodeClient::put(std::span<const PutItem> items, PutHow how) {
     for (const PutItem& item : items) {
         if (Status status = check_item(s, item); !status) return status.error();
     }
+    if (how.ordered && !has_versions(s)) {
+        return Error{Code::kUnavailable,
+                     s.peer() + " is of an older release, which compares no copy with the order of removals"};
+    }
     const IndexReader* index = how.anew ? s.path().index() : nullptr;
     if (index != nullptr) {
         RangeVersions applied(index->ranges());

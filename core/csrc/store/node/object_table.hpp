@@ -176,6 +176,12 @@ class ObjectTable {
     bool soft_pinned(uint32_t slot) const { return objects_[slot].soft_now; }
     bool grouped(uint32_t slot) const { return objects_[slot].group != nullptr; }
     bool retained(uint32_t slot) const { return objects_[slot].retains != 0; }
+    // As its put asked; a soft pin that has ended is none.
+    RetentionHints hints(uint32_t slot) const {
+        const Object& o = objects_[slot];
+        return {.group = o.group == nullptr ? Hash128{} : o.group->id,
+                .soft_ms = o.soft_now ? group_states_[slot].soft_ms : 0};
+    }
     uint32_t group_size(uint32_t slot) const {
         return objects_[slot].group == nullptr ? 1 : objects_[slot].group->members;
     }

@@ -25,6 +25,7 @@
 #include "store/node/block_events.hpp"
 #include "store/node/node_member.hpp"
 #include "store/node/node_metrics.hpp"
+#include "store/node/outgoing_objects.hpp"
 #include "store/node/pool.hpp"
 #include "store/node/relay.hpp"
 #include "store/node/ssd_tier.hpp"
@@ -90,9 +91,15 @@ class Server {
         options_.cluster.events = std::move(events);
         options_.cluster.events_replay = std::move(replay);
     }
+    // The objects in memory, piece by piece from a cursor on: 0 first, and 0 behind the last. False: the loop
+    // did not answer in time. Any thread but the loop's, as hold().
+    bool holdings(uint64_t& cursor, std::vector<HoldingRow>& rows);
+    // Keeps the bytes of those that are still there, of one pool and space; nullptr: as above.
+    std::shared_ptr<OutgoingObjects> hold(std::vector<HoldingRow> rows);
 
    private:
     friend class Connection;
+    friend class OutgoingObjects;
     struct LocalListener;
     explicit Server(ServerOptions options);
 
@@ -119,6 +126,9 @@ class Server {
     void on_tick(uint64_t now_ms);
     void post(std::function<void()> f) { loop_->post(std::move(f)); }
     bool call_on_loop(std::function<void()> f);
+    void post_if_running(std::function<void()> f) {
+        if (running_) post(std::move(f));
+    }
     std::vector<std::pair<std::string, uint64_t>> gauges();
     void reserve_memory();
     void note_ssd_trouble();
