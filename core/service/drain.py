@@ -31,6 +31,7 @@ BATCH_OBJECTS = 512
 WINDOW_OBJECTS = 4096  # of one tenant, before it is the next one's turn
 CLIENTS_MAX = 32  # a client serves one space
 PASSES_MAX = 4  # the later ones are for objects that came meanwhile
+LATER_PASSES_MAX = 20  # in which the node had yet to hear of removals that other nodes knew of
 SLICE_S = 0.25  # with a rate, a batch has so much of it
 REFUSALS_MAX = 3  # in a row, of single objects: then as large ones are not tried any more
 FAULTS_MAX = 3  # in a row
@@ -114,6 +115,7 @@ class Drain:
         self._refused: dict[int, int] = {}  # by pool: as large an object was refused REFUSALS_MAX times
         self._refusals = 0
         self._faults = 0
+        self._later = 0  # of this pass
         self._asked_to_stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moonpool-drain", daemon=True)
         self._began_s = 0.0
@@ -184,11 +186,13 @@ class Drain:
 
     def _copy_all(self) -> str:
         """Returns why it ended before all objects were dealt with; "" when they are."""
-        for attempt in range(PASSES_MAX):
+        passes = later_passes = 0
+        while passes < PASSES_MAX and later_passes < LATER_PASSES_MAX:
             rows = [row for row in self._rows() if (row.pool, row.generation) not in self._settled]
-            self._expect(rows, first=attempt == 0)
+            self._expect(rows, first=passes + later_passes == 0)
             if not rows:
                 return ""
+            self._later = 0
             for batch in self._batches(rows):
                 if why := self._why_over():
                     return why
@@ -197,6 +201,12 @@ class Drain:
                     return self.progress.why
             if self.progress.left_objects and self._asked_to_stop.wait(AGAIN_S):
                 return "it was stopped"
+            if self._later:
+                later_passes += 1
+            else:
+                passes += 1
+        if self._later:
+            return "the node has yet to hear of removals that other nodes know of"
         return "objects came faster than they could be copied"
 
     def _rows(self) -> Iterator[Row]:
@@ -279,6 +289,7 @@ class Drain:
         for outcome in (_COPIED, _THERE, _GONE, _DAMAGED):
             self._settle([row for row, code in zip(batch, outcomes, strict=True) if code == outcome], outcome)
         left = [row for row, code in zip(batch, outcomes, strict=True) if code == _NOWHERE]
+        self._later += outcomes.count(_LATER)
         if _COPIED in outcomes:
             self._refusals = 0
         if left:
