@@ -1,8 +1,10 @@
-"""A master and nodes in one process, a host each: what a store over several nodes is tested with."""
+"""A master, or one of each range, and nodes in one process, a host each: what a store over several nodes is
+tested with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,39 @@ PATIENCE_S = 30.0  # of which the master gets a quarter
 
 
 class Pool:
-    """A master and nodes with a host each; ``store(name)`` is a client of that node."""
+    """A master of each range and nodes with a host each; ``store(name)`` is a client of that node."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranges: int = 1) -> None:
         self.folder = folder
         # Nodes end here by stop(), which the master hears at once: silence is a machine that pauses.
-        self.master = _native.MasterServer(
-            ["127.0.0.1:0"], TOKEN, master_settings(suspect_after_s=PATIENCE_S, gone_after_s=2 * PATIENCE_S)
-        )
-        self.master.start()
+        settings = master_settings(suspect_after_s=PATIENCE_S, gone_after_s=2 * PATIENCE_S)
+        self.masters: list[_native.MasterServer] = []
+        for index in range(ranges):
+            master = _native.MasterServer(["127.0.0.1:0"], TOKEN, settings, range=(index, ranges))
+            master.start()
+            self.masters.append(master)
+            # Versions begin with the ms of the start: all of a range are later than those of the one before.
+            started_ms = time.time_ns() // 1_000_000
+            until(lambda started_ms=started_ms: time.time_ns() // 1_000_000 > started_ms)
+        self.master = self.masters[0]
         self.nodes: dict[str, _native.Server] = {}
         self.stores: list[Store] = []
 
     def node(
-        self, name: str, mib: int = 16, *, called: str = "", host: str = "", ssd: str = "", **settings: Any
+        self,
+        name: str,
+        mib: int = 16,
+        *,
+        called: str = "",
+        host: str = "",
+        ssd: str = "",
+        masters: Sequence[str] = (),
+        joins: int = 0,
+        **settings: Any,
     ) -> _native.Server:
-        """``ssd``: a directory. ``settings``: of the section [node]."""
+        """``ssd``: a directory. ``masters``: addresses by which it reaches them; ``joins``: how many of them,
+        by default all. ``settings``: of the section [node].
+        """
         server = _native.Server(
             str(self.folder / f"{name}.sock"),
             [("default", mib * MIB)],
@@ -41,12 +60,12 @@ class Pool:
             name=called or name,
             host_id=host or f"host-{name}",
             listen=["127.0.0.1:0"],
-            master=self.master.addresses[0],
+            master=";".join(masters or [master.addresses[0] for master in self.masters]),
             ssd=[(ssd, 256 * MIB)] if ssd else [],
         )
         server.start()
         self.nodes[name] = server
-        until(lambda: server.metrics()["master_joined"] == 1)
+        until(lambda: server.metrics()["masters_joined"] == (joins or len(self.masters)))
         return server
 
     def store(self, name: str) -> Store:
@@ -62,13 +81,13 @@ class Pool:
 
         def level() -> bool:
             # The counts alone are level, too, while one object's row and another's removal are on their way.
-            master = self.master.metrics()
+            masters = [master.metrics() for master in self.masters]
             rows = ("rows_added_total", "rows_removed_total", "rows_void_total")
-            applied = sum(master[name] for name in rows)
+            applied = sum(master[name] for master in masters for name in rows)
             return (
                 self.total("master_rows_waiting") == 0
                 and self.total("master_rows_sent_total") == applied
-                and master["directory_rows"] == self.total("objects")
+                and sum(master["directory_rows"] for master in masters) == self.total("objects")
             )
 
         until(level)
@@ -78,7 +97,8 @@ class Pool:
             store.close()
         for server in self.nodes.values():
             server.stop()
-        self.master.stop()
+        for master in self.masters:
+            master.stop()
 
 
 def fill(store: Store, name: str, n: int) -> object:

@@ -25,7 +25,7 @@ from moonpool.core.service.drain import Drain, DrainProgress, DrainRequest
 from moonpool.core.service.http_get import exchange
 from tests.descriptors import speaks
 
-from .master_bed import ADMIN_TOKEN, MasterProcess, environment
+from .master_bed import ADMIN_TOKEN, MasterProcess, Relay, environment
 from .pool_bed import Pool, pool
 from .store_bed import MIB, TOKEN, until
 
@@ -196,6 +196,44 @@ def test_what_cannot_be_drained_is_one_sentence(admin: None, capsys: pytest.Capt
     assert refused("--rate", "fast")[0] == refused("--for", "soon")[0] == 2
 
 
+@pytest.fixture(params=[1, 2], ids=["one range", "two ranges"])
+def ranged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path, request.param)
+    yield made
+    assert all(server.check_integrity() for server in made.nodes.values())
+    made.close()
+
+
+def range_of(key: str, ranges: int) -> int:
+    digest: bytes = _native.key_hash("default", "default", b"", key.encode())
+    return int.from_bytes(digest[:8], "little") % 1024 * ranges // 1024
+
+
+def keys_of_each_range(prefix: str, ranges: int, n: int = 3) -> list[str]:
+    """n keys of each range."""
+    keys = [f"{prefix}{i}" for i in range(100 * n)]
+    return [
+        key for index in range(ranges) for key in [key for key in keys if range_of(key, ranges) == index][:n]
+    ]
+
+
+@contextmanager
+def native_client(pool: Pool, name: str, timeout_s: float = 30.0) -> Iterator[_native.Client]:
+    client = _native.Client(str(pool.folder / f"{name}.sock"), TOKEN, timeout_s=timeout_s)
+    client.connect()
+    yield client
+    client.close()
+
+
+@contextmanager
+def relays(pool: Pool) -> Iterator[list[Relay]]:
+    """To the master of each range."""
+    made = [Relay(master.addresses[0]) for master in pool.masters]
+    yield made
+    for relay in made:
+        relay.close()
+
+
 def drain_here(pool: Pool, name: str, **asked: Any) -> DrainProgress:
     """Drains a node of this process, to the end."""
 
@@ -267,6 +305,98 @@ def test_a_drain_is_no_use_and_brings_nothing_back(pool: Pool) -> None:
     assert here == sorted(here)
     assert not here[0]
     assert here[-1]
+
+
+def test_what_is_removed_or_replaced_after_it_was_listed_never_comes_back(ranged: Pool) -> None:
+    ranged.node("a"), ranged.node("b")
+    a, b = ranged.store("a"), ranged.store("b")
+    n = len(ranged.masters)
+    kept, removed = keys_of_each_range("kept", n), keys_of_each_range("removed", n)
+    replaced, put_again = keys_of_each_range("replaced", n), keys_of_each_range("again", n)
+    every = [*kept, *removed, *replaced, *put_again]
+    a.put(every, [b"old"] * len(every), node="a")
+    ranged.told()
+    server = ranged.nodes["a"]
+    held = server.hold(server.holdings(0)[1])
+    assert b.remove([*removed, *put_again]) == [True] * len([*removed, *put_again])
+    a.put(replaced, [b"new"] * len(replaced), replace=True, node="a")
+    a.put(put_again, [b"new"] * len(put_again), node="a")
+    with native_client(ranged, "a") as client:
+        outcomes, _ = client.copy_out(held, False)
+    assert len(outcomes) == len(every)
+    assert set(outcomes) <= set(b"\0\3")  # b has heard of the removals, or the master has it drop the copy
+    ranged.told()
+    for store in (a, b):
+        assert [store.exists(key).value for key in removed] == ["miss"] * len(removed)
+        for key in (*replaced, *put_again):
+            assert bytes(store.get(key)) == b"new"
+
+    done = drain_here(ranged, "a")
+    assert (done.state, done.left_objects, done.nowhere_objects) == ("done", 0, 0)
+    ranged.told()
+    left = [*kept, *replaced, *put_again]
+    assert ranged.nodes["b"].metrics()["objects"] == len(left)
+    ranged.nodes.pop("a").stop()
+    assert [bytes(view) for view in b.get(left)] == [b"old"] * len(kept) + [b"new"] * (
+        len(replaced) + len(put_again)
+    )
+
+
+def test_a_node_that_missed_the_removals_drops_the_copies_when_it_hears_of_them(ranged: Pool) -> None:
+    n = len(ranged.masters)
+    with relays(ranged) as to_masters:
+        # A client tells two nodes of a removal: the holders, where there are two. The most room is at b.
+        ranged.node("a"), ranged.node("holder")
+        ranged.node("b", 64, masters=[relay.address for relay in to_masters])
+        a = ranged.store("a")
+        first = keys_of_each_range("first", n)
+        a.put(first, [b"first"] * len(first), node="a")
+        ranged.told()
+        assert drain_here(ranged, "a").copied_objects == len(first)
+        ranged.told()
+        keys = keys_of_each_range("key", n)
+        a.put(keys, [b"old"] * len(keys), node=["a", "holder"], replicas=2)
+        ranged.told()
+        assert ranged.nodes["holder"].metrics()["objects"] == len(keys)
+        server = ranged.nodes["a"]
+        for relay in to_masters:
+            relay.cut()
+        held = server.hold(server.holdings(0)[1])
+        assert a.remove(keys) == [True] * len(keys)
+        a.put(keys, [b"new"] * len(keys), node="a")
+        with native_client(ranged, "a") as client:
+            outcomes, _ = client.copy_out(held, False)
+        assert outcomes.count(b"\1") == len(first)
+        assert outcomes.count(b"\0") == len(keys)
+        to_b = ranged.nodes["b"].metrics
+        assert to_b()["objects"] == len(first) + len(keys)
+        for relay in to_masters:
+            relay.heal()
+        until(lambda: to_b()["objects"] == len(first), 60.0)
+        assert drain_here(ranged, "a").copied_objects == len(keys)
+        b = ranged.store("b")
+        until(lambda: [bytes(view) for view in b.get(keys)] == [b"new"] * len(keys))
+        assert to_b()["objects"] == len(first) + len(keys)
+
+
+def test_keys_of_a_range_whose_order_a_node_does_not_know_are_copied_later(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, 2)
+    with relays(pool) as (_, to_second):
+        to_second.cut()
+        first, second = keys_of_each_range("key", 2)[:3], keys_of_each_range("key", 2)[3:]
+        pool.node("b")
+        pool.node("a", masters=[pool.masters[0].addresses[0], to_second.address], joins=1)
+        server = pool.nodes["a"]
+        with native_client(pool, "a", timeout_s=2.0) as client:
+            client.put([*first, *second], [b"value"] * 6)
+            outcomes, _ = client.copy_out(server.hold(server.holdings(0)[1]), True)
+        assert sorted(outcomes) == [0, 0, 0, 3, 3, 3]
+        assert pool.nodes["b"].metrics()["objects"] == 3
+        to_second.heal()
+        until(lambda: server.metrics()["masters_joined"] == 2, 60.0)
+        done = drain_here(pool, "a")
+        assert (done.state, done.copied_objects, done.there_objects) == ("done", 3, 3)
+        pool.close()
 
 
 def test_another_node_of_the_host_counts_where_there_is_no_other_host(pool: Pool) -> None:
