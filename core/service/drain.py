@@ -36,6 +36,7 @@ SLICE_S = 0.25  # with a rate, a batch has so much of it
 REFUSALS_MAX = 3  # in a row, of single objects: then as large ones are not tried any more
 FAULTS_MAX = 3  # in a row
 AGAIN_S = 0.3  # the node hears of removals within a heartbeat
+SETTLE_LOOK_S, SETTLE_S = 0.02, 30.0  # until the masters have compared what is copied
 _ROW = struct.Struct("<IIQQQII")
 _COPIED, _THERE, _NOWHERE, _LATER, _GONE, _DAMAGED = range(6)
 _log = logging.getLogger("moonpool.node")
@@ -148,9 +149,13 @@ class Drain:
         """Whether it copies still."""
         return self._thread.is_alive()
 
+    def ask_to_stop(self) -> None:
+        """It ends after the batch that is under way."""
+        self._asked_to_stop.set()
+
     def stop(self) -> None:
         """Ends it after the batch that is under way, and waits for that. Idempotent."""
-        self._asked_to_stop.set()
+        self.ask_to_stop()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -172,8 +177,8 @@ class Drain:
         done = self.progress
         done.seconds = time.monotonic() - self._began_s
         left = done.left_objects + done.nowhere_objects + done.damaged_objects
-        done.why = why or done.why if left else ""
-        done.state = "incomplete" if left else "done"
+        done.why = why or (done.why if left else "")
+        done.state = "incomplete" if left or done.why else "done"
         audit.record(
             "drain_ended",
             node=done.node,
@@ -188,10 +193,12 @@ class Drain:
         """Returns why it ended before all objects were dealt with; "" when they are."""
         passes = later_passes = 0
         while passes < PASSES_MAX and later_passes < LATER_PASSES_MAX:
-            rows = [row for row in self._rows() if (row.pool, row.generation) not in self._settled]
+            rows = self._unsettled()
             self._expect(rows, first=passes + later_passes == 0)
             if not rows:
                 return ""
+            if why := self._settle_with_masters():
+                return why
             self._later = 0
             for batch in self._batches(rows):
                 if why := self._why_over():
@@ -205,9 +212,38 @@ class Drain:
                 later_passes += 1
             else:
                 passes += 1
+        self._expect(self._unsettled(), first=False)
+        if not self.progress.left_objects:
+            return ""
         if self._later:
             return "the node has yet to hear of removals that other nodes know of"
         return "objects came faster than they could be copied"
+
+    def _settle_with_masters(self) -> str:
+        """Waits until the masters know all objects that were listed, and the node has carried out what they
+        answered: an object that was removed before its master knew that it is here has gone then. Returns why
+        the drain is over before that; "".
+
+        Two beats of each master: the first may have been sent before the listing.
+        """
+        before = self._server.settled()
+        until_s = time.monotonic() + SETTLE_S
+        while True:
+            of_range: dict[int, list[bool]] = {}
+            for (range_, joined, beats), (_, _, then) in zip(self._server.settled(), before, strict=True):
+                settled = of_range.setdefault(range_, [])
+                if joined:
+                    settled.append(beats >= then + 2)
+            if all(settled and all(settled) for settled in of_range.values()):
+                return ""
+            if why := self._why_over():
+                return why
+            if time.monotonic() >= until_s:
+                return "no master of a range of the keys answers: what is here may have been removed"
+            self._asked_to_stop.wait(SETTLE_LOOK_S)
+
+    def _unsettled(self) -> list[Row]:
+        return [row for row in self._rows() if (row.pool, row.generation) not in self._settled]
 
     def _rows(self) -> Iterator[Row]:
         cursor = 0

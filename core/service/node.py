@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -140,6 +141,7 @@ class Node(ServiceProcess["_native.Server"]):
         self._master_spoke = asyncio.Event()
         self._memory_ended = asyncio.Event()
         self._drain: Drain | None = None
+        self._drain_lock = threading.Lock()  # of beginning one
         self._will_stop = False  # a drain said so
 
     @property
@@ -213,8 +215,7 @@ class Node(ServiceProcess["_native.Server"]):
                 hand_over_default(self.socket)
             except (ConfigError, OSError) as error:  # an unusable runtime folder must not end a stop early
                 _log.warning("node.sock is not handed over: %s", error)
-        if self._drain is not None:
-            await asyncio.to_thread(self._drain.stop)
+        await asyncio.to_thread(self._stop_drain)
         if self._events is not None:
             events, self._events = self._events, None
             await asyncio.to_thread(events.close)
@@ -302,14 +303,23 @@ class Node(ServiceProcess["_native.Server"]):
         """Begins to copy what no other host has to other nodes. peer: the address that asked. Raises
         InvalidArgument while another drain runs, Unavailable where there is no other node.
         """
-        if self._server is None or self._stopping:
-            raise Unavailable("the node does not run", operation="drain")
-        if self._drain is not None and self._drain.is_running:
-            raise InvalidArgument(f"node {self.config.node.name} is being drained already", operation="drain")
-        drain = Drain(self.config.node.name, self._server, self._client_of_own, request, peer=peer)
-        drain.start()
-        self._drain, self._will_stop = drain, request.leave
+        with self._drain_lock:
+            if self._server is None or self._stopping:
+                raise Unavailable("the node does not run", operation="drain")
+            name = self.config.node.name
+            if self._drain is not None and self._drain.is_running:
+                raise InvalidArgument(f"node {name} is being drained already", operation="drain")
+            drain = Drain(name, self._server, self._client_of_own, request, peer=peer)
+            drain.start()
+            self._drain, self._will_stop = drain, request.leave
         return drain.now()
+
+    def _stop_drain(self) -> None:
+        """Also one that begins at this moment."""
+        with self._drain_lock:
+            drain = self._drain
+        if drain is not None:
+            drain.stop()
 
     def _client_of_own(self, tenant: str, namespace: str, fingerprint: bytes) -> _native.Client:
         client: _native.Client = native_core("node").Client(
@@ -358,7 +368,7 @@ class Node(ServiceProcess["_native.Server"]):
     async def _end_drain(self, _request: web.Request) -> web.Response:
         if self._drain is None:
             return web.Response(status=404, text="this node was not drained\n")
-        await asyncio.to_thread(self._drain.stop)
+        self._drain.ask_to_stop()
         return _progress(self._drain.now())
 
     async def _stat(self, request: web.Request) -> web.Response:

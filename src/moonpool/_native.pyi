@@ -87,6 +87,10 @@ class Server:
         """
         Counters (*_total) and gauges by name.
         """
+    def settled(self) -> list:
+        """
+        Of each master (its range, whether the node has joined it, beats that were sent when it had been told all and whose answers are carried out).
+        """
     def ssd(self) -> list:
         """
         Of each SSD directory: how it is read and written, and its trouble.

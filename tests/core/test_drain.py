@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moonpool import Store, _native
 from moonpool.cli import run
 from moonpool.core.config import paths
-from moonpool.core.errors import Unavailable
+from moonpool.core.errors import Timeout, Unavailable
 from moonpool.core.service.drain import Drain, DrainProgress, DrainRequest
 from moonpool.core.service.http_get import exchange
 from tests.descriptors import speaks
@@ -142,7 +144,7 @@ def test_a_limit_of_time_or_ctrl_c_leaves_some_and_the_exit_code_says_so(
         on_a.put(keys, [os.urandom(50_000)] * len(keys), node="a")
         on_a.get("key7", bytearray(50_000))  # the most recently used one
         on_a.stat()
-        code, page = drained(capsys, a, "--for", "300ms", "--rate", "200KB/s")
+        code, page = drained(capsys, a, "--for", "5s", "--rate", "100KB/s")
         assert (code, page["state"], page["why"]) == (1, "incomplete", "its time was over")
         assert 0 < page["copied_objects"] < 40
         assert page["left_objects"] == 40 - page["copied_objects"]
@@ -387,7 +389,7 @@ def test_keys_of_a_range_whose_order_a_node_does_not_know_are_copied_later(tmp_p
         pool.node("b")
         pool.node("a", masters=[pool.masters[0].addresses[0], to_second.address], joins=1)
         server = pool.nodes["a"]
-        with native_client(pool, "a", timeout_s=2.0) as client:
+        with native_client(pool, "a", timeout_s=10.0) as client:
             client.put([*first, *second], [b"value"] * 6)
             outcomes, _ = client.copy_out(server.hold(server.holdings(0)[1]), True)
         assert sorted(outcomes) == [0, 0, 0, 3, 3, 3]
@@ -415,3 +417,60 @@ def test_another_node_of_the_host_counts_where_there_is_no_other_host(pool: Pool
     pool.nodes.pop("c").stop()
     with pytest.raises(Unavailable, match="node a cannot be drained, there is nowhere to copy to"):
         until(lambda: drain_here(pool, "a").state == "")
+
+
+class Listing:
+    """A server that has one object, which it lists; its masters' beats are what the test says."""
+
+    def __init__(self) -> None:
+        self.beats = [(0, True, 5), (0, False, 0), (1, True, 7)]
+        self.held = self.asked = 0
+        self.fails = False
+
+    def holdings(self, cursor: int) -> tuple[int, bytes]:
+        if self.fails:
+            raise Timeout("the node's data plane did not answer", operation="drain")
+        return 0, struct.pack("<IIQQQII", 0, 3, 1, 10, 1, 0, 0)
+
+    def settled(self) -> list[tuple[int, bool, int]]:
+        self.asked += 1
+        return self.beats
+
+    def hold(self, rows: bytes) -> Any:
+        self.held += bool(rows)
+        return SimpleNamespace(space=b"default\0default\0" if rows else b"")
+
+
+def drain_of(listing: Listing, **asked: Any) -> Drain:
+    copies = SimpleNamespace(copy_out=lambda held, evict: (b"\0" * bool(held.space), ""), close=lambda: None)
+    return Drain("a", cast("_native.Server", listing), lambda *_: copies, DrainRequest(**asked))
+
+
+def test_nothing_is_copied_before_the_masters_have_compared_what_was_listed() -> None:
+    """An object that was removed before its master knew of it here has gone then: else its copy would come
+    back under the version up to which the node is right."""
+    listing = Listing()
+    drain = drain_of(listing)
+    drain.start()
+    for beats in ([(0, True, 6), (0, False, 0), (1, True, 9)], [(0, True, 6), (0, True, 1), (1, True, 9)]):
+        listing.beats, asked = beats, listing.asked
+        until(lambda asked=asked: listing.asked > asked + 2, 60.0)
+        assert listing.held == 0
+    listing.beats = [(0, True, 7), (0, True, 2), (1, True, 9)]
+    until(lambda: not drain.is_running, 60.0)
+    assert (drain.now().state, drain.now().copied_objects, listing.held) == ("done", 1, 1)
+
+
+def test_a_drain_that_could_not_list_or_settle_is_incomplete() -> None:
+    listing = Listing()
+    drain = drain_of(listing)
+    listing.fails = True
+    drain.start()
+    until(lambda: not drain.is_running, 60.0)
+    assert drain.now().state == "incomplete"
+    assert "data plane did not answer" in drain.now().why
+    listing = Listing()
+    drain = drain_of(listing, for_s=0.2)  # the masters answer no more
+    drain.start()
+    until(lambda: not drain.is_running, 60.0)
+    assert (drain.now().state, drain.now().why, listing.held) == ("incomplete", "its time was over", 0)

@@ -64,6 +64,11 @@ class DeltaLog {
         MutexLock lock(mutex_);
         return rows_.size();
     }
+    // Whether all that was pushed has been taken, and no inventory is due.
+    bool is_taken() const {
+        MutexLock lock(mutex_);
+        return !inventory_due_ && rows_.empty();
+    }
     uint64_t overflows() const {
         MutexLock lock(mutex_);
         return overflows_;

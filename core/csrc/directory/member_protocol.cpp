@@ -111,6 +111,7 @@ Status MemberProtocol::send_beat() {
         link_.asks_now = false;
         link_.beats = 0;
         link_.asked_ms = now_();
+        link_.beat_settles = told_ && !link_.inventory && log_.is_taken();
     }
     counters_.beats_total.fetch_add(1);
     return link_.send(out_);
@@ -184,7 +185,7 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
     if (header.kind == Kind::kError) return read_error(body);
     bool joins = header.kind == Kind::kJoin;
     if (!joins && header.kind != Kind::kBeat) return nonsense;
-    bool resumed = false;
+    bool resumed = false, settles = false;
     NodeId id = id_;
     if (joins) {
         id = body.number<NodeId>();
@@ -203,12 +204,14 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         counters_.joins_total.fetch_add(1);
     } else if (header.request_id != 0) {
         link_.beat_open = false;  // else it is one that was not asked, of what is to be dropped at once
+        settles = std::exchange(link_.beat_settles, false) && drops.upto != kNoVersion;
         read_pace(body);
     }
     epoch_ = epoch;
     ++answers_;
     uint64_t done = drops_done_;
     if (Status status = carry_out(std::move(drops)); !status) return status;
+    if (settles) counters_.settled_total.fetch_add(1);
     if (drops_done_ != done) ask_now();  // the master waits to hear it, and may have more
     if (joins) {
         // The log records from before the first piece of the inventory is read; a change that the inventory

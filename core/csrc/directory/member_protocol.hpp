@@ -57,6 +57,9 @@ struct MemberHooks {
 struct MemberCounters {
     std::atomic<uint64_t> joins_total{0}, connect_failures_total{0}, inventories_total{0};
     std::atomic<uint64_t> rows_sent_total{0}, beats_total{0}, dropped_total{0};
+    // Answered beats that were sent when the master had been told all, and whose answers were whole and are
+    // carried out. What the node had when such a beat was sent is compared with all removals up to applied().
+    std::atomic<uint64_t> settled_total{0};
 };
 
 struct MemberProtocolOptions {
@@ -103,11 +106,12 @@ class MemberProtocol {
         uint32_t rows_max = 16384;
         uint64_t next_beat_ms = 0, asked_ms = 0, told_ms = 0;
         bool joined = false;
-        bool beat_open = false;  // a BEAT without its answer
-        bool asks_now = false;   // with the next one
-        bool inventory = false;  // is being told
-        bool begun = false;      // and its first frame is sent
-        bool versions = false;   // the master knows them
+        bool beat_open = false;     // a BEAT without its answer
+        bool beat_settles = false;  // it was sent when the master had been told all
+        bool asks_now = false;      // with the next one
+        bool inventory = false;     // is being told
+        bool begun = false;         // and its first frame is sent
+        bool versions = false;      // the master knows them
         uint64_t cursor = 0;
     };
 

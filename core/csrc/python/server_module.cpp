@@ -220,6 +220,14 @@ py::tuple PyServer::holdings(uint64_t cursor) {
     return py::make_tuple(cursor, to_bytes(rows));
 }
 
+py::list PyServer::settled() const {
+    py::list out;
+    for (const auto& [range, joined, beats] : server_->settled()) {
+        out.append(py::make_tuple(range, joined, beats));
+    }
+    return out;
+}
+
 std::shared_ptr<OutgoingObjects> PyServer::hold(const py::bytes& given) {
     std::string_view bytes = given;
     if (bytes.size() % sizeof(HoldingRow) != 0) {
@@ -313,6 +321,10 @@ void bind_server(py::module_& m) {
         .def("holdings", &PyServer::holdings, py::arg("cursor"),
              "(next cursor, 0 behind the last; the objects in memory, in rows of 40 bytes: pool, slot, "
              "generation, bytes, last use, space)")
+        .def("settled", &PyServer::settled,
+             "Of each master (its range, whether the node has joined it, beats that were sent when it had "
+             "been "
+             "told all and whose answers are carried out).")
         .def("hold", &PyServer::hold, py::arg("rows"), py::keep_alive<0, 1>(),
              "Keeps the bytes of those that are still there, of one pool and space, until it is dropped.")
         .def("check_integrity", &PyServer::check_integrity, "Recounts every table; for tests.");

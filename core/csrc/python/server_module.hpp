@@ -42,6 +42,7 @@ class PyServer {
     py::list events_fingerprints() const;
     // What is copied to other nodes: store/node/outgoing_objects.hpp.
     py::tuple holdings(uint64_t cursor);
+    py::list settled() const;
     std::shared_ptr<OutgoingObjects> hold(const py::bytes& rows);
     std::vector<std::string> addresses() const { return server_->addresses(); }
     const std::string& name() const { return name_; }

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from moonpool.core.service.drain import DrainProgress
 
 ASK_EVERY_S = 0.25
-TIMEOUT_S = 15.0  # of one request; a drain that is stopped ends its batch first
+TIMEOUT_S = 15.0  # of one request
+TRIES = 3  # of a look, before the node counts as gone
 
 
 def register(app: typer.Typer) -> None:
@@ -55,22 +56,23 @@ def drain(
     import msgspec
 
     from moonpool.core.config.config import load
+    from moonpool.core.errors import Unavailable
     from moonpool.core.service.drain import DrainRequest
 
     asked = DrainRequest(for_s=_seconds(for_), rate=_rate(rate), evict=evict, leave=leave)
     page = _Page(load(config), node, url)
     interrupted = False
-    progress = page.ask("POST", "/drain", msgspec.json.encode(asked))
     show = sys.stderr.isatty()
     try:
-        while progress.state == "running":
-            time.sleep(ASK_EVERY_S)
-            progress = page.ask("GET", "/drain")
-            if show:
-                print(f"\r\x1b[K{line(progress)}", end="", file=sys.stderr, flush=True)
+        page.ask("POST", "/drain", msgspec.json.encode(asked))
+        progress = page.watch(show)
     except KeyboardInterrupt:
         interrupted = True
-        progress = page.ask("POST", "/drain-stop")
+        try:
+            page.ask("POST", "/drain-stop")
+        except Unavailable:  # it had not begun
+            return EXIT_INTERRUPTED
+        progress = page.watch(False)
     if show:
         print("\r\x1b[K", end="", file=sys.stderr)
     if as_json:
@@ -138,6 +140,27 @@ class _Page:
                 f"{node}: --url",
                 operation="drain",
             )
+
+    def watch(self, show: bool) -> DrainProgress:
+        """Until it is over."""
+        from moonpool.core.errors import Unavailable
+
+        failed = 0
+        while True:
+            try:
+                progress = self.ask("GET", "/drain")
+                failed = 0
+            except Unavailable:
+                failed += 1
+                if failed == TRIES:
+                    raise
+                time.sleep(ASK_EVERY_S)
+                continue
+            if progress.state != "running":
+                return progress
+            if show:
+                print(f"\r\x1b[K{line(progress)}", end="", file=sys.stderr, flush=True)
+            time.sleep(ASK_EVERY_S)
 
     def ask(self, method: str, path: str, body: bytes = b"") -> DrainProgress:
         """Raises a moonpool Error where there is no answer, or it is a refusal."""

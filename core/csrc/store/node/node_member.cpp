@@ -105,6 +105,14 @@ MemberAgent::State NodeMember::state() const {
     return *first;
 }
 
+std::vector<NodeMember::Settled> NodeMember::settled() const {
+    std::vector<Settled> all;
+    for (const auto& to : masters_) {
+        all.push_back({to->range.index, to->agent.state().joined, to->agent.counters().settled_total.load()});
+    }
+    return all;
+}
+
 // What a piece fills in is shared with it: it may run after its caller has given up.
 bool NodeMember::inventory(uint64_t& cursor, std::vector<DeltaRow>& rows, const Range& range) {
     struct Piece {

@@ -55,6 +55,14 @@ class NodeMember {
     // first range without a master that it has joined, if there is such a one.
     MemberAgent::State state() const;
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
+    // Of each master, those of one range behind each other: its range, whether the node has joined it, and
+    // MemberCounters::settled_total.
+    struct Settled {
+        uint32_t range;
+        bool joined;
+        uint64_t beats;
+    };
+    std::vector<Settled> settled() const;
     // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops, const Range& range = {});
 

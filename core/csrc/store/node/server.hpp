@@ -94,6 +94,10 @@ class Server {
     // The objects in memory, piece by piece from a cursor on: 0 first, and 0 behind the last. False: the loop
     // did not answer in time. Any thread but the loop's, as hold().
     bool holdings(uint64_t& cursor, std::vector<HoldingRow>& rows);
+    // NodeMember::settled(); empty: the node is in no pool. Any thread.
+    std::vector<NodeMember::Settled> settled() const {
+        return member_ == nullptr ? std::vector<NodeMember::Settled>{} : member_->settled();
+    }
     // Keeps the bytes of those that are still there, of one pool and space; nullptr: as above.
     std::shared_ptr<OutgoingObjects> hold(std::vector<HoldingRow> rows);
 
