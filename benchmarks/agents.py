@@ -154,7 +154,7 @@ def main() -> None:
     for name in dict.fromkeys([OURS, *wanted]):
         try:
             found[name] = run(name, size, options.vllm_python)
-        except Failed as error:
+        except (Failed, RuntimeError, OSError, TimeoutError) as error:
             if name == OURS:
                 sys.exit(f"agents: {error}")
             first, *_, last = f"{error}\n{error}".strip().splitlines()

@@ -45,10 +45,13 @@ class FollowedContext:
     """server_context(), which follows its files. Those that cannot be used, as a new certificate whose key
     has yet to come, are logged and change nothing until they change again."""
 
-    def __init__(self, config: Config, context: ssl.SSLContext) -> None:
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for files that cannot serve."""
         self._config = config
+        self._seen = self._look()  # first: what changes while they are read is read again
+        context = server_context(config)
+        assert context is not None, "a certificate is configured"
         self._context = context
-        self._seen = self._look()
 
     def current(self) -> ssl.SSLContext:
         """Of the files as they are now."""
@@ -76,8 +79,8 @@ class FollowedContext:
 
 def followed_context(config: Config) -> FollowedContext | None:
     """As server_context."""
-    context = server_context(config)
-    return None if context is None else FollowedContext(config, context)
+    cluster = config.cluster
+    return FollowedContext(config) if cluster.tls_cert or cluster.tls_key else None
 
 
 def client_context(config: Config) -> ssl.SSLContext:

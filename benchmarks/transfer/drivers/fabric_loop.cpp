@@ -176,6 +176,7 @@ int main(int count, char** words) {
     const pid_t child = ::fork();
     check(child >= 0, "fork");
     const int own_line = line[child == 0];
+    ::close(line[child != 0]);  // so that each sees the other's end
     if (child == 0) ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     Fabric fabric(words[1], bytes);
     End own = fabric.end(), other;

@@ -85,7 +85,7 @@ class Listener {
     const ListenerCounters& counters() const { return counters_; }
 
    private:
-    // How many places each address has.
+    // How many places each address has; of IPv6 each /64.
     using Callers = std::map<std::string, size_t, std::less<>>;
 
     struct PendingConnection final : EventHandler {

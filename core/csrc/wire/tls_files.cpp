@@ -4,6 +4,16 @@
 
 namespace moonpool {
 
+namespace {
+
+// (Of the first key a process is told by its configuration.)
+bool is_open_to_others(const std::string& file) {
+    struct stat is {};
+    return ::stat(file.c_str(), &is) == 0 && (is.st_mode & 077) != 0;
+}
+
+}  // namespace
+
 // Streams that are open have a reference to the context of their own.
 FollowedTls::~FollowedTls() {
     if (context_ != nullptr) lib_.SSL_CTX_free(context_);
@@ -35,8 +45,13 @@ Status FollowedTls::load() {
 ssl_st* FollowedTls::open() {
     MutexLock lock(mutex_);
     if (Seen now = look(); now != seen_) {
+        const bool open_key = now[1] != seen_[1] && is_open_to_others(files_.key);
         seen_ = now;
-        Result<ssl_ctx_st*> made = make_();
+        Result<ssl_ctx_st*> made =
+            open_key
+                ? Error{Code::kInvalidArgument, "cluster.tls_key = " + files_.key +
+                                                    " can be read by others; run: chmod 600 " + files_.key}
+                : make_();
         if (made) {
             lib_.SSL_CTX_free(std::exchange(context_, *made));
             trouble_.clear();

@@ -74,6 +74,7 @@ void Exchange::begin_attempt() {
 void Exchange::begin_answer() {
     status_ = 0;
     framing_ = Framing::kAsItCame;
+    until_close_ = false;
     head_text_.clear();
     merge_.clear();
     body_bytes_ = engine_bytes_ = 0;
@@ -306,7 +307,7 @@ void Exchange::hand_on(const http::ResponseHead* head, std::string_view body, bo
     // First settle, then write: what is written is all the client waits for.
     if (complete) finish();
     write(body);
-    if (complete) client_->exchange_finished(close_);
+    if (complete) client_->exchange_finished(closes());
 }
 
 // With the head, if it waits.
@@ -369,7 +370,7 @@ void Exchange::hand_on_merged_events() {
     finish();
     merge_.clear();
     write(out);
-    client_->exchange_finished(close_);
+    client_->exchange_finished(closes());
 }
 
 // The first byte of the body: engines send the head of a stream before they have computed anything.
@@ -391,7 +392,7 @@ void Exchange::start_answer(const http::ResponseHead& head) {
         unchunked_ = http::BodyReader(http::Framing::kChunked, 0);
     }
     // An engine's answer that ends with its connection ends with the client's, too.
-    close_ = close_ || head.framing == http::Framing::kUntilClose;
+    until_close_ = head.framing == http::Framing::kUntilClose;
     std::array<http::OwnField, 16> own;
     size_t count = 0;
     own[count++] = {"X-Moonpool-Engine", engine.settings.name};
@@ -409,7 +410,7 @@ void Exchange::start_answer(const http::ResponseHead& head) {
     }
     head_text_.clear();
     http::write_response_head(head_text_, head, std::span(own.data(), count), framing_ == Framing::kChunks,
-                              close_);
+                              closes());
 }
 
 bool Exchange::find_any_usage(std::string_view body, Usage& usage) const {

@@ -121,6 +121,7 @@ class Exchange {
     void begin_request(Client& client, std::shared_ptr<Request> request, bool close);
     void begin_attempt();
     void begin_answer();
+    bool closes() const { return close_ || until_close_; }
     bool undecided() const;
     void await_decision(ExchangeState state);
     void ask();
@@ -195,6 +196,7 @@ class Exchange {
     // Of the answer of one engine; begin_answer() sets all of it.
     int status_ = 0;
     Framing framing_ = Framing::kAsItCame;
+    bool until_close_ = false;  // it ends with its connection, and so does the client's
     http::BodyReader unchunked_;
     std::string head_text_;  // the answer's head, until it goes out with the first byte of its body
     std::string content_;
