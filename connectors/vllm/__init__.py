@@ -15,6 +15,7 @@ manual.
     worker       the half beside the KV memory: layout, loads and saves on native threads
     requests     the life of one request, as a state machine without clocks, sockets or threads
     reach        how far back layers look: which blocks a request needs of a sliding window
+    states       layers with a state in the place of KV, and which blocks hold a snapshot of it
     layout       where the bytes of (layer, head, block) lie, as plain values
     engine_config
                  what the connector needs to know about the engine, read once from its configuration

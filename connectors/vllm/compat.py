@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import platform
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,16 @@ def can_report_failed_requests() -> bool:
     """Whether a failed load of a model with several KV cache groups, or with sliding windows, can be reported
     (0.30+): the blocks before a failed one are not enough to go on from there."""
     return TransferResults is not None
+
+
+def snapshots_of(output: Any, request_id: str) -> dict[int, dict[int, int]]:
+    """What a step's plan tells of the snapshots that it leaves of a request's states (0.32+): for each KV
+    cache group, from the tokens of a snapshot to the block that has it."""
+    told: dict[int, dict[int, int]] = {}
+    offers = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", None) or {}
+    for group, block_id, tokens in offers.get(request_id, ()):
+        told.setdefault(group, {})[tokens] = block_id
+    return told
 
 
 def recompute_failed_loads(vllm_config: Any) -> None:
@@ -377,6 +388,17 @@ def vllm_version() -> str:
     except ImportError:
         return ""
     return str(__version__)
+
+
+def device_name() -> str:
+    """What vLLM calls the kind of device that it runs on, and the kind of this host's processor."""
+    try:
+        from vllm.platforms import current_platform
+
+        name = str(current_platform.get_device_name())
+    except (ImportError, NotImplementedError):
+        name = "unknown"
+    return f"{name} {platform.machine()}"
 
 
 def is_too_old(version: str) -> bool:

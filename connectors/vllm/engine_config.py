@@ -10,6 +10,7 @@ from typing import Any
 from moonpool.connectors import positions
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.reach import FULL, Reach
+from moonpool.connectors.vllm.states import State, read_state
 
 _FULL_ATTENTION = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _TARGET_ONLY_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # speculation without a draft model's KV
@@ -31,6 +32,7 @@ class EngineConfig:
     block_tokens: tokens per block of the KV cache.
     groups: layer names of each KV cache group.
     reaches: how far back each group looks; (): all of them at everything.
+    states: what the layers of each group have in the place of KV, None: KV; (): all have KV.
     kv_heads: KV heads of the whole model; 1 for MLA.
     tp_size: tensor-parallel ranks.
     workers: ranks that report to one scheduler.
@@ -49,6 +51,7 @@ class EngineConfig:
     groups: tuple[tuple[str, ...], ...]
     kv_heads: int
     reaches: tuple[Reach, ...] = ()
+    states: tuple[State | None, ...] = ()
     tp_size: int = 1
     workers: int = 1
     may_load: bool = True
@@ -67,6 +70,11 @@ class EngineConfig:
         """Whether some group does not need all blocks of a request."""
         return not all(reach.is_full for reach in self.reaches)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers of some group have a state in the place of KV."""
+        return any(reach.state for reach in self.reaches)
+
 
 def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
     """The configuration of this engine. Never raises for an engine that is merely unsupported: that is a
@@ -79,6 +87,7 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         block_tokens=int(groups[0].kv_cache_spec.block_size) if groups else 0,
         groups=tuple(tuple(group.layer_names) for group in groups),
         reaches=tuple(_reach(_inner_specs(group.kv_cache_spec)[0]) or FULL for group in groups),
+        states=tuple(_state(_inner_specs(group.kv_cache_spec)[0]) for group in groups),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
         tp_size=int(parallel.tensor_parallel_size),
         workers=int(parallel.world_size),
@@ -110,7 +119,8 @@ def _takes_media(model: Any) -> bool:
 def _refusal(vllm_config: Any, groups: list[Any]) -> str:
     """The first reason that there is."""
     return (
-        _layers_refusal(groups)
+        _states_refusal(vllm_config, groups)
+        or _layers_refusal(groups)
         or _shape_refusal(vllm_config)
         or context_refusal(vllm_config)
         or weights_refusal(vllm_config)
@@ -128,16 +138,45 @@ def _layers_refusal(groups: list[Any]) -> str:
         if None in found:
             kind = next(_kind(spec) for spec in specs if _reach(spec) is None)
             return (
-                f"the pool holds KV of causal attention (full, in sliding windows, in chunks), and the model "
-                f"has {kind} layers"
+                f"the pool holds states and KV of causal attention (full, in sliding windows, in chunks), "
+                f"and the model has {kind} layers"
             )
         if len(found) > 1:
             return "the layers of one KV cache group look back differently far"
+        if len({_state(spec) for spec in specs}) > 1:
+            return "the layers of one KV cache group have states of different shapes or types"
         reaches |= found
     if (len(groups) > 1 or reaches != {FULL}) and not compat.can_report_failed_requests():
         return "models with sliding windows or several KV cache groups need vLLM 0.30 or newer"
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         return "the model's KV cache groups have blocks of different sizes"
+    return ""
+
+
+def _states_refusal(vllm_config: Any, groups: list[Any]) -> str:
+    """Layers with a state of which the engine keeps no snapshots, or none that can be compared."""
+    specs = [spec for group in groups for spec in _inner_specs(group.kv_cache_spec) if _is_state(spec)]
+    if not specs:
+        return ""
+    modes = {str(getattr(spec, "mamba_cache_mode", "none")) for spec in specs}
+    if modes != {"align"}:
+        return (
+            f"the pool holds the snapshots of states that vLLM keeps with prefix caching (mamba_cache_mode "
+            f"align), and this engine runs with mamba_cache_mode {', '.join(sorted(modes))}"
+        )
+    if getattr(vllm_config.cache_config, "prefix_match_unit", None) not in (None, specs[0].block_size):
+        return "states are not stored yet with a prefix_match_unit smaller than a block"
+    if vllm_config.speculative_config is not None:
+        return "states are not stored yet with speculative decoding (speculative_config)"
+    if getattr(getattr(vllm_config, "mamba_config", None), "enable_stochastic_rounding", False):
+        return "states that are rounded at random (enable_stochastic_rounding) are no function of the prompt"
+    kinds = {str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper() for spec in specs}
+    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", ""))
+    if device == "cpu" and "SHORT_CONV" in kinds:
+        return (
+            "on a CPU vLLM answers otherwise with a model of short convolutions when a prompt is computed in "
+            "other steps, also without a pool, so its KV is no function of the prompt"
+        )
     return ""
 
 
@@ -228,7 +267,15 @@ def _reach(spec: Any) -> Reach | None:
         return Reach(window=int(spec.sliding_window))
     if kind == "ChunkedLocalAttentionSpec":
         return Reach(chunk=int(spec.attention_chunk_size))
-    return None
+    return Reach(state=True) if _is_state(spec) else None
+
+
+def _is_state(spec: Any) -> bool:
+    return type(spec).__name__ == "MambaSpec"
+
+
+def _state(spec: Any) -> State | None:
+    return read_state(spec) if _is_state(spec) else None
 
 
 def _inner_specs(spec: Any) -> list[Any]:

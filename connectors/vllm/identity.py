@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.connectors.identity import identity_of, is_dummy, stored_dtype, weights_revision
+from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.identity_arguments import arguments, quantisation
 from moonpool.connectors.vllm.layout import BlockLayout, LayerView
 from moonpool.connectors.vllm.reach import Reach
@@ -46,17 +47,24 @@ def kv_dtype(vllm_config: Any, tensor_dtype: object) -> str:
 
 def form(vllm_config: Any, layout: BlockLayout, reaches: Sequence[Reach] = ()) -> str:
     """The order and type of the bytes of one (layer, head, block): once where all layers are alike, else by
-    layer. With sliding windows also which layers are in which group, and how far back each looks: objects
-    are named by their group. A pipeline worker knows its own layers only: where its layers differ from
-    another worker's, the workers disagree and the engine serves without the pool."""
+    layer. With sliding windows or states also which layers are in which group, and how far back each looks:
+    objects are named by their group. With states also their shapes and types and, as kernels may order their
+    numbers each in its own way, the number of ranks, the device and the version of vLLM. A pipeline worker
+    knows its own layers only: where its layers differ from another worker's, the workers disagree and the
+    engine serves without the pool."""
     order = _order(vllm_config, layout)
     if all(reach.is_full for reach in reaches):
         return order
     groups = [
         f"{','.join(str(layer.number) for layer in group.layers)}:{reach}"
+        + (f" ({group.state.form})" if group.state is not None else "")
         for group, reach in zip(layout.groups, reaches, strict=True)
     ]
-    return f"{order} groups {' '.join(groups)}"
+    shape = f"{order} groups {' '.join(groups)}"
+    if not any(reach.state for reach in reaches):
+        return shape
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return f"{shape} of {ranks} ranks on {compat.device_name()} by vllm {compat.vllm_version()}"
 
 
 def _order(vllm_config: Any, layout: BlockLayout) -> str:

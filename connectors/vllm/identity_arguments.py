@@ -48,7 +48,7 @@ TEXT = "makes or names text; KV is named by tokens"
 SAMPLING = "chooses tokens, and KV is named by the tokens that were chosen"
 MEMORY = "says where and how much memory, not what is in it"
 ORDER = "changes the order of additions at most"
-OTHER_LAYERS = "is about layers whose KV the pool does not hold"
+STATES = "says when vLLM keeps which states"
 NOT_POOLED = "is about requests that never use the pool"
 DERIVED = "follows from the others"
 
@@ -90,10 +90,10 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
             "is about vLLM's own prefix cache",
         ),
         "prefix_cache_retention_interval": "is about vLLM's own prefix cache",
-        **dict.fromkeys(("mamba_page_size_padded", "mamba_block_size", "mamba_cache_dtype"), OTHER_LAYERS),
-        **dict.fromkeys(("mamba_ssm_cache_dtype", "mamba_cache_mode"), OTHER_LAYERS),
-        **dict.fromkeys(("enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len"), OTHER_LAYERS),
-        **dict.fromkeys(("use_replayssm", "use_kda_recoverssm"), OTHER_LAYERS),
+        **dict.fromkeys(("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_block_size"), ELSEWHERE),
+        "mamba_page_size_padded": MEMORY,
+        **dict.fromkeys(("mamba_cache_mode", "enable_mamba_shared_prefix_checkpoint"), STATES),
+        **dict.fromkeys(("replayssm_buffer_len", "use_replayssm", "use_kda_recoverssm"), STATES),
     },
     "attention_config": {
         **dict.fromkeys(("backend", "backend_per_kind"), ELSEWHERE),
@@ -122,7 +122,7 @@ LEFT_OUT_SECTIONS: Mapping[str, str] = {
     "offload_config": MEMORY,
     "aux_output_config": "is about what else an answer says",
     "engram_config": MEMORY,
-    "mamba_config": OTHER_LAYERS,
+    "mamba_config": "changes the order of additions; where it rounds at random there is no pool",
     "speculative_config": "with a draft model an engine serves without the pool; without one it is sampling",
     "watermark_config": SAMPLING,
     "diffusion_config": "such attention is not causal, and an engine with it serves without the pool",

@@ -13,17 +13,21 @@ engine's own bytes:
 
 A row is (address of block 0, bytes from block to block, bytes); see Pool.submit_load. Nothing here
 touches the memory or imports torch.
+
+A layer with a state (states.py) has pages of bytes, [blocks, 1, 1, bytes]; an object holds the states of all
+such layers of a group in one rank, without the padding of a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moonpool.connectors.objects import ROWS_MAX, Refused, Row, append_row, heads_of_objects
 from moonpool.connectors.vllm.engine_config import layer_number
 from moonpool.connectors.vllm.pool import Rows
+from moonpool.connectors.vllm.states import State
 from moonpool.core.store.keys import Ranges
 
 
@@ -102,10 +106,12 @@ class GroupLayout:
     """The layers of one KV cache group, by number and name, each memory once.
 
     pieces: how many kernel blocks make one block of ``block_tokens`` tokens.
+    state: of layers with a state, what a block of each holds; None: KV.
     """
 
     layers: tuple[LayerView, ...]
     pieces: int
+    state: State | None = None
 
     @property
     def heads(self) -> int:
@@ -151,10 +157,21 @@ class BlockLayout:
 
 
 def read_layout(
-    caches: Mapping[str, Tensor], groups: Sequence[Sequence[str]], block_tokens: int
+    caches: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]],
+    block_tokens: int,
+    states: Sequence[State | None] = (),
 ) -> BlockLayout:
-    """The layout of ``caches``, the views that vLLM registered. Raises Refused."""
-    layout = BlockLayout(tuple(_read_group(caches, names, block_tokens) for names in groups), block_tokens)
+    """The layout of ``caches``, the views that vLLM registered. Raises Refused.
+
+    states: for each group what its layers have in the place of KV; (): all have KV.
+    """
+    kinds = states or (None,) * len(groups)
+    read = [
+        _read_group(caches, names, block_tokens) if state is None else _read_states(caches, names, state)
+        for names, state in zip(groups, kinds, strict=True)
+    ]
+    layout = BlockLayout(tuple(read), block_tokens)
     if len({layer.device for group in layout.groups for layer in group.layers}) > 1:
         raise Refused("the layers of the KV cache lie on several devices")
     return layout
@@ -173,10 +190,18 @@ def spans(caches: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def object_ranges(layout: BlockLayout, *, kv_heads: int, first_head: int) -> tuple[Ranges, ...]:
-    """The objects of a block that this worker holds, in the order group, layers, heads. Raises Refused."""
+def object_ranges(
+    layout: BlockLayout, *, kv_heads: int, first_head: int, tp_rank: int = 0
+) -> tuple[Ranges, ...]:
+    """The objects of a block that this worker holds, in the order group, layers, heads. Raises Refused.
+
+    tp_rank: of this worker; each rank has its own part of a state, which is named by it.
+    """
     ranges = []
     for number, group in enumerate(layout.groups):
+        if group.state is not None:
+            ranges.append(Ranges(number, tp_rank, 1, group.first_layer, group.layer_count))
+            continue
         step = heads_of_objects(group.heads, kv_heads)
         ranges += [
             Ranges(number, head, step, group.first_layer, group.layer_count)
@@ -193,7 +218,7 @@ def rows(layout: BlockLayout, ranges: Ranges, *, first_head: int) -> list[Row]:
     """
     group = layout.groups[ranges.group]
     result: list[Row] = []
-    head = ranges.first_head - first_head
+    head = 0 if group.state is not None else ranges.first_head - first_head
     for layer in group.layers:
         for one in range(head, head + ranges.heads):
             for row in _head_rows(layer, one, group.pieces):
@@ -243,6 +268,22 @@ def _read_group(caches: Mapping[str, Tensor], names: Sequence[str], block_tokens
     if block_tokens % tokens:
         raise Refused(f"blocks of {block_tokens} tokens are not whole blocks of the kernel's {tokens}")
     return GroupLayout(tuple(layers), block_tokens // tokens)
+
+
+def _read_states(caches: Mapping[str, Tensor], names: Sequence[str], state: State) -> GroupLayout:
+    missing = [name for name in names if name not in caches]
+    if missing:
+        raise Refused(f"vLLM registered no states for the layer {missing[0]}")
+    if not all(hasattr(caches[name], "untyped_storage") for name in names):
+        raise Refused("this vLLM registers states as several tensors, not as the pages of their blocks")
+    views = sorted((_view(name, caches[name]) for name in names), key=lambda view: (view.number, view.name))
+    for view in views:
+        if view.heads != 1 or view.tokens != 1 or view.content < state.bytes:
+            raise Refused(
+                f"the states of {view.name} do not lie in pages of at least {state.bytes} bytes, one for "
+                f"each block"
+            )
+    return GroupLayout(tuple(replace(view, content=state.bytes) for view in views), 1, state)
 
 
 def _view(name: str, tensor: Tensor) -> LayerView:

@@ -50,7 +50,7 @@ class Lookups:
         self._wait_left_s = WAIT_S
         self._unawaited = 0  # queries from now on that are not waited for
         self.pins = 0
-        self.needs: Needs | None = None  # of an engine with sliding windows: what a prefix needs
+        self.needs: Needs | None = None  # with sliding windows or states: what a prefix needs
 
     @property
     def under_way(self) -> int:

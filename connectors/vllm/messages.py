@@ -26,7 +26,7 @@ class Load:
     holders: incarnation of each node that holds objects, 16 bytes each.
     descriptors: where the objects are, block by block, ``width`` each.
     block_ids: one list per KV cache group, as long as the number of blocks; NULL_BLOCK where a sliding window
-        needs no block, and nothing is loaded.
+        or a state needs no block, and nothing is loaded.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class Save:
     width: objects of a block.
     names: of the objects, block by block, ``width`` each.
     parents: for each object the name of the same column one block earlier; zeros in the first block of a
-        chain, and of sliding windows.
+        chain, and of sliding windows and states.
     block_ids: one list per KV cache group; NULL_BLOCK for a block that is not saved.
     adapter: files of the LoRA adapter that the names stand for, to be checked when the step was computed:
         vLLM may read them again in any step.

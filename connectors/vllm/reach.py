@@ -3,6 +3,7 @@
     full attention          every block before it
     sliding window          the blocks of the last window - 1 tokens: the next token is in the window, too
     chunked attention       the blocks of the chunk that the next token is in
+    states                  the last block, which is a snapshot of that length (states.py)
 
 vLLM frees the other blocks of a group, and gives the null block in their place.
 """
@@ -25,20 +26,24 @@ class Reach:
 
     window: of a sliding window, in tokens with the one that looks; 0: none.
     chunk: of chunked attention, in tokens; 0: none.
+    state: whether they keep a state in the place of KV.
     """
 
     window: int = 0
     chunk: int = 0
+    state: bool = False
 
     @property
     def is_full(self) -> bool:
         """Whether the layers look at everything before them."""
-        return not (self.window or self.chunk)
+        return not (self.window or self.chunk or self.state)
 
     def first_token(self, computed: Counts) -> Counts:
         """For each number of computed tokens the first of them that the next one needs."""
         if self.window:
             return np.maximum(computed - self.window + 1, 0)
+        if self.state:
+            return np.maximum(computed - 1, 0)
         if self.chunk:
             return computed // self.chunk * self.chunk
         return np.zeros_like(computed)
@@ -50,7 +55,9 @@ class Reach:
     def __str__(self) -> str:
         if self.window:
             return f"window {self.window}"
-        return f"chunk {self.chunk}" if self.chunk else "full"
+        if self.chunk:
+            return f"chunk {self.chunk}"
+        return "state" if self.state else "full"
 
 
 FULL = Reach()

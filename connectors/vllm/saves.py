@@ -7,7 +7,8 @@ with it:
 
     tracked ----a step fills blocks----> held (a job, one reference per block) ----all ranks report----> free
 
-A block that a sliding window has passed before it is saved is not saved: the engine has it no more.
+A block that a sliding window has passed before it is saved is not saved: the engine has it no more. Of layers
+with states the snapshots that the step leaves are saved, and no other block (states.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.engine_config import EngineConfig
 from moonpool.connectors.vllm.engine_types import Block, BlockPool, BlockTables, Request, SchedulerOutput
 from moonpool.connectors.vllm.messages import Save
@@ -22,6 +24,7 @@ from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests import Phase, RequestState
+from moonpool.connectors.vllm.states import snapshots
 from moonpool.connectors.vllm.step_progress import step_progress
 
 HELD_BLOCKS_SHARE = 4  # at most a quarter of the engine's blocks wait to be saved
@@ -57,7 +60,8 @@ class Saves:
         self._blocks = blocks
 
     def bind_tables(self, tables: BlockTables) -> None:
-        """The blocks of each request; without them an engine with sliding windows saves nothing."""
+        """The blocks of each request; without them an engine with sliding windows or states saves
+        nothing."""
         self._tables = tables
 
     @property
@@ -86,8 +90,8 @@ class Saves:
         if self._engine_config.has_windows and self._tables is None:
             if self._repeats.due("tables"):
                 self._log.warning(
-                    "moonpool: nothing is saved: this vLLM does not tell the connector which blocks sliding "
-                    "windows have left (bind_kv_cache_manager)"
+                    "moonpool: nothing is saved: this vLLM does not tell the connector which blocks a "
+                    "request still has (bind_kv_cache_manager)"
                 )
             return
         state.saves_answer = self._save_decode or handed_over
@@ -101,7 +105,7 @@ class Saves:
     def plan(self, output: SchedulerOutput) -> tuple[Save, ...]:
         """The saves of the step that ``output`` describes. They can be given up until ``told``."""
         for request_id, computed in step_progress(output, self._state):
-            self._plan_request(request_id, computed)
+            self._plan_request(request_id, computed, output)
         return tuple(self._planned)
 
     def told(self) -> None:
@@ -140,7 +144,7 @@ class Saves:
         tracked = self.tracked.get(request_id)
         return None if tracked is None else tracked[0]
 
-    def _plan_request(self, request_id: str, computed: int) -> None:
+    def _plan_request(self, request_id: str, computed: int, output: SchedulerOutput) -> None:
         """Plans the blocks of this request that are full when the step ends with ``computed`` tokens."""
         state, request = self.tracked[request_id]
         if state.phase is Phase.COVERED:
@@ -148,7 +152,9 @@ class Saves:
         if state.saves_answer:
             state.chain.extend(request.all_token_ids)
         full = min(computed // self._engine_config.block_tokens, state.chain.blocks)
-        if full > state.saved and not self._hold(state, state.saved, full):
+        if full > state.saved and not self._hold(
+            state, state.saved, full, self._block_ids(state, computed, output)
+        ):
             self._leave_out(state.chain.blocks - state.saved)
             del self.tracked[request_id]  # blocks behind a gap would never be found
             return
@@ -174,17 +180,33 @@ class Saves:
         assert self._blocks is not None
         return max(len(self._blocks.blocks) // HELD_BLOCKS_SHARE, 1)
 
-    def _block_ids(self, state: RequestState) -> Sequence[Sequence[int]]:
-        """The blocks of the request, by KV cache group."""
+    def _block_ids(
+        self, state: RequestState, computed: int, output: SchedulerOutput
+    ) -> Sequence[Sequence[int]]:
+        """The blocks of the request when the step ends with ``computed`` tokens, by KV cache group."""
         if not self._engine_config.has_windows:
             return state.block_ids
         assert self._tables is not None
-        return self._tables.get_block_ids(state.request_id)
+        block_ids = self._tables.get_block_ids(state.request_id)
+        if not self._engine_config.has_states:
+            return block_ids
+        scheduled, block_tokens = (
+            output.num_scheduled_tokens[state.request_id],
+            self._engine_config.block_tokens,
+        )
+        told = compat.snapshots_of(output, state.request_id)
+        return [
+            snapshots(ids, computed, scheduled, block_tokens, told.get(group, {})) if reach.state else ids
+            for group, (ids, reach) in enumerate(zip(block_ids, self._engine_config.reaches, strict=True))
+        ]
 
-    def _hold(self, state: RequestState, first: int, last: int) -> bool:
-        """Plans one save of the blocks [first, last). False when too many blocks are held already."""
+    def _hold(self, state: RequestState, first: int, last: int, by_group: Sequence[Sequence[int]]) -> bool:
+        """Plans one save of the blocks [first, last). False when too many blocks are held already.
+
+        by_group: all blocks of the request, by KV cache group.
+        """
         assert self._blocks is not None
-        block_ids = tuple(tuple(ids[first:last]) for ids in self._block_ids(state))
+        block_ids = tuple(tuple(ids[first:last]) for ids in by_group)
         null = NULL_BLOCK if self._engine_config.has_windows else None
         blocks = [self._blocks.blocks[block_id] for ids in block_ids for block_id in ids if block_id != null]
         if not blocks:

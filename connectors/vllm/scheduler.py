@@ -89,7 +89,7 @@ class SchedulerHalf:
         self._left = False  # whether this half was in the pool before a change of weights
         self._cache_is_old = False  # the engine's own prefix cache may hold KV of weights that are gone
         self._suffixes = b""
-        self._roots: Sequence[int] = ()  # columns of sliding windows: objects without a parent
+        self._roots: Sequence[int] = ()  # columns of windows and states: objects without a parent
         self._epoch = b""
         self._requests: dict[str, RequestState] = {}
         self._adapters = adapters

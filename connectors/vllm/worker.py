@@ -154,7 +154,7 @@ class WorkerHalf:
         self._repeats = Repeats(clock)
         self._left = False  # the weights have no name
         self._comes_back = False  # they have one again, and the KV memory is not there
-        self._hands_over = True
+        self._hands_over = not engine_config.has_states
         self.whole = False  # whether the last load into the model gave it each parameter
         self.tally = Tally()
 
@@ -182,7 +182,8 @@ class WorkerHalf:
     def _join(self, caches: Mapping[str, Tensor], memory: Memory, layout: BlockLayout) -> None:
         """Joins the pool. Raises Refused or Error when the engine's KV cannot be identified."""
         try:
-            fingerprint = self._fingerprint(layout, next(iter(caches.values())))
+            with_kv = next((group for group in layout.groups if group.state is None), layout.groups[0])
+            fingerprint = self._fingerprint(layout, caches[with_kv.layers[0].name])
         except Pending as pending:
             self._late = Late(pending.reading, caches, memory, layout)
             self._handshake = Handshake(pending=str(pending))
@@ -498,21 +499,38 @@ class WorkerHalf:
 
     def _read_memory(self, caches: Mapping[str, Tensor]) -> tuple[Memory, BlockLayout]:
         engine_config = self._engine_config
-        layout = layouts.read_layout(caches, engine_config.groups, engine_config.block_tokens)
+        layout = layouts.read_layout(
+            caches, engine_config.groups, engine_config.block_tokens, engine_config.states
+        )
         tp_rank, _ = self._ranks()
-        heads = layout.groups[0].heads
-        if any(group.heads != heads for group in layout.groups):
-            raise Refused("the model's KV cache groups differ in heads")
-        first = first_head(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size)
-        columns = layouts.object_ranges(layout, kv_heads=engine_config.kv_heads, first_head=first)
+        first, saves = self._heads(layout, tp_rank)
+        columns = layouts.object_ranges(
+            layout, kv_heads=engine_config.kv_heads, first_head=first, tp_rank=tp_rank
+        )
         rows = layouts.all_rows(layout, columns, first_head=first)
-        saves = holds_first_copy(engine_config.kv_heads, heads, tp_rank, engine_config.tp_size)
         if layout.device is None:
             return Memory(columns, rows, saves, _native.PartTable(rows)), layout
         if self._open_device is None:
             raise Refused("the KV cache lies on a CUDA device, and this worker copies host memory only")
         device = self._open_device(layout, rows)
         return Memory(columns, rows, saves, device.kv, device), layout
+
+    def _heads(self, layout: BlockLayout, tp_rank: int) -> tuple[int, bool]:
+        """(number of this rank's first KV head in the whole model, whether the rank saves what it has).
+        Raises Refused."""
+        kv_heads, tp_size = self._engine_config.kv_heads, self._engine_config.tp_size
+        counts = {group.heads for group in layout.groups if group.state is None}
+        if not counts:
+            return 0, True
+        if len(counts) > 1:
+            raise Refused("the model's KV cache groups differ in heads")
+        (heads,) = counts
+        if self._engine_config.has_states and heads * tp_size != kv_heads:
+            raise Refused("states are not stored yet where several ranks hold the same KV heads")
+        return (
+            first_head(kv_heads, heads, tp_rank, tp_size),
+            holds_first_copy(kv_heads, heads, tp_rank, tp_size),
+        )
 
     def _pool(self) -> Pool | None:
         return None if self._node is None else self._node.client

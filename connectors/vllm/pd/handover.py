@@ -33,6 +33,11 @@ from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
 
+NO_STATES = (
+    "its model has layers with states, and decode would need the state before the prompt's last token, which "
+    "prefill does not keep"
+)
+
 
 class Handover:
     """Both halves in the scheduler's process; each is None where this engine does not take that role."""
@@ -65,6 +70,10 @@ class Handover:
 
     def start(self, handshakes: Sequence[Handshake]) -> None:
         """The workers are known. Raises ConfigError for a bootstrap_port that was asked for and is taken."""
+        if self._engine_config.has_states:
+            self._stopped = NO_STATES
+            self._log.info("moonpool: this engine takes part in no hand-over: %s", NO_STATES)
+            return
         workers = sorted(handshakes, key=lambda hand: hand.rank)
         if not all(hand.handover_address for hand in workers):
             return

@@ -1,7 +1,8 @@
 """The longest prefix from which every KV cache group of an engine with sliding windows can go on.
 
-Groups that look at everything need all blocks of a prefix, the others only its last ones. A query of a length
-names what that length needs, object by object, and the pool pins the objects before the first that it lacks:
+Groups that look at everything need all blocks of a prefix, the others only its last ones; a group with states
+is one with a window of one block. A query of a length names what that length needs, object by object, and the
+pool pins the objects before the first that it lacks:
 
     names     block 0 .. block n-1 of the full groups | last block, the one before it, ... of the windows
     answer    all of them: a hit of n blocks

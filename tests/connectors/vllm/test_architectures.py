@@ -61,7 +61,12 @@ MAMBA = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
 MAMBA2 = {**MAMBA, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64}
 # vLLM's kernels of Mamba-2 on CPUs keep no states at block boundaries, and hybrids ask for them by default.
 NO_CHECKPOINTS = {"enable_prefix_caching": False}
-STATES = r"the model has \w+ layers"
+# Gated delta nets, whose kernels on CPUs want bfloat16; states small enough for blocks of 96 tokens.
+DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+BFLOAT16 = {"dtype": "bfloat16"}
+NO_SNAPSHOTS = "this engine runs with mamba_cache_mode none"
+OWN_STEPS = "no function of the prompt"
 NO_CONTEXT = "without chunked prefill and without prefix caching"
 
 
@@ -179,7 +184,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_groups": 1,
             "chunk_size": 64,
         },
-        refusal=STATES,
+        args=NO_CHECKPOINTS,
+        refusal=NO_SNAPSHOTS,
         always=True,
     ),
     "jamba": Architecture(
@@ -199,13 +205,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         fails="does not dispatch through the Transformers attention interface",
     ),
     "falcon_h1": Architecture(
-        "falcon_h1", {**SIZE, **MAMBA2, "mamba_d_ssm": 256}, args=NO_CHECKPOINTS, refusal=STATES
+        "falcon_h1", {**SIZE, **MAMBA2, "mamba_d_ssm": 256}, args=NO_CHECKPOINTS, refusal=NO_SNAPSHOTS
     ),
     "granitemoehybrid": Architecture(
         "granitemoehybrid",
         {**SIZE, **EXPERTS, **MAMBA2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
         args=NO_CHECKPOINTS,
-        refusal=STATES,
+        refusal=NO_SNAPSHOTS,
     ),
     "nemotron_h": Architecture(
         "nemotron_h",
@@ -220,7 +226,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "chunk_size": 64,
         },
         args=NO_CHECKPOINTS,
-        refusal=STATES,
+        refusal=NO_SNAPSHOTS,
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -231,7 +237,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": ["conv", WHOLE],
             "block_auto_adjust_ff_dim": False,
         },
-        refusal=STATES,
+        refusal=OWN_STEPS,
     ),
     "qwen3_next": Architecture(
         "qwen3_next",
@@ -239,13 +245,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             **SIZE,
             **SMALL_EXPERTS,
             "layer_types": [LINEAR, WHOLE],
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            **DELTA,
         },
-        args={"dtype": "bfloat16"},
-        refusal=STATES,
+        args=BFLOAT16,
+    ),
+    "olmo_hybrid": Architecture(
+        "olmo_hybrid",
+        {**SIZE, "layer_types": [LINEAR, WHOLE], **DELTA},
+        fails="has no attribute 'set_allocator'",
     ),
 }
 

@@ -21,6 +21,7 @@ from moonpool.connectors.vllm.layout import BlockLayout, GroupLayout, LayerView
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
 from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Pull
 from moonpool.connectors.vllm.reach import FULL, Reach
+from moonpool.connectors.vllm.states import State
 from moonpool.core.errors import ConfigError, Unavailable
 from moonpool.core.store import keys
 from tests.connectors.vllm.configs import Dtype, config
@@ -48,6 +49,10 @@ class FullAttentionSpec(SimpleNamespace):
 
 
 class MambaSpec(SimpleNamespace):
+    pass
+
+
+class CrossAttentionSpec(SimpleNamespace):
     pass
 
 
@@ -92,9 +97,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(one: Any) -> None: ...
 
     assert refusal(keep) == ""
-    assert "Mamba layers" in refusal(keep, group(MambaSpec(block_size=4)))
-    nested = SimpleNamespace(block_size=4, kv_cache_specs={"layers.0": MambaSpec(block_size=4)})
-    assert "Mamba layers" in refusal(keep, group(nested))
+    assert "CrossAttention layers" in refusal(keep, group(CrossAttentionSpec(block_size=4)))
+    nested = SimpleNamespace(block_size=4, kv_cache_specs={"layers.0": CrossAttentionSpec(block_size=4)})
+    assert "CrossAttention layers" in refusal(keep, group(nested))
     two = (group(names=("layers.0",)), group(names=("layers.1",)))
     monkeypatch.setattr(compat, "TransferResults", None)
     assert "0.30 or newer" in refusal(keep, *two)
@@ -128,11 +133,59 @@ def test_windows_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     nested = SimpleNamespace(block_size=4, kv_cache_specs={"0": FullAttentionSpec(block_size=4), "1": window})
     assert "look back differently far" in refusal(keep, group(nested))
-    assert "Mamba layers" in refusal(keep, group(window), group(MambaSpec(block_size=4)))
+    assert "CrossAttention layers" in refusal(keep, group(window), group(CrossAttentionSpec(block_size=4)))
     both = SlidingWindowSpec(block_size=4, sliding_window=64, non_causal=True)
     assert "SlidingWindow layers" in refusal(keep, group(both))
     monkeypatch.setattr(compat, "TransferResults", None)
     assert "sliding windows or several KV cache groups need vLLM 0.30" in refusal(keep, group(window))
+
+
+def states(**changes: Any) -> MambaSpec:
+    fields: dict[str, Any] = {
+        "block_size": 4,
+        "shapes": ((3, 8),),
+        "dtypes": (SimpleNamespace(itemsize=2),),
+        "mamba_type": SimpleNamespace(name="GDN_ATTN"),
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**fields | changes)
+
+
+def test_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TransferResults", object)
+    mixed = kv_cache(group(), group(states(), ("layers.2",)))
+    engine_config = read_engine_config(config(), mixed)
+    assert engine_config.refusal == ""
+    assert engine_config.reaches == (FULL, Reach(state=True))
+    assert engine_config.states[0] is None
+    assert engine_config.states[1] is not None
+    assert engine_config.states[1].bytes == 48
+    assert engine_config.has_states
+    assert engine_config.has_windows
+    assert not read_engine_config(config(), kv_cache()).has_states
+
+    def keep(one: Any) -> None: ...
+
+    without = states(mamba_cache_mode="none", block_size=2048)
+    assert "runs with mamba_cache_mode none" in refusal(keep, group(), group(without))
+    assert "prefix_match_unit" in refusal(
+        lambda one: setattr(one.cache_config, "prefix_match_unit", 2), group(), group(states())
+    )
+    ngram = SimpleNamespace(method="ngram")
+    assert "states are not stored yet with speculative decoding" in refusal(
+        lambda one: setattr(one, "speculative_config", ngram), group(states())
+    )
+    rounding = SimpleNamespace(enable_stochastic_rounding=True)
+    assert "rounded at random" in refusal(lambda one: setattr(one, "mamba_config", rounding), group(states()))
+    short = states(mamba_type=SimpleNamespace(name="SHORT_CONV"))
+    for device, refused in (("cpu", True), ("cuda", False)):
+        where = SimpleNamespace(device_type=device)
+        why = refusal(lambda one, where=where: setattr(one, "device_config", where), group(short))
+        assert ("short convolutions" in why) == refused
+    unlike = {"layers.0": states(), "layers.1": states(shapes=((4, 8),))}
+    nested = SimpleNamespace(block_size=4, kv_cache_specs=unlike)
+    assert "states of different shapes or types" in refusal(keep, group(nested))
+    assert "different sizes" in refusal(keep, group(), group(states(block_size=8)))
 
 
 def test_engines_that_cannot_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +392,24 @@ def test_form_tells_groups_and_windows_apart() -> None:
     ]
     assert len(set(forms)) == len(forms)
     assert forms[0] == f"{order} groups 3:full 0,1,2:window 64"
+
+
+def test_form_tells_states_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "device_name", lambda: "cpu x86_64")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.32.0")
+    pages = dataclasses.replace(layer(0), heads=1, tokens=1)
+
+    def form(state: str, ranks: int = 1) -> str:
+        one = config()
+        one.parallel_config.tensor_parallel_size = ranks
+        groups = (GroupLayout((layer(1),), 1), GroupLayout((pages,), 1, State(state, 48)))
+        return identity.form(one, BlockLayout(groups, 32), (FULL, Reach(state=True)))
+
+    forms = [form("GDN_ATTN 3x8 bfloat16"), form("GDN_ATTN 3x8 float32"), form("GDN_ATTN 3x8 bfloat16", 2)]
+    assert len(set(forms)) == 3
+    assert forms[0].endswith(
+        " groups 1:full 0:state (GDN_ATTN 3x8 bfloat16) of 1 ranks on cpu x86_64 by vllm 0.32.0"
+    )
 
 
 def test_scales_count_unless_they_are_one() -> None:
