@@ -76,6 +76,16 @@ def can_report_failed_requests() -> bool:
     return TransferResults is not None
 
 
+def tells_snapshots() -> bool:
+    """Whether this vLLM lists in the plan of a step where it keeps snapshots of states (0.32+); also when
+    there is no vLLM."""
+    try:
+        from vllm.v1.core.sched import output
+    except ImportError:
+        return True
+    return hasattr(output, "KVConnectorBlockState")
+
+
 def snapshots_of(output: Any, request_id: str) -> dict[int, dict[int, int]]:
     """What a step's plan tells of the snapshots that it leaves of a request's states (0.32+): for each KV
     cache group, from the tokens of a snapshot to the block that has it."""

@@ -158,6 +158,8 @@ def _states_refusal(vllm_config: Any, groups: list[Any]) -> str:
     specs = [spec for group in groups for spec in _inner_specs(group.kv_cache_spec) if _is_state(spec)]
     if not specs:
         return ""
+    if not compat.tells_snapshots():
+        return "models with states need vLLM 0.32 or newer, which tells where it keeps snapshots of them"
     modes = {str(getattr(spec, "mamba_cache_mode", "none")) for spec in specs}
     if modes != {"align"}:
         return (

@@ -175,6 +175,9 @@ def test_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "states are not stored yet with speculative decoding" in refusal(
         lambda one: setattr(one, "speculative_config", ngram), group(states())
     )
+    with monkeypatch.context() as older:
+        older.setattr(compat, "tells_snapshots", lambda: False)
+        assert "need vLLM 0.32 or newer" in refusal(keep, group(states()))
     rounding = SimpleNamespace(enable_stochastic_rounding=True)
     assert "rounded at random" in refusal(lambda one: setattr(one, "mamba_config", rounding), group(states()))
     short = states(mamba_type=SimpleNamespace(name="SHORT_CONV"))
