@@ -63,6 +63,7 @@ class MemberAgent {
     State state() const;
     using Counters = MemberCounters;
     const Counters& counters() const { return counters_; }
+    void settle_soon() { protocol_.settle_soon(); }  // as MemberProtocol has it
 
    private:
     using Clock = std::chrono::steady_clock;

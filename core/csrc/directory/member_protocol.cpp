@@ -56,7 +56,13 @@ Status MemberProtocol::step() {
     }
     if (!link_.joined) return success();
     if (now >= link_.next_beat_ms && !link_.beat_open) {
-        if (Status status = send_beat(); !status) return status;
+        bool all_told = log_.is_taken();
+        if (flushes_ != 0 && !link_.inventory) {
+            --flushes_;
+            if (Status status = tell_changes(); !status) return status;
+            all_told = true;
+        }
+        if (Status status = send_beat(all_told); !status) return status;
     }
     if (link_.inventory) {
         if (Status status = tell_inventory(); !status) return status;
@@ -92,7 +98,7 @@ void MemberProtocol::disconnected() {
 
 // One beat at a time is open: the next one is due only after the answer, or the time limit that step() sets
 // on it.
-Status MemberProtocol::send_beat() {
+Status MemberProtocol::send_beat(bool all_told) {
     NodeLoad load;
     if (!hooks_.load(load)) return store_is_silent();
     out_.clear();
@@ -111,7 +117,7 @@ Status MemberProtocol::send_beat() {
         link_.asks_now = false;
         link_.beats = 0;
         link_.asked_ms = now_();
-        link_.beat_settles = told_ && !link_.inventory && log_.is_taken();
+        link_.beat_settles = all_told && told_ && !link_.inventory;
     }
     counters_.beats_total.fetch_add(1);
     return link_.send(out_);

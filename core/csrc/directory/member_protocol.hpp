@@ -57,8 +57,8 @@ struct MemberHooks {
 struct MemberCounters {
     std::atomic<uint64_t> joins_total{0}, connect_failures_total{0}, inventories_total{0};
     std::atomic<uint64_t> rows_sent_total{0}, beats_total{0}, dropped_total{0};
-    // Answered beats that were sent when the master had been told all, and whose answers were whole and are
-    // carried out. What the node had when such a beat was sent is compared with all removals up to applied().
+    // Answered beats before which the master was told all, and whose answers were whole and are carried out.
+    // What the node had when such a beat was due is compared with all removals up to applied().
     std::atomic<uint64_t> settled_total{0};
 };
 
@@ -92,6 +92,9 @@ class MemberProtocol {
     uint64_t epoch() const { return epoch_; }      // of the membership, as of the last answer
     uint64_t answers() const { return answers_; }  // so far
     bool large_pool() const { return link_.beats_per_answer > 1; }
+    // The next beats tell all changes first, so that MemberCounters::settled_total moves on a busy node, too.
+    // Any thread.
+    void settle_soon() { flushes_ = kFlushes; }
 
    private:
     // One connection, from JOIN to its end.
@@ -107,7 +110,7 @@ class MemberProtocol {
         uint64_t next_beat_ms = 0, asked_ms = 0, told_ms = 0;
         bool joined = false;
         bool beat_open = false;     // a BEAT without its answer
-        bool beat_settles = false;  // it was sent when the master had been told all
+        bool beat_settles = false;  // before it the master was told all
         bool asks_now = false;      // with the next one
         bool inventory = false;     // is being told
         bool begun = false;         // and its first frame is sent
@@ -125,7 +128,7 @@ class MemberProtocol {
     Status tell_changes();
     Status send_rows(const std::vector<DeltaRow>& rows, Version applied, uint8_t first_flags,
                      uint8_t last_flags);
-    Status send_beat();
+    Status send_beat(bool all_told);
     Status send_removals(Version before);
     Status carry_out(Drops drops);
 
@@ -137,6 +140,8 @@ class MemberProtocol {
     Link link_;
     std::vector<std::byte> out_;
     std::vector<DeltaRow> rows_;
+    static constexpr uint32_t kFlushes = 4;
+    std::atomic<uint32_t> flushes_{0};  // so many beats tell all changes first
     bool told_ = false;
     uint64_t drops_done_ = 0;
     Version rows_applied_ = kNoVersion;  // when rows were last taken from the log

@@ -44,7 +44,7 @@ struct Bed {
         w.number(uint64_t{1});
         DropList drops(10);
         write_drops(w, drops, 10);
-        write_versions(w, drops, 10, kNoVersion);
+        write_versions(w, drops, 10, upto);
         if (kind == Kind::kJoin) w.number(kNoVersion);
         for (uint32_t ms : pace) w.number(ms);
         FrameHeader header;
@@ -75,7 +75,8 @@ struct Bed {
     }
 
     uint64_t now = 1000000;
-    size_t asked = 0;  // beats that are to be answered
+    size_t asked = 0;           // beats that are to be answered
+    Version upto = kNoVersion;  // as answers have it
     std::vector<FrameHeader> sent;
     DeltaLog log;
     MemberCounters counters;
@@ -129,6 +130,30 @@ TEST_CASE(
     bed.asked = 0;
     CHECK(bed.frames(Kind::kBeat, 2, {5, 100, 4}) == 1);
     CHECK(bed.asked == 1);
+}
+
+TEST_CASE("member protocol: beats before which all was told are counted, also while changes come") {
+    Bed bed;
+    bed.upto = 5;
+    bed.join({20, 200, 1});
+    uint64_t before = bed.counters.settled_total;
+    bed.frames(Kind::kBeat, 1000, {});  // a change each ms: some are always waiting
+    CHECK(bed.counters.settled_total == before);
+    bed.protocol.settle_soon();
+    bed.frames(Kind::kBeat, 1000, {});
+    CHECK(bed.counters.settled_total == before + 4);
+    bed.upto = kNoVersion;  // there is more to drop than the answer has
+    bed.protocol.settle_soon();
+    bed.frames(Kind::kBeat, 1000, {});
+    CHECK(bed.counters.settled_total == before + 4);
+    bed.upto = 5;
+    bed.protocol.settle_soon();
+    for (uint64_t i = 0; i < 1001; ++i) bed.log.push(Hash128{i, i}, Tier::kDram, true);  // it overflows
+    bed.sent.clear();
+    bed.now += 200;
+    REQUIRE(bed.protocol.step());
+    bed.answer(Kind::kBeat, {});
+    CHECK(bed.counters.settled_total == before + 4);
 }
 
 TEST_CASE("member protocol: it gives a master up that does not answer within its time") {

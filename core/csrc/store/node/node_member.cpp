@@ -105,9 +105,10 @@ MemberAgent::State NodeMember::state() const {
     return *first;
 }
 
-std::vector<NodeMember::Settled> NodeMember::settled() const {
+std::vector<NodeMember::Settled> NodeMember::settled() {
     std::vector<Settled> all;
     for (const auto& to : masters_) {
+        to->agent.settle_soon();
         all.push_back({to->range.index, to->agent.state().joined, to->agent.counters().settled_total.load()});
     }
     return all;

@@ -56,13 +56,13 @@ class NodeMember {
     MemberAgent::State state() const;
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
     // Of each master, those of one range behind each other: its range, whether the node has joined it, and
-    // MemberCounters::settled_total.
+    // MemberCounters::settled_total, which moves with the next beats.
     struct Settled {
         uint32_t range;
         bool joined;
         uint64_t beats;
     };
-    std::vector<Settled> settled() const;
+    std::vector<Settled> settled();
     // What the master of a range asks for; on any thread but the loop's. False when it was not done in time.
     bool drop(const Drops& drops, const Range& range = {});
 

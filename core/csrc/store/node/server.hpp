@@ -95,7 +95,7 @@ class Server {
     // did not answer in time. Any thread but the loop's, as hold().
     bool holdings(uint64_t& cursor, std::vector<HoldingRow>& rows);
     // NodeMember::settled(); empty: the node is in no pool. Any thread.
-    std::vector<NodeMember::Settled> settled() const {
+    std::vector<NodeMember::Settled> settled() {
         return member_ == nullptr ? std::vector<NodeMember::Settled>{} : member_->settled();
     }
     // Keeps the bytes of those that are still there, of one pool and space; nullptr: as above.
