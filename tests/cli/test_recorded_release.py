@@ -31,7 +31,7 @@ def recorded(column: int) -> dict[str, str]:
 
 
 def test_the_defaults_are_those_of_the_release() -> None:
-    since = {"node.events": '"auto"'}  # what was changed on purpose
+    since = {"node.events": '"auto"', "proxy.suspect_engine_s": '"4s"'}  # what was changed on purpose
     assert shown(config.load(env={})) == recorded(0) | since
 
 
