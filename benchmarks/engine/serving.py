@@ -65,6 +65,8 @@ class Serving:
         """Returns at once; ``wait`` waits for all. arguments: further ones of `vllm serve`. connector: its
         --kv-transfer-config, or None."""
         port = free_port()
+        while f"http://127.0.0.1:{port}" in self.engines.values():  # of one that does not listen yet
+            port = free_port()
         self.engines[name] = f"http://127.0.0.1:{port}"
         events = {
             "enable_kv_cache_events": True,
