@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from moonpool.core.errors import ConfigError
@@ -72,36 +71,33 @@ def read_access_keys(settings: ProxySettings) -> AccessKeys:
     if settings.clients_file:
         clients = Clients(settings.clients_file, registers=settings.registers, share=settings.tenants_share)
         askers, readers, registrars = (KeysFor(clients, right) for right in ("ask", "look", "register"))
-        reload = partial(_reload_clients, clients)
-        return AccessKeys(clients.asking, askers, readers, registrars, reload, clients)
-    accepted = ApiKeys([]), ApiKeys([]), ApiKeys([])
-    relayed = _read_into(settings, *accepted)
-    return AccessKeys(relayed, *accepted, partial(_reload_files, settings, *accepted))
+        return AccessKeys(clients.asking, askers, readers, registrars, clients.reload_asking, clients)
+    files = _KeyFiles(settings)
+    return AccessKeys(files.read(), files.askers, files.readers, files.registrars, files.reload)
 
 
-def _reload_clients(clients: Clients) -> list[RelayKey] | None:
-    return clients.asking if clients.reload() else None
+class _KeyFiles:
+    """``api_keys_file`` and ``discovery_keys_file``, and what accepts their keys."""
 
+    def __init__(self, settings: ProxySettings) -> None:
+        self._settings = settings
+        self.askers, self.readers, self.registrars = ApiKeys([]), ApiKeys([]), ApiKeys([])
 
-def _reload_files(
-    settings: ProxySettings, askers: ApiKeys, readers: ApiKeys, registrars: ApiKeys
-) -> list[RelayKey] | None:
-    try:
-        relayed = _read_into(settings, askers, readers, registrars)
-    except ConfigError as error:
-        _log.error("SIGHUP: the keys stay as they were: %s", error)
-        return None
-    _log.info("SIGHUP: %d keys of clients are in force", len(relayed))
-    return relayed
+    def read(self) -> list[RelayKey]:
+        """The keys of both files are accepted from now on. -> those that the relay compares. Raises
+        ConfigError, and then nothing changes."""
+        asking, registering = read_api_keys(self._settings.api_keys_file), read_registrar_keys(self._settings)
+        self.askers.replace(asking)
+        self.readers.replace([*asking, *registering])
+        self.registrars.replace(registering)
+        return [(hashlib.sha256(key.encode()).digest(), "") for key in asking]
 
-
-def _read_into(
-    settings: ProxySettings, askers: ApiKeys, readers: ApiKeys, registrars: ApiKeys
-) -> list[RelayKey]:
-    """The keys of the two files, which the checks accept from now on; those that the relay compares. Raises
-    ConfigError, and then nothing changes."""
-    asking, registering = read_api_keys(settings.api_keys_file), read_registrar_keys(settings)
-    askers.replace(asking)
-    readers.replace([*asking, *registering])
-    registrars.replace(registering)
-    return [(hashlib.sha256(key.encode()).digest(), "") for key in asking]
+    def reload(self) -> list[RelayKey] | None:
+        """See AccessKeys."""
+        try:
+            relayed = self.read()
+        except ConfigError as error:
+            _log.error("SIGHUP: the keys stay as they were: %s", error)
+            return None
+        _log.info("SIGHUP: %d keys of clients are in force", len(relayed))
+        return relayed

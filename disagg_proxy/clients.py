@@ -113,6 +113,10 @@ class Clients:
         _log.info("SIGHUP: %d clients are in force", len(rows))
         return True
 
+    def reload_asking(self) -> list[RelayKey] | None:
+        """``reload``, and then ``asking``; None: nothing was read."""
+        return self.asking if self.reload() else None
+
 
 class KeysFor:
     """The keys of clients with one right."""
