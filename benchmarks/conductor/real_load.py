@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from benchmarks.conductor.streamed import complete, open_session
 from benchmarks.engine.fleet import prompt
-from benchmarks.engine.serving import BLOCK_TOKENS, MODEL
+from benchmarks.engine.serving import BLOCK_TOKENS
 
-TIMEOUT_S = 120.0
 PREFIXES, PREFIX_TOKENS, WITH_PREFIX = 4, 512, 0.4
 LENGTHS = ((0.65, 20, 150), (0.25, 300, 900), (0.10, 900, 1500))  # share, shortest, longest
 ANSWER_TOKENS = (4, 24)
@@ -107,7 +107,7 @@ def mixed(count: int, per_s: float, chance: random.Random, name: str) -> list[Re
 
 async def send(url: str, requests: Sequence[Request]) -> list[Answer]:
     """Each at its time, whatever became of those before. Raises RuntimeError for one that failed."""
-    async with _session() as session:
+    async with open_session() as session:
         begun_s = time.perf_counter()
         asking = []
         for request in requests:
@@ -122,7 +122,7 @@ async def send(url: str, requests: Sequence[Request]) -> list[Answer]:
 async def throughput(url: str, requests: Sequence[Request], clients: int) -> float:
     """Requests a second of so many clients that each send the next one at once."""
     left = list(requests)
-    async with _session() as session:
+    async with open_session() as session:
 
         async def client() -> None:
             while left:
@@ -138,7 +138,7 @@ async def talk(url: str, sessions: int, turns: int, seed: int, name: str) -> lis
     """Sessions that begin with one system prompt; each sends its next turn some time after the answer to the
     last one, with all that was said before."""
     done: list[Turn] = []
-    async with _session() as session:
+    async with open_session() as session:
 
         async def agent(number: int) -> None:
             chance = random.Random(f"{seed}/{number}")
@@ -158,43 +158,16 @@ async def talk(url: str, sessions: int, turns: int, seed: int, name: str) -> lis
     return done
 
 
-def _session() -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-
-
 async def _ask(
     session: aiohttp.ClientSession, url: str, ids: list[int], answer_tokens: int, due_s: float
 ) -> Answer:
-    body = {
-        "model": MODEL,
-        "prompt": ids,
-        "max_tokens": answer_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1"}
-    async with session.post(f"{url}/v1/completions", data=json.dumps(body), headers=headers) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status} from {url}: {await answer.text()}")
-        first_s, usage = 0.0, {}
-        async for line in answer.content:
-            if not line.startswith(b"data:") or b"[DONE]" in line:
-                continue
-            first_s = first_s or time.perf_counter()
-            event = json.loads(line[5:])
-            if "error" in event:
-                raise RuntimeError(f"{url} broke off: {event['error']}")
-            usage = event.get("usage") or usage
-        cached = answer.headers.get("X-Moonpool-Prefill-Cached", "")
-        details = usage.get("prompt_tokens_details") or {}
-        return Answer(
-            due_s,
-            first_s - due_s,
-            answer.headers.get("X-Moonpool-Engine", ""),
-            json.loads(answer.headers["X-Moonpool-Decision"]),
-            usage["prompt_tokens"],
-            int(cached) if cached.isdecimal() else details.get("cached_tokens", 0),
-        )
+    found = await complete(session, url, ids, answer_tokens, {"X-Moonpool-Decision": "1"})
+    by_prefill = found.headers.get("X-Moonpool-Prefill-Cached", "")
+    return Answer(
+        due_s,
+        found.first_s - due_s,
+        found.headers.get("X-Moonpool-Engine", ""),
+        json.loads(found.headers["X-Moonpool-Decision"]),
+        found.usage["prompt_tokens"],
+        int(by_prefill) if by_prefill.isdecimal() else found.cached,
+    )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from dataclasses import dataclass
 
 import aiohttp
 
+from benchmarks.conductor.streamed import complete, open_session
 from benchmarks.engine.fleet import prompt
-from benchmarks.engine.serving import BLOCK_TOKENS, MODEL
+from benchmarks.engine.serving import BLOCK_TOKENS
 
-TIMEOUT_S = 120.0
 SYSTEM_TOKENS = 600
 TURN_TOKENS, BRANCH_TOKENS, ANSWER_TOKENS = (60, 220), (40, 120), (16, 64)
 BRANCH_EACH = 4  # turns
@@ -40,7 +39,7 @@ class _Answer:
 
 async def warm_up(url: str) -> None:
     """First requests of each engine, which are slower; what they say is said in no session."""
-    async with _session() as session:
+    async with open_session() as session:
         for number in range(4):
             await _ask(session, url, prompt(300, f"warm up {number}"), 8)
 
@@ -50,7 +49,7 @@ async def talk(url: str, sessions: int, turns: int, seed: int) -> list[Turn]:
     that failed."""
     done: list[Turn] = []
     system = prompt(SYSTEM_TOKENS, f"{seed}/system")
-    async with _session() as session:
+    async with open_session() as session:
 
         async def agent(number: int) -> None:
             chance = random.Random(f"{seed}/{number}")
@@ -75,42 +74,12 @@ async def talk(url: str, sessions: int, turns: int, seed: int) -> list[Turn]:
     return done
 
 
-def _session() -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-
-
 async def _ask(session: aiohttp.ClientSession, url: str, ids: list[int], answer_tokens: int) -> _Answer:
-    body = {
-        "model": MODEL,
-        "prompt": ids,
-        "max_tokens": answer_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
     began_s = time.perf_counter()
-    headers = {"Content-Type": "application/json"}
-    async with session.post(f"{url}/v1/completions", data=json.dumps(body), headers=headers) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status} from {url}: {await answer.text()}")
-        first_s, said, usage = 0.0, [], {}
-        async for line in answer.content:
-            if not line.startswith(b"data:") or b"[DONE]" in line:
-                continue
-            first_s = first_s or time.perf_counter()
-            event = json.loads(line[5:])
-            if "error" in event:
-                raise RuntimeError(f"{url} broke off: {event['error']}")
-            for choice in event.get("choices", []):
-                said += choice.get("token_ids") or []
-            usage = event.get("usage") or usage
-        if len(said) != answer_tokens:
-            raise RuntimeError(f"{url} sent {len(said)} of {answer_tokens} tokens")
-        details = usage.get("prompt_tokens_details") or {}
-        return _Answer(first_s - began_s, said, details.get("cached_tokens") or 0)
+    found = await complete(session, url, ids, answer_tokens, return_token_ids=True)
+    if len(found.said) != answer_tokens:
+        raise RuntimeError(f"{url} sent {len(found.said)} of {answer_tokens} tokens")
+    return _Answer(found.first_s - began_s, found.said, found.cached)
 
 
 __all__ = ["Turn", "talk", "warm_up"]

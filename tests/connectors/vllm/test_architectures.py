@@ -279,12 +279,7 @@ class Engines:
         args = {"model": path, **ENGINE, **each.args}
         if pool:
             args["kv_transfer_config"] = KV_CONFIG
-        answer: dict[str, Any] = self.bed.call(
-            "run", args=args, environment={}, prompts=prompts, max_tokens=TOKENS
-        )
-        assert answer["left"] == {"blocks": 0, "pins": 0}
-        assert answer["survived_errors"] == 0
-        return answer
+        return self.bed.run(args, prompts, max_tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")

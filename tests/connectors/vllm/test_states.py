@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from moonpool import _native
-from moonpool.core.config import paths
-from moonpool.core.store.keys import block_digests, parse_block_name
 from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import ASK, KV_CONFIG, make_prompt, tokens_of
+from tests.connectors.vllm.node_objects import NodeObjects, assert_equal
 from tests.connectors.vllm.processes import Bed, Engine, bed_with_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities; the steps, and so the additions, are the same
 RECOMPUTED_DIFFERENCE_MAX = 0.2  # where a preemption had other steps compute the same in bfloat16
 FOREIGN_DIFFERENCE_MIN = 1e-2  # that other states make
 KV_HEADS, HEAD_SIZE = 2, 32
@@ -66,10 +63,7 @@ class Engines:
         given = {"model": str(self.model(model)), "dtype": "bfloat16", **args}
         if pool:
             given.setdefault("kv_transfer_config", KV_CONFIG)
-        answer: dict[str, Any] = self.bed.call("run", args=given, environment={}, prompts=prompts, **how)
-        assert answer["left"] == {"blocks": 0, "pins": 0}
-        assert answer["survived_errors"] == 0
-        return answer
+        return self.bed.run(given, prompts, **how)
 
 
 @pytest.fixture(scope="module")
@@ -86,47 +80,22 @@ def needed_bytes(model: str, tokens: int, local: int = 0) -> int:
     return full * (tokens - local) * TOKEN_BYTES + states * STATE_BYTES
 
 
-def assert_equal(with_pool: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    for one, other in zip(with_pool, alone, strict=True):
-        assert one["tokens"] == other["tokens"]
-        differences = zip(one["chances"], other["chances"], strict=True)
-        assert max(abs(chance - same) for chance, same in differences) < CHANCE_DIFFERENCE_MAX
-
-
-class Objects:
-    """What the node has of an engine's fingerprint, to take it away or damage it."""
+class Objects(NodeObjects):
+    """Of a model with these layers."""
 
     def __init__(self, runtime: Path, mark: str, layers: list[str]) -> None:
-        token = paths.read_token(runtime / "token")
-        self._client = _native.Client(str(runtime / "node.sock"), token, fingerprint=bytes.fromhex(mark))
-        self._client.connect()
+        super().__init__(runtime, mark, BLOCK)
         self._layers = layers
 
     def of(self, prompt: list[int], block: int, kind: str) -> list[bytes]:
         """The objects of a block, in groups of layers of this kind."""
-        names = [row[0] for row in self._client.list(block_digests(prompt, BLOCK)[block], 100)]
-        return [name for name in names if self._layers[parse_block_name(name)[1].first_layer] == kind]
+        found = self.of_block(prompt, block)
+        return [name for name, first_layer in found.items() if self._layers[first_layer] == kind]
 
     def snapshots(self, prompt: list[int]) -> list[int]:
         """The lengths of a prompt, in blocks, of which there are snapshots."""
         last = len(prompt) // BLOCK
         return [block + 1 for block in range(last) if self.of(prompt, block, LINEAR)]
-
-    def remove(self, name: bytes) -> None:
-        self._client.remove([name])
-        assert not any(self._client.exists([name]))
-
-    def shorten(self, name: bytes) -> None:
-        """Puts another content there, which is no block's."""
-        self._client.put([name], [b"another"], replace=True)
-
-    def give(self, name: bytes, of: bytes) -> None:
-        """Puts the content of another object there."""
-        (content,) = self._client.get_views([of])
-        self._client.put([name], [bytes(content)], replace=True)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def check_model(engines: Engines, model: str, seed: int, snapshots: list[int], **args: Any) -> None:

@@ -13,18 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool import _native
 from moonpool.connectors.vllm.reach import FULL, Reach
-from moonpool.core.config import paths
-from moonpool.core.store.keys import block_digests, parse_block_name
 from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import ASK, KV_CONFIG, make_prompt, tokens_of
+from tests.connectors.vllm.node_objects import NodeObjects, assert_equal
 from tests.connectors.vllm.processes import Bed, Engine, bed_with_node
 from tests.ports import held_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities, in float32
 BLOCK = 32  # tokens
 WINDOW = 64
 KV_HEADS, HEAD_SIZE = 2, 32
@@ -68,10 +65,7 @@ class Engines:
         given = {"model": str(self.model(model)), **CHUNKS, **args}
         if pool:
             given.setdefault("kv_transfer_config", KV_CONFIG)
-        answer: dict[str, Any] = self.bed.call("run", args=given, environment={}, prompts=prompts, **how)
-        assert answer["left"] == {"blocks": 0, "pins": 0}
-        assert answer["survived_errors"] == 0
-        return answer
+        return self.bed.run(given, prompts, **how)
 
 
 @pytest.fixture(scope="module")
@@ -89,38 +83,17 @@ def needed_bytes(model: str, tokens: int, local: int = 0) -> int:
     return total
 
 
-def assert_equal(with_pool: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    for one, other in zip(with_pool, alone, strict=True):
-        assert one["tokens"] == other["tokens"]
-        differences = zip(one["chances"], other["chances"], strict=True)
-        assert max(abs(chance - same) for chance, same in differences) < CHANCE_DIFFERENCE_MAX
-
-
-class Objects:
-    """What the node has of an engine's fingerprint, to take it away or damage it."""
+class Objects(NodeObjects):
+    """Of a model of which these layers look at everything."""
 
     def __init__(self, runtime: Path, mark: str, full_layers: tuple[int, ...]) -> None:
-        token = paths.read_token(runtime / "token")
-        self._client = _native.Client(str(runtime / "node.sock"), token, fingerprint=bytes.fromhex(mark))
-        self._client.connect()
+        super().__init__(runtime, mark, BLOCK)
         self._full_layers = full_layers
 
     def one(self, prompt: list[int], block: int, *, window: bool) -> bytes:
         """The last object of a block, in a group of layers with a window or in the other."""
-        names = [row[0] for row in self._client.list(block_digests(prompt, BLOCK)[block], 100)]
-        first_layers = {name: parse_block_name(name)[1].first_layer for name in names}
-        return max(name for name in names if (first_layers[name] not in self._full_layers) == window)
-
-    def remove(self, name: bytes) -> None:
-        self._client.remove([name])
-        assert not any(self._client.exists([name]))
-
-    def shorten(self, name: bytes) -> None:
-        """Puts another content there, which is no block's."""
-        self._client.put([name], [b"another"], replace=True)
-
-    def close(self) -> None:
-        self._client.close()
+        first_layers = self.of_block(prompt, block)
+        return max(name for name in first_layers if (first_layers[name] not in self._full_layers) == window)
 
 
 def check_model(engines: Engines, model: str, seed: int, **args: Any) -> None:
