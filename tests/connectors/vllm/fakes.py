@@ -120,10 +120,16 @@ class FakePool:
     def answer(self, ticket: int, answer: Found | Loaded | Saved | bytes | Error) -> None:
         self._done.append((ticket, answer))
 
-    def answer_prefix(self, blocks: int, *, pin_id: int = 7, error: str = "") -> None:
-        """Answers the last query: so many blocks are pinned."""
+    def answer_objects(self, count: int) -> None:
+        """Answers the last query, of single objects: so many are pinned, each with another descriptor than
+        that of nothing."""
+        assert self.prefixes[-1][2] == 1
+        self.answer_prefix(count, first=1)
+
+    def answer_prefix(self, blocks: int, *, pin_id: int = 7, error: str = "", first: int = 0) -> None:
+        """Answers the last query: so many blocks are pinned. first: of the descriptors' bytes."""
         ticket, _, width = self.prefixes[-1]
-        descriptors = b"".join(bytes([index % 256] * 32) for index in range(blocks * width))
+        descriptors = b"".join(bytes([(first + index) % 256] * 32) for index in range(blocks * width))
         pin_id = pin_id if blocks else 0
         self.answer(ticket, Found(blocks, pin_id, LIFE, descriptors, error))
 

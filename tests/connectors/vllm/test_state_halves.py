@@ -22,7 +22,6 @@ from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, block_digests, bl
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     FINGERPRINT,
-    LIFE,
     LOG,
     Clock,
     FakeBlockPool,
@@ -32,7 +31,6 @@ from tests.connectors.vllm.fakes import (
     FakeStep,
     FakeTables,
     FakeTensor,
-    Found,
     New,
     engine_config,
     next_step,
@@ -105,19 +103,11 @@ def objects(*places: tuple[int, int]) -> bytes:
     )
 
 
-def answer(pool: FakePool, count: int) -> None:
-    """The last query found so many leading objects, which it pinned."""
-    ticket, _, width = pool.prefixes[-1]
-    assert width == 1
-    descriptors = b"".join(bytes([at + 1] * 32) for at in range(count))
-    pool.answer(ticket, Found(count, 7 if count else 0, LIFE, descriptors))
-
-
 def missed(made: SchedulerHalf, pool: FakePool) -> FakeRequest:
     """A request of which the pool has nothing, admitted."""
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 0)
+    pool.answer_objects(0)
     assert made.matched_tokens(one, 0) == (0, False)
     made.admitted(one, FakeBlocks(([], [])), 0)
     return one
@@ -144,14 +134,14 @@ def test_a_hit_ends_where_there_is_a_snapshot() -> None:
     made, _, _ = half(pool)
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 8)  # all KV, and no snapshot at the end
+    pool.answer_objects(8)  # all KV, and no snapshot at the end
     assert made.matched_tokens(one, 0) == (None, False)
     ticket, names = pool.presences[-1]
     assert b"".join(names) == objects((0, 1), (1, 1), (2, 1), (3, 1))
     pool.answer(ticket, bytes([1, 1, 0, 0]))
     assert made.matched_tokens(one, 0) == (None, False)
     assert pool.prefixes[-1][1] == objects((0, 0), (1, 0), (1, 1))
-    answer(pool, 5)
+    pool.answer_objects(5)
     assert made.matched_tokens(one, 0) == (2 * BLOCK_TOKENS, True)
     made.admitted(one, FakeBlocks(([11, 12], [NULL_BLOCK, 22])), 2 * BLOCK_TOKENS)
     (load,) = made.build_step(FakeStep()).loads
@@ -165,7 +155,7 @@ def test_without_any_snapshot_there_is_no_hit() -> None:
     made, _, _ = half(pool)
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 8)
+    pool.answer_objects(8)
     assert made.matched_tokens(one, 0) == (None, False)
     pool.answer(pool.presences[-1][0], bytes(4))
     assert made.matched_tokens(one, 0) == (0, False)

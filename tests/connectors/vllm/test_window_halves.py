@@ -19,7 +19,6 @@ from moonpool.core.store.keys import BLOCK_NAME_BYTES, Ranges, block_digests, bl
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     FINGERPRINT,
-    LIFE,
     LOG,
     Clock,
     FakeBlockPool,
@@ -30,7 +29,6 @@ from tests.connectors.vllm.fakes import (
     FakeStep,
     FakeTables,
     FakeTensor,
-    Found,
     New,
     engine_config,
     next_step,
@@ -62,14 +60,6 @@ def objects(*places: tuple[int, int]) -> bytes:
     )
 
 
-def answer(pool: FakePool, count: int) -> None:
-    """The last query found so many leading objects, which it pinned."""
-    ticket, _, width = pool.prefixes[-1]
-    assert width == 1
-    descriptors = b"".join(bytes([at + 1] * 32) for at in range(count))
-    pool.answer(ticket, Found(count, 7 if count else 0, LIFE, descriptors))
-
-
 def asked(pool: FakePool) -> list[bytes]:
     names = pool.prefixes[-1][1]
     return [names[at : at + BLOCK_NAME_BYTES] for at in range(0, len(names), BLOCK_NAME_BYTES)]
@@ -79,7 +69,7 @@ def hit(made: SchedulerHalf, pool: FakePool, blocks: int = 4) -> FakeRequest:
     """A request for which the pool has all that it needs of its four blocks."""
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, len(asked(pool)))
+    pool.answer_objects(len(asked(pool)))
     assert made.matched_tokens(one, 0) == (blocks * BLOCK_TOKENS, True)
     return one
 
@@ -116,7 +106,7 @@ def test_a_shorter_length_where_the_window_has_a_gap() -> None:
     made, _, _ = half(pool)
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 10)  # all of the full group, and of the window's last block; not of the one before
+    pool.answer_objects(10)  # all of the full group, and of the window's last block; not of the one before
     assert made.matched_tokens(one, 0) == (None, False)
     assert pool.released == [7]
     ticket, names = pool.presences[-1]
@@ -124,7 +114,7 @@ def test_a_shorter_length_where_the_window_has_a_gap() -> None:
     pool.answer(ticket, bytes([1, 1, 0, 1]))
     assert made.matched_tokens(one, 0) == (None, False)
     assert b"".join(asked(pool)) == objects((0, 0), (1, 0), (1, 1), (0, 1))
-    answer(pool, 8)
+    pool.answer_objects(8)
     assert made.matched_tokens(one, 0) == (2 * BLOCK_TOKENS, True)
     assert made.lookups.pins == 1
 
@@ -134,7 +124,7 @@ def test_an_error_in_mid_search_is_a_miss(caplog: pytest.LogCaptureFixture) -> N
     made, _, _ = half(pool)
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 8)
+    pool.answer_objects(8)
     assert made.matched_tokens(one, 0) == (None, False)
     with caplog.at_level(logging.WARNING):
         pool.answer(pool.presences[-1][0], Timeout("the node is silent"))
@@ -149,7 +139,7 @@ def test_a_request_that_ends_in_mid_search_leaves_no_pin() -> None:
     made, _, _ = half(pool)
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 8)
+    pool.answer_objects(8)
     made.matched_tokens(one, 0)
     made.finished(one)
     pool.answer(pool.presences[-1][0], bytes([1, 1, 1, 1]))
@@ -169,7 +159,7 @@ def test_blocks_that_the_window_has_passed_are_not_saved() -> None:
     made, blocks, tables = half(pool)
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 0)
+    pool.answer_objects(0)
     assert made.matched_tokens(one, 0) == (0, False)
     made.admitted(one, FakeBlocks(([], [])), 0)
     tables.ids["r"] = ([11, 12], [21, 22])
@@ -183,7 +173,7 @@ def test_blocks_that_the_window_has_passed_are_not_saved() -> None:
 
     late = request(PROMPT, "late")
     made.arrived(late)
-    answer(pool, 0)
+    pool.answer_objects(0)
     made.matched_tokens(late, 0)
     made.admitted(late, FakeBlocks(([], [])), 0)
     tables.ids["late"] = ([31, 32, 33, 34], [0, 0, 0, 44])
@@ -200,7 +190,7 @@ def test_without_tables_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> No
     made.meet_workers([Handshake(FINGERPRINT, COLUMNS)])
     one = request(PROMPT)
     made.arrived(one)
-    answer(pool, 0)
+    pool.answer_objects(0)
     made.matched_tokens(one, 0)
     made.admitted(one, FakeBlocks(([], [])), 0)
     assert made.build_step(first_step(one, 18)) is NOTHING
