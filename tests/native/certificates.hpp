@@ -3,16 +3,16 @@
 
 #include <doctest/doctest.h>
 
-#include <filesystem>
 #include <memory>
 #include <string>
 
+#include "root.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool::testing {
 
 inline std::string certificate(const std::string& name) {
-    return std::filesystem::path(__FILE__).parent_path() / ".." / "core" / "certificates" / (name + ".pem");
+    return root() / "tests" / "core" / "certificates" / (name + ".pem");
 }
 
 // Shows `name`; asks callers for a certificate when `mutual`.

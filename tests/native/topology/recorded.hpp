@@ -8,6 +8,7 @@
 #include <fstream>
 #include <string>
 
+#include "../root.hpp"
 #include "topology/machine.hpp"
 
 namespace moonpool::testing {
@@ -20,8 +21,7 @@ class Recorded {
         REQUIRE(::mkdtemp(folder) != nullptr);
         root_ = folder;
         if (name.empty()) return;
-        std::filesystem::path text =
-            std::filesystem::path(__FILE__).parent_path() / "../../machines" / (name + ".txt");
+        std::filesystem::path text = root() / "tests" / "machines" / (name + ".txt");
         std::ifstream lines(text);
         REQUIRE_MESSAGE(lines, text.string());
         for (std::string line; std::getline(lines, line);) {

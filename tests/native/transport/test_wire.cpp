@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../device/bed.hpp"
+#include "../root.hpp"
 #include "transport/frames.hpp"
 #include "transport/nic/messages.hpp"
 
@@ -19,8 +20,7 @@ namespace {
 
 // The bytes of the first example whose caption begins with that text.
 std::vector<std::byte> example(const std::string& caption) {
-    std::ifstream page(std::string(__FILE__).substr(0, std::string(__FILE__).rfind("tests/")) +
-                       "docs/wire_engine.md");
+    std::ifstream page(root() / "docs" / "wire_engine.md");
     std::string line;
     bool found = false, inside = false;
     std::vector<std::byte> bytes;
