@@ -17,14 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool.core.config.cluster_token import TOKEN_BYTES_GOOD, check_token
 from moonpool.core.config.config_sources import Origin, load_sections, show_value
-from moonpool.core.config.paths import (
-    TOKEN_BYTES_GOOD,
-    check_token,
-    client_token,
-    default_node_socket,
-    read_or_create_token,
-)
+from moonpool.core.config.paths import client_token, default_node_socket, read_or_create_token
 from moonpool.core.config.proxy_section import Proxy
 from moonpool.core.config.sections import SECTIONS, Cluster, Log, Master, Node, Up
 from moonpool.core.config.setting import settings_of

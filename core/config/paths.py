@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moonpool.core.config.cluster_token import ClusterToken, check_token, read_token
 from moonpool.core.errors import ConfigError
 
 RUNTIME_DIR_VARIABLE = "MOONPOOL_RUNTIME_DIR"
@@ -35,8 +36,6 @@ CACHE_VARIABLE = "MOONPOOL_CACHE"
 TOKEN_VARIABLE = "MOONPOOL_CLUSTER_TOKEN"
 TOKEN_FILE_VARIABLE = "MOONPOOL_CLUSTER_TOKEN_FILE"
 
-TOKEN_BYTES_MAX = 4096
-TOKEN_BYTES_GOOD = 16  # one that is shorter can be guessed from one recorded handshake
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path holds 108 with its final NUL
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -202,84 +201,20 @@ def read_or_create_token(
     return read_token(path, name=name) if path.exists() else _create_token(path)
 
 
-def read_token(path: Path, *, name: str = "token") -> bytes:
-    """The token in the file ``path``. Raises ConfigError when it cannot serve as a secret."""
-    what = f"the {'cluster token' if name == 'token' else name.replace('-', ' ')} file {path}"
-    key = f"cluster.{name.replace('-', '_')}_file"
-    try:
-        with open(path, "rb") as file:
-            info = os.fstat(file.fileno())
-            text = file.read(TOKEN_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {what}: {error.strerror}",
-            operation="token",
-            key=key,
-            peer=str(path),
-            cause=error,
-        ) from error
-    if stat.S_IMODE(info.st_mode) & 0o077:
-        raise ConfigError(
-            f"{what} can be read by others (mode {stat.S_IMODE(info.st_mode):04o}); run: chmod 600 {path}",
-            operation="token",
-            key=key,
-            peer=str(path),
-        )
-    return check_token(text, what)
-
-
-def check_token(token: bytes, place: str) -> bytes:
-    """``token`` without the white space around it; raises ConfigError, which names ``place``, when it is
-    empty or too long.
-    """
-    if len(token) <= TOKEN_BYTES_MAX:
-        token = token.strip()
-    if not token:
-        raise ConfigError(
-            f"{place} is empty; put a random secret there, for example the output of: openssl rand -hex 32",
-            operation="token",
-            key="cluster.token_file",
-        )
-    if len(token) > TOKEN_BYTES_MAX:
-        raise ConfigError(
-            f"{place} holds more than {TOKEN_BYTES_MAX} bytes",
-            operation="token",
-            key="cluster.token_file",
-            bytes=len(token),
-        )
-    return token
-
-
-def check_token_length(token: bytes, listens: str, key: str) -> None:
-    """Raises ConfigError for a token that can be guessed: one recorded handshake is enough to try them all.
-    Called where other hosts reach a port; ``listens``: its setting and address.
-    """
-    if len(token) < TOKEN_BYTES_GOOD:
-        raise ConfigError(
-            f"{listens} can be reached from other hosts, and the cluster token has {len(token)} bytes, where "
-            f"fewer than {TOKEN_BYTES_GOOD} can be guessed; make one with: openssl rand -hex 32",
-            operation="token",
-            key=key,
-            bytes=len(token),
-        )
-
-
-def _create_token(path: Path) -> bytes:
+def _create_token(path: Path) -> ClusterToken:
     """Makes the token file whole or not at all: written beside it, then linked to its name, where the first
     wins.
     """
-    token = secrets.token_hex(32).encode()
     draft = path.with_name(f".token-{os.getpid()}-{secrets.token_hex(4)}")
     with writing(path):
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb") as file:
-                file.write(token + b"\n")
+                file.write(secrets.token_hex(32).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             with suppress(FileExistsError):
                 os.link(draft, path)
-                return token
         finally:
             draft.unlink()
     return read_token(path)

@@ -30,8 +30,8 @@ class Cluster(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     token_file: Annotated[
         str,
         about(
-            "a 0600 file that holds the cluster token; empty: the token that the first process on "
-            "the host makes, in the runtime folder"
+            "a 0600 file that holds the cluster token, one line, or two while one secret replaces the other; "
+            "it is followed; empty: the token that the first process on the host makes, in the runtime folder"
         ),
     ] = ""
     token: Annotated[

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterator
 
 from moonpool.core.config import paths
+from moonpool.core.config.cluster_token import TOKEN_BYTES_GOOD, secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.doctor.finding import Finding, absent, broken, weak, works
 from moonpool.core.errors import ConfigError
@@ -91,9 +92,12 @@ def _token(config: Config) -> Iterator[Finding]:
             f"{paths.TOKEN_FILE_VARIABLE}",
         )
         return
-    if len(token) < paths.TOKEN_BYTES_GOOD:
+    if len(token) < TOKEN_BYTES_GOOD:
         what = f"the token has {len(token)} bytes: it can be guessed, and is refused beyond loopback"
         yield weak("token", what, "openssl rand -hex 32")
+    elif len(secrets_of(token)) > 1:
+        what = "the token file holds two secrets: the first is proved, both are believed"
+        yield works("token", f"{what}; take the old one out when all hosts have the new one first")
     elif configured:
         yield works("token", "a token is configured")
     else:

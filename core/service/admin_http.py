@@ -33,11 +33,11 @@ HEADER_BYTES_MAX = 8 << 10
 HEADERS_MAX = 64
 
 
-def bearer_is(authorization: str, token: bytes) -> bool:
-    """Whether an Authorization header contains ``token``, compared in constant time."""
+def bearer_is(authorization: str, *secrets: bytes) -> bool:
+    """Whether an Authorization header contains one of ``secrets``, compared in constant time."""
     scheme, _, shown = authorization.partition(" ")
     given = shown.strip().encode(errors="surrogateescape")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given, token)
+    return scheme.lower() == "bearer" and any(hmac.compare_digest(given, secret) for secret in secrets)
 
 
 class AdminServer:

@@ -177,23 +177,24 @@ class KvEventPublisher:
         self._authenticator = (
             zmq_curve.authenticate(self._context, zmq_curve.EVENTS, token) if token else None
         )
-        near_token = b"" if beyond else token
-        self.asks_token = bool(near_token)
-        self._pub = self._socket(zmq.XPUB, near_token)
+        self._keys = zmq_curve.ServedEndpoints(zmq_curve.EVENTS, token) if token else None
+        near_keys = None if beyond else self._keys
+        self.asks_token = near_keys is not None
+        self._pub = self._socket(zmq.XPUB, near_keys)
         self._pub.set_hwm(SUBSCRIBER_MESSAGES_MAX)
         self._pub.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES_MAX)
         self._replays: ReplayServer | None = None
         self._router: zmq.Socket[bytes] | None = None
         try:
-            self.endpoint = _bind(self._pub, endpoint)
+            self.endpoint = _bind(self._pub, endpoint, near_keys)
             self.replay = ""
             if replay:
-                self._router = self._socket(zmq.ROUTER, near_token)
+                self._router = self._socket(zmq.ROUTER, near_keys)
                 ReplayServer.prepare(self._router)
                 self._replays = ReplayServer(self._router, self._topic, self._recall)
-                self.replay = _bind(self._router, replay)
+                self.replay = _bind(self._router, replay, near_keys)
             if beyond:
-                self.far = self._bind_beyond(beyond, token)
+                self.far = self._bind_beyond(beyond)
         except BaseException:
             self._end(0)
             os.close(self._stop)
@@ -232,6 +233,8 @@ class KvEventPublisher:
                     poller.unregister(self._source.fileno())
             ready = dict(poller.poll(min(wait_ms, rest_ms) if rest_ms else wait_ms))
             stopping = self._stop in ready
+            if self._keys is not None:
+                self._keys.follow()
             self._hear_subscribers()
             asked = self._replays is not None and self._replays.hear()
             if asked or (self._is_followed and (stopping or not self._rest_ms())):
@@ -261,21 +264,20 @@ class KvEventPublisher:
                 elif kind == b"\0":
                     self._subscribed.discard(topic)
 
-    def _bind_beyond(self, address: str, token: bytes) -> tuple[str, str]:
-        """ZMQ takes the keys that a socket has at a bind for that bind and later ones."""
+    def _bind_beyond(self, address: str) -> tuple[str, str]:
         far = []
         for socket in (self._pub, self._router):
             if socket is not None:
-                if token:
-                    zmq_curve.serve(socket, zmq_curve.EVENTS, token)
-                far.append(_bind(socket, address))
+                if self._keys is not None:
+                    self._keys.prepare(socket)
+                far.append(_bind(socket, address, self._keys))
         return far[0], far[1] if len(far) > 1 else ""
 
-    def _socket(self, kind: int, token: bytes) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, keys: zmq_curve.ServedEndpoints | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         notice_vanished_host(socket, VANISHED_S)
-        if token:
-            zmq_curve.serve(socket, zmq_curve.EVENTS, token)
+        if keys is not None:
+            keys.prepare(socket)
         return socket
 
     def _end(self, linger_ms: int) -> None:
@@ -332,9 +334,11 @@ def _batches(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
         yield batch
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """The endpoint with its real port. The socket file of ipc:// is this user's alone from its first moment
-    on; the mask is the process's, so this is for the start."""
+def _bind(socket: zmq.Socket[bytes], endpoint: str, keys: zmq_curve.ServedEndpoints | None) -> str:
+    """The endpoint with its real port. keys: what it is served under; None: in plain.
+
+    The socket file of ipc:// is this user's alone from its first moment on; the mask is the process's, so
+    this is for the start."""
     socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
     mask = os.umask(0o177) if endpoint.startswith("ipc://") else None
     try:
@@ -348,7 +352,10 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     finally:
         if mask is not None:
             os.umask(mask)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if keys is not None:
+        keys.add(socket, bound)
+    return bound
 
 
 def _silence(fd: int) -> None:

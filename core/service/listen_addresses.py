@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moonpool.core.config.cluster_token import check_token_length
 from moonpool.core.config.config import Config
-from moonpool.core.config.paths import TOKEN_VARIABLE, check_token_length
+from moonpool.core.config.paths import TOKEN_VARIABLE
 from moonpool.core.errors import ConfigError, Error
 from moonpool.core.service.addresses import Address, parse_address
 

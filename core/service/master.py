@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import master_settings
 from moonpool.core.errors import ConfigError, Error, Unavailable
@@ -157,7 +158,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
             await self._serve_http(http, master, tls, private, self._is_allowed, own)
 
     def _is_allowed(self, authorization: str) -> bool:
-        return bearer_is(authorization, self._admin_token)
+        return bearer_is(authorization, *secrets_of(self._admin_token))
 
     def stat(self) -> dict[str, object]:
         """The content of /stat: where the master listens, and its counters."""

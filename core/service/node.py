@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from moonpool.core.config import paths
+from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.config.native_settings import node_settings
 from moonpool.core.config.units import format_size, parse_size
@@ -349,7 +350,7 @@ class Node(ServiceProcess["_native.Server"]):
         }
 
     def _is_allowed(self, authorization: str) -> bool:
-        return bearer_is(authorization, self._admin_token)
+        return bearer_is(authorization, *secrets_of(self._admin_token))
 
     async def _begin_drain(self, request: web.Request) -> web.Response:
         try:

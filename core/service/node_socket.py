@@ -20,17 +20,20 @@ import fcntl
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moonpool.core.config import paths
+from moonpool.core.config.cluster_token import ClusterToken, secrets_of
 from moonpool.core.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 1.0
 LOCK_TIMEOUT_S = 5.0  # each process holds the lock for a few system calls
 LOCK_RETRY_S = 0.02
+FOLLOW_S = 1.0  # between two looks at a token file
 
 
 def is_served(path: Path) -> bool:
@@ -57,6 +60,8 @@ class Claim:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = Path(f"{path}.lock")
+        self._released = threading.Event()
+        self._follower: threading.Thread | None = None
         try:
             self._descriptor = _take(self._lock)
         except BlockingIOError:
@@ -78,13 +83,32 @@ class Claim:
 
     def release(self) -> None:
         """Removes the socket and gives the right back."""
+        self._released.set()
+        if self._follower is not None:
+            self._follower.join()
         self.path.unlink(missing_ok=True)
         self._remove_told()
         self._drop_lock()
 
     def tell_token(self, token: bytes) -> None:
-        """Writes the node's token for this user's processes."""
-        paths.write_private(paths.socket_token(self.path), token + b"\n")
+        """Writes the node's token for this user's processes, and anew where it changes, until release()."""
+        told = secrets_of(token)
+        self._write_token(told)
+
+        def follow() -> None:
+            nonlocal told
+            while not self._released.wait(FOLLOW_S):
+                if (now := secrets_of(token)) != told:
+                    with suppress(ConfigError):  # a full disk: tried again
+                        self._write_token(now)
+                        told = now
+
+        if isinstance(token, ClusterToken):
+            self._follower = threading.Thread(target=follow, name="node-token", daemon=True)
+            self._follower.start()
+
+    def _write_token(self, secrets: tuple[bytes, ...]) -> None:
+        paths.write_private(paths.socket_token(self.path), b"\n".join(secrets) + b"\n")
 
     def tell_tls(self, settings: bytes) -> None:
         """Writes how clients connect to the node's master."""

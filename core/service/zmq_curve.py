@@ -1,11 +1,13 @@
 """ZMQ sockets under the cluster token: CURVE, with one pair of keys for all processes with the token.
 
 Beyond loopback every ZMQ port of ours requires it. Messages are encrypted, and only a process that has the
-token can subscribe or publish. A purpose separates ports: the keys of one open no other.
+token can subscribe or publish. A purpose separates ports: the keys of one open no other. While one secret
+replaces the other a caller tries both.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from typing import Any
 
@@ -13,38 +15,80 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from moonpool.core.config.cluster_token import secrets_of
+
 PEERS = b"moonpool proxies"
 EVENTS = b"moonpool events"
 
 
-def keys(purpose: bytes, token: bytes) -> tuple[bytes, bytes]:
-    """(public, secret), as text (z85): the secret is SHA-256 of the purpose, a zero byte and the token."""
-    secret = z85.encode(hashlib.sha256(purpose + b"\0" + token).digest())
-    return zmq.curve_public(secret), secret
+def keys(purpose: bytes, secret: bytes) -> tuple[bytes, bytes]:
+    """(public, secret), as text (z85): of SHA-256 of the purpose, a zero byte and the cluster's secret."""
+    own = z85.encode(hashlib.sha256(purpose + b"\0" + secret).digest())
+    return zmq.curve_public(own), own
 
 
-def serve(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
-    """Call it before the bind. authenticate() decides, once for its context, which peers may connect."""
-    socket.curve_publickey, socket.curve_secretkey = keys(purpose, token)
-    socket.curve_server = True
-
-
-def dial(socket: zmq.Socket[Any], purpose: bytes, token: bytes) -> None:
+def dial(socket: zmq.Socket[Any], purpose: bytes, secret: bytes) -> None:
     """Call it before the connect."""
-    public, secret = keys(purpose, token)
-    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, secret
+    public, own = keys(purpose, secret)
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, own
 
 
 def authenticate(context: zmq.Context[Any], purpose: bytes, token: bytes) -> ThreadAuthenticator:
-    """Accepts only peers that have the token, for all sockets of ``context`` that serve; until its stop()."""
-    allowed, _ = keys(purpose, token)
+    """Accepts only peers that have a secret of the token, for all sockets of ``context`` that serve, until
+    its stop()."""
 
     class _SameToken:
         def callback(self, domain: str, key: bytes) -> bool:
             """key: as text (z85)."""
-            return key == allowed
+            return key in [keys(purpose, secret)[0] for secret in secrets_of(token)]
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain="*", credentials_provider=_SameToken())
     return authenticator
+
+
+class ServedEndpoints:
+    """Endpoints that are bound under a secret of the token, until that is no longer one of its. Then they are
+    bound anew under its first, which ends their connections: those come again, by that secret."""
+
+    def __init__(self, purpose: bytes, token: bytes) -> None:
+        self._purpose, self._token = purpose, token
+        self._secret = secrets_of(token)[0]
+        self._bound: list[tuple[zmq.Socket[Any], str]] = []
+        self._unbound: list[tuple[zmq.Socket[Any], str]] = []
+
+    def prepare(self, socket: zmq.Socket[Any]) -> None:
+        """Before a bind: ZMQ takes the keys that a socket has at a bind for that bind and later ones."""
+        socket.curve_publickey, socket.curve_secretkey = keys(self._purpose, self._secret)
+        socket.curve_server = True
+
+    def add(self, socket: zmq.Socket[Any], endpoint: str) -> None:
+        """What was bound after prepare(), with its real port."""
+        self._bound.append((socket, endpoint))
+
+    def clear(self) -> None:
+        """All are unbound by their owner."""
+        self._bound.clear()
+        self._unbound.clear()
+
+    def follow(self) -> None:
+        """On the thread of the sockets, now and then."""
+        if self._secret not in (known := secrets_of(self._token)):
+            self._secret = known[0]
+            for socket, endpoint in self._bound:
+                socket.unbind(endpoint)
+            self._unbound += self._bound
+            self._bound.clear()
+        for each in tuple(self._unbound):
+            socket, endpoint = each
+            self.prepare(socket)
+            socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue  # ZMQ closes the port of an unbind a little later
+            self._unbound.remove(each)
+            self._bound.append(each)

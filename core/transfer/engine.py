@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moonpool.core.config import paths
+from moonpool.core.config.cluster_token import check_token_length
 from moonpool.core.errors import Closed, ConfigError, InvalidArgument
 from moonpool.core.service.addresses import parse_address
 from moonpool.core.transfer.metadata.backend import Metadata
@@ -467,7 +468,7 @@ def _check_listen(address: str, token: bytes | None) -> None:
             key="listen",
             peer=address,
         )
-    paths.check_token_length(token or paths.read_or_create_token(), f"listen = {address}", "listen")
+    check_token_length(token or paths.read_or_create_token(), f"listen = {address}", "listen")
 
 
 def slices_of(segment: Segment, op: str, local: Any, remote: Any, length: Any) -> Columns:

@@ -54,6 +54,7 @@ class EventLimits:
     # A node of the pool that is silent for so long, although prompts were sent, is probed.
     check_s: float = 4.0
     idle_check_s: float = 15.0  # the same without prompts, and for a node that did not answer the last probe
+    redial_s: float = 2.0  # without a connection until another secret of the cluster is tried
     lost_s: float = 5.0  # time without a connection after which the blocks no longer count
     gone_s: float = 10.0  # time out of the rotation after which the blocks are removed
     vanished_s: float = 6.0  # until the host of a publisher counts as gone

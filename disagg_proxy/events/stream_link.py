@@ -38,6 +38,8 @@ class StreamLink:
     place: int
     sub: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    secret: bytes = field(default=b"", repr=False)  # by which it was asked; b"": in plain
+    dialed_s: float = 0.0  # when
     counts: SourceCounts = field(default_factory=SourceCounts)
     index: _native.PrefixIndex | None = None
     index_before: _native.PrefixIndex | None = None  # the index of its former block size, or its present one

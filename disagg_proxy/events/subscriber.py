@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moonpool import _native
+from moonpool.core.config.cluster_token import secret_after
 from moonpool.core.errors import Error
 from moonpool.core.service import zmq_curve
 from moonpool.core.service.zmq_liveness import notice_vanished_host
@@ -232,6 +233,7 @@ class Subscriber:
                 link.mute = link.unread = True
                 link.stream.replay_ended(complete=False)
             self._check_silence(link, now_s)
+            self._follow_token(link, now_s)
             self._look_whether_lost(link, now_s)
             since_s = absent.get(link.source.name)
             gone = since_s is not None and now_s - since_s >= self._limits.gone_s
@@ -244,6 +246,19 @@ class Subscriber:
         self._look_at_queues(now_s)
         self._tell_new_indexes()
         self._indexes.expire(now_s)
+
+    def _follow_token(self, link: StreamLink, now_s: float) -> None:
+        """While one secret replaces the other, a publisher may serve under that which it was not asked by."""
+        is_waiting = not link.counts.connected and link.rests_until_s is None
+        if not link.secret or not is_waiting or now_s - link.dialed_s < self._limits.redial_s:
+            return
+        link.dialed_s = now_s
+        if (secret := secret_after(link.secret, link.source.token)) != link.secret:
+            link.secret = secret
+            since_s, lost = link.lost_since_s, link.lost
+            self._disconnect(link)
+            self._connect(link)
+            link.lost_since_s, link.lost = since_s, lost
 
     def _look_whether_lost(self, link: StreamLink, now_s: float) -> None:
         """Marks a stream as lost after lost_s seconds without a connection. The cache of an engine is then
@@ -275,7 +290,7 @@ class Subscriber:
         if link.probed_s is not None:  # the question or its answer may have been lost with a connection
             self._end_probe(link)
         if link.probe is None:
-            link.probe = self._replay_socket(link.source)
+            link.probe = self._replay_socket(link)
             self._poller.register(link.probe, zmq.POLLIN)
         link.probed_s = now_s
         link.counts.probes += 1
@@ -414,7 +429,7 @@ class Subscriber:
     def ask(self, link: StreamLink, start: int) -> None:
         """Connects to the publisher's replay endpoint and requests messages from ``start`` on."""
         self._end_asking(link)
-        socket = self._replay_socket(link.source)
+        socket = self._replay_socket(link)
         link.asking = socket
         link.spoke_s, link.prompts_before, link.probed_s = self._clock(), self._prompts(), None
         link.answer_due_s = link.spoke_s + self._limits.replay_s
@@ -512,7 +527,15 @@ class Subscriber:
 
     def _link(self, source: EventSource, place: int) -> StreamLink:
         """Connects to a source. Raises ZMQError for an invalid endpoint."""
-        link = StreamLink(source, place, *self._sockets(source), lost_since_s=self._clock())
+        secret = secret_after(b"", source.token) if source.token else b""
+        link = StreamLink(
+            source,
+            place,
+            *self._sockets(source, secret),
+            secret,
+            dialed_s=self._clock(),
+            lost_since_s=self._clock(),
+        )
         self._register(link)
         link.stream = Stream(
             _LinkSink(self, link),
@@ -522,9 +545,9 @@ class Subscriber:
         )
         return link
 
-    def _sockets(self, source: EventSource) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    def _sockets(self, source: EventSource, secret: bytes) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """The subscription socket and its monitor."""
-        sub = self._socket(zmq.SUB, source)
+        sub = self._socket(zmq.SUB, secret)
         sub.setsockopt(zmq.RECONNECT_IVL, 100)
         sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sub.setsockopt_string(zmq.SUBSCRIBE, source.topic)
@@ -540,7 +563,7 @@ class Subscriber:
         return sub, monitor
 
     def _connect(self, link: StreamLink) -> None:
-        link.sub, link.monitor = self._sockets(link.source)
+        link.sub, link.monitor = self._sockets(link.source, link.secret)
         self._register(link)
         link.lost_since_s, link.lost = self._clock(), False
 
@@ -559,17 +582,17 @@ class Subscriber:
         if link.lost_since_s is None:
             link.lost_since_s = self._clock()
 
-    def _replay_socket(self, source: EventSource) -> zmq.Socket[bytes]:
+    def _replay_socket(self, link: StreamLink) -> zmq.Socket[bytes]:
         """A socket of its own for replay requests."""
-        socket = self._socket(zmq.DEALER, source)
-        socket.setsockopt(zmq.IPV6, _is_ipv6(source.replay))
-        socket.connect(source.replay)
+        socket = self._socket(zmq.DEALER, link.secret)
+        socket.setsockopt(zmq.IPV6, _is_ipv6(link.source.replay))
+        socket.connect(link.source.replay)
         return socket
 
-    def _socket(self, kind: int, source: EventSource) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, secret: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        if source.token:
-            zmq_curve.dial(socket, zmq_curve.EVENTS, source.token)
+        if secret:
+            zmq_curve.dial(socket, zmq_curve.EVENTS, secret)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
         socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages_max)

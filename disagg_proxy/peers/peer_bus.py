@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 
 import zmq
 
+from moonpool.core.config.cluster_token import secret_after
 from moonpool.core.errors import ConfigError
 from moonpool.core.service import zmq_curve
 from moonpool.core.service.addresses import Address
@@ -74,6 +75,8 @@ class _Peer:
     whole: bool = False  # a state has arrived, and every message since
     twin: bool = False  # another address leads to the same proxy; this one is ignored
     heard_s: float = 0.0
+    secret: bytes = field(default=b"", repr=False)  # by which it was asked; b"": in plain
+    dialed_s: float = 0.0  # when that was changed
     asked_s: float = 0.0
     clock: PeerClock = field(default_factory=PeerClock)
 
@@ -112,9 +115,9 @@ class PeerBus:
         self._lets_go = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = (
-            zmq_curve.authenticate(self._context, zmq_curve.PEERS, settings.token) if settings.token else None
-        )
+        token = settings.token
+        self._authenticator = zmq_curve.authenticate(self._context, zmq_curve.PEERS, token) if token else None
+        self._keys = zmq_curve.ServedEndpoints(zmq_curve.PEERS, token) if token else None
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()  # guards _peers, for stats()
         self._state_wanted = False
@@ -206,11 +209,12 @@ class PeerBus:
                 elif self._unbound and self._clock() - self._bound_s >= _TICK_S:
                     self._bind(waits=True)
                 self._resolve()
+                self._follow_token()
                 subs = {where: peer.sub for where, peer in self._peers.items()}
-                for where in known.keys() - subs.keys():
-                    poller.unregister(known[where])
-                for where in subs.keys() - known.keys():
-                    poller.register(subs[where], zmq.POLLIN)
+                for sub in set(known.values()) - set(subs.values()):
+                    poller.unregister(sub)
+                for sub in set(subs.values()) - set(known.values()):
+                    poller.register(sub, zmq.POLLIN)
                 known = subs
                 ready = dict(poller.poll(0 if more else int(_TICK_S * 1000)))
                 if self._wake in ready:
@@ -351,7 +355,8 @@ class PeerBus:
         if wanted is None:  # the known peers stay
             return
         for where in wanted - self._peers.keys():
-            peer = _Peer(where, self._subscribe(where), PeerCounts(), heard_s=now_s)
+            secret = secret_after(b"", self._settings.token) if self._settings.token else b""
+            peer = _Peer(where, self._subscribe(where, secret), PeerCounts(), heard_s=now_s, secret=secret)
             with self._lock:
                 self._peers[where] = peer
         for where in self._peers.keys() - wanted:
@@ -364,8 +369,8 @@ class PeerBus:
         pub = self._context.socket(zmq.XPUB)
         pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._limit(pub, zmq.SNDHWM)
-        if self._settings.token:
-            zmq_curve.serve(pub, zmq_curve.PEERS, self._settings.token)
+        if self._keys is not None:
+            self._keys.prepare(pub)
         return pub
 
     def _bind(self, waits: bool) -> None:
@@ -379,9 +384,13 @@ class PeerBus:
                 raise
             self._unbound.remove(text)
             self._bound.append(self.where)
+            if self._keys is not None:
+                self._keys.add(self._pub, self.where)
 
     def _unbind(self) -> None:
         self._unbound.clear()
+        if self._keys is not None:
+            self._keys.clear()
         while self._bound:
             self._pub.unbind(self._bound.pop())
 
@@ -394,11 +403,26 @@ class PeerBus:
             cause=error,
         )
 
-    def _subscribe(self, where: str) -> zmq.Socket[bytes]:
+    def _follow_token(self) -> None:
+        """While one secret replaces the other, a silent peer may serve under the one it was not asked by."""
+        if self._keys is None:
+            return
+        self._keys.follow()
+        now_s = self._clock()
+        for peer in self._peers.values():
+            if now_s - max(peer.heard_s, peer.dialed_s) <= self._settings.silent_s:
+                continue
+            peer.dialed_s = now_s
+            if (secret := secret_after(peer.secret, self._settings.token)) != peer.secret:
+                peer.secret = secret
+                peer.sub.close(0)
+                peer.sub = self._subscribe(peer.where, secret)
+
+    def _subscribe(self, where: str, secret: bytes) -> zmq.Socket[bytes]:
         sub = self._context.socket(zmq.SUB)
         self._limit(sub, zmq.RCVHWM)
-        if self._settings.token:
-            zmq_curve.dial(sub, zmq_curve.PEERS, self._settings.token)
+        if secret:
+            zmq_curve.dial(sub, zmq_curve.PEERS, secret)
         sub.connect(where)
         sub.subscribe(b"")
         return sub

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moonpool.core.config.paths import check_token_length
+from moonpool.core.config.cluster_token import check_token_length
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.setting_error import bad
 

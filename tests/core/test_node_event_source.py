@@ -377,7 +377,7 @@ async def test_beyond_loopback_it_publishes_twice_and_asks_for_the_token_there(
 async def test_a_node_that_cannot_publish_for_other_hosts_publishes_beside_its_socket(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: KvEventPublisher, address: str, token: bytes) -> tuple[str, str]:
+    def refuse(self: KvEventPublisher, address: str) -> tuple[str, str]:
         raise ConfigError(f"KV events cannot be published at {address!r}", operation="events")
 
     monkeypatch.setattr(KvEventPublisher, "_bind_beyond", refuse)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.errors import Error, Unavailable
 from moonpool.core.service import metrics
@@ -70,7 +71,7 @@ class MasterPages:
                 "/api/v1/drain_jobs/query": self._drain_job,
                 "POST /api/v1/drain_jobs/query": self._drain_job,
             },
-            is_allowed=lambda authorization: bearer_is(authorization, self._token),
+            is_allowed=lambda authorization: bearer_is(authorization, *secrets_of(self._token)),
             tls=followed_context(config),
         )
 

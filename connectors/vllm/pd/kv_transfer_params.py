@@ -22,6 +22,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from moonpool.core.config.cluster_token import secrets_of
+
 VERSION = 1
 LEASE_BITS = 53  # an integer that every JSON reader keeps
 TRANSFER_ID_MAX = 256
@@ -166,7 +168,8 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
         fingerprint=bytes.fromhex(hand.fingerprint),
         prompt=bytes.fromhex(hand.prompt),
     )
-    if not hmac.compare_digest(hand.signature, signature(offer, token)):
+    signatures = [signature(offer, secret) for secret in secrets_of(token)]
+    if not any(hmac.compare_digest(hand.signature, each) for each in signatures):
         raise Unusable(
             "the prefill engine's signature does not fit: kv_transfer_params were changed on their way, or "
             "that engine has another cluster token"
@@ -174,7 +177,7 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
     return offer
 
 
-def signature(offer: Offer, token: bytes) -> str:
+def signature(offer: Offer, secret: bytes) -> str:
     """Over all that decode believes of an offer: HMAC-SHA-256, 64 hex digits."""
     whole = (
         offer.engine_id,
@@ -186,7 +189,7 @@ def signature(offer: Offer, token: bytes) -> str:
         offer.fingerprint,
         offer.prompt,
     )
-    return hmac.new(token, _PURPOSE + _encode(whole), hashlib.sha256).hexdigest()
+    return hmac.new(secret, _PURPOSE + _encode(whole), hashlib.sha256).hexdigest()
 
 
 def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> dict[str, Any]:
@@ -210,7 +213,7 @@ def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> d
                 "slot": offer.slot,
                 "fingerprint": offer.fingerprint.hex(),
                 "prompt": offer.prompt.hex(),
-                "signature": signature(offer, token),
+                "signature": signature(offer, secrets_of(token)[0]),
             }
         },
     }

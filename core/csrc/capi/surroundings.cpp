@@ -1,50 +1,19 @@
 #include "capi/surroundings.hpp"
 
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <array>
-#include <cstdio>
 #include <cstdlib>
-
-#include "base/fd.hpp"
+#include <utility>
 
 namespace moonpool::capi {
 
 namespace {
 
-constexpr size_t kTokenBytesMax = 4096;
-
 std::string variable(const char* name) {
     const char* value = std::getenv(name);
     return value == nullptr ? "" : value;
-}
-
-Result<std::string> checked(std::string token, const std::string& place) {
-    if (token.size() > kTokenBytesMax) {
-        return Error{Code::kInvalidArgument, place + " holds more than 4096 bytes"};
-    }
-    constexpr std::string_view kWhite = " \t\r\n\v\f";
-    size_t first = token.find_first_not_of(kWhite);
-    if (first == std::string::npos) return Error{Code::kInvalidArgument, place + " is empty"};
-    return token.substr(first, token.find_last_not_of(kWhite) - first + 1);
-}
-
-Result<std::string> from_file(const std::string& path) {
-    std::string place = "the cluster token file " + path;
-    Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a FIFO would block
-    if (file.get() < 0) return os_error("cannot read " + place);
-    struct stat info {};
-    if (::fstat(file.get(), &info) != 0) return os_error("cannot look at " + place);
-    if ((info.st_mode & 077) != 0) {
-        return Error{Code::kInvalidArgument, place + " can be read by others; run: chmod 600 " + path};
-    }
-    std::array<char, kTokenBytesMax + 1> text;
-    ssize_t size = ::read(file.get(), text.data(), text.size());
-    if (size < 0) return os_error("cannot read " + place);
-    return checked(std::string(text.data(), static_cast<size_t>(size)), place);
 }
 
 std::string runtime_folder() {
@@ -79,10 +48,10 @@ Result<Token> cluster_token() {
             "there is no cluster token: set MOONPOOL_CLUSTER_TOKEN_FILE to a file with one, the same "
             "for all engines, or start a moonpool node on this host"};
     }
-    Result<std::string> token = !text.empty() ? checked(text, "the variable MOONPOOL_CLUSTER_TOKEN")
-                                              : from_file(chosen ? path : shared);
-    if (!token) return token.error();
-    return Token{std::move(*token), chosen};
+    Result<Secrets> secrets = !text.empty() ? Secrets::of_text(text, "the variable MOONPOOL_CLUSTER_TOKEN")
+                                            : Secrets::of_file(chosen ? path : shared);
+    if (!secrets) return secrets.error();
+    return Token{std::move(*secrets), chosen};
 }
 
 bool is_loopback(const std::string& host) {

@@ -4,11 +4,12 @@
 #include <string>
 
 #include "base/result.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool::capi {
 
 struct Token {
-    std::string bytes;
+    Secrets secrets;
     bool chosen = false;  // by the operator: an engine may be reached from other hosts
 };
 

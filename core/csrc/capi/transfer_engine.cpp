@@ -363,7 +363,7 @@ Result<std::shared_ptr<Engine>> create(const std::string& metadata, const std::s
     (void)::gethostname(host.data(), host.size() - 1);
     options.name = std::string(host.data()) + "-" + std::to_string(::getpid());
     options.listen = {address};
-    options.token = token->bytes;
+    options.token = token->secrets;
     return Engine::create(options);
 }
 

@@ -34,6 +34,7 @@
 #include "wire/control_socket.hpp"
 #include "wire/dial.hpp"
 #include "wire/frame.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
@@ -49,7 +50,7 @@ struct NodeRelay {
 struct DirectoryClientOptions {
     std::string master;  // "host:port", or several with commas between
     Range range{};       // of the shards, that they have
-    std::string token;
+    Secrets token;
     std::string tenant = "default";
     std::string interface;                 // of this host, to dial from; empty: the kernel's choice
     std::shared_ptr<const TlsClient> tls;  // null: plain

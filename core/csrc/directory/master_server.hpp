@@ -29,12 +29,13 @@
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
 #include "wire/listener.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
 struct MasterServerOptions {
     std::vector<std::string> addresses;  // host:port each; port 0: any that is free
-    std::string token;
+    Secrets token;
     uint32_t beat_ms = 200;
     uint32_t clients_max = 4096;  // connections for the service "directory" as expected; it rises
     std::function<uint64_t()> available_memory;  // in bytes, for more connections; null: it is not asked

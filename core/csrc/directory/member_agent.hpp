@@ -25,13 +25,14 @@
 #include "directory/types.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/frame_reader.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
 struct MemberAgentOptions {
     std::string master;  // "host:port"
     Range range{};       // of the shards, that the master has
-    std::string token;
+    Secrets token;
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // null: plain
     NodeIdentity identity;

@@ -14,11 +14,12 @@
 #include "directory/ranges.hpp"
 #include "wire/control_socket.hpp"
 #include "wire/frame.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
 struct StandbyAgentOptions {
-    std::string token;
+    Secrets token;
     Range range{};                         // of the shards, that both have
     std::string name;                      // by which its owner tells it from other standbys
     std::shared_ptr<const TlsClient> tls;  // null: plain

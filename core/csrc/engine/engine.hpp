@@ -31,6 +31,7 @@
 #include "transport/memory.hpp"
 #include "transport/registry/registry.hpp"
 #include "wire/listener.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
@@ -46,7 +47,7 @@ inline constexpr size_t kEngineInboxBytesMax = 64u << 20;
 struct EngineOptions {
     std::string name;
     std::vector<std::string> listen;  // host:port each; not with a listener
-    std::string token;
+    Secrets token;
     std::string tenant = "default";
     uint32_t io_threads = 2;
     uint32_t connections_per_peer = 2;

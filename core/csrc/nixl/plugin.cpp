@@ -76,7 +76,7 @@ Result<std::shared_ptr<Engine>> open_engine(const NixlSetup& setup) {
     EngineOptions options;
     options.name = setup.agent;  // messages come from an agent by its name
     options.listen = {listen};
-    options.token = token->bytes;
+    options.token = token->secrets;
     return Engine::create(options);
 }
 

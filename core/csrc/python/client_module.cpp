@@ -18,6 +18,7 @@
 #include "memory/copier.hpp"
 #include "python/module.hpp"
 #include "python/raise.hpp"
+#include "python/secrets.hpp"
 #include "python/server_module.hpp"
 
 namespace moonpool::python {
@@ -34,7 +35,7 @@ PyClient::PyClient(std::string socket_path, const py::bytes& token, std::string 
     } else {
         options.socket_path = std::move(socket_path);
     }
-    options.token = std::string(token);
+    options.token = secrets_of(token);
     options.tenant = std::move(tenant);
     options.name_space = std::move(name_space);
     options.fingerprint = std::string(fingerprint);

@@ -27,6 +27,7 @@
 #include "python/module.hpp"
 #include "python/notes.hpp"
 #include "python/raise.hpp"
+#include "python/secrets.hpp"
 #include "python/settings.hpp"
 
 namespace moonpool::python {
@@ -95,7 +96,7 @@ class PyMasterServer {
         // Whatever is left in the dict is none of the master's settings.
         given.check();
         options.addresses = std::move(addresses);
-        options.token = std::string(token);
+        options.token = secrets_of(token);
         options.tls = tls.value_or(nullptr);
         options.standby_of = std::move(standby_of);
         options.owner_tls = owner_tls.value_or(nullptr);
@@ -198,7 +199,7 @@ class PyDirectoryClient {
                       std::string interface, std::optional<std::shared_ptr<TlsClient>> tls) {
         DirectoryClientOptions options;
         options.master = std::move(master);
-        options.token = std::string(token);
+        options.token = secrets_of(token);
         options.tenant = std::move(tenant);
         options.timeout_ms = milliseconds(timeout_s);
         options.interface = std::move(interface);
@@ -308,7 +309,7 @@ MasterState master_state(const std::string& address, const py::bytes& token, dou
                          std::optional<std::shared_ptr<TlsClient>> tls) {
     DialOptions to;
     to.address = address;
-    to.token = std::string(token);
+    to.token = secrets_of(token);
     to.timeout_ms = milliseconds(timeout_s);
     to.tls = tls.value_or(nullptr);
     auto state = [&] {

@@ -18,6 +18,7 @@
 
 #include "engine/engine.hpp"
 #include "python/raise.hpp"
+#include "python/secrets.hpp"
 #include "wire/address.hpp"
 
 namespace moonpool::python {
@@ -277,7 +278,7 @@ class PyEngine {
         EngineOptions options;
         options.name = std::move(name);
         options.listen = std::move(listen);
-        options.token = std::string(token);
+        options.token = secrets_of(token);
         options.tenant = std::move(tenant);
         options.io_threads = io_threads;
         options.connections_per_peer = connections_per_peer;

@@ -18,6 +18,7 @@
 #include "python/histograms.hpp"
 #include "python/notes.hpp"
 #include "python/raise.hpp"
+#include "python/secrets.hpp"
 #include "python/settings.hpp"
 
 namespace moonpool::python {
@@ -82,7 +83,7 @@ PyServer::PyServer(std::string socket_path, const std::vector<std::pair<std::str
     given.check();
     ServerOptions options = std::move(filled.options);
     options.socket_path = std::move(socket_path);
-    options.token = std::string(token);
+    options.token = secrets_of(token);
     for (const auto& [tenant, bytes] : tenants) {
         PoolOptions pool = filled.pool;
         pool.tenant = tenant;

@@ -32,6 +32,7 @@
 #include "transport/shut_out.hpp"
 #include "transport/workers.hpp"
 #include "wire/limits.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool::transport {
 
@@ -63,7 +64,7 @@ struct FabricOptions : NicOptions {
 };
 
 struct ConnectOptions {
-    std::string token;
+    Secrets token;
     std::string interface;  // network device of connections to peers, empty: the route decides
     uint32_t connections_per_peer = 2;
     uint64_t frame_bytes = 0;      // of TCP; 0: its own choice

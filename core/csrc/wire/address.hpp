@@ -47,6 +47,10 @@ Result<Fd> listen_tcp(const SocketAddress& address, const std::string& text);
 // `given_up` every kLookMs, and fails with kClosed when that is set; null: the caller never gives up.
 using Deadline = std::chrono::steady_clock::time_point;
 inline constexpr int kLookMs = 50;
+inline int left_ms(Deadline end) {
+    auto left = end - std::chrono::steady_clock::now();
+    return static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count());
+}
 inline Deadline deadline_in(int ms) {
     return std::chrono::steady_clock::now() + std::chrono::milliseconds(ms);
 }

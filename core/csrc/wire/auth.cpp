@@ -49,4 +49,15 @@ Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, co
     return hmac_sha256(view(token), view(message));
 }
 
+const std::string* proved_by(std::string_view mac, const std::vector<std::string>& secrets,
+                             const Nonce& node_nonce, const Nonce& client_nonce,
+                             const Incarnation& incarnation, std::string_view tenant) {
+    std::span<const uint8_t> shown(reinterpret_cast<const uint8_t*>(mac.data()), mac.size());
+    for (const std::string& secret : secrets) {
+        Mac expected = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, incarnation, tenant);
+        if (equal_constant_time(expected, shown)) return &secret;
+    }
+    return nullptr;
+}
+
 }  // namespace moonpool

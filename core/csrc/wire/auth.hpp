@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace moonpool {
 
@@ -28,5 +29,10 @@ Incarnation random_incarnation();
 
 Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, const Nonce& client_nonce,
                   const Incarnation& incarnation, std::string_view tenant);
+
+// Which of `secrets` a client proved by that mac; nullptr: none.
+const std::string* proved_by(std::string_view mac, const std::vector<std::string>& secrets,
+                             const Nonce& node_nonce, const Nonce& client_nonce,
+                             const Incarnation& incarnation, std::string_view tenant);
 
 }  // namespace moonpool

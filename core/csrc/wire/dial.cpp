@@ -184,7 +184,9 @@ void set_socket_timeouts(int fd, int timeout_ms) {
     ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
 }
 
-Result<Dialed> dial(const DialOptions& options) {
+namespace {
+
+Result<Dialed> dial_with(const std::string& secret, const DialOptions& options) {
     Dialed dialed;
     if (options.tls != nullptr) {  // before connecting, so that no server waits for its hello
         Result<std::unique_ptr<TlsStream>> tls = options.tls->open(options.address);
@@ -223,8 +225,7 @@ Result<Dialed> dial(const DialOptions& options) {
 
     Nonce client_nonce = random_nonce();
     std::string covered = mac_tenant(options.tenant, options.service);
-    Mac mac =
-        handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, dialed.incarnation, covered);
+    Mac mac = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, dialed.incarnation, covered);
     std::vector<std::byte> out;
     size_t at = begin_frame(out, Kind::kAuth, 0, 1);
     Writer w(out);
@@ -242,8 +243,7 @@ Result<Dialed> dial(const DialOptions& options) {
     if (header.kind != Kind::kWelcome || !welcome.ok()) {
         return Error{Code::kProtocol, options.address + " does not speak the protocol of Moonpool"};
     }
-    Mac expected =
-        handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, dialed.incarnation, covered);
+    Mac expected = handshake_mac(Role::kNode, secret, node_nonce, client_nonce, dialed.incarnation, covered);
     // Without this check any process that has the port could pose as the node and receive what clients
     // store.
     if (!equal_constant_time(expected,
@@ -251,6 +251,25 @@ Result<Dialed> dial(const DialOptions& options) {
         return Error{Code::kAuth, options.address + " does not know the cluster token"};
     }
     dialed.welcome.assign(body.begin() + static_cast<ptrdiff_t>(sizeof(Mac)), body.end());
+    return dialed;
+}
+
+}  // namespace
+
+// The other side may not have read its file again yet, or have done so before us: it is shown each secret.
+Result<Dialed> dial(const DialOptions& options) {
+    if (options.token.empty()) return Error{Code::kAuth, "a call needs a cluster token"};
+    const auto secrets = options.token.now();
+    const Deadline end = deadline_in(2 * options.timeout_ms);  // connecting, and then the handshake
+    Result<Dialed> dialed = dial_with(secrets->front(), options);
+    for (size_t i = 1; i < secrets->size() && !dialed && dialed.error().code == Code::kAuth; ++i) {
+        DialOptions again = options;
+        again.timeout_ms = std::min(options.timeout_ms, left_ms(end));
+        if (again.timeout_ms <= 0) break;
+        if (options.refused != nullptr) *options.refused = false;
+        if (options.fds != nullptr) options.fds->clear();
+        dialed = dial_with((*secrets)[i], again);
+    }
     return dialed;
 }
 

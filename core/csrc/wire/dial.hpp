@@ -14,6 +14,7 @@
 #include "wire/auth.hpp"
 #include "wire/error_frame.hpp"
 #include "wire/frame.hpp"
+#include "wire/secrets.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
@@ -27,7 +28,7 @@ inline constexpr std::string_view kServiceStandby = "standby";
 
 struct DialOptions {
     std::string address;  // host:port
-    std::string token;
+    Secrets token;
     std::string tenant = "default";
     std::string service;
     int timeout_ms = 2000;                           // for connecting, and then for the whole handshake

@@ -293,9 +293,13 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     Nonce client_nonce;
     std::memcpy(client_nonce.data(), client_nonce_bytes.data(), client_nonce.size());
     std::string covered = mac_tenant(tenant, service);
-    Mac expected = handshake_mac(Role::kClient, options_.token, pending.nonce, client_nonce,
-                                 options_.incarnation, covered);
-    if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
+    const auto secrets = options_.token.now();
+    if (std::string why = options_.token.take_trouble(); !why.empty()) {
+        note(Level::kWarning, "token", pending, why);
+    }
+    const std::string* secret =
+        proved_by(mac, *secrets, pending.nonce, client_nonce, options_.incarnation, covered);
+    if (secret == nullptr) {
         return refuse(pending, Code::kAuth,
                       "the cluster token is wrong; give all processes of the cluster the same token file");
     }
@@ -305,8 +309,8 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
     }
     Result<std::vector<std::byte>> welcome = it->second.welcome(tenant);
     if (!welcome) return refuse(pending, welcome.error().code, welcome.error().text);
-    Mac proof = handshake_mac(Role::kNode, options_.token, pending.nonce, client_nonce, options_.incarnation,
-                              covered);
+    Mac proof =
+        handshake_mac(Role::kNode, *secret, pending.nonce, client_nonce, options_.incarnation, covered);
     std::vector<std::byte> frame;
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
     Writer w(frame);

@@ -26,6 +26,7 @@
 #include "wire/auth.hpp"
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
+#include "wire/secrets.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
@@ -47,7 +48,7 @@ struct Service {
 
 struct ListenerOptions {
     std::vector<std::string> addresses;  // host:port each; port 0: any that is free
-    std::string token;
+    Secrets token;
     Incarnation incarnation{};
     Limits limits;
     std::shared_ptr<const TlsServer> tls = nullptr;  // every caller must speak it; null: plain

@@ -15,6 +15,7 @@ import hmac
 import ssl
 from urllib.parse import quote, urlencode, urlsplit
 
+from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.errors import Unavailable
 from moonpool.core.printable import printable
 from moonpool.core.service.addresses import Address
@@ -34,10 +35,10 @@ LEASE_HEADER = "Moonpool-Lease"  # of an answer to PUT: seconds that were grante
 LEFT_HEADER = "Moonpool-Lease-Left"  # of 409: seconds until the holder's lease ends
 
 
-def bearer_of(token: bytes) -> str:
+def bearer_of(secret: bytes) -> str:
     """What shows a master that a client knows the cluster token. It is derived, since it may travel in plain:
     it opens this page alone, and no handshake."""
-    return hmac.new(token, b"moonpool metadata", hashlib.sha256).hexdigest()
+    return hmac.new(secret, b"moonpool metadata", hashlib.sha256).hexdigest()
 
 
 class HttpMetadata(Metadata):
@@ -55,7 +56,7 @@ class HttpMetadata(Metadata):
         parts = urlsplit(url)
         self._url = url
         self._tls = tls
-        self._headers = {"Authorization": f"Bearer {bearer_of(token)}"}
+        self._token = token
         self._timeout_s = timeout_s
         self.lease_s = lease_s
         self.shown = printable(url)
@@ -96,15 +97,19 @@ class HttpMetadata(Metadata):
 
     def _ask(self, method: str, key: str, more: dict[str, str], body: bytes) -> Answer:
         query = urlencode({"key": key} | more, quote_via=quote)
-        return exchange(
-            method,
-            f"{self._url}?{query}",
-            body=body,
-            headers=self._headers,
-            timeout_s=self._timeout_s,
-            tls=self._tls,
-            answer_bytes_max=ANSWER_BYTES_MAX,
-        )
+        for secret in secrets_of(self._token):  # while one replaces the other the page may know either alone
+            answer = exchange(
+                method,
+                f"{self._url}?{query}",
+                body=body,
+                headers={"Authorization": f"Bearer {bearer_of(secret)}"},
+                timeout_s=self._timeout_s,
+                tls=self._tls,
+                answer_bytes_max=ANSWER_BYTES_MAX,
+            )
+            if answer.status != 401:
+                break
+        return answer
 
     def _check(self, answer: Answer, operation: str) -> None:
         if answer.status in (401, 403):

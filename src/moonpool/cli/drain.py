@@ -121,11 +121,12 @@ class _Page:
     """The node's pages of a drain."""
 
     def __init__(self, settings: Config, node: str, url: str) -> None:
+        from moonpool.core.config.cluster_token import secrets_of
         from moonpool.core.service.http_tls import client_context
 
         self._place = (url or _url_of(settings, node)).rstrip("/")
         self._tls = client_context(settings) if self._place.startswith("https:") else None
-        self._token = settings.read_admin_token().decode("ascii")
+        self._token = secrets_of(settings.read_admin_token())[0].decode("ascii")
         if node and not url:
             self._check_name(node)
 

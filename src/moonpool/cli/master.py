@@ -50,6 +50,7 @@ def promote(
 
     import msgspec
 
+    from moonpool.core.config.cluster_token import secrets_of
     from moonpool.core.config.config import load
     from moonpool.core.errors import Unavailable
     from moonpool.core.service.http_get import exchange
@@ -58,7 +59,7 @@ def promote(
     settings = load(config)
     place = f"{(url or f'{scheme(settings)}://{settings.master.http}').rstrip('/')}/promote"
     tls = client_context(settings) if place.startswith("https:") else None
-    headers = {"Authorization": f"Bearer {settings.read_admin_token().decode('ascii')}"}
+    headers = {"Authorization": f"Bearer {secrets_of(settings.read_admin_token())[0].decode('ascii')}"}
     try:
         answer = exchange("POST", place, headers=headers, timeout_s=5.0, tls=tls)
     except (OSError, http.client.HTTPException, ValueError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moonpool.core.config import paths
+from moonpool.core.config.cluster_token import secrets_of
 from moonpool.core.config.config import Config
 from moonpool.core.errors import ConfigError, Error, Unavailable
 from moonpool.core.printable import printable_all
@@ -179,7 +180,7 @@ def _admin_token(config: Config) -> bytes:
     """As configured, or of this user's runtime folder; b"" where there is none: then pages say less."""
     cluster = config.cluster
     if cluster.admin_token or cluster.admin_token_file or (paths.runtime_dir() / "admin-token").exists():
-        return config.read_admin_token()
+        return secrets_of(config.read_admin_token())[0]
     return b""
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from tests.disagg_proxy.events.beds import (
     subscriber,
     totals,
 )
+from tests.token_file import OLD, STEPS, TokenFile
 
 
 @pytest.fixture
@@ -145,6 +147,30 @@ def test_a_restart_behind_the_same_port_forgets_the_old_life(engine: Engine) -> 
         assert totals(made)["restarts_total"] >= 1
     finally:
         made.stop()
+
+
+def test_one_secret_replaces_another_while_a_stream_is_followed(tmp_path: Path) -> None:
+    """By a subscription that stays, and by one that begins after each step."""
+    files = [TokenFile(tmp_path / "publisher"), TokenFile(tmp_path / "follower")]
+    engine = Engine(token=files[0].token())
+    source = replace(engine.spec(), token=files[1].token())
+    limits = replace(LIMITS, redial_s=0.2)
+    follower, indexes = subscriber(source, limits=limits)
+    for number, step in enumerate(STEPS):
+        for file in files:
+            file.replace(step)
+        tokens = chain(1000 * number, 2)
+        engine.tell(stored(tokens, 10 * number))
+        eventually(lambda tokens=tokens: matched(indexes, tokens) == 2)
+        late, others = subscriber(source, limits=limits)
+        eventually(lambda tokens=tokens, others=others: matched(others, tokens) == 2)
+        late.stop()
+    stranger, nothing = subscriber(replace(source, token=OLD), limits=limits)
+    engine.tell(stored(chain(9000, 2), 90))
+    eventually(lambda: matched(indexes, chain(9000, 2)) == 2)
+    assert matched(nothing, chain(9000, 2)) == 0
+    for each in (follower, stranger, engine):
+        each.stop()
 
 
 def test_a_life_that_began_long_ago_is_joined_where_its_buffer_begins() -> None:

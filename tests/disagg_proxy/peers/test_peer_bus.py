@@ -17,6 +17,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.wire import VERSION, BlocksExpected, Change, Gone, Head, Kind, Sent, encode
+from tests.token_file import OLD, STEPS, TokenFile
 
 DEADLINE_S = 20.0
 WALL = 1_800_000_000.0
@@ -179,6 +180,25 @@ def test_only_who_has_the_token_hears(at: Callable[[str], str]) -> None:
         same.wait_for({1})
         assert not other.known
         assert not none.known
+
+
+def test_one_secret_replaces_another_while_proxies_speak(at: Callable[[str], str], tmp_path: Path) -> None:
+    files = [TokenFile(tmp_path / name) for name in ("speaker", "hearer", "late")]
+    speaker = Proxy("127.0.0.1:0", token=files[0].token())
+    where = f"127.0.0.1:{speaker.bus.where.rpartition(':')[2]}"
+    hearer = Proxy(at("b"), where, token=files[1].token())
+    with proxies(speaker, hearer):
+        for request, step in enumerate(STEPS):
+            for file in files:
+                file.replace(step)
+            speaker.send(request)
+            hearer.wait_for(set(range(request + 1)))
+            with proxies(late := Proxy(at(f"late{request}"), where, token=files[2].token())):
+                late.wait_for(set(range(request + 1)))
+        with proxies(stranger := Proxy(at("c"), where, token=OLD)):
+            speaker.send(9)
+            hearer.wait_for({0, 1, 2, 9})
+            assert not stranger.known
 
 
 def test_its_own_address_and_two_ways_to_one_proxy_count_once(at: Callable[[str], str]) -> None:

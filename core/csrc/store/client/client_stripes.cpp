@@ -92,6 +92,7 @@ Result<std::vector<Client::Standing>> Client::standing(std::span<const std::stri
         out[i].size = (*sizes)[i];
         if (out[i].size != static_cast<int64_t>(kManifestBytes)) continue;
         out[i].manifest = decode_manifest(reads.bytes[i], options_.token, names[i]);
+        if (!out[i].manifest && may_be_manifest(reads.bytes[i])) out[i].size = kMiss;
     }
     return out;
 }
@@ -118,9 +119,12 @@ Status Client::fill_striped(std::span<const GetItem> items, bool verify, const U
         if (sizes[i] != static_cast<int64_t>(kManifestBytes)) continue;
         // The manifest lies at the front of the caller's memory, which the stripes overwrite: it was
         // decoded into a copy.
-        std::optional<Manifest> manifest =
-            decode_manifest(beginning(items[i].parts), options_.token, items[i].name);
-        if (!manifest) continue;
+        std::array<std::byte, kManifestBytes> bytes = beginning(items[i].parts);
+        std::optional<Manifest> manifest = decode_manifest(bytes, options_.token, items[i].name);
+        if (!manifest) {
+            if (may_be_manifest(bytes)) sizes[i] = kMiss;
+            continue;
+        }
         uint64_t have = total(items[i].parts);
         auto room = [&](uint64_t size) -> Result<std::span<const MemoryRef>> {
             if (have < size) return too_small(items[i].name, have, size);
@@ -147,10 +151,11 @@ Status Client::view_striped(std::span<const std::string_view> names, bool verify
                             std::vector<ObjectView>& views) {
     for (size_t i = 0; i < views.size(); ++i) {
         if (views[i].owner == nullptr || views[i].size != kManifestBytes) continue;
-        std::optional<Manifest> manifest =
-            decode_manifest(std::span(views[i].data, kManifestBytes), options_.token, names[i]);
-        if (!manifest) continue;
+        std::span<const std::byte> bytes(views[i].data, kManifestBytes);
+        std::optional<Manifest> manifest = decode_manifest(bytes, options_.token, names[i]);
+        if (!manifest && !may_be_manifest(bytes)) continue;
         views[i] = ObjectView{};
+        if (!manifest) continue;
         std::shared_ptr<std::byte[]> memory;
         MemoryRef part;
         auto room = [&](uint64_t size) -> Result<std::span<const MemoryRef>> {
@@ -196,8 +201,8 @@ Result<int64_t> Client::read_striped(std::string_view name, const Manifest& mani
             Result<std::vector<int64_t>> sizes = get_whole({&item, 1}, verify);
             if (!sizes) return sizes.error();
             int64_t size = sizes->front();
-            bool manifest_again = size == static_cast<int64_t>(kManifestBytes) &&
-                                  decode_manifest(beginning(*parts), options_.token, name);
+            bool manifest_again =
+                size == static_cast<int64_t>(kManifestBytes) && may_be_manifest(beginning(*parts));
             if (size >= 0 && static_cast<uint64_t>(size) <= total(*parts) && !manifest_again) return size;
         }
         Result<Standing> next = successor(name);

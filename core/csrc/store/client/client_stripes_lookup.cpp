@@ -104,7 +104,8 @@ void Client::pin_striped(Pinned& pinned, std::span<const std::string_view> names
     for (size_t k = 0; k < which.size(); ++k) {
         size_t i = which[k];
         std::optional<Manifest> manifest = decode_manifest(reads.bytes[k], options_.token, names[i]);
-        if (!sizes || (*sizes)[k] < 0 || (manifest && !manifest->within_limits())) {
+        bool is_lost = manifest ? !manifest->within_limits() : may_be_manifest(reads.bytes[k]);
+        if (!sizes || (*sizes)[k] < 0 || is_lost) {
             pinned.under[i] = kNoPin;
         } else if (manifest) {
             striped.emplace_back(i, *manifest);
@@ -186,7 +187,7 @@ bool Client::pin_stripes(Pinned& pinned, size_t i, std::string_view name, Manife
         pinned.descriptors[i] = again->descriptors[0];
         pinned.under[i] = base + again->under[0];
         for (auto& pin : again->pins) pinned.pins.push_back(std::move(pin));
-        if (!now) return true;  // an object that lies whole at its node
+        if (!now) return !may_be_manifest(bytes);  // an object that lies whole at its node
         if (!now->within_limits()) return false;
         manifest = *now;
     }

@@ -27,6 +27,7 @@
 #include "store/shared/space.hpp"
 #include "wire/auth.hpp"
 #include "wire/frame.hpp"
+#include "wire/secrets.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
@@ -35,7 +36,7 @@ struct ClientOptions {
     std::string socket_path;
     std::string address;               // instead of socket_path: host:port of a node's TCP port
     std::function<Result<Fd>()> dial;  // instead of socket_path: the embedded node
-    std::string token;
+    Secrets token;
     std::string tenant = "default";
     std::string name_space = "default";
     std::string fingerprint;
@@ -140,7 +141,8 @@ class Session {
     }
 
     // At the socket.
-    Status handshake(const ClientOptions& options, SharedMemory& memory) REQUIRES(io_mutex_);
+    Status handshake(const std::string& secret, const std::string& tenant, SharedMemory& memory)
+        REQUIRES(io_mutex_);
     Status wait(short events) REQUIRES(io_mutex_);
     Status send_all(const std::byte* data, size_t size) REQUIRES(io_mutex_);
     Status send_parts(std::span<const MemoryRef> parts) REQUIRES(io_mutex_);

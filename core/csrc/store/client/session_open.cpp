@@ -73,15 +73,6 @@ Result<Fd> connect_to_node(const ClientOptions& options, Deadline end, const std
     }
 }
 
-namespace {
-
-int left_ms(Deadline end) {
-    auto left = end - std::chrono::steady_clock::now();
-    return static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count());
-}
-
-}  // namespace
-
 Result<std::shared_ptr<Session>> Session::open(const ClientOptions& options,
                                                const std::atomic<bool>* given_up) {
     std::shared_ptr<Session> session(new Session());
@@ -123,11 +114,18 @@ Status Session::open_within(const ClientOptions& options, int most_ms, const std
 
 Status Session::connect_here(const ClientOptions& options, SharedMemory& memory) {
     MutexLock lock(io_mutex_);
-    Result<Fd> fd = connect_to_node(options, opening_->end, opening_->given_up);
-    if (!fd) return fd.error();
-    fd_ = std::move(*fd);
     peer_ = options.dial ? "the embedded node" : options.socket_path;
-    return handshake(options, memory);
+    Status status = Error{Code::kAuth, "a client needs a cluster token"};
+    if (options.token.empty()) return status;
+    // While one secret replaces the other the node may know either alone.
+    for (const std::string& secret : *options.token.now()) {
+        Result<Fd> fd = connect_to_node(options, opening_->end, opening_->given_up);
+        if (!fd) return fd.error();
+        fd_ = std::move(*fd);
+        status = handshake(secret, options.tenant, memory);
+        if (status || status.error().code != Code::kAuth) break;
+    }
+    return status;
 }
 
 Status Session::connect_remote(const ClientOptions& options) {
@@ -154,7 +152,7 @@ Status Session::connect_remote(const ClientOptions& options) {
     return success();
 }
 
-Status Session::handshake(const ClientOptions& options, SharedMemory& memory) {
+Status Session::handshake(const std::string& secret, const std::string& tenant, SharedMemory& memory) {
     FrameHeader header;
     if (Status status = receive_frame(header, nullptr); !status) return status;
     Reader challenge(body_);
@@ -171,12 +169,11 @@ Status Session::handshake(const ClientOptions& options, SharedMemory& memory) {
     // Ours goes into both proofs, so neither can be a recorded one. The roles in them differ: a node
     // cannot be made to answer for a client.
     Nonce client_nonce = random_nonce();
-    Mac mac =
-        handshake_mac(Role::kClient, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
+    Mac mac = handshake_mac(Role::kClient, secret, node_nonce, client_nonce, incarnation_, tenant);
     out_.clear();
     size_t at = begin_frame(out_, Kind::kAuth, 0, next_request_);
     Writer w(out_);
-    w.text16(options.tenant);
+    w.text16(tenant);
     w.bytes(client_nonce.data(), client_nonce.size());
     w.bytes(mac.data(), mac.size());
     finish_frame(out_, at);
@@ -192,8 +189,7 @@ Status Session::handshake(const ClientOptions& options, SharedMemory& memory) {
         return Error{Code::kProtocol, peer_ + " does not speak the protocol of a Moonpool node"};
     }
     // Until this holds the descriptors above are some process's, and nothing is mapped.
-    Mac expected =
-        handshake_mac(Role::kNode, options.token, node_nonce, client_nonce, incarnation_, options.tenant);
+    Mac expected = handshake_mac(Role::kNode, secret, node_nonce, client_nonce, incarnation_, tenant);
     if (!equal_constant_time(expected,
                              std::span(reinterpret_cast<const uint8_t*>(proof.data()), proof.size()))) {
         return Error{Code::kAuth,

@@ -208,9 +208,12 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     // Both sides contribute a nonce, so a recorded handshake is of no use to either. The tenant is part of
     // the proof, and the service.
     std::string covered = service.empty() ? std::string(tenant) : mac_tenant(tenant, service);
-    auto expected = handshake_mac(Role::kClient, server_.options_.token, nonce_, client_nonce,
-                                  server_.incarnation_, covered);
-    if (!equal_constant_time(expected, std::span(reinterpret_cast<const uint8_t*>(mac.data()), mac.size()))) {
+    const auto secrets = server_.options_.token.now();
+    if (std::string why = server_.options_.token.take_trouble(); !why.empty()) {
+        server_.journal_->note(Level::kWarning, "token", "unix", why);
+    }
+    const std::string* secret = proved_by(mac, *secrets, nonce_, client_nonce, server_.incarnation_, covered);
+    if (secret == nullptr) {
         count(server_.metrics_.auth_failures_total);
         return fail(Code::kAuth, "the cluster token is wrong; give client and node the same token file");
     }
@@ -219,7 +222,8 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
         count(server_.metrics_.auth_failures_total);
         return fail(Code::kAuth, "this node has no such tenant");
     }
-    if (service == kServiceDirectory) return on_auth_for_master(header, tenant, client_nonce);
+    auto proof = handshake_mac(Role::kNode, *secret, nonce_, client_nonce, server_.incarnation_, covered);
+    if (service == kServiceDirectory) return on_auth_for_master(header, tenant, proof);
     if (!service.empty()) return fail(Code::kAuth, "this node has no such service");
     Pool& pool = *it->second;
     // Opened read-only for this client: it may map the index, but not write to it, whatever it does.
@@ -228,8 +232,6 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
 
     // The descriptors travel with the first byte of WELCOME, so it goes out by itself, after what was queued.
     if (!flush() || backlog() != 0) return false;
-    auto proof = handshake_mac(Role::kNode, server_.options_.token, nonce_, client_nonce,
-                               server_.incarnation_, tenant);
     std::vector<std::byte> frame;
     frame.reserve(1024);  // in one go; it is longer with long names only
     size_t at = begin_frame(frame, Kind::kWelcome, kFlagAnswer, header.request_id);
@@ -259,14 +261,12 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
 }
 
 // The relay sends the WELCOME, once it knows whether the master is there.
-bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view tenant,
-                                    const Nonce& client_nonce) {
+bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Mac& proof) {
     if (server_.relay_ == nullptr) return fail(Code::kProtocol, "this node passes no questions to a master");
     if (!flush() || backlog() != 0 || !in_.waiting().empty()) return false;
     relayed_.emplace();
     relayed_->tenant = tenant;
-    relayed_->proof = handshake_mac(Role::kNode, server_.options_.token, nonce_, client_nonce,
-                                    server_.incarnation_, mac_tenant(tenant, kServiceDirectory));
+    relayed_->proof = proof;
     relayed_->request_id = header.request_id;
     return false;
 }

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kLogRowsMax = 1u << 18;  // 6 MiB; beyond it the master is told everything anew
 constexpr size_t kRemovalsPerFrame = 4096;
 
-MemberAgentOptions agent_options(const ClusterOptions& options, std::string master, const std::string& token,
+MemberAgentOptions agent_options(const ClusterOptions& options, std::string master, const Secrets& token,
                                  const std::string& socket_path, const Incarnation& incarnation) {
     MemberAgentOptions agent;
     agent.master = std::move(master);
@@ -35,9 +35,9 @@ NodeMember::ToMaster::ToMaster(const MemberAgentOptions& options, MemberHooks ho
           kLogRowsMax, [this] { agent.wake(); }, next, range),
       agent(options, std::move(hooks), log) {}
 
-NodeMember::NodeMember(const ClusterOptions& options, const std::string& token,
-                       const std::string& socket_path, const Incarnation& incarnation, Pools& pools,
-                       SsdTier* ssd, Removals& removals, RunOnLoop run_on_loop)
+NodeMember::NodeMember(const ClusterOptions& options, const Secrets& token, const std::string& socket_path,
+                       const Incarnation& incarnation, Pools& pools, SsdTier* ssd, Removals& removals,
+                       RunOnLoop run_on_loop)
     : pools_(pools),
       ssd_(ssd),
       removals_(removals),

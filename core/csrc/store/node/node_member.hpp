@@ -15,6 +15,7 @@
 #include "store/node/holdings.hpp"
 #include "store/node/pool.hpp"
 #include "store/node/ssd_tier.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
@@ -43,7 +44,7 @@ class NodeMember {
     // it may still run later.
     using RunOnLoop = std::function<bool(std::function<void()>)>;
 
-    NodeMember(const ClusterOptions& options, const std::string& token, const std::string& socket_path,
+    NodeMember(const ClusterOptions& options, const Secrets& token, const std::string& socket_path,
                const Incarnation& incarnation, Pools& pools, SsdTier* ssd, Removals& removals,
                RunOnLoop run_on_loop);
     ~NodeMember();  // before it, the loop has ended or goes on running

@@ -29,13 +29,14 @@
 #include "directory/relay_table.hpp"
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
+#include "wire/secrets.hpp"
 #include "wire/tls.hpp"
 
 namespace moonpool {
 
 struct RelayOptions {
     std::string master;  // "host:port", or several with commas between
-    std::string token;
+    Secrets token;
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // null: plain
     int timeout_ms = 500;                  // of the master, without progress; also of an attempt to connect

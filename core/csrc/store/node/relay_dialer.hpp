@@ -15,12 +15,13 @@
 #include "base/service_thread.hpp"
 #include "directory/master_addresses.hpp"
 #include "wire/dial.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
 struct RelayDialerOptions {
     std::string master;  // "host:port", or several with commas between
-    std::string token;
+    Secrets token;
     std::string tenant;
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // null: plain

@@ -33,12 +33,13 @@
 #include "wire/frame.hpp"
 #include "wire/limits.hpp"
 #include "wire/listener.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
 struct ServerOptions {
     std::string socket_path;  // empty: no socket, connections come by attach()
-    std::string token;
+    Secrets token;
     std::vector<PoolOptions> pools;
     Limits limits;
     uint64_t scrub_bytes_per_s = 64ull << 20;  // 0: no scrub

@@ -49,7 +49,7 @@ bool may_be_manifest(std::span<const std::byte> bytes) {
     return bytes.size() == kManifestBytes && std::memcmp(bytes.data(), kMagic16.data(), kMagic16.size()) == 0;
 }
 
-std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key) {
+std::vector<std::byte> encode(const Manifest& manifest, const Secrets& token, std::string_view key) {
     std::vector<std::byte> out;
     out.reserve(kManifestBytes);
     Writer w(out);
@@ -59,12 +59,12 @@ std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, 
     w.number(manifest.stripe_bytes);
     w.number(uint64_t{0});
     w.number(uint64_t{0});
-    Digest mac = mac_of(out, token, key);
+    Digest mac = mac_of(out, token.now()->front(), key);
     w.bytes(mac.data(), mac.size());
     return out;
 }
 
-std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::string_view token,
+std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, const Secrets& token,
                                         std::string_view key) {
     if (!may_be_manifest(bytes)) return std::nullopt;
     Reader r(bytes);
@@ -74,10 +74,12 @@ std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::s
     std::memcpy(manifest.id.data(), id.data(), id.size());
     manifest.size = r.number<uint64_t>();
     manifest.stripe_bytes = r.number<uint64_t>();
-    Digest mac = mac_of(bytes.first(kMacAt), token, key);
-    std::span<const uint8_t> claimed(reinterpret_cast<const uint8_t*>(bytes.data()) + kMacAt, mac.size());
-    if (!equal_constant_time(mac, claimed) || manifest.stripe_bytes == 0) return std::nullopt;
-    return manifest;
+    if (manifest.stripe_bytes == 0) return std::nullopt;
+    std::span<const uint8_t> claimed(reinterpret_cast<const uint8_t*>(bytes.data()) + kMacAt, sizeof(Digest));
+    for (const std::string& secret : *token.now()) {
+        if (equal_constant_time(mac_of(bytes.first(kMacAt), secret, key), claimed)) return manifest;
+    }
+    return std::nullopt;
 }
 
 std::vector<MemoryRef> slice(std::span<const MemoryRef> parts, uint64_t from, uint64_t size) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "memory/memory_ref.hpp"
+#include "wire/secrets.hpp"
 
 namespace moonpool {
 
@@ -42,7 +43,8 @@ struct Manifest {
     friend bool operator==(const Manifest&, const Manifest&) = default;
 };
 
-// Whether an object begins as a manifest does: then the client that removes it gets its bytes.
+// Whether an object begins as a manifest does: then the client that removes it gets its bytes. One that is by
+// no secret of the cluster is a miss: it was put under one that has been replaced, or is forged.
 bool may_be_manifest(std::span<const std::byte> bytes);
 // The bytes of such an object that was removed, of item number `item` of the call.
 struct RemovedManifest {
@@ -50,9 +52,10 @@ struct RemovedManifest {
     std::array<std::byte, kManifestBytes> bytes{};
 };
 
-std::vector<std::byte> encode(const Manifest& manifest, std::string_view token, std::string_view key);
-// What `bytes` are under that key: a manifest, or an object of a user.
-std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, std::string_view token,
+// Under the first of the secrets.
+std::vector<std::byte> encode(const Manifest& manifest, const Secrets& token, std::string_view key);
+// What `bytes` are under that key: a manifest by any of the secrets, or an object of a user.
+std::optional<Manifest> decode_manifest(std::span<const std::byte> bytes, const Secrets& token,
                                         std::string_view key);
 bool is_stripe(std::string_view name);
 
