@@ -16,6 +16,7 @@ std::string seconds(Micros at) {
 struct Value {
     const Operation* write = nullptr;
     Micros first_end = UINT64_MAX, last_begin = 0;
+    Micros in_force = UINT64_MAX;  // from the end of its acknowledged write on it is the last one
 
     void add(const Operation& o) {
         if (o.outcome == Operation::kDone || o.outcome == Operation::kPartly)
@@ -48,6 +49,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
             return Finding{Finding::kOtherBytes, "a value was read that no client had written", key};
         // Some nodes may have what it removes until everything is well again.
         if (value.write->outcome == Operation::kPartly) value.first_end = std::max(value.first_end, healed);
+        if (acknowledged(*value.write)) value.in_force = std::max(value.first_end, value.write->end);
     }
     for (auto a = values.begin(); a != values.end(); ++a) {
         // A write without an acknowledgement may take effect at any time.
@@ -58,7 +60,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
             if (!next.removal() &&
                 (old.write->kind == Operation::kPut || next.write->kind == Operation::kPut))
                 continue;
-            if (!old.before(next) || !next.before(old)) continue;
+            if (!old.before(next) || next.in_force >= old.last_begin) continue;
             std::string what =
                 "k" + std::to_string(key) + ": value " + std::to_string(a->first) + " was read after ";
             bool for_ever = old.last_begin >= healed;

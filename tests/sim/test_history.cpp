@@ -46,6 +46,16 @@ TEST_CASE("sim history: two writes at the same moment have one order, the same f
     CHECK(check({one, two, read(1, 20), read(2, 30)}, 1000));
 }
 
+TEST_CASE("sim history: while a replacement is under way either value may be read") {
+    Operation one = op(Operation::kReplace, 1, 0, 10), two = op(Operation::kReplace, 2, 20, 60);
+    auto read = [](uint64_t value, Micros begin) { return op(Operation::kGet, value, begin, begin + 5); };
+    CHECK_FALSE(check({one, two, read(2, 30), read(1, 40), read(2, 50)}, 1000));
+    CHECK_FALSE(check({one, two, read(2, 30), read(1, 59)}, 1000));
+    CHECK(check({one, two, read(2, 30), read(1, 61)}, 1000));
+    two.outcome = Operation::kUnknown;  // it may take effect at any time, and then holds
+    CHECK_FALSE(check({one, two, read(2, 30), read(1, 61)}, 1000));
+}
+
 TEST_CASE("sim history: puts without replace need no order, removals of them do") {
     Operation one = op(Operation::kPut, 1, 0, 10), two = op(Operation::kPut, 2, 20, 30);
     Operation removal = op(Operation::kRemove, 3, 40, 50);
