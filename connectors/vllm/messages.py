@@ -53,6 +53,7 @@ class Save:
     block_ids: one list per KV cache group; NULL_BLOCK for a block that is not saved.
     adapter: files of the LoRA adapter that the names stand for, to be checked when the step was computed:
         vLLM may read them again in any step.
+    keep_s: their soft pin in the node's memory, seconds; 0: none.
     """
 
     job_id: int
@@ -61,6 +62,7 @@ class Save:
     parents: bytes
     block_ids: tuple[tuple[int, ...], ...]
     adapter: tuple[File, ...] = ()
+    keep_s: float = 0.0
 
 
 @dataclass(slots=True)

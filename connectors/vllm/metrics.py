@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.load_decision import REASONS
+from moonpool.connectors.vllm.requests.switches import OFF
 
 PREFIX = "moonpool_connector_"
 SECONDS_BUCKETS = (
@@ -60,6 +61,7 @@ HISTOGRAMS: Mapping[str, str] = {
 # Counters with one label more, and its values: they are tallied as "name_value".
 LABELLED: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "load_decisions": ("reason", REASONS, "Prompts whose prefix the pool had, by what was decided of it."),
+    "switched_off": ("switch", OFF, "Requests for which the proxy switched this use of the pool off."),
 }
 
 Data: TypeAlias = "dict[str, float | list[float]]"

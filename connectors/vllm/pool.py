@@ -92,6 +92,7 @@ class Pool:
         indices: Indices,
         columns: Columns,
         after: _native.Mark | None = None,
+        keep_s: float = 0.0,
     ) -> Ticket:
         """Stores objects from memory; the answer is a SaveAnswer. From a card there is a SaveStaged before
         it: from then on the memory is not read any more.
@@ -100,8 +101,11 @@ class Pool:
         parents: for each object the name of the one before it, zeros for none.
         parts, indices, columns: where each object is, see submit_load.
         after: on a card, the point in the engine's stream after which the memory has the blocks.
+        keep_s: soft pin, seconds; 0: none.
         """
-        ticket = self._writes.submit_save(names, name_size, parents, parts, indices, columns, after=after)
+        ticket = self._writes.submit_save(
+            names, name_size, parents, parts, indices, columns, after=after, soft_pin_s=keep_s
+        )
         return "write", ticket
 
     def release(self, pin_id: int) -> None:

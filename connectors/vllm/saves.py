@@ -220,6 +220,7 @@ class Saves:
             parents=state.chain.parents(first, last),
             block_ids=block_ids,
             adapter=state.adapter,
+            keep_s=state.switches.keep_s,
         )
         self._next_job += 1
         self._blocks.touch(blocks)

@@ -35,8 +35,10 @@ from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, 
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.handover import Handover
 from moonpool.connectors.vllm.pool import Pool
+from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests import Chain, Needs, Phase, RequestState
 from moonpool.connectors.vllm.requests.chain import Digests
+from moonpool.connectors.vllm.requests.switches import Switches, read_switches
 from moonpool.connectors.vllm.saves import Saves
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.connectors.vllm.step_times import StepTimes
@@ -97,6 +99,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
         self._free_block_wait = FreeBlockWait(clock)
+        self._repeats = Repeats(clock)
         self._step_times = StepTimes(clock)
         self._decision: LoadDecision | None = None
         if settings.compute_if_faster:
@@ -325,12 +328,14 @@ class SchedulerHalf:
         chain = Chain(
             self._engine_config.block_tokens, self._suffixes, self._epoch + seed, self._digest, self._roots
         )
-        state = RequestState(request.request_id, chain)
+        state = RequestState(request.request_id, chain, switches=self._switches(request))
         self._requests[request.request_id] = state
         if request.lora_request is not None and self._adapters is not None:
             state.adapter = self._adapters.files(request)
             self._adapted[request.request_id] = request.lora_request.lora_int_id
         self.tally.add("requests")
+        self.tally.add("switched_off_load", not state.switches.load)
+        self.tally.add("switched_off_store", not state.switches.store)
         if self.lookups.under_way + self.lookups.pins < LOOKUPS_AHEAD_MAX:
             self._ask(state, request)
 
@@ -384,7 +389,7 @@ class SchedulerHalf:
         if state.preemptions == 0:
             self.tally.add("prompt_tokens", request.num_prompt_tokens)
             self.tally.add("local_tokens", state.local_tokens)
-        if self.pool() is not None:
+        if self.pool() is not None and state.switches.store:
             self.saves.track(state, request, handed_over=self.handover.takes(request))
 
     def step_begins(self, output: SchedulerOutput) -> None:
@@ -510,11 +515,23 @@ class SchedulerHalf:
         """Whether the request's adapter is the one it had when the request came."""
         return self._adapters is not None and self._adapters.name(request) is not None
 
+    def _switches(self, request: Request) -> Switches:
+        switches, complaints = read_switches(request.kv_transfer_params)
+        for complaint in complaints:
+            if count := self._repeats.due(complaint):
+                self._log.warning(
+                    "moonpool: in kv_transfer_params %s; request %s is served as without it%s",
+                    complaint,
+                    request.request_id,
+                    times(count),
+                )
+        return switches
+
     def _ask(self, state: RequestState, request: Request) -> None:
         if self.pool() is not None:
             state.chain.extend(self.saves.savable_tokens(request))
         may_load = self._engine_config.may_load or self.handover.gives(request)
-        if may_load and not request.skip_reading_prefix_cache:
+        if may_load and state.switches.load and not request.skip_reading_prefix_cache:
             self.lookups.ask(state, request.num_tokens)
         else:
             state.missed(0)

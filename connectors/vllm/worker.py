@@ -575,6 +575,7 @@ class WorkerHalf:
             indices,
             columns,
             after,
+            save.keep_s,
         )
         self._running[ticket] = Running(save, len(indices), self._clock())
 

@@ -24,6 +24,7 @@ from moonpool.connectors.vllm.load_decision import PROBE_LOAD, Choice
 from moonpool.connectors.vllm.pool import Ticket
 from moonpool.connectors.vllm.requests.chain import Chain
 from moonpool.connectors.vllm.requests.prefix_search import PrefixSearch
+from moonpool.connectors.vllm.requests.switches import NO_SWITCH, Switches
 
 
 class Phase(enum.Enum):
@@ -53,6 +54,7 @@ class RequestState:
     """One request between its arrival and its end.
 
     chain: the names of its blocks.
+    switches: what the proxy says of its use of the pool.
     adapter: the files that its LoRA adapter has for these names.
     search: of an engine with sliding windows, what the query asks for and the next one will.
     saved: the first block that still has to be saved; in COVERED not known yet.
@@ -67,6 +69,7 @@ class RequestState:
 
     request_id: str
     chain: Chain
+    switches: Switches = NO_SWITCH
     adapter: tuple[File, ...] = ()
     phase: Phase = Phase.NEW
     ticket: Ticket | None = None

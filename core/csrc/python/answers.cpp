@@ -26,10 +26,14 @@ void check_counts(size_t keys, size_t others, const char* what) {
           "arguments");
 }
 
+uint32_t soft_ms_of(double soft_pin_s) {
+    constexpr double kSoftMsMax = 4294967295.0;  // 49 days
+    return static_cast<uint32_t>(std::clamp(soft_pin_s * 1000, 0.0, kSoftMsMax));
+}
+
 std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents,
                                const Names& groups, double soft_pin_s) {
-    constexpr double kSoftMsMax = 4294967295.0;  // 49 days
-    auto soft_ms = static_cast<uint32_t>(std::clamp(soft_pin_s * 1000, 0.0, kSoftMsMax));
+    const uint32_t soft_ms = soft_ms_of(soft_pin_s);
     std::vector<PutItem> items;
     items.reserve(names.size());
     for (size_t i = 0; i < names.size(); ++i) {

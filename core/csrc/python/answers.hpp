@@ -28,6 +28,7 @@ struct PyPin {
 void prepare_views();
 
 void check_counts(size_t keys, size_t others, const char* what);
+uint32_t soft_ms_of(double soft_pin_s);  // of a PutItem
 std::vector<PutItem> put_items(const Names& names, const Buffers& parts, const Names& parents,
                                const Names& groups, double soft_pin_s);
 // None, one node's name or address, or several.

@@ -266,10 +266,11 @@ class PyWorker {
     // KV cache, what the save reads after; then there is a SaveStaged before the SaveAnswer.
     uint64_t submit_save(const py::bytes& names, size_t name_size, const py::bytes& parents, KvMemory parts,
                          const py::object& indices, const py::object& columns, size_t group_bytes,
-                         const std::optional<Mark>& after) {
+                         const std::optional<Mark>& after, double soft_pin_s) {
         struct Op : Pending {
             std::string names, parents;
             size_t name_size, group_bytes;
+            uint32_t soft_ms;
             KvMemory parts;
             std::vector<uint32_t> indices;
             std::vector<uint16_t> columns;
@@ -283,7 +284,7 @@ class PyWorker {
                 if (kv == nullptr) return run(client);
                 name_objects();
                 (*kv)->start_save(
-                    client, {keys, above, group_bytes, indices, columns, after},
+                    client, {keys, above, group_bytes, indices, columns, after, soft_ms},
                     {.staged = [this] { owner->add_staged(this); },
                      .ended = [this, running](Result<PutReport> report) { result = std::move(report); }});
             }
@@ -309,7 +310,7 @@ class PyWorker {
                     // The parts of one object: the rows of its column, each moved on by the index.
                     table.append_parts(columns[i], indices[i], sources[i]);
                     items.push_back({keys[i], above.empty() ? std::string_view() : above[i], sources[i],
-                                     keys[i].substr(0, group_bytes)});
+                                     keys[i].substr(0, group_bytes), soft_ms});
                 }
                 result = client.put(items, PutOptions{});
             }
@@ -343,6 +344,7 @@ class PyWorker {
             raise(Error{Code::kInvalidArgument, "group_bytes are more than a name has"}, "save", peer_);
         }
         op->group_bytes = group_bytes;
+        op->soft_ms = soft_ms_of(soft_pin_s);
         take_places(indices, columns, n, op->indices, op->columns);
         op->parts = std::move(parts);
         op->after = after.value_or(nullptr);
@@ -586,7 +588,7 @@ void bind_worker(py::module_& m) {
              py::arg("width"), py::arg("parts"), py::arg("indices"), py::arg("columns"))
         .def("submit_save", &PyWorker::submit_save, py::arg("names"), py::arg("name_size"),
              py::arg("parents"), py::arg("parts"), py::arg("indices"), py::arg("columns"),
-             py::arg("group_bytes") = 0, py::arg("after") = py::none())
+             py::arg("group_bytes") = 0, py::arg("after") = py::none(), py::arg("soft_pin_s") = 0.0)
         .def("submit_put", &PyWorker::submit_put, py::arg("keys"), py::arg("buffers"),
              py::arg("parents") = py::none(), py::arg("replace") = false, py::arg("ack") = true,
              py::arg("timeout_s") = -1.0, py::arg("replicas") = 1, py::arg("nodes") = py::none(),

@@ -32,6 +32,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+LABELS = ("source", "reason", "switch")  # that tell samples of one name apart
+
+
 class Driver:
     def __init__(self, config: dict[str, Any]) -> None:
         self.llm = LLM(**DEFAULTS | config)
@@ -201,7 +204,9 @@ class Driver:
         from prometheus_client import REGISTRY
 
         return {
-            " ".join([sample.name, *filter(None, map(sample.labels.get, ("source", "reason")))]): sample.value
+            " ".join(
+                [sample.name, *filter(None, map(sample.labels.get, ("source", "reason", "switch")))]
+            ): sample.value
             for family in REGISTRY.collect()
             for sample in family.samples
             if ("moonpool" in sample.name or "cache" in sample.name) and "le" not in sample.labels

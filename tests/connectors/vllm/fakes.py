@@ -99,6 +99,7 @@ class FakePool:
         indices: Any,
         columns: Any,
         after: object = None,
+        keep_s: float = 0.0,
     ) -> int:
         self.saves.append((self._ticket(), names, parents, indices.tolist(), columns.tolist()))
         return self._tickets

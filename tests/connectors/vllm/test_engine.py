@@ -130,6 +130,37 @@ def test_salt_separates(line: Line) -> None:
     assert tokens_of(salted) == tokens_of(plain)
 
 
+def test_requests_that_are_kept_out_of_the_pool(line: Line) -> None:
+    """Not stored: the pool gets no object and tells of none. Not loaded: nothing is asked for. The tokens are
+    the same."""
+    prompt = make_prompt(280, 300)
+    expected = line.expected([prompt])
+
+    def ask(engine: Engine, **switches: Any) -> int:
+        answer = engine.call("generate", prompts=[prompt], params=[{"moonpool": switches}])
+        assert tokens_of(answer) == expected
+        assert_nothing_left(line, engine)
+        assert engine.call("reset_prefix_cache")
+        return pool_tokens(answer)[0]
+
+    objects = line.node.metrics()["objects"]
+    before = counters(line.first)
+    assert ask(line.first, store=False) == 0
+    assert line.node.metrics()["objects"] == objects
+    assert ask(line.second) == 0
+    assert line.node.metrics()["objects"] > objects
+    assert ask(line.first, store=False) == loadable(prompt)
+    looked = counters(line.first)
+    assert ask(line.first, load=False) == 0
+    after = counters(line.first)
+    assert grown(looked, after, "lookups_total") == 0
+    assert grown(before, after, "switched_off_total store") == 2
+    assert grown(before, after, "switched_off_total load") == 1
+    assert ask(line.first, load="no", store=[], other=1) == loadable(prompt)
+    said = [text for text in line.first.logged().splitlines() if "served as without it" in text]
+    assert len(said) == 3, said
+
+
 def test_preemption(line: Line) -> None:
     """Eight long answers in a KV cache for six: requests are preempted, resumed, saved and loaded in turn."""
     prompts = [make_prompt(300 + position, 260 + 8 * position) for position in range(8)]

@@ -73,6 +73,7 @@ struct DeviceSave {
     std::span<const uint32_t> blocks;
     std::span<const uint16_t> columns;
     Mark after;
+    uint32_t soft_ms = 0;  // a soft pin of each object; 0: none
 };
 
 // What a save calls, each once, also after errors. Neither waits for anything.

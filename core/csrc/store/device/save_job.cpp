@@ -47,7 +47,8 @@ void SaveJob::put(const ChunkInFlight& in, size_t thread) {
                                      kv_.object_bytes(save_.columns[begin + i]));
         std::string_view name = save_.names[begin + i];
         std::string_view parent = save_.parents.empty() ? std::string_view() : save_.parents[begin + i];
-        items.push_back({name, parent, std::span(&sources[i], 1), name.substr(0, save_.group_bytes)});
+        items.push_back(
+            {name, parent, std::span(&sources[i], 1), name.substr(0, save_.group_bytes), save_.soft_ms});
         which.push_back(begin + i);
     }
     if (items.empty()) return;
