@@ -8,6 +8,9 @@ the key sends, the highest priority that they may have, and what the key may do.
     tenant = "search"          # default: the name; several rows may have one tenant
     max_priority = 10          # default: 0
     may = ["ask", "look"]      # default: ["ask"]
+    store = false              # nothing of its requests is saved in the pool; default: true
+    load = false               # nothing is loaded for them; default: true
+    keep_s = 600               # what is saved is evicted last, while it is used that often; default: 0, no
 
     ask       requests for engines, /v1/models, /query
     look      GET /engines, /ui/data: addresses and failures of engines
@@ -36,6 +39,7 @@ from moonpool.disagg_proxy.tenant_salts import salt_of
 Right = Literal["ask", "look", "register"]
 RelayKey = tuple[bytes, str]  # SHA-256 of a key, salt of its tenant
 PRIORITY_MOST = 100
+KEEP_S_MAX = 49 * 86_400  # a node's longest soft pin
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _log = logging.getLogger("moonpool.proxy")
 _bad = partial(bad, "clients_file")
@@ -43,7 +47,8 @@ _bad = partial(bad, "clients_file")
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row, with ``key`` or ``key_sha256``. tenant: "": as the name. max_priority: -100 to 100; a request
-    that claims more gets this.
+    that claims more gets this. load, store: whether engines may load for its requests from the pool, and save
+    in it; keep_s: the soft pin of what they save (dispatch/request_switches.py).
     """
 
     name: str
@@ -52,6 +57,9 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tenant: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]*\Z", max_length=128)] = ""
     max_priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MOST, le=PRIORITY_MOST)] = 0
     may: Annotated[frozenset[Right], msgspec.Meta(min_length=1)] = frozenset({"ask"})
+    load: bool = True
+    store: bool = True
+    keep_s: Annotated[int, msgspec.Meta(ge=0, le=KEEP_S_MAX)] = 0
 
     @property
     def tenant_name(self) -> str:

@@ -120,6 +120,7 @@ class Proxy:
             hidden_pool=HiddenPool(self._pool_remedy),
             policy_name=settings.policy,
             clients=self._keys.clients,
+            switch_headers=settings.switch_headers,
             withdrawn=self._audit.key_refused,
         )
         self._tokenises = isinstance(tokens, LocalSource) and decide is None
@@ -138,8 +139,9 @@ class Proxy:
         self._further_streams = SubscribedStreams(self._subscriber, first, HOLDERS_MAX - first)
         self._pool_discovery = self._discover_pool()
         self._peer_sync = self._make_peer_sync()
-        # A recorder of spans hears of each choice.
-        turns = turns_of(policy) if decide is None and self._recorder is None else None
+        # A recorder of spans hears of each choice, and the row of a client may have switches.
+        asks = decide is not None or self._recorder is not None or bool(settings.clients_file)
+        turns = None if asks else turns_of(policy)
         self.relay = self._make_relay(decide, turns)
         self.fleet = Fleet(
             settings, self.relay, self._dispatcher, self._locator, self._subscriber, self._recorder

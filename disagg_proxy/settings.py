@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool._native import HOLDERS_MAX
-from moonpool.core.config.proxy_section import Admission, ProxyCommon
+from moonpool.core.config.proxy_section import SWITCHES, Admission, ProxyCommon
 from moonpool.core.service.addresses import Address, parse_address
 from moonpool.disagg_proxy.conductor.admission import Objective
 from moonpool.disagg_proxy.conductor.policy import make_policy
@@ -154,6 +154,9 @@ class ProxySettings(ProxyCommon, frozen=True, kw_only=True):
             parse_source_url(name)
         for path in self.relay_paths:
             _check_relay_path(path)
+        for name in self.switch_headers:
+            if name not in SWITCHES:
+                raise bad("switch_headers", f"a switch is {' or '.join(SWITCHES)}, not {name!r}")
         for name in ("api_keys_file", "discovery_keys_file"):
             if self.clients_file and getattr(self, name):
                 raise bad(

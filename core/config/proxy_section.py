@@ -16,6 +16,9 @@ from moonpool.core.config.setting import (
 )
 from moonpool.core.config.units import parse_size
 
+# Uses of the pool that can be switched off for a single request: the engine asks for blocks, it saves them.
+SWITCHES = ("load", "store")
+
 
 class Limits(Part, frozen=True, kw_only=True):
     """Sizes and counts. Beyond them a request is refused with one sentence, counted by reason."""
@@ -182,6 +185,14 @@ class ProxyCommon(Section, frozen=True, kw_only=True):
             "counts of cached tokens what others have asked; false: each gets a cache salt of its own"
         ),
     ] = False
+    switch_headers: Annotated[
+        list[str],
+        about(
+            "headers by which a client may keep a request out of the pool: store (X-Moonpool-Store: off, "
+            "nothing of it is saved), load (X-Moonpool-Load: off, nothing is loaded for it); others are "
+            "refused",
+        ),
+    ] = []
     access_log: Annotated[
         str, about("file that gets a line per request; - is standard output; empty: none")
     ] = ""

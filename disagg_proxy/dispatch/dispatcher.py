@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from moonpool._native import ProxyRequest
@@ -34,6 +34,7 @@ from moonpool.disagg_proxy.conductor.scheduler import (
 )
 from moonpool.disagg_proxy.conductor.worker import Role, Worker
 from moonpool.disagg_proxy.data_plane import observations
+from moonpool.disagg_proxy.dispatch import request_switches
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.handovers import Handovers
 from moonpool.disagg_proxy.dispatch.intake import Intake
@@ -65,7 +66,8 @@ class Dispatcher:
     the event loop; resume: hands in a decision that comes later; observed: takes what the data plane has
     recorded; clock: the data plane's; handover, admission: the settings; hidden_pool: detects a pool whose
     nodes' KV events the proxy does not receive; clients: the rows of their keys, None: they have none;
-    withdrawn: is told of each request whose key may ask no more."""
+    switch_headers: the switches that clients may say by a header; withdrawn: is told of each request whose
+    key may ask no more."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Dispatcher:
         hidden_pool: HiddenPool | None = None,
         policy_name: str = "",
         clients: Clients | None = None,
+        switch_headers: Collection[str] = (),
         withdrawn: Callable[[ProxyRequest], None] = lambda request: None,
     ) -> None:
         self.candidates = Candidates(places)
@@ -103,6 +106,7 @@ class Dispatcher:
         )
         self.prompts = PromptIds(tokens, loop, self.told)
         self._clients = clients
+        self._switch_headers = switch_headers
         self._withdrawn = withdrawn
         self._intake = Intake(self.candidates, locator, self.scheduler)
         self.blind = 0
@@ -146,6 +150,8 @@ class Dispatcher:
         knows at that moment, where the policy looks at prompts: records, of requests before it; ids, of a
         prompt that is a list of them. No other thread learns of later records before these, since only the
         calling thread makes records. One may have decided by a later time than ``now_s`` meanwhile."""
+        if (answer := self._switch(request)) is not None:
+            return answer
         if not self.uses_tokens:
             return self._choose_simply(request)
         if records:
@@ -164,9 +170,11 @@ class Dispatcher:
         if request.gone:
             return
         try:
-            with self._lock:
-                self._learn(self._observed())
-            decision = self._choose_by(request, ids, self._clock())
+            decision: Decision = self._switch(request)
+            if decision is None:
+                with self._lock:
+                    self._learn(self._observed())
+                decision = self._choose_by(request, ids, self._clock())
             if decision is not None:  # else it waits in the queue
                 self._resume(request, decision)
         except Exception:  # a policy of the user's own: any engine is better than none
@@ -284,6 +292,32 @@ class Dispatcher:
         own = effects[-1]
         return pending.answer_to(own.refusal) if isinstance(own, Refused) else self._sent(pending, own.choice)
 
+    def _switch(self, request: ProxyRequest) -> Answer | None:
+        """Sets the request's switches, before all else: they then hold whatever becomes of the choice. An
+        Answer: why they cannot."""
+        client = None if self._clients is None else self._clients.find(request.headers("authorization"))
+        try:
+            switches = request_switches.read(request.moonpool_headers, self._switch_headers, client)
+        except BadHeader as error:
+            return refused(400, str(error), "bad_header")
+        members = switches.members
+        if not members or request_switches.uses_no_pool(request):
+            return None
+        request.switches = members
+        if request_switches.is_told(request):
+            return None
+        return request_switches.untold(request, "on this path no engine can be told to")
+
+    def _objection(self, request: ProxyRequest, choice: Choice) -> Answer | None:
+        """Why the chosen engines are not asked; None: they are."""
+        for worker in (choice.decode, choice.prefill) if request.switches else ():
+            engine = None if worker is None else self.at[worker.place]
+            if engine is not None and not engine.takes_switches:
+                why = f"engine {engine.name}, which is not vLLM's, cannot be told to"
+                if (answer := request_switches.untold(request, why)) is not None:
+                    return answer
+        return objection(request, choice)
+
     def _client_of(self, request: ProxyRequest) -> Client | Answer | None:
         """Whose key the request came with; an Answer: a key that may ask no more, since the clients were read
         again."""
@@ -370,7 +404,7 @@ class Dispatcher:
     def objection(self, pending: PendingProxyRequest, choice: Choice) -> Refusal | None:
         """Sets the request's answer where the chosen engines cannot serve it, such as a decode engine whose
         prefill engines have left; None: they can."""
-        pending.answer = objection(pending.request, choice)
+        pending.answer = self._objection(pending.request, choice)
         return None if pending.answer is None else _SAID
 
     def _policy_failed(
@@ -387,7 +421,9 @@ class Dispatcher:
         if isinstance(client := self._client_of(request), Answer):
             return client
         choice = self.scheduler.policy.choose(UNKNOWN, workers, request.arrived_s)
-        if not choice.decode.self_sufficient and (answer := objection(request, choice)):
+        if (request.switches or not choice.decode.self_sufficient) and (
+            answer := self._objection(request, choice)
+        ):
             return answer
         self.scheduler.tell_policy(UNKNOWN, choice, request.arrived_s)
         for each in self._observers:

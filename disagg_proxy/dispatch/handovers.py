@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -81,7 +82,7 @@ class Handovers:
             plan, form = self._plan_pair(decode.place, prefill.place, request, tracked)
         if not asks_why(request):
             return plan
-        why = {
+        why: dict[str, Any] = {
             "policy": self._policy_name,
             "engine": decode.name,
             "prefill": prefill and prefill.name,
@@ -91,6 +92,8 @@ class Handovers:
                 for name, value in choice.why.items()
             },
         }
+        if request.switches:
+            why["switches"] = {name: msgspec.Raw(value.encode()) for name, value in request.switches}
         if waited_s:
             why["queued_s"] = round(waited_s, 5)
         return plan._replace(headers=((b"X-Moonpool-Decision", msgspec.json.encode(why)),))

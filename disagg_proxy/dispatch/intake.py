@@ -10,7 +10,7 @@ from moonpool.disagg_proxy.clients import Client
 from moonpool.disagg_proxy.conductor.choice import ANSWER_TOKENS, Request
 from moonpool.disagg_proxy.conductor.scheduler import NO_OBJECTIVE, EligibleWorkers, Scheduler
 from moonpool.disagg_proxy.conductor.transfer_backlog import TransferBacklog
-from moonpool.disagg_proxy.dispatch import request_hints
+from moonpool.disagg_proxy.dispatch import request_hints, request_switches
 from moonpool.disagg_proxy.dispatch.candidates import GENERATES, Candidates
 from moonpool.disagg_proxy.dispatch.pending import PendingProxyRequest
 from moonpool.disagg_proxy.dispatch.prefix_locator import PrefixLocator, PrefixMatch, seed_of
@@ -35,10 +35,11 @@ class Intake:
         match = self._locator.find(ids, seed_of(request.cache_salt, model, self._models(request, model)))
         # A client may write any number of 64 bits, and what is reckoned with it must still be one.
         answer_tokens = min(max(request.max_tokens or ANSWER_TOKENS, 1), ANSWER_TOKENS_MAX)
-        pool, hidden = match.pool, self._scheduler.inflight.hidden_pool
-        if hidden.seen:
+        known = match.pool if request_switches.loads(request) else 0
+        pool, hidden = known, self._scheduler.inflight.hidden_pool
+        if hidden.seen and request_switches.loads(request):
             pool = max(pool, self._reachable(request, match))
-        presumed = pool - match.pool
+        presumed = pool - known
         asked = Request(len(ids) // 4, match.own, pool, answer_tokens, holder=self._pool, presumed=presumed)
         return asked, match
 

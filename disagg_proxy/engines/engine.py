@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from moonpool.disagg_proxy.conductor.liveness import Liveness
 from moonpool.disagg_proxy.engines.bootstrap import Bootstrap
@@ -16,7 +19,13 @@ from moonpool.disagg_proxy.settings import BOOTSTRAP_PORT, EngineSpec, ProxySett
 if TYPE_CHECKING:
     from moonpool._native import Relay
 
+_OTHER_MAKERS = ("sglang", "tensorrt_llm")
+
 _log = logging.getLogger("moonpool.proxy")
+
+
+class _Card(msgspec.Struct):
+    owned_by: str = ""
 
 
 class Engine:
@@ -65,6 +74,7 @@ class Engine:
         self.spec = spec
         self._settings = settings
         self._warned = False
+        self._maker = ""
         self.context: bytes | None = None
         self.asks_context = settings.handover == "generation_first" and spec.role == "prefill"
         self._asks = settings.handover not in ("two_step", "context_first", "generation_first")
@@ -72,6 +82,13 @@ class Engine:
         self.waits: bool | None = None if self._asks else False
         if settings.handover == "one_shot" and spec.role != "both":
             self._is_sglang(spec.role, None)
+
+    @property
+    def takes_switches(self) -> bool:
+        """Whether it may be told ``ProxyRequest.switches``: it is not known to be another engine than vLLM's.
+        Connectors of others cannot be told, and TensorRT-LLM's refuses the member."""
+        by_number = self._settings.handover in ("context_first", "generation_first")
+        return not (self.sglang or by_number or self._maker in _OTHER_MAKERS)
 
     def attach_relay(self, relay: Relay) -> None:
         """Sets the relay that sends requests to the engine."""
@@ -119,6 +136,7 @@ class Engine:
         models = self.named if models is None else models
         if models != self.models:
             self.models = models
+            self._maker = _maker_of(models or {})
             if self.relay is not None:
                 self.relay.engine_models(self.place, None if models is None else list(models))
             self.became(self)
@@ -205,6 +223,14 @@ class Engine:
 
     def _now(self) -> float:
         return time.monotonic() if self.relay is None else self.relay.now()
+
+
+def _maker_of(models: Mapping[str, bytes]) -> str:
+    """The program that serves these models, as their cards in /v1/models have it; "": they do not say."""
+    for card in models.values():
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(card, type=_Card).owned_by
+    return ""
 
 
 def bootstrap_of(

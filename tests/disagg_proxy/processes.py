@@ -62,11 +62,12 @@ def until_ready(process: AnyProcess, address: Address, log: Path) -> None:
 
 
 def fetch(
-    address: Address, method: str, path: str, body: Body | None = None
+    address: Address, method: str, path: str, body: Body | None = None, **more: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
     try:
         headers = {"Content-Type": "application/json", "X-Moonpool-Decision": "1"}
+        headers |= {name.replace("_", "-"): value for name, value in more.items()}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.headers, response.read()

@@ -148,7 +148,7 @@ def proxy_command(pair: Pair, listen: Address) -> list[str]:
         command += [f"--{name}", f"{name}={pair.url(name)}"]
     for stream in pair.events:
         command += ["--events", stream]
-    return command
+    return [*command, "--switch-header", "store"]
 
 
 def ask(pair: Pair, proxy: str, path: str, body: Body) -> tuple[Body, dict[str, Any]]:
@@ -242,6 +242,43 @@ def test_both_sources_know_the_ids_that_the_engine_sees(pair: Pair) -> None:
         prompt = TextPrompt(kind, "tiny", json.dumps({"model": "tiny", **body}).encode())
         assert asyncio.run(known(pair, prompt)) == {"render": seen, "tokenize": seen, "local": seen}
         pair.until_heard("engine", "decode", seen, blocks(len(seen)))
+
+
+def not_stored(path: str, text: str) -> tuple[Body, tuple[str, ...]]:
+    """A body for the path, and the engines that get it."""
+    text += " once upon a time" * 60
+    if path == "/v1/completions":
+        return {"prompt": text}, ENGINES
+    if path == "/v1/chat/completions":
+        return {"messages": [user(text)]}, ENGINES
+    if path == "/v1/responses":
+        return {"input": text, "max_output_tokens": 16}, ("decode",)
+    return {"messages": [user(text)], "max_tokens": 4}, ("decode",)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_request_that_is_not_to_be_stored_says_so_to_each_engine(pair: Pair, path: str) -> None:
+    """On every path whose kv_transfer_params vLLM gives to its connector; what a client writes there does not
+    arrive."""
+
+    def counts() -> dict[str, float]:
+        rows = {}
+        for engine in ENGINES:
+            for row in fetch(pair.engines[engine], "GET", "/metrics")[2].decode().splitlines():
+                if row.startswith("moonpool_connector_switched_off_total{") and 'switch="store"' in row:
+                    rows[engine] = float(row.rsplit(" ", 1)[1])
+        return rows
+
+    body, told = not_stored(path, f"a forged request to {path}")
+    body["kv_transfer_params"] = {"moonpool": {"store": False, "load": False}}
+    before = counts()
+    assert fetch(pair.proxies["local"], "POST", path, {"model": "tiny"} | body)[0] == 200
+    body, _ = not_stored(path, f"one that is kept out to {path}")
+    body["kv_transfer_params"] = {"moonpool": {"store": True}}
+    answer = fetch(pair.proxies["local"], "POST", path, {"model": "tiny"} | body, X_Moonpool_Store="off")
+    assert answer[0] == 200, answer[2]
+    expected = {engine: before[engine] + (engine in told) for engine in ENGINES}
+    eventually(lambda: counts() == expected, f"only {told} are told, once each")
 
 
 async def known(pair: Pair, prompt: TextPrompt) -> dict[str, list[int]]:

@@ -47,6 +47,9 @@ using TokenIds = std::optional<std::vector<uint32_t>>;  // of a prompt that is o
 
 PyTypeObject* body_view_type = nullptr;
 constexpr size_t kEnginesMax = 65535;  // a place has 16 bits
+constexpr std::string_view kSwitchName = "abcdefghijklmnopqrstuvwxyz_";
+
+using Pairs = std::vector<std::pair<std::string, std::string>>;
 
 // One request, for as long as Python keeps it.
 class PyRequest {
@@ -109,6 +112,16 @@ class PyRequest {
     }
     std::optional<size_t> prompt_count() const { return request_->prompt_count(); }
     bool wants_one() const { return request_->wants_one(); }
+    const Pairs& switches() const { return request_->switches; }
+    // The relay's thread reads them when it has the decision, which comes after this.
+    void set_switches(Pairs switches) {
+        for (const auto& [name, value] : switches) {
+            if (name.empty() || name.find_first_not_of(kSwitchName) != std::string::npos) {
+                throw py::type_error("a switch has a name of lower-case letters and '_'");
+            }
+        }
+        request_->switches = std::move(switches);
+    }
     const py::tuple& candidates() const { return candidates_; }
     uint32_t attempt() const { return attempt_; }
     bool gone() const { return request_->gone; }
@@ -134,8 +147,6 @@ class PyRequest {
 
 // TypeError: it is reported as an error of the policy, not of the request.
 [[noreturn]] void bad(const char* sentence) { throw py::type_error(sentence); }
-
-using Pairs = std::vector<std::pair<std::string, std::string>>;
 
 relay::Role role_of(const std::string& name) {
     if (name == "prefill") return relay::Role::kPrefill;
@@ -447,12 +458,15 @@ class PyRelay final : public relay::Decider {
     }
 
     // Whether the policy would answer with the next in turn and nothing else: each candidate serves requests
-    // whole, and the client does not ask for the reasons.
+    // whole, and the client asks neither for the reasons nor for switches.
     bool goes_by_turns(const Question& question) const {
         if (turns_ == nullptr || question.page) return false;
         auto whole = [&](int place) { return relay_->engines().at(place).role == relay::Role::kBoth; };
-        return std::ranges::all_of(question.candidates, whole) &&
-               http::find_field(question.request->head.fields, "x-moonpool-decision") == nullptr;
+        auto says = [&](const char* name) {
+            return http::find_field(question.request->head.fields, name) != nullptr;
+        };
+        return std::ranges::all_of(question.candidates, whole) && !says("x-moonpool-decision") &&
+               !says("x-moonpool-store") && !says("x-moonpool-load");
     }
 
     // What decide is told besides the request costs it no call: the time, what was recorded since it was last
@@ -537,6 +551,7 @@ void bind_relay(py::module_& m) {
         .def_property_readonly("stream", &PyRequest::stream)
         .def_property_readonly("max_tokens", &PyRequest::max_tokens)
         .def_property_readonly("cache_salt", &PyRequest::cache_salt)
+        .def_property("switches", &PyRequest::switches, &PyRequest::set_switches)
         .def_property_readonly("kind", &PyRequest::kind, "chat, completions, embeddings, generate or other.")
         .def("prompt_tokens", &PyRequest::prompt_tokens,
              "Little-endian u32 ids when the prompt is one list of ids, else None.")

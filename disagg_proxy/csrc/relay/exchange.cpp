@@ -226,10 +226,18 @@ void Exchange::follow(const Plan& plan) {
 
 // Sending.
 
-// One engine, which gets the request as it came.
+// One engine, which gets the request as it came, but for its switches.
 void Exchange::answer_by(Engine& engine) {
     state_.move_to(ExchangeState::kAnswering);
-    send_answer_leg(engine, {});
+    if (request_->switches.empty() || !request_->facts().is_object) return send_answer_leg(engine, {});
+    make_body(answer_body_, {});
+    send_answer_leg(engine, answer_body_.pieces());
+}
+
+void Exchange::make_body(json::Splice& body, std::vector<json::Edit> edits) {
+    std::string params;
+    add_switches(edits, *request_, params);
+    body.make(request_->facts().object, edits);  // copies what is set
 }
 
 void Exchange::send_answer_leg(Engine& engine, std::span<const std::string_view> body) {

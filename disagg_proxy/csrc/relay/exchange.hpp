@@ -127,8 +127,9 @@ class Exchange {
     void ask();
     void follow(const Plan& plan);
     void answer_by(Engine& engine);
+    void make_body(json::Splice& body, std::vector<json::Edit> edits);
     void send_answer_leg(Engine& engine, std::span<const std::string_view> body);
-    void send_prefill_leg(Engine& engine, std::span<const json::Edit> edits);
+    void send_prefill_leg(Engine& engine, std::vector<json::Edit> edits);
     void answer_alone();
     void not_tried(const Engine& engine);
     bool may_trim_prefill();
@@ -137,7 +138,7 @@ class Exchange {
     void prefill_failed(Verdict verdict, bool elsewhere);
     void answer_with_refusal();
     void answer_finished(Engine& engine, const Context& context);
-    void hand_over(std::span<const json::Edit> edits);
+    void hand_over(std::vector<json::Edit> edits);
     // Of an attempt with a prefill engine.
     bool at_once() const { return plan_.prefill >= 0 && handover_form(plan_.form).at_once(); }
     bool one_shot() const { return plan_.prefill >= 0 && handover_form(plan_.form).in_a_room; }

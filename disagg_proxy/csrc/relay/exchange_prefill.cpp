@@ -33,8 +33,8 @@ bool blames_request(int status) {
 
 }  // namespace
 
-void Exchange::send_prefill_leg(Engine& engine, std::span<const json::Edit> edits) {
-    prefill_body_.make(request_->facts().object, edits);
+void Exchange::send_prefill_leg(Engine& engine, std::vector<json::Edit> edits) {
+    make_body(prefill_body_, std::move(edits));
     prefill_.body.assign(prefill_body_.pieces().begin(), prefill_body_.pieces().end());
     prefill_.head.clear();
     prefill_.head_only = false;
@@ -124,7 +124,7 @@ void Exchange::prefill_done() {
     std::vector<json::Edit> edits{{json::Edit::kSet, form.member, context->params}};
     std::string_view prompt = request_->kind == Kind::kChat ? "prompt_token_ids" : "prompt";
     if (!context->prompt_ids.empty()) edits.push_back({json::Edit::kSet, prompt, context->prompt_ids});
-    hand_over(edits);
+    hand_over(std::move(edits));
     if (prefill_answer_.text.capacity() > kSmallBytes) prefill_answer_.text = std::string();
 }
 
@@ -141,8 +141,8 @@ void Exchange::answer_finished(Engine& engine, const Context& context) {
     client_->answer_page(page);
 }
 
-void Exchange::hand_over(std::span<const json::Edit> edits) {
-    answer_body_.make(request_->facts().object, edits);
+void Exchange::hand_over(std::vector<json::Edit> edits) {
+    make_body(answer_body_, std::move(edits));
     observation_.handed_over = static_cast<uint8_t>(plan_.form);
     if (state_ != ExchangeState::kAnswering) state_.move_to(ExchangeState::kAnswering);
     send_answer_leg(engines_.at(plan_.engine), answer_body_.pieces());

@@ -1,5 +1,6 @@
 #include "relay/handover_forms.hpp"
 
+#include <algorithm>
 #include <array>
 
 namespace moonpool::relay {
@@ -9,6 +10,7 @@ namespace {
 using json::Edit;
 
 constexpr std::string_view kParameters = "kv_transfer_params";
+constexpr std::string_view kOurs = "moonpool";  // of these, what Moonpool's connectors alone read
 // The parameters with which a NIXL-style connector computes a prompt for another engine.
 constexpr std::string_view kPrefillParameters =
     R"({"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,)"
@@ -61,6 +63,24 @@ std::vector<Edit> prefill_edits(std::string_view kv_transfer_params) {
             {Edit::kSetWherePresent, "max_completion_tokens", "1"},
             {Edit::kDrop, "stream_options"},
             {Edit::kDrop, "min_tokens"}};
+}
+
+void add_switches(std::vector<Edit>& edits, const Request& request, std::string& params) {
+    if (request.switches.empty()) return;
+    auto own = std::ranges::find(edits, kParameters, &Edit::key);
+    if (own == edits.end()) own = edits.insert(own, Edit{Edit::kSet, kParameters, "{}"});
+    json::Object outer, inner;
+    if (!outer.scan(own->value)) outer.scan("{}");
+    const json::Member* ours = outer.find(kOurs);
+    if (ours == nullptr || !inner.scan(ours->value)) inner.scan("{}");
+    std::vector<Edit> each;
+    for (const auto& [name, value] : request.switches) each.push_back({Edit::kSet, name, value});
+    json::Splice splice;
+    splice.make(inner, each);
+    const std::string merged = splice.joined();
+    const Edit whole[] = {{Edit::kSet, kOurs, merged}};
+    splice.make(outer, whole);
+    own->value = params = splice.joined();
 }
 
 }  // namespace moonpool::relay

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -42,5 +43,9 @@ const HandoverForm& handover_form(Form form);
 // The edits that make of a request the one for a prefill engine of vLLM's protocol (docs/proxy.md): one
 // token, no stream, and kv_transfer_params as given (a JSON value). Valid as long as `kv_transfer_params` is.
 std::vector<json::Edit> prefill_edits(std::string_view kv_transfer_params);
+
+// The edits with the switches of the request (Request::switches) in their kv_transfer_params, beside all that
+// a hand-over says there. params: holds that value as long as the edits are used.
+void add_switches(std::vector<json::Edit>& edits, const Request& request, std::string& params);
 
 }  // namespace moonpool::relay

@@ -220,6 +220,7 @@ void Request::clear() {
     request_id.clear();
     traceparent.clear();
     salt.clear();
+    switches.clear();
     trace = Trace();
     gone = false;
     facts_.object.clear();

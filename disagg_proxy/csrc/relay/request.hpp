@@ -1,6 +1,6 @@
 // Request: a client's request, whole. Made by the client's connection, examined once, perhaps in another
 // thread, then shared by the exchange that answers it and by the decider, perhaps in another thread; from
-// then on only `gone` changes.
+// then on only `gone` changes, and the decider may set `switches` before it answers.
 #pragma once
 
 #include <atomic>
@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "http/refusal.hpp"
@@ -43,6 +44,9 @@ struct Request {
     // Of the client's tenant, hexadecimal; "": none. Engines are told it with the request, so that a block of
     // one tenant is never found by another one, and does not say by the time it takes what others have asked.
     std::string salt;
+    // Names and JSON values of what connectors of engines are told of this request alone: members of
+    // "moonpool" in kv_transfer_params, in every body that is made of the request, also where a plan failed.
+    std::vector<std::pair<std::string, std::string>> switches;
     std::atomic<bool> gone{false};
 
     // What the JSON of the body says; all empty where it is no JSON object, and until examine().

@@ -45,6 +45,7 @@ OPTIONS = {
     "Access and records": {
         "proxy.api_keys_file": "FILE",
         "proxy.clients_file": "FILE",
+        "proxy.switch_headers": "load|store --switch-header",
         "proxy.open": "",
         "proxy.engine_key_file": "FILE",
         "proxy.access_log": "FILE",

@@ -67,5 +67,29 @@ TEST_CASE("hand-over forms: what prefill's answer hands over") {
     CHECK_FALSE(take(R"({"kv_transfer_params":{}})")->finished);
 }
 
+TEST_CASE("hand-over forms: switches stand beside what a hand-over says, in every body") {
+    Request request;
+    std::string params;
+    auto with = [&](std::vector<json::Edit> edits, const char* body = "{}") {
+        add_switches(edits, request, params);
+        return edited(body, edits);
+    };
+    const std::vector<json::Edit> own = {{json::Edit::kSet, "a", "1"}};
+    CHECK(with(own) == R"({"a":1})");
+    request.switches = {{"load", "false"}, {"store", "false"}};
+    const std::string both = R"("moonpool":{"load":false,"store":false}})";
+    CHECK(with({}) == R"({"kv_transfer_params":{)" + both + "}");
+    CHECK(with(own, R"({"kv_transfer_params":7})") == R"({"a":1,"kv_transfer_params":{)" + both + "}");
+    auto params_of = [&](const char* given) {
+        return with({{json::Edit::kSet, "kv_transfer_params", given}});
+    };
+    CHECK(params_of(R"({"x":1})") == R"({"kv_transfer_params":{"x":1,)" + both + "}");
+    CHECK(params_of(R"({"moonpool":{"handover":{"lease":7},"store":true},"x":1})") ==
+          R"({"kv_transfer_params":{"x":1,"moonpool":{"handover":{"lease":7},"load":false,"store":false}}})");
+    for (const char* odd : {"7", R"({"moonpool":7})", R"({"moonpool":null})"}) {
+        CHECK(params_of(odd) == R"({"kv_transfer_params":{)" + both + "}");
+    }
+}
+
 }  // namespace
 }  // namespace moonpool::relay
