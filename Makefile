@@ -17,7 +17,7 @@ help:
 	@echo 'make native   the C++ tests alone, under ASan+UBSan and under TSan'
 	@echo 'make stub     write src/moonpool/_native.pyi anew'
 	@echo 'make kernels  write the PTX of the GPU kernels anew, with a compiler that needs no GPU'
-	@echo 'make wheel    sdist and wheel into dist/'
+	@echo "make wheel    sdist, and wheels for x86-64 and aarch64 into dist/   PYTHONS='python3.12 ...' for which"
 	@echo 'make site     the documentation as a site in build/site/html'
 	@echo "make matrix   other engines and Pythons, the release before (VERSIONS='vllm-0.31.0 release'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
@@ -44,7 +44,7 @@ kernels:
 	@$(PYTHON) -m scripts.kernels
 
 wheel:
-	@$(PYTHON) -m scripts.wheel
+	@$(PYTHON) -m scripts.wheels $(foreach one,$(PYTHONS),--python $(one))
 
 site:
 	@$(PYTHON) -m scripts.site

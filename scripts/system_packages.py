@@ -52,6 +52,10 @@ def _has_doctest() -> bool:
     return Path("/usr/include/doctest/doctest.h").exists()
 
 
+def _has_cross_compiler(machine: str) -> Callable[[], bool]:
+    return lambda: shutil.which(f"{machine}-linux-gnu-g++") is not None
+
+
 BUSYBOX = ("/usr/bin/busybox", "/bin/busybox")
 DEPMOD = "/usr/sbin/depmod"
 # Debian package -> is what we need from it already there (from whatever source)?
@@ -59,6 +63,8 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "python3-venv": _has_venv,
     "python3-dev": _has_python_headers,
     "g++": _has_compiler,
+    "g++-x86-64-linux-gnu": _has_cross_compiler("x86_64"),
+    "g++-aarch64-linux-gnu": _has_cross_compiler("aarch64"),
     "libnuma1": _has_libnuma,  # vLLM's CPU kernels link to it
     "libssl-dev": _has_openssl_headers,  # SGLang compiles its page hash when it starts
     "doctest-dev": _has_doctest,
@@ -84,6 +90,11 @@ TEST_WISHES = {
     "ccache": "each new checkout compiles the whole core",
     **dict.fromkeys(VM, "the tests in a virtual machine are skipped"),
 }
+
+
+def cross_compiler(machine: str) -> str:
+    """The package with a g++ for that processor; on a host of that processor it is there already."""
+    return f"g++-{machine.replace('_', '-')}-linux-gnu"
 
 
 def require(progress: Progress, *packages: str) -> None:

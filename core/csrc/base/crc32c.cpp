@@ -102,8 +102,9 @@ constexpr Store kWeak = kStore == Store::kNone ? Store::kNone : Store::kCached;
 
 inline uint8_t* at(uint8_t* dst, size_t offset) { return dst == nullptr ? nullptr : dst + offset; }
 
-#define MOONPOOL_LANES __attribute__((target("sse4.2,pclmul")))
-#define MOONPOOL_FOLD __attribute__((target("sse4.2,pclmul,avx512f,vpclmulqdq")))
+// sse4.2 implies crc32 for gcc, and not for every clang.
+#define MOONPOOL_LANES __attribute__((target("sse4.2,crc32,pclmul")))
+#define MOONPOOL_FOLD __attribute__((target("sse4.2,crc32,pclmul,avx512f,vpclmulqdq")))
 
 template <Store kStore>
 MOONPOOL_LANES uint32_t one_lane(uint32_t crc, uint8_t* dst, const uint8_t* src, size_t size) {

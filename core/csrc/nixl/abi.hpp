@@ -140,7 +140,9 @@ class NixlEngine {
     const std::string agent_;
     const bool telemetry_ = false;
 };
-static_assert(sizeof(NixlEngine) == 0xd0 && sizeof(NixlLocatedRange) == 32 && sizeof(NixlNamedRange) == 56);
+// 0xd0 on x86-64, where a mutex has 40 bytes; on aarch64 it has 48.
+static_assert(sizeof(NixlEngine) == 0xd0 - 40 + sizeof(std::mutex));
+static_assert(sizeof(NixlLocatedRange) == 32 && sizeof(NixlNamedRange) == 56);
 
 struct NixlPlugin {
     int api;
