@@ -62,6 +62,12 @@ def write(progress: Progress, zig: Environment, machine: str) -> Path:
     return written
 
 
+def compiled_in(machine: str) -> dict[str, str]:
+    """Name -> version of each library of others that a link puts into our binaries."""
+    gcc = _told(f"{machine}-linux-gnu-g++", "-dumpfullversion").strip()
+    return {"libstdc++": gcc, "zig-compiler-rt": ZIG.partition("==")[2]}
+
+
 def _told(*command: str) -> str:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     return done.stdout

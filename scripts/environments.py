@@ -29,12 +29,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts import engine_choice
 from scripts.engine_choice import EngineChoice
 from scripts.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 CCACHE = Path("/usr/lib/ccache")  # compilers under their own names, so that nothing else has to know of it
 # Engines' requirements pull these in as CUDA builds, whose operators are missing on a CPU; nothing here uses
@@ -96,15 +98,26 @@ def compiler_env() -> dict[str, str]:
     return {**own, **env, "PATH": f"{CCACHE}{os.pathsep}{env.get('PATH', os.defpath)}"}
 
 
+def project() -> dict[str, Any]:
+    """The table [project] of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
 def project_requirements(*extras: str) -> list[str]:
     """The requirements in pyproject.toml, with those extras (which may name each other) resolved."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements: list[str] = list(project["dependencies"])
+    requirements: list[str] = list(project()["dependencies"])
     for extra in extras:
-        for requirement in project["optional-dependencies"][extra]:
+        for requirement in project()["optional-dependencies"][extra]:
             nested = re.fullmatch(r"moonpool\[(.+)\]", requirement)
             requirements += project_requirements(*nested[1].split(",")) if nested else [requirement]
     return sorted(set(requirements))
+
+
+def pins() -> list[str]:
+    """Each name==version of constraints.txt."""
+    lines = (line.partition("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines())
+    return [line for line in lines if line]
 
 
 def build_requirements() -> list[str]:
@@ -113,7 +126,7 @@ def build_requirements() -> list[str]:
 
 def tools(progress: Progress) -> Environment:
     """The environment of this checkout for building, linting and testing, without any engine."""
-    base = _base(progress, "tools", project_requirements("dev"))
+    base = _base(progress, "tools", [*project_requirements("dev"), *pins()])
     return _overlay(progress, base)
 
 

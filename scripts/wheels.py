@@ -1,8 +1,8 @@
 """`make wheel`: the source distribution, and wheels for other Linux distributions, into dist/.
 
-For each interpreter and each processor one wheel, tagged manylinux, which auditwheel confirms. The
-wheel of this processor is installed into a new environment outside of this checkout, where a store puts and
-gets. One of the other processor is not run.
+For each interpreter and each processor one wheel, tagged manylinux, which auditwheel confirms, and beside it
+its bill of materials (scripts/sbom.py). The wheel of this processor is installed into a new environment
+outside of this checkout, where a store puts and gets. One of the other processor is not run.
 
 An interpreter is only asked for its headers; those of its version serve both processors.
 """
@@ -40,6 +40,7 @@ class Interpreter:
     """A CPython that wheels are built for, with an environment of its own that builds them."""
 
     version: str  # such as 312
+    pybind11: str
     build: Environment
 
 
@@ -66,6 +67,10 @@ def main() -> None:
             compiler = cross_compiler.write(progress, zig, machine)
             wheel = build(progress, interpreter, machine, compiler, words.outdir)
             audit(progress, auditwheel, wheel)
+            compiled_in = {"pybind11": interpreter.pybind11, **cross_compiler.compiled_in(machine)}
+            pairs = [f"{name}=={version}" for name, version in compiled_in.items()]
+            command = [tools.python, "-m", "scripts.sbom", wheel, *pairs]
+            progress.run(f"the bill of materials of {wheel.name}", command, cwd=ROOT)
             if machine == platform.machine():
                 try_out(progress, path, wheel)
     for path in sorted(words.outdir.iterdir()):
@@ -111,13 +116,14 @@ def audit(progress: Progress, auditwheel: Environment, wheel: Path) -> None:
 
 
 def try_out(progress: Progress, python: str, wheel: Path) -> None:
-    """Installs it with its requirements, and runs TRIAL away from the checkout."""
+    """Installs it with the tested versions of its requirements, and runs TRIAL away from the checkout."""
     with tempfile.TemporaryDirectory() as folder:
         env = environments.clean_env()
         progress.run("a new environment for the wheel", [python, "-m", "venv", folder], env)
         own = Path(folder, "bin", "python")
-        pip = [own, "-m", "pip", "--no-input", "--disable-pip-version-check", "install", wheel]
-        progress.run("installing the wheel with its requirements", pip, env)
+        pip = [own, "-m", "pip", "--no-input", "--disable-pip-version-check", "install"]
+        command = [*pip, "--constraint", environments.CONSTRAINTS, wheel]
+        progress.run("installing the wheel with its requirements", command, env)
         progress.run("a put and a get with it", [own, "-I", "-c", TRIAL], env, Path(folder))
 
 
@@ -142,7 +148,8 @@ def _interpreter(progress: Progress, path: str) -> Interpreter:
         pip = [made.python, "-m", "pip", "--no-input", "--disable-pip-version-check", "install"]
         progress.run("its packages", [*pip, *requirements], env)
         complete.touch()
-    return Interpreter(f"{major}{minor}", made)
+    (pybind11,) = made.path.glob("lib/python*/site-packages/pybind11-*.dist-info")
+    return Interpreter(f"{major}{minor}", pybind11.name.split("-")[1].removesuffix(".dist"), made)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def test_the_compiler_takes_libstdcxx_of_gxx_and_hides_it(
     environment = wheels.Environment(tmp_path / "env")
     program(environment.packages / "ziglang" / "zig", 'echo "$@"')
     gxx = """case $1 in
-    -print-file-name=*) echo "/gcc/${1#*=}" ;;
-    *) printf '#include <...> search starts here:\\n /gcc/c++/12\\n /usr/include\\n' ;;
+    -print-file-name=*) echo "/usr/gcc/${1#*=}" ;;
+    *) printf '#include <...> search starts here:\\n /usr/gcc/c++/12\\n /usr/include\\n' ;;
     esac"""
     program(tmp_path / "bin" / "aarch64-linux-gnu-g++", gxx)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -93,10 +93,10 @@ def test_the_compiler_takes_libstdcxx_of_gxx_and_hides_it(
 
     compiled = told("-O3", "-c", "a.cpp")
     assert "-target aarch64-linux-gnu.2.34" in compiled
-    assert "-nostdinc++ -I/gcc/c++/12 " in compiled
-    assert "/usr/include" not in compiled
+    assert "-nostdinc++ -I/usr/gcc/c++/12 " in compiled
+    assert "-I/usr/include " not in compiled
     linked = told("-shared", "a.o")
-    assert linked.rstrip().endswith("arc4random.o /gcc/libstdc++.a /gcc/libgcc_s.so.1")
+    assert linked.rstrip().endswith("arc4random.o /usr/gcc/libstdc++.a /usr/gcc/libgcc_s.so.1")
     script = next(word for word in linked.split() if word.startswith("-Wl,--version-script="))
     assert "local: _*;" in Path(script.partition("script=")[2]).read_text()
     before = told("--version")
