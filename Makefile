@@ -3,7 +3,7 @@
 PYTHON ?= python3
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test build lint native stub kernels wheel constraints image site matrix clean
+.PHONY: help demo test build lint native stub kernels wheel constraints image manifests site matrix clean
 
 help:
 	@echo 'make demo     real vLLM engines for prefill and decode, a pool, the proxy; shows who computed what'
@@ -20,6 +20,7 @@ help:
 	@echo "make wheel    sdist, and wheels for x86-64 and aarch64 into dist/   PYTHONS='python3.12 ...' for which"
 	@echo 'make constraints   the versions of constraints.txt anew, the newest that pip finds'
 	@echo 'make image    the container image by docker or podman   MACHINES="x86_64 aarch64" for both'
+	@echo 'make manifests     deploy/kubernetes anew from deploy/chart'
 	@echo 'make site     the documentation as a site in build/site/html'
 	@echo "make matrix   other engines and Pythons, the release before (VERSIONS='vllm-0.31.0 release'); long, not in CI"
 	@echo 'make clean    remove what was built inside the tree (the environments in the cache stay)'
@@ -53,6 +54,9 @@ constraints:
 
 image:
 	@$(PYTHON) -m scripts.image $(MACHINES)
+
+manifests:
+	@$(PYTHON) -m scripts.manifests
 
 site:
 	@$(PYTHON) -m scripts.site
