@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from moonpool.disagg_proxy.tokens.items import Items, has_items, tell_apart
 from moonpool.disagg_proxy.tokens.source import TextPrompt
 
 DEADLINE_S = 2.0
@@ -31,6 +32,7 @@ _log = logging.getLogger("moonpool.proxy")
 
 class _Rendered(msgspec.Struct):
     token_ids: list[int]
+    features: Items | None = None
 
 
 class _Tokenized(msgspec.Struct):
@@ -129,9 +131,9 @@ class EngineSource:
         if answer is None:
             return None
         if prompt.kind == "chat":
-            return _u32(_rendered.decode(answer).token_ids)
+            return _ids_of(_rendered.decode(answer))
         rendered = _rendered_list.decode(answer)
-        return _u32(rendered[0].token_ids) if len(rendered) == 1 else None
+        return _ids_of(rendered[0]) if len(rendered) == 1 else None
 
     async def _tokenize(self, root: str, prompt: TextPrompt) -> bytes | None:
         asked: _Chat | _Completion
@@ -139,6 +141,8 @@ class EngineSource:
             asked = _Completion(_generate.decode(prompt.body).text)
         else:
             asked = (_chat if prompt.kind == "chat" else _completion).decode(prompt.body)
+            if isinstance(asked, _Chat) and has_items(bytes(asked.messages)):
+                return None  # its answer does not tell which of the ids stand for items
         body = msgspec.json.encode(asked)
         answer = await self._post(root, "/tokenize", body)
         return None if answer is None else _u32(_tokenized.decode(answer).tokens)
@@ -178,6 +182,13 @@ async def _read(stream: aiohttp.StreamReader) -> bytes:
         if len(content) > ANSWER_BYTES_MAX:
             raise ValueError(f"an engine's answer is longer than {ANSWER_BYTES_MAX} bytes")
     return bytes(content)
+
+
+def _ids_of(rendered: _Rendered) -> bytes:
+    ids = np.array(rendered.token_ids, "<u4")
+    if rendered.features is not None:
+        tell_apart(ids, rendered.features)
+    return ids.tobytes()
 
 
 def _u32(ids: list[int]) -> bytes:

@@ -69,6 +69,57 @@ def test_the_render_page_is_asked_with_the_bytes_of_the_client() -> None:
     assert seen == [CHAT.body]
 
 
+def rendered(*names: str, offset: int = 3, **changes: Any) -> dict[str, Any]:
+    """The answer for a prompt of 40 tokens with images of five."""
+    places = [{"offset": offset + 10 * number, "length": 5} for number in range(len(names))]
+    features = {"mm_hashes": {"image": names}, "mm_placeholders": {"image": places}, "kwargs_data": None}
+    return {"token_ids": [*range(20), *[99] * 20], "features": features | changes}
+
+
+def test_prompts_with_other_images_are_told_apart() -> None:
+    pages = [rendered(), rendered("a"), rendered("b"), rendered("a"), rendered("a", "b"), rendered("b", "a")]
+    answers = [ask({"/v1/chat/completions/render": answer(page)}, CHAT)[0][0] for page in pages]
+    text, one, other, again, two, swapped = answers
+    assert text is not None
+    assert text == pages[0]["token_ids"]
+    for ids in answers[1:]:
+        assert ids is not None
+        assert (len(ids), ids[:3], ids[23:]) == (40, text[:3], text[23:])
+        assert not set(ids[3:8]) & set(text)
+    assert one == again
+    assert len({str(ids) for ids in (one, other, two, swapped)}) == 4
+    assert two is not None
+    assert two[8:13] == text[8:13]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        rendered("a", offset=36),
+        rendered("a", offset=-1),
+        rendered("a", mm_hashes={}),
+        rendered("a", mm_hashes=3),
+    ],
+)
+def test_odd_places_of_images_give_no_ids(features: dict[str, Any]) -> None:
+    assert ask({"/v1/chat/completions/render": answer(features)}, CHAT) == ([None], 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "ids"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "hi"}], None),
+        ([{"type": "text", "text": "hi"}], [5, 6]),
+        ("hi", [5, 6]),
+    ],
+)
+def test_the_tokenize_page_tells_nothing_of_images(content: object, ids: list[int] | None) -> None:
+    prompt = TextPrompt(
+        "chat", "m", json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    )
+    assert ask({"/tokenize": answer({"tokens": [5, 6]})}, prompt) == ([ids], 0)
+
+
 def test_completions_take_the_only_prompt_of_a_list() -> None:
     one = answer([{"token_ids": [7]}])
     two = answer([{"token_ids": [7]}, {"token_ids": [8]}])
