@@ -22,6 +22,9 @@ manual.
     identity     the fingerprint: which model, weights and form of bytes
     arguments    which of vLLM's arguments change the numbers, and why the others do not
     adapters     LoRA adapters: the digest of the bytes that a request uses
+    item_names   images, sounds and videos of requests: the digest of their content
+    media_options
+                 which of vLLM's options for them count in that digest, and which leave them without a name
     weight_changes
                  which calls of an engine to its workers replace its weights
     settings     kv_connector_extra_config, checked
@@ -34,5 +37,6 @@ manual.
     compat       every difference between vLLM versions
 
 Threads: both halves run on their engine's thread and never block it; the threads of
-``moonpool._native.Worker`` move bytes; a NodeConnection owns one Python thread while there is no node.
+``moonpool._native.Worker`` move bytes; a NodeConnection owns one Python thread while there is no node, and
+ItemNames one once a large image came.
 """

@@ -9,6 +9,7 @@ from typing import Any
 
 from moonpool.connectors import positions
 from moonpool.connectors.vllm import compat
+from moonpool.connectors.vllm.media_options import media_form, media_refusal, takes_media
 from moonpool.connectors.vllm.reach import FULL, Reach
 from moonpool.connectors.vllm.states import State, read_state
 
@@ -41,7 +42,9 @@ class EngineConfig:
     engine_id: vLLM's name for this engine.
     dp_rank: the data-parallel replica of this engine.
     zeroes_blocks: whether vLLM zeroes blocks before a step that uses them.
-    takes_media: whether requests may have images, audio or video, which do not use the pool.
+    takes_embeddings: whether requests may have embeddings in the place of tokens.
+    media_form: how the engine makes KV of an image, a sound or a video, beside its content.
+    media_refusal: why images, sounds and videos cannot be named, or "".
     adapter_form: how LoRA adapters are applied, as far as that changes KV.
     adapter_refusal: why requests with an adapter cannot use the pool, or "".
     refusal: one sentence why this engine cannot use the pool, or "".
@@ -60,7 +63,9 @@ class EngineConfig:
     engine_id: str = ""
     dp_rank: int = 0
     zeroes_blocks: bool = False
-    takes_media: bool = False
+    takes_embeddings: bool = False
+    media_form: str = ""
+    media_refusal: str = ""
     adapter_form: str = ""
     adapter_refusal: str = ""
     refusal: str = ""
@@ -98,7 +103,9 @@ def read_engine_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         # Ranks of a dense model do not know each other: vLLM passes data_parallel_rank 0 to each.
         dp_rank=int(getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))),
         zeroes_blocks=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
-        takes_media=_takes_media(model),
+        takes_embeddings=bool(getattr(model, "enable_prompt_embeds", False)),
+        media_form=media_form(model) if takes_media(model) else "",
+        media_refusal=media_refusal(vllm_config) if takes_media(model) else "",
         adapter_form=_adapter_form(vllm_config),
         adapter_refusal=_adapter_refusal(parallel),
         refusal=_refusal(vllm_config, groups),
@@ -109,11 +116,6 @@ def layer_number(name: str) -> int:
     """The number of the model's layer that the KV cache ``name`` belongs to; 0 for a name without one."""
     match = _LAYER_NUMBER.search(name) or _ANY_NUMBER.search(name)
     return int(match[1]) if match else 0
-
-
-def _takes_media(model: Any) -> bool:
-    config = getattr(model, "multimodal_config", None)
-    return config is not None and not getattr(config, "language_model_only", False)
 
 
 def _refusal(vllm_config: Any, groups: list[Any]) -> str:

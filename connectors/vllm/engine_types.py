@@ -14,17 +14,43 @@ class Status(Protocol):
         """For example "FINISHED_STOPPED"."""
 
 
+class Place(Protocol):
+    """PlaceholderRange: the tokens of an item.
+
+    offset: the first of them.
+    length: how many.
+    is_embed: which of them stand for embeddings, as a tensor; None: all.
+    """
+
+    offset: int
+    length: int
+    is_embed: Any
+
+
+class MediaFeature(Protocol):
+    """MultiModalFeatureSpec: an image, a sound or a video.
+
+    data: its fields, each with its tensors as ``data``; None: the scheduler is not given them.
+    identifier: vLLM's name for it: a hash, or the UUID of the client.
+    """
+
+    data: Mapping[str, Any] | None
+    modality: str
+    identifier: str
+    mm_position: Place
+
+
 class Request(Protocol):
     """A request in the scheduler.
 
-    mm_features: images, audio and video.
+    mm_features: images, sounds and videos.
     cache_salt: of its block hashes.
     """
 
     request_id: str
     prompt_token_ids: list[int] | None
     prompt_embeds: Any
-    mm_features: Sequence[Any]
+    mm_features: Sequence[MediaFeature]
     lora_request: Any
     cache_salt: str | None
     num_preemptions: int

@@ -50,6 +50,8 @@ MEMORY = "says where and how much memory, not what is in it"
 ORDER = "changes the order of additions at most"
 STATES = "says when vLLM keeps which states"
 NOT_POOLED = "is about requests that never use the pool"
+IN_ITEMS = "counts in the names of images, sounds and videos (media_options.py)"
+IN_SEEDS = "chooses or widens the adapter of a request, which counts in the request's seed"
 DERIVED = "follows from the others"
 
 LEFT_OUT: Mapping[str, Mapping[str, str]] = {
@@ -67,9 +69,9 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("sleep_mode_backend", "sleep_mode_offload_cudagraph"), MEMORY),
         **dict.fromkeys(("enable_nccl_comm_suspend", "enable_cumem_allocator"), MEMORY),
         **dict.fromkeys(("enforce_eager", "disable_cascade_attn", "model_impl"), ORDER),
-        **dict.fromkeys(("allowed_local_media_path", "allowed_media_domains"), NOT_POOLED),
+        **dict.fromkeys(("allowed_local_media_path", "allowed_media_domains"), "says what may be fetched"),
         **dict.fromkeys(("enable_prompt_embeds", "io_processor_plugin", "pooler_config"), NOT_POOLED),
-        "multimodal_config": NOT_POOLED,
+        "multimodal_config": IN_ITEMS,
         **dict.fromkeys(("is_submodel_config", "spec_target_max_model_len"), DERIVED),
         "hf_token": "says who may download",
         "allow_deprecated_quantization": "says what vLLM refuses",
@@ -108,7 +110,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("max_lora_rank", "max_loras", "max_cpu_loras"), MEMORY),
         **dict.fromkeys(("fully_sharded_loras", "specialize_active_lora"), ORDER),
         "enable_mixed_moe_lora_format": ORDER,
-        **dict.fromkeys(("default_mm_loras", "enable_tower_connector_lora"), NOT_POOLED),
+        **dict.fromkeys(("default_mm_loras", "enable_tower_connector_lora"), IN_SEEDS),
         "max_lora_cls_labels": "is about the head",
     },
 }
@@ -134,8 +136,8 @@ LEFT_OUT_SECTIONS: Mapping[str, str] = {
     "profiler_config": "is about logs and metrics",
     "kv_transfer_config": "is our own",
     "kv_events_config": "is about logs and metrics",
-    "ec_transfer_config": NOT_POOLED,
-    "ec_manager_config": NOT_POOLED,
+    "ec_transfer_config": "the items of such an engine have no name",
+    "ec_manager_config": MEMORY,
     "reasoning_config": SAMPLING,
     "instance_id": "is a name",
     "optimization_level": ORDER,

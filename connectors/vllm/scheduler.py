@@ -29,6 +29,7 @@ from moonpool.connectors.vllm.engine_types import (
     SchedulerOutput,
 )
 from moonpool.connectors.vllm.free_block_wait import FreeBlockWait
+from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.load_decision import ALWAYS, Choice, LoadDecision, Shares
 from moonpool.connectors.vllm.lookups import Lookups
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Load, Report, Step
@@ -48,6 +49,7 @@ from moonpool.core.errors import ConfigError, Error
 from moonpool.core.store.keys import Ranges, chain_seed
 
 LOOKUPS_AHEAD_MAX = 64
+HASH_TIMEOUT_S = 1.0  # that a request waits for the hashes of its items
 NO_HAND_OVER = (
     "the weights of this engine were replaced while it ran, and it takes part in no hand-over until it is "
     "started again"
@@ -96,8 +98,13 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._adapters = adapters
         self._adapted: dict[str, int] = {}  # request -> number of its adapter
+        self._item_names = ItemNames(
+            form=engine_config.media_form, refusal=engine_config.media_refusal, log=log, clock=clock
+        )
+        self._unnamed: dict[str, float] = {}  # request whose items are being hashed -> when it came
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
+        self._clock = clock
         self._free_block_wait = FreeBlockWait(clock)
         self._repeats = Repeats(clock)
         self._step_times = StepTimes(clock)
@@ -161,10 +168,15 @@ class SchedulerHalf:
             len(columns),
             fingerprint.hex()[:16],
         )
-        if self._engine_config.takes_media:
+        if self._engine_config.media_refusal:
             self._log.info(
-                "moonpool: requests with images, audio or video are computed without the pool, and are not "
-                "handed over; those of text alone use it"
+                "moonpool: images, sounds and videos, and what follows them in a prompt, are computed "
+                "without the pool, and such prompts are not handed over: %s",
+                self._engine_config.media_refusal,
+            )
+        if self._engine_config.takes_embeddings:
+            self._log.info(
+                "moonpool: prompt embeddings are computed without the pool; requests of tokens use it"
             )
         self.handover.start(handshakes)
         self._node = self._open_node(fingerprint)
@@ -229,6 +241,7 @@ class SchedulerHalf:
             state.hit = None  # its pin goes with the connection
         for request_id in list(self._requests):
             self.forget(request_id)
+        self._unnamed.clear()
         self.handover.stop(NO_HAND_OVER)
         self.lookups.disconnected()
         if node is not None:
@@ -302,6 +315,7 @@ class SchedulerHalf:
     def close(self) -> None:
         """Stops serving the bootstrap page and disconnects."""
         self.handover.close()
+        self._item_names.close()
         if self._node is not None:
             self._node.close()
 
@@ -310,7 +324,7 @@ class SchedulerHalf:
     def arrived(self, request: Request) -> None:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
         # Without a pool, too: the bytes of an adapter are known only after its load.
-        name = self._adapters.name(request) if request.lora_request and self._adapters else None
+        name = self._adapter_name(request)
         if self._node is None:
             return
         if compat.was_rejected(request):
@@ -320,13 +334,27 @@ class SchedulerHalf:
             request.request_id in self._requests
         ):  # an earlier request of that name, whose end vLLM did not report
             self.forget(request.request_id)
-        plain = _is_plain_text(request)
+        if request.mm_features:
+            self._item_names.begin(request)
+            if not self._item_names.is_ready(request):
+                self._unnamed[request.request_id] = self._clock()
+                return
+        self._begin(request, name)
+
+    def _begin(self, request: Request, name: str | None) -> None:
+        """Names the request's blocks, and asks for them. name: of its adapter."""
+        media = self._item_names.media(request) if _has_tokens(request) else None
         seed = None if request.lora_request and not name else chain_seed(name, request.cache_salt)
-        self.handover.arrived(request, is_plain_text=plain, seed=seed)
-        if not plain or seed is None:
+        self.handover.arrived(request, media=media, seed=seed)
+        if media is None or seed is None:
             return
         chain = Chain(
-            self._engine_config.block_tokens, self._suffixes, self._epoch + seed, self._digest, self._roots
+            self._engine_config.block_tokens,
+            self._suffixes,
+            self._epoch + seed,
+            self._digest,
+            self._roots,
+            media,
         )
         state = RequestState(request.request_id, chain, switches=self._switches(request))
         self._requests[request.request_id] = state
@@ -342,6 +370,11 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond the local ones that can be loaded, whether asynchronously); (None, False): ask
         again."""
+        if (since_s := self._unnamed.get(request.request_id)) is not None:
+            if not self._item_names.is_ready(request) and self._clock() - since_s < HASH_TIMEOUT_S:
+                return None, False
+            del self._unnamed[request.request_id]
+            self._begin(request, self._adapter_name(request))
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
@@ -458,6 +491,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. Returns the pool's share of it, for the answer's kv_transfer_params."""
         answer = self.handover.finished(request)
+        self._unnamed.pop(request.request_id, None)
         self._adapted.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
         if state is None:
@@ -502,6 +536,7 @@ class SchedulerHalf:
 
     def forget(self, request_id: str) -> None:
         """The request goes on without the pool."""
+        self._unnamed.pop(request_id, None)
         self._adapted.pop(request_id, None)
         state = self._requests.pop(request_id, None)
         self.saves.forget(request_id)
@@ -510,6 +545,10 @@ class SchedulerHalf:
             self._let_go(state)
 
     # The parts
+
+    def _adapter_name(self, request: Request) -> str | None:
+        """The name in the pool of the request's adapter; None: it has none, or no adapter."""
+        return self._adapters.name(request) if request.lora_request and self._adapters else None
 
     def _adapter_stays(self, request: Request) -> bool:
         """Whether the request's adapter is the one it had when the request came."""
@@ -601,12 +640,11 @@ def _asks_why(request: Request) -> bool:
     return isinstance(ours, Mapping) and ours.get("explain") is True
 
 
-def _is_plain_text(request: Request) -> bool:
-    """Whether the tokens say it all: items of other modes, embeddings and sessions that grow do not use the
-    pool."""
+def _has_tokens(request: Request) -> bool:
+    """Whether the prompt is made of tokens, and of items among them. Embeddings and sessions that grow do not
+    use the pool."""
     return (
         request.prompt_token_ids is not None
         and getattr(request, "prompt_embeds", None) is None
-        and not request.mm_features
         and not getattr(request, "resumable", False)
     )

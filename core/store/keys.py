@@ -16,15 +16,16 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from moonpool.core.errors import InvalidArgument
 
 DIGEST_BYTES = 32
 BLOCK_NAME_BYTES = 42
 NAMESPACE_SEED_PREFIX = b"sglang-cache-namespace-v1"
+ITEMS_PREFIX = b"moonpool-items-v1"
 FINGERPRINT_FIELDS = (
     "model",
     "revision",
@@ -36,6 +37,7 @@ FINGERPRINT_FIELDS = (
 )
 
 _RANGES = struct.Struct("<5H")
+_ITEM = struct.Struct(f"<I{DIGEST_BYTES}s")
 _INTEGER_FLOAT_MAX = 2.0**53
 
 Json: TypeAlias = "str | int | float | bool | Sequence[Json] | Mapping[str, Json] | None"
@@ -74,6 +76,17 @@ class Ranges:
             ) from error
 
 
+class Item(NamedTuple):
+    """An image, a sound or a video among the tokens of a prompt.
+
+    begin: the first of its tokens.
+    digest: of its content, 32 bytes.
+    """
+
+    begin: int
+    digest: bytes
+
+
 def block_name(digest: bytes, ranges: Ranges) -> bytes:
     """The name of one block object, 42 bytes. Raises InvalidArgument when the digest has not 32 bytes."""
     if len(digest) != DIGEST_BYTES:
@@ -109,14 +122,38 @@ def chain_seed(adapter: str | None = None, cache_salt: str | None = None) -> byt
     return digest.digest()
 
 
+def with_items(previous: bytes, items: Iterable[Item]) -> bytes:
+    """What stands before the ids of a block in which ``items`` begin, in the place of ``previous``, 32 bytes.
+    begin: of each item, counted from the first token of the block.
+
+    SHA-256("moonpool-items-v1" + size of previous as u64 + previous + for each item, by begin and digest: its
+    begin as u32 + its digest). Behind the block the chain goes on as always, so that every later digest
+    depends on the items, too. Raises InvalidArgument for a digest that has not 32 bytes.
+    """
+    digest = hashlib.sha256(ITEMS_PREFIX + len(previous).to_bytes(8, "little") + previous)
+    for item in sorted(items):
+        if len(item.digest) != DIGEST_BYTES:
+            raise InvalidArgument(
+                f"the digest of an item has {DIGEST_BYTES} bytes, not {len(item.digest)}", operation="digest"
+            )
+        digest.update(_ITEM.pack(item.begin, item.digest))
+    return digest.digest()
+
+
 def block_digests(
-    token_ids: Sequence[int], block_tokens: int, *, seed: bytes = b"", previous: bytes = b""
+    token_ids: Sequence[int],
+    block_tokens: int,
+    *,
+    seed: bytes = b"",
+    previous: bytes = b"",
+    items: Sequence[Item] = (),
 ) -> list[bytes]:
     """The digests of the full blocks of ``token_ids``: digest(i) = SHA-256(digest(i - 1) + ids as u32
     little-endian).
 
     Before the first block stands ``previous`` (the digest of the block before ``token_ids``) or else
-    ``seed``. A tail shorter than ``block_tokens`` has no digest. Raises InvalidArgument for ids outside u32.
+    ``seed``. A tail shorter than ``block_tokens`` has no digest. items: that begin among these tokens; see
+    ``with_items``. Raises InvalidArgument for ids outside u32.
     """
     if block_tokens < 1:
         raise InvalidArgument(f"block_tokens must be at least 1, not {block_tokens}", operation="digest")
@@ -128,6 +165,9 @@ def block_digests(
             ids = block.pack(*token_ids[start : start + block_tokens])
         except struct.error as error:
             raise InvalidArgument("token ids must fit in 32 bits", operation="digest", cause=error) from error
+        begun = [item for item in items if start <= item.begin < start + block_tokens]
+        if begun:
+            before = with_items(before, [Item(item.begin - start, item.digest) for item in begun])
         before = hashlib.sha256(before + ids).digest()
         digests.append(before)
     return digests

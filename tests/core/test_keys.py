@@ -11,6 +11,7 @@ from moonpool import _native
 from moonpool.core.errors import InvalidArgument
 from moonpool.core.store.keys import (
     BLOCK_NAME_BYTES,
+    Item,
     Json,
     Ranges,
     block_digests,
@@ -19,11 +20,15 @@ from moonpool.core.store.keys import (
     chain_seed,
     fingerprint,
     parse_block_name,
+    with_items,
 )
 
 FIRST = "afbc67011b6f94a508935ad8edcbdd3c9b56c4db336f8d3847a8a1815183828f"
 SECOND = "b4c73dd5107d2bcdfee5d93a843fabb558e266d33090dd8a0507afd6e6341453"
 SEEDED = "18109c2abb63bd46913b37e1877a95eaddf44b07633c1858adc76d8832f550a2"
+ITEM = bytes(range(32))
+WITH_ITEM = "b54f5e809f548a423e63b71ee32c1d670613066efe0080828619f53df3fe8da9"
+BEGUN_WITH_ITEM = "0811636e5c2de34af4f95dc59560aadd0b0f95fcc7bdce974c6e08b68881123a"
 LORA_AND_SALT = "8b477ce804b162a53720a5c208266450e12f139345a5aadbaae06e4baba9124b"
 
 IDENTITY: dict[str, Json] = {
@@ -47,6 +52,29 @@ def test_vectors_of_digests() -> None:
     seed = chain_seed("sql-lora", "tenant-7")
     assert [digest.hex() for digest in block_digests(range(32), 32, seed=seed)] == [SEEDED]
     assert block_digests(range(32, 64), 32, previous=bytes.fromhex(FIRST)) == [bytes.fromhex(SECOND)]
+
+
+def test_vectors_of_items() -> None:
+    assert [digest.hex() for digest in block_digests(range(64), 32, items=[Item(40, ITEM)])] == [
+        FIRST,
+        WITH_ITEM,
+    ]
+    assert block_digests(range(32), 32, items=[Item(0, ITEM)])[0].hex() == BEGUN_WITH_ITEM
+
+
+def test_items_are_what_the_page_says() -> None:
+    previous = bytes.fromhex(FIRST)
+    two = [Item(8, b"z" * 32), Item(2, b"a" * 32)]
+    raw = b"moonpool-items-v1" + (32).to_bytes(8, "little") + previous
+    raw += (2).to_bytes(4, "little") + b"a" * 32 + (8).to_bytes(4, "little") + b"z" * 32
+    before = hashlib.sha256(raw).digest()
+    assert with_items(previous, two) == before
+    ids = b"".join(number.to_bytes(4, "little") for number in range(32, 64))
+    assert block_digests(range(32, 64), 32, previous=previous, items=two) == [
+        hashlib.sha256(before + ids).digest()
+    ]
+    with pytest.raises(InvalidArgument, match="32 bytes, not 3"):
+        with_items(previous, [Item(0, b"abc")])
 
 
 def test_digest_is_what_the_page_says() -> None:

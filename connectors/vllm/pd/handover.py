@@ -28,10 +28,12 @@ from moonpool.connectors.vllm.pd.producer_scheduler import Identity, ProducerSch
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.connectors.vllm.requests.chain import Digests
+from moonpool.connectors.vllm.requests.media import Media
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.config import paths
 from moonpool.core.errors import ConfigError
 from moonpool.core.service.addresses import Address, parse_address
+from moonpool.core.store.keys import with_items
 
 NO_STATES = (
     "its model has layers with states, and decode would need the state before the prompt's last token, which "
@@ -140,11 +142,11 @@ class Handover:
 
     # A request, in the order in which vLLM calls
 
-    def arrived(self, request: Request, *, is_plain_text: bool, seed: bytes | None) -> None:
+    def arrived(self, request: Request, *, media: Media | None, seed: bytes | None) -> None:
         """Records whether the request is to be handed over, here or there; the engine computes what cannot
         be.
 
-        is_plain_text: whether the prompt is tokens alone.
+        media: the items of its prompt; None: it is not made of tokens and items.
         seed: digest of what names the KV beside the tokens; None: it has no name, or none yet.
         """
         params = request.kv_transfer_params
@@ -153,14 +155,16 @@ class Handover:
         if not (gives or takes):
             return
         try:
-            if not is_plain_text:
-                raise Unusable("only plain text is handed over; images, audio and embeddings are not")
+            if media is None:
+                raise Unusable("prompt embeddings and sessions that grow are not handed over")
+            if media.refusal:
+                raise Unusable(media.refusal)
             if seed is None:
                 raise Unusable("it cannot be told, or not yet, which bytes its LoRA adapter is made of")
             if gives:
-                self._producer().arrived(request, self._prompt(request, seed))
+                self._producer().arrived(request, self._prompt(request, seed, media))
             if takes:
-                self._consumer().arrived(request, self._prompt(request, seed))
+                self._consumer().arrived(request, self._prompt(request, seed, media))
         except Unusable as why:
             self._tally.add("handover_refused")
             if count := self._repeats.due(str(why)):
@@ -305,10 +309,10 @@ class Handover:
             raise Unusable("this engine takes nothing over: see its log, kv_role and handover")
         return self.consumer
 
-    def _prompt(self, request: Request, seed: bytes) -> bytes:
+    def _prompt(self, request: Request, seed: bytes, media: Media) -> bytes:
         """Digest of a whole prompt and its other inputs: equal on both sides, or nothing is handed over."""
         tokens = np.array(request.prompt_token_ids, np.uint32)
-        return self._digest(tokens, len(tokens), seed, b"")
+        return self._digest(tokens, len(tokens), seed, with_items(seed, media.items) if media.items else b"")
 
     def _serve_bootstrap(self, workers: Sequence[Handshake]) -> None:
         port = self._settings.bootstrap(os.environ, only_produces=not self._engine_config.may_load)

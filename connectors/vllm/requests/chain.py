@@ -9,13 +9,15 @@ They are kept as one array, so that the names of any run of blocks are one slice
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from moonpool.connectors.objects import object_names
-from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES
+from moonpool.connectors.vllm.requests.media import TEXT_ALONE, Media
+from moonpool.core.store.keys import BLOCK_NAME_BYTES, DIGEST_BYTES, with_items
 
 # (token ids as u32, block_tokens, seed, previous digest) -> 32 bytes per full block
 Digests = Callable[[npt.NDArray[np.uint32], int, bytes, bytes], bytes]
@@ -24,7 +26,7 @@ Digests = Callable[[npt.NDArray[np.uint32], int, bytes, bytes], bytes]
 class Chain:
     """The object names of the full blocks of one request, in order."""
 
-    __slots__ = ("_block_tokens", "_digest", "_last", "_names", "_roots", "_seed", "_suffixes")
+    __slots__ = ("_block_tokens", "_digest", "_last", "_media", "_names", "_roots", "_seed", "_suffixes")
 
     def __init__(
         self,
@@ -33,13 +35,16 @@ class Chain:
         seed: bytes,
         digest: Digests,
         roots: Sequence[int] = (),
+        media: Media = TEXT_ALONE,
     ) -> None:
         """suffixes: of all columns, 10 bytes each.
         roots: columns whose objects have no parent, so that each is evicted by its own last use.
+        media: what stands among the tokens; blocks from its first item without a name on have none either.
         """
         self._roots = list(roots)
         self._block_tokens = block_tokens
         self._digest = digest
+        self._media = media
         self._seed = seed
         self._suffixes = np.frombuffer(suffixes, np.uint8).reshape(-1, BLOCK_NAME_BYTES - DIGEST_BYTES)
         self._names = np.empty((0, len(self._suffixes), BLOCK_NAME_BYTES), np.uint8)
@@ -58,14 +63,26 @@ class Chain:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Names the full blocks of ``token_ids``, the ids of the whole request, that have no names yet."""
         start = self.blocks * self._block_tokens
-        stop = len(token_ids) // self._block_tokens * self._block_tokens
+        stop = min(len(token_ids), self._media.named_tokens) // self._block_tokens * self._block_tokens
         if stop <= start:
             return
         ids = np.fromiter(token_ids[start:stop], np.uint32, stop - start)
-        digests = self._digest(ids, self._block_tokens, self._seed, self._last)
-        self._last = digests[-DIGEST_BYTES:]
+        digests = self._digests(ids, start // self._block_tokens, stop // self._block_tokens)
         names = object_names(digests, self._suffixes)
         self._names = names if start == 0 else np.concatenate([self._names, names])
+
+    def _digests(self, ids: npt.NDArray[np.uint32], first: int, last: int) -> bytes:
+        """The digests of the blocks [first, last), whose tokens are ``ids``, by runs of blocks: items begin
+        only in the first block of a run."""
+        parts, tokens = [], self._block_tokens
+        edges = sorted({first, last} | self._media.blocks_with_begins(tokens, first, last))
+        for start, stop in itertools.pairwise(edges):
+            begun = self._media.begun(start * tokens, (start + 1) * tokens)
+            previous = with_items(self._last or self._seed, begun) if begun else self._last
+            run = ids[(start - first) * tokens : (stop - first) * tokens]
+            parts.append(self._digest(run, tokens, self._seed, previous))
+            self._last = parts[-1][-DIGEST_BYTES:]
+        return b"".join(parts)
 
     def names(self, first: int, last: int) -> bytes:
         """The names of the objects of the blocks [first, last)."""

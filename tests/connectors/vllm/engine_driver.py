@@ -14,12 +14,16 @@ import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+from tests.connectors.vllm import media_models
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -37,6 +41,7 @@ LABELS = ("source", "reason", "switch")  # that tell samples of one name apart
 
 class Driver:
     def __init__(self, config: dict[str, Any]) -> None:
+        media_models.prepare(config["model"])
         self.llm = LLM(**DEFAULTS | config)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -56,7 +61,7 @@ class Driver:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: list[Any],
         max_tokens: int | list[int] = 8,
         abort: list[int] | None = None,
         abort_when: str = "",
@@ -64,8 +69,8 @@ class Driver:
         params: list[dict[str, Any] | None] | None = None,
         adapter: list[Any] | None = None,
     ) -> dict[str, Any]:
-        """Runs all prompts together. max_tokens: of all, or of each; params: kv_transfer_params of each;
-        adapter: name, number and path of the LoRA adapter of all.
+        """Runs all prompts together. prompts: what media_models.request takes; max_tokens: of all, or of
+        each; params: kv_transfer_params of each; adapter: name, number and path of the LoRA adapter of all.
         abort: positions of the prompts to abort, ``abort_when`` they first are "looking" (before the first
         step), "loading" (waiting for a load), "half" (some of it has come; see ``hold_reads``), "loaded" (all
         of it, and no step since) or "running" (after the first token)."""
@@ -75,7 +80,7 @@ class Driver:
             request_id = f"r{self.next_id}"
             self.next_id += 1
             ids[request_id] = position
-            request: dict[str, Any] = {"prompt_token_ids": prompt}
+            request = media_models.request(prompt)
             if salt is not None:
                 request["cache_salt"] = salt
             extra = {"kv_transfer_params": params[position]} if params and params[position] else None

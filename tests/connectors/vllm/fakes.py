@@ -4,8 +4,10 @@ memory."""
 from __future__ import annotations
 
 import logging
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -381,6 +383,26 @@ class FakeTensor:
 
 def request(tokens: int = 18, name: str = "r", **fields: object) -> FakeRequest:
     return FakeRequest(name, list(range(tokens)), **fields)  # type: ignore[arg-type]
+
+
+class FakeItem(UserDict[str, Any]):
+    """MultiModalKwargsItem."""
+
+
+def item_data(content: int, **more: Any) -> FakeItem:
+    """The fields of an item of at most 16 embeddings: pixels that follow from ``content``, and its grid."""
+    pixels = np.full((4, 4), content, np.float32)
+    fields = {"pixel_values": pixels, "image_grid_thw": np.array([1, 4, 4]), **more}
+    return FakeItem({name: SimpleNamespace(data=value) for name, value in fields.items()})
+
+
+def feature(
+    content: int, begin: int, length: int = 6, *, identifier: str | None = None, **changes: Any
+) -> SimpleNamespace:
+    """MultiModalFeatureSpec: an image of ``length`` tokens from ``begin`` on."""
+    place = SimpleNamespace(offset=begin, length=length, is_embed=changes.pop("is_embed", None))
+    made = {"data": item_data(content), "modality": "image", "mm_position": place} | changes
+    return SimpleNamespace(identifier=identifier or f"hash of {content}", **made)
 
 
 def admit(half: SchedulerHalf, one: FakeRequest, local: int = 0, blocks: int = 20) -> int:

@@ -23,7 +23,9 @@ import vllm
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.model_executor.models import registry
 
+sys.path.append(str(Path(__file__).resolve().parents[3]))
 from moonpool.connectors.vllm import plugin
+from tests.connectors.vllm import media_models
 
 plugin.register()
 # vLLM looks at each kind of model in a process of its own, to keep its own process clean; a fork is one.
@@ -101,16 +103,27 @@ def fields(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def media_fields() -> list[str]:
+    """The options of vLLM for images, sounds and videos."""
+    from vllm.config.multimodal import MultiModalConfig
+
+    from moonpool.connectors.vllm import identity_arguments as arguments
+
+    return sorted(arguments.fields_of(MultiModalConfig()))
+
+
 def run(
     args: dict[str, Any],
     environment: dict[str, str],
-    prompts: list[list[int]],
+    prompts: list[Any],
     max_tokens: int,
     together: bool = False,
 ) -> dict[str, Any]:
-    """Starts an engine and lets it answer the prompts, one after the other or all ``together``. "mark": its
-    fingerprint; "left": what it still holds in the end; and COUNTS."""
+    """Starts an engine and lets it answer the prompts, one after the other or all ``together``. prompts: what
+    media_models.request takes. "mark": its fingerprint; "left": what it still holds in the end; and
+    COUNTS."""
     os.environ.update(environment)
+    media_models.prepare(args["model"])
     llm = LLM(**DEFAULTS | args)
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
     connector = core.scheduler.connector
@@ -125,7 +138,7 @@ def run(
     outputs: dict[str, Any] = {}
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        engine.add_request(str(number), media_models.request(prompt), sampling)
         while engine.has_unfinished_requests() and (not together or number == len(prompts) - 1):
             for output in engine.step():
                 if output.finished:
@@ -141,6 +154,7 @@ def run(
                         "pool": taken.get("pool_tokens", 0),
                         "local": taken.get("local_tokens", 0),
                         "errors": taken.get("load_errors", 0),
+                        "length": len(output.prompt_token_ids),
                     }
     deadline_s = time.monotonic() + DRAIN_S
     while core.scheduler.has_requests() and time.monotonic() < deadline_s:
@@ -179,8 +193,10 @@ def version() -> str:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "make_model": make_model,
+    "make_media_model": media_models.make,
     "configured": configured,
     "fields": fields,
+    "media_fields": media_fields,
     "run": run,
     "version": version,
 }

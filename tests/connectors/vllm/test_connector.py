@@ -228,11 +228,15 @@ def test_weights_that_no_file_tells() -> None:
 
 def test_media() -> None:
     one = config()
-    assert not read_engine_config(one, kv_cache()).takes_media
-    one.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
-    assert read_engine_config(one, kv_cache()).takes_media
-    one.model_config.multimodal_config.language_model_only = True
-    assert not read_engine_config(one, kv_cache()).takes_media
+    assert read_engine_config(one, kv_cache()).media_form == ""
+    one.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_type="lru")
+    assert read_engine_config(one, kv_cache()).media_form
+    assert read_engine_config(one, kv_cache()).media_refusal == ""
+    one.model_config.multimodal_config.mm_processor_cache_type = "shm"
+    assert "shm" in read_engine_config(one, kv_cache()).media_refusal
+    assert not read_engine_config(one, kv_cache()).takes_embeddings
+    one.model_config.enable_prompt_embeds = True
+    assert read_engine_config(one, kv_cache()).takes_embeddings
 
 
 @pytest.mark.parametrize(

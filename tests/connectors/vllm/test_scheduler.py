@@ -348,12 +348,17 @@ def test_too_many_held_blocks_end_the_saves_of_a_request(caplog: pytest.LogCaptu
     assert caplog.text.count("are not saved") == 1
 
 
-def test_a_multimodal_engine_says_what_is_not_pooled(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_says_what_is_not_pooled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     scheduler_half(FakePool())
-    assert "images" not in caplog.text
-    scheduler_half(FakePool(), takes_media=True)
-    assert caplog.text.count("requests with images, audio or video are computed without the pool") == 1
+    assert "without the pool" not in caplog.text
+    scheduler_half(FakePool(), media_refusal="it does not see them")
+    assert (
+        caplog.text.count("images, sounds and videos, and what follows them in a prompt, are computed") == 1
+    )
+    assert "such prompts are not handed over: it does not see them" in caplog.text
+    scheduler_half(FakePool(), takes_embeddings=True)
+    assert caplog.text.count("prompt embeddings are computed without the pool") == 1
 
 
 def test_pins_that_wait_are_bounded() -> None:
@@ -369,8 +374,8 @@ def test_pins_that_wait_are_bounded() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"resumable": True}],
-    ids=["multimodal", "embeddings", "session"],
+    [{"prompt_embeds": object()}, {"resumable": True}],
+    ids=["embeddings", "session"],
 )
 def test_requests_that_are_more_than_their_tokens_do_not_use_the_pool(fields: dict[str, object]) -> None:
     pool = FakePool()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from moonpool.connectors.files import File
 from moonpool.connectors.vllm.adapters import Adapters
+from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
 from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting, Offer, answer_of, parse_decode
 from moonpool.connectors.vllm.pd.step_plan import Hold, Pull
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
 from moonpool.core.config import paths
-from moonpool.core.store.keys import block_digests, chain_seed
+from moonpool.core.store.keys import Item, block_digests, chain_seed
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     COLUMNS,
@@ -33,6 +35,7 @@ from tests.connectors.vllm.fakes import (
     Status,
     digest,
     engine_config,
+    feature,
     node_at,
 )
 
@@ -54,8 +57,8 @@ def half(pool: FakePool | None = None, adapters: Adapters | None = None, **chang
     return one
 
 
-def prompt_digest(tokens: list[int], salt: str | None = None) -> bytes:
-    (whole,) = block_digests(tokens, len(tokens), seed=chain_seed(None, salt))
+def prompt_digest(tokens: list[int], salt: str | None = None, items: Sequence[Item] = ()) -> bytes:
+    (whole,) = block_digests(tokens, len(tokens), seed=chain_seed(None, salt), items=items)
     return whole
 
 
@@ -290,11 +293,28 @@ def test_an_engine_that_zeroes_blocks_gives_nothing(caplog: pytest.LogCaptureFix
     assert one.matched_tokens(taken, 0) == (17, True)
 
 
-def test_images_are_not_handed_over() -> None:
-    one, asked = half(), request(offer())
-    asked.mm_features = ["image"]
+def test_images_are_handed_over_by_their_content() -> None:
+    names = ItemNames(form="", refusal="", log=LOG, clock=Clock())
+    image = names.media(FakeRequest("x", [], mm_features=[feature(1, 9)])).items
+    given = offer(prompt=prompt_digest(list(range(18)), items=image))
+    one, asked = half(), request(given)
+    asked.mm_features = [feature(1, 9, identifier="of another engine")]
+    one.arrived(asked)
+    assert one.matched_tokens(asked, 0) == (17, True)
+    for features in ([], [feature(2, 9)], [feature(1, 8)], [feature(1, 9), feature(1, 9)]):
+        other, wrong = half(), request(given)
+        wrong.mm_features = features
+        other.arrived(wrong)
+        assert refused(other)
+        assert other.matched_tokens(wrong, 0) == (0, False)
+
+
+def test_images_without_a_name_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
+    one, asked = half(media_refusal="it does not see them"), request(offer())
+    asked.mm_features = [feature(1, 9)]
     one.arrived(asked)
     assert refused(one)
+    assert "request r is not handed over: it does not see them" in caplog.text
     assert one.matched_tokens(asked, 0) == (0, False)
 
 

@@ -1,0 +1,238 @@
+"""Names the images, sounds and videos of requests by their content. docs/keys.md has the format.
+
+vLLM's own name of an item (``identifier``) is a hash of its file and of options, or else the UUID that the
+client gave it, and the scheduler cannot tell one from the other. So an item is named here by what the model's
+encoder is given: the tensors that vLLM's processor made of it, whatever its options and versions were. That
+holds for UUIDs and for embeddings that the client computed, too.
+
+vLLM's own caches do go by the identifier. An identifier that had two contents may have left KV of the one
+where the other's is expected, so from then on its items have no name here.
+
+Runs on the scheduler's thread. A thread of its own hashes large items, each once as long as vLLM's processor
+cache keeps its tensors:
+
+    data ----begin: large----> _hashing ----the thread----> _hashed ----vLLM drops the data----> gone
+      +------media: small----------------------------------^
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from moonpool.connectors.vllm.engine_types import MediaFeature, Request
+from moonpool.connectors.vllm.repeats import Repeats, times
+from moonpool.connectors.vllm.requests.media import EVERY_TOKEN, TEXT_ALONE, Media
+from moonpool.core.store.keys import Item
+
+ITEM_PREFIX = b"moonpool-item-v1"
+IDENTIFIERS_MAX = 1 << 16  # that are remembered with their contents; 13 MB
+AT_ONCE_BYTES_MAX = 1 << 20  # of an item that is hashed without the thread, in 1 to 3 ms
+# Types of pixels, sounds and embeddings. Sizes and grids, which do not identify an item, are wide integers.
+_CONTENT_TYPES = ("float", "bfloat", "uint8", "int8")
+
+_Update = Callable[[Any], None]
+
+
+class NoName(Exception):
+    """The item cannot be named; the message says why."""
+
+
+class ItemNames:
+    """Names the items of requests."""
+
+    def __init__(self, *, form: str, refusal: str, log: logging.Logger, clock: Callable[[], float]) -> None:
+        """form: how this engine makes KV of an item, as far as its tensors do not say it.
+        refusal: why no item of this engine can be named, or "".
+        """
+        self._form = form
+        self._refusal = refusal
+        self._log = log
+        self._repeats = Repeats(clock)
+        self._contents: dict[str, bytes] = {}  # identifier -> digest of its content; b"": it had two
+        # id of the data -> its digest, or why it has none
+        self._hashed: dict[int, tuple[weakref.ref[Any], bytes | NoName]] = {}
+        self._hashing: set[int] = set()  # ids of data that the thread has, which keeps it
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, request: Request) -> None:
+        """Has the thread hash what is large and not hashed yet."""
+        if self._refusal:
+            return
+        for data in (feature.data for feature in request.mm_features or ()):
+            if data is None or id(data) in self._hashing or self._known(data) is not None:
+                continue
+            if _bytes([element.data for element in data.values()]) > AT_ONCE_BYTES_MAX:
+                self._hashing.add(id(data))
+                self._thread = self._thread or ThreadPoolExecutor(1, "moonpool-items")
+                self._thread.submit(self._hash, data)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether ``media`` does not wait for the thread."""
+        return not any(id(feature.data) in self._hashing for feature in request.mm_features or ())
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def media(self, request: Request) -> Media:
+        """The items of the request with their names, but for those that are still being hashed. Logs why one
+        has none."""
+        features = request.mm_features
+        if not features:
+            return TEXT_ALONE
+        items: list[Item] = []
+        until, refusal = EVERY_TOKEN, ""
+        for feature in features:
+            begin = int(feature.mm_position.offset)
+            try:
+                items.append(Item(begin, self._name(feature)))
+            except NoName as why:
+                if begin < until:
+                    until, refusal = begin, str(why)
+        if refusal and not self._refusal and (count := self._repeats.due(refusal)):
+            self._log.warning(
+                "moonpool: request %s is computed without the pool from token %d on: %s%s",
+                *(request.request_id, until, refusal, times(count)),
+            )
+        return Media(tuple(sorted(items)), until, refusal)
+
+    def _name(self, feature: MediaFeature) -> bytes:
+        """The digest of one item. Raises NoName."""
+        if self._refusal:
+            raise NoName(self._refusal)
+        place = feature.mm_position
+        mask = place.is_embed
+        content = self._content(feature, place.length if mask is None else int(mask.sum()))
+        digest = hashlib.sha256(ITEM_PREFIX + content)
+        for text in (self._form, feature.modality):
+            _add_text(digest.update, text)
+        digest.update(int(place.length).to_bytes(8, "little"))
+        _add(digest.update, mask)
+        return digest.digest()
+
+    def _content(self, feature: MediaFeature, embeddings: int) -> bytes:
+        """The digest of what the encoder is given. Raises NoName."""
+        data = feature.data
+        if data is None:
+            raise NoName(f"vLLM does not give its scheduler the content of the {feature.modality}")
+        if _numbers([element.data for element in data.values()]) < embeddings:
+            raise NoName(
+                "its content is not in the request, which has its sizes alone, for the outputs of an encoder "
+                "elsewhere"
+            )
+        if id(data) in self._hashing:
+            raise NoName("its content was not hashed in time")
+        content = self._known(data) or self._hash(data)
+        if isinstance(content, NoName):
+            raise content
+        before = self._contents.pop(feature.identifier, content)
+        self._contents[feature.identifier] = content if before == content else b""
+        if len(self._contents) > IDENTIFIERS_MAX:
+            del self._contents[next(iter(self._contents))]
+        if before != content:
+            raise NoName(
+                f"two {feature.modality}s came under one UUID, by which vLLM's own caches go; give each "
+                f"content a UUID of its own"
+            )
+        return content
+
+    def _known(self, data: Any) -> bytes | NoName | None:
+        known = self._hashed.get(id(data))
+        return known[1] if known is not None and known[0]() is data else None
+
+    def _hash(self, data: Mapping[str, Any]) -> bytes | NoName:
+        """On either thread. What this raises on the other one, it raises again on the scheduler's."""
+        key = id(data)
+        try:
+            content = _digest_or_reason({name: element.data for name, element in data.items()})
+            self._hashed[key] = (weakref.ref(data, lambda _: self._hashed.pop(key, None)), content)
+            return content
+        finally:
+            self._hashing.discard(key)
+
+
+def content_digest(fields: Mapping[str, Any]) -> bytes:
+    """The digest of what the encoder is given, 32 bytes. Raises NoName for what has no fixed bytes."""
+    digest = hashlib.sha256()
+    for name, value in sorted(fields.items()):
+        _add_text(digest.update, name)
+        _add(digest.update, value)
+    return digest.digest()
+
+
+def _digest_or_reason(fields: Mapping[str, Any]) -> bytes | NoName:
+    try:
+        return content_digest(fields)
+    except NoName as why:
+        return why
+
+
+def _bytes(value: Any) -> int:
+    """Of the tensors in a field."""
+    if _is_tensor(value):
+        return int(value.nbytes)
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _numbers(value: Any) -> int:
+    """How many pixels, samples or parts of embeddings there are in a field."""
+    if _is_tensor(value):
+        return math.prod(value.shape) if _type(value).startswith(_CONTENT_TYPES) else 0
+    return sum(map(_numbers, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _add(update: _Update, value: Any) -> None:
+    """Adds a field, so that different ones never give the same bytes. Raises NoName for what has no fixed
+    bytes."""
+    if _is_tensor(value):
+        update(b"t")
+        _add_text(update, _type(value))
+        update(len(value.shape).to_bytes(8, "little"))
+        for size in value.shape:
+            update(int(size).to_bytes(8, "little"))
+        _add_bytes(update, value)
+    elif isinstance(value, (list, tuple)):
+        update(b"l" + len(value).to_bytes(8, "little"))
+        for each in value:
+            _add(update, each)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        update(b"j")
+        _add_text(update, json.dumps(value))
+    else:
+        raise NoName(f"its fields have a {type(value).__name__}, which has no fixed bytes")
+
+
+def _add_text(update: _Update, text: str) -> None:
+    encoded = text.encode()
+    update(len(encoded).to_bytes(8, "little") + encoded)
+
+
+def _add_bytes(update: _Update, tensor: Any) -> None:
+    if isinstance(tensor, np.ndarray):
+        update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+        return
+    if str(tensor.device) != "cpu" or "strided" not in str(tensor.layout):
+        raise NoName("its tensors are not plain memory of the host")
+    whole = tensor.detach().contiguous()
+    size = whole.numel() * whole.element_size()
+    if size:
+        update((ctypes.c_char * size).from_address(whole.data_ptr()))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "data_ptr")
+
+
+def _type(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
