@@ -27,6 +27,7 @@ ATTENTION = 3.0
 SIDE = 168  # of an image, in pixels
 SIZE = 56  # of what an encoder takes at once
 RATE = 16000  # samples a second
+MELS = 128  # as the published model has: half a minute is over 1 MiB, which a thread hashes
 VIDEO_PROCESSOR = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
 
 TEXT = {
@@ -129,13 +130,13 @@ def _idefics3(folder: Path) -> Any:
 
 
 def _qwen2_audio(folder: Path) -> Any:
-    encoder = {"model_type": "qwen2_audio_encoder", "num_mel_bins": 80, "encoder_layers": 2, "d_model": 64}
+    encoder = {"model_type": "qwen2_audio_encoder", "num_mel_bins": MELS, "encoder_layers": 2, "d_model": 64}
     encoder |= {"encoder_attention_heads": 4, "encoder_ffn_dim": 128, "init_std": 0.1}
     _write(
         folder,
         "preprocessor_config",
         feature_extractor_type="WhisperFeatureExtractor",
-        feature_size=80,
+        feature_size=MELS,
         chunk_length=30,
         n_fft=400,
         hop_length=160,
