@@ -60,7 +60,7 @@ class ItemNames:
         self._repeats = Repeats(clock)
         self._contents: dict[str, bytes] = {}  # identifier -> digest of its content; b"": it had two
         # id of the data -> its digest, or why it has none
-        self._hashed: dict[int, tuple[weakref.ref[Any], bytes | NoName]] = {}
+        self._hashed: dict[int, tuple[weakref.ref[Any], bytes | str]] = {}
         self._hashing: set[int] = set()  # ids of data that the thread has, which keeps it
         self._thread: ThreadPoolExecutor | None = None
 
@@ -134,8 +134,8 @@ class ItemNames:
         if id(data) in self._hashing:
             raise NoName("its content was not hashed in time")
         content = self._known(data) or self._hash(data)
-        if isinstance(content, NoName):
-            raise content
+        if isinstance(content, str):
+            raise NoName(content)
         before = self._contents.pop(feature.identifier, content)
         self._contents[feature.identifier] = content if before == content else b""
         if len(self._contents) > IDENTIFIERS_MAX:
@@ -147,11 +147,11 @@ class ItemNames:
             )
         return content
 
-    def _known(self, data: Any) -> bytes | NoName | None:
+    def _known(self, data: Any) -> bytes | str | None:
         known = self._hashed.get(id(data))
         return known[1] if known is not None and known[0]() is data else None
 
-    def _hash(self, data: Mapping[str, Any]) -> bytes | NoName:
+    def _hash(self, data: Mapping[str, Any]) -> bytes | str:
         """On either thread. What this raises on the other one, it raises again on the scheduler's."""
         key = id(data)
         try:
@@ -171,11 +171,11 @@ def content_digest(fields: Mapping[str, Any]) -> bytes:
     return digest.digest()
 
 
-def _digest_or_reason(fields: Mapping[str, Any]) -> bytes | NoName:
+def _digest_or_reason(fields: Mapping[str, Any]) -> bytes | str:
     try:
         return content_digest(fields)
     except NoName as why:
-        return why
+        return str(why)
 
 
 def _bytes(value: Any) -> int:
