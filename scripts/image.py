@@ -14,7 +14,8 @@ from scripts.environments import ROOT
 from scripts.progress import Progress
 
 DOCKERFILE = ROOT / "deploy" / "images" / "Dockerfile"
-PROGRAMS = ("docker", "podman", "buildah")
+# Program -> its options; the OCI's format has no HEALTHCHECK.
+PROGRAMS = {"docker": (), "podman": ("--format", "docker"), "buildah": ("--format", "docker")}
 PLATFORMS = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}
 
 
@@ -34,7 +35,7 @@ def main() -> None:
     program = next((name for name in PROGRAMS if shutil.which(name)), None)
     if program is None:
         raise progress.fail(f"none of {', '.join(PROGRAMS)} is in PATH: install one of them")
-    arguments = ["--build-arg", f"BASE={words.base}"] if words.base else []
+    arguments = [*PROGRAMS[program], *(["--build-arg", f"BASE={words.base}"] if words.base else [])]
     for machine in machines:
         name = tag(machine, machines)
         command = [program, "build", "--platform", PLATFORMS[machine], "--tag", name, *arguments]

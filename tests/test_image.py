@@ -133,3 +133,18 @@ def test_without_a_program_that_builds_it_says_what_to_install(tmp_path: Path) -
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "none of docker, podman, buildah is in PATH" in done.stderr
+
+
+def test_podman_is_asked_for_each_machine_and_for_a_format_with_health_checks(tmp_path: Path) -> None:
+    podman = tmp_path / "podman"
+    podman.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    podman.chmod(0o755)
+    env = {"PATH": str(tmp_path), "MOONPOOL_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "scripts.image", "x86_64", "aarch64", "--base", "mine"]
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
+    version = PROJECT["version"]
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        f"build --platform linux/{platform} --tag moonpool:{version}-{machine} --format docker "
+        f"--build-arg BASE=mine -f {FOLDER / 'Dockerfile'} {ROOT}"
+        for machine, platform in (("x86_64", "amd64"), ("aarch64", "arm64"))
+    ]
