@@ -21,7 +21,7 @@ class Recorded {
         REQUIRE(::mkdtemp(folder) != nullptr);
         root_ = folder;
         if (name.empty()) return;
-        std::filesystem::path text = root() / "tests" / "machines" / (name + ".txt");
+        std::filesystem::path text = testing::root() / "tests" / "machines" / (name + ".txt");
         std::ifstream lines(text);
         REQUIRE_MESSAGE(lines, text.string());
         for (std::string line; std::getline(lines, line);) {
