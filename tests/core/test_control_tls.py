@@ -232,6 +232,36 @@ def test_a_master_that_was_killed_is_joined_again_inside_tls(start: Start, contr
     exchange(a, b)
 
 
+def test_files_that_a_node_cannot_use_are_logged_once(
+    start: Start, control: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the next connection to the master, which is made with those from before."""
+    authority = tmp_path / "own authority.pem"
+    authority.write_bytes(Path(control["tls_ca"]).read_bytes())
+    said = "the files from before are in use"
+    err = ""
+
+    def told() -> bool:
+        nonlocal err
+        err += capfd.readouterr().err
+        return said in err
+
+    master = start(MasterProcess, env=variables(control))
+    node = start(NodeCommand, "a", master.address, control | {"tls_ca": str(authority)})
+    until(lambda: joined(node), START_S)
+    authority.write_text("no certificate\n")
+    assert not told()
+    for _ in range(2):
+        master.kill()
+        until(lambda: not joined(node))
+        master = start(MasterProcess, listen=master.address, env=variables(control))
+        until(lambda: joined(node), START_S)
+        until(told)
+    err += capfd.readouterr().err
+    assert err.count(said) == 1, err
+    assert str(authority) in err
+
+
 def test_a_program_that_ends_or_forks_with_a_store_open(start: Start, control: dict[str, str]) -> None:
     master = start(MasterProcess, env=variables(control))
     node = start(NodeCommand, "a", master.address, control)

@@ -18,6 +18,7 @@
 #include "directory/range_handshake.hpp"
 #include "wire/dial.hpp"
 #include "wire/limits.hpp"
+#include "wire/tls.hpp"
 
 namespace moonpool {
 
@@ -83,6 +84,13 @@ void MemberAgent::set_why_not(const std::string& why) {
                            (was_joined ? "is no longer in the pool: " : "has not joined the pool: ") + why);
 }
 
+// Programs of the node's user dial the master with the same files, and have no log of their own to say it in.
+void MemberAgent::note_tls_files() {
+    if (options_.tls == nullptr || options_.journal == nullptr) return;
+    std::string why = options_.tls->take_trouble();
+    if (!why.empty()) options_.journal->note(Level::kError, "tls_files", options_.master, std::move(why));
+}
+
 void MemberAgent::run() {
     int backoff_ms = options_.backoff_first_ms;
     while (!stopping_) {
@@ -95,6 +103,7 @@ void MemberAgent::run() {
         dial_options.given_up = &stopping_;
         dial_options.tls = options_.tls;
         Result<Dialed> dialed = dial_range(dial_options, options_.range);
+        note_tls_files();
         if (dialed) {
             Link link;
             link.socket = {std::move(dialed->fd), std::move(dialed->tls), options_.timeout_ms};

@@ -83,6 +83,7 @@ class MemberAgent {
     Status send_frame(Link& link, std::span<const std::byte> frame);
     void note_progress();
     void set_why_not(const std::string& why);
+    void note_tls_files();
 
     MemberAgentOptions options_;
     Counters counters_;

@@ -105,6 +105,8 @@ class TlsClient {
     // certificate must be for; empty: the host that is dialled.
     static Result<std::shared_ptr<TlsClient>> create(const TlsFiles& files, std::string name);
     Result<std::unique_ptr<TlsStream>> open(const std::string& address) const;
+    // As FollowedTls has it.
+    std::string take_trouble() const { return context_->take_trouble(); }
 
    private:
     TlsClient(const OpenSsl& lib, std::string name) : lib_(lib), name_(std::move(name)) {}
