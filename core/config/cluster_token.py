@@ -1,8 +1,8 @@
 """The cluster token: one secret, or two while one replaces the other.
 
 A process proves the first and believes peers that prove any. A token that was read from a file is followed:
-where the file was replaced, what is proved from then on is what it holds now. The C++ core does the same
-(core/csrc/wire/secrets.hpp).
+where the file was replaced, the process proves and believes what it holds from then on. The C++ core does the
+same (core/csrc/wire/secrets.hpp).
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class ClusterToken(bytes):
         file that is gone, as that beside a node's socket while the node is restarted."""
         seen = _look(self.file)
         if seen and seen != self._seen:
-            self._seen = seen
             try:
                 found = read_token(Path(self.file))
-                for secret in found._secrets:
-                    _check_length(secret, f"the cluster token file {self.file}")
-                self._secrets = found._secrets
+                if found._secrets != self._secrets:
+                    for secret in found._secrets:
+                        _check_length(secret, f"the cluster token file {self.file}")
+                # Both of one look, whatever another thread stores meanwhile.
+                self._seen, self._secrets = found._seen, found._secrets
             except ConfigError as error:
+                self._seen = seen
                 _log.error("%s; the secrets from before are in use", error)
         return self._secrets
 

@@ -140,7 +140,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
         require_token(self.config, listen, "master.listen")
         http = listen_address(self.config, "master.http")
         tls = followed_context(self.config)
-        token = self.config.read_token()
+        self._token = token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token()
         election = _election_of(self.config, listen)
@@ -243,7 +243,7 @@ class Master(ServiceProcess["_native.MasterServer"]):
                     tenant=space.tenant,
                     namespace=space.namespace,
                     fingerprint=space.fingerprint,
-                    token=self.config.read_token(),
+                    token=self._token,
                     tls=control_client(self.config),
                 ) as store:
                     return ask(store)

@@ -173,7 +173,7 @@ class Node(ServiceProcess["_native.Server"]):
         paths.check_node_name(node.name)
         paths.runtime_dir(ensure=True)
         path = Path(node.socket).absolute() if node.socket else paths.node_socket(node.name)
-        token = self.config.read_token()
+        self._token = token = self.config.read_token()
         self.config.warn_of_short_token(_log)
         self._admin_token = self.config.read_admin_token() if http is not None else b""
         self._claim = Claim(paths.check_socket_path(path))
@@ -325,7 +325,7 @@ class Node(ServiceProcess["_native.Server"]):
     def _client_of_own(self, tenant: str, namespace: str, fingerprint: bytes) -> _native.Client:
         client: _native.Client = native_core("node").Client(
             str(self.socket),
-            self.config.read_token(),
+            self._token,
             tenant,
             namespace,
             fingerprint,

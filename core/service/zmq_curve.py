@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
+import os
 from typing import Any
 
 import zmq
@@ -19,6 +21,7 @@ from moonpool.core.config.cluster_token import secrets_of
 
 PEERS = b"moonpool proxies"
 EVENTS = b"moonpool events"
+_log = logging.getLogger("moonpool.token")
 
 
 def keys(purpose: bytes, secret: bytes) -> tuple[bytes, bytes]:
@@ -49,14 +52,15 @@ def authenticate(context: zmq.Context[Any], purpose: bytes, token: bytes) -> Thr
 
 
 class ServedEndpoints:
-    """Endpoints that are bound under a secret of the token, until that is no longer one of its. Then they are
-    bound anew under its first, which ends their connections: those come again, by that secret."""
+    """Endpoints that are bound under the first secret of the token. Where that is another one they are bound
+    anew, which ends their connections; the callers connect again, by the new secret."""
 
     def __init__(self, purpose: bytes, token: bytes) -> None:
         self._purpose, self._token = purpose, token
         self._secret = secrets_of(token)[0]
         self._bound: list[tuple[zmq.Socket[Any], str]] = []
         self._unbound: list[tuple[zmq.Socket[Any], str]] = []
+        self._told = False
 
     def prepare(self, socket: zmq.Socket[Any]) -> None:
         """Before a bind: ZMQ takes the keys that a socket has at a bind for that bind and later ones."""
@@ -74,21 +78,28 @@ class ServedEndpoints:
 
     def follow(self) -> None:
         """On the thread of the sockets, now and then."""
-        if self._secret not in (known := secrets_of(self._token)):
-            self._secret = known[0]
+        if self._secret != (first := secrets_of(self._token)[0]):
+            self._secret, self._told = first, False
             for socket, endpoint in self._bound:
                 socket.unbind(endpoint)
             self._unbound += self._bound
             self._bound.clear()
         for each in tuple(self._unbound):
-            socket, endpoint = each
-            self.prepare(socket)
-            socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
-            try:
-                socket.bind(endpoint)
-            except zmq.ZMQError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue  # ZMQ closes the port of an unbind a little later
-            self._unbound.remove(each)
-            self._bound.append(each)
+            if self._bind(*each):
+                self._unbound.remove(each)
+                self._bound.append(each)
+
+    def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> bool:
+        """Whether it is bound: ZMQ closes the port of an unbind a little later."""
+        self.prepare(socket)
+        socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
+        try:
+            socket.bind(endpoint)
+            if endpoint.startswith("ipc://"):
+                os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+        except (zmq.ZMQError, OSError) as error:
+            if not self._told and getattr(error, "errno", None) != errno.EADDRINUSE:
+                self._told = True
+                _log.error("%s cannot be bound under the new secret yet: %s", endpoint, error)
+            return False
+        return True

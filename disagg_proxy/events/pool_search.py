@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from moonpool import _native
 from moonpool.core.config import paths
+from moonpool.core.config.cluster_token import ClusterToken
 from moonpool.core.errors import ConfigError, Error, Timeout, Unavailable
 from moonpool.core.service.cluster import MasterRow, read_masters
 from moonpool.core.service.control_tls import control_client_from, control_client_of
@@ -80,6 +81,7 @@ class PoolSearch:
         self._problem = ""  # of the place
         self._nodes: list[LocalNode] = []
         self._masters: dict[str, _Master] = {}  # by address
+        self._tokens: dict[Path, ClusterToken] = {}  # by the node's socket
         self._left: list[_Master] = []  # to be closed by the thread that asks
         self._stopping = False
 
@@ -206,7 +208,14 @@ class PoolSearch:
         """The configured cluster token, else that of the node at this socket, else this user's."""
         if self._settings.token:
             return self._settings.token
-        return paths.client_token(paths.default_node_socket() if by is None else by)
+        socket = paths.default_node_socket() if by is None else by
+        token, known = paths.client_token(socket), self._tokens.get(socket)
+        # A stream goes on with the token it began with, which is followed.
+        if isinstance(token, ClusterToken) and known is not None and known.file == token.file:
+            return known
+        if isinstance(token, ClusterToken):
+            self._tokens[socket] = token
+        return token
 
 
 def _is_loopback(address: str) -> bool:

@@ -293,7 +293,7 @@ class PeerBus:
         if head.sender == self.name:
             if peer.sender != self.name:
                 self._forget(peer, "has given its place to this one")
-            peer.sender = self.name  # one of the given addresses is our own
+            peer.sender, peer.heard_s = self.name, now_s  # one of the given addresses is our own
             return
         if head.sender != peer.sender or peer.twin:
             if head.sender != peer.sender:
@@ -376,6 +376,8 @@ class PeerBus:
     def _bind(self, waits: bool) -> None:
         self._bound_s = self._clock()
         for text in list(self._unbound):
+            if self._keys is not None:
+                self._keys.prepare(self._pub)
             try:
                 self._pub.bind(_text(endpoint(text)))
             except zmq.ZMQError as error:

@@ -55,8 +55,23 @@ def test_a_token_file_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         file.path.unlink()
         assert secrets_of(token) == (OLD, NEW)
         assert not caplog.records
-    file.replace(NEW)
+    file.replace(NEW, 0o644)
+    assert secrets_of(token) == (OLD, NEW)
+    file.path.chmod(0o600)
     assert secrets_of(token) == (NEW,)
+
+
+def test_a_store_opens_by_a_token_whose_file_is_no_good_now(tmp_path: Path) -> None:
+    """Later ones of a process as well: it has the secrets of before."""
+    cluster = _Cluster(tmp_path)
+    for text in (b"", b"too short"):
+        cluster.files[-3].replace(text)  # of stores at the host a
+        with cluster.store("a") as store:
+            assert store.put("key", b"bytes", replace=True)
+    cluster.files[-3].path.unlink()
+    with cluster.store("a") as store:
+        assert bytes(store.get("key")) == b"bytes"
+    cluster.close()
 
 
 def test_a_bearer_is_any_of_the_secrets() -> None:

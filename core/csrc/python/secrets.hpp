@@ -3,8 +3,11 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "python/module.hpp"
 #include "python/raise.hpp"
@@ -13,8 +16,11 @@
 namespace moonpool::python {
 
 inline Secrets secrets_of(const py::bytes& token) {
-    auto file = py::hasattr(token, "file") ? token.attr("file").cast<std::string>() : std::string();
-    if (!file.empty()) return unwrap(Secrets::of_file(file), "token", file);
+    if (py::hasattr(token, "file")) {
+        auto file = token.attr("file").cast<std::string>();
+        auto known = token.attr("secrets")().cast<std::vector<std::string>>();
+        if (!file.empty()) return Secrets::following(file, std::move(known));
+    }
     std::string text(token);
     if (text.empty()) return {};  // what needs one says so
     return unwrap(Secrets::of_text(text, "the cluster token"), "token");

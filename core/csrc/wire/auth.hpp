@@ -16,6 +16,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/result.hpp"
+
 namespace moonpool {
 
 using Nonce = std::array<uint8_t, 32>;
@@ -29,6 +31,12 @@ Incarnation random_incarnation();
 
 Mac handshake_mac(Role role, std::string_view token, const Nonce& node_nonce, const Nonce& client_nonce,
                   const Incarnation& incarnation, std::string_view tenant);
+
+// How a refusal begins that another secret may not get.
+inline constexpr std::string_view kWrongToken = "the cluster token is wrong";
+inline bool is_wrong_token(const Error& error) {
+    return error.code == Code::kAuth && error.text.find(kWrongToken) != std::string::npos;
+}
 
 // Which of `secrets` a client proved by that mac; nullptr: none.
 const std::string* proved_by(std::string_view mac, const std::vector<std::string>& secrets,

@@ -262,9 +262,9 @@ Result<Dialed> dial(const DialOptions& options) {
     const auto secrets = options.token.now();
     const Deadline end = deadline_in(2 * options.timeout_ms);  // connecting, and then the handshake
     Result<Dialed> dialed = dial_with(secrets->front(), options);
-    for (size_t i = 1; i < secrets->size() && !dialed && dialed.error().code == Code::kAuth; ++i) {
+    for (size_t i = 1; i < secrets->size() && !dialed && is_wrong_token(dialed.error()); ++i) {
         DialOptions again = options;
-        again.timeout_ms = std::min(options.timeout_ms, left_ms(end));
+        again.timeout_ms = std::min(options.timeout_ms, left_ms(end) / 2);
         if (again.timeout_ms <= 0) break;
         if (options.refused != nullptr) *options.refused = false;
         if (options.fds != nullptr) options.fds->clear();

@@ -301,7 +301,7 @@ bool Listener::on_auth(PendingConnection& pending, const FrameHeader& header, Re
         proved_by(mac, *secrets, pending.nonce, client_nonce, options_.incarnation, covered);
     if (secret == nullptr) {
         return refuse(pending, Code::kAuth,
-                      "the cluster token is wrong; give all processes of the cluster the same token file");
+                      std::string(kWrongToken) + "; give all processes of the cluster the same token file");
     }
     auto it = services_.find(service);
     if (it == services_.end()) {

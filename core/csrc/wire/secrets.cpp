@@ -21,12 +21,16 @@ constexpr size_t kReplacedBytesMin =
     16;  // of secrets that replace others: a short line is a slip, not a secret
 constexpr std::string_view kWhite = " \t\r\n\v\f";
 
-using Seen = std::array<uint64_t, 5>;  // what another file of that name differs in; all 0: there is none
+using Seen = std::array<uint64_t, 6>;  // what another file of that name differs in; all 0: there is none
 
 Seen look(const std::string& path) {
     struct stat is {};
     if (::stat(path.c_str(), &is) != 0) return {};
-    return {is.st_dev, is.st_ino, static_cast<uint64_t>(is.st_size), static_cast<uint64_t>(is.st_mtim.tv_sec),
+    return {is.st_dev,
+            is.st_ino,
+            is.st_mode,
+            static_cast<uint64_t>(is.st_size),
+            static_cast<uint64_t>(is.st_mtim.tv_sec),
             static_cast<uint64_t>(is.st_mtim.tv_nsec)};
 }
 
@@ -85,6 +89,7 @@ struct Secrets::Known {
         if (is == seen || is == Seen{}) return;
         seen = is;
         auto found = read(path);
+        if (found && *found == *list) return trouble.clear();
         if (found) found = all_long(std::move(*found), "the cluster token file " + path);
         trouble = found ? "" : found.error().text + "; the secrets from before are in use";
         if (found) list = std::make_shared<const std::vector<std::string>>(std::move(*found));
@@ -115,6 +120,13 @@ Result<Secrets> Secrets::of_file(const std::string& path) {
     MutexLock lock(secrets.known_->mutex);
     secrets.known_->path = path;
     secrets.known_->seen = seen;
+    return secrets;
+}
+
+Secrets Secrets::following(const std::string& path, std::vector<std::string> known) {
+    Secrets secrets = of(std::move(known));
+    MutexLock lock(secrets.known_->mutex);
+    secrets.known_->path = path;  // looked at by the first now()
     return secrets;
 }
 

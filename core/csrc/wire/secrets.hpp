@@ -22,6 +22,8 @@ class Secrets {
     static Result<Secrets> of_text(std::string_view text, const std::string& place);
     // Those of a file of mode 0600, which is followed.
     static Result<Secrets> of_file(const std::string& path);
+    // The same, of a file of which these are known, whatever it holds now.
+    static Secrets following(const std::string& path, std::vector<std::string> known);
 
     bool empty() const { return known_ == nullptr; }
     // As they are now, the one to prove first; at least one, unless empty(). Any thread.

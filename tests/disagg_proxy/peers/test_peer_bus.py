@@ -14,10 +14,11 @@ import pytest
 import zmq
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.service import zmq_curve
 from moonpool.disagg_proxy.peers.peer_bus import PeerBus
 from moonpool.disagg_proxy.peers.settings import PeerSettings
 from moonpool.disagg_proxy.peers.wire import VERSION, BlocksExpected, Change, Gone, Head, Kind, Sent, encode
-from tests.token_file import OLD, STEPS, TokenFile
+from tests.token_file import NEW, OLD, STEPS, TokenFile, is_refused
 
 DEADLINE_S = 20.0
 WALL = 1_800_000_000.0
@@ -183,22 +184,42 @@ def test_only_who_has_the_token_hears(at: Callable[[str], str]) -> None:
 
 
 def test_one_secret_replaces_another_while_proxies_speak(at: Callable[[str], str], tmp_path: Path) -> None:
-    files = [TokenFile(tmp_path / name) for name in ("speaker", "hearer", "late")]
-    speaker = Proxy("127.0.0.1:0", token=files[0].token())
+    """Each is ahead of the other in some step; a third one begins in between."""
+    files = {name: TokenFile(tmp_path / name) for name in ("speaker", "hearer", "late")}
+    speaker = Proxy("127.0.0.1:0", token=files["speaker"].token())
     where = f"127.0.0.1:{speaker.bus.where.rpartition(':')[2]}"
-    hearer = Proxy(at("b"), where, token=files[1].token())
+    hearer = Proxy(at("b"), where, token=files["hearer"].token())
+    orders = (("speaker", "hearer", "late"), ("late", "hearer", "speaker"), ("hearer", "speaker", "late"))
+    sent: set[int] = set()
     with proxies(speaker, hearer):
-        for request, step in enumerate(STEPS):
-            for file in files:
-                file.replace(step)
-            speaker.send(request)
-            hearer.wait_for(set(range(request + 1)))
-            with proxies(late := Proxy(at(f"late{request}"), where, token=files[2].token())):
-                late.wait_for(set(range(request + 1)))
-        with proxies(stranger := Proxy(at("c"), where, token=OLD)):
-            speaker.send(9)
-            hearer.wait_for({0, 1, 2, 9})
-            assert not stranger.known
+        for step, order in zip(STEPS, orders, strict=True):
+            for name in order:
+                files[name].replace(step)
+                speaker.send(number := len(sent))
+                sent.add(number)
+                hearer.wait_for(sent)
+                with proxies(late := Proxy(at(f"late{number}"), where, token=files["late"].token())):
+                    late.wait_for(sent)
+        assert is_refused(f"tcp://{where}", zmq_curve.PEERS, OLD)
+        assert not is_refused(f"tcp://{where}", zmq_curve.PEERS, NEW)
+
+
+def test_a_proxy_that_waits_for_its_address_serves_under_the_secret_of_then(tmp_path: Path) -> None:
+    file = TokenFile(tmp_path / "token")
+    before = Proxy("127.0.0.1:0", token=file.token())
+    where = f"127.0.0.1:{before.bus.where.rpartition(':')[2]}"
+    after = Proxy(where, token=file.token(), waits=True)
+    until_s = time.monotonic() + DEADLINE_S
+    with proxies(after):
+        with proxies(before):
+            file.replace(NEW)
+            while after.bus._keys is None or after.bus._keys._secret != NEW:
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+        while after.bus._unbound:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert not is_refused(f"tcp://{where}", zmq_curve.PEERS, NEW)
 
 
 def test_its_own_address_and_two_ways_to_one_proxy_count_once(at: Callable[[str], str]) -> None:

@@ -104,6 +104,8 @@ TEST_CASE("secrets: a file is followed, and one that cannot be used changes noth
     CHECK(*copy.now() == Lines{kNew, kOld});
     CHECK(secrets.take_trouble().empty());
 
+    Secrets known = Secrets::following(file.path() + "-gone", {kNew, kOld});
+    CHECK(*known.now() == Lines{kNew, kOld});
     for (const auto& [text, mode] : {std::pair("", 0600), std::pair("too short", 0600),
                                      std::pair("a secret that others can read", 0644)}) {
         file.replace(text, static_cast<mode_t>(mode));
@@ -114,7 +116,10 @@ TEST_CASE("secrets: a file is followed, and one that cannot be used changes noth
     }
     std::filesystem::remove(file.path());
     CHECK(*secrets.now() == Lines{kNew, kOld});
-    file.replace(kNew);
+    file.replace(kNew, 0644);
+    CHECK(*secrets.now() == Lines{kNew, kOld});
+    CHECK(!secrets.take_trouble().empty());
+    REQUIRE(::chmod(file.path().c_str(), 0600) == 0);
     CHECK(*secrets.now() == Lines{kNew});
     CHECK(secrets.take_trouble().empty());
 }

@@ -123,7 +123,7 @@ Status Session::connect_here(const ClientOptions& options, SharedMemory& memory)
         if (!fd) return fd.error();
         fd_ = std::move(*fd);
         status = handshake(secret, options.tenant, memory);
-        if (status || status.error().code != Code::kAuth) break;
+        if (status || !is_wrong_token(status.error())) break;
     }
     return status;
 }

@@ -215,7 +215,7 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
     const std::string* secret = proved_by(mac, *secrets, nonce_, client_nonce, server_.incarnation_, covered);
     if (secret == nullptr) {
         count(server_.metrics_.auth_failures_total);
-        return fail(Code::kAuth, "the cluster token is wrong; give client and node the same token file");
+        return fail(Code::kAuth, std::string(kWrongToken) + "; give client and node the same token file");
     }
     auto it = server_.pools_.find(tenant);
     if (it == server_.pools_.end()) {
