@@ -304,9 +304,8 @@ class Dispatcher:
         if not members or request_switches.uses_no_pool(request):
             return None
         request.switches = members
-        if request_switches.is_told(request):
-            return None
-        return request_switches.untold(request, "on this path no engine can be told to")
+        why = request_switches.hindrance(request, switches)
+        return None if why is None else request_switches.untold(request, why)
 
     def _objection(self, request: ProxyRequest, choice: Choice) -> Answer | None:
         """Why the chosen engines are not asked; None: they are."""

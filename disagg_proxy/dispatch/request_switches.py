@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from moonpool._native import ProxyRequest
 from moonpool.core.config.proxy_section import SWITCHES
 from moonpool.disagg_proxy.clients import Client
@@ -20,10 +22,18 @@ from moonpool.disagg_proxy.dispatch.request_hints import BadHeader
 
 # Of vLLM: those that hand kv_transfer_params to its connector.
 _TOLD = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages"))
+_BEAM_SEARCH = frozenset((b"/v1/chat/completions", b"/v1/completions"))  # of those
 _NO_KV = frozenset(
     (b"/v1/messages/count_tokens", b"/v1/tokenize", b"/v1/detokenize", b"/tokenize", b"/detokenize")
 )
 _VALUES = {b"on": True, b"off": False}
+
+
+class _Body(msgspec.Struct):
+    use_beam_search: object = False
+
+
+_body = msgspec.json.Decoder(_Body)
 
 
 class Switches(NamedTuple):
@@ -66,9 +76,20 @@ def loads(request: ProxyRequest) -> bool:
     return ("load", "false") not in request.switches
 
 
-def is_told(request: ProxyRequest) -> bool:
-    """Whether its path has a way to tell an engine's connector."""
-    return request.path in _TOLD
+def hindrance(request: ProxyRequest, switches: Switches) -> str | None:
+    """Why no engine's connector can be told, the beginning of a sentence; None: vLLM's can. The body is only
+    read where something is switched off."""
+    if request.path not in _TOLD:
+        return "on this path no engine can be told to"
+    if switches.load and switches.store:
+        return None
+    try:
+        body = _body.decode(request.body or b"{}")
+    except msgspec.DecodeError:  # of what the data plane takes as JSON; engines may read it
+        return "since the body has half a surrogate pair no engine can be told to"
+    if body.use_beam_search and request.path in _BEAM_SEARCH:  # its beams lose kv_transfer_params
+        return "with use_beam_search no engine can be told to"
+    return None
 
 
 def uses_no_pool(request: ProxyRequest) -> bool:

@@ -46,10 +46,10 @@ async def last(b: Bed, body: bytes = BODY, head: str = "", path: str = COMPLETIO
     return told(b.engines[engine].seen[-1])
 
 
-async def refused(b: Bed, head: str, path: str = COMPLETIONS, method: str = "POST") -> tuple[str, str]:
+async def refused(b: Bed, head: str, path: str = COMPLETIONS, body: bytes = BODY) -> tuple[str, str]:
     """(reason, sentence)"""
     before = sum(len(engine.seen) for engine in b.engines)
-    answer = await b.ask(method, path, BODY, head)
+    answer = await b.ask("POST", path, body, head)
     assert answer.status == 400, answer.body
     assert sum(len(engine.seen) for engine in b.engines) == before
     error = json.loads(answer.body)["error"]
@@ -250,6 +250,36 @@ async def test_paths_on_which_no_engine_can_be_told() -> None:
 
 
 @with_deadline
+@pytest.mark.parametrize("head", [STORE_OFF, LOAD_OFF])
+async def test_beams_cannot_be_told(head: str) -> None:
+    """vLLM gives each beam sampling parameters of its own, without kv_transfer_params."""
+    off = {"moonpool": {"load" if head == LOAD_OFF else "store": False}}
+    async with bed(1, switch_headers=list(BOTH)) as b:
+        for path in ("/v1/chat/completions", COMPLETIONS):
+            for name, value in ((b"use", b"true"), (b"use", b"1"), (rb"\u0075se", b'"yes"')):
+                body = b'{"prompt":[1],"%b_beam_search":%b}' % (name, value)
+                reason, sentence = await refused(b, head, path, body)
+                assert (reason, "with use_beam_search" in sentence) == ("switches", True)
+                assert await last(b, body, path=path) is None
+            for value in (b"false", b"0", b"null"):
+                body = b'{"prompt":[1],"use_beam_search":%b}' % value
+                assert await last(b, body, head, path) == off
+        assert await last(b, b'{"input":"a","use_beam_search":true}', head, "/v1/responses") == off
+
+
+@with_deadline
+async def test_beams_are_not_hidden_by_what_is_no_json() -> None:
+    """Python's reader, which is vLLM's, takes half a surrogate pair."""
+    deep = b'{"a":' + b"[" * 500 + b"]" * 500 + b"}"  # as the proxy takes it
+    async with bed(1, switch_headers=["store"]) as b:
+        body = b'{"use_beam_search":true,"prompt":"\\ud83d"}'
+        reason, sentence = await refused(b, STORE_OFF, body=body)
+        assert (reason, "half a surrogate pair" in sentence) == ("switches", True)
+        assert await last(b, body) is None
+        assert await last(b, deep, STORE_OFF) == {"moonpool": {"store": False}}
+
+
+@with_deadline
 async def test_a_longer_life_is_no_reason_to_refuse(rows: Path) -> None:
     """It is not told where it cannot be; a prompt that is not stored has no life."""
 
@@ -263,6 +293,7 @@ async def test_a_longer_life_is_no_reason_to_refuse(rows: Path) -> None:
         assert await last(b, b'{"model":"v","prompt":[1]}', head) == KEPT
         assert await last(b, b'{"model":"v","prompt":[1]}', head, path="/v1/embeddings") is None
         assert await last(b, b'{"model":"s","prompt":[1]}', head, engine=1) is None
+        assert await last(b, b'{"model":"v","prompt":[1],"use_beam_search":true}', head) == KEPT
         off = await last(b, b'{"model":"v","prompt":[1]}', head + STORE_OFF)
         assert off == {"moonpool": {"store": False}}
 
