@@ -152,6 +152,15 @@ class Dispatcher:
         calling thread makes records. One may have decided by a later time than ``now_s`` meanwhile."""
         if (answer := self._switch(request)) is not None:
             return answer
+        try:
+            return self._decide(request, now_s, records, ids)
+        except Exception:
+            if not request.switches:
+                raise  # the data plane chooses
+            self._policy_failed()
+            return self._without_policy(request)
+
+    def _decide(self, request: ProxyRequest, now_s: float, records: bytes, ids: bytes | None) -> Decision:
         if not self.uses_tokens:
             return self._choose_simply(request)
         if records:
@@ -177,9 +186,9 @@ class Dispatcher:
                 decision = self._choose_by(request, ids, self._clock())
             if decision is not None:  # else it waits in the queue
                 self._resume(request, decision)
-        except Exception:  # a policy of the user's own: any engine is better than none
+        except Exception:
             self._policy_failed()
-            self._resume(request, Plan(request.candidates[0], tracked=True))
+            self._resume(request, self._without_policy(request))
 
     def learn(self) -> None:
         """Takes in what the data plane has observed."""
@@ -307,15 +316,34 @@ class Dispatcher:
         why = request_switches.hindrance(request, switches)
         return None if why is None else request_switches.untold(request, why)
 
-    def _objection(self, request: ProxyRequest, choice: Choice) -> Answer | None:
-        """Why the chosen engines are not asked; None: they are."""
+    def _objection(self, request: ProxyRequest, choice: Choice, workers: Collection[Worker]) -> Answer | None:
+        """Why the chosen engines are not asked; None: they are. workers: those that may be chosen."""
         for worker in (choice.decode, choice.prefill) if request.switches else ():
-            engine = None if worker is None else self.at[worker.place]
-            if engine is not None and not engine.takes_switches:
+            if worker is None:
+                continue
+            engine = self.at[worker.place]
+            if worker not in workers:  # the data plane would choose another, whatever its kind
+                why = f"engine {worker.name}, which the policy chose and must not, cannot be told to"
+            elif engine is not None and not engine.takes_switches:
                 why = f"engine {engine.name}, which is not vLLM's, cannot be told to"
+            else:
+                continue
+            if (answer := request_switches.untold(request, why)) is not None:
+                return answer
+        return objection(request, choice)
+
+    def _without_policy(self, request: ProxyRequest) -> Plan | Answer:
+        """A policy of the user's own failed: any engine is better than none, if it can be told the request's
+        switches."""
+        places = request.candidates
+        if request.switches:
+            engines = [self.at[place] for place in places]
+            places = tuple(each.place for each in engines if each is not None and each.takes_switches)
+            if not places:
+                why = "no engine that is left for it can be told to"
                 if (answer := request_switches.untold(request, why)) is not None:
                     return answer
-        return objection(request, choice)
+        return Plan((places or request.candidates)[0], tracked=self.uses_tokens)
 
     def _client_of(self, request: ProxyRequest) -> Client | Answer | None:
         """Whose key the request came with; an Answer: a key that may ask no more, since the clients were read
@@ -403,7 +431,7 @@ class Dispatcher:
     def objection(self, pending: PendingProxyRequest, choice: Choice) -> Refusal | None:
         """Sets the request's answer where the chosen engines cannot serve it, such as a decode engine whose
         prefill engines have left; None: they can."""
-        pending.answer = self._objection(pending.request, choice)
+        pending.answer = self._objection(pending.request, choice, self.eligible(pending).workers)
         return None if pending.answer is None else _SAID
 
     def _policy_failed(
@@ -421,7 +449,7 @@ class Dispatcher:
             return client
         choice = self.scheduler.policy.choose(UNKNOWN, workers, request.arrived_s)
         if (request.switches or not choice.decode.self_sufficient) and (
-            answer := self._objection(request, choice)
+            answer := self._objection(request, choice, workers)
         ):
             return answer
         self.scheduler.tell_policy(UNKNOWN, choice, request.arrived_s)

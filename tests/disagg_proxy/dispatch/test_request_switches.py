@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import pytest
 from moonpool._native import ProxyRequest
 from moonpool.core.errors import ConfigError
 from moonpool.disagg_proxy.clients import Client
+from moonpool.disagg_proxy.conductor.choice import Choice
 from moonpool.disagg_proxy.conductor.hidden_pool import HiddenPool
 from moonpool.disagg_proxy.dispatch import request_switches
 from moonpool.disagg_proxy.dispatch.candidates import Candidates
@@ -46,12 +48,17 @@ async def last(b: Bed, body: bytes = BODY, head: str = "", path: str = COMPLETIO
     return told(b.engines[engine].seen[-1])
 
 
+def answered(engine: MockEngine, path: str = COMPLETIONS) -> int:
+    """Requests that it got on this path; it may have been asked for ids on others."""
+    return sum(each.target == path for each in engine.seen)
+
+
 async def refused(b: Bed, head: str, path: str = COMPLETIONS, body: bytes = BODY) -> tuple[str, str]:
     """(reason, sentence)"""
-    before = sum(len(engine.seen) for engine in b.engines)
+    before = [answered(engine, path) for engine in b.engines]
     answer = await b.ask("POST", path, body, head)
     assert answer.status == 400, answer.body
-    assert sum(len(engine.seen) for engine in b.engines) == before
+    assert [answered(engine, path) for engine in b.engines] == before
     error = json.loads(answer.body)["error"]
     return error["code"], error["message"]
 
@@ -224,15 +231,63 @@ async def test_a_second_engine_is_told_too() -> None:
         assert told(b.engines[0].seen[0]) == {"moonpool": {"store": False}}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@with_deadline
-async def test_a_policy_that_fails_loses_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("a policy of the user's own")
+def cards(*makers: str) -> Callable[[list[MockEngine]], None]:
+    """Engines of these makers, all of the model "m"."""
 
-    async with bed(1, policy="least_load", switch_headers=["store"]) as b:
-        monkeypatch.setattr(type(b.proxy._dispatcher.scheduler.policy), "choose", broken)
-        assert await last(b, head=STORE_OFF) == {"moonpool": {"store": False}}
+    def prepare(engines: list[MockEngine]) -> None:
+        for engine, maker in zip(engines, makers, strict=True):
+            engine.models = json.dumps({"data": [{"id": "m", "owned_by": maker}]}).encode()
+
+    return prepare
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("a policy of the user's own")
+
+
+@with_deadline
+@pytest.mark.parametrize("prompt", ["[1,2,3]", '"a text"'], ids=["ids", "text"])
+@pytest.mark.parametrize("policy", ["least_load", "conductor"])
+async def test_a_policy_that_fails_loses_no_switch(
+    policy: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where it fails at once, nor after an engine was asked for the ids of a text."""
+    body = b'{"model":"m","prompt":%b}' % prompt.encode()
+    for makers in (("sglang", "vllm", "sglang"), ("sglang", "sglang")):
+        more: dict[str, Any] = {"policy": policy, "switch_headers": ["store"], "prepare": cards(*makers)}
+        async with bed(len(makers), **more) as b:
+            dispatcher = b.proxy._dispatcher
+            monkeypatch.setattr(type(dispatcher.scheduler.policy), "choose", broken)
+            for count in range(1, 5):  # the data plane would take each engine in turn
+                if "vllm" in makers:
+                    expected = {"moonpool": {"store": False}}
+                    assert await last(b, body, STORE_OFF, engine=1) == expected
+                    assert [answered(engine) for engine in b.engines] == [0, count, 0]
+                else:
+                    reason, sentence = await refused(b, STORE_OFF, body=body)
+                    assert (reason, "no engine that is left" in sentence) == ("switches", True)
+                assert b.metric("moonpool_proxy_policy_errors_total") == count
+
+
+@with_deadline
+@pytest.mark.parametrize("policy", ["least_load", "conductor"])
+async def test_a_policy_that_chooses_another_engine_than_it_may(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data plane refuses the plan, and would send the request to any engine of the model."""
+
+    def prepare(engines: list[MockEngine]) -> None:
+        cards("sglang", "vllm", "vllm")(engines)
+        engines[2].models = b'{"data":[{"id":"other","owned_by":"vllm"}]}'
+
+    async with bed(3, policy=policy, prepare=prepare, switch_headers=["store"], **SILENT) as b:
+        dispatcher = b.proxy._dispatcher
+        other = Choice(dispatcher.workers[2])
+        monkeypatch.setattr(type(dispatcher.scheduler.policy), "choose", lambda *_: other)
+        for _ in range(2):
+            reason, sentence = await refused(b, STORE_OFF, body=b'{"model":"m","prompt":[1]}')
+            assert (reason, "engine-2, which the policy chose" in sentence) == ("switches", True)
+        assert await last(b, b'{"model":"other","prompt":[1]}', STORE_OFF, engine=2) is not None
 
 
 @with_deadline
