@@ -101,6 +101,22 @@ def test_a_release_of_another_name_names_its_own_things_only(manifests: ModuleTy
         assert maps == of_kind(made, "ConfigMap").keys()
 
 
+def folder_of(manifests: ModuleType, values: dict[str, Any], name: str) -> str:
+    (node,) = of_kind(objects(manifests, values, name=name), "DaemonSet").values()
+    (folder,) = (each["hostPath"]["path"] for each in pod_of(node)["volumes"] if "hostPath" in each)
+    return str(folder)
+
+
+def test_releases_share_no_folder_of_a_host(manifests: ModuleType) -> None:
+    """A node whose folder another one serves in ends."""
+    assert folder_of(manifests, {}, "moonpool") == "/run/moonpool"
+    assert folder_of(manifests, {}, "other") == "/run/moonpool-other"
+    assert folder_of(manifests, {"node": {"hostFolder": "/mnt/run"}}, "other") == "/mnt/run"
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert "`/run/moonpool-RELEASE`" in page
+    assert f"hostPath: {{path: {folder_of(manifests, {}, 'moonpool')}, type" in page
+
+
 def test_one_master_is_named_by_all_and_has_no_budget(manifests: ModuleType) -> None:
     made = objects(manifests, {"master": {"standby": False}, "proxy": {"replicas": 1}})
     masters = [name for name in of_kind(made, *WORKLOADS) if "master" in name]

@@ -16,6 +16,12 @@
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/* Nodes of several releases may run on one host, each with a folder of its own. */}}
+{{- define "moonpool.hostFolder" -}}
+{{- $suffix := ternary "" (printf "-%s" .Release.Name) (eq .Release.Name "moonpool") -}}
+{{ .Values.node.hostFolder | default (printf "/run/moonpool%s" $suffix) }}
+{{- end }}
+
 {{/* Pods start anew when the settings change. */}}
 {{- define "moonpool.annotations" }}
 {{- if not .Values.configMap }}
