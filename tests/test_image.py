@@ -111,20 +111,47 @@ def test_the_health_check_is_the_page_s_answer() -> None:
         assert health_of(url) == 1
 
 
-def test_the_health_check_asks_the_default_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moonpool.core.config import config
-
+def asked_by(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, file: Path) -> tuple[int, list[str]]:
+    """(exit code, pages) of the health check beside a container's first process with that command, where a
+    master is the only process on the host, and does not live."""
     monkeypatch.syspath_prepend(str(FOLDER))
     livez = importlib.import_module("livez")
-    made = config.load(env={})
-    ports = [int(each.rpartition(":")[2]) for each in (made.node.http, made.master.http, made.proxy.listen)]
-    assert list(livez.PORTS) == ports
+    file.write_bytes(b"".join(word.encode() + b"\0" for word in command))
     asked: list[str] = []
-    answers = {f"http://127.0.0.1:{ports[1]}/livez": False}
+    answers = {"http://127.0.0.1:7701/livez": False}
     monkeypatch.setattr(livez, "lives", lambda url: asked.append(url) or answers.get(url))
+    return livez.main(file), asked
+
+
+def test_the_health_check_asks_the_port_of_what_the_container_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from moonpool.core.config import config
+
+    made = config.load(env={})
+    default = {"node": made.node.http, "master": made.master.http, "proxy": made.proxy.listen}
+    ports = {name: address.rpartition(":")[2] for name, address in default.items()}
+    pages = {name: f"http://127.0.0.1:{port}/livez" for name, port in ports.items()}
+    file = tmp_path / "cmdline"
     monkeypatch.delenv("LIVEZ_URL", raising=False)
-    assert livez.main() == 1
-    assert len(asked) == 2, "the first that answers decides"
+    for before in ((), ("docker-init", "--")):
+        for name, page in pages.items():
+            command = (*before, "python3", "/usr/local/moonpool/bin/moonpool", name, "--name", "node")
+            assert asked_by(command, monkeypatch, file) == (1, [page])
+    everywhere = (1, [pages["node"], pages["master"]])  # the first that answers decides
+    for command in (("python3", "moonpool", "up"), ("sh", "-c", "moonpool proxy"), ()):
+        assert asked_by(command, monkeypatch, file) == everywhere
+    monkeypatch.setenv("LIVEZ_URL", "http://127.0.0.1:9/livez")
+    assert asked_by(("moonpool", "proxy"), monkeypatch, file) == (1, ["http://127.0.0.1:9/livez"])
+
+
+def test_without_the_command_of_the_container_all_ports_are_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    livez = importlib.import_module("livez")
+    assert str(livez.COMMAND) == "/proc/1/cmdline"
+    assert livez.ports(tmp_path / "none") == list(livez.PORTS.values())
 
 
 def test_without_a_program_that_builds_it_says_what_to_install(tmp_path: Path) -> None:
