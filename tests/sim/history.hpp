@@ -6,8 +6,8 @@
 // For one register with such writes it is enough to compare pairs of values: with all operations of a value
 // (its write, its reads) taken together, a comes before b if an operation of a ended before one of b began;
 // two values that each come before the other have no order (P. Gibbons, E. Korach: Testing shared memories).
-// The register is regular, not atomic: while a write is under way one read may return its value, and a later one that
-// before it. So of b only the end of its acknowledged write puts it before a read of a.
+// The register is regular, not atomic: while a write is under way one read may return its value, and a later
+// one that before it. So of b only the end of its acknowledged write puts it before a read of a.
 //
 // Keys that are put without replace have the same bytes from every writer, so two such values need no order:
 // only a removal counts.
