@@ -51,7 +51,8 @@ ORDER = "changes the order of additions at most"
 STATES = "says when vLLM keeps which states"
 NOT_POOLED = "is about requests that never use the pool"
 IN_ITEMS = "counts in the names of images, sounds and videos (media_options.py)"
-IN_SEEDS = "chooses or widens the adapter of a request, which counts in the request's seed"
+NAMELESS = "items of such an engine have no name (media_options.py)"
+IN_SEEDS = "chooses the adapter of a request, which counts in the request's seed"
 DERIVED = "follows from the others"
 
 LEFT_OUT: Mapping[str, Mapping[str, str]] = {
@@ -110,7 +111,8 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("max_lora_rank", "max_loras", "max_cpu_loras"), MEMORY),
         **dict.fromkeys(("fully_sharded_loras", "specialize_active_lora"), ORDER),
         "enable_mixed_moe_lora_format": ORDER,
-        **dict.fromkeys(("default_mm_loras", "enable_tower_connector_lora"), IN_SEEDS),
+        "default_mm_loras": IN_SEEDS,
+        "enable_tower_connector_lora": NAMELESS,
         "max_lora_cls_labels": "is about the head",
     },
 }

@@ -84,6 +84,11 @@ def media_refusal(vllm_config: Any) -> str:
             "with ec_transfer_config another engine encodes the items, under names that need not be digests "
             "of their content"
         )
+    if getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False):
+        return (
+            "with enable_tower_connector_lora an adapter changes what the encoder makes of an item, and vLLM "
+            "keeps that under the adapter's name, which may come to stand for other bytes"
+        )
     if getattr(model, "is_mm_prefix_lm", False):
         return (
             "the tokens of an item of this model look at later ones of it, so that their KV depends on the "

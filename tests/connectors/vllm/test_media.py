@@ -374,6 +374,11 @@ def test_engines_whose_items_cannot_be_named() -> None:
     apart = engine()
     apart.ec_transfer_config = object()
     assert "another engine encodes the items" in media_refusal(apart)
+    adapted = engine()
+    adapted.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
+    assert "enable_tower_connector_lora" in media_refusal(adapted)
+    adapted.lora_config.enable_tower_connector_lora = False
+    assert media_refusal(adapted) == ""
     assert "video_pruning_rate" in media_refusal(engine(video_pruning_rate=0.5))
     assert "FP8" in media_refusal(engine(mm_encoder_attn_dtype="fp8"))
     assert media_refusal(engine(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path="/x")) == ""
