@@ -8,7 +8,8 @@ holds for UUIDs and for embeddings that the client computed, too.
 vLLM's own caches do go by the identifier. An identifier that had two contents may have left KV of the one
 where the other's is expected, so from then on its items have no name here.
 
-Runs on the scheduler's thread. A thread of its own hashes large items, each once as long as vLLM's processor
+Runs on the scheduler's thread. A thread of its own hashes large items, and many small ones of one
+request, each once as long as vLLM's processor
 cache keeps its tensors:
 
     data ----begin: large----> _hashing ----the thread----> _hashed ----vLLM drops the data----> gone
@@ -36,7 +37,7 @@ from moonpool.core.store.keys import Item
 
 ITEM_PREFIX = b"moonpool-item-v1"
 IDENTIFIERS_MAX = 1 << 16  # that are remembered with their contents; 13 MB
-AT_ONCE_BYTES_MAX = 1 << 20  # of an item that is hashed without the thread, in 1 to 3 ms
+AT_ONCE_BYTES_MAX = 1 << 20  # of the items of one request that are hashed without the thread, in 1 to 3 ms
 # Types of pixels, sounds and embeddings. Sizes and grids, which do not identify an item, are wide integers.
 _CONTENT_TYPES = ("float", "bfloat", "uint8", "int8")
 
@@ -65,15 +66,19 @@ class ItemNames:
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, request: Request) -> None:
-        """Has the thread hash what is large and not hashed yet."""
+        """Has the thread hash what is not hashed yet, when that is much altogether."""
         if self._refusal:
             return
-        for data in (feature.data for feature in request.mm_features or ()):
-            if data is None or id(data) in self._hashing or self._known(data) is not None:
-                continue
-            if _bytes([element.data for element in data.values()]) > AT_ONCE_BYTES_MAX:
-                self._hashing.add(id(data))
-                self._thread = self._thread or ThreadPoolExecutor(1, "moonpool-items")
+        fresh = {
+            id(data): data
+            for data in (feature.data for feature in request.mm_features or ())
+            if data is not None and id(data) not in self._hashing and self._known(data) is None
+        }
+        sizes = (_bytes([element.data for element in data.values()]) for data in fresh.values())
+        if sum(sizes) > AT_ONCE_BYTES_MAX:
+            self._thread = self._thread or ThreadPoolExecutor(1, "moonpool-items")
+            for key, data in fresh.items():
+                self._hashing.add(key)
                 self._thread.submit(self._hash, data)
 
     def is_ready(self, request: Request) -> bool:

@@ -285,6 +285,23 @@ def test_a_request_waits_until_its_large_items_are_hashed(monkeypatch: pytest.Mo
     half.close()
 
 
+def test_many_small_items_are_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's own thread hashes a bounded number of bytes for each request."""
+    names = ItemNames(form="", refusal="", log=LOG, clock=lambda: 0.0)
+    kept = item_data(1)
+    each = sum(element.data.nbytes for element in kept.values())
+    monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 2 * each)
+    names.begin(
+        request(PROMPT, mm_features=[feature(1, 3, data=kept), feature(1, 9, data=kept), feature(2, 16)])
+    )
+    assert names._thread is None
+    several = request(PROMPT, mm_features=[feature(1, 3, data=kept), feature(3, 9), feature(4, 16)])
+    names.begin(several)
+    await_hashes(names, several)
+    assert len(names._hashed) == 3
+    names.close()
+
+
 def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     monkeypatch.setattr(item_names, "content_digest", lambda fields: bytes(32) if may_end.wait(20) else b"")
