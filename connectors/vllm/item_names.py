@@ -5,8 +5,10 @@ client gave it, and the scheduler cannot tell one from the other. So an item is 
 encoder is given: the tensors that vLLM's processor made of it, whatever its options and versions were. That
 holds for UUIDs and for embeddings that the client computed, too.
 
-vLLM's own caches do go by the identifier. An identifier that had two contents may have left KV of the one
-where the other's is expected, so from then on its items have no name here.
+vLLM's own caches, of KV and of the encoder's outputs, do go by the identifier. An identifier that had two
+contents may stand there for either, so from then on its items have no name here, and the requests with it
+that are under way lose theirs. So the content of each item is recorded before vLLM may compute the item; one
+that is not known counts as another one.
 
 Runs on the scheduler's thread. A thread of its own hashes large items, and many small ones of one
 request, each once as long as vLLM's processor
@@ -20,11 +22,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,15 +54,26 @@ class NoName(Exception):
 class ItemNames:
     """Names the items of requests."""
 
-    def __init__(self, *, form: str, refusal: str, log: logging.Logger, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        form: str,
+        refusal: str,
+        log: logging.Logger,
+        clock: Callable[[], float],
+        on_conflict: Callable[[str], None] = lambda identifier: None,
+    ) -> None:
         """form: how this engine makes KV of an item, as far as its tensors do not say it.
         refusal: why no item of this engine can be named, or "".
+        on_conflict: called with an identifier that stood for one content so far, and may stand for another.
         """
         self._form = form
         self._refusal = refusal
         self._log = log
         self._repeats = Repeats(clock)
-        self._contents: dict[str, bytes] = {}  # identifier -> digest of its content; b"": it had two
+        self._on_conflict = on_conflict
+        # identifier -> digest of its content; b"": it had two, or one that is not known
+        self._contents: dict[str, bytes] = {}
         # id of the data -> its digest, or why it has none
         self._hashed: dict[int, tuple[weakref.ref[Any], bytes | str]] = {}
         self._hashing: set[int] = set()  # ids of data that the thread has, which keeps it
@@ -90,18 +104,39 @@ class ItemNames:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def record(self, request: Request) -> list[bytes | str]:
+        """Remembers what the items of a request are, which vLLM may compute from here on. Returns the digest
+        of each one's content, or why it has none."""
+        features = request.mm_features or ()
+        contents: list[bytes | str] = []
+        if self._refusal:
+            return [self._refusal] * len(features)
+        try:
+            for feature in features:
+                contents.append(self._content(feature))
+        finally:  # vLLM computes the request whatever was raised here
+            for feature, content in itertools.zip_longest(features, contents, fillvalue=""):
+                self._remember(feature.identifier, content if isinstance(content, bytes) else b"")
+        return contents
+
+    def distrust(self, features: Iterable[MediaFeature]) -> None:
+        """vLLM may compute these items, and what they are is not looked at."""
+        if not self._refusal:
+            for feature in features:
+                self._remember(feature.identifier, b"")
+
     def media(self, request: Request) -> Media:
-        """The items of the request with their names, but for those that are still being hashed. Logs why one
-        has none."""
+        """Records the items of the request, and names them, but for those that are still being hashed. Logs
+        why one has no name."""
         features = request.mm_features
         if not features:
             return TEXT_ALONE
         items: list[Item] = []
         until, refusal = EVERY_TOKEN, ""
-        for feature in features:
+        for feature, content in zip(features, self.record(request), strict=True):
             begin = int(feature.mm_position.offset)
             try:
-                items.append(Item(begin, self._name(feature)))
+                items.append(Item(begin, self._name(feature, content)))
             except NoName as why:
                 if begin < until:
                     until, refusal = begin, str(why)
@@ -112,45 +147,45 @@ class ItemNames:
             )
         return Media(tuple(sorted(items)), until, refusal)
 
-    def _name(self, feature: MediaFeature) -> bytes:
+    def _name(self, feature: MediaFeature, content: bytes | str) -> bytes:
         """The digest of one item. Raises NoName."""
-        if self._refusal:
-            raise NoName(self._refusal)
-        place = feature.mm_position
-        mask = place.is_embed
-        content = self._content(feature, place.length if mask is None else int(mask.sum()))
+        if isinstance(content, str):
+            raise NoName(content)
+        if self._contents.get(feature.identifier) != content:
+            raise NoName(
+                f"two {feature.modality}s came under one UUID, or one that was not hashed, and vLLM's own "
+                f"caches go by the UUID; give each content a UUID of its own"
+            )
         digest = hashlib.sha256(ITEM_PREFIX + content)
         for text in (self._form, feature.modality):
             _add_text(digest.update, text)
-        digest.update(int(place.length).to_bytes(8, "little"))
-        _add(digest.update, mask)
+        digest.update(int(feature.mm_position.length).to_bytes(8, "little"))
+        _add(digest.update, feature.mm_position.is_embed)
         return digest.digest()
 
-    def _content(self, feature: MediaFeature, embeddings: int) -> bytes:
-        """The digest of what the encoder is given. Raises NoName."""
-        data = feature.data
+    def _content(self, feature: MediaFeature) -> bytes | str:
+        """The digest of what the encoder is given, or why it has none."""
+        data, place = feature.data, feature.mm_position
         if data is None:
-            raise NoName(f"vLLM does not give its scheduler the content of the {feature.modality}")
+            return f"vLLM does not give its scheduler the content of the {feature.modality}"
+        embeddings = place.length if place.is_embed is None else int(place.is_embed.sum())
         if _numbers([element.data for element in data.values()]) < embeddings:
-            raise NoName(
+            return (
                 "its content is not in the request, which has its sizes alone, for the outputs of an encoder "
                 "elsewhere"
             )
         if id(data) in self._hashing:
-            raise NoName("its content was not hashed in time")
-        content = self._known(data) or self._hash(data)
-        if isinstance(content, str):
-            raise NoName(content)
-        before = self._contents.pop(feature.identifier, content)
-        self._contents[feature.identifier] = content if before == content else b""
+            return "its content was not hashed in time"
+        return self._known(data) or self._hash(data)
+
+    def _remember(self, identifier: str, content: bytes) -> None:
+        """content: b"": not known."""
+        before = self._contents.pop(identifier, content)
+        self._contents[identifier] = content if before == content else b""
         if len(self._contents) > IDENTIFIERS_MAX:
             del self._contents[next(iter(self._contents))]
-        if before != content:
-            raise NoName(
-                f"two {feature.modality}s came under one UUID, by which vLLM's own caches go; give each "
-                f"content a UUID of its own"
-            )
-        return content
+        if before and before != content:
+            self._on_conflict(identifier)
 
     def _known(self, data: Any) -> bytes | str | None:
         known = self._hashed.get(id(data))

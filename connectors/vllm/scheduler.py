@@ -99,8 +99,13 @@ class SchedulerHalf:
         self._adapters = adapters
         self._adapted: dict[str, int] = {}  # request -> number of its adapter
         self._item_names = ItemNames(
-            form=engine_config.media_form, refusal=engine_config.media_refusal, log=log, clock=clock
+            form=engine_config.media_form,
+            refusal=engine_config.media_refusal,
+            log=log,
+            clock=clock,
+            on_conflict=self._item_changed,
         )
+        self._identifiers: dict[str, frozenset[str]] = {}  # request -> vLLM's names of its items
         self._unnamed: dict[str, float] = {}  # request whose items are being hashed -> when it came
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
@@ -358,6 +363,10 @@ class SchedulerHalf:
         )
         state = RequestState(request.request_id, chain, switches=self._switches(request))
         self._requests[request.request_id] = state
+        if media.items:
+            self._identifiers[request.request_id] = frozenset(
+                feature.identifier for feature in request.mm_features
+            )
         if request.lora_request is not None and self._adapters is not None:
             state.adapter = self._adapters.files(request)
             self._adapted[request.request_id] = request.lora_request.lora_int_id
@@ -493,6 +502,7 @@ class SchedulerHalf:
         answer = self.handover.finished(request)
         self._unnamed.pop(request.request_id, None)
         self._adapted.pop(request.request_id, None)
+        self._identifiers.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return answer or None
@@ -538,6 +548,7 @@ class SchedulerHalf:
         """The request goes on without the pool."""
         self._unnamed.pop(request_id, None)
         self._adapted.pop(request_id, None)
+        self._identifiers.pop(request_id, None)
         state = self._requests.pop(request_id, None)
         self.saves.forget(request_id)
         self.handover.forget(request_id)
@@ -553,6 +564,12 @@ class SchedulerHalf:
     def _adapter_stays(self, request: Request) -> bool:
         """Whether the request's adapter is the one it had when the request came."""
         return self._adapters is not None and self._adapters.name(request) is not None
+
+    def _item_changed(self, identifier: str) -> None:
+        """What vLLM's caches have under this name of an item may be another item's from here on. Requests
+        with it go on without the pool: what they compute may not match their names."""
+        for request_id in [name for name, those in self._identifiers.items() if identifier in those]:
+            self.forget(request_id)
 
     def _switches(self, request: Request) -> Switches:
         switches, complaints = read_switches(request.kv_transfer_params)

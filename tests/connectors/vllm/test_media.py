@@ -175,6 +175,27 @@ def test_two_contents_under_one_uuid_have_no_name(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("computed without the pool from token 9 on: two images") == 1
 
 
+def test_a_second_content_stops_the_requests_of_the_first() -> None:
+    """vLLM's encoder cache would give them the outputs for the second one, if that is scheduled first."""
+    half, pool = half_and_pool()
+    first = request(PROMPT, mm_features=[feature(1, 9, identifier="mine")])
+    other = request(PROMPT, name="other", mm_features=[feature(3, 9, identifier="yours")])
+    for each in (first, other):
+        half.arrived(each)
+        pool.answer_prefix(0)
+    half.arrived(request(PROMPT, name="second", mm_features=[feature(2, 9, identifier="mine")]))
+    for each in (first, other):
+        assert admit(half, each) == 0
+    step = first_step(first, 0, PROMPT)
+    step.scheduled_new_reqs += first_step(other, 0, PROMPT).scheduled_new_reqs
+    step.num_scheduled_tokens["other"] = PROMPT
+    (save,) = half.build_step(step).saves
+    assert digests_in(save.names, save.width) == digests_of([feature(3, 9)])
+    assert half.finished(first) is None
+    assert half.finished(other) is not None
+    assert half._identifiers == {}
+
+
 def test_identifiers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(item_names, "IDENTIFIERS_MAX", 3)
     names = ItemNames(form="", refusal="", log=LOG, clock=lambda: 0.0)

@@ -309,6 +309,24 @@ def test_images_are_handed_over_by_their_content() -> None:
         assert other.matched_tokens(wrong, 0) == (0, False)
 
 
+def test_another_image_under_its_uuid_ends_a_hand_over() -> None:
+    """On the engine that computes it, too: its encoder cache may hold the other one's outputs."""
+    names = ItemNames(form="", refusal="", log=LOG, clock=Clock())
+    image = names.media(FakeRequest("x", [], mm_features=[feature(1, 9)])).items
+    one, taken = half(), request(offer(prompt=prompt_digest(list(range(18)), items=image)))
+    given = FakeRequest("given", list(range(18)), kv_transfer_params={"do_remote_decode": True})
+    for each in (taken, given):
+        each.mm_features = [feature(1, 9, identifier="mine")]
+        one.arrived(each)
+    assert one.handover.gives(given)
+    one.arrived(FakeRequest("second", list(range(20)), mm_features=[feature(2, 3, identifier="mine")]))
+    assert not one.handover.gives(given)
+    assert one.matched_tokens(taken, 0) == (0, False)
+    step = one.build_step(FakeStep())
+    assert step.handover is not None
+    assert step.handover.drops == ("r",)
+
+
 def test_images_without_a_name_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     one, asked = half(media_refusal="it does not see them"), request(offer())
     asked.mm_features = [feature(1, 9)]
