@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -115,7 +114,8 @@ class ItemNames:
             for feature in features:
                 contents.append(self._content(feature))
         finally:  # vLLM computes the request whatever was raised here
-            for feature, content in itertools.zip_longest(features, contents, fillvalue=""):
+            for at, feature in enumerate(features):
+                content = contents[at] if at < len(contents) else ""
                 self._remember(feature.identifier, content if isinstance(content, bytes) else b"")
         return contents
 

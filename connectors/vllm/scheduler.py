@@ -106,7 +106,9 @@ class SchedulerHalf:
             on_conflict=self._item_changed,
         )
         self._identifiers: dict[str, frozenset[str]] = {}  # request -> vLLM's names of its items
-        self._unnamed: dict[str, float] = {}  # request whose items are being hashed -> when it came
+        # Requests whose items are being hashed, and when each came. vLLM computes none of them yet.
+        self._unnamed: dict[str, tuple[Request, float]] = {}
+        self._sessions: dict[str, tuple[Request, int]] = {}  # that grow, and their items so far
         self._loads: list[Load] = []
         self._loading: dict[str, RequestState] = {}
         self._clock = clock
@@ -246,8 +248,9 @@ class SchedulerHalf:
             state.hit = None  # its pin goes with the connection
         for request_id in list(self._requests):
             self.forget(request_id)
-        self._unnamed.clear()
         self.handover.stop(NO_HAND_OVER)
+        for request, _ in self._unnamed.values():
+            self.handover.rejected(request)
         self.lookups.disconnected()
         if node is not None:
             node.close()
@@ -330,25 +333,61 @@ class SchedulerHalf:
         """Asks for the longest stored prefix, unless many answers wait for their requests to be admitted."""
         # Without a pool, too: the bytes of an adapter are known only after its load.
         name = self._adapter_name(request)
-        if self._node is None:
+        if self._node is None and not self._may_join:
             return
         if compat.was_rejected(request):
             self.handover.rejected(request)
             return
-        if (
-            request.request_id in self._requests
-        ):  # an earlier request of that name, whose end vLLM did not report
-            self.forget(request.request_id)
+        request_id = request.request_id
+        if request_id in self._requests or request_id in self._unnamed:
+            self.forget(request_id)  # an earlier request of that name, whose end vLLM did not report
+        if _grows(request):
+            self._sessions[request_id] = (request, len(request.mm_features))
         if request.mm_features:
             self._item_names.begin(request)
             if not self._item_names.is_ready(request):
-                self._unnamed[request.request_id] = self._clock()
+                self._unnamed[request_id] = (request, self._clock())
                 return
         self._begin(request, name)
 
+    @property
+    def _may_join(self) -> bool:
+        """Whether this engine may have a pool later; by then it must know which items vLLM has cached."""
+        return bool(self._late) or self._left
+
+    def _begin_unnamed(self, request_id: str) -> bool:
+        """Goes on with a request when its items are hashed, or it has waited for that for too long."""
+        request, since_s = self._unnamed[request_id]
+        if not self._item_names.is_ready(request) and self._clock() - since_s < HASH_TIMEOUT_S:
+            return False
+        del self._unnamed[request_id]
+        self._begin(request, self._adapter_name(request))
+        return True
+
+    def _drop_unnamed(self, request_id: str) -> Request | None:
+        """The request, if it was one; a prefill engine need not keep what it has for it."""
+        if request_id not in self._unnamed:
+            return None
+        request, _ = self._unnamed.pop(request_id)
+        self.handover.rejected(request)
+        return request
+
+    def _record_grown(self) -> None:
+        """The items that sessions were given since they came, which vLLM does not announce."""
+        for request_id, (request, count) in self._sessions.items():
+            if len(request.mm_features) > count:
+                self._sessions[request_id] = (request, len(request.mm_features))
+                self._item_names.distrust(request.mm_features[count:])
+
     def _begin(self, request: Request, name: str | None) -> None:
         """Names the request's blocks, and asks for them. name: of its adapter."""
-        media = self._item_names.media(request) if _has_tokens(request) else None
+        if self._node is None or not _has_tokens(request):
+            self._item_names.record(request)
+            media = None
+        else:
+            media = self._item_names.media(request)
+        if self._node is None:
+            return
         seed = None if request.lora_request and not name else chain_seed(name, request.cache_salt)
         self.handover.arrived(request, media=media, seed=seed)
         if media is None or seed is None:
@@ -379,11 +418,8 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond the local ones that can be loaded, whether asynchronously); (None, False): ask
         again."""
-        if (since_s := self._unnamed.get(request.request_id)) is not None:
-            if not self._item_names.is_ready(request) and self._clock() - since_s < HASH_TIMEOUT_S:
-                return None, False
-            del self._unnamed[request.request_id]
-            self._begin(request, self._adapter_name(request))
+        if request.request_id in self._unnamed and not self._begin_unnamed(request.request_id):
+            return None, False
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
@@ -451,6 +487,11 @@ class SchedulerHalf:
     def build_step(self, output: SchedulerOutput) -> Step:
         """The work of this step."""
         self.lookups.step_planned()
+        if self._sessions:
+            self._record_grown()
+        if self._unnamed:  # vLLM asks for none while as many run as may, and a prefill engine waits for ours
+            for request_id in list(self._unnamed):
+                self._begin_unnamed(request_id)
         if not (self._loads or self._waiting or self._tracked or self.handover.is_busy or self._greets):
             return NOTHING
         if self._waiting:
@@ -500,7 +541,8 @@ class SchedulerHalf:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over. Returns the pool's share of it, for the answer's kv_transfer_params."""
         answer = self.handover.finished(request)
-        self._unnamed.pop(request.request_id, None)
+        self._drop_unnamed(request.request_id)
+        self._sessions.pop(request.request_id, None)
         self._adapted.pop(request.request_id, None)
         self._identifiers.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
@@ -546,7 +588,9 @@ class SchedulerHalf:
 
     def forget(self, request_id: str) -> None:
         """The request goes on without the pool."""
-        self._unnamed.pop(request_id, None)
+        unnamed = self._drop_unnamed(request_id)
+        if unnamed is not None:
+            self._item_names.distrust(unnamed.mm_features)
         self._adapted.pop(request_id, None)
         self._identifiers.pop(request_id, None)
         state = self._requests.pop(request_id, None)
@@ -663,5 +707,10 @@ def _has_tokens(request: Request) -> bool:
     return (
         request.prompt_token_ids is not None
         and getattr(request, "prompt_embeds", None) is None
-        and not getattr(request, "resumable", False)
+        and not _grows(request)
     )
+
+
+def _grows(request: Request) -> bool:
+    """Whether it is a session, to which vLLM adds tokens and items later."""
+    return bool(getattr(request, "resumable", False))

@@ -24,10 +24,12 @@ from moonpool.core.store.keys import Item, block_digests
 from tests.connectors.vllm.fakes import (
     BLOCK_TOKENS,
     COLUMNS,
+    HANDSHAKE,
     LOG,
     Clock,
     FakePool,
     FakeRequest,
+    FakeStep,
     admit,
     digest,
     feature,
@@ -194,6 +196,72 @@ def test_a_second_content_stops_the_requests_of_the_first() -> None:
     assert half.finished(first) is None
     assert half.finished(other) is not None
     assert half._identifiers == {}
+
+
+def has_lost_its_name(half: Any, pool: FakePool, identifier: str) -> bool:
+    """Whether nothing is asked for from an item of this identifier on, which stood for another."""
+    later = request(PROMPT, name=f"later {identifier}", mm_features=[feature(99, 9, identifier=identifier)])
+    half.arrived(later)
+    return asked(pool) == TEXT[:2]
+
+
+def test_items_are_recorded_before_there_is_a_pool() -> None:
+    """vLLM computes and caches them all the same."""
+    pool = FakePool()
+    half, _ = scheduler_half(pool, meet=False)
+    half.greet_workers()
+    early = request(PROMPT, name="early", mm_features=[feature(1, 9, identifier="mine")])
+    half.arrived(early)
+    assert half.matched_tokens(early, 0) == (0, False)
+    half._meet_late([HANDSHAKE])
+    half.arrived(request(PROMPT, mm_features=[feature(2, 9)]))
+    assert asked(pool) == digests_of([feature(2, 9)])
+    assert has_lost_its_name(half, pool, "mine")
+
+
+@pytest.mark.parametrize("how", [{"resumable": True}, {"prompt_embeds": object()}])
+def test_items_of_requests_that_do_not_use_the_pool_are_recorded(how: dict[str, Any]) -> None:
+    half, pool = half_and_pool()
+    half.arrived(request(PROMPT, mm_features=[feature(1, 9, identifier="mine")], **how))
+    assert pool.prefixes == []
+    assert has_lost_its_name(half, pool, "mine")
+
+
+def test_items_that_a_session_is_given_later_are_recorded() -> None:
+    """vLLM does not announce them: they are seen with the step that may compute them."""
+    half, pool = half_and_pool()
+    one = request(PROMPT, mm_features=[feature(1, 9, identifier="mine")])
+    session = request(PROMPT, name="session", resumable=True, mm_features=[])
+    for each in (one, session):
+        half.arrived(each)
+    pool.answer_prefix(0)
+    assert admit(half, one) == 0
+    session.mm_features += [feature(2, 22, identifier="mine")]  # type: ignore[operator]
+    assert half.build_step(first_step(one, 0, PROMPT)).saves == ()
+    assert has_lost_its_name(half, pool, "mine")
+    assert half.finished(session) is None
+    assert half._sessions == {}
+
+
+def test_items_that_were_not_hashed_in_time_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    with monkeypatch.context() as slow:
+        slow.setattr(item_names, "content_digest", lambda fields: bytes(32) if may_end.wait(20) else b"")
+        slow.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+        clock, pool = Clock(), FakePool()
+        half, _ = scheduler_half(pool, clock=clock)
+        for name in ("late", "forgotten"):
+            half.arrived(request(PROMPT, name=name, mm_features=[feature(1, 9, identifier=name)]))
+        half.forget("forgotten")
+        clock.now_s += HASH_TIMEOUT_S
+        half.build_step(FakeStep())
+        may_end.set()
+        assert half._item_names._thread is not None
+        half._item_names._thread.submit(int).result(20)
+    assert has_lost_its_name(half, pool, "late")
+    assert has_lost_its_name(half, pool, "forgotten")
+    assert not has_lost_its_name(half, pool, "new")
+    half.close()
 
 
 def test_identifiers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from moonpool.connectors.files import File
+from moonpool.connectors.vllm import item_names
 from moonpool.connectors.vllm.adapters import Adapters
 from moonpool.connectors.vllm.item_names import ItemNames
 from moonpool.connectors.vllm.messages import NOTHING, Handshake, Report, Step
@@ -16,6 +18,7 @@ from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting, Offer, answe
 from moonpool.connectors.vllm.pd.step_plan import Hold, Pull
 from moonpool.connectors.vllm.scheduler import SchedulerHalf
 from moonpool.connectors.vllm.settings import Settings
+from moonpool.connectors.vllm.weight_changes import Change
 from moonpool.core.config import paths
 from moonpool.core.store.keys import Item, block_digests, chain_seed
 from tests.connectors.vllm.fakes import (
@@ -325,6 +328,64 @@ def test_another_image_under_its_uuid_ends_a_hand_over() -> None:
     step = one.build_step(FakeStep())
     assert step.handover is not None
     assert step.handover.drops == ("r",)
+
+
+class TestLargeImages:
+    """A thread hashes them. vLLM asks for no request while as many run as may."""
+
+    @pytest.fixture
+    def may_end(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """Set: hashing may end."""
+        may_end, digest_now = threading.Event(), item_names.content_digest
+
+        def slow(fields: Any) -> bytes:
+            assert may_end.wait(20)
+            return digest_now(fields)
+
+        monkeypatch.setattr(item_names, "content_digest", slow)
+        return may_end
+
+    def test_the_prefill_engine_hears_of_decode_before_vllm_asks(
+        self, may_end: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_end.set()
+        names = ItemNames(form="", refusal="", log=LOG, clock=Clock())
+        image = names.media(FakeRequest("x", [], mm_features=[feature(1, 9)])).items
+        may_end.clear()
+        monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+        one, asked = half(), request(offer(prompt=prompt_digest(list(range(18)), items=image)))
+        asked.mm_features = [feature(1, 9)]
+        one.arrived(asked)
+        assert one.build_step(FakeStep()) is NOTHING
+        may_end.set()
+        assert one._item_names._thread is not None
+        one._item_names._thread.submit(int).result(20)  # runs after what was submitted earlier
+        step = one.build_step(FakeStep())
+        assert step.handover is not None
+        assert [hold.request_id for hold in step.handover.holds] == ["r"]
+        assert one.matched_tokens(asked, 0) == (17, True)
+        one.close()
+
+    @pytest.mark.parametrize("how", ["finished", "forgotten", "the weights change"])
+    def test_the_prefill_engine_need_not_keep_what_is_not_taken(
+        self, how: str, may_end: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(item_names, "AT_ONCE_BYTES_MAX", 0)
+        one, asked = half(), request(offer())
+        asked.mm_features = [feature(1, 9)]
+        one.arrived(asked)
+        assert one.build_step(FakeStep()) is NOTHING
+        if how == "finished":
+            assert one.finished(asked) is None
+        elif how == "forgotten":
+            one.forget("r")
+        else:
+            one.weights_changing(Change("update_weights"))
+        step = one.build_step(FakeStep())
+        assert step.handover is not None
+        assert [refuse.source for refuse in step.handover.refuses] == [offer()]
+        may_end.set()
+        one.close()
 
 
 def test_images_without_a_name_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
