@@ -60,6 +60,7 @@ std::optional<Finding> check_key(uint32_t key, const std::vector<const Operation
             if (!next.removal() &&
                 (old.write->kind == Operation::kPut || next.write->kind == Operation::kPut))
                 continue;
+            if (next.in_force < old.write->begin) continue;  // that is the earlier one
             if (!old.before(next) || next.in_force >= old.last_begin) continue;
             std::string what =
                 "k" + std::to_string(key) + ": value " + std::to_string(a->first) + " was read after ";
