@@ -174,7 +174,8 @@ def test_the_command_says_where_the_traces_are() -> None:
 
 
 def test_a_machine_is_found_from_its_steps(load: Any, rng: random.Random) -> None:
-    """Also where some steps took twice as long, because something else ran."""
+    """Also where some steps took twice as long, because something else ran. It is judged by the steps that it
+    predicts: of figures that mostly come together each alone is known less well."""
     fits = load("conductor.machine_fit")
     figures = (0.01, 2e-4, 1e-7, 0.005, 4e-4, 1e-6)
     machine = replace(fits.BASE, **dict(zip(fits.COMPUTED, figures, strict=True)))
@@ -187,9 +188,10 @@ def test_a_machine_is_found_from_its_steps(load: Any, rng: random.Random) -> Non
         times = 2 if rng.random() < 0.1 else rng.uniform(0.97, 1.03)
         return replace(made, seconds=fits.step_s(machine, made) * times)
 
-    found = fits.fit([step() for _ in range(400)])
-    for name in fits.COMPUTED:
-        assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=0.15), name
+    steps = [step() for _ in range(400)]
+    found = fits.fit(steps)
+    for each in steps:
+        assert fits.step_s(found, each) == pytest.approx(fits.step_s(machine, each), rel=0.05), each
 
 
 def test_recorded_steps_are_compared_by_what_is_in_them(load: Any) -> None:
