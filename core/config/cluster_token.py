@@ -12,6 +12,7 @@ import os
 import stat
 from pathlib import Path
 
+from moonpool.core.config.file_state import file_state
 from moonpool.core.errors import ConfigError
 
 TOKEN_BYTES_MAX = 4096
@@ -37,7 +38,7 @@ class ClusterToken(bytes):
     def secrets(self) -> tuple[bytes, ...]:
         """As the file has them now. Why one cannot be used is logged once, and changes nothing; nor does a
         file that is gone, as that beside a node's socket while the node is restarted."""
-        seen = _look(self.file)
+        seen = file_state(self.file)
         if seen and seen != self._seen:
             try:
                 found = read_token(Path(self.file))
@@ -68,7 +69,7 @@ def read_token(path: Path, *, name: str = "token") -> ClusterToken:
     """The token in the file ``path``. Raises ConfigError when it cannot serve as a secret."""
     what = f"the {'cluster token' if name == 'token' else name.replace('-', ' ')} file {path}"
     key = f"cluster.{name.replace('-', '_')}_file"
-    seen = _look(str(path))  # first: what changes while it is read is read again
+    seen = file_state(str(path))  # first: what changes while it is read is read again
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
@@ -148,12 +149,3 @@ def _check_length(secret: bytes, place: str) -> None:
             key="cluster.token_file",
             bytes=len(secret),
         )
-
-
-def _look(file: str) -> tuple[int, ...]:
-    """What another file of that name differs in; (): there is none."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return ()
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode)

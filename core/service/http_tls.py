@@ -14,6 +14,7 @@ import stat
 from pathlib import Path
 
 from moonpool.core.config.config import Config
+from moonpool.core.config.file_state import file_state
 from moonpool.core.errors import ConfigError
 
 _log = logging.getLogger("moonpool.tls")
@@ -66,15 +67,7 @@ class FollowedContext:
 
     def _look(self) -> list[tuple[int, ...]]:
         """Of each file: what another one of that name differs in."""
-        seen: list[tuple[int, ...]] = []
-        for file in (self._config.cluster.tls_cert, self._config.cluster.tls_key):
-            try:
-                found = os.stat(file)
-            except OSError:
-                seen.append(())
-            else:
-                seen.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode))
-        return seen
+        return [file_state(file) for file in (self._config.cluster.tls_cert, self._config.cluster.tls_key)]
 
 
 def followed_context(config: Config) -> FollowedContext | None:

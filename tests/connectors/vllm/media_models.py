@@ -23,6 +23,8 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.connectors.vllm.configs import LLAMA
+
 ATTENTION = 3.0
 SIDE = 168  # of an image, in pixels
 SIZE = 56  # of what an encoder takes at once
@@ -30,20 +32,7 @@ RATE = 16000  # samples a second
 MELS = 128  # as the published model has: half a minute is over 1 MiB, which a thread hashes
 VIDEO_PROCESSOR = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
 
-TEXT = {
-    "vocab_size": 280,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.08,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 258,
-    "tie_word_embeddings": False,
-}
+TEXT = {**LLAMA, "vocab_size": 280}
 TILES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 # The special tokens of each model from 259 on.
 TOKENS = {

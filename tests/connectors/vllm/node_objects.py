@@ -9,15 +9,19 @@ from moonpool import _native
 from moonpool.core.config import paths
 from moonpool.core.store.keys import block_digests, parse_block_name
 
-CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities
+CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities, in float32
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest of the log-probabilities of two answers."""
+    return max(abs(mine - yours) for mine, yours in zip(one["chances"], other["chances"], strict=True))
 
 
 def assert_equal(with_pool: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     """Tokens are the same, and log-probabilities as good as that."""
     for one, other in zip(with_pool, alone, strict=True):
         assert one["tokens"] == other["tokens"]
-        differences = zip(one["chances"], other["chances"], strict=True)
-        assert max(abs(chance - same) for chance, same in differences) < CHANCE_DIFFERENCE_MAX
+        assert difference(one, other) < CHANCE_DIFFERENCE_MAX
 
 
 class NodeObjects:

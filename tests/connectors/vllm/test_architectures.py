@@ -16,13 +16,13 @@ import pytest
 
 from tests.connectors.vllm.configs import LLAMA
 from tests.connectors.vllm.conftest import KV_CONFIG, make_prompt
+from tests.connectors.vllm.node_objects import assert_equal, difference
 from tests.connectors.vllm.processes import Bed, EngineFailed, bed_with_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DOCS = Path(__file__).parents[3] / "docs" / "engines.md"
 LOOKED_AT = "0.32"  # the vLLM that the table below is of; another one may lack some of it
-CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities, in float32
 CHANCE_DIFFERENCE_MIN = 1e-3  # that other tokens make in the blocks which are loaded
 BLOCK = 32  # tokens
 PROMPT_TOKENS = 300
@@ -286,17 +286,6 @@ class Engines:
 def engines(vllm_python: str) -> Iterator[Engines]:
     with bed_with_node(vllm_python) as (bed, folder):
         yield Engines(bed, folder, bed.call("version"))
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest of the log-probabilities of two answers."""
-    return max(abs(mine - yours) for mine, yours in zip(one["chances"], other["chances"], strict=True))
-
-
-def assert_equal(answers: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    for one, other in zip(answers, alone, strict=True):
-        assert one["tokens"] == other["tokens"]
-        assert difference(one, other) < CHANCE_DIFFERENCE_MAX
 
 
 @pytest.mark.parametrize("name", named(fails=False))

@@ -14,13 +14,13 @@ import pytest
 
 from moonpool.connectors.vllm import media_options
 from tests.connectors.vllm.conftest import ASK, KV_CONFIG, make_prompt
+from tests.connectors.vllm.node_objects import assert_equal, difference
 from tests.connectors.vllm.processes import Bed, Engine, bed_with_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DOCS = Path(__file__).parents[3] / "docs"
 LOOKED_AT = "0.32"  # the vLLM whose options docs/keys.md has
-CHANCE_DIFFERENCE_MAX = 1e-4  # of log-probabilities, in float32
 CHANCE_DIFFERENCE_MIN = 1e-3  # that other items make
 BLOCK = 32  # tokens
 TOKENS = 8
@@ -67,17 +67,6 @@ class Engines:
 def engines(vllm_python: str) -> Iterator[Engines]:
     with bed_with_node(vllm_python) as (bed, folder):
         yield Engines(bed, folder)
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest of the log-probabilities of two answers."""
-    return max(abs(mine - yours) for mine, yours in zip(one["chances"], other["chances"], strict=True))
-
-
-def assert_equal(answers: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    for one, other in zip(answers, alone, strict=True):
-        assert one["tokens"] == other["tokens"]
-        assert difference(one, other) < CHANCE_DIFFERENCE_MAX
 
 
 def blocks(tokens: int) -> int:
