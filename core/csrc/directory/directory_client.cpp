@@ -22,6 +22,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 
 #include "base/clock.hpp"
@@ -93,13 +94,46 @@ class DirectoryClient::CallTimeout {
         return Error{Code::kTimeout, "others left no time of this call to ask the master"};
     }
 
+    // The call has done something else for so long, and may have waited for others, since its question went
+    // out. Where that left no time, the answer has come, or stops coming soon.
+    static void renew(DirectoryClient& client, Clock::duration since) NO_THREAD_SAFETY_ANALYSIS {
+        constexpr int kWaitMin = 20;
+        const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(since).count();
+        int ms = WaitBudget::within(client.waits_ms_ - static_cast<int>(std::min<int64_t>(took, INT_MAX)));
+        ms = std::min(std::max(ms, kWaitMin), client.waits_ms_);
+        if (ms == client.waits_ms_) return;
+        client.waits_ms_ = ms;
+        set(client, ms);
+    }
+
    private:
     void set(int ms) NO_THREAD_SAFETY_ANALYSIS {
-        if (client_.waits_ms_ == client_.options_.timeout_ms || !client_.socket_.fd.valid()) return;
-        client_.socket_.timeout_ms = ms;
-        set_socket_timeouts(client_.socket_.fd.get(), ms);
+        if (client_.waits_ms_ != client_.options_.timeout_ms) set(client_, ms);
+    }
+    static void set(DirectoryClient& client, int ms) NO_THREAD_SAFETY_ANALYSIS {
+        if (!client.socket_.fd.valid()) return;
+        client.socket_.timeout_ms = ms;
+        set_socket_timeouts(client.socket_.fd.get(), ms);
     }
     DirectoryClient& client_;
+};
+
+// What a call does between its question and the answer: once, also where the question is asked again.
+class DirectoryClient::Meanwhile {
+   public:
+    explicit Meanwhile(const std::function<void()>& work) : work_(work) {}
+
+    void run(DirectoryClient& client) {
+        if (done_ || !work_) return;
+        done_ = true;
+        const auto begun = Clock::now();
+        work_();
+        CallTimeout::renew(client, Clock::now() - begun);
+    }
+
+   private:
+    const std::function<void()>& work_;
+    bool done_ = false;
 };
 
 DirectoryClient::DirectoryClient(DirectoryClientOptions options)
@@ -172,7 +206,7 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
     DialOptions to;
     to.token = options_.token;
     to.tenant = options_.tenant;
-    to.service = kServiceDirectory;
+    to.service = relayed_service(kServiceDirectory, options_.range);
     to.timeout_ms = options_.timeout_ms;
     to.given_up = &closed_;
     const NodeRelay& node = options_.relay;
@@ -196,6 +230,7 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
         to.fds = nullptr;
     }
     if (only_node) return Error{Code::kUnavailable, "the own node does not pass questions on"};
+    to.service = kServiceDirectory;
     to.interface = options_.interface;
     to.tls = options_.tls;
     return addresses_.dial(to);
@@ -410,22 +445,21 @@ Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Par
     return success();
 }
 
-Status DirectoryClient::ask(Kind kind, const Build& build, const Parse& parse,
-                            const std::function<void()>& meanwhile) {
+Status DirectoryClient::ask(Kind kind, const Build& build, const Parse& parse, Meanwhile* meanwhile) {
     out_.clear();
     uint64_t id = begin(kind);
     Writer w(out_);
     build(w);
     finish_frame(out_, frame_at_);
     if (Status status = send_all(out_); !status) return status;
-    if (meanwhile) meanwhile();
+    if (meanwhile != nullptr) meanwhile->run(*this);
     return receive_answer(kind, id, parse);
 }
 
 // In frames of at most kHashesPerFrame hashes, a few on their way at a time. more(): false ends it early.
 Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
                                       const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
-                                      const std::function<bool()>& more) {
+                                      const std::function<bool()>& more, Meanwhile* meanwhile) {
     // At most kFramesAhead questions are unanswered. More would let master and client both wait with full
     // socket buffers, each for the other to read.
     uint64_t first_id = next_request_;
@@ -447,6 +481,7 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
             finish_frame(out_, frame_at_);
         }
         if (Status status = send_all(out_); !status) return status;
+        if (meanwhile != nullptr) meanwhile->run(*this);
         if (Status status = receive_answer(kind, first_id + answered, parse); !status) {
             // The answers to the others would stand before those of the next call.
             return connected_ && sent > answered + 1 ? lost(status.error()) : status.error();
@@ -458,17 +493,20 @@ Status DirectoryClient::ask_in_pieces(Kind kind, std::span<const Hash128> hashes
     return success();
 }
 
-Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
+Result<LocateAnswer> DirectoryClient::locate(std::span<const Hash128> hashes, const LocateOptions& options,
+                                             const std::function<void()>& meanwhile) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
     LocateAnswer answer;
-    Status status = with_master([&]() REQUIRES(io_mutex_) { return locate_now(hashes, options, answer); });
+    Meanwhile once(meanwhile);
+    Status status =
+        with_master([&]() REQUIRES(io_mutex_) { return locate_now(hashes, options, answer, once); });
     if (!status) return status.error();
     return answer;
 }
 
 Status DirectoryClient::locate_now(std::span<const Hash128> hashes, const LocateOptions& options,
-                                   LocateAnswer& answer) {
+                                   LocateAnswer& answer, Meanwhile& meanwhile) {
     answer = {};
     uint16_t width = std::max<uint16_t>(options.width, 1);
     uint64_t epoch = 0;
@@ -498,7 +536,7 @@ Status DirectoryClient::locate_now(std::span<const Hash128> hashes, const Locate
             hear(r);
             return r.ok();
         },
-        [&] { return !gap; });
+        [&] { return !gap; }, &meanwhile);
     if (!status) return status;
     if (options.prefix) answer.keys.cut(answer.keys.size() / width * width);
     // Holders are ids, and ids mean nodes only together with the list of members of the same epoch.
@@ -569,7 +607,7 @@ Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done,
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
     std::vector<Version> last;
-    bool told = false;  // meanwhile has been called
+    Meanwhile once(meanwhile);
     Status status = with_master([&]() REQUIRES(io_mutex_) {
         last.clear();
         // The frames of order(): each has versions that follow one another.
@@ -581,10 +619,8 @@ Result<std::vector<Version>> DirectoryClient::ordered(const OrderDone& done,
                 for (size_t i = 0; i < n; ++i) last.push_back(r.number<Version>());
                 return r.ok();
             };
-            bool tells = meanwhile && !told;
-            told |= tells;
             Status asked = ask(
-                Kind::kOrdered, [&](Writer& w) { frame.write(w); }, parse, tells ? meanwhile : nullptr);
+                Kind::kOrdered, [&](Writer& w) { frame.write(w); }, parse, &once);
             if (!asked) return asked;
         }
         return success();
@@ -702,10 +738,12 @@ Result<std::vector<NodeId>> DirectoryClient::place(uint64_t bytes, uint16_t n, c
     return chosen;
 }
 
-Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
+Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached,
+                                         const std::function<void()>& meanwhile) {
     if (fork_.in_child()) return forked();
     IoLock lock(*this);
     uint32_t rows = 0;
+    Meanwhile once(meanwhile);
     Status status = with_master([&]() REQUIRES(io_mutex_) {
         rows = 0;
         return ask_in_pieces(
@@ -714,7 +752,7 @@ Result<uint32_t> DirectoryClient::forget(std::span<const Hash128> hashes, std::s
                 rows += r.number<uint32_t>();
                 return r.ok();
             },
-            [] { return true; });
+            [] { return true; }, &once);
     });
     if (!status) return status.error();
     return rows;

@@ -71,8 +71,11 @@ class DirectoryClient {
     // Begins to connect, as the first call does, and does not wait.
     void begin_to_dial();
 
-    // Any number of keys: split into pipelined frames.
-    Result<LocateAnswer> locate(std::span<const Hash128> hashes, const LocateOptions& options = {});
+    // Any number of keys: split into pipelined frames. meanwhile, here and below: called at most once, when
+    // the first question is on its way and no answer to it has been waited for, while no other call reaches
+    // the master; not called where there is no connection. It may ask other masters.
+    Result<LocateAnswer> locate(std::span<const Hash128> hashes, const LocateOptions& options = {},
+                                const std::function<void()>& meanwhile = nullptr);
 
     // The members of the pool. Cached for members_ms; while the master is away, the last answer there was.
     // fresh: asks in any case, and fails when there is no answer.
@@ -85,15 +88,14 @@ class DirectoryClient {
     // The keys were removed, or replaced elsewhere. Holders that are not in touch with the master now drop
     // their copies when they return, before any client is sent to them; so do, at once, those of `unreached`:
     // nodes that the caller could not tell itself. The number of copies that are void now.
-    Result<uint32_t> forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached = {});
+    Result<uint32_t> forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached = {},
+                            const std::function<void()>& meanwhile = nullptr);
 
     // The keys are about to be removed, or replaced at that node: their holders, and a place in the order for
     // each. unique: those that a node has stay.
     Result<OrderAnswer> order(std::span<const Hash128> hashes, const Incarnation* placing,
                               bool unique = false);
-    // It was done. Of each key the last version that the master has given. meanwhile: called once the
-    // question is on its way, while no other call reaches the master; not called where there is no
-    // connection.
+    // It was done. Of each key the last version that the master has given.
     Result<std::vector<Version>> ordered(const OrderDone& done,
                                          const std::function<void()>& meanwhile = nullptr);
 
@@ -111,20 +113,22 @@ class DirectoryClient {
     using Clock = std::chrono::steady_clock;
 
     class CallTimeout;
+    class Meanwhile;
     class IoLock;
     Status ready() REQUIRES(io_mutex_);
     Status with_master(const std::function<Status()>& question) REQUIRES(io_mutex_);
     bool keeps_way() REQUIRES(io_mutex_);
     void dial_at_once() REQUIRES(io_mutex_);
-    Status locate_now(std::span<const Hash128> hashes, const LocateOptions& options, LocateAnswer& answer)
-        REQUIRES(io_mutex_);
+    Status locate_now(std::span<const Hash128> hashes, const LocateOptions& options, LocateAnswer& answer,
+                      Meanwhile& meanwhile) REQUIRES(io_mutex_);
     Status order_now(std::span<const Hash128> hashes, const Incarnation* placing, bool unique,
                      OrderAnswer& answer) REQUIRES(io_mutex_);
-    Status ask(Kind kind, const Build& build, const Parse& parse,
-               const std::function<void()>& meanwhile = nullptr) REQUIRES(io_mutex_);
+    Status ask(Kind kind, const Build& build, const Parse& parse, Meanwhile* meanwhile = nullptr)
+        REQUIRES(io_mutex_);
     Status ask_in_pieces(Kind kind, std::span<const Hash128> hashes,
                          const std::function<void(Writer&, uint32_t)>& head, const Parse& parse,
-                         const std::function<bool()>& more) REQUIRES(io_mutex_);
+                         const std::function<bool()>& more, Meanwhile* meanwhile = nullptr)
+        REQUIRES(io_mutex_);
     uint64_t begin(Kind kind) REQUIRES(io_mutex_);
     Status send_all(std::span<const std::byte> bytes) REQUIRES(io_mutex_);
     Status receive_answer(Kind kind, uint64_t request_id, const Parse& parse) REQUIRES(io_mutex_);

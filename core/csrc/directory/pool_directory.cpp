@@ -18,7 +18,6 @@ std::vector<std::unique_ptr<DirectoryClient>> clients_of(const DirectoryClientOp
         DirectoryClientOptions to = options;
         to.master = masters[index];
         to.range = Range{index, static_cast<uint32_t>(masters.size())};
-        if (!to.range.is_all()) to.relay = {};
         clients.push_back(std::make_unique<DirectoryClient>(std::move(to)));
     }
     return clients;
@@ -68,6 +67,20 @@ void PoolDirectory::translate(std::span<const Holder> holders, const Members& li
     }
 }
 
+// Asks the masters of those ranges, in their order: each while the answers of those before are on their way.
+// So a call waits as long as for one of them, and holds the connections of all from its question until its
+// answer. All calls take them in the same order.
+void PoolDirectory::ask_at_once(size_t n, const std::function<void(size_t, const Meanwhile&)>& ask,
+                                size_t i) {
+    if (i == n) return;
+    bool others = false;
+    ask(i, [&] {
+        others = true;
+        ask_at_once(n, ask, i + 1);
+    });
+    if (!others) ask_at_once(n, ask, i + 1);  // it could not be asked
+}
+
 Result<LocateAnswer> PoolDirectory::locate(std::span<const Hash128> hashes, const LocateOptions& options) {
     if (is_one()) return of(0).locate(hashes, options);
     LocateAnswer answer;
@@ -76,27 +89,31 @@ Result<LocateAnswer> PoolDirectory::locate(std::span<const Hash128> hashes, cons
     question.width = 1;  // the cut to whole blocks is made below
     std::vector<std::optional<LocateAnswer>> parts(ranges());
     size_t end = hashes.size();  // with prefix: the first key without a holder, of any range
-    Error first_error;
-    for (const std::vector<size_t>& which : by_range(hashes)) {
+    const std::vector<std::vector<size_t>> groups = by_range(hashes);
+    ask_at_once(groups.size(), [&](size_t i, const Meanwhile& meanwhile) {
+        const std::vector<size_t>& which = groups[i];
         const uint32_t range = range_of(hashes[which.front()], ranges());
-        // What stands behind a gap is not asked for.
-        auto before_end =
-            std::span(which).first(static_cast<size_t>(std::ranges::lower_bound(which, end) - which.begin()));
-        if (before_end.empty()) continue;
-        Result<LocateAnswer> part = of(range).locate(some_of(hashes, before_end), question);
+        Result<LocateAnswer> part = of(range).locate(some_of(hashes, which), question, meanwhile);
+        size_t known = which.size();
         if (!part) {
-            if (answer.unreached.empty()) first_error = part.error();
             answer.unreached.emplace(range, part.error());
             hear(range, nullptr);
-            if (options.prefix) end = before_end.front();
-            continue;
+            known = 0;
+        } else {
+            hear(range, part->members);
+            known = part->keys.size();
+            parts[range] = std::move(*part);
         }
-        hear(range, part->members);
-        if (options.prefix && part->keys.size() < before_end.size()) end = before_end[part->keys.size()];
-        parts[range] = std::move(*part);
-    }
+        if (options.prefix && known < which.size()) end = std::min(end, which[known]);
+    });
     bool none = std::ranges::none_of(parts, [](const auto& part) { return part.has_value(); });
-    if (none && !answer.unreached.empty()) return first_error;
+    if (none && !answer.unreached.empty()) return answer.unreached.begin()->second;
+    if (options.prefix) {
+        // What stands behind the end is unknown to no answer.
+        for (const std::vector<size_t>& which : groups) {
+            if (which.front() > end) answer.unreached.erase(range_of(hashes[which.front()], ranges()));
+        }
+    }
     std::vector<size_t> next(ranges(), 0);
     for (size_t i = 0; i < end; ++i) {
         const uint32_t range = range_of(hashes[i], ranges());
@@ -177,8 +194,10 @@ Result<std::vector<NodeId>> PoolDirectory::place(uint64_t bytes, uint16_t n, con
 Result<uint32_t> PoolDirectory::forget(std::span<const Hash128> hashes, std::span<const NodeId> unreached) {
     if (is_one()) return of(0).forget(hashes, unreached);
     uint32_t rows = 0;
-    for (const std::vector<size_t>& which : by_range(hashes)) {
-        const uint32_t range = range_of(hashes[which.front()], ranges());
+    std::optional<Error> failed;
+    const std::vector<std::vector<size_t>> groups = by_range(hashes);
+    ask_at_once(groups.size(), [&](size_t i, const Meanwhile& meanwhile) {
+        const uint32_t range = range_of(hashes[groups[i].front()], ranges());
         std::vector<NodeId> nodes;
         {
             MutexLock lock(mutex_);
@@ -186,10 +205,14 @@ Result<uint32_t> PoolDirectory::forget(std::span<const Hash128> hashes, std::spa
                 if (auto number = views_.number_at(range, node)) nodes.push_back(*number);
             }
         }
-        Result<uint32_t> some = of(range).forget(some_of(hashes, which), nodes);
-        if (!some) return some;
-        rows += *some;
-    }
+        Result<uint32_t> some = of(range).forget(some_of(hashes, groups[i]), nodes, meanwhile);
+        if (some) {
+            rows += *some;
+        } else {
+            failed = some.error();
+        }
+    });
+    if (failed) return *failed;
     return rows;
 }
 

@@ -1,7 +1,7 @@
 // PoolDirectory: a process's way to the directory of its pool, whatever the number of masters. A pool of one
 // range has one DirectoryClient, to which everything is passed on. With several each key's question goes to
-// the master of its range, one range after the other; the answers come back in the order of the keys, and
-// nodes have the numbers of MemberViews.
+// the master of its range, LOCATE and FORGET to all of them at once; the answers come back in the order of
+// the keys, and nodes have the numbers of MemberViews.
 //
 // A range whose master does not answer makes its own keys unknown, and no others. Any thread may call.
 #pragma once
@@ -27,7 +27,7 @@ namespace moonpool {
 
 class PoolDirectory {
    public:
-    // options.master: with semicolons between the ranges. With several there is no way by the own node.
+    // options.master: with semicolons between the ranges.
     explicit PoolDirectory(const DirectoryClientOptions& options);
     PoolDirectory(const PoolDirectory&) = delete;
 
@@ -60,6 +60,8 @@ class PoolDirectory {
     DirectoryClient& of(uint32_t range) { return *clients_[range]; }
     bool is_one();
     void hear(uint32_t range, const std::shared_ptr<const Members>& list);
+    using Meanwhile = std::function<void()>;
+    static void ask_at_once(size_t n, const std::function<void(size_t, const Meanwhile&)>& ask, size_t i = 0);
     void translate(std::span<const Holder> holders, const Members& list, Located& out);
     Result<std::vector<NodeId>> place_at(uint32_t range, uint64_t bytes, uint16_t n,
                                          const PlaceOptions& options);

@@ -3,6 +3,7 @@
 // has. A peer of the release before asks for the plain service, and is refused there.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,6 +17,21 @@
 namespace moonpool {
 
 inline std::string service_of_ranges(std::string_view service) { return std::string(service) + "-range"; }
+
+// A process names its range to a node that relays, as the node has a way to the masters of each.
+inline std::string relayed_service(std::string_view service, const Range& range) {
+    if (range.is_all()) return std::string(service);
+    return service_of_ranges(service) + "-" + range.text();
+}
+// The other way round. None: it is no such name.
+inline std::optional<Range> relayed_range(std::string_view service, std::string_view name) {
+    if (name == service) return Range{};
+    const std::string prefix = service_of_ranges(service) + "-";
+    if (!name.starts_with(prefix)) return std::nullopt;
+    std::optional<Range> range = Range::parse(name.substr(prefix.size()));
+    if (range && range->is_all()) return std::nullopt;
+    return range;
+}
 
 inline void write_range(Writer& w, const Range& range) {
     w.number(static_cast<uint16_t>(range.index));

@@ -1,7 +1,10 @@
 // Masters of two ranges, nodes that join both, and clients of the whole, over real sockets in one process.
 #include <doctest/doctest.h>
 
+#include <future>
+
 #include "directory/pool_directory.hpp"
+#include "gate.hpp"
 #include "server_bed.hpp"
 
 namespace moonpool {
@@ -210,6 +213,79 @@ TEST_CASE("pool directory: a peer that expects another range is refused, and tol
     none.token = kToken;
     none.range = {4, 4};
     CHECK(!MasterServer::create(std::move(none)).ok());
+}
+
+// Each case fails where the second master is asked when the first has answered.
+TEST_CASE("pool directory: the masters of all ranges are asked at once") {
+    Bed bed;
+    for (uint64_t n = 0; n < 100; ++n) bed.put(n);
+    Gate first(bed.addresses[0]), second(bed.addresses[1]);
+    PoolDirectory directory(client_options(first.address() + ";" + second.address()));
+    std::vector<Hash128> keys = hashes(0, 100);
+    REQUIRE(until([&] { return found(directory, keys) == 100; }));
+    LocateOptions prefix;
+    prefix.prefix = true;
+    first.hold();
+    size_t asked = second.asked();
+    auto located = std::async(std::launch::async, [&] { return found(directory, keys, prefix); });
+    CHECK(until([&] { return second.asked() > asked; }, 4000));
+    first.open();
+    CHECK(located.get() == 100);
+    first.hold();
+    asked = second.asked();
+    auto forgot = std::async(std::launch::async, [&] { return directory.forget(keys); });
+    CHECK(until([&] { return second.asked() > asked; }, 4000));
+    first.open();
+    CHECK(forgot.get().ok());
+}
+
+TEST_CASE("pool directory: of several silent masters a call waits as long as for one") {
+    Bed bed;
+    Gate first(bed.addresses[0]), second(bed.addresses[1]);
+    DirectoryClientOptions options = client_options(first.address() + ";" + second.address());
+    options.timeout_ms = 3000;
+    PoolDirectory directory(options);
+    std::vector<Hash128> keys = hashes(0, 10);
+    REQUIRE(until([&] {
+        auto all = directory.locate(keys);
+        return all && all->unreached.empty();
+    }));
+    first.hold();
+    second.hold();
+    auto begun = std::chrono::steady_clock::now();
+    Result<LocateAnswer> answer = directory.locate(keys);
+    auto took = std::chrono::steady_clock::now() - begun;
+    REQUIRE(!answer);
+    CHECK(answer.error().code == Code::kTimeout);
+    CHECK(took >= std::chrono::milliseconds(2900));
+    CHECK(took < std::chrono::milliseconds(5500));
+    first.open();
+    second.open();
+    CHECK(until([&] {
+        auto all = directory.locate(keys);
+        return all && all->unreached.empty();
+    }));
+}
+
+TEST_CASE("pool directory: a prefix that ends before the keys of a range that is away says nothing of it") {
+    Bed bed;
+    std::vector<Hash128> keys = {hash_of(key_of(0, 0)), hash_of(key_of(0, 1000)), hash_of(key_of(1, 0))};
+    bed.put(key_of(0, 0));
+    PoolDirectory directory(client_options(bed.all));
+    LocateOptions prefix;
+    prefix.prefix = true;
+    REQUIRE(until([&] { return found(directory, keys, prefix) == 1; }));
+    bed.masters[1]->stop();
+    REQUIRE(until([&] {
+        auto all = directory.locate(keys);
+        return all && all->unreached.contains(1);
+    }));
+    Result<LocateAnswer> answer = directory.locate(keys, prefix);
+    REQUIRE(answer);
+    CHECK(answer->keys.size() == 1);
+    CHECK(answer->unreached.empty());
+    bed.put(key_of(0, 1000));
+    CHECK(until([&] { return directory.locate(keys, prefix)->unreached.contains(1); }));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "../directory/server_bed.hpp"
+#include "directory/pool_directory.hpp"
 #include "directory/questions.hpp"
 #include "store/client/node_client.hpp"
 #include "store/node/server.hpp"
@@ -383,4 +384,57 @@ TEST_CASE("a process that asks too much at once is refused those, and answered t
     send_all(dialed->fd, out);
     CHECK(receive(dialed->fd).first.kind == Kind::kMembers);
     CHECK(client->members(true).ok());
+}
+
+TEST_CASE("the node relays to the masters of several ranges, over one connection to each") {
+    auto of_range = [](uint32_t index) {
+        return serve("127.0.0.1:0", [&](MasterServerOptions& o) { o.range = {index, 2}; });
+    };
+    std::unique_ptr<MasterServer> masters[2] = {of_range(0), of_range(1)};
+    const std::string at[2] = {masters[0]->addresses().front(), masters[1]->addresses().front()};
+    auto node = make_node(at[0] + ";" + at[1]);
+    FakeNode others[2] = {{at[0], "b", 2, nullptr, Range{0, 2}}, {at[1], "b", 2, nullptr, Range{1, 2}}};
+    for (FakeNode& other : others) {
+        for (uint64_t n = 0; n < 100; ++n) other.put(n);
+    }
+    const std::vector<Hash128> keys = hashes(0, 110);
+    auto holders = [&](PoolDirectory& client) {
+        Result<LocateAnswer> located = client.locate(keys);
+        size_t n = 0;
+        for (size_t i = 0; located && i < located->keys.size(); ++i) n += located->keys[i].size();
+        return n;
+    };
+    std::vector<std::unique_ptr<PoolDirectory>> clients;
+    for (int i = 0; i < 3; ++i) {
+        clients.push_back(std::make_unique<PoolDirectory>(by(*node, at[0] + ";" + at[1])));
+        CHECK(until([&] { return holders(*clients.back()) == 100; }));
+    }
+    for (auto& master : masters) CHECK(gauge(master->snapshot(), "connections_clients") == 1);
+    CHECK(gauge(node->snapshot(), "relay_connections") == 6);
+    CHECK(gauge(node->snapshot(), "relay_masters_connected") == 2);
+    CHECK(clients[0]->members(true).value()->rows.size() == 2);
+    // What one range's master orders is known by its own connection.
+    const Hash128 one = keys[0];
+    auto order = clients[1]->order({&one, 1}, nullptr);
+    REQUIRE(order);
+    CHECK(order->versions.size() == 1);
+    // One master ends: its range alone is unknown, and the other's connection stays.
+    masters[1]->stop();
+    CHECK(until([&] {
+        auto located = clients[0]->locate(keys);
+        return located && located->unreached.contains(1);
+    }));
+    CHECK(gauge(masters[0]->snapshot(), "connections_clients") == 1);
+    masters[1] = serve(at[1], [&](MasterServerOptions& o) { o.range = {1, 2}; });
+    CHECK(until([&] { return holders(*clients[2]) == 100; }));
+    // A process with another list of masters is told so, and asks them itself.
+    DialOptions to;
+    to.address = "the node";
+    to.token = kToken;
+    to.service = relayed_service(kServiceDirectory, {0, 4});
+    to.timeout_ms = 4000;
+    to.connect = [&node] { return node->dial(); };
+    Result<Dialed> refused = dial(to);
+    REQUIRE(!refused);
+    CHECK(refused.error().text.find("has 2 ranges, and the caller asks for range 0/4") != std::string::npos);
 }

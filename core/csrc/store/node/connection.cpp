@@ -17,6 +17,7 @@
 #include <cstring>
 
 #include "base/hmac.hpp"
+#include "directory/range_handshake.hpp"
 #include "wire/congestion.hpp"
 #include "wire/dial.hpp"
 
@@ -223,7 +224,8 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
         return fail(Code::kAuth, "this node has no such tenant");
     }
     auto proof = handshake_mac(Role::kNode, *secret, nonce_, client_nonce, server_.incarnation_, covered);
-    if (service == kServiceDirectory) return on_auth_for_master(header, tenant, proof);
+    if (std::optional<Range> range = relayed_range(kServiceDirectory, service))
+        return on_auth_for_master(header, tenant, *range, proof);
     if (!service.empty()) return fail(Code::kAuth, "this node has no such service");
     Pool& pool = *it->second;
     // Opened read-only for this client: it may map the index, but not write to it, whatever it does.
@@ -261,11 +263,19 @@ bool Connection::on_auth(const FrameHeader& header, Reader body) {
 }
 
 // The relay sends the WELCOME, once it knows whether the master is there.
-bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Mac& proof) {
+bool Connection::on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Range& range,
+                                    const Mac& proof) {
     if (server_.relay_ == nullptr) return fail(Code::kProtocol, "this node passes no questions to a master");
+    if (range.count != server_.relay_->ranges()) {
+        return fail(Code::kInvalidArgument, "this node's cluster.master has " +
+                                                std::to_string(server_.relay_->ranges()) +
+                                                " ranges, and the caller asks for range " + range.text() +
+                                                ": give both the same list");
+    }
     if (!flush() || backlog() != 0 || !in_.waiting().empty()) return false;
     relayed_.emplace();
     relayed_->tenant = tenant;
+    relayed_->range = range;
     relayed_->proof = proof;
     relayed_->request_id = header.request_id;
     return false;

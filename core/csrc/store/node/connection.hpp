@@ -82,7 +82,8 @@ class Connection final : public EventHandler {
     bool parse_frames();
     bool handle(const FrameHeader& header, Reader body);
     bool on_auth(const FrameHeader& header, Reader body);
-    bool on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Mac& proof);
+    bool on_auth_for_master(const FrameHeader& header, std::string_view tenant, const Range& range,
+                            const Mac& proof);
     bool on_open_space(const FrameHeader& header, Reader body);
     bool on_lease(const FrameHeader& header, Reader body);
     bool on_return(Reader body);

@@ -96,10 +96,10 @@ class RelayClient final : public EventHandler {
     uint32_t events_ = EPOLLIN;
 };
 
-// The way to the master, of one tenant.
+// The way to the master of one range, of one tenant.
 class RelayLink final : public EventHandler, public std::enable_shared_from_this<RelayLink> {
    public:
-    RelayLink(Relay& relay, const std::string& tenant);
+    RelayLink(Relay& relay, const std::string& tenant, const Range& range);
 
     bool on_events(uint32_t events) override;
 
@@ -127,11 +127,13 @@ class RelayLink final : public EventHandler, public std::enable_shared_from_this
     bool on_members(const FrameHeader& header, Reader body);
     void publish(uint8_t flags, Version newest);
     void for_each_client(const std::function<void(RelayClient&)>& visit);
+    const std::string& master() const { return relay_.masters_[range_.index]; }
     Error broken(const std::string& how) const {
-        return Error{Code::kUnavailable, "the connection to the master at " + relay_.options_.master + how};
+        return Error{Code::kUnavailable, "the connection to the master at " + master() + how};
     }
 
     Relay& relay_;
+    const Range range_;
     State state_ = State::kFirst;
     std::optional<Error> why_not_;
     ControlSocket socket_;
@@ -300,9 +302,11 @@ bool RelayClient::on_tick(uint64_t now_ms) {
 
 // ---- RelayLink
 
-static RelayDialerOptions dialing(const RelayOptions& options, const std::string& tenant) {
+static RelayDialerOptions dialing(const RelayOptions& options, const std::string& master,
+                                  const std::string& tenant, const Range& range) {
     RelayDialerOptions to;
-    to.master = options.master;
+    to.master = master;
+    to.range = range;
     to.token = options.token;
     to.tenant = tenant;
     to.interface = options.interface;
@@ -311,21 +315,22 @@ static RelayDialerOptions dialing(const RelayOptions& options, const std::string
     return to;
 }
 
-RelayLink::RelayLink(Relay& relay, const std::string& tenant)
+RelayLink::RelayLink(Relay& relay, const std::string& tenant, const Range& range)
     : relay_(relay),
+      range_(range),
       table_(relay.options_.limits),
-      dialer_(dialing(relay.options_, tenant), [this](std::shared_ptr<Result<Dialed>> result) {
-          // Refused once the loop has ended; links live longer than it (Relay::stop).
-          relay_.loop_->post([this, result] { dialed(*result); });
-      }) {
+      dialer_(dialing(relay.options_, master(), tenant, range),
+              [this](std::shared_ptr<Result<Dialed>> result) {
+                  // Refused once the loop has ended; links live longer than it (Relay::stop).
+                  relay_.loop_->post([this, result] { dialed(*result); });
+              }) {
     Result<MembersWriter> file = MembersWriter::create();
     if (file) file_ = std::move(*file);
 }
 
 Error RelayLink::why_not() const {
     if (why_not_) return *why_not_;
-    return Error{Code::kUnavailable,
-                 "the node has no connection to the master at " + relay_.options_.master + " yet"};
+    return Error{Code::kUnavailable, "the node has no connection to the master at " + master() + " yet"};
 }
 
 void RelayLink::greet(RelayClient& client) {
@@ -582,7 +587,7 @@ Status Relay::start() { return loop_->start(); }
 // The loop first: only it makes links. What their dialers post afterwards is refused.
 void Relay::stop() {
     bool ended = loop_->stop();
-    for (auto& [tenant, link] : links_) link->stop();
+    for (auto& [key, link] : links_) link->stop();
     if (!ended) return;  // a child of fork(): all of it is the parent's
     clients_.clear();
     links_.clear();
@@ -594,16 +599,17 @@ void Relay::adopt(RelayCaller caller) {
 }
 
 void Relay::take(RelayCaller caller) {
-    auto it = links_.find(caller.tenant);
+    const std::pair key(caller.tenant, caller.range.index);
+    auto it = links_.find(key);
     if (it == links_.end()) {
-        auto link = std::make_shared<RelayLink>(*this, caller.tenant);
+        auto link = std::make_shared<RelayLink>(*this, caller.tenant, caller.range);
         if (Status status = link->open(); !status) {
             std::vector<std::byte> out;
             write_error(out, status.error().code, status.error().text, 0);
             (void)!::send(caller.fd.get(), out.data(), out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
             return;
         }
-        it = links_.emplace(caller.tenant, std::move(link)).first;
+        it = links_.emplace(key, std::move(link)).first;
     }
     auto client = std::make_shared<RelayClient>(*this, std::move(caller), next_client_++, it->second);
     if (!loop_->add(client->fd(), EPOLLIN, client)) return;
@@ -628,7 +634,7 @@ void Relay::drop(RelayTable::ClientId id) {
 }
 
 void Relay::on_tick(uint64_t now_ms) {
-    for (auto& [tenant, link] : links_) link->check(now_ms);
+    for (auto& [key, link] : links_) link->check(now_ms);
 }
 
 std::vector<std::pair<std::string, uint64_t>> Relay::gauges() const {

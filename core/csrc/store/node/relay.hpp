@@ -3,7 +3,7 @@
 // 10,000 connections of clients, and not 80,000.
 //
 //   process --Unix socket--> RelayClient --.
-//   process --Unix socket--> RelayClient ----> RelayLink --TCP, one for each tenant--> master
+//   process --Unix socket--> RelayClient ----> RelayLink --TCP, one for each tenant and range--> master
 //
 // A connection of a process lives as long as the link's to the master does: when that ends, theirs end with
 // the reason. So a process has, towards a node that relays, the same to expect as towards the master: a
@@ -26,6 +26,7 @@
 #include "base/fd.hpp"
 #include "base/hmac.hpp"
 #include "base/result.hpp"
+#include "directory/ranges.hpp"
 #include "directory/relay_table.hpp"
 #include "wire/auth.hpp"
 #include "wire/limits.hpp"
@@ -35,7 +36,7 @@
 namespace moonpool {
 
 struct RelayOptions {
-    std::string master;  // "host:port", or several with commas between
+    std::string master;  // "host:port", or several with commas between; semicolons between ranges
     Secrets token;
     std::string interface;
     std::shared_ptr<const TlsClient> tls;  // null: plain
@@ -48,7 +49,8 @@ struct RelayOptions {
 struct RelayCaller {
     Fd fd;
     std::string tenant;
-    Mac proof{};  // the node's, which the WELCOME carries
+    Range range{};  // of the shards, whose master it asks
+    Mac proof{};    // the node's, which the WELCOME carries
     uint64_t request_id = 0;
 };
 
@@ -70,13 +72,15 @@ class Relay {
     Status start();
     void stop();                     // idempotent
     void adopt(RelayCaller caller);  // any thread
+    uint32_t ranges() const { return static_cast<uint32_t>(masters_.size()); }
     size_t connections() const { return counters_.connections.load(); }
     std::vector<std::pair<std::string, uint64_t>> gauges() const;
 
    private:
     friend class RelayClient;
     friend class RelayLink;
-    explicit Relay(RelayOptions options) : options_(std::move(options)) {}
+    explicit Relay(RelayOptions options)
+        : options_(std::move(options)), masters_(split_ranges(options_.master)) {}
 
     void take(RelayCaller caller);
     RelayClient* client(RelayTable::ClientId id);
@@ -85,9 +89,10 @@ class Relay {
 
     // Of the loop's thread, but for what says otherwise.
     RelayOptions options_;
-    RelayCounters counters_;  // any thread
+    std::vector<std::string> masters_;  // of each range
+    RelayCounters counters_;            // any thread
     std::unique_ptr<EventLoop> loop_;
-    std::map<std::string, std::shared_ptr<RelayLink>, std::less<>> links_;  // by tenant
+    std::map<std::pair<std::string, uint32_t>, std::shared_ptr<RelayLink>> links_;  // by tenant and range
     std::unordered_map<RelayTable::ClientId, std::shared_ptr<RelayClient>> clients_;
     RelayTable::ClientId next_client_ = 1;
 };

@@ -21,6 +21,7 @@ namespace moonpool {
 
 struct RelayDialerOptions {
     std::string master;  // "host:port", or several with commas between
+    Range range{};       // of the shards, that they have
     Secrets token;
     std::string tenant;
     std::string interface;
@@ -34,7 +35,7 @@ class RelayDialer {
    public:
     using Done = std::function<void(std::shared_ptr<Result<Dialed>>)>;
     RelayDialer(RelayDialerOptions options, Done done)
-        : options_(std::move(options)), addresses_(options_.master), done_(std::move(done)) {}
+        : options_(std::move(options)), addresses_(options_.master, options_.range), done_(std::move(done)) {}
     ~RelayDialer() { stop(); }
     RelayDialer(const RelayDialer&) = delete;
 

@@ -121,11 +121,7 @@ class Server {
     using Connections = std::unordered_map<int, std::shared_ptr<Connection>>;
     std::optional<RelayCaller> take_relayed(Connections::iterator it);
     void drop(int fd, bool cut_off = false);
-    // With several ranges processes ask the masters themselves.
-    bool may_relay() const {
-        return options_.cluster.relay != "never" && !options_.cluster.master.empty() &&
-               removals_.ranges() == 1;
-    }
+    bool may_relay() const { return options_.cluster.relay != "never" && !options_.cluster.master.empty(); }
     void look_whether_to_relay();
     void resume(Connection& connection, uint64_t now_ms);
     void on_tick(uint64_t now_ms);
