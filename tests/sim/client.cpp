@@ -687,6 +687,7 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
             return put_at({host()}, put->call, put->version, put->known, true,
                           [this, put](const Result<PutOutcome>& own) {
                               std::vector<size_t> left = note(*put, own);
+                              if (!own && put->removal != nullptr) put->removal->steps->not_answered_here(0);
                               if (left.empty() && put->removal != nullptr && !put->older)
                                   put->removal->steps->placed_here(0);
                               put->steps->put(left);
@@ -704,6 +705,17 @@ void SimClient::go_on(const std::shared_ptr<Put>& put) {
 // As Client::end_replacement.
 void SimClient::end(const std::shared_ptr<Put>& put) {
     if (put->removal == nullptr) return finish(put->call, put->outcome);
+    RemovalSteps& steps = *put->removal->steps;
+    std::vector<size_t> left = steps.left_here();
+    if (left.empty() || steps.versions().empty()) return end_order(put);
+    remove_at({host()}, put->call->name, steps.versions(),
+              [this, put, left](const Result<std::vector<uint8_t>>& flags) {
+                  put->removal->steps->own_removed(left, flags);
+                  end_order(put);
+              });
+}
+
+void SimClient::end_order(const std::shared_ptr<Put>& put) {
     end_removal(put->removal, [this, put] {
         const RemovalSteps& removal = *put->removal->steps;
         Operation::Outcome outcome = put->outcome;

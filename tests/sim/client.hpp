@@ -131,6 +131,7 @@ class SimClient final : public Process {
     void go_on(const RemovalRef& removal);
     void one_told(const RemovalRef& removal);
     void end(const std::shared_ptr<Put>& put);
+    void end_order(const std::shared_ptr<Put>& put);
     static Operation::Outcome outcome_of(const RemovalSteps& removal);
     Version known(const Hash128& hash) const;
     void hear(uint32_t range, Version newest);

@@ -304,6 +304,7 @@ PutOutcome SimNode::store(const std::string& name, std::string_view bytes, uint3
     std::optional<Version> version = recovered ? given : removals_->of_put(hash, given);
     if (!version && planted_.older_taken) version = given;
     if (!version) return PutOutcome::kOlder;
+    if (replace && !recovered && full_ != 0 && world_.random.below(100) < full_) return PutOutcome::kRefused;
     if (replace && !recovered) removals_->add(hash, given.value_or(kNoVersion));
     std::optional<Extent> lease = pool.lease(bytes.size(), bytes.size());
     if (!lease) return PutOutcome::kRefused;

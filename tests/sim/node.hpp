@@ -40,6 +40,8 @@ class SimNode final : public Process {
     uint64_t objects(const Range& range) const;
     void break_master_link();
 
+    void set_full(uint32_t percent) { full_ = percent; }
+
    private:
     struct Pinned {
         uint32_t slot;
@@ -94,6 +96,7 @@ class SimNode final : public Process {
     Network& network_;
     const bool has_disk_;
     const Planted& planted_;
+    uint32_t full_ = 0;  // Conditions::full
     NodeIdentity identity_;
     std::map<std::string, OnDisk> disk_;
     std::vector<Version> disk_applied_;  // of each range

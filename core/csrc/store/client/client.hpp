@@ -269,6 +269,7 @@ class Client {
     Result<PutReport> put_whole(std::span<const PutItem> items, const PutOptions& options);
     // Keys of one range, where there are several and the put replaces.
     Result<PutReport> put_some(std::span<const PutItem> given, const PutOptions& options, size_t attempt = 1);
+    void remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal);
     void end_replacement(Pool& pool, std::span<const PutItem> items, RemovalSteps& removal,
                          PutReport& report);
     PutHow how(const PutOptions& options, const PutReport& report, bool is_copy);

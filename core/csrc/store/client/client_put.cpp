@@ -345,6 +345,9 @@ Result<PutReport> Client::put_some(std::span<const PutItem> given, const PutOpti
                 } else if (no_answer(own.error())) {
                     own_error = own.error();
                     report.unanswered = true;
+                    for (size_t i : left) {
+                        if (removal) removal->not_answered_here(i);
+                    }
                 } else {
                     if (removal) end_removal(*others, names_of(all), *removal);  // others may put the keys
                     return own;
@@ -391,6 +394,7 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     for (auto [item, node] : report.placed) removal.placed(item, node);
     std::vector<std::string_view> names;
     for (const PutItem& item : items) names.push_back(item.name);
+    remove_left_here(names, removal);
     end_removal(pool, names, removal);
     names.clear();
     std::vector<Version> versions;
@@ -411,6 +415,21 @@ void Client::end_replacement(Pool& pool, std::span<const PutItem> items, Removal
     }
     std::vector<RemovedManifest> none;
     if (!names.empty()) (void)own_.remove_older(names, versions, none);
+}
+
+// What the own node had where it refused the new bytes, as it is full of what is pinned: its clients would
+// read that first.
+void Client::remove_left_here(std::span<const std::string_view> names, RemovalSteps& removal) {
+    const std::vector<size_t> left = removal.left_here();
+    if (left.empty() || removal.versions().size() != names.size()) return;
+    std::vector<std::string_view> some;
+    std::vector<Version> versions;
+    for (size_t i : left) {
+        some.push_back(names[i]);
+        versions.push_back(removal.versions()[i]);
+    }
+    std::vector<RemovedManifest> none;  // its stripes are removed with those of other copies
+    removal.own_removed(left, own_.remove_older(some, versions, none));
 }
 
 PutHow Client::how(const PutOptions& options, bool ack) {

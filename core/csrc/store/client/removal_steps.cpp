@@ -22,6 +22,7 @@ RemovalSteps::RemovalSteps(std::vector<Hash128> keys, const Incarnation& own, bo
       recent_(recent),
       later_(keys_.size()),
       removed_(keys_.size()),
+      own_silent_(keys_.size()),
       unsure_(keys_.size()),
       taken_(keys_.size()) {
     for (const Hash128& key : keys_) locations_.forget(key);
@@ -200,6 +201,33 @@ void RemovalSteps::placed(size_t item, NodeId node) {
 }
 
 void RemovalSteps::placed_here(size_t item) { placed(item, own_id_); }
+
+void RemovalSteps::not_answered_here(size_t item) {
+    if (!std::exchange(own_silent_[item], uint8_t{1})) doubt(item, "this host's node");
+}
+
+std::vector<size_t> RemovalSteps::left_here() const {
+    std::vector<size_t> items;
+    for (size_t i = 0; i < done_.placed.size() && !own_too_; ++i) {
+        const std::vector<NodeId>& at = done_.placed[i];
+        if (!at.empty() && own_silent_[i] == 0 && std::ranges::find(at, own_id_) == at.end())
+            items.push_back(i);
+    }
+    return items;
+}
+
+void RemovalSteps::own_removed(std::span<const size_t> items, const Result<std::vector<uint8_t>>& flags) {
+    for (size_t k = 0; k < items.size(); ++k) {
+        const size_t i = items[k];
+        if (!flags) {
+            not_answered_here(i);
+            continue;
+        }
+        removed_[i] |= (*flags)[k];
+        std::vector<NodeId>& told = done_.told[i];
+        if (own_id_ != kNoNode && std::ranges::find(told, own_id_) == told.end()) told.push_back(own_id_);
+    }
+}
 
 void RemovalSteps::ended(const Result<std::vector<Version>>& last) {
     wants_ = Wants::kDone;

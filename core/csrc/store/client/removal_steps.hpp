@@ -68,6 +68,12 @@ class RemovalSteps {
     // The new bytes of a key are at that node.
     void placed(size_t item, NodeId node);
     void placed_here(size_t item);
+    // The own node, which was to replace its copy, gave no answer; the new bytes are elsewhere, or nowhere.
+    void not_answered_here(size_t item);
+    // After placed(): keys whose new bytes are elsewhere, as the own node refused them. It is told to remove
+    // what is older; what it says of each goes to own_removed().
+    std::vector<size_t> left_here() const;
+    void own_removed(std::span<const size_t> items, const Result<std::vector<uint8_t>>& flags);
 
     // kEnd, after placed(): nodes that are to know of their items and have no copy. They are told while the
     // master hears of the end, and before ended().
@@ -110,6 +116,7 @@ class RemovalSteps {
     std::vector<Version> versions_, later_;
     OrderDone done_;
     std::vector<uint8_t> removed_;
+    std::vector<uint8_t> own_silent_;  // of each key: the own node was to replace it
     std::vector<std::string> unsure_;
     std::vector<NodeItems> witnesses_;
     bool witnesses_chosen_ = false;
