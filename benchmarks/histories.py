@@ -6,10 +6,11 @@
 etcd, masters that agree in it, nodes with host ids of their own and a client of each, all on this machine;
 what goes between them by TCP goes over lines that can be cut. Clients replace, remove and get a few keys,
 and note what they were told and when. Every few seconds something happens: a master, a node or etcd is
-killed and started again, or stands still; lines are cut and healed. In the end all is healed, and every
-client reads the last keys again. Then each key's history is checked as that of a register
-(benchmarks/history/operations.py): no read returns a removed or replaced value. What a client reads while
-its own node is away does not count: that node serves what it has (docs/master.md). The seed is printed.
+killed and started again, or stands still; lines are cut and healed; an owner hands over to its standby. In
+the end all is healed, and every client reads the last keys again. Then each key's history is checked as
+that of a register (benchmarks/history/operations.py): no read returns a removed or replaced value. What a
+client reads while its own node is away does not count: that node serves what it has (docs/master.md). The
+seed is printed.
 
 With --ranges each of so many ranges of the keys has masters of its own. --only has one kind of fault
 happen again and again.
@@ -53,6 +54,7 @@ FAULTS = (
     "cut host",
     "cut node",
     "cut etcd",
+    "promote",
 )
 PLANTED_S = 20.0
 ROUND_S = 10.0
@@ -61,6 +63,7 @@ KEPT_ROUNDS = 5  # whose keys are read again in the end
 FAULT_EVERY_S = (1.0, 5.0)
 BACK_AFTER_S = 4.0  # a node that was away has joined again, and dropped what it had missed
 WAIT_S = 120.0
+PROMOTE_S = 15.0
 TOKEN = "of this benchmark, and of no other use"
 OWN = {"MOONPOOL_CLUSTER_TOKEN": TOKEN}
 MOONPOOL = [PYTHON, "-m", "moonpool"]
@@ -227,6 +230,20 @@ class Pool:
     def _stop_node(self, rng: random.Random) -> object:
         host = rng.choice(self._hosts)
         return self._stopped(self._node[host]), host
+
+    def _promote(self, rng: random.Random) -> object:
+        following = [
+            self._http[number]
+            for number in self._masters
+            if metric(self._http[number], "master_is_following")
+        ]
+        if following:
+            url = f"http://{rng.choice(following)}"
+            asked = self._started([*MOONPOOL, "promote", "--graceful", "--url", url], "promote", OWN)
+            give_up_s = time.monotonic() + PROMOTE_S  # it fails where something else happens meanwhile
+            while asked.is_running and time.monotonic() < give_up_s:
+                time.sleep(0.05)
+        return lambda: None, None
 
     @staticmethod
     def _stopped(process: Process) -> Callable[[], None]:

@@ -7,6 +7,8 @@ masters that change it at the same moment one does. Beside it each master keeps 
   only then goes on alone.
 - The standby, once its owner is lost, enters itself as the owner, where the key still names it as the
   standby. It waits for no lease: what the owner acknowledged it knows, and the owner can acknowledge no more.
+- An owner that its standby asks for its place (moonpool promote) enters that one, and hands over then: what
+  was begun is ended before, and what comes meanwhile waits.
 - An owner without a standby depends on its lease: it orders no removals when it could not renew that in time,
   and where it has ended any master may enter itself, and begins as a new master does.
 - Where there is a standby no lease counts, so owner and standby go on without etcd. Both are known to be gone
@@ -195,6 +197,8 @@ class Election:
         server, ballot = self._server, self._ballot
         if server.role != "owner":
             server.take_over()
+        if heir := server.gives_to():
+            return self._hand_over(read, record, Seat.of(heir))
         name, attached, whole, _ = server.standby()
         wanted = record.standby
         if attached and whole:
@@ -206,6 +210,16 @@ class Election:
         server.set_valid_for(None if wanted else SAFE_SHARE * ballot.lease_s - self._since_renewed_s())
         if not attached:
             server.take_over()  # none takes over: it goes on alone
+
+    def _hand_over(self, read: Read, record: Record, heir: Seat) -> None:
+        # Only to the one that the key names: any other master may know less.
+        entered = record.standby == heir and self._ballot.write(read, Record(record.term + 1, heir))
+        if not entered:
+            self._server.keep()
+        elif not self._server.give():
+            self._server.follow(
+                heir.address
+            )  # too late: the key names another, and this master orders nothing
 
     def _as_another(self, read: Read, record: Record) -> None:
         server, me = self._server, self._ballot.me

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PREFIX = "moonpool_master_"
 KEYS_MAX = 10_000  # keys in one answer of /keys
+HAND_OVER_S = 5.0  # that a standby waits for its owner
 _log = logging.getLogger("moonpool.master")
 
 
@@ -67,16 +68,18 @@ def native_server(
     elected_as: an election says what it is, in which it has that seat.
     """
     owner = config.master.standby_of
+    follows = bool(owner or elected_as or config.cluster.tls_ca)  # at once, or after it has handed over
     server: _native.MasterServer = native_core("master").MasterServer(
         [listen],
         token,
         master_settings(config.master),
         tls=control_server(config),
         standby_of=str(parse_address(owner, "master.standby_of")) if owner else "",
-        owner_tls=control_client(config) if owner or elected_as else None,
+        owner_tls=control_client(config) if follows else None,
         elected=elected_as is not None,
         name="" if elected_as is None else elected_as.name,
         range=range_of_master(config),
+        advertise=_advertise(config, parse_address(listen, "master.listen")),
     )
     return server
 
@@ -174,11 +177,19 @@ class Master(ServiceProcess["_native.MasterServer"]):
             "metrics": dict(self.server.metrics()),
         }
 
-    def promote(self) -> bool:
-        """A standby becomes the owner of the directory. The caller knows that the former owner is dead, or
-        will be told. False: this master was the owner already.
+    def promote(self, *, graceful: bool = False) -> bool:
+        """A standby becomes the owner of the directory. Where its owner is there, that hands over and becomes
+        its standby, and no removal fails; else the caller knows that the former owner is dead, or will be
+        told. False: this master was the owner already. Raises a moonpool Error where the owner is there and
+        does not hand over; it goes on then. graceful: also where it is not there.
         """
-        return self.server.take_over()
+        server = self.server
+        if graceful or (server.role == "standby" and server.standby()[1]):
+            if server.role == "owner":
+                return False
+            server.ask_hand_over(HAND_OVER_S)
+            return True
+        return server.take_over()
 
     def nodes(self) -> list[NodeRow]:
         """The members by id, then the gone ones that are remembered, the latest first."""
@@ -201,7 +212,11 @@ class Master(ServiceProcess["_native.MasterServer"]):
         return json_response({"nodes": await asyncio.to_thread(self.nodes)})
 
     async def _promote(self, request: web.Request) -> web.Response:
-        taken = await asyncio.to_thread(self.promote)
+        try:
+            graceful = "graceful" in request.query
+            taken = await asyncio.to_thread(lambda: self.promote(graceful=graceful))
+        except Error as error:
+            return web.Response(status=409, text=f"{error}\n")
         audit.record("promote", peer=request.remote, role=self.server.role, taken_over=taken)
         return json_response({"role": self.server.role, "taken_over": taken})
 
@@ -280,14 +295,17 @@ def _election_of(config: Config, listen: Address) -> Ballot | None:
         timeout_s=TIMEOUT_S,
         key="master.election",
     )
-    if master.advertise:
-        address = parse_address(master.advertise, "master.advertise")
-    else:
-        address = Address(advertised_address(listen.host, None), listen.port)
-    me = Seat(secrets.token_hex(8), str(address))
+    me = Seat(secrets.token_hex(8), _advertise(config, listen) or str(listen))
     index, count = range_of_master(config)
     part = f"/{index}-of-{count}" if count > 1 else ""
     return Ballot(etcd, f"/moonpool/masters/{master.election_name}{part}", me)
+
+
+def _advertise(config: Config, listen: Address) -> str:
+    """host:port by which other masters reach this one; empty where the port is not known yet."""
+    if config.master.advertise:
+        return str(parse_address(config.master.advertise, "master.advertise"))
+    return str(Address(advertised_address(listen.host, None), listen.port)) if listen.port else ""
 
 
 def _node_row(row: Any) -> NodeRow:

@@ -74,7 +74,7 @@ DESCRIPTIONS: dict[str, str] = {
     "tcp_damaged_total": "Objects that came over TCP and did not match their checksum; they were not stored.",
     "scrub_dropped_total": "Objects that were dropped because their bytes did not match their checksum.",
     "relay_connections": "Processes of this host that ask the master by this node.",
-    "relay_masters_connected": "Connections to the master over which they ask: one for each tenant and range.",
+    "relay_masters_connected": "Connections to masters over which they ask: one for each tenant and range.",
     "relay_questions_total": "Questions of these processes.",
     "relay_late_total": "Of them, those that the master did not answer in the time of the process.",
     "relay_members_total": "Times that the node asked the master for the list of nodes, for all of them.",

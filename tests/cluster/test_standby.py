@@ -8,7 +8,7 @@ import signal
 import time
 
 from ..core.store_bed import until
-from .bed import Cluster, Node, master_metric
+from .bed import JOIN_S, Cluster, Node, master_metric
 from .hosts import Process, measured
 
 SIZE = 1000
@@ -82,6 +82,58 @@ def test_a_standby_answers_at_once_and_orders_removals_once_it_is_promoted(clust
     assert on_b.has(["k2"], SIZE, 1, room=SIZE)
     after = {node.name: node.metric("master_inventories_total") for node in (a, b)}
     assert after == before
+
+
+def test_an_owner_hands_over_while_clients_remove_and_read_and_then_follows(cluster: Cluster) -> None:
+    """And back, so that each of the two can be stopped and upgraded; every call is answered as before."""
+    (a, b), _ = with_a_standby(cluster)
+    on_a, on_b = cluster.puppet(a.host), cluster.puppet(b.host)
+    names = [f"k{i}" for i in range(40)]
+    on_b.put(names, SIZE)
+    cluster.found(names)
+    assert on_a.has(names, SIZE, room=SIZE)
+    before = {node.name: node.metric("master_inventories_total") for node in (a, b)}
+    assert cluster.master_host is not None
+    assert cluster.standby_host is not None
+    hosts = [cluster.master_host, cluster.standby_host]
+    for round_, heir in enumerate((hosts[1], hosts[0])):
+        other = hosts[round_]
+        asked = heir.moonpool("promote")
+        removed = 0
+        while asked.is_running or removed < 5:
+            name = f"r{round_}-{removed}"
+            assert on_b.put([name], SIZE, replace=True)[0][0] == "stored"
+            assert on_a.remove([name]) == [True], name
+            assert on_b.exists([name]) == ["miss"]
+            removed += 1
+        assert asked.wait() == 0, asked.text()
+        assert "taken over" in asked.text()
+        assert master_metric(heir, "is_owner")
+        assert not master_metric(other, "is_owner")
+        assert on_a.remove([names[round_]]) == [True]
+        assert on_b.get([names[round_]]) == [None]
+        assert on_a.has(names[2:], SIZE, room=SIZE)
+        if round_ == 0:
+            after = {node.name: node.metric("master_inventories_total") for node in (a, b)}
+            assert after[a.name] <= before[a.name] + 1  # that of the former owner alone, as a standby
+        until(lambda heir=heir: master_metric(heir, "standby_is_whole"), JOIN_S)
+        for node in (a, b):
+            until(lambda node=node: node.metric("masters_joined") == 2, JOIN_S)
+
+
+def test_a_standby_that_nodes_have_yet_to_join_is_not_handed_to(cluster: Cluster) -> None:
+    cluster.start_master()
+    [a] = cluster.start("a", master=False)
+    cluster.start_standby()  # which the node does not know
+    assert cluster.standby_host is not None
+    asked = cluster.standby_host.moonpool("promote")
+    assert asked.wait() != 0
+    assert "of 1 nodes 0 have told the standby what they hold" in asked.text()
+    assert cluster.master_host is not None
+    assert master_metric(cluster.master_host, "is_owner")
+    on_a = cluster.puppet(a.host)
+    on_a.put(["k"], SIZE)
+    assert on_a.remove(["k"]) == [True]
 
 
 def test_an_owner_that_stands_still_and_is_back_after_a_takeover_serves_no_longer(cluster: Cluster) -> None:

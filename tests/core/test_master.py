@@ -213,7 +213,7 @@ def test_a_node_and_a_client_by_hand(master: MasterProcess) -> None:
         connect(master.address, TOKEN, b"member") as node,
         connect(master.address, TOKEN, b"directory") as client,
     ):
-        body = node.ask(m.JOIN, m.join(me, Load(objects=3)) + b"of a later version").body
+        body = node.ask(m.JOIN, m.join(me, Load(objects=3)) + b"\0of a later version").body
         number, resumed, _, beat_ms, rows_max, epoch = struct.unpack_from("<HBBIIQ", body)
         assert (resumed, beat_ms, rows_max) == (0, 200, 16384)
         assert body[20:33] == m.drops(0, [])

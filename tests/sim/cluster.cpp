@@ -38,6 +38,7 @@ class Cluster {
         for (uint32_t host = 0; host < hosts; ++host) {
             nodes_.push_back(
                 std::make_unique<SimNode>(world_, network_, masters, host, conditions.disks, planted));
+            nodes_.back()->set_full(conditions.full);
             raw.push_back(nodes_.back().get());
         }
         for (uint32_t host = 0; host < hosts; ++host) {
@@ -71,6 +72,8 @@ class Cluster {
         report.history = std::move(history_);
         report.begin = begin;
         report.events = world_.events();
+        for (const Masters& of : masters_)
+            report.handed_over += of.standby != nullptr && of.standby->was_given();
         return report;
     }
 
@@ -80,7 +83,9 @@ class Cluster {
         std::unique_ptr<SimMaster> first, standby{};
         bool first_is_dead = false, has_taken_over = false;
 
-        SimMaster& owner() const { return has_taken_over ? *standby : *first; }
+        // Also by a hand-over.
+        bool is_second() const { return has_taken_over || (standby != nullptr && standby->was_given()); }
+        SimMaster& owner() const { return is_second() ? *standby : *first; }
     };
 
     std::vector<Process*> processes() {
@@ -157,7 +162,7 @@ class Cluster {
                 });
             case Action::kRestartStandby:
                 // One that has taken over is not started again as a standby of a master that is dead.
-                if (masters.standby != nullptr && !masters.has_taken_over)
+                if (masters.standby != nullptr && !masters.is_second())
                     restart(*masters.standby, action.lasts, action.flag);
                 return;
             case Action::kOwnerDies:
@@ -174,6 +179,11 @@ class Cluster {
                 world_.at(world_.now() + action.lasts / 2, nullptr,
                           [&masters] { masters.standby->take_over(); });
                 return world_.at(end, nullptr, [&masters] { masters.first->go_on(); });
+            case Action::kHandOver:
+                if (SimMaster& heir = masters.is_second() ? *masters.first : *masters.standby;
+                    !masters.has_taken_over && heir.is_whole())
+                    heir.ask_hand_over();
+                return;
             case Action::kJumpClock:
                 return (action.flag ? static_cast<Process&>(*masters.first) : node)
                     .jump_clock(action.lasts / kMs);
@@ -181,7 +191,7 @@ class Cluster {
     }
 
     static bool can_take_over(const Masters& masters) {
-        return masters.standby->is_whole() && masters.first->running() && !masters.has_taken_over;
+        return masters.standby->is_whole() && masters.first->running() && !masters.is_second();
     }
 
     void heal() {
@@ -201,7 +211,7 @@ class Cluster {
             });
         };
         for (Masters& of : masters_) {
-            if (of.has_taken_over) of.standby->take_over();
+            if (of.is_second()) of.standby->take_over();
         }
         while (world_.now() < end && !std::ranges::all_of(nodes_, settled))
             world_.run_until(world_.now() + 100 * kMs);
@@ -293,10 +303,12 @@ std::string to_text(Micros at, const Action& action) {
                                          "jump of clock of node-",
                                          "death of master",
                                          "restart of standby",
-                                         "stop of master"};
+                                         "stop of master",
+                                         "hand-over by master"};
     std::string text = std::to_string(at / kMs) + " ms  " + kNames[action.kind];
     bool of_host = action.kind != Action::kRestartMaster && action.kind != Action::kOwnerDies &&
-                   action.kind != Action::kRestartStandby && action.kind != Action::kOwnerStops;
+                   action.kind != Action::kRestartStandby && action.kind != Action::kOwnerStops &&
+                   action.kind != Action::kHandOver;
     if (of_host) text += std::to_string(action.host);
     if (action.kind == Action::kCut) text += (action.flag ? " <-> " : " -> ") + std::to_string(action.other);
     return text + ", " + std::to_string(action.lasts / kMs) + " ms";
@@ -359,6 +371,7 @@ Plan make_plan(uint64_t seed, const Conditions& c) {
     fault(Action::kOwnerDies, c.standby && c.owner_dies, 0, 3 * kSecond);
     fault(Action::kOwnerStops, c.standby && c.owner_stops, 200 * kMs, 5 * kSecond);
     fault(Action::kJumpClock, c.clock_jumps, 100 * kMs, 20 * kSecond);
+    fault(Action::kHandOver, c.standby ? c.hand_overs : 0, 0, 0);
     std::ranges::stable_sort(plan, {}, &Action::at);
     return plan;
 }

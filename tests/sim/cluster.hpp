@@ -62,9 +62,11 @@ struct Conditions {
     uint32_t master_restarts = 0;
     uint32_t client_restarts = 0, standby_restarts = 0;
     uint32_t clock_jumps = 0;
+    uint32_t full = 0;         // so many of a hundred replacements find their node full of what is pinned
     bool standby = false;      // each master has one, on a host of its own
     bool owner_dies = false;   // at a time within the plan, for good; a while later the standby takes over
     bool owner_stops = false;  // it stands still, the standby takes over, and the owner goes on
+    uint32_t hand_overs = 0;   // the standby asks for its owner's place, which becomes its standby
     MasterLimits limits{};
 };
 
@@ -80,7 +82,8 @@ struct Action {
         kJumpClock,
         kOwnerDies,
         kRestartStandby,
-        kOwnerStops
+        kOwnerStops,
+        kHandOver
     };
     Kind kind = kOperation;
     Micros at = 0, lasts = 0;
@@ -95,6 +98,7 @@ struct Report {
     std::vector<Operation> history;
     Micros begin = 0;  // of the plan
     uint64_t events = 0;
+    uint32_t handed_over = 0;  // ranges whose first owner has become a standby
 };
 
 Plan make_plan(uint64_t seed, const Conditions& conditions);

@@ -37,6 +37,8 @@ int main(int argc, char** argv) {
                                             {"jumps", &c.clock_jumps},
                                             {"master_restarts", &c.master_restarts},
                                             {"standby_restarts", &c.standby_restarts},
+                                            {"hand_overs", &c.hand_overs},
+                                            {"full", &c.full},
                                             {"clients", &c.client_restarts}};
     std::map<std::string, bool*> flags{{"disks", &c.disks},
                                        {"one_writer", &c.one_writer},

@@ -22,6 +22,7 @@ void SimMaster::on_start() {
 
 void SimMaster::on_end() {
     to_owner_.reset();
+    asks_ = false;
     standby_ = kNoLink;
     links_.clear();
     pair_.reset();
@@ -40,12 +41,13 @@ void SimMaster::tick() {
         if (owner_ != nullptr) dial_owner();
     }
     tell_standby();
+    tick_hand_over();
     if (standby_ != kNoLink && pair_->is_overdue(now_ms())) drop(standby_);
     if (to_owner_ != nullptr && now_ms() - owner_heard_ms_ > kSilentMs) lose_owner();
     later(50 * kMs, [this] { tick(); });
 }
 
-bool SimMaster::accept(std::shared_ptr<End> end, Caller kind) {
+bool SimMaster::accept(std::shared_ptr<End> end, Caller kind, SimMaster* from) {
     if (pair_ == nullptr || !pair_->serves(kind)) return false;
     LinkId id = next_link_++;
     MasterProtocolHost host{
@@ -56,7 +58,8 @@ bool SimMaster::accept(std::shared_ptr<End> end, Caller kind) {
         .on_join_refused = {},
         .why_no_orders = [this] { return unless_ignored(pair_->why_no_orders(now_ms())); },
         .why_no_ends = [this] { return unless_ignored(pair_->why_no_ends(now_ms())); },
-        .on_standby = [this, id](const std::string&) -> std::optional<Error> {
+        .on_standby = [this, id, from](const std::string&) -> std::optional<Error> {
+            standby_process_ = from;
             attach(id);
             return std::nullopt;
         },
@@ -65,7 +68,9 @@ bool SimMaster::accept(std::shared_ptr<End> end, Caller kind) {
                 pair_->heard();
                 release();
             },
-        .on_standby_left = {}};
+        .on_standby_left = {},
+        .on_hand_over = [this](const std::string&,
+                               uint32_t told) { return pair_->begin_hand_over(now_ms(), told); }};
     end->on_frame = [this, id](const Bytes& frame) { on_frame(id, frame); };
     end->on_end = [this, id] { drop(id); };
     links_.emplace(id, Link{std::move(end), MasterProtocol(std::move(host), id, kind, "default"), kind, {}});
@@ -97,6 +102,7 @@ void SimMaster::drop_all(Caller kind) {
 void SimMaster::on_frame(LinkId id, const Bytes& frame) {
     auto it = links_.find(id);
     if (it == links_.end()) return;
+    if (postpones(it->second, frame)) return it->second.postponed.push_back(frame);
     FrameHeader header = header_of(frame);
     uint64_t now = now_ms();
     Bytes out;
@@ -120,6 +126,7 @@ void SimMaster::on_frame(LinkId id, const Bytes& frame) {
     if (!status) return drop(id);
     if (link.kind != Caller::kStandby) tell_standby();
     release();
+    if (pair_->is_handed_over()) end_hand_over();
 }
 
 // ---- The owner of a standby
@@ -135,14 +142,55 @@ void SimMaster::attach(LinkId id) {
     });
 }
 
+// ---- The hand-over, as MasterServer and MasterLink do it
+
+bool SimMaster::postpones(const Link& link, const Bytes& frame) const {
+    if (link.kind != Caller::kClient || !pair_->hands_over()) return false;
+    if (pair_->is_given() || !link.postponed.empty()) return true;
+    if (header_of(frame).kind == Kind::kForget) return true;
+    Reader body = body_of(frame);
+    return header_of(frame).kind == Kind::kLocate && (LocateHead::read(body).flags & kLocateOrder) != 0;
+}
+
+void SimMaster::tick_hand_over() {
+    if (!pair_->is_frame_of_hand_over_due(now_ms())) return;
+    Bytes out;
+    master_->mirror().cut(now_ms(), master_->mirror_head(pair_->frame_flags() | kMirrorYours), out);
+    pair_->frame_of_hand_over_sent();
+    links_.at(standby_).end->send(std::move(out));
+}
+
+void SimMaster::end_hand_over() {
+    pair_->step_down();
+    owner_ = standby_process_;
+    was_given_ = false;
+    drop_all(Caller::kClient);
+    drop_all(Caller::kNode);
+    drop_all(Caller::kStandby);
+    dial_owner();
+}
+
+void SimMaster::serve_postponed() {
+    std::vector<LinkId> all;
+    for (auto& [id, link] : links_) all.push_back(id);
+    for (LinkId id : all) {
+        auto it = links_.find(id);
+        if (it == links_.end()) continue;
+        for (const Bytes& frame : std::exchange(it->second.postponed, {})) on_frame(id, frame);
+    }
+}
+
 void SimMaster::lose_standby() {
     standby_ = kNoLink;
+    const bool handed_over = pair_->hands_over();
     pair_->detach(false);
+    if (pair_->role() != MasterRole::kOwner) return;
     std::vector<LinkId> waiting;
     for (auto& [id, link] : links_) {
         if (!link.held.empty()) waiting.push_back(id);
     }
     for (LinkId id : waiting) drop(id);
+    if (handed_over) serve_postponed();
 }
 
 void SimMaster::tell_standby() {
@@ -167,7 +215,7 @@ void SimMaster::dial_owner() {
     uint64_t dial = ++dials_;
     network_.dial(
         *this, *owner_,
-        [this](std::shared_ptr<End> end) { return owner_->accept(std::move(end), Caller::kStandby); },
+        [this](std::shared_ptr<End> end) { return owner_->accept(std::move(end), Caller::kStandby, this); },
         [this, dial](std::shared_ptr<End> end) {
             if (dial != dials_) {
                 if (end != nullptr) end->close();
@@ -193,15 +241,23 @@ void SimMaster::on_owner(std::shared_ptr<End> end) {
     to_owner_->on_frame = [this, mine](const Bytes& frame) {
         if (!mine()) return;
         owner_heard_ms_ = now_ms();
+        if (header_of(frame).kind == Kind::kHandOver) return;  // it does not hand over
         Reader head = body_of(frame);
         uint64_t number = MirrorHead::read(head).number;
-        if (header_of(frame).kind != Kind::kMirror || !pair_->follow(now_ms(), body_of(frame)))
-            return lose_owner();
+        if (header_of(frame).kind != Kind::kMirror || !follow(frame)) return lose_owner();
         Bytes out;
         size_t at = begin_frame(out, Kind::kMirrored, kFlagOneWay, 0);
         Writer(out).number(number);
         finish_frame(out, at);
         to_owner_->send(std::move(out));
+        if (!std::exchange(asks_, false)) return;
+        Bytes ask;
+        at = begin_frame(ask, Kind::kHandOver, kFlagOneWay, 0);
+        Writer w(ask);
+        w.text16("the standby");
+        w.number(static_cast<uint32_t>(master_->told()));
+        finish_frame(ask, at);
+        to_owner_->send(std::move(ask));
     };
     to_owner_->on_end = [this, mine] {
         if (mine()) lose_owner();
@@ -213,14 +269,26 @@ void SimMaster::on_owner(std::shared_ptr<End> end) {
     to_owner_->send(std::move(hello));
 }
 
+bool SimMaster::follow(const Bytes& frame) {
+    Reader head = body_of(frame);
+    const bool is_given = (MirrorHead::read(head).flags & kMirrorYours) != 0;
+    if (is_given && pair_->role() == MasterRole::kOwner) return true;
+    if (!pair_->follow(now_ms(), body_of(frame))) return false;
+    if (!is_given) return true;
+    pair_->take_over(now_ms(), first_version(unix_ms()), true);
+    owner_ = nullptr;
+    was_given_ = true;
+    return true;
+}
+
 void SimMaster::lose_owner() {
     if (to_owner_ != nullptr) to_owner_->close();
     to_owner_.reset();
     ++dials_;
-    if (pair_->role() == MasterRole::kOwner) return;
+    if (pair_->role() == MasterRole::kOwner || owner_ == nullptr) return;
     pair_->lose_owner(now_ms());
     later(kPauseMs * kMs, [this] {
-        if (pair_->role() != MasterRole::kOwner && to_owner_ == nullptr) dial_owner();
+        if (pair_->role() != MasterRole::kOwner && to_owner_ == nullptr && owner_ != nullptr) dial_owner();
     });
 }
 

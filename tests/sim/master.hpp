@@ -27,11 +27,15 @@ class SimMaster final : public Process {
     }
     const Range& range() const { return range_; }
 
-    bool accept(std::shared_ptr<End> end, Caller kind);     // false: it does not serve such a one now
+    // False: it does not serve such a one now. from: a standby.
+    bool accept(std::shared_ptr<End> end, Caller kind, SimMaster* from = nullptr);
     const Master* master() const { return master_.get(); }  // null: it does not run
     bool is_owner() const { return pair_ != nullptr && pair_->role() == MasterRole::kOwner; }
     bool is_whole() const { return pair_ != nullptr && pair_->is_whole(); }
     void take_over();  // as an operator tells it
+    // As well: its owner is to hand over, and becomes its standby.
+    void ask_hand_over() { asks_ = true; }
+    bool was_given() const { return was_given_; }  // it is the owner since then
 
    private:
     struct Held {
@@ -42,7 +46,8 @@ class SimMaster final : public Process {
         std::shared_ptr<End> end;
         MasterProtocol protocol;
         Caller kind;
-        std::deque<Held> held;  // what waits for the standby's word, and all behind it
+        std::deque<Held> held;          // what waits for the standby's word, and all behind it
+        std::deque<Bytes> postponed{};  // by a hand-over
     };
 
     void on_start() override;
@@ -55,6 +60,11 @@ class SimMaster final : public Process {
     void lose_standby();
     void tell_standby();
     void release();
+    void tick_hand_over();
+    void end_hand_over();
+    bool postpones(const Link& link, const Bytes& frame) const;
+    void serve_postponed();
+    bool follow(const Bytes& frame);
     std::optional<Error> unless_ignored(std::optional<Error> why) const;
 
     // The standby.
@@ -67,6 +77,8 @@ class SimMaster final : public Process {
     const Range range_;
     const Planted& planted_;
     SimMaster* owner_;
+    SimMaster* standby_process_ = nullptr;  // at the other end of standby_
+    bool asks_ = false, was_given_ = false;
     std::unique_ptr<Master> master_;
     std::unique_ptr<MasterPair> pair_;
     std::map<LinkId, Link> links_;

@@ -136,6 +136,21 @@ TEST_CASE("sim: an owner that stood still while its standby took over orders not
     expect_none("sim, former owners", 40, c);
 }
 
+TEST_CASE("sim: owners that hand over to their standbys, and back, lose no removal and no copy") {
+    Conditions c = clean_conditions();
+    c.standby = true;
+    c.hand_overs = 3;
+    uint32_t handed_over = 0;
+    for (uint64_t seed = 1; seed <= 5; ++seed) handed_over += run(seed, c, make_plan(seed, c)).handed_over;
+    CHECK(handed_over > 0);
+    expect_none("sim, hand-overs", 30, c);
+    c.stops = c.cuts = c.broken_links = c.restarts = c.standby_restarts = 1;
+    c.disks = true;
+    expect_none("sim, hand-overs and faults", 40, c);
+    c.ranges = 3;
+    expect_none("sim, hand-overs of ranges", 20, c);
+}
+
 // 33: a client went by what a node's former life had held, and the next one had not heard of the removal yet.
 TEST_CASE(
     "sim: a node that was restarted with its disk is not read before it has heard of what was removed") {
@@ -179,6 +194,37 @@ TEST_CASE("sim: two nodes know of a replacement while the own node is away") {
     c.disks = true;
     Search found = search(219, 4, c, {}, [](const Finding& f) { return f.for_ever; });
     if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
+// A replacement that its own node did not answer, or refused, once said plain success while that node had the
+// old value: 100384 and 100022.
+TEST_CASE("sim: the own node keeps no old value behind a replacement that another node took") {
+    Conditions c = clean_conditions();
+    c.full = 20;
+    c.stops = 2;
+    c.restarts = c.cuts = 1;
+    c.disks = true;
+    expect_none("sim, full nodes", 30, c);
+    c.full = 0;
+    c.ranges = 3;
+    c.broken_links = c.master_restarts = 1;
+    Search found = search(100384, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    c.master_restarts = 0;
+    c.standby = c.owner_dies = true;
+    found = search(100022, 1, c);
+    if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+}
+
+// Each once read what a node brought from its disk before the nodes that knew of the removal had joined.
+TEST_CASE("sim: a new master sends no client to a restarted node before the others have joined") {
+    Conditions c = clean_conditions();
+    c.master_restarts = c.restarts = c.cuts = 1;
+    c.disks = true;
+    for (uint64_t seed : {101004, 101454}) {
+        Search found = search(seed, 1, c);
+        if (found.seed) FAIL(explain(*found.seed, found.plan, found.report));
+    }
 }
 
 TEST_CASE("sim: a seed is one history") {

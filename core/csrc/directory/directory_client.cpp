@@ -239,6 +239,11 @@ Result<Dialed> DirectoryClient::dial_any(bool only_node, std::optional<ByNode>& 
 // Whether the connection that there is serves the next call.
 bool DirectoryClient::keeps_way() {
     if (!connected_) return false;
+    if (has_ended()) {
+        connected_ = false;
+        dial_at_once();
+        return false;
+    }
     if (options_.relay.connect == nullptr) return true;
     if (by_node_) {
         if (options_.relay.answers()) return true;
@@ -257,6 +262,17 @@ bool DirectoryClient::keeps_way() {
         dialing_->wake.notify_all();
     }
     return true;
+}
+
+// Between two calls: the other end has closed the connection, or says why it is about to. Only a call reads
+// from it.
+bool DirectoryClient::has_ended() {
+    FrameHeader last_words;
+    ssize_t n;
+    do {
+        n = socket_.receive(&last_words, sizeof(last_words), false);
+    } while (n < 0 && errno == EINTR);
+    return n >= 0 || errno != EAGAIN;
 }
 
 // The next call waits for the result, as the first one does: the master may well be there.
@@ -346,18 +362,18 @@ Error DirectoryClient::lost(Error error) {
     return error;
 }
 
-// The other end of the connection is silent, or gone. That is the own node's failure where it relays: the
-// same call asks the master itself then.
+// The other end of the connection is silent, or gone. Where the own node relays that is its failure: the same
+// call asks the master itself then. A master that is gone may have a successor, which is asked then.
 Error DirectoryClient::peer_failed(Error error) {
     const bool by_node = by_node_;
     const bool silent = error.code == Code::kTimeout;
     error = lost(std::move(error));
-    if (!by_node) return error;
+    if (!by_node && silent) return error;
     // A caller that had hardly any time left does not know that the node is silent.
     constexpr int kWaitMin = 100;
     if (silent && waits_ms_ >= kWaitMin)
         no_node_until_ms_ = now_ms() + static_cast<uint64_t>(options_.back_to_node_ms);
-    node_failed_ = true;
+    again_ = true;
     dial_at_once();
     return error;
 }
@@ -366,17 +382,17 @@ std::string DirectoryClient::peer() const {
     return by_node_ ? "the node at " + options_.relay.name : "the master at " + options_.master;
 }
 
-// A call's question, with io_mutex_ held; again, over another connection, where it was the own node that
-// failed. Each question may be asked twice: a version that is given and not used counts as a removal that its
-// client did not end.
+// A call's question, with io_mutex_ held; again, over another connection, where that has ended, or where it
+// was the own node that failed. Each question may be asked twice: a version that is given and not used counts
+// as a removal that its client did not end.
 Status DirectoryClient::with_master(const std::function<Status()>& question) {
     for (bool again = false;; again = true) {
         if (Status status = ready(); !status) return status;
         CallTimeout timeout(*this);
         if (Status status = timeout.status(); !status) return status;
-        node_failed_ = false;
+        again_ = false;
         Status status = question();
-        if (status || again || !node_failed_) return status;
+        if (status || again || !again_) return status;
     }
 }
 
@@ -438,7 +454,11 @@ Status DirectoryClient::receive_answer(Kind kind, uint64_t request_id, const Par
         if (by_node_ && error.code == Code::kTimeout) WaitBudget::spent(waits_ms_ * 3 / 4);  // of the node
         return error;
     }
-    if (header.kind == Kind::kError) return lost(read_error(body));
+    if (header.kind == Kind::kError) {
+        Error error = read_error(body);
+        if (error.code == Code::kUnavailable) return peer_failed(std::move(error));
+        return lost(std::move(error));
+    }
     if (header.request_id != request_id || header.kind != kind || !parse(body)) {
         return lost({Code::kProtocol, peer() + " sent an answer that does not fit the question"});
     }

@@ -6,7 +6,8 @@
 // first call waits for the first attempt, at most timeout_ms.
 //
 // Of several masters one serves at a time; a standby refuses the connection until it has taken over. The
-// thread tries one after the other.
+// thread tries one after the other. A call whose connection ends, as when a master hands over to another one,
+// asks again over the next one, once.
 //
 // Where the own node relays, the connection is one to that node, and the frames are the same. Where the node
 // does not answer, the client asks the master itself, within the same call, and goes back to the node later.
@@ -118,6 +119,7 @@ class DirectoryClient {
     Status ready() REQUIRES(io_mutex_);
     Status with_master(const std::function<Status()>& question) REQUIRES(io_mutex_);
     bool keeps_way() REQUIRES(io_mutex_);
+    bool has_ended() REQUIRES(io_mutex_);
     void dial_at_once() REQUIRES(io_mutex_);
     Status locate_now(std::span<const Hash128> hashes, const LocateOptions& options, LocateAnswer& answer,
                       Meanwhile& meanwhile) REQUIRES(io_mutex_);
@@ -162,9 +164,9 @@ class DirectoryClient {
     Mutex io_mutex_;
     ControlSocket socket_ GUARDED_BY(io_mutex_);
     ClosedInChildren closed_in_children_{socket_.fd};
-    int waits_ms_ GUARDED_BY(io_mutex_) = 0;          // of one wait of the call in progress
-    bool node_failed_ GUARDED_BY(io_mutex_) = false;  // the call's connection to the own node, not the master
-    uint64_t back_at_ms_ GUARDED_BY(io_mutex_) = 0;   // then the own node is tried again
+    int waits_ms_ GUARDED_BY(io_mutex_) = 0;         // of one wait of the call in progress
+    bool again_ GUARDED_BY(io_mutex_) = false;       // the question is to be asked over another connection
+    uint64_t back_at_ms_ GUARDED_BY(io_mutex_) = 0;  // then the own node is tried again
     std::vector<std::byte> out_ GUARDED_BY(io_mutex_), body_ GUARDED_BY(io_mutex_);
     size_t frame_at_ GUARDED_BY(io_mutex_) = 0;
     uint64_t next_request_ GUARDED_BY(io_mutex_) = 1;

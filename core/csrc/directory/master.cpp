@@ -43,7 +43,7 @@ Master::Master(const MasterLimits& limits, uint64_t now_ms, Version first, const
       log_(limits.removals_max) {}
 
 Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load,
-                                        LinkId link, std::optional<Version> applied) {
+                                        LinkId link, std::optional<Version> applied, bool recovered) {
     Result<Membership::Joined> joined =
         membership_.join(now_ms, identity, load, link, [this](NodeId id) { return directory_.is_free(id); });
     if (!joined) {
@@ -60,6 +60,7 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
     }
     Seat& seat = seats_.at(joined->id);
     seat.settled = false;
+    seat.recovered = recovered;
     unsettled_.insert(joined->id);
     seat.versions = applied.has_value();
     if (!joined->resumed) seat.since_epoch = membership_.epoch();
@@ -86,10 +87,13 @@ Result<Master::JoinAnswer> Master::join(uint64_t now_ms, const NodeIdentity& ide
 }
 
 // A node that is behind is not read until it has carried out what it had missed. While a new master fills up
-// it may not have heard of all of that.
+// it may not have heard of all of that: what a node brings from its disk may have been removed since, and the
+// nodes that know join within a second.
 void Master::seem_joining(uint64_t now_ms, NodeId id, Seat& seat) {
     bool behind = seat.drops.first() < seat.joined_when || seat.drops.all();
-    bool unknown = now_ms - started_ms_ < limits_.grace_ms && seat.of_former < former_most_;
+    const uint64_t age_ms = now_ms - started_ms_;
+    bool unknown = age_ms < limits_.grace_ms &&
+                   (seat.of_former < former_most_ || (seat.recovered && age_ms < limits_.recovered_ms));
     bool joining = seat.versions && (behind || unknown);
     if (joining) joining_.insert(id);
     if (!joining) joining_.erase(id);
@@ -536,6 +540,12 @@ void Master::tick(uint64_t now_ms) {
 bool Master::filling(uint64_t now_ms) const {
     return now_ms - started_ms_ < limits_.grace_ms ||
            std::ranges::any_of(unsettled_, [this](NodeId id) { return in_touch(membership_.state(id)); });
+}
+
+size_t Master::told() const {
+    size_t n = 0;
+    for (const auto& [id, seat] : seats_) n += membership_.alive(id) && !unsettled_.contains(id);
+    return n;
 }
 
 bool Master::check_integrity() const {

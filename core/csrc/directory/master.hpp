@@ -36,6 +36,7 @@ struct MasterLimits {
     uint64_t rows_max = 64ull << 20;   // of the directory
     uint32_t removals_max = 1u << 20;  // that are remembered
     uint32_t grace_ms = 5000;          // after the start, for nodes to join in
+    uint32_t recovered_ms = 1000;      // of it, nodes that were restarted are not read
     uint32_t order_ms = 3000;          // a removal that was begun counts as carried out after so long,
     uint32_t placed_ms = 5000;         // and where a replacement put its bytes is known for so long
     uint32_t drops_max = 1u << 20;     // that wait for one node; then it drops all that is older
@@ -67,7 +68,7 @@ class Master {
     // applied: the node has carried out all removals up to that one, UINT64_MAX: it holds nothing; none: it
     // is of the release before, and knows no versions.
     Result<JoinAnswer> join(uint64_t now_ms, const NodeIdentity& identity, const NodeLoad& load, LinkId link,
-                            std::optional<Version> applied);
+                            std::optional<Version> applied, bool recovered = false);
     void disconnected(NodeId id, LinkId link);
     // The node stops serving: what it held is no longer in the directory, at once.
     void left(uint64_t now_ms, NodeId id, LinkId link);
@@ -124,7 +125,7 @@ class Master {
     bool is_standby() const { return standby_; }
     bool is_whole() const { return whole_; }  // it knows all that the owner acknowledged
     // It is the owner from now on. first: as of the constructor.
-    void take_over(uint64_t now_ms, Version first);
+    void take_over(uint64_t now_ms, Version first, bool all_told);  // all_told: nodes have told it all
     // It is not the owner any more, as another one has taken over.
     void step_down() { standby_ = true, whole_ = false; }
     // A node has heard of later removals than this master gave, which has or had a standby.
@@ -145,6 +146,8 @@ class Master {
 
     // Whether there may be nodes that have yet to tell what they hold.
     bool filling(uint64_t now_ms) const;
+    size_t open() const { return open_.size(); }  // removals that were begun together, and are not ended
+    size_t told() const;                          // nodes in touch that have told all they hold
 
     Version newest() const { return version_; }  // that was given, or a place
     Version first() const { return first_; }     // none that this master gave is earlier
@@ -177,6 +180,7 @@ class Master {
         Version all_told_at = UINT64_MAX;  // since then the master has heard of all that it holds
         Version applied = kNoVersion;
         uint64_t since_epoch = 0;        // of the membership, when it joined
+        bool recovered = false;          // what it held when it joined no master had told it about
         Version of_former = UINT64_MAX;  // up to which it was right when it came from a former master
         uint64_t joined_when = 0;        // it is joining until so many drops are confirmed
         // Later removals than `applied` that it knows.

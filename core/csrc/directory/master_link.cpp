@@ -15,6 +15,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
+
+#include "directory/protocol.hpp"
 
 namespace moonpool {
 
@@ -42,7 +45,9 @@ MasterProtocolHost MasterLink::host() {
             .why_no_ends = [this] { return server_.pair_.why_no_ends(now_ms()); },
             .on_standby = [this](const std::string& name) { return server_.attach_standby(*this, name); },
             .on_heard = [this] { server_.hear_standby(); },
-            .on_standby_left = [this] { server_.standby_left_ = true; }};
+            .on_standby_left = [this] { server_.standby_left_ = true; },
+            .on_hand_over = [this](const std::string& address,
+                                   uint32_t told) { return server_.begin_hand_over(address, told); }};
 }
 
 MasterLink::~MasterLink() { protocol_.closed(); }
@@ -102,7 +107,7 @@ bool MasterLink::serve(uint64_t now_ms) {
 
 bool MasterLink::parse_frames(uint64_t now_ms) {
     const Limits& limits = server_.options_.limits;
-    while (backlog() <= limits.send_backlog_bytes) {
+    while (backlog() <= limits.send_backlog_bytes && !waits_for_hand_over()) {
         std::optional<FrameHeader> header = in_.header();
         if (!header) return true;
         // Before the body is there: its length is checked against the limit, so that a peer cannot make the
@@ -145,7 +150,39 @@ LatencyHistogram* MasterLink::histogram(Kind kind) const {
     }
 }
 
+// The standby has the frame that makes it the owner, or is about to: what clients ask is asked there.
+bool MasterLink::waits_for_hand_over() const {
+    constexpr size_t kPostponedMax = 1u << 20;
+    return kind_ == Caller::kClient && (server_.pair_.is_given() || postponed_bytes_ > kPostponedMax);
+}
+
+// Removals and replacements that have yet to begin, until it is known which master orders them.
+bool MasterLink::postpones(const FrameHeader& header, Reader body) {
+    if (kind_ != Caller::kClient || !server_.pair_.hands_over()) return false;
+    if (header.kind == Kind::kLocate) return (LocateHead::read(body).flags & kLocateOrder) != 0;
+    return header.kind == Kind::kForget;
+}
+
+bool MasterLink::go_on() {
+    const uint64_t now = now_ms();
+    std::deque<Postponed> frames = std::exchange(postponed_, {});
+    postponed_bytes_ = 0;
+    for (const Postponed& frame : frames) {
+        whole_answers_ = out_.size();
+        if (!handle(frame.header, Reader(std::span<const std::byte>(frame.body)), now)) return false;
+        whole_answers_ = out_.size();
+    }
+    return flush() && serve(now);
+}
+
 bool MasterLink::handle(const FrameHeader& header, Reader body, uint64_t now_ms) {
+    if (postpones(header, body)) {
+        std::string_view bytes = body.bytes(body.left());
+        Postponed& frame = postponed_.emplace_back(header, std::vector<std::byte>(bytes.size()));
+        std::memcpy(frame.body.data(), bytes.data(), bytes.size());
+        postponed_bytes_ += sizeof(frame) + bytes.size();
+        return true;
+    }
     std::optional<Timed> timed;
     if (LatencyHistogram* histogram = this->histogram(header.kind)) timed.emplace(*histogram);
     Status status = protocol_.on_frame(now_ms, header, body, out_);
@@ -231,8 +268,9 @@ void MasterLink::write_mirror(uint64_t now_ms, uint8_t flags) {
 
 void MasterLink::want_events() {
     // What waits for the standby's word waits for no room in the socket.
-    uint32_t events = (out_sent_ != out_.size() || socket_.unsent() ? EPOLLOUT : 0u) |
-                      (backlog() <= server_.options_.limits.send_backlog_bytes ? EPOLLIN : 0u);
+    uint32_t events =
+        (out_sent_ != out_.size() || socket_.unsent() ? EPOLLOUT : 0u) |
+        (backlog() <= server_.options_.limits.send_backlog_bytes && !waits_for_hand_over() ? EPOLLIN : 0u);
     if (events == events_) return;
     server_.loop_->watch(socket_.fd.get(), events);
     events_ = events;

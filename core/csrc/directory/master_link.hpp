@@ -39,6 +39,8 @@ class MasterLink final : public EventHandler {
     // Of a standby: a MIRROR frame, which send() sends. False: the connection is over.
     void write_mirror(uint64_t now_ms, uint8_t flags);
     bool send() { return flush(); }
+    // A hand-over ended with this master as the owner: answers what waited for it. False: as above.
+    bool go_on();
     bool fail(Code code, const std::string& text);  // an ERROR frame, then the end
 
    private:
@@ -55,6 +57,8 @@ class MasterLink final : public EventHandler {
     bool refuse(uint64_t request_id, Code code, const std::string& text);
     bool flush();
     size_t backlog() const { return out_.size() - out_sent_ + held_bytes_; }
+    bool waits_for_hand_over() const;
+    bool postpones(const FrameHeader& header, Reader body);
     void hold(uint64_t request_id);
     void want_events();
 
@@ -78,6 +82,13 @@ class MasterLink final : public EventHandler {
     };
     std::deque<Held> held_;
     size_t held_bytes_ = 0;
+    // Questions that a hand-over puts off.
+    struct Postponed {
+        FrameHeader header;
+        std::vector<std::byte> body;
+    };
+    std::deque<Postponed> postponed_;
+    size_t postponed_bytes_ = 0;
     size_t whole_answers_ = 0;  // of out_, before the frame that is being handled
     uint32_t events_ = kFirstEvents;
 };

@@ -150,7 +150,7 @@ bool Master::follow_ended(Reader& r) {
     return true;
 }
 
-void Master::take_over(uint64_t now_ms, Version first) {
+void Master::take_over(uint64_t now_ms, Version first, bool all_told) {
     if (!standby_) return;
     standby_ = superseded_ = false;
     one_of_several_ = true;
@@ -161,6 +161,8 @@ void Master::take_over(uint64_t now_ms, Version first) {
     first_ = version_;
     // The nodes that had joined tell all that happens. One that did not know all begins as a new master does.
     if (!whole_) started_ms_ = now_ms;
+    // It fills up no more.
+    if (all_told) started_ms_ = now_ms - std::min<uint64_t>(now_ms, limits_.grace_ms);
     // What was begun counts as carried out, and no node as told: the end of it may have been acknowledged.
     std::vector<Hash128> open;
     log_.each_after(closed_of_owner_, [&](const Hash128& hash, const Removal&) {

@@ -8,6 +8,8 @@ namespace moonpool {
 namespace {
 
 constexpr uint64_t kHeartbeatMs = 100;  // a frame without records, so that the standby knows that it is alone
+constexpr uint64_t kClosingMs = 500;    // that what was begun has to come to its end
+constexpr uint64_t kHandOverMs = 2000;  // until the frame that ends the hand-over has to be sent
 
 }  // namespace
 
@@ -43,6 +45,7 @@ void MasterPair::attach(const Cut& cut) {
 void MasterPair::detach(bool left) {
     master_.mirror().detach();
     alone_ |= left;
+    hand_over_ = HandOver::kNone;
 }
 
 // What was begun may end also without the standby, which knows of it.
@@ -106,7 +109,49 @@ bool MasterPair::go_alone() {
     return true;
 }
 
+// A client that has ended, or is slow, does not keep the standby from it: what it began counts as carried
+// out, as after any take-over.
+std::optional<Error> MasterPair::begin_hand_over(uint64_t now_ms, size_t told) {
+    if (role_ != MasterRole::kOwner || !attached() || !master_.mirror().whole())
+        return Error{Code::kUnavailable, "this master has no standby that knows all"};
+    const Membership& members = master_.membership();
+    if (const size_t all = members.size() - members.suspects(); told < all) {
+        return Error{Code::kUnavailable, "of " + std::to_string(all) + " nodes " + std::to_string(told) +
+                                             " have told the standby what they hold; ask again when all "
+                                             "have (moonpool status shows what keeps them)"};
+    }
+    if (hand_over_ != HandOver::kNone) return std::nullopt;
+    hand_over_ = HandOver::kClosing;
+    hand_over_since_ms_ = now_ms;
+    return std::nullopt;
+}
+
+bool MasterPair::is_frame_of_hand_over_due(uint64_t now_ms) const {
+    return hand_over_ == HandOver::kClosing &&
+           (master_.open() == 0 || now_ms - hand_over_since_ms_ >= kClosingMs);
+}
+
+void MasterPair::frame_of_hand_over_sent() {
+    hand_over_ = HandOver::kSent;
+    hand_over_frame_ = master_.mirror().last();
+}
+
+bool MasterPair::is_handed_over() const {
+    return hand_over_ == HandOver::kSent && master_.mirror().has_heard(hand_over_frame_);
+}
+
+bool MasterPair::keep() {
+    if (hand_over_ != HandOver::kClosing) return false;
+    hand_over_ = HandOver::kNone;
+    return true;
+}
+
+bool MasterPair::is_hand_over_late(uint64_t now_ms) const {
+    return hand_over_ == HandOver::kClosing && now_ms - hand_over_since_ms_ >= kHandOverMs;
+}
+
 void MasterPair::step_down() {
+    hand_over_ = HandOver::kNone;
     role_ = MasterRole::kSuperseded;
     is_whole_ = false;
     master_.step_down();
@@ -143,9 +188,9 @@ bool MasterPair::is_take_over_due(uint64_t now_ms) const {
            now_ms - owner_lost_ms_ >= options_.take_over_ms;
 }
 
-bool MasterPair::take_over(uint64_t now_ms, Version first) {
+bool MasterPair::take_over(uint64_t now_ms, Version first, bool given) {
     if (role_ == MasterRole::kOwner) return false;
-    master_.take_over(now_ms, first);
+    master_.take_over(now_ms, first, given);
     role_ = MasterRole::kOwner;
     alone_ = true;
     return true;

@@ -8,6 +8,11 @@
 //
 //   kStandby -> kActing -> kOwner (take_over), kActing -> kStandby (its owner is back)
 //   kOwner -> kSuperseded -> kStandby (if it has an owner to follow)
+//   kStandby -> kOwner, and the owner -> kSuperseded (hand-over)
+//
+// A hand-over is asked for by a standby that knows all. The owner begins no order from then on; its callers
+// wait. When what was begun is ended, its last frame makes the standby the owner, and when the standby has
+// that frame the callers go there. Until the frame is sent the owner can keep its place.
 //
 // Neither can tell a dead peer from a cut line. So an owner that has lost its standby orders no removals
 // before it is told that there is none (go_alone), or one is back; and a standby that has lost its owner
@@ -64,6 +69,16 @@ class MasterPair {
     bool go_alone();  // false: there is a standby, or this is no owner
     // An owner orders nothing from then on, unless this is called again: another master may take over.
     void set_valid_until(uint64_t at_ms) { valid_until_ms_ = at_ms; }
+    // ---- The hand-over. told: nodes that have told the standby all they hold. -> why it does not begin.
+    std::optional<Error> begin_hand_over(uint64_t now_ms, size_t told);
+    bool hands_over() const { return hand_over_ != HandOver::kNone; }  // orders wait
+    bool is_given() const { return hand_over_ == HandOver::kSent; }    // and so does all of clients
+    bool is_frame_of_hand_over_due(uint64_t now_ms) const;             // cut(frame_flags() | kMirrorYours)
+    void frame_of_hand_over_sent();
+    bool is_handed_over() const;                    // the standby has it: step_down() then
+    bool keep();                                    // the owner stays the owner, unless that frame is sent
+    bool is_hand_over_late(uint64_t now_ms) const;  // keep() then
+
     // It has heard of a later owner, and is to step down.
     bool is_superseded() const { return role_ == MasterRole::kOwner && master_.superseded(); }
     void step_down();
@@ -73,8 +88,8 @@ class MasterPair {
     bool follow(uint64_t now_ms, Reader frame);
     bool lose_owner(uint64_t now_ms);  // true: it is acting now
     bool is_take_over_due(uint64_t now_ms) const;
-    // first: as of Master. False: it is the owner already.
-    bool take_over(uint64_t now_ms, Version first);
+    // first: as of Master. given: by its owner's last frame. False: it is the owner already.
+    bool take_over(uint64_t now_ms, Version first, bool given = false);
 
    private:
     Master& master_;
@@ -85,6 +100,9 @@ class MasterPair {
     bool alone_ = true;  // no standby's word is waited for
     Version told_closed_ = kNoVersion;
     uint64_t owner_lost_ms_ = 0;
+    enum class HandOver { kNone, kClosing, kSent };
+    HandOver hand_over_ = HandOver::kNone;
+    uint64_t hand_over_since_ms_ = 0, hand_over_frame_ = 0;
     std::atomic<uint64_t> valid_until_ms_{UINT64_MAX};
 };
 

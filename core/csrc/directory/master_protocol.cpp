@@ -66,6 +66,8 @@ Status MasterProtocol::on_frame(uint64_t now_ms, const FrameHeader& header, Read
             case Kind::kLeave:
                 host_.on_standby_left();
                 return success();
+            case Kind::kHandOver:
+                return on_hand_over(body, out);
             default:
                 break;
         }
@@ -83,9 +85,10 @@ Status MasterProtocol::on_join(const FrameHeader& header, Reader body, uint64_t 
     }
     std::optional<Version> applied;
     if (body.left() != 0) applied = body.number<Version>();  // else it is of an earlier version
+    const bool recovered = body.left() != 0 && (body.number<uint8_t>() & kJoinRecovered) != 0;
     if (!body.ok()) return malformed("ends early");
     if (node_ != kNoNode) return malformed("joins a second time");
-    Result<Master::JoinAnswer> joined = host_.master.join(now_ms, identity, load, link_, applied);
+    Result<Master::JoinAnswer> joined = host_.master.join(now_ms, identity, load, link_, applied, recovered);
     if (!joined) {
         if (host_.on_join_refused) host_.on_join_refused(joined.error());
         return joined.error();
@@ -234,6 +237,20 @@ Status MasterProtocol::on_mirrored(Reader body) {
     auto number = body.number<uint64_t>();
     if (!body.done() || !host_.master.mirror().heard(number)) return malformed("is no MIRRORED");
     host_.on_heard();
+    return success();
+}
+
+// text16 address, u32 nodes -> nothing, or why not, as an ERROR has it
+Status MasterProtocol::on_hand_over(Reader body, std::vector<std::byte>& out) {
+    std::string address;
+    if (!read_text(body, address)) return malformed("is no HAND_OVER");
+    auto told = body.number<uint32_t>();
+    if (!body.done()) return malformed("is no HAND_OVER");
+    std::optional<Error> why = host_.on_hand_over(address, told);
+    if (!why) return success();
+    size_t at = begin_frame(out, Kind::kHandOver, kFlagOneWay, 0);
+    write_error_body(Writer(out), why->code, why->text);
+    finish_frame(out, at);
     return success();
 }
 

@@ -31,6 +31,8 @@ struct MasterProtocolHost {
     std::function<std::optional<Error>(const std::string& name)> on_standby;
     std::function<void()> on_heard;         // the standby has heard more
     std::function<void()> on_standby_left;  // it ends, and does not take over
+    // It asks to be the owner, at that address; so many nodes have told it all. Why it is not, if so.
+    std::function<std::optional<Error>(const std::string& address, uint32_t told)> on_hand_over;
 };
 
 enum class Caller : uint8_t { kNode, kClient, kStandby };
@@ -65,6 +67,7 @@ class MasterProtocol {
     Status on_removals(Reader body, uint64_t now_ms);
     Status on_mirror(Reader body);
     Status on_mirrored(Reader body);
+    Status on_hand_over(Reader body, std::vector<std::byte>& out);
     bool refuse_outside(std::string_view hashes, const FrameHeader& header,
                         std::vector<std::byte>& out) const;
     static bool refuse(const std::function<std::optional<Error>()>& why, const FrameHeader& header,

@@ -103,7 +103,7 @@ Result<std::unique_ptr<MasterServer>> MasterServer::create(MasterServerOptions o
     state.serve = [](const AuthenticatedConnection&) {};
     server->listener_->offer(std::string(kServiceMaster), state);
     server->note_state(now_ms());
-    if (o.elected || !o.standby_of.empty()) server->make_agent();
+    server->make_agent();
     return server;
 }
 

@@ -46,6 +46,7 @@ struct MasterServerOptions {
     std::string standby_of;                // host:port of the owner that it follows; empty: it is one
     bool elected = false;                  // follow() or take_over() says what it is; until then nothing
     std::string name;                      // by which an owner tells its standbys apart
+    std::string advertise;                 // host:port by which other masters reach it; empty: as it listens
     std::shared_ptr<const TlsClient> owner_tls;  // of the way there; null: plain
     MasterPairOptions pair;
 };
@@ -94,6 +95,15 @@ class MasterServer {
     // The other one of the two is dead, or will never order removals again: a standby is the owner from now
     // on, an owner that has lost its standby goes on alone. False: neither, or the loop does not answer.
     bool take_over();
+    // A standby that knows all takes the place of its owner, which becomes its standby, without a removal
+    // that fails. Any thread; waits for it, at most timeout_ms.
+    Status ask_hand_over(uint32_t timeout_ms);
+    // Of an owner that was elected: the name of the standby that it can hand over to now; empty: none asks.
+    // The caller enters that one, and then calls give(), or keep(). False: it is too late, or the loop does
+    // not answer; then follow() says what it is.
+    std::string gives_to();
+    bool give();
+    bool keep();
     // Another master is the owner; any thread. False: the loop does not answer.
     bool follow(const std::string& owner);
     // An owner orders nothing after so long, unless this is called again; UINT64_MAX: for ever. Any thread.
@@ -119,11 +129,21 @@ class MasterServer {
     void release();
     void tick_pair(uint64_t now_ms);
     void serve_no_longer();
+    std::optional<Error> begin_hand_over(const std::string& address, uint32_t told);
+    void tick_hand_over(uint64_t now_ms);
+    bool give_now(uint64_t now_ms);
+    void end_hand_over();
+    void go_on_serving();
+    bool follow_frame(const std::vector<std::byte>& frame);
+    void settle_ask(Status how);
     void drop_all(Caller kind, const Error& why);
+    void end_all(const Error& why);
+    void for_each_client(const std::function<bool(MasterLink&)>& visit);
+    bool keep_now();
     void make_agent();
     bool begin_to_follow();
     void lose_owner(const std::string& why);
-    bool take_over_now(uint64_t now_ms);
+    bool take_over_now(uint64_t now_ms, bool given = false);
 
     uint32_t& count(Caller kind);
     void adopt(AuthenticatedConnection caller, Caller kind);
@@ -161,8 +181,14 @@ class MasterServer {
         return owner_;
     }
     bool standby_left_ = false;
+    std::string heir_;                 // where the standby is reached that it hands over to
     std::unordered_set<int> holding_;  // links with answers that wait for its word
     uint64_t ticked_ms_ = 0;
+
+    // How the hand-over ended that this standby asked for; nothing: it has not.
+    Mutex ask_mutex_;
+    CondVar asked_;
+    std::optional<Status> ask_ended_ GUARDED_BY(ask_mutex_);
 
     Mutex state_mutex_;
     MasterState state_ GUARDED_BY(state_mutex_);  // as of the last tick

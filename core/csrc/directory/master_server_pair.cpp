@@ -52,10 +52,14 @@ std::optional<Error> MasterServer::attach_standby(MasterLink& link, const std::s
 
 void MasterServer::lose_standby(const std::string& why) {
     standby_fd_ = -1;
+    const bool handed_over = pair_.hands_over();
     pair_.detach(std::exchange(standby_left_, false));
+    if (pair_.role() != MasterRole::kOwner) return;
     if (!pair_.waits()) {
         journal_->note(Level::kInfo, "standby_left", "", "the standby has left");
-        return release();
+        release();
+        if (handed_over) go_on_serving();
+        return;
     }
     metrics_.standbys_lost_total.fetch_add(1);
     std::optional<Error> refusal = pair_.why_no_orders(now_ms());
@@ -71,14 +75,17 @@ void MasterServer::lose_standby(const std::string& why) {
         if (!link->refuse_held(*refusal)) drop(fd);
         holding_.erase(fd);
     }
+    if (handed_over) go_on_serving();
 }
 
 // After each frame that was served, and every tick.
 void MasterServer::tell_standby(uint64_t now) {
-    if (!pair_.is_frame_due(now)) return;
-    MasterLink* link = standby_link();
-    link->write_mirror(now, pair_.frame_flags());
-    if (!link->send()) drop(standby_fd_);
+    if (pair_.is_frame_due(now)) {
+        MasterLink* link = standby_link();
+        link->write_mirror(now, pair_.frame_flags());
+        if (!link->send()) drop(standby_fd_);
+    }
+    if (pair_.hands_over()) tick_hand_over(now);
 }
 
 void MasterServer::hear_standby() {
@@ -87,6 +94,7 @@ void MasterServer::hear_standby() {
                        "the standby knows all; removals wait for its word");
     }
     release();
+    if (pair_.is_handed_over()) end_hand_over();
 }
 
 void MasterServer::release() {
@@ -100,6 +108,111 @@ void MasterServer::release() {
             holding_.erase(fd);
         }
     }
+}
+
+// ---- The hand-over, of the owner
+
+std::optional<Error> MasterServer::begin_hand_over(const std::string& address, uint32_t told) {
+    const bool begun = pair_.hands_over();
+    std::optional<Error> why = pair_.begin_hand_over(now_ms(), told);
+    if (why || begun) return why;
+    heir_ = address;
+    journal_->note(Level::kInfo, "hand_over", address, "the standby asks to be the owner; removals wait");
+    return std::nullopt;
+}
+
+void MasterServer::tick_hand_over(uint64_t now) {
+    if (!options_.elected) {
+        give_now(now);
+    } else if (pair_.is_hand_over_late(now)) {
+        keep_now();
+    }
+}
+
+bool MasterServer::give_now(uint64_t now) {
+    if (!pair_.is_frame_of_hand_over_due(now)) return false;
+    MasterLink* link = standby_link();
+    link->write_mirror(now, pair_.frame_flags() | kMirrorYours);
+    pair_.frame_of_hand_over_sent();
+    if (!link->send()) drop(standby_fd_);
+    for_each_client([](MasterLink& client) { return client.send(); });  // no more is read from them
+    return true;
+}
+
+bool MasterServer::keep_now() {
+    if (!pair_.keep()) return false;
+    journal_->note(Level::kWarning, "hand_over_ended", heir_,
+                   "the election did not enter the standby in time; this master stays the owner");
+    go_on_serving();
+    return true;
+}
+
+// What clients asked meanwhile is answered, or refused.
+void MasterServer::go_on_serving() {
+    for_each_client([](MasterLink& client) { return client.go_on(); });
+}
+
+void MasterServer::for_each_client(const std::function<bool(MasterLink&)>& visit) {
+    std::vector<std::shared_ptr<MasterLink>> clients;
+    for (const auto& [fd, link] : links_) {
+        if (link->kind() == Caller::kClient) clients.push_back(link);
+    }
+    for (const auto& link : clients) {
+        if (links_.contains(link->fd()) && !visit(*link)) drop(link->fd());
+    }
+}
+
+// Its clients ask the new owner what they have asked here without an answer.
+void MasterServer::end_hand_over() {
+    pair_.step_down();
+    const Error why{Code::kUnavailable, "the master at " + heir_ + " owns the directory now"};
+    journal_->note(Level::kInfo, "handed_over", heir_,
+                   "the standby is the owner now, and this master follows");
+    if (!options_.elected) {
+        MutexLock lock(owner_mutex_);
+        owner_ = heir_;
+    }
+    end_all(why);
+}
+
+std::string MasterServer::gives_to() {
+    auto name = std::make_shared<std::string>();
+    call_on_loop([this, name] {
+        if (pair_.is_frame_of_hand_over_due(now_ms())) *name = standby_name_;
+    });
+    return *name;
+}
+
+bool MasterServer::give() {
+    auto given = std::make_shared<bool>(false);
+    return call_on_loop([this, given] { *given = give_now(now_ms()); }) && *given;
+}
+
+bool MasterServer::keep() {
+    auto kept = std::make_shared<bool>(false);
+    return call_on_loop([this, kept] { *kept = keep_now(); }) && *kept;
+}
+
+// ---- The hand-over, of the standby
+
+void MasterServer::settle_ask(Status how) {
+    MutexLock lock(ask_mutex_);
+    ask_ended_ = std::move(how);
+    asked_.notify_all();
+}
+
+Status MasterServer::ask_hand_over(uint32_t timeout_ms) {
+    if (pair_.role() != MasterRole::kStandby || !pair_.is_whole())
+        return Error{Code::kUnavailable, "this master is no standby that knows all that its owner knows"};
+    MutexLock lock(ask_mutex_);
+    ask_ended_.reset();
+    agent_->ask_hand_over(options_.advertise.empty() ? listener_->addresses().front() : options_.advertise);
+    asked_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                    [&]() REQUIRES(ask_mutex_) { return ask_ended_.has_value(); });
+    if (ask_ended_) return *ask_ended_;
+    return Error{Code::kTimeout, "the owner at " + owner() +
+                                     " did not hand over in time; it goes on, or its "
+                                     "standby is asked for again when it is lost"};
 }
 
 // ---- Both
@@ -116,6 +229,10 @@ void MasterServer::serve_no_longer() {
     pair_.step_down();
     const Error why = not_served();
     journal_->note(Level::kError, "superseded", "", why.text + "; it serves no longer");
+    end_all(why);
+}
+
+void MasterServer::end_all(const Error& why) {
     drop_all(Caller::kClient, why);  // first: no answer that waits for the standby's word is given
     drop_all(Caller::kNode, why);
     if (standby_fd_ >= 0) drop(standby_fd_);
@@ -156,18 +273,33 @@ void MasterServer::make_agent() {
         Reader head{std::span<const std::byte>(*copy)};
         number = MirrorHead::read(head).number;
         auto followed = std::make_shared<bool>(false);
-        bool done = call_on_loop([this, copy, followed] {
-            bool was_whole = pair_.is_whole();
-            *followed = pair_.follow(now_ms(), Reader(std::span<const std::byte>(*copy)));
-            if (*followed && pair_.is_whole() && !was_whole) {
-                journal_->note(Level::kInfo, "standby_whole", owner(),
-                               "this standby knows all that its owner knows");
-            }
-        });
+        bool done = call_on_loop([this, copy, followed] { *followed = follow_frame(*copy); });
         return done && *followed;
     };
+    hooks.told = [this] {
+        auto told = std::make_shared<uint32_t>(0);
+        call_on_loop([this, told] { *told = static_cast<uint32_t>(master_.told()); });
+        return *told;
+    };
+    hooks.refused = [this](Error why) { settle_ask(std::move(why)); };
     hooks.lost = [this](const std::string& why) { call_on_loop([this, why] { lose_owner(why); }); };
     agent_ = std::make_unique<StandbyAgent>(std::move(to), std::move(hooks));
+}
+
+bool MasterServer::follow_frame(const std::vector<std::byte>& frame) {
+    const uint64_t now = now_ms();
+    const Reader bytes{std::span<const std::byte>(frame)};
+    Reader head = bytes;
+    const bool is_given = (MirrorHead::read(head).flags & kMirrorYours) != 0;
+    // The election may have told this master before its owner did.
+    if (is_given && pair_.role() == MasterRole::kOwner) return true;
+    const bool was_whole = pair_.is_whole();
+    if (!pair_.follow(now, bytes)) return false;
+    if (pair_.is_whole() && !was_whole) {
+        journal_->note(Level::kInfo, "standby_whole", owner(), "this standby knows all that its owner knows");
+    }
+    if (is_given) take_over_now(now, true);
+    return true;
 }
 
 bool MasterServer::begin_to_follow() {
@@ -190,10 +322,12 @@ void MasterServer::lose_owner(const std::string& why) {
     if (pair_.is_take_over_due(now)) take_over_now(now);
 }
 
-bool MasterServer::take_over_now(uint64_t now) {
-    if (!pair_.take_over(now, first_version(clock_ms()))) return false;
+bool MasterServer::take_over_now(uint64_t now, bool given) {
+    if (!pair_.take_over(now, first_version(clock_ms()), given)) return false;
     metrics_.takeovers_total.fetch_add(1);
-    journal_->note(Level::kWarning, "taken_over", owner(), "has taken over from its owner");
+    settle_ask(success());
+    journal_->note(given ? Level::kInfo : Level::kWarning, "taken_over", owner(),
+                   given ? "has the place of its owner, which handed over" : "has taken over from its owner");
     return true;
 }
 

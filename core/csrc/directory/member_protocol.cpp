@@ -42,7 +42,9 @@ Status MemberProtocol::connected(const std::string& peer, Send send) {
     write_identity(w, options_.identity);
     write_load(w, load);
     write_event_endpoints(w, options_.identity);
-    w.number(hooks_.is_empty() ? UINT64_MAX : std::min(hooks_.applied(), checked));
+    const bool is_empty = hooks_.is_empty();
+    w.number(is_empty ? UINT64_MAX : std::min(hooks_.applied(), checked));
+    if (!is_empty && !has_joined_) w.number(kJoinRecovered);
     finish_frame(out_, at);
     link_.asked_ms = now_();
     return link_.send(out_);
@@ -207,6 +209,7 @@ Status MemberProtocol::on_frame(const FrameHeader& header, Reader body) {
         link_.versions = body.left() >= sizeof(Version);
         if (!resumed) drops_done_ = 0;  // another seat, or another master: it counts anew
         id_ = id;
+        has_joined_ = true;
         counters_.joins_total.fetch_add(1);
     } else if (header.request_id != 0) {
         link_.beat_open = false;  // else it is one that was not asked, of what is to be dropped at once

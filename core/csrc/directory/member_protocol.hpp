@@ -147,6 +147,7 @@ class MemberProtocol {
     Version rows_applied_ = kNoVersion;  // when rows were last taken from the log
     bool rows_lost_ = false;             // that were in it when the connection broke
     NodeId id_ = kNoNode;
+    bool has_joined_ = false;  // since this process began
     uint64_t epoch_ = 0, answers_ = 0;
 };
 

@@ -27,6 +27,7 @@ inline constexpr uint8_t kDeltaEnd = 2;      // and ends with this one
 inline constexpr uint8_t kDeltaApplied = 4;  // and says up to which removal its rows are checked
 
 inline constexpr uint8_t kJoinResumed = 1;
+inline constexpr uint8_t kJoinRecovered = 1;  // of the question: no master has told this process anything yet
 inline constexpr uint8_t kDropAll = 1;
 
 inline constexpr uint8_t kLocatePrefix = 1;

@@ -94,6 +94,10 @@ Status StandbyAgent::follow_one(const std::string& owner) {
             if (Status got = receive(socket, body.data(), body.size()); !got) return got;
             Reader reader(body);
             if (header.kind == Kind::kError) return read_error(reader);
+            if (header.kind == Kind::kHandOver) {
+                hooks_.refused(read_error(reader));
+                continue;
+            }
             uint64_t number = 0;
             if (header.kind != Kind::kMirror || !hooks_.follow(reader, number)) {
                 return Error{Code::kProtocol, "a frame of the owner at " + owner + " makes no sense"};
@@ -102,6 +106,18 @@ Status StandbyAgent::follow_one(const std::string& owner) {
             size_t at = begin_frame(out, Kind::kMirrored, kFlagOneWay, 0);
             Writer(out).number(number);
             finish_frame(out, at);
+            std::string address;
+            {
+                MutexLock lock(mutex_);
+                address.swap(asks_for_);
+            }
+            if (!address.empty()) {
+                size_t ask = begin_frame(out, Kind::kHandOver, kFlagOneWay, 0);
+                Writer w(out);
+                w.text16(address);
+                w.number(hooks_.told());
+                finish_frame(out, ask);
+            }
             if (Status sent = send(socket, out); !sent) return sent;
         }
     }();

@@ -1,5 +1,6 @@
 // StandbyAgent: a standby master's way to its owner. Its thread dials, asks for all, hands each MIRROR frame
-// on and answers with its number. An owner that is silent for silent_ms is lost; the thread dials again.
+// on and answers with its number. An owner that is silent for silent_ms is lost; the thread dials again. It
+// asks the owner for its place (ask_hand_over) behind the next frame.
 #pragma once
 
 #include <atomic>
@@ -33,6 +34,8 @@ struct StandbyHooks {
     std::function<bool()> begin;         // the owner is there
     std::function<bool(Reader frame, uint64_t& number)> follow;
     std::function<void(const std::string& why)> lost;  // it is not
+    std::function<uint32_t()> told;                    // nodes that have told this standby all they hold
+    std::function<void(Error why)> refused;            // the owner does not hand over
 };
 
 class StandbyAgent {
@@ -42,7 +45,11 @@ class StandbyAgent {
     StandbyAgent(const StandbyAgent&) = delete;
 
     Status start();
-    void stop();  // idempotent
+    void stop();                                      // idempotent
+    void ask_hand_over(const std::string& address) {  // any thread; address: where this master is reached
+        MutexLock lock(mutex_);
+        asks_for_ = address;
+    }
 
    private:
     void run();
@@ -55,6 +62,7 @@ class StandbyAgent {
     std::atomic<bool> stopping_{false};
     std::atomic<int> live_fd_{-1};
     Mutex mutex_;
+    std::string asks_for_ GUARDED_BY(mutex_);
     CondVar wake_;
     ServiceThread thread_;
 };

@@ -89,7 +89,7 @@ class PyMasterServer {
     PyMasterServer(std::vector<std::string> addresses, const py::bytes& token, const py::dict& settings,
                    std::optional<std::shared_ptr<TlsServer>> tls, std::string standby_of,
                    std::optional<std::shared_ptr<TlsClient>> owner_tls, bool elected, std::string name,
-                   std::pair<uint32_t, uint32_t> range) {
+                   std::pair<uint32_t, uint32_t> range, std::string advertise) {
         MasterServerOptions options;
         SettingValues given(settings, "master");
         visit(options, given);
@@ -102,6 +102,7 @@ class PyMasterServer {
         options.owner_tls = owner_tls.value_or(nullptr);
         options.elected = elected;
         options.name = std::move(name);
+        options.advertise = std::move(advertise);
         options.range = Range{range.first, range.second};
         // 0 s, which is 1 ms here: not by itself.
         if (options.pair.take_over_ms <= 1) options.pair.take_over_ms = UINT32_MAX;
@@ -171,6 +172,24 @@ class PyMasterServer {
     }
     void set_valid_for(std::optional<double> seconds) {
         server_->set_valid_for(seconds ? static_cast<uint64_t>(milliseconds(*seconds)) : UINT64_MAX);
+    }
+    void ask_hand_over(double timeout_s) {
+        py::gil_scoped_release nogil;
+        Status status = server_->ask_hand_over(milliseconds(timeout_s));
+        py::gil_scoped_acquire gil;
+        unwrap(std::move(status), "promote");
+    }
+    std::string gives_to() {
+        py::gil_scoped_release nogil;
+        return server_->gives_to();
+    }
+    bool give() {
+        py::gil_scoped_release nogil;
+        return server_->give();
+    }
+    bool keep() {
+        py::gil_scoped_release nogil;
+        return server_->keep();
     }
     bool take_over() {
         py::gil_scoped_release nogil;
@@ -347,17 +366,19 @@ void bind_directory(py::module_& m) {
     bind_member(m);
     bind_master_state(m);
     py::class_<PyMasterServer>(m, "MasterServer", "The master's data plane: membership and directory.")
-        .def(py::init<std::vector<std::string>, const py::bytes&, const py::dict&,
-                      std::optional<std::shared_ptr<TlsServer>>, std::string,
-                      std::optional<std::shared_ptr<TlsClient>>, bool, std::string,
-                      std::pair<uint32_t, uint32_t>>(),
-             py::arg("addresses"), py::arg("token"), py::arg("settings"), py::kw_only(),
-             py::arg("tls") = py::none(), py::arg("standby_of") = "", py::arg("owner_tls") = py::none(),
-             py::arg("elected") = false, py::arg("name") = "",
-             py::arg("range") = std::pair<uint32_t, uint32_t>(0, 1),
-             "settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: "
-             "follow() or take_over() says what it is; until then it serves none. name: by which an owner "
-             "tells its standbys apart. range: (index, count) of the shards that it has.")
+        .def(
+            py::init<std::vector<std::string>, const py::bytes&, const py::dict&,
+                     std::optional<std::shared_ptr<TlsServer>>, std::string,
+                     std::optional<std::shared_ptr<TlsClient>>, bool, std::string,
+                     std::pair<uint32_t, uint32_t>, std::string>(),
+            py::arg("addresses"), py::arg("token"), py::arg("settings"), py::kw_only(),
+            py::arg("tls") = py::none(), py::arg("standby_of") = "", py::arg("owner_tls") = py::none(),
+            py::arg("elected") = false, py::arg("name") = "",
+            py::arg("range") = std::pair<uint32_t, uint32_t>(0, 1), py::arg("advertise") = "",
+            "settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: "
+            "follow() or take_over() says what it is; until then it serves none. name: by which an owner "
+            "tells its standbys apart. range: (index, count) of the shards that it has. advertise: host:port "
+            "by which other masters reach it; empty: as it listens.")
         .def_property_readonly("role", &PyMasterServer::role, "owner, standby, acting or superseded.")
         .def("standby", &PyMasterServer::standby,
              "(address, attached, whole, lag in s) of an owner's standby; of a standby, of itself and its "
@@ -366,6 +387,14 @@ void bind_directory(py::module_& m) {
              "Another master is the owner. False: its loop does not answer.")
         .def("set_valid_for", &PyMasterServer::set_valid_for, py::arg("seconds"),
              "An owner orders nothing after so long, unless this is called again; None: for ever.")
+        .def("ask_hand_over", &PyMasterServer::ask_hand_over, py::arg("timeout_s"),
+             "A standby that knows all takes the place of its owner, which becomes its standby. Raises the "
+             "owner's refusal, or Timeout.")
+        .def("gives_to", &PyMasterServer::gives_to,
+             "Of an elected owner: the name of the standby that it can hand over to now; empty: none asks.")
+        .def("give", &PyMasterServer::give,
+             "Hands over to that standby, which the election names. False: it is too late.")
+        .def("keep", &PyMasterServer::keep, "Stays the owner. False: it is too late.")
         .def("take_over", &PyMasterServer::take_over,
              "The other one of the two is dead for good: a standby is the owner from now on, an owner that "
              "has "

@@ -9,12 +9,15 @@
 
 namespace moonpool {
 
+inline void write_error_body(Writer w, Code code, const std::string& text) {
+    w.number(static_cast<uint16_t>(code));
+    w.text16(text);
+}
+
 inline void write_error(std::vector<std::byte>& out, Code code, const std::string& text, uint64_t request_id,
                         uint16_t flags = kFlagAnswer) {
     size_t at = begin_frame(out, Kind::kError, flags, request_id);
-    Writer w(out);
-    w.number(static_cast<uint16_t>(code));
-    w.text16(text);
+    write_error_body(Writer(out), code, text);
     finish_frame(out, at);
 }
 

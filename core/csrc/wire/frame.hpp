@@ -59,6 +59,7 @@ enum class Kind : uint8_t {
     kOrdered = 41,   // a removal or replacement that a LOCATE began is carried out
     kMirror = 42,    // master -> its standby, one-way: the order of removals; first: standby -> master
     kMirrored = 43,  // standby -> master, one-way: it has heard that
+    kHandOver = 44,  // standby -> master, one-way: it asks to be the owner; and back: why not
 
     // 48..63: the transfer engine (docs/wire_engine.md)
     kEngineHello = 48,     // initiator -> target, the first frame of a connection

@@ -31,7 +31,11 @@ def register(app: typer.Typer) -> None:
             "moonpool master --listen 10.0.0.1:7700 --token-file token --range 0/4",
         ),
     )(master)
-    app.command(epilog=examples("moonpool promote", "moonpool promote --url http://127.0.0.1:7701"))(promote)
+    app.command(
+        epilog=examples(
+            "moonpool promote", "moonpool promote --graceful", "moonpool promote --url http://127.0.0.1:7701"
+        )
+    )(promote)
 
 
 def promote(
@@ -39,12 +43,18 @@ def promote(
         str,
         typer.Option(metavar="URL", help="Its HTTP address; default: as master.http says."),
     ] = "",
+    graceful: Annotated[
+        bool,
+        typer.Option("--graceful", help="Only where the owner is there and hands over."),
+    ] = False,
     config: ConfigFile = None,
 ) -> None:
-    """Make a standby master the one that orders removals, after its master has died for good.
+    """Make a standby master the owner of the directory.
 
-    Ask for it only where the former master is dead, or will be restarted as a standby: while it runs out of
-    sight, both order removals, and what one side removed the other may serve until they meet again.
+    Where its owner is there, that hands over and becomes the standby: removals wait for some milliseconds,
+    and none fails. So an owner can be stopped for an upgrade. Where the owner is lost, ask for it only if
+    that is dead, or will be restarted as a standby: while it runs out of sight, both order removals, and
+    what one side removed the other may serve until they meet again.
     """
     import http.client
 
@@ -59,9 +69,10 @@ def promote(
     settings = load(config)
     place = f"{(url or f'{scheme(settings)}://{settings.master.http}').rstrip('/')}/promote"
     tls = client_context(settings) if place.startswith("https:") else None
+    place += "?graceful" if graceful else ""
     headers = {"Authorization": f"Bearer {secrets_of(settings.read_admin_token())[0].decode('ascii')}"}
     try:
-        answer = exchange("POST", place, headers=headers, timeout_s=5.0, tls=tls)
+        answer = exchange("POST", place, headers=headers, timeout_s=10.0, tls=tls)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unavailable(
             f"no standby answers at {place} ({error}); give its HTTP address: --url", operation="promote"

@@ -48,6 +48,7 @@ struct Node {
     LinkId link = kNoLink;
     uint64_t drops_done = 0;
     Version applied = kNoVersion;
+    bool recovered = false;  // what it holds comes from its disk
     std::map<uint64_t, Version> held{};
     std::set<uint64_t> to_tell{};  // anew, as the master took them for older ones
     bool empty() const { return held.empty(); }
@@ -73,7 +74,7 @@ struct Node {
         NodeLoad load;
         load.tenants.push_back({"default", 1000, 500, 0, 0});
         Result<Master::JoinAnswer> joined =
-            master.join(now, who, load, new_link, empty() ? UINT64_MAX : applied);
+            master.join(now, who, load, new_link, empty() ? UINT64_MAX : applied, recovered);
         if (!joined) return false;
         id = joined->id;
         link = new_link;
@@ -639,6 +640,26 @@ TEST_CASE("master: a new master hears of removals from the nodes, and drops what
     was_away.beat(40);
     CHECK(was_away.keys() == std::set<uint64_t>{2});
     CHECK(locate(master, {1})[0].empty());
+}
+
+TEST_CASE("master: what a node brings from its disk is not read in a new master's first second") {
+    Master master({}, 5000, kFirst);
+    Node restarted{master, "a"}, lived_on{master, "b"}, later{master, "c"};
+    for (Node* node : {&restarted, &lived_on, &later}) node->hold({1});
+    restarted.recovered = later.recovered = true;
+    restarted.join(5010, 1);
+    restarted.inventory(5010);
+    lived_on.join(5010, 2);
+    lived_on.inventory(5010);
+    CHECK(locate(master, {1})[0] == std::vector<Holder>{{lived_on.id, Tier::kDram}});
+    CHECK(locate(master, {1}, kLocateSuspects)[0].size() == 2);
+    master.tick(5990);
+    CHECK(master.membership().state(restarted.id) == MemberState::kJoining);
+    master.tick(6000);
+    CHECK(master.membership().state(restarted.id) == MemberState::kAlive);
+    later.join(6010, 3);
+    later.inventory(6010);
+    CHECK(locate(master, {1})[0].size() == 3);
 }
 
 TEST_CASE("master: a node that knows later versions than this master gives moves it on") {

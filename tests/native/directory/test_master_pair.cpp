@@ -3,8 +3,11 @@
 #include <doctest/doctest.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../random.hpp"
@@ -311,6 +314,136 @@ TEST_CASE("masters: an owner serves no longer when a node has heard of a later o
     CHECK(hits(client, keys) == 1);
 }
 
+// Clients that ask all the time, each with a connection of its own.
+struct Askers {
+    std::atomic<bool> ends{false};
+    std::atomic<uint64_t> done{0}, failed{0};
+    std::string why;  // of the first that failed
+    std::mutex mutex;
+    std::vector<std::thread> threads;
+
+    explicit Askers(const std::string& addresses) {
+        for (uint64_t i = 0; i < 3; ++i) threads.emplace_back([this, addresses, i] { ask(addresses, i); });
+    }
+    ~Askers() {
+        ends = true;
+        for (std::thread& thread : threads) thread.join();
+    }
+    void ask(const std::string& addresses, uint64_t i) {
+        DirectoryClient client(client_options(addresses));
+        std::vector<Hash128> keys = hashes(1, 11);
+        for (uint64_t key = 1000 * (i + 1); !ends; ++key) {
+            Result<std::vector<Version>> removed = remove(client, key);
+            Result<LocateAnswer> located = client.locate(keys);
+            ++done;
+            if (removed && located) continue;
+            std::lock_guard lock(mutex);
+            if (failed++ == 0) why = (removed ? located.error() : removed.error()).text;
+        }
+    }
+};
+
+TEST_CASE("masters: an owner hands over to its standby and back, and no call of a client fails") {
+    Pair pair;
+    PairNode node(pair, "a");
+    for (uint64_t n = 1; n <= 10; ++n) node.put(n);
+    DirectoryClient idle(client_options(pair.addresses));
+    REQUIRE(until([&] { return hits(idle, hashes(1, 11)) == 10; }));
+    REQUIRE(until([&] { return metric(*pair.standby, "directory_rows") == 10; }));
+    uint64_t inventories = metric(*pair.standby, "inventories_total");
+    Askers askers(pair.addresses);
+    REQUIRE(until([&] { return askers.done > 20; }));
+    Status status = pair.standby->ask_hand_over(10000);
+    if (!status) FAIL(status.error().text);
+    CHECK(pair.standby->role() == MasterRole::kOwner);
+    CHECK(hits(idle, hashes(1, 11)) == 10);  // its connection has ended between two calls
+    CHECK(metric(*pair.standby, "inventories_total") == inventories);
+    REQUIRE(until([&] { return pair.owner->standby().is_whole; }));
+    CHECK(pair.owner->role() == MasterRole::kStandby);
+    REQUIRE(until([&] { return node.to_owner.agent().state().joined; }));
+    const uint64_t done = askers.done;
+    REQUIRE(until([&] { return askers.done > done + 20; }));
+    // One that the new owner's own standby refuses until nodes have told it all.
+    REQUIRE(until([&] { return pair.owner->ask_hand_over(10000).ok(); }));
+    CHECK(pair.owner->role() == MasterRole::kOwner);
+    REQUIRE(until([&] { return pair.standby->standby().is_whole; }));
+    CHECK(hits(idle, hashes(1, 11)) == 10);
+    REQUIRE(remove(idle, 5));
+    CHECK(until([&] { return hits(idle, hashes(1, 11)) == 9; }));
+    CHECK(askers.failed == 0);
+    CHECK(askers.why == "");
+    CHECK(pair.owner->check_integrity());
+    CHECK(pair.standby->check_integrity());
+}
+
+TEST_CASE(
+    "masters: an owner does not hand over to a standby that knows fewer nodes, nor to one that is none") {
+    Pair pair;
+    FakeNode lone(pair.owner->addresses()[0], "lone");
+    REQUIRE(until([&] { return lone.agent().state().joined; }));
+    Status status = pair.standby->ask_hand_over(10000);
+    REQUIRE_FALSE(status);
+    CHECK(status.error().text.find("of 1 nodes 0 have told the standby") == 0);
+    CHECK(pair.owner->role() == MasterRole::kOwner);
+    CHECK_FALSE(pair.owner->ask_hand_over(100));
+    DirectoryClient client(client_options(pair.addresses));
+    CHECK(remove(client, 1));
+}
+
+TEST_CASE("masters: a removal whose client has ended keeps no hand-over") {
+    Pair pair;
+    DirectoryClient client(client_options(pair.addresses));
+    REQUIRE(client.order(hashes(1, 2), nullptr));
+    REQUIRE(pair.standby->ask_hand_over(10000));
+    CHECK(pair.standby->role() == MasterRole::kOwner);
+    CHECK(remove(client, 1));
+}
+
+// The election's part is done by the test: the owner is asked to give, and gives or keeps its place.
+TEST_CASE("masters: an elected owner hands over when the election has entered its standby, or goes on") {
+    auto elected = [](const char* name) {
+        return serve("127.0.0.1:0", [&](MasterServerOptions& o) {
+            o.elected = true;
+            o.name = name;
+        });
+    };
+    auto owner = elected("one"), standby = elected("two");
+    REQUIRE(owner->take_over());
+    REQUIRE(standby->follow(owner->addresses()[0]));
+    REQUIRE(until([&] { return owner->standby().is_whole && standby->standby().is_whole; }));
+    const std::string addresses = owner->addresses()[0] + "," + standby->addresses()[0];
+    CHECK(owner->gives_to() == "");
+    CHECK_FALSE(owner->give());
+    CHECK_FALSE(owner->keep());
+    Askers askers(addresses);
+    REQUIRE(until([&] { return askers.done > 5; }));
+    std::thread asks([&] { (void)standby->ask_hand_over(100); });
+    bool gives = until([&] { return owner->gives_to() == "two"; });
+    asks.join();
+    REQUIRE(gives);
+    CHECK(owner->keep());
+    uint64_t done = askers.done;
+    CHECK(until([&] { return askers.done > done + 5; }));
+    CHECK(owner->role() == MasterRole::kOwner);
+    // Kept by itself, too, where the election says nothing.
+    CHECK_FALSE(standby->ask_hand_over(100));
+    CHECK(until([&] { return owner->gives_to() == "two"; }));
+    CHECK(until([&] { return owner->gives_to() == ""; }));
+    done = askers.done;
+    CHECK(until([&] { return askers.done > done + 5; }));
+    CHECK_FALSE(standby->ask_hand_over(100));
+    REQUIRE(until([&] { return owner->gives_to() == "two"; }));
+    CHECK(owner->give());
+    CHECK(until([&] { return standby->role() == MasterRole::kOwner; }));
+    CHECK(until([&] { return owner->role() == MasterRole::kSuperseded; }));
+    REQUIRE(owner->follow(standby->addresses()[0]));
+    CHECK(until([&] { return owner->standby().is_whole; }));
+    done = askers.done;
+    CHECK(until([&] { return askers.done > done + 5; }));
+    CHECK(askers.failed == 0);
+    CHECK(askers.why == "");
+}
+
 TEST_CASE("masters: a standby that is told nonsense asks for all again") {
     auto owner = serve();
     DialOptions to;
@@ -381,7 +514,7 @@ TEST_CASE("masters: a standby follows damaged frames to no harm") {
         }
         REQUIRE(standby.check_integrity());
         if (random.one_in(2)) {
-            standby.take_over(2, first_version(2000));
+            standby.take_over(2, first_version(2000), false);
             standby.tick(10000);
             REQUIRE(standby.check_integrity());
         }

@@ -39,7 +39,8 @@ MasterProtocolHost host_of(Master& master) {
             .why_no_ends = {},
             .on_standby = {},
             .on_heard = {},
-            .on_standby_left = {}};
+            .on_standby_left = {},
+            .on_hand_over = {}};
 }
 
 // A master, and the connection of a client.
