@@ -3,8 +3,10 @@
 A scrape every few seconds needs no kept-alive connections. So each connection ends after its answer, and at
 the latest after its deadline, whatever the client does or does not send; when there are too many, the oldest
 of the address that has most makes room. Thus slow, idle or garbled clients cost a bounded amount of memory
-and delay no client of another address. Compressed bodies are not inflated. With TLS the deadline holds from
-the first byte of the handshake.
+and delay no client of another address. Connections are accepted outside of Python
+(``_native.AcceptQueue``), which keeps some of each address: a flood from one address takes no more of this
+process than it can serve, and keeps no other address waiting. Compressed bodies are not inflated. With TLS
+the deadline holds from the first byte of the handshake.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import asyncio
 import errno
 import hmac
 import ipaddress
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -24,6 +28,10 @@ from moonpool.core.service.addresses import Address
 from moonpool.core.service.audit import Refusals, key_digest
 from moonpool.core.service.http_faults import hide_versions
 from moonpool.core.service.http_tls import FollowedContext
+from moonpool.core.service.native_core import native_core
+
+if TYPE_CHECKING:
+    from moonpool import _native
 
 Answer = Callable[[], Awaitable[web.Response]]
 AnswerTo = Callable[[web.Request], Awaitable[web.Response]]
@@ -31,6 +39,9 @@ AnswerTo = Callable[[web.Request], Awaitable[web.Response]]
 BODY_BYTES_MAX = 64 << 10
 HEADER_BYTES_MAX = 8 << 10
 HEADERS_MAX = 64
+BACKLOG = 128  # that the kernel keeps
+PLACES = 64  # of connections that this process has accepted and not begun to serve
+TAKEN_AT_ONCE = 8
 
 
 def bearer_is(authorization: str, *secrets: bytes) -> bool:
@@ -73,7 +84,9 @@ class AdminServer:
         self._timeout_s = timeout_s
         self._open: dict[_Deadline, str] = {}  # with the client's address, oldest first
         self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[socket.socket] = []
+        self._queues: list[_native.AcceptQueue] = []
+        self._accepted: set[asyncio.Task[object]] = set()
         self._closed = False
 
     async def start(self) -> None:
@@ -103,12 +116,10 @@ class AdminServer:
             auto_decompress=False,  # a few KiB may inflate to gigabytes
         )
         await self._runner.setup()
-        loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(
-                self._accept, self.address.host, self.address.port, backlog=128
-            )
+            await self._listen()
         except OSError as error:
+            self._stop_listening()
             await self._runner.cleanup()
             reason = (
                 "is in use"
@@ -122,7 +133,48 @@ class AdminServer:
                 peer=str(self.address),
                 cause=error,
             ) from error
-        self.address = Address(self.address.host, self._listener.sockets[0].getsockname()[1])
+        self.address = Address(self.address.host, self._listeners[0].getsockname()[1])
+
+    async def _listen(self) -> None:
+        """At every address that the host names. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            self.address.host, self.address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            listening = socket.socket(family, kind, protocol)
+            self._listeners.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.bind(place)
+            listening.listen(BACKLOG)
+        for listening in self._listeners:
+            queue = native_core("admin page").AcceptQueue(listening.fileno(), PLACES)
+            self._queues.append(queue)
+            loop.add_reader(queue.fileno(), self._take, queue)
+
+    def _stop_listening(self) -> None:
+        for queue in self._queues:
+            asyncio.get_running_loop().remove_reader(queue.fileno())
+            queue.close()
+        for listening in self._listeners:
+            listening.close()
+        self._queues.clear()
+
+    def _take(self, queue: _native.AcceptQueue) -> None:
+        """Some of those that wait; then it is the turn of what else the loop has to do."""
+        loop = asyncio.get_running_loop()
+        for fd in queue.take(TAKEN_AT_ONCE):
+            task = loop.create_task(self._adopt(socket.socket(fileno=fd)))
+            self._accepted.add(task)
+            task.add_done_callback(self._accepted.discard)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._accept, connection)
+        except OSError:  # it has ended meanwhile
+            connection.close()
 
     def _guarded(self, answer: AnswerTo) -> AnswerTo:
         async def handle(request: web.Request) -> web.Response:
@@ -143,8 +195,9 @@ class AdminServer:
     async def close(self) -> None:
         """Stops listening and ends every connection."""
         self._closed = True
-        if self._listener is not None:
-            self._listener.close()
+        self._stop_listening()
+        for task in list(self._accepted):
+            task.cancel()
         for connection in list(self._open):
             connection.abort()
         if self._runner is not None:

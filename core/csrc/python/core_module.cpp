@@ -63,6 +63,7 @@ py::object memory_available(const std::string& root) {
 
 void bind_core(py::module_& m) {
     bind_tls(m);
+    bind_accept(m);
     bind_server(m);
     bind_client(m);
     bind_kv_memory(m);

@@ -21,6 +21,7 @@ void bind_batch(py::module_& m);
 void bind_directory(py::module_& m);
 void bind_ssd(py::module_& m);
 void bind_tls(py::module_& m);
+void bind_accept(py::module_& m);
 void bind_ranges(py::module_& m);
 void bind_card_memory(py::module_& m);
 void bind_topology(py::module_& m);

@@ -105,6 +105,23 @@ std::string peer_address(int fd) {
     return to_text(address);
 }
 
+std::string network_of(const SocketAddress& address) {
+    if (address.family() == AF_INET) {
+        const auto* v4 = reinterpret_cast<const sockaddr_in*>(address.get());
+        return {reinterpret_cast<const char*>(&v4->sin_addr), sizeof(v4->sin_addr)};
+    }
+    if (address.family() != AF_INET6) return {};
+    const in6_addr& v6 = reinterpret_cast<const sockaddr_in6*>(address.get())->sin6_addr;
+    const char* bytes = reinterpret_cast<const char*>(v6.s6_addr);
+    return IN6_IS_ADDR_V4MAPPED(&v6) ? std::string(bytes + 12, 4) : std::string(bytes, 8);
+}
+
+std::string peer_network(int fd) {
+    SocketAddress address;
+    address.size = sizeof(address.storage);
+    return ::getpeername(fd, address.get(), &address.size) == 0 ? network_of(address) : std::string();
+}
+
 Status prepare_socket(int fd, const std::string& interface) {
     auto set = [fd](int level, int name, int value) {
         (void)::setsockopt(fd, level, name, &value, sizeof(value));

@@ -36,6 +36,11 @@ std::string to_text(const SocketAddress& address);
 std::string local_address(int fd);
 std::string peer_address(int fd);
 
+// What one peer has of addresses, in bytes: an IPv4 address, or of IPv6 a /64, of which one host has all.
+// Empty: unknown.
+std::string network_of(const SocketAddress& address);
+std::string peer_network(int fd);
+
 // What every TCP connection of Moonpool has: no delay of small frames, and a dead peer is noticed within
 // about 11 s even when nothing is sent (keepalive) or acknowledged (user timeout). `interface` binds to one
 // device.

@@ -11,7 +11,6 @@
 // socket out and gives it to the service.
 #include "wire/listener.hpp"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -39,14 +38,6 @@ bool send_now(int fd, TlsStream* tls, const std::vector<std::byte>& frame) {
         return tls->send(fd, frame.data(), frame.size()) == static_cast<ssize_t>(frame.size());
     return ::send(fd, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
            static_cast<ssize_t>(frame.size());
-}
-
-// The address of a peer; of IPv6 its /64, of which one host has all.
-std::string network_of(const std::string& peer) {
-    std::string host = host_of(peer);
-    in6_addr address{};
-    if (::inet_pton(AF_INET6, host.c_str(), &address) != 1 || IN6_IS_ADDR_V4MAPPED(&address)) return host;
-    return std::string(reinterpret_cast<const char*>(address.s6_addr), 8);
 }
 
 // What has come and was not read yet: this thread may have been kept from it.
@@ -166,7 +157,7 @@ void Listener::greet(Fd fd) {
     counters_.accepted_total.fetch_add(1);
     pending->key = pending->fd.get();
     if (!loop_->add(pending->key, EPOLLIN, pending)) return;
-    pending->caller = callers_.try_emplace(network_of(pending->peer)).first;
+    pending->caller = callers_.try_emplace(peer_network(pending->key)).first;
     ++pending->caller->second;
     pending_.emplace(pending->key, std::move(pending));
 }
