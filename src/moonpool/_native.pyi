@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import typing
 import typing_extensions
-__all__: list[str] = ['ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'OutgoingObjects', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
+__all__: list[str] = ['AcceptQueue', 'ArenaPins', 'BatchClient', 'Candidates', 'CardCopies', 'CardMemory', 'Client', 'DecodeModel', 'Decoded', 'DeviceKv', 'DirectoryClient', 'Engine', 'EngineMemory', 'FetchAnswer', 'Gid', 'HOLDERS_MAX', 'HandoverModel', 'Ingested', 'LastReport', 'LoadAnswer', 'LocateAnswer', 'Machine', 'MachineDevice', 'Mark', 'MasterServer', 'MasterState', 'Member', 'MemoryNode', 'NetDevice', 'NodeRow', 'OutgoingObjects', 'PartTable', 'Pin', 'PinnedArena', 'PooledRegression', 'PrefillModel', 'Prefilled', 'PrefixAnswer', 'PrefixIndex', 'PrefixMatch', 'ProxyRequest', 'Ranges', 'RdmaPort', 'Regression', 'Relay', 'SaveAnswer', 'SaveStaged', 'Server', 'SsdLog', 'TenantLoad', 'TlsClient', 'TlsServer', 'Turns', 'Worker', 'WorkerLoad', 'WorkerView', 'available_memory', 'block_digests', 'card_of', 'check_room_for_arenas', 'crc32c', 'http_parse_request', 'json_edited', 'json_members', 'json_token_ids', 'json_value', 'key_hash', 'kv_event_block_tokens', 'master_state', 'room_for_arenas', 'sequence_hashes', 'use_driver_for_tests']
 class TlsServer:
     """
     What a master shows, and whom it trusts.
@@ -22,6 +22,31 @@ class TlsClient:
     def __init__(self, ca: str = '', name: str = '', cert: str = '', key: str = '') -> None:
         """
         Paths of PEM files. ca empty: the system's authorities. name: that the master's certificate must have; empty: the host that is dialled. cert and key: what is shown to it.
+        """
+class AcceptQueue:
+    """
+    Accepts connections on a thread of its own, and keeps some for a server that is slower than a flood of them: of each address one in turn.
+    """
+    def __init__(self, listening: typing.SupportsInt | typing.SupportsIndex, places: typing.SupportsInt | typing.SupportsIndex = 64) -> None:
+        """
+        listening: the descriptor of a socket that listens; it stays the caller's. places: for connections that wait; beyond them the address that has most makes room.
+        """
+    def close(self) -> None:
+        """
+        Accepts no more, and closes those that wait. Idempotent.
+        """
+    def fileno(self) -> int:
+        """
+        Readable while connections wait.
+        """
+    def take(self, most: typing.SupportsInt | typing.SupportsIndex) -> list[int]:
+        """
+        Descriptors of at most so many connections, the caller's from then on.
+        """
+    @property
+    def dropped_total(self) -> int:
+        """
+        Connections that made room.
         """
 class OutgoingObjects:
     """
@@ -525,9 +550,13 @@ class MasterServer:
     @staticmethod
     def setting_names() -> list[str]:
         ...
-    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None, standby_of: str = '', owner_tls: TlsClient | None = None, elected: bool = False, name: str = '', range: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] = (0, 1)) -> None:
+    def __init__(self, addresses: collections.abc.Sequence[str], token: bytes, settings: dict, *, tls: TlsServer | None = None, standby_of: str = '', owner_tls: TlsClient | None = None, elected: bool = False, name: str = '', range: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex] = (0, 1), advertise: str = '') -> None:
         """
-        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart. range: (index, count) of the shards that it has.
+        settings: a value for each of setting_names(). standby_of: the owner that it follows. elected: follow() or take_over() says what it is; until then it serves none. name: by which an owner tells its standbys apart. range: (index, count) of the shards that it has. advertise: host:port by which other masters reach it; empty: as it listens.
+        """
+    def ask_hand_over(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        """
+        A standby that knows all takes the place of its owner, which becomes its standby. Raises the owner's refusal, or Timeout.
         """
     def check_integrity(self) -> bool:
         """
@@ -537,6 +566,14 @@ class MasterServer:
         """
         Another master is the owner. False: its loop does not answer.
         """
+    def give(self) -> bool:
+        """
+        Hands over to that standby, which the election names. False: it is too late.
+        """
+    def gives_to(self) -> str:
+        """
+        Of an elected owner: the name of the standby that it can hand over to now; empty: none asks.
+        """
     def histograms(self) -> dict:
         """
         name -> (upper bounds in s, counts with one more for +Inf, sum in s)
@@ -544,6 +581,10 @@ class MasterServer:
     def is_alive(self, timeout_s: typing.SupportsFloat | typing.SupportsIndex) -> bool:
         """
         Whether the threads that serve answer within so many seconds.
+        """
+    def keep(self) -> bool:
+        """
+        Stays the owner. False: it is too late.
         """
     def metrics(self) -> dict[str, int]:
         """
