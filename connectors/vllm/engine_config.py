@@ -10,6 +10,7 @@ from typing import Any
 from moonpool.connectors import positions
 from moonpool.connectors.vllm import compat
 from moonpool.connectors.vllm.media_options import media_form, media_refusal, takes_media
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes
 from moonpool.connectors.vllm.reach import FULL, Reach
 from moonpool.connectors.vllm.states import State, read_state
 
@@ -69,6 +70,11 @@ class EngineConfig:
     adapter_form: str = ""
     adapter_refusal: str = ""
     refusal: str = ""
+
+    @property
+    def sizes(self) -> Sizes:
+        """How its model is split over its workers."""
+        return Sizes(self.kv_heads, self.tp_size, max(1, self.workers // self.tp_size))
 
     @property
     def has_windows(self) -> bool:

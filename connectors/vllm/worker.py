@@ -203,6 +203,7 @@ class WorkerHalf:
                     spans=layouts.spans(caches),
                     columns=memory.columns,
                     rows=memory.rows,
+                    sizes=self._engine_config.sizes,
                     rank=rank,
                     tp_rank=tp_rank,
                     pp_rank=pp_rank,

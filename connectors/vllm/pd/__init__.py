@@ -9,9 +9,12 @@ its memory, over ``moonpool.TransferEngine``. docs/vllm.md is the manual.
     step_plan            what those halves tell the worker each step
 
     lease_table          the memory that a worker lets others read: its KV layout and the valid leases
+    rank_pairs           which prefill workers each decode worker reads from, by tensor-parallel sizes
+    peers                the same with addresses, from an offer or from the bootstrap page
     copy_ranges          two engines' layouts -> the ranges to read
     wire                 the messages between the workers of two engines
     producer_worker      prefill's half beside the memory; pure: messages in, messages out
+    incoming             a request at a decode worker, in one part for each prefill worker
     consumer_worker      decode's half beside the memory; pure as well
     peer_connection      the connection to a worker of another engine, with a thread of its own
     handover_worker      puts those together in a worker

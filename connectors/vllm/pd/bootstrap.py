@@ -18,6 +18,7 @@ from moonpool.core.service.addresses import Address
 from moonpool.core.service.http_get import TimedReader, get_json
 
 TIMEOUT_S = 2.0
+WORKERS_MAX = 1024
 CALLERS_MAX = 64  # at a time: each has a thread, for TIMEOUT_S at most
 
 
@@ -116,22 +117,22 @@ class Bootstrap:
         self._server.server_close()
 
 
-def find_worker(url: str, engine_id: str, *, tp_rank: int, pp_rank: int) -> str:
-    """The address of a worker of ``engine_id``, asked of the bootstrap page at ``url``. Raises
-    Unavailable."""
+def find_workers(url: str, engine_id: str) -> dict[tuple[int, int], str]:
+    """(tensor rank, pipeline rank) -> address of each worker of ``engine_id``, asked of the bootstrap page
+    at ``url``. Raises Unavailable."""
     answer = get_json(url.rstrip("/") + "/query", timeout_s=TIMEOUT_S)
     try:
         members = msgspec.convert(answer, dict[str, _Member]).values()
-    except msgspec.ValidationError as error:
+        for member in members:
+            if member.engine_id == engine_id:
+                workers = {
+                    (int(tp_rank), int(pp_rank)): place
+                    for tp_rank, stages in member.worker_addr.items()
+                    for pp_rank, place in stages.items()
+                }
+                if not 0 < len(workers) <= WORKERS_MAX:
+                    raise ValueError(f"{engine_id} has {len(workers)} workers")
+                return workers
+    except (msgspec.ValidationError, ValueError) as error:
         raise Unavailable(f"{url} is no bootstrap page: {error}", peer=url, cause=error) from error
-    for member in members:
-        if member.engine_id == engine_id:
-            place = member.worker_addr.get(str(tp_rank), {}).get(str(pp_rank))
-            if place is None:
-                raise Unavailable(
-                    f"the prefill engine {engine_id} has no worker of tensor rank {tp_rank} and pipeline "
-                    f"rank {pp_rank}; a hand-over needs equal tensor- and pipeline-parallel sizes",
-                    peer=url,
-                )
-            return place
     raise Unavailable(f"{url} knows no engine {engine_id}; it was restarted, perhaps", peer=url)

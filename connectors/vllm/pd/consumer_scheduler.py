@@ -14,10 +14,12 @@ import enum
 from contextlib import suppress
 from dataclasses import dataclass
 
+from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.engine_types import Request
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import kv_transfer_params
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Source, blocks_for, slice_blocks
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes, prefill_tp_size
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Pull, Refuse
 
 
@@ -56,17 +58,26 @@ class ConsumerScheduler:
     """Decode's half; all methods run on the scheduler's thread."""
 
     def __init__(
-        self, *, fingerprint: bytes, ranks: int, block_tokens: int, token: bytes, tally: Tally
+        self,
+        *,
+        fingerprint: bytes,
+        sizes: Sizes,
+        taker: str,
+        block_tokens: int,
+        token: bytes,
+        tally: Tally,
     ) -> None:
         """fingerprint: of this engine's KV, 32 bytes.
-        ranks: workers of this engine.
+        sizes: how many workers this engine has.
+        taker: what tells its workers from those of other decode engines: the address of one of them.
         block_tokens: tokens per block.
         token: the cluster token, with which offers are signed.
         tally: counts.
         """
         self._fingerprint = fingerprint
         self._token = token
-        self._ranks = ranks
+        self._sizes = sizes
+        self._taker = taker
         self._block_tokens = block_tokens
         self._tally = tally
         self._requests: dict[str, AwaitedRequest] = {}
@@ -101,7 +112,7 @@ class ConsumerScheduler:
         if isinstance(source, Offer):
             self._check(source, request, prompt, blocks)
         self._requests[request.request_id] = AwaitedRequest(source)
-        self._holds.append(Hold(request.request_id, source, prompt, blocks))
+        self._holds.append(Hold(request.request_id, source, prompt, blocks, self._taker))
 
     def rejected(self, request: Request) -> None:
         """vLLM does not serve the request that these fields are of: the prefill engine need not keep it, and
@@ -240,11 +251,10 @@ class ConsumerScheduler:
                 f"another form: its fingerprint is {offer.fingerprint.hex()[:16]}, ours "
                 f"{self._fingerprint.hex()[:16]}"
             )
-        if len(offer.ranks) != self._ranks:
-            raise kv_transfer_params.Unusable(
-                f"the prefill engine {offer.engine_id} has {len(offer.ranks)} workers and this one "
-                f"{self._ranks}; a hand-over needs equal tensor- and pipeline-parallel sizes"
-            )
+        try:
+            prefill_tp_size(self._sizes, workers=len(offer.ranks), engine=offer.engine_id)
+        except Refused as refusal:
+            raise kv_transfer_params.Unusable(str(refusal)) from refusal
         if offer.tokens != request.num_prompt_tokens or offer.prompt != prompt:
             raise kv_transfer_params.Unusable(
                 f"the prefill engine {offer.engine_id} computed another prompt: {offer.tokens} tokens, and "

@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds
+from moonpool.connectors.vllm.pd.rank_pairs import Share
+from moonpool.connectors.vllm.pd.wire import Description
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.core.store.keys import Ranges
@@ -58,6 +60,26 @@ class Table:
         self.there = _column(pair.there for pair in pairs)
         self.there_stride = _column(pair.there_stride for pair in pairs)
         self.length = _column(pair.length for pair in pairs)
+
+
+def pair_columns(
+    share: Share, columns: Sequence[Ranges], rows: Rows, description: Description
+) -> tuple[Pair, ...]:
+    """The pairs of what is read from one prefill worker. Raises Refused when it does not hold that.
+
+    share: what this worker reads from that one.
+    columns, rows: the objects of a block that this worker holds, and where their bytes are.
+    description: of the prefill worker.
+    """
+    theirs = dict(zip(description.ranges, description.rows, strict=False))
+    chosen = share.columns_of(columns)
+    if not all(columns[place] in theirs for place in chosen):
+        raise Refused(
+            "the prefill engine's worker holds other heads or layers than this one takes from it; a hand-over"
+            " needs equal pipeline-parallel sizes, and tensor-parallel sizes of which one divides the other"
+        )
+    wanted = [columns[place] for place in chosen]
+    return pair_rows(wanted, [rows[place] for place in chosen], [theirs[one] for one in wanted])
 
 
 def pair_rows(columns: Sequence[Ranges], here: Rows, there: Rows) -> tuple[Pair, ...]:

@@ -116,7 +116,8 @@ class Handover:
         if engine_config.may_load:
             self.consumer = ConsumerScheduler(
                 fingerprint=fingerprint,
-                ranks=len(ranks),
+                sizes=engine_config.sizes,
+                taker=ranks[0],
                 block_tokens=engine_config.block_tokens,
                 token=token,
                 tally=self._tally,

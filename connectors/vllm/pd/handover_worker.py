@@ -22,19 +22,21 @@ from moonpool.connectors.vllm.device_memory import DeviceMemory
 from moonpool.connectors.vllm.pd import bootstrap, wire
 from moonpool.connectors.vllm.pd.consumer_worker import (
     DEVICE_PIECE_BLOCKS,
+    OLDER,
     PIECE_BLOCKS,
     ConsumerWorker,
     Ended,
-    IncomingRequest,
-    Piece,
 )
-from moonpool.connectors.vllm.pd.copy_ranges import Table, needed_blocks, pair_rows, ranges_of, tables_of
-from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Offer, Source
+from moonpool.connectors.vllm.pd.copy_ranges import Table, needed_blocks, pair_columns, ranges_of, tables_of
+from moonpool.connectors.vllm.pd.incoming import IncomingRequest, Piece
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer
 from moonpool.connectors.vllm.pd.lease_table import SCRATCH, LeaseTable
 from moonpool.connectors.vllm.pd.leases import SLOTS
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection, PeerConnections
+from moonpool.connectors.vllm.pd.peers import Met, Peer, PeerFinder
 from moonpool.connectors.vllm.pd.producer_worker import Outbox, ProducerWorker
 from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
+from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes
 from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Hold, Refuse
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Heartbeat, Known, Progress, Want
 from moonpool.connectors.vllm.pool import Rows
@@ -71,7 +73,8 @@ class KvMemory:
     fingerprint: of its KV, 32 bytes.
     spans: (address, bytes) of what to register.
     columns, rows: see Pool.submit_load.
-    rank, tp_rank, pp_rank: which worker this is.
+    sizes: how many workers this engine has.
+    rank, tp_rank, pp_rank: which of them this is.
     has_windows: whether NULL_BLOCK stands for blocks that sliding windows do not need.
     """
 
@@ -80,6 +83,7 @@ class KvMemory:
     spans: tuple[tuple[int, int], ...]
     columns: tuple[Ranges, ...]
     rows: Rows
+    sizes: Sizes
     rank: int
     tp_rank: int
     pp_rank: int
@@ -111,7 +115,12 @@ class HandoverWorker:
         self._lock = threading.Lock()
         self._piece_ended = threading.Condition(self._lock)
         self._block_bytes = sum(row[2] for column in memory.rows for row in column)
-        self._tables: dict[int, tuple[Description, tuple[Table, ...]]] = {}
+        self._tables: dict[int, tuple[Description, Share, tuple[Table, ...]]] = {}
+        self._met: dict[Hashable, Met] = {}  # by the connection that asked the bootstrap page
+        self._shares: dict[Hashable, Share] = {}  # of each connection that reads
+        self._peers = PeerFinder(
+            memory.sizes, tp_rank=memory.tp_rank, pp_rank=memory.pp_rank, columns=memory.columns
+        )
         self._engine = TransferEngine(
             f"vllm-{memory.engine_id}-{memory.rank}",
             listen=listen,
@@ -133,10 +142,11 @@ class HandoverWorker:
                 rows=memory.rows,
                 slots=0,
                 slot_count=SLOTS,
+                counts_readers=True,
             ),
         )
         self.address = self._engine.addresses[0]
-        self._producer = ProducerWorker(self._lease_table.set, silence_s=silence_s)
+        self._producer = ProducerWorker(self._lease_table.set, silence_s=silence_s, address=self.address)
         blocks_max, bytes_max = (
             (PIECE_BLOCKS, PIECE_BYTES) if device is None else (DEVICE_PIECE_BLOCKS, DEVICE_PIECE_BYTES)
         )
@@ -187,26 +197,29 @@ class HandoverWorker:
         reads what it has time for: alone when that is little, else beside the connection's thread."""
         room = INLINE_IDLE_BYTES if step.is_idle else INLINE_BYTES
         for pull in step.pulls:
-            nbytes = pull.blocks * self._block_bytes
             if self._device is not None:
                 self._before[pull.request_id] = self._device.before_pulls
             with self._lock:
                 incoming = self._consumer.pull(pull, self._clock())
-                connection = None if incoming is None else self._connections.find(incoming.key)
-                reads_here = (
-                    connection is not None
-                    and nbytes <= room
-                    and connection.is_memory
-                    and self._device is None  # whose copies this thread would wait for
-                )
-                if incoming is not None and not (reads_here and nbytes <= INLINE_BYTES):
-                    self._read_on(incoming)
-            if connection is not None and reads_here:
-                room -= nbytes
-                with suppress(Error):  # the request has it
-                    self._read(connection, pull.request_id, OWN_SCRATCH, _nothing)
-                if step.is_idle:
-                    self._await_last_piece(pull.request_id)
+                keys = [] if incoming is None else list(incoming.parts)
+                nbytes = pull.blocks * self._block_bytes // max(1, len(keys))
+            for key in keys:
+                with self._lock:
+                    connection = self._connections.find(key)
+                    reads_here = (
+                        connection is not None
+                        and nbytes <= room
+                        and connection.is_memory
+                        and self._device is None  # whose copies this thread would wait for
+                    )
+                    if not (reads_here and nbytes <= INLINE_BYTES):
+                        self._read_on(pull.request_id, key)
+                if connection is not None and reads_here:
+                    room -= nbytes
+                    with suppress(Error):  # the request has it
+                        self._read(connection, pull.request_id, OWN_SCRATCH, _nothing)
+                    if step.is_idle:
+                        self._await_last_piece(pull.request_id)
 
     def revoke(self) -> None:
         """Invalidates all leases, after an unexpected exception in ``begin``."""
@@ -266,17 +279,31 @@ class HandoverWorker:
     def _hold(self, hold: Hold) -> None:
         now_s = self._clock()
         source = hold.source
-        key = self._key_of(source)
+        key = (source.engine_id, source.bootstrap if isinstance(source, Meeting) else source.ranks)
         incoming = self._consumer.hold(hold, key, now_s)
         if incoming is None:
             return
         try:
-            connection = self._connections.get(key, lambda: self._find(source), reads=True)
-        except Unavailable as error:
+            if isinstance(source, Offer):
+                self._meet(incoming, self._peers.of_offer(source), now_s)
+            else:
+                connection = self._connection_of(source)
+                connection.post(lambda _: self._meet_found(incoming, source))
+        except (Refused, Unavailable) as error:
             self._consumer.fail(incoming, str(error), now_s)
-            return
-        if incoming.transfer:
-            connection.send(Want(incoming.transfer, self.address))
+
+    def _meet(self, incoming: IncomingRequest, peers: Sequence[Peer], now_s: float) -> None:
+        """The workers that the KV of a request comes from are known. Raises Unavailable."""
+        for peer in peers:
+            self._shares[peer.source.key] = peer.share
+            self._connections.get(peer.source.key, _always(peer.source.address), reads=True)
+        for key, want in self._consumer.meet(incoming, [peer.source for peer in peers], now_s):
+            self._connections.send(key, want)
+
+    def _connection_of(self, meeting: Meeting) -> PeerConnection:
+        """The connection that finds the prefill engine's workers. Raises Unavailable."""
+        key = (meeting.engine_id, meeting.bootstrap)
+        return self._connections.get(key, lambda: self._find(key, meeting), reads=True)
 
     def _refuse(self, refuse: Refuse) -> None:
         """Tells the prefill engine that it need not keep the KV. That engine may have more or fewer workers
@@ -289,32 +316,72 @@ class HandoverWorker:
                 done = Done(source.lease, "", why, self.address)
                 self._send([(address, done) for address in source.ranks])
         else:
+            done = Done(0, source.transfer, why, self.address)
             with suppress(Unavailable):
-                connection = self._connections.get(
-                    self._key_of(source), lambda: self._find(source), reads=True
-                )
-                connection.send(Done(0, source.transfer, why, self.address))
+                self._connection_of(source).post(lambda _: self._tell_found(source, done))
 
-    def _key_of(self, source: Source) -> Hashable:
-        """The key of the connection to the corresponding worker of the prefill engine."""
-        if isinstance(source, Offer):
-            return (source.engine_id, source.ranks[self._memory.rank])
-        return (source.engine_id, source.bootstrap)
+    # In the concurrent form, on the thread of the connection that finds the prefill engine's workers
 
-    def _find(self, source: Source) -> str:
-        """The address of the corresponding worker of the prefill engine. Called on a connection's thread;
-        raises Unavailable."""
-        if isinstance(source, Offer):
-            return source.ranks[self._memory.rank]
-        return bootstrap.find_worker(
-            source.bootstrap, source.engine_id, tp_rank=self._memory.tp_rank, pp_rank=self._memory.pp_rank
-        )
+    def _find(self, key: Hashable, meeting: Meeting) -> str:
+        """The address of one worker of the prefill engine; remembers the others. Raises Unavailable."""
+        workers = bootstrap.find_workers(meeting.bootstrap, meeting.engine_id)
+        met = self._peers.of_page(meeting.engine_id, workers, key)
+        with self._lock:
+            self._met[key] = met
+            self._shares.update({peer.source.key: peer.share for peer in met.peers[:1]})
+        return met.told[0]
 
-    def _read_on(self, incoming: IncomingRequest) -> None:
-        """Makes the connection read the blocks of a request that are ready."""
-        connection = self._connections.find(incoming.key)
+    def _meet_found(self, incoming: IncomingRequest, meeting: Meeting) -> None:
+        """The bootstrap page was read: asks the workers for the transfer, or tells them that it is not
+        taken."""
+        with self._lock:
+            met, now_s = self._met[incoming.key], self._clock()
+            if not self._consumer.is_here(incoming):  # it left before it was met
+                if not self._consumer.is_held(meeting):
+                    self._tell_left(met, incoming, LEFT)
+                return
+            if met.refusal:
+                self._consumer.fail(incoming, met.refusal, now_s)
+                self._log_refusal(met.refusal)
+                self._send_done(met, Done(0, meeting.transfer, met.refusal[: wire.WHY_MAX], self.address))
+                return
+            try:
+                self._meet(incoming, met.peers, now_s)
+            except Unavailable as error:
+                self._consumer.fail(incoming, str(error), now_s)
+                self._tell_left(met, incoming, str(error))
+
+    def _tell_found(self, meeting: Meeting, done: Done) -> None:
+        """The bootstrap page was read: a prompt is not taken."""
+        with self._lock:
+            if not self._consumer.is_held(meeting):
+                self._send_done(self._met[meeting.engine_id, meeting.bootstrap], done)
+
+    def _tell_left(self, met: Met, incoming: IncomingRequest, why: str) -> None:
+        """Says so for this worker alone, under the lock: others of this engine may have been met."""
+        for peer in met.peers:
+            done = Done(
+                0,
+                incoming.transfer,
+                why[: wire.WHY_MAX],
+                self.address,
+                incoming.hold.taker,
+                peer.source.readers,
+            )
+            self._send([(peer.source.address, done)])
+
+    def _send_done(self, met: Met, done: Done) -> None:
+        self._send([(place, done) for place in met.told])
+
+    def _log_refusal(self, why: str) -> None:
+        count = self._repeats.due(why)
+        if count:
+            self._log.warning("moonpool: a prompt is not handed over: %s%s", why, times(count))
+
+    def _read_on(self, request_id: str, key: Hashable) -> None:
+        """Makes the connection read the blocks of a request that are ready at one prefill worker."""
+        connection = self._connections.find(key)
         if connection is not None:
-            request_id = incoming.hold.request_id
             connection.post(
                 lambda connection: self._read(
                     connection, request_id, connection.number, lambda: self._between(connection)
@@ -330,7 +397,7 @@ class HandoverWorker:
         scratch: which word this thread may use. between: called after each piece."""
         while True:
             with self._lock:
-                piece = self._consumer.next_piece(request_id)
+                piece = self._consumer.next_piece(request_id, connection.key)
             if piece is None:
                 return
             nbytes, error, is_lease_over = 0, "it could not be read", False
@@ -375,7 +442,7 @@ class HandoverWorker:
         if self._memory.has_windows:
             here, there = needed_blocks(here, there)
         nbytes = 0
-        if any(here):
+        if tables and any(here):
             columns = (cast(Column, column) for column in ranges_of(tables, here, there))
             nbytes = self._engine.transfer(Batch("read", connection.segment, *columns))
         word = self._lease_table.scratch_address(scratch)
@@ -397,9 +464,13 @@ class HandoverWorker:
                 raise Refused("this engine is closed")
 
     def _tables_with(self, connection: PeerConnection, description: Description) -> tuple[Table, ...]:
+        """What to read over a connection. Raises Refused for memory that does not go together with ours."""
+        share = self._shares.get(connection.key)
+        if share is None:
+            raise Refused("the connection to the prefill engine has ended")
         known = self._tables.get(connection.number)
-        if known is not None and known[0] is description:
-            return known[1]
+        if known is not None and known[0] is description and known[1] == share:
+            return known[2]
         memory = self._memory
         key_engine = connection.key[0] if isinstance(connection.key, tuple) else ""
         if description.engine_id != key_engine:
@@ -411,18 +482,17 @@ class HandoverWorker:
                 f"the prefill engine serves another model, other weights, or KV of another form: its "
                 f"fingerprint is {description.fingerprint.hex()[:16]}, ours {memory.fingerprint.hex()[:16]}"
             )
-        if description.ranges != memory.columns or len(description.rows) != len(memory.rows):
-            raise Refused(
-                "the prefill engine's worker holds other heads or layers than ours; a hand-over needs equal "
-                "tensor- and pipeline-parallel sizes"
-            )
-        tables = tables_of(pair_rows(memory.columns, memory.rows, description.rows))
-        self._tables[connection.number] = (description, tables)
+        if share.readers > 1 and not description.counts_readers:
+            raise Refused(OLDER)
+        tables = tables_of(pair_columns(share, memory.columns, memory.rows, description))
+        self._tables[connection.number] = (description, share, tables)
         return tables
 
     def _connection_ended(self, connection: PeerConnection, why: str) -> None:
         with self._lock:
             self._connections.forget(connection, why)
+            self._met.pop(connection.key, None)
+            self._shares.pop(connection.key, None)
             if not self._closing:
                 self._consumer.fail_connection(connection.key, why or "the line was closed", self._clock())
                 self._tell()
@@ -462,9 +532,10 @@ class HandoverWorker:
                 if message.why:
                     self._was_refused(peer, message.why)
             elif isinstance(message, Progress):
-                incoming = self._consumer.progress(message, now_s)
-                if incoming is not None:
-                    self._read_on(incoming)
+                grown = self._consumer.progress(message, now_s)
+                if grown is not None:
+                    incoming, part = grown
+                    self._read_on(incoming.hold.request_id, part.source.key)
             elif isinstance(message, Known):
                 for key, want in self._consumer.known(message, now_s):
                     self._connections.send(key, want)

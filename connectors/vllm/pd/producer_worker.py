@@ -4,6 +4,9 @@ Pure: steps and messages go in, messages come out, as (address, message). The ow
     the request of a transfer (concurrent form) may come before its decode engine asks, or after:
 
     Open ----> HeldLease <----attached---- Want        then each Grown is told as a Progress
+
+Several workers of one decode engine may read from this one, when that engine has more tensor-parallel ranks.
+They are one taker, and a lease ends when each of them is done with it.
 """
 
 from __future__ import annotations
@@ -26,33 +29,52 @@ class HeldLease:
     open: what the scheduler's half said of it.
     blocks: ids of complete blocks, per KV cache group (concurrent form).
     final: whether no more blocks come.
+    done: decode workers that need nothing more of it, where none waits for a transfer.
     """
 
     open: Open
     blocks: list[list[int]] = field(default_factory=list)
     final: bool = False
+    done: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class Waiting:
     """A decode engine that takes a transfer.
 
-    reply: the address of its worker.
-    heard_s: when it last sent a heartbeat, in seconds of the clock.
-    left: whether it needs the transfer no more.
+    taker: what its workers have in common.
+    readers: workers of it that read from this one.
+    heard_s: when one of them last sent a heartbeat, in seconds of the clock.
+    replies: addresses of those that asked.
+    left: addresses of those that need the transfer no more, whatever lease it has.
     """
 
-    reply: str
+    taker: str
+    readers: int
     heard_s: float
-    left: bool = False
+    replies: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether none of its workers needs the transfer."""
+        return len(self.left) >= self.readers
+
+    @property
+    def listeners(self) -> list[str]:
+        """Addresses of those that are told what is computed."""
+        return sorted(self.replies - self.left)
 
 
 class ProducerWorker:
     """The leases of this worker, and the decode engines that wait for their blocks."""
 
-    def __init__(self, set_slot: Callable[[int, int], None], *, silence_s: float) -> None:
-        """set_slot(slot, lease): makes a lease valid, or, with 0, none."""
+    def __init__(self, set_slot: Callable[[int, int], None], *, silence_s: float, address: str = "") -> None:
+        """set_slot(slot, lease): makes a lease valid, or, with 0, none.
+        address: of this worker, by which decode tells it from others of this engine.
+        """
         self._set_slot = set_slot
+        self._address = address
         self._silence_s = silence_s
         self._leases: dict[int, HeldLease] = {}
         self._by_transfer: dict[str, HeldLease] = {}
@@ -106,7 +128,7 @@ class ProducerWorker:
             held.final = more.final
             waiting = self._waiting.get(held.open.transfer)
             if waiting is not None:
-                outbox.append((waiting.reply, _progress(held, more.first)))
+                self._say_progress(held, more.first, waiting.listeners, outbox)
         return outbox
 
     def revoke(self) -> Outbox:
@@ -133,56 +155,70 @@ class ProducerWorker:
     def want(self, want: Want, now_s: float) -> Outbox:
         """A decode engine takes a transfer, or asks again for all of it. The first one to ask has it, until
         it leaves."""
-        if want.transfer in self._gone:
-            return [(want.reply, Gone(want.transfer, self._gone[want.transfer]))]
-        waiting = self._waiting.get(want.transfer)
-        if waiting is not None and waiting.reply != want.reply and not waiting.left:
-            return [(want.reply, Gone(want.transfer, "another engine takes this transfer"))]
-        if waiting is None and not self._has_room_for(want.transfer):
-            return [(want.reply, Gone(want.transfer, "too many transfers are waited for"))]
-        self._waiting[want.transfer] = Waiting(want.reply, now_s)
-        held = self._by_transfer.get(want.transfer)
+        taker, transfer = want.taker or want.reply, want.transfer
+        if transfer in self._gone:
+            return [(want.reply, Gone(transfer, self._gone[transfer], self._address))]
+        waiting = self._waiting.get(transfer)
+        if waiting is not None and waiting.taker != taker:
+            if not waiting.has_left:
+                why = "another engine takes this transfer"
+                return [(want.reply, Gone(transfer, why, self._address))]
+            waiting = None
+        elif waiting is None and not self._has_room_for(transfer):
+            why = "too many transfers are waited for"
+            return [(want.reply, Gone(transfer, why, self._address))]
+        if waiting is None:
+            waiting = self._waiting[transfer] = Waiting(taker, want.readers, now_s)
+        waiting.heard_s, waiting.readers = now_s, want.readers
+        waiting.replies.add(want.reply)
+        waiting.left.discard(want.reply)
+        held = self._by_transfer.get(transfer)
         outbox: Outbox = []
         if held is not None:
-            self._attached(held, outbox)
+            self._attached(held, [want.reply], outbox)
         return outbox
 
     def heartbeat(self, heartbeat: Heartbeat, now_s: float) -> Outbox:
-        """A decode engine still waits for these. It may have missed that one is gone."""
+        """A decode worker still waits for these. It may have missed that one is gone."""
         self._heartbeats.update(lease for lease in heartbeat.leases if lease in self._leases)
         known = []
         outbox: Outbox = []
         for transfer in heartbeat.transfers:
             waiting = self._waiting.get(transfer)
-            if waiting is not None and waiting.reply == heartbeat.reply:
+            if waiting is not None and heartbeat.reply in waiting.replies:
                 waiting.heard_s = now_s
             held = self._by_transfer.get(transfer)
             if held is not None:
                 self._heartbeats.add(held.open.lease)
                 known.append((transfer, held.open.lease, min(map(len, held.blocks), default=0)))
             elif transfer in self._gone:
-                outbox.append((heartbeat.reply, Gone(transfer, self._gone[transfer])))
+                outbox.append((heartbeat.reply, Gone(transfer, self._gone[transfer], self._address)))
         if heartbeat.transfers:
-            outbox.append((heartbeat.reply, Known(known)))
+            outbox.append((heartbeat.reply, Known(known, self._address)))
         return outbox
 
     def done(self, done: Done, now_s: float) -> None:
-        """A decode engine needs nothing more of a lease, or of a transfer whose lease it does not know. It
+        """A decode worker needs nothing more of a lease, or of a transfer whose lease it does not know. It
         may refuse a transfer before this worker knows either. Only the decode engine that takes a transfer
-        ends it."""
+        ends it, and each of its workers that read from this one has to say so."""
         held = self._leases.get(done.lease)
         transfer = done.transfer if held is None else held.open.transfer
         waiting = self._waiting.get(transfer) if transfer else None
-        if waiting is not None and waiting.reply != done.reply:
+        taker = done.taker or done.reply
+        if waiting is not None and waiting.taker != taker:
             return
         if held is None and (waiting is not None or not done.lease):
             held = self._by_transfer.get(transfer)  # under a lease that it does not know yet
-        if held is not None:
-            self._hand(held)
-        elif waiting is not None:
-            waiting.left = True
+        if waiting is not None:
+            waiting.left.add(done.reply)
+            if held is not None and waiting.has_left:
+                self._hand(held)
+        elif held is not None:
+            held.done.add(done.reply)
+            if len(held.done) >= done.readers:
+                self._hand(held)
         elif not done.lease and done.why and self._has_room_for(transfer):
-            self._waiting[transfer] = Waiting(done.reply, now_s, left=True)
+            self._waiting[transfer] = Waiting(taker, done.readers, now_s, left={done.reply})
 
     def tick(self, now_s: float) -> None:
         """Forgets decode engines that were silent for too long."""
@@ -201,7 +237,9 @@ class ProducerWorker:
         if one.transfer:
             self._by_transfer[one.transfer] = held
             self._gone.pop(one.transfer, None)
-            self._attached(held, outbox)
+            waiting = self._waiting.get(one.transfer)
+            if waiting is not None:
+                self._attached(held, waiting.listeners, outbox)
 
     def _say_gone(self, transfer: str, why: str, outbox: Outbox) -> None:
         """Tells the decode engine that takes the transfer, or one that asks later."""
@@ -209,20 +247,17 @@ class ProducerWorker:
             del self._gone[next(iter(self._gone))]
         self._gone[transfer] = why
         waiting = self._waiting.pop(transfer, None)
-        if waiting is not None and not waiting.left:
-            outbox.append((waiting.reply, Gone(transfer, why)))
+        if waiting is not None:
+            outbox += [(reply, Gone(transfer, why, self._address)) for reply in waiting.listeners]
 
-    def _attached(self, held: HeldLease, outbox: Outbox) -> None:
-        """Both the request and its decode engine are known."""
-        waiting = self._waiting.get(held.open.transfer)
-        if waiting is None:
-            return
-        if waiting.left:
+    def _attached(self, held: HeldLease, replies: list[str], outbox: Outbox) -> None:
+        """Both the request and its decode engine are known; ``replies`` are to hear all that is computed."""
+        if self._waiting[held.open.transfer].has_left:
             self._hand(held)
             return
         self._heartbeats.add(held.open.lease)
         if any(held.blocks) or held.final:
-            outbox.append((waiting.reply, _progress(held, 0)))
+            self._say_progress(held, 0, replies, outbox)
 
     def _give_up(self, held: HeldLease, why: str, outbox: Outbox) -> None:
         transfer = held.open.transfer
@@ -239,14 +274,15 @@ class ProducerWorker:
             del self._by_transfer[transfer]
             self._waiting.pop(transfer, None)
 
-
-def _progress(held: HeldLease, first: int) -> Progress:
-    return Progress(
-        transfer=held.open.transfer,
-        lease=held.open.lease,
-        slot=held.open.slot,
-        prompt=held.open.prompt,
-        first=first,
-        blocks=[ids[first:] for ids in held.blocks],
-        final=held.final,
-    )
+    def _say_progress(self, held: HeldLease, first: int, replies: list[str], outbox: Outbox) -> None:
+        progress = Progress(
+            transfer=held.open.transfer,
+            lease=held.open.lease,
+            slot=held.open.slot,
+            prompt=held.open.prompt,
+            first=first,
+            blocks=[ids[first:] for ids in held.blocks],
+            final=held.final,
+            worker=self._address,
+        )
+        outbox += [(reply, progress) for reply in replies]

@@ -51,12 +51,14 @@ class Hold:
 
     prompt: digest of its prompt, 32 bytes.
     blocks: how many blocks it needs.
+    taker: what tells this engine's workers from those of other decode engines; "": it has one worker.
     """
 
     request_id: str
     source: Source
     prompt: bytes
     blocks: int
+    taker: str = ""
 
 
 @dataclass(frozen=True, slots=True)

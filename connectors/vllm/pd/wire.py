@@ -10,6 +10,10 @@ by ``TransferEngine.notify``, which arrive in the order in which one side sent t
 
 Want, Progress, Known and Gone belong to the concurrent form. A lease of 0 is "not known to me". Messages and
 descriptions are read strictly: what does not fit is dropped and counted.
+
+A decode engine of another tensor-parallel size has several workers that read from one worker of prefill
+(``readers``), or one that reads from several. Fields that the release before did not have stand last and have
+defaults: that release neither sends nor reads them, and its engines hand over between equal sizes.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from moonpool.core.store.keys import Ranges
 
 BLOCKS_MAX = 1 << 20
 WHY_MAX = 1024
+READERS_MAX = 1024
 
 T = TypeVar("T")
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=TRANSFER_ID_MAX)]
 _Why = Annotated[str, msgspec.Meta(max_length=WHY_MAX)]
+_Readers = Annotated[int, msgspec.Meta(ge=1, le=READERS_MAX)]
 _Blocks = Annotated[list[_U32], msgspec.Meta(max_length=BLOCKS_MAX)]
 
 
@@ -40,10 +46,14 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Decode takes ``transfer``.
 
     reply: the address of its worker.
+    taker: what all workers of this decode engine have in common; "": ``reply``.
+    readers: workers of this decode engine that take the transfer from the addressed worker.
     """
 
     transfer: _Text
     reply: _Text
+    taker: _Text = ""
+    readers: _Readers = 1
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -61,17 +71,23 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Decode needs nothing more of a lease or a transfer.
 
     why: one sentence about what went wrong, or "".
-    reply: the sender, as in its Want.
+    reply, taker: the sender, as in its Want.
+    readers: workers of this decode engine that say so before the addressed worker's lease ends.
     """
 
     lease: _U64
     transfer: _Text
     why: _Why = ""
     reply: _Text = ""
+    taker: _Text = ""
+    readers: _Readers = 1
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Blocks ``first`` and following of the prompt, per group; first is 0 when the lease is a new one."""
+    """Blocks ``first`` and following of the prompt, per group; first is 0 when the lease is a new one.
+
+    worker: the address of the sender; "" from the release before.
+    """
 
     transfer: _Text
     lease: _U64
@@ -80,20 +96,29 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=4):
     first: _U32
     blocks: list[_Blocks]
     final: bool
+    worker: _Text = ""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The transfers that are under way, as (transfer, lease, complete blocks); Progress has reported all of
-    these blocks before this message."""
+    these blocks before this message.
+
+    worker: as in Progress.
+    """
 
     transfers: list[tuple[_Text, _U64, _U32]]
+    worker: _Text = ""
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Nothing (more) comes of ``transfer``, and why."""
+    """Nothing (more) comes of ``transfer``, and why.
+
+    worker: as in Progress.
+    """
 
     transfer: _Text
     why: _Why
+    worker: _Text = ""
 
 
 Message: TypeAlias = "Want | Heartbeat | Done | Progress | Known | Gone"
@@ -106,6 +131,7 @@ class Description(msgspec.Struct, frozen=True):
     rows: of each column, (address of block 0, bytes from block to block, bytes).
     slots: address of the lease table.
     slot_count: leases that it has room for.
+    counts_readers: whether a lease ends only when all ``readers`` need no more; False in the release before.
     """
 
     engine_id: _Text
@@ -114,6 +140,7 @@ class Description(msgspec.Struct, frozen=True):
     rows: list[list[tuple[_U64, _U64, _U64]]]
     slots: _U64
     slot_count: _U32
+    counts_readers: bool = False
 
     @property
     def ranges(self) -> tuple[Ranges, ...]:

@@ -68,9 +68,11 @@ class Driver:
         salt: str | None = None,
         params: list[dict[str, Any] | None] | None = None,
         adapter: list[Any] | None = None,
+        chances: bool = False,
     ) -> dict[str, Any]:
         """Runs all prompts together. prompts: what media_models.request takes; max_tokens: of all, or of
         each; params: kv_transfer_params of each; adapter: name, number and path of the LoRA adapter of all.
+        chances: whether to tell the log-probability of each token.
         abort: positions of the prompts to abort, ``abort_when`` they first are "looking" (before the first
         step), "loading" (waiting for a load), "half" (some of it has come; see ``hold_reads``), "loaded" (all
         of it, and no step since) or "running" (after the first token)."""
@@ -88,7 +90,11 @@ class Driver:
                 request_id,
                 request,
                 SamplingParams(
-                    temperature=0.0, max_tokens=lengths[position], ignore_eos=True, extra_args=extra
+                    temperature=0.0,
+                    max_tokens=lengths[position],
+                    ignore_eos=True,
+                    extra_args=extra,
+                    logprobs=1 if chances else None,
                 ),
                 lora_request=LoRARequest(*adapter) if adapter else None,
             )
@@ -112,8 +118,11 @@ class Driver:
                 if output.outputs[0].token_ids and position not in first_s:
                     first_s[position] = time.monotonic() - started_s
                 if output.finished:
+                    tokens = list(output.outputs[0].token_ids)
+                    steps = output.outputs[0].logprobs or ()
                     outputs[position] = {
-                        "tokens": list(output.outputs[0].token_ids),
+                        "tokens": tokens,
+                        "chances": [step[token].logprob for token, step in zip(tokens, steps, strict=False)],
                         "pool": (output.kv_transfer_params or {}).get("moonpool"),
                         "params": output.kv_transfer_params,
                         "cached": output.num_cached_tokens,

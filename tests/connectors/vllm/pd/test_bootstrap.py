@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pytest
 
 from moonpool.connectors.vllm.pd import bootstrap
-from moonpool.connectors.vllm.pd.bootstrap import Bootstrap, find_worker
+from moonpool.connectors.vllm.pd.bootstrap import Bootstrap, find_workers
 from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
 from moonpool.core.errors import ConfigError, Unavailable
@@ -80,16 +80,14 @@ def test_query(page: Bootstrap) -> None:
 
 def test_workers_are_found(page: Bootstrap) -> None:
     for url in (f"http://{page.address}", f"http://{page.address}/"):
-        assert find_worker(url, "e", tp_rank=1, pp_rank=0) == "127.0.0.1:2"
-    with pytest.raises(Unavailable, match="no worker of tensor rank 2"):
-        find_worker(f"http://{page.address}", "e", tp_rank=2, pp_rank=0)
+        assert find_workers(url, "e") == {(0, 0): "127.0.0.1:1", (1, 0): "127.0.0.1:2"}
     with pytest.raises(Unavailable, match="knows no engine f"):
-        find_worker(f"http://{page.address}", "f", tp_rank=0, pp_rank=0)
+        find_workers(f"http://{page.address}", "f")
 
 
 def test_nobody_there(free_port: int) -> None:
     with pytest.raises(Unavailable):
-        find_worker(f"http://127.0.0.1:{free_port}", "e", tp_rank=0, pp_rank=0)
+        find_workers(f"http://127.0.0.1:{free_port}", "e")
 
 
 def test_a_port_in_use(page: Bootstrap) -> None:
@@ -121,13 +119,13 @@ def test_a_port_in_use(page: Bootstrap) -> None:
 )
 def test_what_is_no_page(answer: bytes) -> None:
     with contextlib.closing(Liar(answer)) as liar, pytest.raises(Unavailable):
-        find_worker(liar.url, "e", tp_rank=0, pp_rank=0)
+        find_workers(liar.url, "e")
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "http://h:99999", "http://h:x", "http://\udcff"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(Unavailable):
-        find_worker(url, "e", tp_rank=0, pp_rank=0)
+        find_workers(url, "e")
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -141,7 +139,7 @@ def test_an_answer_that_never_ends_is_given_up(drips: bool, monkeypatch: pytest.
         liar._pause_s = liar._pause_s or DEADLINE_S
         begun_s = time.monotonic()
         with pytest.raises(Unavailable, match="timed out"):
-            find_worker(liar.url, "e", tp_rank=0, pp_rank=0)
+            find_workers(liar.url, "e")
         assert time.monotonic() - begun_s < 5
 
 
@@ -184,7 +182,7 @@ def test_callers_without_a_thread_leave_their_place_to_others(
             with socket.create_connection(tuple(page.address), DEADLINE_S) as caller:
                 assert caller.recv(1) == b""
     assert tries == bootstrap.CALLERS_MAX
-    assert find_worker(f"http://{page.address}", "e", tp_rank=1, pp_rank=0) == "127.0.0.1:2"
+    assert find_workers(f"http://{page.address}", "e")[1, 0] == "127.0.0.1:2"
 
 
 def test_idle_and_slow_callers_do_not_keep_the_page_from_others(

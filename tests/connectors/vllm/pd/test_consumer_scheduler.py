@@ -104,7 +104,7 @@ def test_what_is_lacking_is_pulled(source: Offer | Meeting) -> None:
     one.arrived(asked)
     step = one.build_step(FakeStep())
     assert step.handover is not None
-    assert step.handover.holds == (Hold("r", source, prompt_digest(list(range(18))), 5),)
+    assert step.handover.holds == (Hold("r", source, prompt_digest(list(range(18))), 5, "127.0.0.1:5000"),)
 
     assert one.matched_tokens(asked, 8) == (9, True)  # all but the last token
     one.admitted(asked, FakeBlocks((IDS,)), 9)
@@ -150,7 +150,7 @@ def test_nothing_is_needed(local: int) -> None:
     "bad",
     [
         offer(fingerprint=bytes(32)),
-        offer(ranks=("127.0.0.1:1", "127.0.0.1:2")),
+        offer(ranks=("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")),  # three workers, and two KV heads
         offer(prompt=bytes(32)),
         offer(tokens=17),
         offer(blocks=((1, 2, 3, 4),)),

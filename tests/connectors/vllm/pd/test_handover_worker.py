@@ -195,7 +195,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("heads", "fingerprint", "why"),
         [
-            (1, FINGERPRINT, "a hand-over needs equal tensor- and pipeline-parallel sizes"),
+            (1, FINGERPRINT, "holds other heads or layers than this one takes from it"),
             (HEADS, bytes(32), "serves another model, other weights, or KV of another form"),
         ],
     )

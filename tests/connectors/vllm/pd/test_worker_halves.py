@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from moonpool.connectors.vllm.pd import wire
-from moonpool.connectors.vllm.pd.consumer_worker import PIECE_BLOCKS, ConsumerWorker
-from moonpool.connectors.vllm.pd.kv_transfer_params import Meeting, Offer
+from moonpool.connectors.vllm.pd.consumer_worker import OLDER, PIECE_BLOCKS, ConsumerWorker
+from moonpool.connectors.vllm.pd.incoming import PartSource
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer
 from moonpool.connectors.vllm.pd.producer_worker import ProducerWorker
 from moonpool.connectors.vllm.pd.step_plan import End, Grown, Hold, Open, Pull
 from moonpool.connectors.vllm.pd.wire import Done, Gone, Heartbeat, Known, Progress, Want
@@ -202,6 +203,13 @@ def takes() -> ConsumerWorker:
     return ConsumerWorker(reply="D", silence_s=SILENCE_S)
 
 
+def hold(one: ConsumerWorker, what: Hold, *sources: PartSource) -> None:
+    """A request comes, whose prefill engine has these workers: one, if none is named."""
+    incoming = one.hold(what, "key", 0.0)
+    assert incoming is not None
+    one.meet(incoming, sources or (PartSource("key", "P"),), 0.0)
+
+
 def pull(blocks: int, first: int = 0, name: str = "r") -> Pull:
     return Pull(name, first, (tuple(range(10, 10 + blocks)),))
 
@@ -209,11 +217,11 @@ def pull(blocks: int, first: int = 0, name: str = "r") -> Pull:
 class TestTakes:
     def test_two_step_in_pieces(self) -> None:
         one, total = takes(), PIECE_BLOCKS + 3
-        one.hold(Hold("r", offer(total), PROMPT, total), "key", 0.0)
-        assert one.next_piece("r") is None  # there is no room yet
+        hold(one, Hold("r", offer(total), PROMPT, total))
+        assert one.next_piece("r", "key") is None  # there is no room yet
         one.pull(pull(total - 1, first=1), 1.0)
         for expected in (PIECE_BLOCKS, 2):
-            piece = one.next_piece("r")
+            piece = one.next_piece("r", "key")
             assert piece is not None
             assert piece.blocks == expected
             assert [b - 50 for b in piece.there[0]] == [b - 10 + 1 for b in piece.here[0]]
@@ -228,18 +236,18 @@ class TestTakes:
         """As the children of a request with n=2, which all bring the same offer."""
         one = takes()
         for name in ("r", "s"):
-            one.hold(Hold(name, offer(3), PROMPT, 3), "key", 0.0)
-        one.hold(Hold("other", offer(3, lease=8), PROMPT, 3), "key", 0.0)
+            hold(one, Hold(name, offer(3), PROMPT, 3))
+        hold(one, Hold("other", offer(3, lease=8), PROMPT, 3))
         if first == "dropped":
             one.drop("r", 0.0)
         else:
             one.pull(pull(3), 0.0)
-            piece = one.next_piece("r")
+            piece = one.next_piece("r", "key")
             assert piece is not None
             one.read(piece, 1, "broken" if first == "lost" else "", 0.0)
         assert one.take_to_tell() == []
         one.pull(pull(3, name="s"), 1.0)
-        piece = one.next_piece("s")
+        piece = one.next_piece("s", "key")
         assert piece is not None
         one.read(piece, 1, "", 1.0)
         assert one.take_to_tell() == [("key", Done(7, "", "", "D"))]
@@ -251,7 +259,7 @@ class TestTakes:
     def test_a_pull_that_was_interrupted_ends_once(self, known: bool, pulled: bool) -> None:
         one, wanted = takes(), pull(3)
         if known:
-            one.hold(Hold("r", offer(3), PROMPT, 3), "key", 0.0)
+            hold(one, Hold("r", offer(3), PROMPT, 3))
         if pulled:
             one.pull(wanted, 0.0)
         one.fail_pull(wanted, "broken", 0.0)
@@ -262,9 +270,9 @@ class TestTakes:
 
     def test_an_interrupted_pull_does_not_end_while_it_is_read(self) -> None:
         one, wanted = takes(), pull(3)
-        one.hold(Hold("r", offer(3), PROMPT, 3), "key", 0.0)
+        hold(one, Hold("r", offer(3), PROMPT, 3))
         one.pull(wanted, 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         one.fail_pull(wanted, "broken", 0.0)
         assert one.take_ended() == []
@@ -273,12 +281,12 @@ class TestTakes:
 
     def test_what_failed_is_reported_once_with_what_is_good(self) -> None:
         one, total = takes(), PIECE_BLOCKS + 3
-        one.hold(Hold("r", offer(total), PROMPT, total), "key", 0.0)
+        hold(one, Hold("r", offer(total), PROMPT, total))
         one.pull(pull(total), 0.0)
-        first, second = one.next_piece("r"), None
+        first, second = one.next_piece("r", "key"), None
         assert first is not None
         one.read(first, 1, "", 0.0)
-        second = one.next_piece("r")
+        second = one.next_piece("r", "key")
         assert second is not None
         one.fail_connection("other", "x", 0.0)
         one.fail_connection("key", "the line is dead", 0.0)
@@ -292,9 +300,9 @@ class TestTakes:
 
     def test_pieces_that_arrive_out_of_order(self) -> None:
         one, total = takes(), 3 * PIECE_BLOCKS
-        one.hold(Hold("r", offer(total), PROMPT, total), "key", 0.0)
+        hold(one, Hold("r", offer(total), PROMPT, total))
         one.pull(pull(total), 0.0)
-        pieces = [one.next_piece("r") for _ in range(4)]
+        pieces = [one.next_piece("r", "key") for _ in range(4)]
         assert pieces.pop() is None
         first, second, third = pieces
         assert first is not None
@@ -309,7 +317,7 @@ class TestTakes:
 
     def test_lost_before_there_was_room(self) -> None:
         one = takes()
-        one.hold(Hold("r", offer(1), PROMPT, 1), "key", 0.0)
+        hold(one, Hold("r", offer(1), PROMPT, 1))
         one.fail_connection("key", "dead", 0.0)
         assert one.take_lost() == {"r"}
         assert one.pull(pull(1), 0.0) is None  # it was planned before that was known
@@ -319,12 +327,12 @@ class TestTakes:
     def test_dropped_in_every_stage(self) -> None:
         one = takes()
         one.drop("r", 0.0)
-        one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
+        hold(one, Hold("r", offer(2), PROMPT, 2))
         one.drop("r", 0.0)
         assert one.take_to_tell() == [("key", Done(7, "", "", "D"))]
-        one.hold(Hold("r", offer(2), PROMPT, 2), "key", 0.0)
+        hold(one, Hold("r", offer(2), PROMPT, 2))
         one.pull(pull(2), 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         one.drop("r", 0.0)
         assert one.take_ended() == []
@@ -333,18 +341,18 @@ class TestTakes:
 
     def met(self, blocks: int = 4) -> ConsumerWorker:
         one = takes()
-        one.hold(Hold("r", Meeting("e", "http://b", "x"), PROMPT, blocks), "key", 0.0)
+        hold(one, Hold("r", Meeting("e", "http://b", "x"), PROMPT, blocks))
         one.pull(pull(blocks), 0.0)
         return one
 
     def test_chunks(self) -> None:
         one = self.met()
         assert one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False), 0.0) is not None
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         assert one.progress(Progress("x", 7, 3, PROMPT, 1, [[51, 52, 53]], True), 0.0) is not None
         one.read(piece, 1, "", 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         assert (piece.there, piece.here) == (((51, 52, 53),), ((11, 12, 13),))
         one.read(piece, 1, "", 0.0)
@@ -353,12 +361,12 @@ class TestTakes:
     def test_a_new_lease_in_the_middle_of_a_read(self) -> None:
         one = self.met()
         one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False), 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         one.progress(Progress("x", 8, 4, PROMPT, 0, [[60, 61, 62, 63]], True), 0.0)
         one.read(piece, 0, "the lease is over", 0.0)
         for expected in ((60, 61), (62, 63)):
-            piece = one.next_piece("r")
+            piece = one.next_piece("r", "key")
             assert piece is not None
             assert (piece.lease, piece.slot, piece.there) == (8, 4, (expected,))
             one.read(piece, 1, "", 0.0)
@@ -402,16 +410,16 @@ class TestTakes:
         """The reads of two threads fail before the new lease is heard of."""
         one = self.met(2 * PIECE_BLOCKS)
         one.progress(Progress("x", 7, 3, PROMPT, 0, [list(range(100, 100 + 2 * PIECE_BLOCKS))], True), 0.0)
-        pieces = [one.next_piece("r"), one.next_piece("r")]
+        pieces = [one.next_piece("r", "key"), one.next_piece("r", "key")]
         for piece in pieces:
             assert piece is not None
             one.read(piece, 0, "gone", 1.0, is_lease_over=True)
-            assert one.next_piece("r") is None  # not under the old lease
+            assert one.next_piece("r", "key") is None  # not under the old lease
         assert one.take_ended() == []
         for first in (0, 9):  # on their way till now
             assert one.progress(Progress("x", 7, 3, PROMPT, first, [[0]], False), 1.0) is None
         assert one.known(Known([("x", 7, 10)]), 1.0) == []
-        assert one.next_piece("r") is None
+        assert one.next_piece("r", "key") is None
         assert one.take_to_tell() == []
         one.progress(Progress("x", 8, 4, PROMPT, 0, [list(range(200, 200 + PIECE_BLOCKS))], False), 2.0)
         one.progress(
@@ -419,7 +427,7 @@ class TestTakes:
         )
         found = {}
         for _ in pieces:
-            piece = one.next_piece("r")
+            piece = one.next_piece("r", "key")
             assert piece is not None
             assert piece.lease == 8
             found.update(zip(piece.here[0], piece.there[0], strict=True))
@@ -432,7 +440,7 @@ class TestTakes:
     def test_a_lease_that_is_over_for_good(self, ends: str) -> None:
         one = self.met()
         one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51, 52, 53]], True), 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         one.read(piece, 0, "gone", 0.0, is_lease_over=True)
         if ends == "gone":
@@ -449,9 +457,9 @@ class TestTakes:
 
     def test_a_two_step_lease_that_is_over_has_no_successor(self) -> None:
         one = takes()
-        one.hold(Hold("r", offer(3), PROMPT, 3), "key", 0.0)
+        hold(one, Hold("r", offer(3), PROMPT, 3))
         one.pull(pull(3), 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         one.read(piece, 0, "gone", 0.0, is_lease_over=True)
         assert [ended.error for ended in one.take_ended()] == ["gone"]
@@ -469,12 +477,12 @@ class TestTakes:
         one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False), 0.0)
         assert one.progress(lost, 0.0) is None
         assert one.take_to_tell() == [("key", Want("x", "D"))]
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         assert (piece.lease, piece.there) == (7, ((50,),))  # and nothing of what was not understood
         one.read(piece, 1, "", 0.0)
         one.progress(Progress("x", 8, 4, PROMPT, 0, [[60, 61, 62, 63]], True), 0.0)
-        piece = one.next_piece("r")
+        piece = one.next_piece("r", "key")
         assert piece is not None
         assert (piece.lease, piece.there) == (8, ((61, 62, 63),))
         one.read(piece, 1, "", 0.0)
@@ -504,9 +512,11 @@ class TestTakes:
 
 MESSAGES = [
     Want("x", "127.0.0.1:1"),
+    Want("x", "127.0.0.1:1", "127.0.0.1:2", 4),
     Heartbeat("127.0.0.1:1", [1, 2], ["x"]),
     Done(5, "", "why", "127.0.0.1:1"),
-    Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True),
+    Done(5, "", "why", "127.0.0.1:1", "127.0.0.1:2", 4),
+    Progress("x", 1, 2, PROMPT, 3, [[4], [5]], True, "127.0.0.1:1"),
     Known([("x", 1, 2)]),
     Gone("x", "why"),
 ]
@@ -528,3 +538,183 @@ def test_broken_messages(_round: int, rng: random.Random) -> None:
             text[rng.randrange(len(text))] = rng.randrange(256)
         with contextlib.suppress(wire.Malformed):
             wire.decode(bytes(text[: rng.randrange(len(text) + 1)]))
+
+
+class TestSeveralReaders:
+    """Of one decode engine, which has more tensor-parallel ranks than prefill."""
+
+    def both(self, one: ProducerWorker) -> None:
+        for reply in ("D0", "D1"):
+            one.want(Want("x", reply, "D0", 2), 0.0)
+
+    def test_each_hears_what_is_computed(self) -> None:
+        one, _ = gives()
+        one.begin(opened(), ())
+        self.both(one)
+        assert [reply for reply, _ in one.grown((Grown(1, 0, ((5,),), False),))] == ["D0", "D1"]
+        assert [reply for reply, _ in one.want(Want("x", "D1", "D0", 2), 1.0)] == [
+            "D1"
+        ]  # once more, all of it
+        gone = Gone("x", "another engine takes this transfer")
+        assert one.want(Want("x", "E0", "E0", 2), 1.0) == [("E0", gone)]
+        assert one.begin((), (End(1, "aborted"),)) == [
+            ("D0", Gone("x", "aborted")),
+            ("D1", Gone("x", "aborted")),
+        ]
+
+    @pytest.mark.parametrize("transfer", ["", "x"])
+    def test_the_last_one_ends_the_lease(self, transfer: str) -> None:
+        one, slots = gives()
+        one.begin(opened(transfer=transfer), ())
+        if transfer:
+            self.both(one)
+        for _ in range(2):  # a word that comes twice counts once
+            one.done(Done(1, transfer, "", "D0", "D0", 2), 0.0)
+        assert slots == {0: 1}
+        assert one.take_heartbeats()[1] == {}
+        one.done(Done(1, transfer, "", "D1", "D0", 2), 0.0)
+        assert slots == {0: 0}
+        assert one.take_heartbeats()[1] == {1: 1}
+
+    def test_who_has_it_all_needs_no_other_lease(self) -> None:
+        """Prefill is preempted when one reader is done; only the other one reads again."""
+        one, slots = gives()
+        one.begin(opened(), ())
+        self.both(one)
+        one.grown((Grown(1, 0, ((5,),), True),))
+        one.done(Done(1, "x", "", "D0", "D0", 2), 0.0)
+        assert one.begin(opened(2, 1), (End(1, "preempted"),)) == []
+        assert [reply for reply, _ in one.grown((Grown(2, 0, ((6,),), True),))] == ["D1"]
+        one.done(Done(2, "x", "", "D1", "D0", 2), 0.0)
+        assert slots == {0: 0, 1: 0}
+
+    def test_one_leaves_before_it_asked(self) -> None:
+        one, slots = gives()
+        one.done(Done(0, "x", LEFT, "D1", "D0", 2), 0.0)
+        one.want(Want("x", "D0", "D0", 2), 0.0)
+        one.begin(opened(), ())
+        assert slots == {0: 1}
+        assert [reply for reply, _ in one.grown((Grown(1, 0, ((5,),), True),))] == ["D0"]
+        one.done(Done(1, "x", "", "D0", "D0", 2), 0.0)
+        assert slots == {0: 0}
+
+    def test_any_of_them_keeps_the_transfer(self) -> None:
+        one, _ = gives()
+        self.both(one)
+        one.heartbeat(Heartbeat("D1", [], ["x"]), SILENCE_S)
+        one.tick(SILENCE_S + 1)
+        one.begin(opened(), ())
+        assert [reply for reply, _ in one.grown((Grown(1, 0, ((5,),), True),))] == ["D0", "D1"]
+
+
+class TestSeveralParts:
+    """Of one request, from the workers of a prefill engine that has more tensor-parallel ranks."""
+
+    SOURCES = (PartSource("k0", "P0", 1), PartSource("k1", "P1", 1))
+
+    def pulled(self, source: Offer | Meeting, blocks: int = 4) -> ConsumerWorker:
+        one = takes()
+        hold(one, Hold("r", source, PROMPT, blocks, "D"), *self.SOURCES)
+        one.pull(pull(blocks), 0.0)
+        return one
+
+    def read(self, one: ConsumerWorker, key: str, error: str = "") -> None:
+        piece = one.next_piece("r", key)
+        assert piece is not None
+        assert piece.key == key
+        one.read(piece, 10, error, 0.0)
+
+    def test_a_pull_ends_with_the_last_part(self) -> None:
+        one = self.pulled(offer(4))
+        self.read(one, "k1")
+        assert one.take_to_tell() == [("k1", Done(7, "", "", "D", "D", 1))]
+        assert one.take_ended() == []
+        assert one.tick(0.0) == [("k0", Heartbeat("D", [7], []))]
+        self.read(one, "k0")
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.bytes, ended.error) == (4, 20, "")
+
+    def test_what_fails_in_one_part_ends_the_others(self) -> None:
+        """The worker where it failed is told why, the others only that they are needed no more."""
+        one = self.pulled(offer(PIECE_BLOCKS + 4), PIECE_BLOCKS + 4)
+        self.read(one, "k0")
+        piece = one.next_piece("r", "k0")
+        assert piece is not None
+        self.read(one, "k1", "broken")
+        assert one.take_to_tell() == [("k1", Done(7, "", "broken", "D", "D", 1))]
+        assert one.take_ended() == []  # its blocks are still written to
+        assert one.next_piece("r", "k0") is None
+        one.read(piece, 10, "", 0.0)
+        assert one.take_to_tell()[-1] == ("k0", Done(7, "", "", "D", "D", 1))
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == (0, "broken")
+
+    def test_the_least_of_all_parts_counts(self) -> None:
+        one = self.pulled(offer(PIECE_BLOCKS + 4), PIECE_BLOCKS + 4)
+        for key in ("k0", "k1"):
+            self.read(one, key)
+        self.read(one, "k1")
+        one.fail_connection("k0", "dead", 0.0)
+        (ended,) = one.take_ended()
+        assert (ended.good, ended.error) == (PIECE_BLOCKS, "dead")
+
+    def test_messages_are_of_one_worker(self) -> None:
+        one = self.pulled(Meeting("e", "http://b", "x"))
+        found = one.progress(Progress("x", 7, 3, PROMPT, 0, [[50, 51]], False, "P1"), 0.0)
+        assert found is not None
+        assert found[1].source.key == "k1"
+        assert one.next_piece("r", "k0") is None
+        self.read(one, "k1")
+        again = Want("x", "D", "D", 1)
+        assert one.known(Known([("x", 7, 2)], "P0"), 1.0) == [("k0", again)]
+        assert one.known(Known([("x", 7, 2)], "P1"), 1.0) == []
+        assert one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False, "P9"), 0.0) is None
+        one.gone(Gone("x", "aborted", "P0"), 0.0)
+        assert [ended.error for ended in one.take_ended()] == ["aborted"]
+        assert one.take_to_tell() == [("k1", Done(7, "x", "", "D", "D", 1))]  # the other one knows
+
+    def test_one_silent_worker(self) -> None:
+        one = self.pulled(Meeting("e", "http://b", "x"))
+        one.known(Known([("x", 7, 0)], "P1"), SILENCE_S)
+        assert one.tick(SILENCE_S + 0.1) == []
+        assert "knew nothing of it" in one.take_ended()[0].error
+
+    def test_words_without_a_name(self) -> None:
+        """Of the release before: it cannot be told which worker sent them."""
+        one = self.pulled(Meeting("e", "http://b", "x"))
+        assert one.progress(Progress("x", 7, 3, PROMPT, 0, [[50]], False), 0.0) is None
+        assert [ended.error for ended in one.take_ended()] == [OLDER]
+
+    @pytest.mark.parametrize("ends", ["dropped", "lost"])
+    def test_before_its_workers_are_known(self, ends: str) -> None:
+        one = takes()
+        incoming = one.hold(Hold("r", Meeting("e", "http://b", "x"), PROMPT, 4), "page", 0.0)
+        assert incoming is not None
+        assert one.tick(1.0) == []
+        if ends == "dropped":
+            one.drop("r", 0.0)
+        else:
+            one.fail_connection("page", "dead", 0.0)
+        assert one.take_lost() == {"r"}
+        assert not one.is_here(incoming)
+        assert len(one) == 0
+
+    def test_a_request_is_met_once(self) -> None:
+        one = takes()
+        incoming = one.hold(Hold("r", Meeting("e", "http://b", "x"), PROMPT, 4, "T"), "page", 0.0)
+        assert incoming is not None
+        assert one.meet(incoming, [PartSource("k0", "P0", 3)], 0.0) == [("k0", Want("x", "D", "T", 3))]
+
+
+def test_messages_of_the_release_before() -> None:
+    """Fields that it does not have stand last, with defaults; and it reads ours without those."""
+    old = (
+        (Want("x", "D"), [1, "x", "D"]),
+        (Done(5, "x", "why", "D"), [3, 5, "x", "why", "D"]),
+        (Progress("x", 1, 2, PROMPT, 3, [[4]], True), [4, "x", 1, 2, PROMPT, 3, [[4]], True]),
+        (Known([("x", 1, 2)]), [5, [["x", 1, 2]]]),
+        (Gone("x", "why"), [6, "x", "why"]),
+    )
+    for message, fields in old:
+        assert wire.decode(msgspec.msgpack.encode(fields)) == message
+        assert msgspec.msgpack.decode(wire.encode(message))[: len(fields)] == fields

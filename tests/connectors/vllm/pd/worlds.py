@@ -15,6 +15,7 @@ from moonpool.connectors.vllm.layout import all_rows, object_ranges, read_layout
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Meeting, Offer
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Open, Pull
 from tests.connectors.vllm.card_bed import CardTensor
 from tests.connectors.vllm.fakes import FINGERPRINT, LOG, FakeTensor
@@ -135,6 +136,7 @@ def world(
             spans=spans(caches),
             columns=columns,
             rows=rows,
+            sizes=Sizes(HEADS, 1),
             rank=rank,
             tp_rank=rank,
             pp_rank=0,

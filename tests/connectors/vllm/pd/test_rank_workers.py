@@ -1,0 +1,301 @@
+"""Hand-overs between engines of different tensor-parallel sizes, over real memory and sockets: every rank has
+its heads, and no lease ends before all that read under it are done."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonpool.connectors.vllm.pd.consumer_worker import OLDER
+from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker
+from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting
+from moonpool.connectors.vllm.pd.peer_connection import PeerConnection
+from moonpool.connectors.vllm.pd.step_plan import End, HandoverStep, Open, Refuse
+from tests.connectors.vllm.pd.rank_memory import LAYOUTS
+from tests.connectors.vllm.pd.rank_worlds import LEASE, RankedEngine, engine
+from tests.connectors.vllm.pd.worlds import PROMPT, eventually
+
+SIZES = [pair for pair in itertools.product((1, 2, 4), (1, 2, 4)) if pair[0] != pair[1]]
+THERE, HERE = [7, 8, 9, 1, 2, 4], [3, 4, 5, 9, 0, 11]
+X = "x-1"
+
+
+def engines(stack: ExitStack, theirs: int, ours: int, **more: Any) -> tuple[RankedEngine, RankedEngine]:
+    heads = more.pop("heads", 2)
+    prefill = stack.enter_context(engine("P", theirs, heads=heads, computed=True, **more))
+    return prefill, stack.enter_context(engine("D", ours, heads=heads, **more))
+
+
+def all_good(decode: RankedEngine, blocks: int) -> None:
+    assert [(each.good, each.error) for each in decode.ended()] == [(blocks, "")] * len(decode.workers)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), SIZES)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("form", ["two-step", "concurrent"])
+def test_each_rank_has_its_heads(theirs: int, ours: int, heads: int, form: str) -> None:
+    """With one head, as of MLA, all ranks have it; with two, of four ranks two have each."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, theirs, ours, heads=heads)
+        if form == "two-step":
+            decode.take(prefill.offer(THERE), HERE[1:], first=1)
+        else:
+            url = stack.enter_context(prefill.page())
+            prefill.opens(X)
+            decode.take(Meeting("P", url, X), HERE[1:], first=1)
+            prefill.computes(0, THERE[:2], final=False)
+            prefill.computes(2, THERE[2:], final=True)
+        all_good(decode, 5)
+        decode.assert_has(HERE[1:], prefill, THERE[1:])
+        decode.drop()
+        prefill.wait_handed()
+        assert prefill.is_valid() == [False] * theirs
+
+
+@pytest.mark.parametrize("layouts", list(itertools.permutations(LAYOUTS, 2)), ids="-".join)
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1)])
+def test_layouts_may_differ_as_well(theirs: int, ours: int, layouts: tuple[str, str]) -> None:
+    with (
+        engine("P", theirs, heads=4, layout=layouts[0], computed=True) as prefill,
+        engine("D", ours, heads=4, layout=layouts[1]) as decode,
+    ):
+        decode.take(prefill.offer(THERE), HERE)
+        all_good(decode, 6)
+        decode.assert_has(HERE, prefill, THERE)
+
+
+@pytest.mark.parametrize("form", ["two-step", "concurrent"])
+@pytest.mark.parametrize("leaves", ["takes all", "drops"])
+def test_a_lease_lasts_until_every_reader_is_done(form: str, leaves: str) -> None:
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 1, 2)
+        (giver,) = prefill.workers
+        done = []
+        hear = giver._producer.done
+
+        def heard(message: Any, now_s: float) -> None:
+            hear(message, now_s)
+            done.append(message.reply)
+
+        giver._producer.done = heard  # type: ignore[method-assign]
+        if form == "two-step":
+            decode.hold(prefill.offer(THERE), 6)
+        else:
+            url = stack.enter_context(prefill.page())
+            prefill.opens(X)
+            decode.hold(Meeting("P", url, X), 6)
+            prefill.computes(0, THERE, final=True)
+        first, second = decode.workers
+        if leaves == "drops":
+            first.begin(HandoverStep(drops=("r",)))
+        else:
+            decode.pull(HERE, ranks=slice(0, 1))
+            assert [each.good for each in decode.ended(slice(0, 1))] == [6]
+            first.begin(HandoverStep())
+        eventually(lambda: done == [first.address])
+        assert prefill.is_valid() == [True]
+        assert not giver.take_heartbeats()[1]
+
+        decode.pull(HERE, ranks=slice(1, 2))
+        assert [(each.good, each.error) for each in decode.ended(slice(1, 2))] == [(6, "")]
+        second.begin(HandoverStep())
+        prefill.wait_handed()
+        assert prefill.is_valid() == [False]
+
+
+@pytest.mark.parametrize("ours", [1, 2])
+def test_one_prefill_worker_is_gone(ours: int) -> None:
+    """What it holds does not come, so no block counts where its heads are needed; the others end their
+    lease."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 4, ours, heads=4)
+        source = prefill.offer(THERE)
+        prefill.workers[3].close()
+        decode.take(source, HERE)
+        ended = decode.ended()
+        assert ended[-1].good == 0
+        assert ended[-1].error
+        assert [each.good for each in ended[:-1]] == [6] * (ours - 1)  # the scheduler's half takes the least
+        decode.drop()
+        for worker in prefill.workers[:3]:
+            eventually(lambda each=worker: LEASE in each.take_heartbeats()[1])  # type: ignore[misc]
+
+
+def test_one_prefill_worker_has_lost_its_lease() -> None:
+    """In the two-step form: what the other one gave is of no use."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 2, 1)
+        source = prefill.offer(THERE)
+        prefill.workers[1].begin(HandoverStep(ends=(End(LEASE, "lost"),)))
+        decode.take(source, HERE)
+        (ended,) = decode.ended()
+        assert ended.good == 0
+        assert "gave the blocks away" in ended.error
+        decode.begin(HandoverStep())
+        eventually(lambda: LEASE in prefill.workers[0].take_heartbeats()[1])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (4, 2)])
+def test_prefill_begins_anew_after_a_preemption(theirs: int, ours: int) -> None:
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, theirs, ours)
+        url = stack.enter_context(prefill.page())
+        prefill.opens(X)
+        decode.take(Meeting("P", url, X), HERE)
+        prefill.computes(0, THERE[:1], final=False)
+        eventually(lambda: bool((decode.memories[0].kv[:, HERE[0]] == first_block(prefill, decode)).all()))
+        again = HandoverStep(ends=(End(LEASE, "preempted"),), opens=(Open(78, 6, X, PROMPT),))
+        prefill.begin(again)
+        prefill.computes(0, THERE, final=True, lease=78)
+        all_good(decode, 6)
+        decode.assert_has(HERE[1:], prefill, THERE[1:])
+        decode.drop()
+        prefill.wait_handed(78)
+
+
+def first_block(prefill: RankedEngine, decode: RankedEngine) -> Any:
+    return prefill.whole[:, THERE[0]][:, list(decode.memories[0].heads)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (1, 4)])
+def test_an_aborted_prefill(theirs: int, ours: int) -> None:
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, theirs, ours)
+        url = stack.enter_context(prefill.page())
+        prefill.opens(X)
+        decode.take(Meeting("P", url, X), HERE)
+        eventually(lambda: all(X in each._producer._waiting for each in prefill.workers))
+        prefill.begin(HandoverStep(ends=(End(LEASE, "the prefill was aborted"),)))
+        assert {(each.good, each.error) for each in decode.ended()} == {(0, "the prefill was aborted")}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize("is_met", [False, True])
+def test_decode_leaves_before_prefill_began(theirs: int, ours: int, is_met: bool) -> None:
+    """Also before it knows the workers of prefill."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, theirs, ours)
+        url = stack.enter_context(prefill.page())
+        decode.hold(Meeting("P", url, X), 6)
+        if is_met:
+            eventually(lambda: all(X in each._producer._waiting for each in prefill.workers))
+        decode.drop()
+        eventually(lambda: all(X in each._producer._waiting for each in prefill.workers))
+        eventually(lambda: all(each._producer._waiting[X].has_left for each in prefill.workers))
+        prefill.opens(X)
+        prefill.wait_handed()
+
+
+def test_a_worker_that_is_one_step_behind() -> None:
+    """A block counts when all ranks of prefill have computed it."""
+    with ExitStack() as stack:
+        prefill, decode = engines(stack, 2, 1)
+        url = stack.enter_context(prefill.page())
+        prefill.opens(X)
+        decode.take(Meeting("P", url, X), HERE)
+        eventually(lambda: all(X in each._producer._waiting for each in prefill.workers))
+        prefill.computes(0, THERE, final=True, ranks=slice(0, 1))
+        eventually(lambda: LEASE in prefill.workers[0].take_heartbeats()[1] or tell(decode))
+        assert not decode.workers[0].take_ended()
+        prefill.computes(0, THERE, final=True, ranks=slice(1, 2))
+        all_good(decode, 6)
+        decode.assert_has(HERE, prefill, THERE)
+
+
+def tell(decode: RankedEngine) -> bool:
+    """A step, with which a worker says what it has read. False."""
+    decode.begin(HandoverStep())
+    return False
+
+
+class TestOthers:
+    """Engines that cannot give or take, and other releases."""
+
+    @pytest.mark.parametrize("form", ["two-step", "concurrent"])
+    @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (4, 2)])
+    def test_a_refusal_reaches_each_worker(self, form: str, theirs: int, ours: int) -> None:
+        with ExitStack() as stack:
+            prefill, decode = engines(stack, theirs, ours)
+            url = stack.enter_context(prefill.page())
+            source = prefill.offer(THERE) if form == "two-step" else Meeting("P", url, X)
+            if form == "concurrent":
+                prefill.opens(X)
+            decode.begin(HandoverStep(refuses=(Refuse(source, LEFT),)))
+            prefill.wait_handed()
+
+    def test_pipeline_stages(self, caplog: pytest.LogCaptureFixture) -> None:
+        """One sentence on both sides, and every worker of prefill is told."""
+        why = "has 2 pipeline stages and this one 1; a hand-over needs equal pipeline-parallel sizes"
+        with ExitStack() as stack:
+            prefill, decode = engines(stack, 2, 1)
+            url = stack.enter_context(prefill.page(stages=2))
+            prefill.opens(X)
+            decode.take(Meeting("P", url, X), HERE)
+            (ended,) = decode.ended()
+            assert ended.good == 0
+            assert why in ended.error
+            prefill.wait_handed()
+            eventually(lambda: f"did not take a prompt over: the prefill engine P {why}" in caplog.text)
+            assert f"a prompt is not handed over: the prefill engine P {why}" in caplog.text
+
+    @pytest.mark.parametrize("form", ["two-step", "concurrent"])
+    @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+    def test_prefill_of_the_release_before(
+        self, form: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It does not count readers, and its messages do not name their worker. So decode refuses what it
+        would get wrong, and goes on with engines of equal size."""
+        with ExitStack() as stack:
+            prefill, decode = engines(stack, *sizes)
+            for worker in prefill.workers:
+                as_before(worker, monkeypatch)
+            for worker in decode.workers:
+                forget_counts(worker, monkeypatch)
+            if form == "two-step":
+                decode.take(prefill.offer(THERE), HERE)
+            else:
+                url = stack.enter_context(prefill.page())
+                prefill.opens(X)
+                decode.take(Meeting("P", url, X), HERE)
+                prefill.computes(0, THERE, final=True)
+            ended = decode.ended()
+            if sizes == (2, 2) or (form, sizes) == ("two-step", (2, 1)):
+                assert [(each.good, each.error) for each in ended] == [(6, "")] * sizes[1]
+                decode.assert_has(HERE, prefill, THERE)
+            else:
+                assert [each.good for each in ended] == [0] * sizes[1]
+                assert OLDER in [each.error for each in ended]
+            decode.drop()
+            prefill.wait_handed()
+
+
+def as_before(worker: HandoverWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages are those of the release before: without the fields that came later, and it reads none."""
+    send = worker._send
+
+    def send_less(outbox: list[tuple[str, Any]]) -> None:
+        send([(reply, msgspec.structs.replace(message, worker="")) for reply, message in outbox])
+
+    monkeypatch.setattr(worker, "_send", send_less)
+    producer = worker._producer
+    for name in ("want", "done"):
+        monkeypatch.setattr(producer, name, without_fields(getattr(producer, name)))
+
+
+def without_fields(hear: Callable[[Any, float], Any]) -> Callable[[Any, float], Any]:
+    return lambda message, now_s: hear(msgspec.structs.replace(message, taker="", readers=1), now_s)
+
+
+def forget_counts(worker: HandoverWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads of prefill's memory does not say that readers are counted."""
+    read = worker._tables_with
+
+    def read_less(connection: PeerConnection, description: Any) -> Any:
+        return read(connection, msgspec.structs.replace(description, counts_readers=False))
+
+    monkeypatch.setattr(worker, "_tables_with", read_less)
