@@ -236,6 +236,18 @@ def all_rows(layout: BlockLayout, columns: Sequence[Ranges], *, first_head: int)
     return [rows(layout, ranges, first_head=first_head) for ranges in columns]
 
 
+def layers_of_columns(layout: BlockLayout, columns: Sequence[Ranges]) -> list[list[tuple[int, int]]]:
+    """For each column the layers that its object holds, in order: (number, bytes of a block)."""
+    return [
+        [
+            (layer.number, ranges.heads * layer.tokens * layer.content * group.pieces)
+            for group in [layout.groups[ranges.group]]
+            for layer in group.layers
+        ]
+        for ranges in columns
+    ]
+
+
 def _head_rows(layer: LayerView, head: int, pieces: int) -> list[Row]:
     stride = layer.block_stride * pieces
     dense = layer.token_stride == layer.content

@@ -29,6 +29,7 @@ from moonpool.connectors.vllm.layout import BlockLayout, Tensor
 from moonpool.connectors.vllm.messages import Handshake, Load, LoadTime, Report, Save, Step
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
+from moonpool.connectors.vllm.pd.copy_ranges import Held
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep
@@ -201,8 +202,7 @@ class WorkerHalf:
                     engine_id=self._engine_config.engine_id,
                     fingerprint=fingerprint,
                     spans=layouts.spans(caches),
-                    columns=memory.columns,
-                    rows=memory.rows,
+                    held=Held(memory.columns, memory.rows, layouts.layers_of_columns(layout, memory.columns)),
                     sizes=self._engine_config.sizes,
                     rank=rank,
                     tp_rank=tp_rank,

@@ -19,7 +19,7 @@ from moonpool.connectors.vllm.engine_types import Request
 from moonpool.connectors.vllm.metrics import Tally
 from moonpool.connectors.vllm.pd import kv_transfer_params
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer, Source, blocks_for, slice_blocks
-from moonpool.connectors.vllm.pd.rank_pairs import Sizes, prefill_tp_size
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes, prefill_sizes
 from moonpool.connectors.vllm.pd.step_plan import HandoverStep, Hold, Pull, Refuse
 
 
@@ -252,7 +252,8 @@ class ConsumerScheduler:
                 f"{self._fingerprint.hex()[:16]}"
             )
         try:
-            prefill_tp_size(self._sizes, workers=len(offer.ranks), engine=offer.engine_id)
+            workers, engine = len(offer.ranks), offer.engine_id
+            prefill_sizes(self._sizes, workers=workers, tp_size=offer.tp_size, engine=engine)
         except Refused as refusal:
             raise kv_transfer_params.Unusable(str(refusal)) from refusal
         if offer.tokens != request.num_prompt_tokens or offer.prompt != prompt:

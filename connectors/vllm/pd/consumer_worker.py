@@ -18,7 +18,8 @@ from moonpool.connectors.vllm.pd.wire import WHY_MAX, Done, Gone, Heartbeat, Kno
 
 PIECE_BLOCKS = 16  # at most; between two pieces a pull can be given up, and messages go out
 DEVICE_PIECE_BLOCKS = 128  # the same, where the KV lies on a device
-OLDER = "the prefill engine runs an older release, which hands over between equal tensor-parallel sizes only"
+OLDER = "the prefill engine runs an older release, which hands over between equal parallel sizes only"
+GAPS = "the prefill engine's workers do not hold all heads and layers of this one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,15 @@ class Ended:
 class ConsumerWorker:
     """The requests whose KV comes from prefill engines, and the pieces to read next."""
 
-    def __init__(self, *, reply: str, silence_s: float, piece_blocks: int = PIECE_BLOCKS) -> None:
+    def __init__(
+        self, *, reply: str, silence_s: float, piece_blocks: int = PIECE_BLOCKS, block_bytes: int = 0
+    ) -> None:
         """reply: the address of this worker.
         silence_s: seconds without a word of the prefill engine after which a transfer has failed.
         piece_blocks: blocks that are read at once.
+        block_bytes: of a block here, which all parts together must give; 0: not all blocks are read whole.
         """
+        self._block_bytes = block_bytes
         self._reply = reply
         self._piece_blocks = piece_blocks
         self._silence_s = silence_s
@@ -327,4 +332,6 @@ class ConsumerWorker:
         else:
             good, seconds = incoming.good or 0, now_s - incoming.pulled_s
             error = incoming.error if good < incoming.pull.blocks else ""
+            if good and self._block_bytes not in (0, incoming.block_bytes):
+                good, error = 0, GAPS
             self._ended.append(Ended(incoming.pull, good, incoming.bytes, seconds, error))

@@ -13,6 +13,7 @@ and block, and one per run of blocks where whole blocks touch on both sides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,6 @@ import numpy.typing as npt
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds
 from moonpool.connectors.vllm.pd.rank_pairs import Share
-from moonpool.connectors.vllm.pd.wire import Description
 from moonpool.connectors.vllm.pool import Rows
 from moonpool.connectors.vllm.reach import NULL_BLOCK
 from moonpool.core.store.keys import Ranges
@@ -50,6 +50,19 @@ class Pair:
         return self.here_stride == self.length == self.there_stride
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a worker holds of a block.
+
+    columns, rows: its objects, and where their bytes are (see Pool.submit_load).
+    layers: of each column, the number and the bytes of each layer in it, in order; (): not known.
+    """
+
+    columns: Sequence[Ranges]
+    rows: Rows
+    layers: Sequence[Sequence[tuple[int, int]]] = ()
+
+
 class Table:
     """Pairs of one group that are all dense, or all not, by column: each is an array of shape (pairs, 1)."""
 
@@ -62,24 +75,24 @@ class Table:
         self.length = _column(pair.length for pair in pairs)
 
 
-def pair_columns(
-    share: Share, columns: Sequence[Ranges], rows: Rows, description: Description
-) -> tuple[Pair, ...]:
+def pair_columns(share: Share, here: Held, there: Held, *, cuts_layers: bool = False) -> tuple[Pair, ...]:
     """The pairs of what is read from one prefill worker. Raises Refused when it does not hold that.
 
     share: what this worker reads from that one.
-    columns, rows: the objects of a block that this worker holds, and where their bytes are.
-    description: of the prefill worker.
+    here, there: what these two workers hold.
+    cuts_layers: whether one of them holds the layers of one pipeline stage, and the other all layers.
     """
-    theirs = dict(zip(description.ranges, description.rows, strict=False))
-    chosen = share.columns_of(columns)
-    if not all(columns[place] in theirs for place in chosen):
+    chosen = share.columns_of(here.columns)
+    if cuts_layers:
+        return tuple(_merge([pair for place in chosen for pair in _pair_layers(here, place, there)]))
+    theirs = dict(zip(there.columns, there.rows, strict=False))
+    if not all(here.columns[place] in theirs for place in chosen):
         raise Refused(
             "the prefill engine's worker holds other heads or layers than this one takes from it; a hand-over"
             " needs equal pipeline-parallel sizes, and tensor-parallel sizes of which one divides the other"
         )
-    wanted = [columns[place] for place in chosen]
-    return pair_rows(wanted, [rows[place] for place in chosen], [theirs[one] for one in wanted])
+    wanted = [here.columns[place] for place in chosen]
+    return pair_rows(wanted, [here.rows[place] for place in chosen], [theirs[one] for one in wanted])
 
 
 def pair_rows(columns: Sequence[Ranges], here: Rows, there: Rows) -> tuple[Pair, ...]:
@@ -137,6 +150,53 @@ def ranges_of(
         return columns[0]
     local, remote, lengths = (np.concatenate(column) for column in zip(*columns, strict=True))
     return local, remote, lengths
+
+
+def _pair_layers(here: Held, place: int, there: Held) -> list[Pair]:
+    """The pairs of the layers that a column here and one there have in common: all that one of them has.
+    Raises Refused."""
+    mine, heads = here.columns[place], _heads(here.columns[place])
+    found = [number for number, one in enumerate(there.columns) if _heads(one) == heads]
+    if len(found) != 1 or len(there.layers) != len(there.columns):
+        raise Refused("the prefill engine's worker does not tell the layers of the heads that this one takes")
+    ours = _places_of_layers(here.layers[place])
+    theirs = _places_of_layers(there.layers[found[0]])
+    common = [layer for layer in ours if layer in theirs]
+    if len(common) != min(len(ours), len(theirs)):
+        raise Refused("the prefill engine's pipeline stages hold other layers than those of this one")
+    pairs: list[Pair] = []
+    for layer in common:
+        rows = [_part_of(here.rows[place], *ours[layer])], [_part_of(there.rows[found[0]], *theirs[layer])]
+        pairs += pair_rows([mine], *rows)
+    return pairs
+
+
+def _heads(column: Ranges) -> tuple[int, int, int]:
+    return column.group, column.first_head, column.heads
+
+
+def _places_of_layers(layers: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(number of a layer, how many of that number came before) -> (where its bytes begin in the object,
+    bytes)."""
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    seen: Counter[int] = Counter()
+    start = 0
+    for number, length in layers:
+        places[number, seen[number]] = (start, length)
+        seen[number] += 1
+        start += length
+    return places
+
+
+def _part_of(rows: Sequence[tuple[int, int, int]], start: int, length: int) -> list[tuple[int, int, int]]:
+    """The rows of ``length`` bytes of an object from ``start`` on."""
+    part = []
+    for address, stride, nbytes in rows:
+        first, last = max(start, 0), min(start + length, nbytes)
+        if first < last:
+            part.append((address + first, stride, last - first))
+        start -= nbytes
+    return part
 
 
 def _cut(

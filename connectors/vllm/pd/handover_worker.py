@@ -27,7 +27,14 @@ from moonpool.connectors.vllm.pd.consumer_worker import (
     ConsumerWorker,
     Ended,
 )
-from moonpool.connectors.vllm.pd.copy_ranges import Table, needed_blocks, pair_columns, ranges_of, tables_of
+from moonpool.connectors.vllm.pd.copy_ranges import (
+    Held,
+    Table,
+    needed_blocks,
+    pair_columns,
+    ranges_of,
+    tables_of,
+)
 from moonpool.connectors.vllm.pd.incoming import IncomingRequest, Piece
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting, Offer
 from moonpool.connectors.vllm.pd.lease_table import SCRATCH, LeaseTable
@@ -36,13 +43,11 @@ from moonpool.connectors.vllm.pd.peer_connection import PeerConnection, PeerConn
 from moonpool.connectors.vllm.pd.peers import Met, Peer, PeerFinder
 from moonpool.connectors.vllm.pd.producer_worker import Outbox, ProducerWorker
 from moonpool.connectors.vllm.pd.queued_forwards import QueuedForwards
-from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes
+from moonpool.connectors.vllm.pd.rank_pairs import Sizes
 from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Hold, Refuse
 from moonpool.connectors.vllm.pd.wire import Description, Done, Gone, Heartbeat, Known, Progress, Want
-from moonpool.connectors.vllm.pool import Rows
 from moonpool.connectors.vllm.repeats import Repeats, times
 from moonpool.core.errors import Closed, Error, Unavailable
-from moonpool.core.store.keys import Ranges
 from moonpool.core.transfer.engine import TransferEngine
 from moonpool.core.transfer.types import Batch, Column
 
@@ -72,7 +77,7 @@ class KvMemory:
     engine_id: vLLM's name for this engine.
     fingerprint: of its KV, 32 bytes.
     spans: (address, bytes) of what to register.
-    columns, rows: see Pool.submit_load.
+    held: its objects of a block.
     sizes: how many workers this engine has.
     rank, tp_rank, pp_rank: which of them this is.
     has_windows: whether NULL_BLOCK stands for blocks that sliding windows do not need.
@@ -81,8 +86,7 @@ class KvMemory:
     engine_id: str
     fingerprint: bytes
     spans: tuple[tuple[int, int], ...]
-    columns: tuple[Ranges, ...]
-    rows: Rows
+    held: Held
     sizes: Sizes
     rank: int
     tp_rank: int
@@ -114,12 +118,16 @@ class HandoverWorker:
         self._clock = clock
         self._lock = threading.Lock()
         self._piece_ended = threading.Condition(self._lock)
-        self._block_bytes = sum(row[2] for column in memory.rows for row in column)
-        self._tables: dict[int, tuple[Description, Share, tuple[Table, ...]]] = {}
+        self._block_bytes = sum(row[2] for column in memory.held.rows for row in column)
+        self._tables: dict[int, tuple[Description, Peer, tuple[Table, ...]]] = {}
         self._met: dict[Hashable, Met] = {}  # by the connection that asked the bootstrap page
-        self._shares: dict[Hashable, Share] = {}  # of each connection that reads
-        self._peers = PeerFinder(
-            memory.sizes, tp_rank=memory.tp_rank, pp_rank=memory.pp_rank, columns=memory.columns
+        self._peers: dict[Hashable, Peer] = {}  # of each connection that reads
+        self._finder = PeerFinder(
+            memory.sizes,
+            tp_rank=memory.tp_rank,
+            pp_rank=memory.pp_rank,
+            columns=memory.held.columns,
+            has_windows=memory.has_windows,
         )
         self._engine = TransferEngine(
             f"vllm-{memory.engine_id}-{memory.rank}",
@@ -137,12 +145,13 @@ class HandoverWorker:
                 fingerprint=memory.fingerprint,
                 columns=[
                     (one.group, one.first_head, one.heads, one.first_layer, one.layers)
-                    for one in memory.columns
+                    for one in memory.held.columns
                 ],
-                rows=memory.rows,
+                rows=memory.held.rows,
                 slots=0,
                 slot_count=SLOTS,
                 counts_readers=True,
+                layers=[list(each) for each in memory.held.layers],
             ),
         )
         self.address = self._engine.addresses[0]
@@ -151,7 +160,12 @@ class HandoverWorker:
             (PIECE_BLOCKS, PIECE_BYTES) if device is None else (DEVICE_PIECE_BLOCKS, DEVICE_PIECE_BYTES)
         )
         piece_blocks = min(blocks_max, max(1, bytes_max // self._block_bytes))
-        self._consumer = ConsumerWorker(reply=self.address, silence_s=silence_s, piece_blocks=piece_blocks)
+        self._consumer = ConsumerWorker(
+            reply=self.address,
+            silence_s=silence_s,
+            piece_blocks=piece_blocks,
+            block_bytes=0 if memory.has_windows else self._block_bytes,
+        )
         self._connections = PeerConnections(self._engine, self._connection_ended, clock=clock)
         self._heartbeat_s = min(HEARTBEAT_S, silence_s / 4)
         self._forwards = None if device is None else QueuedForwards(self.revoke, log)
@@ -285,7 +299,7 @@ class HandoverWorker:
             return
         try:
             if isinstance(source, Offer):
-                self._meet(incoming, self._peers.of_offer(source), now_s)
+                self._meet(incoming, self._finder.of_offer(source), now_s)
             else:
                 connection = self._connection_of(source)
                 connection.post(lambda _: self._meet_found(incoming, source))
@@ -295,7 +309,7 @@ class HandoverWorker:
     def _meet(self, incoming: IncomingRequest, peers: Sequence[Peer], now_s: float) -> None:
         """The workers that the KV of a request comes from are known. Raises Unavailable."""
         for peer in peers:
-            self._shares[peer.source.key] = peer.share
+            self._peers[peer.source.key] = peer
             self._connections.get(peer.source.key, _always(peer.source.address), reads=True)
         for key, want in self._consumer.meet(incoming, [peer.source for peer in peers], now_s):
             self._connections.send(key, want)
@@ -325,10 +339,10 @@ class HandoverWorker:
     def _find(self, key: Hashable, meeting: Meeting) -> str:
         """The address of one worker of the prefill engine; remembers the others. Raises Unavailable."""
         workers = bootstrap.find_workers(meeting.bootstrap, meeting.engine_id)
-        met = self._peers.of_page(meeting.engine_id, workers, key)
+        met = self._finder.of_page(meeting.engine_id, workers, key)
         with self._lock:
             self._met[key] = met
-            self._shares.update({peer.source.key: peer.share for peer in met.peers[:1]})
+            self._peers.update({peer.source.key: peer for peer in met.peers[:1]})
         return met.told[0]
 
     def _meet_found(self, incoming: IncomingRequest, meeting: Meeting) -> None:
@@ -465,11 +479,11 @@ class HandoverWorker:
 
     def _tables_with(self, connection: PeerConnection, description: Description) -> tuple[Table, ...]:
         """What to read over a connection. Raises Refused for memory that does not go together with ours."""
-        share = self._shares.get(connection.key)
-        if share is None:
+        peer = self._peers.get(connection.key)
+        if peer is None:
             raise Refused("the connection to the prefill engine has ended")
         known = self._tables.get(connection.number)
-        if known is not None and known[0] is description and known[1] == share:
+        if known is not None and known[0] is description and known[1] == peer:
             return known[2]
         memory = self._memory
         key_engine = connection.key[0] if isinstance(connection.key, tuple) else ""
@@ -482,17 +496,19 @@ class HandoverWorker:
                 f"the prefill engine serves another model, other weights, or KV of another form: its "
                 f"fingerprint is {description.fingerprint.hex()[:16]}, ours {memory.fingerprint.hex()[:16]}"
             )
-        if share.readers > 1 and not description.counts_readers:
+        if not description.counts_readers and (peer.source.readers > 1 or peer.cuts_layers):
             raise Refused(OLDER)
-        tables = tables_of(pair_columns(share, memory.columns, memory.rows, description))
-        self._tables[connection.number] = (description, share, tables)
+        there = Held(description.ranges, description.rows, description.layers)
+        pairs = pair_columns(peer.share, memory.held, there, cuts_layers=peer.cuts_layers)
+        tables = tables_of(pairs)
+        self._tables[connection.number] = (description, peer, tables)
         return tables
 
     def _connection_ended(self, connection: PeerConnection, why: str) -> None:
         with self._lock:
             self._connections.forget(connection, why)
             self._met.pop(connection.key, None)
-            self._shares.pop(connection.key, None)
+            self._peers.pop(connection.key, None)
             if not self._closing:
                 self._consumer.fail_connection(connection.key, why or "the line was closed", self._clock())
                 self._tell()

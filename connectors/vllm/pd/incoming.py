@@ -69,7 +69,7 @@ class IncomingPart:
     claimed: leading blocks of the pull that were given to readers.
     arrived: pieces behind a gap, first block -> end.
     again: pieces to be read once more, as (first block, end).
-    bytes: that were read. reading: pieces under way.
+    bytes: that were read, block_bytes: of each block. reading: pieces under way.
     error: why nothing more comes, or "".
     is_private: whether ``error`` concerns this engine alone, so that the prefill worker is not told.
     is_gone: whether the prefill worker itself ended the transfer.
@@ -87,6 +87,7 @@ class IncomingPart:
     arrived: dict[int, int] = field(default_factory=dict)
     again: list[tuple[int, int]] = field(default_factory=list)
     bytes: int = 0
+    block_bytes: int = 0
     reading: int = 0
     error: str = ""
     is_private: bool = False
@@ -148,6 +149,7 @@ class IncomingPart:
             while self.good in self.arrived:
                 self.good = self.arrived.pop(self.good)
             self.bytes += nbytes
+            self.block_bytes = nbytes // piece.blocks
         elif self.lease != piece.lease or begins_again:
             self.again.append((piece.start, piece.start + piece.blocks))
             if self.lease == piece.lease:
@@ -168,7 +170,7 @@ class IncomingRequest:
     is_met: whether the prefill engine's workers are known.
     pull: the local blocks, once there is room; pulled_s: when.
     good: leading blocks that the parts that ended have.
-    bytes: that they read.
+    bytes: that they read, block_bytes: of each block.
     error: why they do not have all, or "".
     """
 
@@ -182,6 +184,7 @@ class IncomingRequest:
     pulled_s: float = 0.0
     good: int | None = None
     bytes: int = 0
+    block_bytes: int = 0
     error: str = ""
 
     @property
@@ -201,4 +204,5 @@ class IncomingRequest:
         del self.parts[part.source.key]
         self.good = part.good if self.good is None else min(self.good, part.good)
         self.bytes += part.bytes
+        self.block_bytes += part.block_bytes
         self.error = self.error or part.error

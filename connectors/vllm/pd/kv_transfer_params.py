@@ -67,6 +67,9 @@ class Offer:
     tokens: of the prompt.
     fingerprint: of its KV, 32 bytes.
     prompt: digest of the prompt, 32 bytes.
+    tp_size: its tensor-parallel ranks; 0: not told, by the release before. Not signed, as the signature is
+        that release's: with a wrong one decode finds other heads or layers than it expects, and takes
+        nothing.
     """
 
     engine_id: str
@@ -77,6 +80,7 @@ class Offer:
     tokens: int
     fingerprint: bytes
     prompt: bytes
+    tp_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class _Handover(msgspec.Struct):
     fingerprint: _Hex
     prompt: _Hex
     signature: _Hex = ""
+    tp_size: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class _Ours(msgspec.Struct):
@@ -167,6 +172,7 @@ def parse_decode(params: Mapping[str, Any] | None, token: bytes) -> Source | Non
         tokens=two.remote_num_tokens,
         fingerprint=bytes.fromhex(hand.fingerprint),
         prompt=bytes.fromhex(hand.prompt),
+        tp_size=hand.tp_size,
     )
     signatures = [signature(offer, secret) for secret in secrets_of(token)]
     if not any(hmac.compare_digest(hand.signature, each) for each in signatures):
@@ -192,7 +198,7 @@ def signature(offer: Offer, secret: bytes) -> str:
     return hmac.new(secret, _PURPOSE + _encode(whole), hashlib.sha256).hexdigest()
 
 
-def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> dict[str, Any]:
+def answer_of(offer: Offer, token: bytes, *, request_id: str) -> dict[str, Any]:
     """The kv_transfer_params of a prefill engine's answer, which ``parse_decode`` reads."""
     host, _, port = offer.ranks[0].rpartition(":")
     return {
@@ -204,7 +210,7 @@ def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> d
         "remote_port": int(port),
         "remote_block_ids": [list(ids) for ids in offer.blocks],
         "remote_num_tokens": offer.tokens,
-        "tp_size": tp_size,
+        "tp_size": offer.tp_size,
         "moonpool": {
             "handover": {
                 "version": VERSION,
@@ -214,6 +220,7 @@ def answer_of(offer: Offer, token: bytes, *, request_id: str, tp_size: int) -> d
                 "fingerprint": offer.fingerprint.hex(),
                 "prompt": offer.prompt.hex(),
                 "signature": signature(offer, secrets_of(token)[0]),
+                "tp_size": offer.tp_size,
             }
         },
     }

@@ -3,22 +3,26 @@ page, and what it takes of each (``rank_pairs``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from moonpool.connectors.objects import Refused
 from moonpool.connectors.vllm.pd.incoming import PartSource
 from moonpool.connectors.vllm.pd.kv_transfer_params import Offer
-from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes, prefill_tp_size, shares_of
+from moonpool.connectors.vllm.pd.rank_pairs import Share, Sizes, prefill_sizes, shares_of, stages_of
 from moonpool.core.store.keys import Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One worker of a prefill engine, and what this one takes of it."""
+    """One worker of a prefill engine, and what this one takes of it.
+
+    cuts_layers: whether one of the two engines has pipeline stages, and the other has not.
+    """
 
     source: PartSource
     share: Share
+    cuts_layers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +47,33 @@ class Met:
 class PeerFinder:
     """Finds the peers of one decode worker."""
 
-    def __init__(self, sizes: Sizes, *, tp_rank: int, pp_rank: int, columns: Sequence[Ranges]) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        tp_rank: int,
+        pp_rank: int,
+        columns: Sequence[Ranges],
+        has_windows: bool = False,
+    ) -> None:
         """sizes: of the decode engine.
         tp_rank, pp_rank: of this worker.
         columns: the objects of a block that it holds.
+        has_windows: whether some layers need some blocks only.
         """
         self._sizes = sizes
         self._tp_rank = tp_rank
         self._pp_rank = pp_rank
         self._columns = columns
+        self._has_windows = has_windows
 
     def of_offer(self, offer: Offer) -> tuple[Peer, ...]:
         """Raises Refused for an engine whose sizes do not go together with this one's."""
-        tp_size = prefill_tp_size(self._sizes, workers=len(offer.ranks), engine=offer.engine_id)
-        shares = self._shares(tp_size, offer.engine_id)
-        first = self._pp_rank * tp_size
-        return self._peers(shares, lambda share: offer.ranks[first + share.tp_rank], offer.engine_id)
+        workers, engine = len(offer.ranks), offer.engine_id
+        theirs = prefill_sizes(self._sizes, workers=workers, tp_size=offer.tp_size, engine=engine)
+        ranks = enumerate(offer.ranks)
+        places = {(rank % theirs.tp_size, rank // theirs.tp_size): place for rank, place in ranks}
+        return self._peers(theirs, places, engine)
 
     def of_page(self, engine: str, workers: Mapping[tuple[int, int], str], key: Hashable) -> Met:
         """engine: its name.
@@ -66,37 +81,34 @@ class PeerFinder:
         key: of the connection that asked for the page, which becomes that to the first peer.
         """
         addresses = tuple(workers.values())
+        tp_size = len({tp_rank for tp_rank, _ in workers})
         try:
-            stages = len({pp_rank for _, pp_rank in workers})
-            if stages != self._sizes.pp_size:
-                raise Refused(
-                    f"the prefill engine {engine} has {stages} pipeline stages and this one "
-                    f"{self._sizes.pp_size}; a hand-over needs equal pipeline-parallel sizes"
-                )
-            tp_size = prefill_tp_size(self._sizes, workers=len(workers), engine=engine)
-            shares = self._shares(tp_size, engine)
-            if any((share.tp_rank, self._pp_rank) not in workers for share in shares):
-                raise Refused(f"the bootstrap page of the prefill engine {engine} lacks some of its workers")
+            theirs = prefill_sizes(self._sizes, workers=len(workers), tp_size=tp_size, engine=engine)
+            first, *rest = self._peers(theirs, workers, engine)
         except Refused as refusal:
             return Met((), addresses, str(refusal))
-        found = self._peers(shares, lambda share: workers[share.tp_rank, self._pp_rank], engine)
-        first = PartSource(key, found[0].source.address, found[0].source.readers)
-        return Met((Peer(first, found[0].share), *found[1:]), addresses)
+        return Met((replace(first, source=replace(first.source, key=key)), *rest), addresses)
 
-    def _shares(self, tp_size: int, engine: str) -> tuple[Share, ...]:
-        shares = shares_of(self._sizes.kv_heads, tp_size, self._sizes.tp_size, self._tp_rank)
+    def _peers(self, theirs: Sizes, places: Mapping[tuple[int, int], str], engine: str) -> tuple[Peer, ...]:
+        """places: (tensor rank, pipeline rank) -> address."""
+        shares = shares_of(theirs.kv_heads, theirs.tp_size, self._sizes.tp_size, self._tp_rank)
+        stages, readers = stages_of(theirs, self._sizes, self._pp_rank)
+        cuts_layers = theirs.pp_size != self._sizes.pp_size
         if sum(len(share.columns_of(self._columns)) for share in shares) != len(self._columns):
             raise Refused(
                 f"the heads of this engine's workers are not whole parts of those of the prefill engine "
-                f"{engine}, which has {tp_size} tensor-parallel ranks"
+                f"{engine}, which has {theirs.tp_size} tensor-parallel ranks"
             )
-        return shares
-
-    def _peers(
-        self, shares: Sequence[Share], place_of: Callable[[Share], str], engine: str
-    ) -> tuple[Peer, ...]:
-        places = [place_of(share) for share in shares]
+        if cuts_layers and self._has_windows:
+            raise Refused(
+                f"the prefill engine {engine} has {theirs.pp_size} pipeline stages and this one "
+                f"{self._sizes.pp_size}; with sliding windows a hand-over needs equal pipeline-parallel sizes"
+            )
+        if any((share.tp_rank, stage) not in places for share in shares for stage in stages):
+            raise Refused(f"the prefill engine {engine} names some of its workers only")
         return tuple(
-            Peer(PartSource((engine, place), place, share.readers), share)
-            for place, share in zip(places, shares, strict=True)
+            Peer(PartSource((engine, place), place, share.readers * readers), share, cuts_layers)
+            for stage in stages
+            for share in shares
+            for place in [places[share.tp_rank, stage]]
         )

@@ -209,10 +209,9 @@ class ProducerScheduler:
             tokens=tokens,
             fingerprint=self._identity.fingerprint,
             prompt=produced.prompt,
+            tp_size=self._identity.tp_size,
         )
-        return kv_transfer_params.answer_of(
-            offer, self._identity.token, request_id=request.request_id, tp_size=self._identity.tp_size
-        )
+        return kv_transfer_params.answer_of(offer, self._identity.token, request_id=request.request_id)
 
     def forget(self, request_id: str) -> None:
         """Something unexpected happened to the request: no decode engine takes it."""

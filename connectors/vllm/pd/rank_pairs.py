@@ -1,5 +1,5 @@
 """Which workers of a prefill engine each worker of a decode engine takes a prompt from, when the engines'
-numbers of tensor-parallel ranks differ. Pure numbers, the same on all decode workers.
+numbers of tensor-parallel ranks, or of pipeline stages, differ. Pure numbers, the same on all decode workers.
 
     4 KV heads, prefill of 2 ranks, decode of 4      prefill of 4 ranks, decode of 1, 2 KV heads
 
@@ -11,6 +11,8 @@ numbers of tensor-parallel ranks differ. Pure numbers, the same on all decode wo
 With more ranks than KV heads several ranks hold copies of a head (MLA: all ranks one latent). The decode
 ranks that need it are spread over them. Each prefill worker has at least one decode worker, because each
 keeps a lease that ends when its decode workers have said that they need nothing more.
+
+Of pipeline stages one engine may have several and the other one: each stage has some layers of all heads.
 """
 
 from __future__ import annotations
@@ -60,20 +62,25 @@ class Share:
         )
 
 
-def prefill_tp_size(sizes: Sizes, *, workers: int, engine: str) -> int:
-    """The tensor-parallel size of a prefill engine of so many workers, which a decode engine of ``sizes`` can
-    take prompts from. Raises Refused when it cannot.
+def prefill_sizes(sizes: Sizes, *, workers: int, tp_size: int, engine: str) -> Sizes:
+    """The sizes of a prefill engine of so many workers, from which a decode engine of ``sizes`` can take
+    prompts. Raises Refused when it cannot.
 
+    tp_size: of the prefill engine, as it says; 0: it does not, and has as many stages as the decode engine.
     engine: the name of the prefill engine, for the message.
     """
-    if workers % sizes.pp_size:
+    if tp_size < 1 or workers % tp_size:
+        tp_size = max(1, workers // sizes.pp_size)
+    theirs = Sizes(sizes.kv_heads, tp_size, workers // tp_size)
+    if theirs.pp_size * tp_size != workers or (
+        theirs.pp_size != sizes.pp_size and 1 not in (theirs.pp_size, sizes.pp_size)
+    ):
         raise Refused(
-            f"the prefill engine {engine} has {workers} workers, which are not {sizes.pp_size} pipeline "
-            f"stages as here; a hand-over needs equal pipeline-parallel sizes"
+            f"the prefill engine {engine} has {workers} workers in {theirs.pp_size} pipeline stages and this "
+            f"one {sizes.pp_size} stages; a hand-over needs equal pipeline-parallel sizes, or one of them 1"
         )
-    tp_size = workers // sizes.pp_size
     if tp_size == sizes.tp_size:
-        return tp_size
+        return theirs
     if max(tp_size, sizes.tp_size) % min(tp_size, sizes.tp_size):
         raise Refused(
             f"the prefill engine {engine} has {tp_size} tensor-parallel ranks and this one {sizes.tp_size}; "
@@ -91,7 +98,15 @@ def prefill_tp_size(sizes: Sizes, *, workers: int, engine: str) -> int:
             f"the blocks of the prefill engine {engine} with {tp_size} tensor-parallel ranks are cut "
             f"otherwise than those of this one with {sizes.tp_size}"
         )
-    return tp_size
+    return theirs
+
+
+def stages_of(theirs: Sizes, ours: Sizes, pp_rank: int) -> tuple[range, int]:
+    """(pipeline stages of prefill that a decode worker of stage ``pp_rank`` takes layers from, stages of
+    decode that take layers from each of these)."""
+    if theirs.pp_size == ours.pp_size:
+        return range(pp_rank, pp_rank + 1), 1
+    return range(theirs.pp_size), ours.pp_size
 
 
 @functools.lru_cache(256)

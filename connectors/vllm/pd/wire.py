@@ -132,6 +132,7 @@ class Description(msgspec.Struct, frozen=True):
     slots: address of the lease table.
     slot_count: leases that it has room for.
     counts_readers: whether a lease ends only when all ``readers`` need no more; False in the release before.
+    layers: of each column, the number and the bytes of a block of each layer; [] in the release before.
     """
 
     engine_id: _Text
@@ -141,6 +142,7 @@ class Description(msgspec.Struct, frozen=True):
     slots: _U64
     slot_count: _U32
     counts_readers: bool = False
+    layers: list[list[tuple[_U32, _U64]]] = []
 
     @property
     def ranges(self) -> tuple[Ranges, ...]:

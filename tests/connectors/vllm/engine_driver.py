@@ -46,6 +46,9 @@ class Driver:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        if config.get("pipeline_parallel_size", 1) > 1:
+            # In eager mode vLLM makes the buffers between stages in such a run only, and not on a CPU.
+            self.core.model_executor.collective_rpc("execute_dummy_batch")
         self.next_id = 0
         self.preemptions = 0
         self.preempted_gives = 0  # of these, how many another engine waits for
@@ -175,7 +178,7 @@ class Driver:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         take = get_kv_transfer_group()._worker._handover_worker._consumer._requests.get(request_id)
-        return take.good if take is not None else 0
+        return min(part.good for part in take.parts.values()) if take is not None and take.parts else 0
 
     def hold_reads(self) -> None:
         """From the second piece of a hand-over on, reading waits until a request was aborted, once."""

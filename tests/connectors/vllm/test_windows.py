@@ -177,9 +177,15 @@ def test_aborts(engines: Engines, vllm_python: str, rng: Any) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("model", ["gemma3", "mistral"])
-def test_hand_overs(engines: Engines, vllm_python: str, rng: Any, model: str) -> None:
-    """Without a pool, in both forms: what decode has of a prompt is its hand-over and its own cache's."""
+@pytest.mark.parametrize(
+    ("model", "prefill_ranks", "decode_ranks"),
+    [("gemma3", 1, 1), ("mistral", 1, 1), ("gemma3", 2, 1), ("gemma3", 1, 2)],
+)
+def test_hand_overs(
+    engines: Engines, vllm_python: str, rng: Any, model: str, prefill_ranks: int, decode_ranks: int
+) -> None:
+    """Without a pool, in both forms: what decode has of a prompt is its hand-over and its own cache's. ranks:
+    tensor-parallel ones."""
     # At the end of the request of 96 tokens a block has left the window, of which decode needs a token.
     lengths = (33, 64, 65, 95, 96, 97, 300, 1000)
     prompts = [make_prompt(rng.randrange(1 << 30), length) for length in lengths]
@@ -188,21 +194,25 @@ def test_hand_overs(engines: Engines, vllm_python: str, rng: Any, model: str) ->
         (port,) = stack.enter_context(held_ports(1))
         alone_in = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
 
-        def engine(name: str, **extra: Any) -> Engine:
+        def engine(name: str, ranks: int, **extra: Any) -> Engine:
             config = {**KV_CONFIG, "kv_connector_extra_config": {"lease_s": 30.0, **extra}}
             made = Engine(
                 vllm_python,
                 engines.model(model),
                 alone_in,
-                engines.folder / f"{model}-{name}",
+                engines.folder / f"{model}-{name}-{ranks}",
                 kv_transfer_config=config,
                 skip_tokenizer_init=True,
+                tensor_parallel_size=ranks,
                 **CHUNKS,
             )
             stack.callback(made.close)
             return made
 
-        prefill, decode = engine("prefill", bootstrap_port=port), engine("decode")
+        prefill, decode = (
+            engine("prefill", prefill_ranks, bootstrap_port=port),
+            engine("decode", decode_ranks),
+        )
 
         def check(answer: dict[str, Any]) -> None:
             for output, expected, length in zip(answer["outputs"], alone["outputs"], lengths, strict=True):

@@ -17,7 +17,14 @@ from moonpool.connectors.vllm.pd.rank_pairs import Sizes
 from moonpool.connectors.vllm.pd.step_plan import Grown, HandoverStep, Hold, Open, Pull
 from moonpool.core.service.addresses import Address
 from tests.connectors.vllm.fakes import FINGERPRINT, LOG
-from tests.connectors.vllm.pd.rank_memory import BLOCKS, Array, RankMemory, model_kv, rank_memory
+from tests.connectors.vllm.pd.rank_memory import (
+    BLOCKS,
+    Array,
+    RankMemory,
+    layers_of_stage,
+    model_kv,
+    rank_memory,
+)
 from tests.connectors.vllm.pd.worlds import PROMPT, eventually
 
 LEASE, SLOT = 77, 5
@@ -31,6 +38,7 @@ class RankedEngine:
     workers: list[HandoverWorker]
     memories: list[RankMemory]
     whole: Array
+    tp_size: int
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -42,7 +50,8 @@ class RankedEngine:
         """What a two-step answer says of these blocks; opens the lease on all ranks."""
         self.begin(HandoverStep(opens=(Open(lease, slot, "", PROMPT),)))
         ids = (tuple(blocks),)
-        return Offer(self.name, self.addresses, lease, slot, ids, 4 * len(blocks), FINGERPRINT, PROMPT)
+        tokens = 4 * len(blocks)
+        return Offer(self.name, self.addresses, lease, slot, ids, tokens, FINGERPRINT, PROMPT, self.tp_size)
 
     def opens(self, transfer: str, *, lease: int = LEASE, slot: int = SLOT) -> None:
         self.begin(HandoverStep(opens=(Open(lease, slot, transfer, PROMPT),)))
@@ -61,9 +70,9 @@ class RankedEngine:
             worker.computed(HandoverStep(grown=(Grown(lease, first, (tuple(blocks),), final),)))
 
     @contextmanager
-    def page(self, *, stages: int = 1) -> Iterator[str]:
-        """Its bootstrap page. stages: of how many pipeline stages that says it is."""
-        size = len(self.workers) // stages
+    def page(self) -> Iterator[str]:
+        """Its bootstrap page."""
+        size = self.tp_size
         workers = {(rank % size, rank // size): place for rank, place in enumerate(self.addresses)}
         page = Bootstrap(Address("127.0.0.1", 0), dp_rank=0, engine_id=self.name, workers=workers)
         try:
@@ -115,7 +124,7 @@ class RankedEngine:
     def assert_has(self, here: Sequence[int], prefill: RankedEngine, there: Sequence[int]) -> None:
         """These blocks are those of the prefill engine, on all ranks."""
         for memory in self.memories:
-            expected = prefill.whole[:, list(there)][:, :, list(memory.heads)]
+            expected = prefill.whole[list(memory.layers)][:, list(there)][:, :, list(memory.heads)]
             np.testing.assert_array_equal(memory.kv[:, list(here)], expected)
 
 
@@ -124,6 +133,7 @@ def engine(
     name: str,
     tp_size: int,
     *,
+    pp_size: int = 1,
     heads: int = 2,
     layout: str = "HND",
     computed: bool = False,
@@ -134,21 +144,24 @@ def engine(
     """computed: whether its memory has the KV of one model on all ranks, as a prefill engine's."""
     whole = model_kv(heads, seed=1, blocks=blocks)
     with ExitStack() as stack:
-        made = RankedEngine(name, [], [], whole)
-        for rank in range(tp_size):
+        made = RankedEngine(name, [], [], whole, tp_size)
+        for rank in range(tp_size * pp_size):
+            pp_rank, tp_rank = divmod(rank, tp_size)
             content = whole if computed else None
-            memory = rank_memory(heads, tp_size, rank, layout, content=content, blocks=blocks)
+            layers = layers_of_stage(pp_rank, pp_size)
+            memory = rank_memory(
+                heads, tp_size, tp_rank, layout, layers=layers, content=content, blocks=blocks
+            )
             worker = HandoverWorker(
                 KvMemory(
                     engine_id=name,
                     fingerprint=FINGERPRINT,
                     spans=memory.spans,
-                    columns=memory.columns,
-                    rows=memory.rows,
-                    sizes=Sizes(heads, tp_size),
+                    held=memory.held,
+                    sizes=Sizes(heads, tp_size, pp_size),
                     rank=rank,
-                    tp_rank=rank,
-                    pp_rank=0,
+                    tp_rank=tp_rank,
+                    pp_rank=pp_rank,
                 ),
                 listen="127.0.0.1:0",
                 transports=transports,

@@ -75,6 +75,7 @@ def offer(tokens: int = 18, **changes: Any) -> Offer:
         tokens=tokens,
         fingerprint=FINGERPRINT,
         prompt=prompt_digest(list(range(tokens))),
+        tp_size=1,
     )
     return dataclasses.replace(one, **changes)
 
@@ -82,7 +83,7 @@ def offer(tokens: int = 18, **changes: Any) -> Offer:
 def request(source: Offer | Meeting, tokens: int = 18, name: str = "r") -> FakeRequest:
     one = FakeRequest(name, list(range(tokens)))
     if isinstance(source, Offer):
-        one.kv_transfer_params = answer_of(source, paths.read_or_create_token(), request_id="p", tp_size=1)
+        one.kv_transfer_params = answer_of(source, paths.read_or_create_token(), request_id="p")
     else:
         one.kv_transfer_params = {
             "do_remote_prefill": True,
@@ -150,7 +151,9 @@ def test_nothing_is_needed(local: int) -> None:
     "bad",
     [
         offer(fingerprint=bytes(32)),
-        offer(ranks=("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")),  # three workers, and two KV heads
+        offer(
+            ranks=("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"), tp_size=3
+        ),  # three workers, and two KV heads
         offer(prompt=bytes(32)),
         offer(tokens=17),
         offer(blocks=((1, 2, 3, 4),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from moonpool.connectors.vllm.pd.kv_transfer_params import (
     blocks_for,
     parse_decode,
     parse_prefill,
+    signature,
 )
 
 TOKEN = b"the cluster's"
@@ -31,17 +33,18 @@ OFFER = Offer(
     tokens=96,
     fingerprint=bytes(range(32)),
     prompt=bytes(range(32, 64)),
+    tp_size=2,
 )
 
 
 def test_an_answer_survives_json() -> None:
-    params = json.loads(json.dumps(answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)))
+    params = json.loads(json.dumps(answer_of(OFFER, TOKEN, request_id="r1")))
     assert parse_decode(params, TOKEN) == OFFER
     assert parse_prefill(params) is None
 
 
 def test_the_names_that_existing_proxies_speak() -> None:
-    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1")
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
     assert params["remote_engine_id"] == "engine-1"
@@ -74,7 +77,7 @@ def test_the_concurrent_form() -> None:
     assert parse_decode(params, TOKEN) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
     answered = {**params, "moonpool": {"pool_tokens": 0, "local_tokens": 4, "load_errors": 0}}
     assert parse_decode(answered, TOKEN) == Meeting("e", "http://127.0.0.1:8998", "xfer-1")
-    offered = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    offered = answer_of(OFFER, TOKEN, request_id="r1")
     assert parse_decode({**params, **offered}, TOKEN) == OFFER
     for key in ("remote_engine_id", "remote_bootstrap_addr"):
         with pytest.raises(Unusable, match=key):
@@ -109,27 +112,36 @@ def test_the_concurrent_form() -> None:
     ],
 )
 def test_a_changed_offer_is_not_believed(change: Callable[[dict[str, Any]], object]) -> None:
-    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1")
     change(params)
     with pytest.raises(Unusable, match="signature does not fit"):
         parse_decode(params, TOKEN)
 
 
 def test_another_token() -> None:
-    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1")
     with pytest.raises(Unusable, match="another cluster token"):
         parse_decode(params, b"other")
 
 
+def test_the_release_before() -> None:
+    """It does not tell its tensor-parallel size, and signs the rest; it reads what we tell it as well."""
+    params = answer_of(OFFER, TOKEN, request_id="r1")
+    del params["moonpool"]["handover"]["tp_size"]
+    assert parse_decode(params, TOKEN) == dataclasses.replace(OFFER, tp_size=0)
+    signed = dataclasses.replace(OFFER, tp_size=0)
+    assert signature(OFFER, TOKEN) == signature(signed, TOKEN)
+
+
 def test_what_only_other_connectors_read_may_be_changed() -> None:
     """Proxies that put another host there, say."""
-    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1")
     params |= {"remote_host": "elsewhere", "remote_port": 1, "remote_request_id": "x", "tp_size": 1}
     assert parse_decode(params, TOKEN) == OFFER
 
 
 def test_other_connectors_and_versions() -> None:
-    params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+    params = answer_of(OFFER, TOKEN, request_id="r1")
     with pytest.raises(Unusable, match="not made by this connector"):
         parse_decode({key: value for key, value in params.items() if key != "moonpool"}, TOKEN)
     params["moonpool"]["handover"]["version"] = 2
@@ -142,7 +154,7 @@ GARBAGE: list[Any] = [None, True, -1, 1 << 60, 1.5, "", "x" * 2000, [], [[]], [[
 
 def test_garbage_raises_nothing_else(rng: random.Random) -> None:
     for _ in range(1000):
-        params = answer_of(OFFER, TOKEN, request_id="r1", tp_size=2)
+        params = answer_of(OFFER, TOKEN, request_id="r1")
         place = rng.choice([params, params["moonpool"], params["moonpool"]["handover"]])
         place[rng.choice(list(place))] = rng.choice(GARBAGE)
         with contextlib.suppress(Unusable):

@@ -1,12 +1,13 @@
-"""Real prefill and decode engines of different tensor-parallel sizes: what one computed on its ranks the
-other goes on from on its own, with the tokens and log-probabilities of a plain engine, and no block or lease
-stays behind.
+"""Real prefill and decode engines of different tensor- and pipeline-parallel sizes: what one computed on its
+ranks the other goes on from on its own, with the tokens and log-probabilities of a plain engine, and no block
+or lease stays behind.
 
 The model has two KV heads: of four ranks two hold copies of each. Each engine takes half a minute to start.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +24,18 @@ from tests.ports import held_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.heavy, pytest.mark.timeout(1800)]
 
-# Prefill's ranks and decode's.
-PAIRS = [(2, 1), (1, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
+# Prefill's sizes and decode's: tensor-parallel ranks, then pipeline stages.
+PAIRS = [
+    *(
+        (theirs, ours)
+        for theirs, ours in itertools.product(((1, 1), (2, 1), (4, 1)), repeat=2)
+        if theirs != ours
+    ),
+    ((1, 2), (1, 1)),
+    ((1, 1), (1, 2)),
+    ((1, 2), (2, 1)),
+]
+Size = tuple[int, int]
 LENGTHS = (1, 2, 31, 32, 33, 65, 257, 1000)
 BLOCKS = 140  # one longest request, and not many of them: answers are preempted
 FORMS = ("two-step", "concurrent")
@@ -90,13 +101,13 @@ def plain(vllm_python: str, models: list[Path], tmp_path_factory: pytest.TempPat
 
 @contextmanager
 def line(
-    ranks: tuple[int, int], plain: Engine, vllm_python: str, model: Path, folder: Path
+    sizes: tuple[Size, Size], plain: Engine, vllm_python: str, model: Path, folder: Path
 ) -> Iterator[Line]:
     with ExitStack() as stack:
         (port,) = stack.enter_context(held_ports(1))
         nobody = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-")))
 
-        def engine(name: str, size: int, **extra: Any) -> Engine:
+        def engine(name: str, size: Size, **extra: Any) -> Engine:
             extra = {"compute_if_faster": False, "lease_s": LEASE_S, **extra}
             made = Engine(
                 vllm_python,
@@ -104,28 +115,31 @@ def line(
                 nobody,
                 folder / name,
                 kv_transfer_config={**KV_CONFIG, "kv_connector_extra_config": extra},
-                kv_cache_memory_bytes=BLOCKS * BLOCK_TOKENS * BYTES_PER_TOKEN // min(size, 2),
-                tensor_parallel_size=size,
+                kv_cache_memory_bytes=BLOCKS * BLOCK_TOKENS * BYTES_PER_TOKEN // (min(size[0], 2) * size[1]),
+                tensor_parallel_size=size[0],
+                pipeline_parallel_size=size[1],
             )
             stack.callback(made.close)
             return made
 
-        prefill = engine("prefill", ranks[0], bootstrap_port=port)
-        decode = engine("decode", ranks[1])
+        prefill = engine("prefill", sizes[0], bootstrap_port=port)
+        decode = engine("decode", sizes[1])
         answer = prefill.call("generate", prompts=[make_prompt(1, 40)], params=[ASK], max_tokens=1)
         params = answer["outputs"][0]["params"]
-        assert len(params["moonpool"]["handover"]["ranks"]) == ranks[0]
+        assert len(params["moonpool"]["handover"]["ranks"]) == sizes[0][0] * sizes[0][1]
         decode.call("generate", prompts=[make_prompt(1, 40)], params=[params])
         assert prefill.call("drain", timeout_s=60) == NOTHING_LEFT
         engine_id = str(params["remote_engine_id"])
         yield Line(plain, prefill, decode, engine_id, f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.parametrize("ranks", PAIRS, ids=lambda ranks: f"{ranks[0]}-to-{ranks[1]}")
+@pytest.mark.parametrize(
+    "sizes", PAIRS, ids=lambda sizes: "-to-".join("x".join(map(str, size)) for size in sizes)
+)
 def test_engines_of_unlike_sizes(
-    ranks: tuple[int, int], plain: Engine, vllm_python: str, models: list[Path], tmp_path: Path
+    sizes: tuple[Size, Size], plain: Engine, vllm_python: str, models: list[Path], tmp_path: Path
 ) -> None:
-    with line(ranks, plain, vllm_python, models[0], tmp_path) as pair:
+    with line(sizes, plain, vllm_python, models[0], tmp_path) as pair:
         for number, form in enumerate(FORMS):
             check_hand_overs(pair, form, 3000 + 100 * number)
             check_preemption(pair, form, 3050 + 100 * number)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from moonpool.connectors.vllm.pd.consumer_worker import OLDER
+from moonpool.connectors.vllm.pd.consumer_worker import GAPS, OLDER
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker
 from moonpool.connectors.vllm.pd.kv_transfer_params import LEFT, Meeting
 from moonpool.connectors.vllm.pd.peer_connection import PeerConnection
@@ -55,6 +56,37 @@ def test_each_rank_has_its_heads(theirs: int, ours: int, heads: int, form: str) 
         decode.drop()
         prefill.wait_handed()
         assert prefill.is_valid() == [False] * theirs
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [((1, 3), (1, 1)), ((1, 1), (2, 3)), ((2, 2), (1, 1))])
+@pytest.mark.parametrize("form", ["two-step", "concurrent"])
+def test_pipeline_stages(theirs: tuple[int, int], ours: tuple[int, int], form: str) -> None:
+    """Prefill's, or decode's, which has no stages itself. Sizes: tensor-parallel ranks and stages."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(engine("P", theirs[0], pp_size=theirs[1], computed=True))
+        decode = stack.enter_context(engine("D", ours[0], pp_size=ours[1]))
+        if form == "two-step":
+            decode.take(prefill.offer(THERE), HERE)
+        else:
+            url = stack.enter_context(prefill.page())
+            prefill.opens(X)
+            decode.take(Meeting("P", url, X), HERE)
+            prefill.computes(0, THERE, final=True)
+        all_good(decode, 6)
+        decode.assert_has(HERE, prefill, THERE)
+        decode.drop()
+        prefill.wait_handed()
+
+
+def test_stages_that_lack_a_layer() -> None:
+    """As of a prefill engine that names some of its stages only: no block counts."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(engine("P", 1, pp_size=3, computed=True))
+        decode = stack.enter_context(engine("D", 1))
+        source = replace(prefill.offer(THERE), ranks=prefill.addresses[:2])
+        decode.take(source, HERE)
+        (ended,) = decode.ended()
+        assert (ended.good, ended.error) == (0, GAPS)
 
 
 @pytest.mark.parametrize("layouts", list(itertools.permutations(LAYOUTS, 2)), ids="-".join)
@@ -228,17 +260,18 @@ class TestOthers:
             decode.begin(HandoverStep(refuses=(Refuse(source, LEFT),)))
             prefill.wait_handed()
 
-    def test_pipeline_stages(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_sizes_that_do_not_go_together(self, caplog: pytest.LogCaptureFixture) -> None:
         """One sentence on both sides, and every worker of prefill is told."""
-        why = "has 2 pipeline stages and this one 1; a hand-over needs equal pipeline-parallel sizes"
+        why = "has 3 tensor-parallel ranks and this one 2; a hand-over needs one of these to divide the other"
         with ExitStack() as stack:
-            prefill, decode = engines(stack, 2, 1)
-            url = stack.enter_context(prefill.page(stages=2))
+            prefill = stack.enter_context(engine("P", 3, heads=6, computed=True))
+            decode = stack.enter_context(engine("D", 2, heads=6))
+            url = stack.enter_context(prefill.page())
             prefill.opens(X)
             decode.take(Meeting("P", url, X), HERE)
-            (ended,) = decode.ended()
-            assert ended.good == 0
-            assert why in ended.error
+            for ended in decode.ended():
+                assert ended.good == 0
+                assert why in ended.error
             prefill.wait_handed()
             eventually(lambda: f"did not take a prompt over: the prefill engine P {why}" in caplog.text)
             assert f"a prompt is not handed over: the prefill engine P {why}" in caplog.text

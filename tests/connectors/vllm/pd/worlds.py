@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.connectors.vllm.device_memory import DeviceMemory
-from moonpool.connectors.vllm.layout import all_rows, object_ranges, read_layout, spans
+from moonpool.connectors.vllm.layout import all_rows, layers_of_columns, object_ranges, read_layout, spans
 from moonpool.connectors.vllm.pd.consumer_worker import Ended
+from moonpool.connectors.vllm.pd.copy_ranges import Held
 from moonpool.connectors.vllm.pd.handover_worker import HandoverWorker, KvMemory
 from moonpool.connectors.vllm.pd.kv_transfer_params import BlockIds, Meeting, Offer
 from moonpool.connectors.vllm.pd.rank_pairs import Sizes
@@ -134,8 +135,7 @@ def world(
             engine_id=name,
             fingerprint=fingerprint,
             spans=spans(caches),
-            columns=columns,
-            rows=rows,
+            held=Held(columns, rows, layers_of_columns(layout, columns)),
             sizes=Sizes(HEADS, 1),
             rank=rank,
             tp_rank=rank,
